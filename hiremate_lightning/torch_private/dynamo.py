@@ -41,7 +41,7 @@ from torch.nn.modules import module as nn_module
 
 from ..garbage import collecting_what_it_leaves
 from ..objects import attempt, is_of
-from . import byte_targets, constant_branches, data_parallel, folding, graph_texts, repeated_modules, user_compiled
+from . import byte_targets, data_parallel, decided_branches, folding, graph_texts, repeated_modules, user_compiled
 from .replacing import replaced
 
 __all__ = ["CompileError"]
@@ -71,7 +71,7 @@ def capturing_for_plans(
     * What its author compiled within planned code is captured, or compiled, as its author asked for: see
       `user_compiled`.
     * Modules that are alike are traced once: see `repeated_modules`.
-    * Branches on tensors that depend on no input do not break graphs: see `constant_branches`.
+    * Branches on positions, masks and other integers do not break graphs: see `decided_branches`.
     * What is in `torch.compiler.nested_compile_region` is captured as any other code.
     * Under DistributedDataParallel graphs end where buckets of gradients do, but no bucket is too small for Dynamo.
     * A log's message does not end a graph if it is said only once, or not at all.
@@ -336,7 +336,7 @@ _WHILE_CAPTURING = (
     (logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),  # it logs a traceback for a wrong shape
     *user_compiled.WHILE_CAPTURING,
     *repeated_modules.WHILE_CAPTURING,
-    *constant_branches.WHILE_CAPTURING,
+    *decided_branches.WHILE_CAPTURING,
     (dynamo_config, "run_gc_after_compile", False),  # it would take what the capture still holds for old
 )
 _SETTINGS: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Branches on tensors that depend on no input are decided while the code is traced."""
+"""Branches on tensors that are computed from sizes, or from integers, are decided while the code is traced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from hiremate_lightning.torch_private import constant_branches, dynamo
+from hiremate_lightning.torch_private import decided_branches, dynamo
 
 
 class Counted:
@@ -192,15 +192,115 @@ def test_no_guard_computes_what_is_too_large(monkeypatch):
         positions = torch.arange(x.shape[1])
         return x.sin() if (positions[:, None] - positions > 2).any() else x.cos()
 
-    monkeypatch.setattr(constant_branches, "_MOST_ELEMENTS", 100)
+    monkeypatch.setattr(decided_branches, "_MOST_ELEMENTS", 100)
     assert graphs_of(has_far, *([torch.ones(2, length)] for length in (5, 6, 9, 8)), sizes_vary=True) == 2
     assert graphs_of(has_far, *([torch.ones(2, length)] for length in (5, 6, 50)), sizes_vary=True) == 4
 
 
-def test_an_input_is_read_in_each_call():
-    x = torch.ones(2, 3)
-    inputs = [[x, torch.zeros(3).long()], [x, torch.ones(3).long()], [x, torch.zeros(3).long()]]
-    assert graphs_of(reads_an_input, *inputs) > 1
+def masks(*texts):
+    """Return a batch and a mask for each text: "110" is one whose third token is padding."""
+    return [[torch.ones(2, len(text)), torch.tensor([[int(c) for c in text]] * 2)] for text in texts]
+
+
+def has_padding(x, mask):
+    return x.sin() if mask.all() else x.cos() * mask
+
+
+def counts_tokens(x, mask):
+    return x.sin() if mask[:, : x.shape[1]].sum() == mask.numel() else x.cos()
+
+
+def asks_for_a_truth_value(x, mask):
+    return x.sin() if (mask == 0).any().item() else x.cos()
+
+
+@pytest.mark.parametrize("function", [has_padding, counts_tokens, asks_for_a_truth_value])
+def test_a_branch_on_an_input_is_captured_for_each_way_it_goes(function):
+    assert graphs_of(function, *masks("111", "111")) == 1
+    assert graphs_of(function, *masks("110", "011", "111", "101", "111")) == 2
+
+
+@pytest.mark.parametrize("function", [has_padding, counts_tokens, asks_for_a_truth_value])
+def test_both_ways_serve_all_sizes(function):
+    batches = masks("11", "110", "1111", "1011", "11111", "01", "11", "110000", "111111")
+    assert graphs_of(function, *batches, sizes_vary=True, vary=(2, 3, 4, 5, 6)) <= 4
+
+
+def test_what_changes_between_calls_is_seen():
+    x, mask = torch.ones(2, 3), torch.ones(2, 3).long()
+    captured = torch.compile(has_padding, backend=Counted())
+    with dynamo.capturing_for_plans():
+        for value in (1, 1, 0, 1, 0):
+            mask[0, 1] = value
+            assert torch.equal(captured(x, mask), has_padding(x, mask))
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("share", [lambda mask: mask, lambda mask: mask.view(-1), lambda mask: mask.detach()[1:]])
+def test_an_input_that_is_changed_is_read_after_that(change, share):
+    def branches(x, mask, other):
+        change(other)
+        return x.sin() if (mask >= 0).all() else x.cos()
+
+    captured = torch.compile(branches, backend=Counted())
+    with dynamo.capturing_for_plans():
+        for values in (-3, 3):
+            results = []
+            for function in (captured, branches):
+                mask = torch.full((4,), values)
+                results.append(function(torch.ones(2), mask, share(mask)))
+            assert torch.equal(*results)
+    torch.compiler.reset()
+
+
+class Initializing(nn.Module):
+    """Normalizes by what it sees first, as flows do."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("is_ready", torch.tensor(0, dtype=torch.uint8))
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x):
+        if not self.is_ready:
+            self.scale.copy_(1 / x.std(0))
+            self.is_ready.fill_(1)
+        return x * self.scale
+
+
+def test_a_flag_that_the_code_sets_is_read_as_it_was():
+    modules, backend = (Initializing(), Initializing()), Counted()
+    captured = torch.compile(modules[0], backend=backend)
+    with dynamo.capturing_for_plans():
+        for scale in (1.0, 2.0, 3.0):
+            x = torch.randn(5, 3) * scale
+            assert torch.equal(captured(x), modules[1](x))
+    assert backend.graphs == 2
+    torch.compiler.reset()
+
+
+def test_only_few_branches_are_captured_both_ways():
+    def branches(x, mask):
+        for column in range(5):
+            x = x.sin() if mask[:, column].all() else x.cos()
+        return x
+
+    texts = [format(number, "05b") for number in range(32)]
+    assert 4 < graphs_of(branches, *masks(*texts)) < 40
+
+
+def test_numbers_of_an_input_are_read_in_each_call():
+    def branches(x, mask):
+        return x * mask.sum().item() + sum(mask[0].tolist())
+
+    assert graphs_of(branches, *masks("111", "110", "100")) > 1
+
+
+def test_no_large_input_is_read_before_each_call(monkeypatch):
+    monkeypatch.setattr(decided_branches, "_MOST_ELEMENTS", 5)
+    assert graphs_of(has_padding, *masks("111")) > 1
+    assert graphs_of(has_padding, *masks("11")) == 1
 
 
 def test_a_branch_on_fractions_breaks_the_graph():

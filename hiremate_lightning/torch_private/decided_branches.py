@@ -1,11 +1,15 @@
-"""Branches on constant tensors: decided while Dynamo traces the code, without a graph break.
+"""Branches on tensors: decided while Dynamo traces the code, without a graph break.
 
-A tensor is constant here if it depends on no input of the graph. Models of transformers compute the positions of tokens
-by `arange`, and then ask whether the positions have gaps. Dynamo breaks the graph wherever Python reads the value of a
-tensor. For a constant tensor this module runs the few operations behind it at once, on the CPU, and tracing goes on
-with the value. Only integers and booleans are computed, by operations that give the same on each device.
+Dynamo breaks the graph wherever Python reads the value of a tensor. This module runs the few operations behind such a
+tensor at once, on the CPU, and tracing goes on with the value. Only integers and booleans are computed, by operations
+that give the same on each device.
 
-With symbolic sizes the value holds for the current sizes. A guard computes it again for other sizes.
+* Constant tensors depend on no input of the graph. Models of transformers compute the positions of tokens by `arange`,
+  and then ask whether the positions have gaps. With symbolic sizes the value holds for the current sizes: a guard
+  computes it again for other sizes.
+* Other tensors are computed from integers or booleans that the code is called with. Models of transformers ask whether
+  a batch has padding. A guard asks again before each call, and code that would go another way is captured for that.
+  What code changes in place before it reads it is not decided, nor are numbers, which take too many values.
 
 All names of torch here are private; `test_torch_private.py` says on which versions this was checked.
 """
@@ -19,7 +23,9 @@ import logging
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+import types
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,6 +50,7 @@ log = logging.getLogger("hiremate_lightning")
 
 _MOST_ELEMENTS = 2**22  # of a tensor that is computed while code is traced
 _SIZES_KEPT = 4096  # for which the result of a guard is remembered
+_MOST_OF_BOTH_WAYS = 2  # branches in one piece of code: each doubles what may be captured of it
 _NAMES = (  # of deterministic functions of torch, operators of Python, and methods of tensors
     *("arange", "linspace", "zeros", "ones", "full", "eye", "tensor", "zeros_like", "ones_like", "full_like"),
     *("add", "sub", "mul", "neg", "floordiv", "mod", "remainder", "abs", "sign", "square", "clamp", "clip"),
@@ -64,60 +71,70 @@ _IN_PLACE = {name for name in dir(operator) if name.startswith("i") and f"__{nam
 _IN_PLACE = _IN_PLACE - {"index", "inv", "invert"} | {"setitem", "delitem"}
 _LOOKS = re.compile(r"POP_JUMP_(FORWARD_|BACKWARD_)?IF_(TRUE|FALSE)|UNARY_NOT")  # instructions that take a truth value
 
+_ways: weakref.WeakKeyDictionary[types.CodeType, dict[tuple[types.CodeType, int | None], set[bool]]]
+_ways = weakref.WeakKeyDictionary()  # in which a branch was decided, by the code that was captured
 
-class _NotConstantError(Exception):
-    """A tensor is not constant, or not by operations that are known."""
+
+class _UndecidedError(Exception):
+    """The value of a tensor is not known while code is traced: it depends on more than what is computed here."""
 
 
 class _Computation:
-    """The operations that compute a constant tensor, copied: Dynamo's graph is not kept.
+    """The operations that compute a tensor, copied: Dynamo's graph is not kept.
 
     Args:
         result: The tensor's node in Dynamo's graph.
 
     Attributes:
         symbols: The symbolic sizes that the tensor depends on.
+        inputs: What the code is called with, as far as the tensor depends on it.
 
     Raises:
-        _NotConstantError: If the tensor depends on an input, on random numbers, or on an unknown operation.
+        _UndecidedError: If the tensor depends on random numbers, on fractions, or on an unknown operation.
     """
 
     def __init__(self, result: fx.Node) -> None:
         needed = _nodes_behind(result)
         _expect_unchanged(result.graph, needed)
-        graph, inputs = fx.Graph(), dict[Any, fx.Node]()
+        graph, numbers, copies = fx.Graph(), dict[Any, fx.Node](), dict[fx.Node, Any]()
         nodes = [node for node in result.graph.nodes if node in needed]
+        inputs = [node for node in nodes if node.op == "placeholder"]
         for number in itertools.chain.from_iterable(map(_numbers_in, nodes)):
             expression = number.node.expr
-            inputs[expression] = inputs.get(expression) or graph.placeholder(f"number_{len(inputs)}")
-        copies = dict[fx.Node, Any]()
+            numbers[expression] = numbers.get(expression) or graph.placeholder(f"number_{len(numbers)}")
 
         def copy(value: Any) -> Any:
             if isinstance(value, fx.Node):
                 return copies[value] if value in needed else fx.node.map_aggregate(_value_of(value), copy)
-            return inputs[value.node.expr] if isinstance(value, torch.SymInt) else _on_the_cpu(value)
+            return numbers[value.node.expr] if isinstance(value, torch.SymInt) else _on_the_cpu(value)
 
+        for node in inputs:
+            copies[node] = graph.placeholder(node.name)
         for node in nodes:
-            arguments, named = fx.node.map_aggregate((node.args, dict(node.kwargs)), copy)
-            copies[node] = graph.create_node(node.op, node.target, arguments, named)
+            if node not in copies:
+                arguments, named = fx.node.map_aggregate((node.args, dict(node.kwargs)), copy)
+                copies[node] = graph.create_node(node.op, node.target, arguments, named)
         graph.output(copies[result])
-        self._run, self._numbers = fx.GraphModule({}, graph).forward, list(inputs)
+        self._run, self._numbers = fx.GraphModule({}, graph).forward, list(numbers)
+        self.inputs = [node.meta["grapharg"] for node in inputs]
         self._shapes = [_shape_of(value) for node in nodes for value in _tensors_of(node)]
         self.symbols = sorted(set[Any]().union(*(number.free_symbols for number in self._numbers)), key=str)
 
-    def at(self, sizes: Sequence[int]) -> torch.Tensor:
-        """Compute the tensor for given values of the symbols.
+    def at(self, *given: Any) -> torch.Tensor:
+        """Compute the tensor for given values of the symbols, and then of the inputs.
 
         Raises:
-            _NotConstantError: If a tensor would be too large.
+            _UndecidedError: If a tensor would be too large.
         """
+        sizes, tensors = given[: len(self.symbols)], given[len(self.symbols) :]
         values = dict(zip(self.symbols, sizes, strict=True))
         for shape in self._shapes:
             numbers = [size if isinstance(size, int) else int(size.xreplace(values)) for size in shape]
             if math.prod(numbers) > _MOST_ELEMENTS:
-                raise _NotConstantError("too many elements")
+                raise _UndecidedError("too many elements")
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-            result: torch.Tensor = self._run(*(int(number.xreplace(values)) for number in self._numbers))
+            read = [tensor.cpu() for tensor in tensors]
+            result: torch.Tensor = self._run(*(int(number.xreplace(values)) for number in self._numbers), *read)
         return result
 
 
@@ -136,10 +153,19 @@ def _nodes_behind(result: fx.Node) -> set[fx.Node]:
     while ahead:
         node = ahead.pop()
         if node not in needed:
-            _expect_known(node)
+            if not _is_input(node):
+                _expect_known(node)
             needed.add(node)
             ahead += [value for value in node.all_input_nodes if not _is_number(value)]
     return needed
+
+
+def _is_input(node: fx.Node) -> bool:
+    """Whether a node is a plain tensor that the code is called with, of integers or booleans."""
+    argument = node.meta.get("grapharg") if node.op == "placeholder" else None
+    if argument is None or argument.source is None or argument.pass_arg_as_tensor:
+        return False
+    return type(argument.example) is torch.Tensor and all(map(_is_whole, _tensors_of(node)))
 
 
 def _expect_known(node: fx.Node) -> None:
@@ -148,7 +174,7 @@ def _expect_known(node: fx.Node) -> None:
     values = _tensors_of(node)
     is_known = is_known and (len(values) == 1 or _name_of(node) not in _WITH_INDICES)
     if not is_known or "out" in node.kwargs or not values or not all(map(_is_whole, values)):
-        raise _NotConstantError(f"{node.op} {node.target}")
+        raise _UndecidedError(f"{node.op} {node.target}")
 
 
 def _name_of(node: fx.Node) -> str:
@@ -182,18 +208,31 @@ def _expect_unchanged(graph: fx.Graph, needed: set[fx.Node]) -> None:
     values = [value for node in needed for value in _tensors_of(node)]
     storages = storages_among(values)
     if any(value._version for value in values):
-        raise _NotConstantError("changed in place")
+        raise _UndecidedError("changed in place")
+    inputs = {node: node.meta["grapharg"].example for node in needed if node.op == "placeholder"}
+    _expect_apart(inputs, graph)
     shared = set(needed)
     for node in graph.nodes:
-        if node in shared or not shared.isdisjoint(node.all_input_nodes):
+        if node.op != "placeholder" and (node in shared or not shared.isdisjoint(node.all_input_nodes)):
             shared.add(node)
             name = _name_of(node)
             changes = name in _IN_PLACE or (name.endswith("_") and name not in _NAMES)
             if changes or "out" in node.kwargs:
-                raise _NotConstantError(f"{node.target} in place")
+                raise _UndecidedError(f"{node.target} in place")
             given = itertools.chain.from_iterable(map(_tensors_of, node.all_input_nodes))
             if not _is_of_torch(node) and not storages.isdisjoint(storages_among(given)):
-                raise _NotConstantError(f"{node.target} may change what it is given")
+                raise _UndecidedError(f"{node.target} may change what it is given")
+
+
+def _expect_apart(inputs: dict[fx.Node, torch.Tensor], graph: fx.Graph) -> None:
+    """Raise if the memory of tensors that code is called with can be reached by others, which code may change."""
+    if not inputs:
+        return
+    arguments = (node.meta.get("grapharg") for node in graph.find_nodes(op="placeholder") if node not in inputs)
+    besides = (argument.example for argument in arguments if argument is not None)
+    reached = storages_among(value for value in besides if isinstance(value, torch.Tensor))
+    if not reached.isdisjoint(storages_among(inputs.values())):
+        raise _UndecidedError("shares its memory")
 
 
 def _is_of_torch(node: fx.Node) -> bool:
@@ -229,7 +268,7 @@ def _on_the_cpu(value: Any) -> Any:
 
 
 def _decide(tracer: InstructionTranslatorBase, variable: VariableTracker, read: Callable[[torch.Tensor], Any]) -> Any:
-    """Read a constant tensor while its code is traced, and guard the value; return None for any other object.
+    """Read a tensor while its code is traced, and guard the value; return None for any other object.
 
     Args:
         tracer: Dynamo's translator of the code.
@@ -244,24 +283,36 @@ def _decide(tracer: InstructionTranslatorBase, variable: VariableTracker, read: 
         computation = _Computation(variable.as_proxy().node)
         sources = [environment.var_to_sources[symbol][0] for symbol in computation.symbols]
         sizes = [_size_of(environment, symbol) for symbol in computation.symbols]
-        seen = read(computation.at(sizes))
+        seen = read(computation.at(*sizes, *(argument.example for argument in computation.inputs)))
     except Exception as error:  # whatever the operations fail on: the graph breaks, as it does without this module
-        log.debug("A tensor is not constant while code is traced: %s", error)
+        log.debug("A tensor is not known while code is traced: %s", error)
+        return None
+    if computation.inputs and not (isinstance(seen, bool) and _may_go_so(tracer, seen)):
         return None
     repeated_modules.note_unseen()  # the next module of the same kind may read another value
+    sources += [argument.source for argument in computation.inputs]
     if sources:
-        _guard(lambda *sizes: _is_read_as(seen, computation, read, sizes), sources)
+        is_as_seen = functools.partial(_is_read_as, seen, computation, read)
+        _guard(is_as_seen if computation.inputs else functools.lru_cache(maxsize=_SIZES_KEPT)(is_as_seen), sources)
     return seen
 
 
-def _is_read_as(
-    seen: Any, computation: _Computation, read: Callable[[torch.Tensor], Any], sizes: Sequence[int]
-) -> bool:
-    """Whether a constant tensor has a value at some sizes; not so where it can't be computed there."""
+def _may_go_so(tracer: InstructionTranslatorBase, seen: bool) -> bool:
+    """Whether a branch on what code is called with may be decided so: only few of them may go both ways in turn."""
+    branches = _ways.setdefault(tracer.output.root_tx.f_code, {})
+    taken = branches.setdefault((tracer.f_code, tracer.instruction_pointer), set())
+    if taken == {not seen} and sum(len(ways) > 1 for ways in branches.values()) >= _MOST_OF_BOTH_WAYS:
+        return False
+    taken.add(seen)
+    return True
+
+
+def _is_read_as(seen: Any, computation: _Computation, read: Callable[[torch.Tensor], Any], *given: Any) -> bool:
+    """Whether a tensor has a value at some sizes and inputs; not so where it can't be computed there."""
     try:
-        return bool(read(computation.at(sizes)) == seen)
+        return bool(read(computation.at(*given)) == seen)
     except Exception as error:  # whatever the operations fail on, as when code is traced at these sizes
-        log.debug("A tensor is not constant at other sizes: %s", error)
+        log.debug("A tensor is not known at other sizes: %s", error)
         return False
 
 
@@ -271,19 +322,19 @@ def _size_of(environment: Any, symbol: Any) -> int:
 
 
 def _guard(is_as_seen: Callable[..., bool], sources: list[Any]) -> None:
-    """Guard captured code by a function of sizes."""
+    """Guard captured code by a function of sizes and of what it is called with."""
     names = [source.name if isinstance(source.name, str) else source.name() for source in sources]
     line = f"___is_as_seen({', '.join(names)})"
-    function = functools.lru_cache(maxsize=_SIZES_KEPT)(is_as_seen)
+    closure = {"___is_as_seen": is_as_seen}
 
     def add(builder: GuardBuilder, guard: Guard) -> None:
-        builder.add_python_lambda_leaf_guard_to_root([line], [line], {**_get_closure_vars(), "___is_as_seen": function})
+        builder.add_python_lambda_leaf_guard_to_root([line], [line], {**_get_closure_vars(), **closure})
 
     install_guard(GlobalStateSource().make_guard(add))
 
 
 def _looking_first(handle: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace a constant tensor by its truth value before an instruction that branches on it."""
+    """Replace a tensor by its truth value, where that is known, before an instruction that branches on it."""
 
     @functools.wraps(handle)
     def look(tracer: InstructionTranslatorBase, instruction: Any) -> Any:
@@ -296,7 +347,7 @@ def _looking_first(handle: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_known(read: Callable[[torch.Tensor], Any], method: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a method of tensors return the value of a constant tensor."""
+    """Let a method of tensors return the value of a tensor where that is known."""
 
     @functools.wraps(method)
     def returned(variable: TensorVariable, tracer: Any, *arguments: Any, **named: Any) -> Any:
