@@ -50,7 +50,7 @@ log = logging.getLogger("hiremate_lightning")
 
 _MOST_ELEMENTS = 2**22  # of a tensor that is computed while code is traced
 _SIZES_KEPT = 4096  # for which the result of a guard is remembered
-_MOST_OF_BOTH_WAYS = 2  # branches in one piece of code: each doubles what may be captured of it
+_MOST_FORKS = 3  # where ways through one piece of code part: it is captured for one way more than that
 _NAMES = (  # of deterministic functions of torch, operators of Python, and methods of tensors
     *("arange", "linspace", "zeros", "ones", "full", "eye", "tensor", "zeros_like", "ones_like", "full_like"),
     *("add", "sub", "mul", "neg", "floordiv", "mod", "remainder", "abs", "sign", "square", "clamp", "clip"),
@@ -70,9 +70,6 @@ _FUNCTIONS = {
 _IN_PLACE = {name for name in dir(operator) if name.startswith("i") and f"__{name}__" in dir(operator)}
 _IN_PLACE = _IN_PLACE - {"index", "inv", "invert"} | {"setitem", "delitem"}
 _LOOKS = re.compile(r"POP_JUMP_(FORWARD_|BACKWARD_)?IF_(TRUE|FALSE)|UNARY_NOT")  # instructions that take a truth value
-
-_ways: weakref.WeakKeyDictionary[types.CodeType, dict[tuple[types.CodeType, int | None], set[bool]]]
-_ways = weakref.WeakKeyDictionary()  # in which a branch was decided, by the code that was captured
 
 
 class _UndecidedError(Exception):
@@ -297,13 +294,40 @@ def _decide(tracer: InstructionTranslatorBase, variable: VariableTracker, read: 
     return seen
 
 
+class _Ways:
+    """The ways through one piece of code that were captured: each is a row of branches and how these were decided.
+
+    Only branches on what the code is called with count: others go the same way in each call of the same sizes.
+    """
+
+    def __init__(self) -> None:
+        self._begun = set[tuple[Any, ...]]()  # of each way: what was decided up to a branch
+        self._forks = 0
+
+    def may_go(self, before: tuple[Any, ...], branch: tuple[Any, ...], seen: bool) -> bool:
+        """Whether a branch may be decided so: code is captured for a few ways, and breaks beyond these.
+
+        Args:
+            before: What was decided before it, while the same code was traced.
+            branch: Where it is.
+            seen: Its decision.
+        """
+        way = (*before, (branch, seen))
+        if way not in self._begun and (*before, (branch, not seen)) in self._begun:
+            if self._forks == _MOST_FORKS:
+                return False
+            self._forks += 1
+        self._begun.add(way)
+        return True
+
+
 def _may_go_so(tracer: InstructionTranslatorBase, seen: bool) -> bool:
-    """Whether a branch on what code is called with may be decided so: only few of them may go both ways in turn."""
-    branches = _ways.setdefault(tracer.output.root_tx.f_code, {})
-    taken = branches.setdefault((tracer.f_code, tracer.instruction_pointer), set())
-    if taken == {not seen} and sum(len(ways) > 1 for ways in branches.values()) >= _MOST_OF_BOTH_WAYS:
+    """Whether a branch on what code is called with may be decided so."""
+    root, code = tracer.output.root_tx, tracer.f_code
+    before, branch = _decided.get(root, ()), (code.co_filename, code.co_firstlineno, tracer.instruction_pointer)
+    if not _ways.setdefault(root.f_code, _Ways()).may_go(before, branch, seen):
         return False
-    taken.add(seen)
+    _decided[root] = (*before, (branch, seen))
     return True
 
 
@@ -314,6 +338,10 @@ def _is_read_as(seen: Any, computation: _Computation, read: Callable[[torch.Tens
     except Exception as error:  # whatever the operations fail on, as when code is traced at these sizes
         log.debug("A tensor is not known at other sizes: %s", error)
         return False
+
+
+_ways: weakref.WeakKeyDictionary[types.CodeType, _Ways] = weakref.WeakKeyDictionary()  # by the code that is captured
+_decided: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()  # by who traces it
 
 
 def _size_of(environment: Any, symbol: Any) -> int:
