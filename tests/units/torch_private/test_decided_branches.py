@@ -280,6 +280,22 @@ def test_a_flag_that_the_code_sets_is_read_as_it_was():
     torch.compiler.reset()
 
 
+def test_what_code_raises_on_a_bad_input_is_its_own_error():
+    def function(x, mask):
+        if (mask < 0).any():
+            raise ValueError("below 0")
+        return x.sin()
+
+    captured = torch.compile(function, backend=Counted())
+    x, mask = torch.ones(2), torch.ones(3).long()
+    with dynamo.capturing_for_plans():
+        for _ in range(2):
+            assert torch.equal(captured(x, mask), x.sin())
+            with pytest.raises(ValueError, match="below 0"):
+                captured(x, -mask)
+    torch.compiler.reset()
+
+
 def asks_in_a_loop(x, mask):
     for column in range(mask.shape[1]):
         x = x.sin() if mask[:, column].all() else x.cos()
