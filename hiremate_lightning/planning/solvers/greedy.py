@@ -9,11 +9,16 @@ ICLR 2021, arXiv 2006.09616), here with the whole future known. Heuristics: no b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
+from .choices import ROW, at_node
+from .lazy import Lazy
 from .model import StepModel
-from .policies import Near, Policy, Replay, Rows
+from .policies import Policy
+from .replays import Replay
+from .timeline import Timeline
 
 LEAST_GAIN_MS = 1e-9  # of what is kept in place of being recomputed
 
@@ -44,9 +49,9 @@ class Found:
         return (self.replay.recompute_ms, self.replay.peak_bytes)
 
     @property
-    def near(self) -> Near:
+    def near(self) -> Lazy | None:
         """What a policy that differs little is replayed from."""
-        return self.policy, self.replay.lazy_rows
+        return self.replay.lazy
 
 
 Order = Callable[[StepModel, Candidate, set[int]], float]
@@ -118,42 +123,47 @@ def _without(policy: Policy, candidate: Candidate) -> Policy:
 
 
 def _candidates(model: StepModel, replay: Replay) -> list[Candidate]:
-    """List what lives through the peak and is not used there."""
-    last: dict[int, int] = {}
-    then: dict[int, int] = {}  # position of the first use after the peak
-    at_peak: set[int] = set()
-    remade: set[int] = set()
-    reached = replay.position < 0
-    model.work.add_operations(len(model.reads))
-    for position, node, reads, makes in _steps(model, replay):
-        is_peak = position == replay.position and node == replay.node
-        if is_peak:
-            at_peak.update(reads, makes)
-        for storage in () if is_peak else reads:
-            if not reached:
-                last[storage] = position
-            elif storage not in remade:
-                then.setdefault(storage, position)
-        if reached:
-            remade.update(makes)
-        else:
-            last.update((storage, position) for storage in makes)
-        reached = reached or is_peak
-    found = []
+    """List what lives through the peak and is not used there: it is read after it before it is made again."""
+    timeline, position = replay.timeline, replay.position
+    key, at_peak = _place_of_peak(model, replay)
+    end, found = len(model.reads) << ROW, list[Candidate]()
+    model.work.add_operations(len(model.choices) // 2)
     for storage in model.choices:
-        if storage in then and storage not in at_peak and storage not in model.fixed:
-            use = last.get(storage)
-            if use is None or use < replay.position or then[storage] > use:
-                found.append(Candidate(storage, use))
+        lives = any(begin <= key < last for begin, last in timeline.blocks.get(storage, ()))
+        if not lives or storage in at_peak or storage in model.fixed:
+            continue
+        before, then = _around(model, timeline, storage, key)
+        if then is None or then >= end or then in timeline.makes.get(storage, ()):
+            continue
+        use = None if before is None else before >> ROW
+        if use is None or use < position or then >> ROW > use:
+            found.append(Candidate(storage, use))
     return found
 
 
-def _steps(model: StepModel, replay: Replay) -> Iterator[tuple[int, int, Sequence[int], Sequence[int]]]:
-    """Return position, node, storages read and storages made of all that runs in the backward."""
-    for position, row in enumerate(replay.rows[: len(model.reads)]):
-        for node in row:
-            yield position, node, model.needs[node], model.makes[node]
-        yield position, model.graph.backward[position], model.reads[position], ()
+def _place_of_peak(model: StepModel, replay: Replay) -> tuple[int, Collection[int]]:
+    """Return the key of the peak, and what its node reads and makes; for one in the forward, what is before all keys.
+
+    At the end of the step nothing is to be given up for anything after it.
+    """
+    position, node = replay.position, replay.node
+    if position < 0:
+        return -1, ()
+    row = replay.rows[position]
+    if node in row:
+        return (position << ROW) + row.index(node), {*model.needs[node], *model.makes[node]}
+    return at_node(position), model.reads[position]
+
+
+def _around(model: StepModel, timeline: Timeline, storage: int, key: int) -> tuple[int | None, int | None]:
+    """Return the keys at which a choice is read or made last before a key, and first after it."""
+    before, after = list[int](), list[int]()
+    for keys in (model.use_keys.get(storage, ()), timeline.touches.get(storage, ())):
+        index = bisect_left(keys, key)
+        before += keys[max(0, index - 1) : index]
+        index = bisect_right(keys, key)
+        after += keys[index : index + 1]
+    return max(before, default=None), min(after, default=None)
 
 
 def _chain_ms(model: StepModel, storage: int, there: set[int]) -> float:
@@ -183,75 +193,32 @@ def keep_more(model: StepModel, found: Found, limit_bytes: int, deadline: float)
         if model.work.is_past(deadline):
             return found
         found = _take_if_better(model, found, limit_bytes, drops=found.policy.drops - {(storage, position)})
-    before, recomputed = found, _run_again(found)
-    missing = [s for s in model.producer if s not in found.policy.kept and model.producer[s] in recomputed]
+    missing = [s for s in model.producer if s not in found.policy.kept and _is_made(found, s)]
     missing.sort(key=lambda s: (-model.cost_ms[model.producer[s]] / (model.sizes[s] + 1), s))
     for storage in missing:
         if model.work.is_past(deadline):
             return found
-        if found is not before:
-            before, recomputed = found, _run_again(found)
-        if model.producer[storage] not in recomputed:  # since what read it is kept by now
-            model.work.add_operations(len(model.reads))
-            continue
-        found = _take_if_better(model, found, limit_bytes, storage, kept=found.policy.kept | {storage})
+        if _is_made(found, storage):  # and not spared since what read it is kept
+            found = _take_if_better(model, found, limit_bytes, kept=found.policy.kept | {storage})
     return found
 
 
-def _run_again(found: Found) -> set[int]:
-    return {node for row in found.replay.lazy_rows for node in row}
+def _is_made(found: Found, storage: int) -> bool:
+    """Whether a choice is recomputed."""
+    lazy = found.replay.lazy
+    return lazy is not None and bool(lazy.timeline.makes.get(storage))
 
 
 def _take_if_better(
     model: StepModel,
     found: Found,
     limit_bytes: int,
-    added: int | None = None,
     **changes: frozenset,  # type: ignore[type-arg]
 ) -> Found:
-    changed = replace(found.policy, **changes)
-    rows, limit_ms = model.rows(changed, found.near), found.replay.recompute_ms - LEAST_GAIN_MS
-    is_slower = model.recompute_ms(rows) >= limit_ms  # whatever its peak
-    if is_slower or (added is not None and least_bytes_with(model, found, rows, added) > limit_bytes):
-        model.work.add_operations(len(model.reads))
+    lazy = model.lazy(replace(found.policy, **changes), found.near)
+    limit_ms = found.replay.recompute_ms - LEAST_GAIN_MS
+    if lazy.timeline.recompute_ms >= limit_ms:  # whatever its peak
         return found
-    after = model.replay_lazy(rows)
+    after = model.replay_lazy(lazy)
     better = after.peak_bytes <= limit_bytes and after.recompute_ms < limit_ms
-    return Found(changed, after) if better else found
-
-
-def least_bytes_with(model: StepModel, before: Found, rows: Rows, kept: int) -> int:
-    """Return a peak that a policy is not below which keeps one value more, without a replay.
-
-    In the forward, and up to the first recomputation that the value spares, all that lived lives on, beside the value;
-    only what the spared nodes would have read may be gone.
-
-    Args:
-        model: The step.
-        before: The policy that does not keep the value.
-        rows: What the policy that does so recomputes.
-        kept: The value.
-
-    Returns:
-        The bytes, 0 where they can't be told so easily.
-    """
-    replay, pairs = before.replay, list(zip(before.replay.lazy_rows, rows, strict=True))
-    differing = [position for position, (old, new) in enumerate(pairs) if old != new]
-    first = differing[0] if differing else 0
-    running = {node for row in rows for node in row}
-    read = {storage for row in rows[first:] for node in row for storage in model.needs[node]}
-
-    def stays(storage: int) -> bool:
-        """Whether a value lives from the turn to beyond the first difference: it is read then, and never made again."""
-        is_read = storage in read or model.uses.get(storage, (-1,))[-1] >= first
-        return is_read and model.producer.get(storage) not in running
-
-    if not stays(kept):
-        return 0
-    spared = {node for p in differing for node in pairs[p][0] if pairs[p][0].count(node) > pairs[p][1].count(node)}
-    made = {storage for row in rows[:first] for node in row for storage in model.makes[node]}
-    there = made | before.policy.kept | model.fixed
-    gone = {s for node in spared for s in model.needs[node] if s in there and not stays(s)}
-    is_new = model.last_forward_use(kept) < replay.forward_position
-    peak_bytes = max([*replay.node_peaks[:first], replay.forward_peak if is_new else 0])
-    return peak_bytes + model.sizes[kept] - sum(model.sizes[storage] for storage in gone)
+    return Found(lazy.policy, after) if better else found

@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from copy import copy
 from itertools import product
 
 from ...records.costs import estimate
 from .base import Problem, Solution, Status, strategy
 from .decisions import decisions
 from .greedy import Found, cheapest, evict, keep_more, largest, neighbours
-from .model import LEAST_MS, StepModel
+from .model import StepModel
 from .segments import segment_policies
 
 STARTS = 3  # segmentations from which evictions start
@@ -45,15 +44,8 @@ def find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int = 0) 
         time_limit_s: Seconds of work to search for.
         budget_bytes: A budget; the search goes on for seconds while nothing fits it.
     """
-    found = _find_smallest(_with_estimated_times(model), time_limit_s, budget_bytes)
+    found = _find_smallest(model.with_times(estimate(model.graph).time_ms), time_limit_s, budget_bytes)
     return Found(found.policy, model.replay(found.policy))
-
-
-def _with_estimated_times(model: StepModel) -> StepModel:
-    times = estimate(model.graph).time_ms
-    found = copy(model)
-    found.cost_ms = {node: max(times[node], LEAST_MS) for node in model.makes}
-    return found
 
 
 def _find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int) -> Found:
