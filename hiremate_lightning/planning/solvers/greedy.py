@@ -21,6 +21,7 @@ from .replays import Replay
 from .timeline import Timeline
 
 LEAST_GAIN_MS = 1e-9  # of what is kept in place of being recomputed
+PER_CHOICES, PER_CANDIDATE = 4, 16  # work of finding what lives through a peak: for so many choices, and for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,6 @@ def _candidates(model: StepModel, replay: Replay) -> list[Candidate]:
     timeline, position = replay.timeline, replay.position
     key, at_peak = _place_of_peak(model, replay)
     end, found = len(model.reads) << ROW, list[Candidate]()
-    model.work.add_operations(len(model.choices) // 2)
     for storage in model.choices:
         lives = any(begin <= key < last for begin, last in timeline.blocks.get(storage, ()))
         if not lives or storage in at_peak or storage in model.fixed:
@@ -138,6 +138,7 @@ def _candidates(model: StepModel, replay: Replay) -> list[Candidate]:
         use = None if before is None else before >> ROW
         if use is None or use < position or then >> ROW > use:
             found.append(Candidate(storage, use))
+    model.work.add_operations(len(model.choices) // PER_CHOICES + PER_CANDIDATE * len(found))
     return found
 
 
@@ -180,13 +181,13 @@ def _chain_ms(model: StepModel, storage: int, there: set[int]) -> float:
     return total
 
 
-def keep_more(model: StepModel, found: Found, limit_bytes: int, deadline: float) -> Found:
+def keep_more(model: StepModel, found: Found, limit_bytes: int | None, deadline: float) -> Found:
     """Keep more values, and drop fewer, as long as the peak stays within the limit; never slower than what came in.
 
     Args:
         model: The step.
         found: Where to start; it fits.
-        limit_bytes: Most bytes at the peak.
+        limit_bytes: Most bytes at the peak; None for no more than it has, also where keeping something lowers it.
         deadline: Stop when so much work was done.
     """
     for storage, position in sorted(found.policy.drops):
@@ -212,7 +213,7 @@ def _is_made(found: Found, storage: int) -> bool:
 def _take_if_better(
     model: StepModel,
     found: Found,
-    limit_bytes: int,
+    limit_bytes: int | None,
     **changes: frozenset,  # type: ignore[type-arg]
 ) -> Found:
     lazy = model.lazy(replace(found.policy, **changes), found.near)
@@ -220,5 +221,6 @@ def _take_if_better(
     if lazy.timeline.recompute_ms >= limit_ms:  # whatever its peak
         return found
     after = model.replay_lazy(lazy)
-    better = after.peak_bytes <= limit_bytes and after.recompute_ms < limit_ms
+    most_bytes = found.replay.peak_bytes if limit_bytes is None else limit_bytes
+    better = after.peak_bytes <= most_bytes and after.recompute_ms < limit_ms
     return Found(lazy.policy, after) if better else found

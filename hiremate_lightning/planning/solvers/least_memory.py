@@ -1,15 +1,19 @@
 """The least memory that a heuristic finds: narrow segments, then evictions at the peak as far as they go.
 
 Where that does not fit the budget, evictions go on from each value at the peak, since to give up one that lowers
-nothing by itself may open the way to others.
+nothing by itself may open the way to others. They end where the peak is what some node needs, whatever is kept.
 
 Where the segments lead to a peak that fits, next to a proven bound, other starts are left out: they evict from what
 keeps everything, or the largest values first, and can't end with a peak that is smaller by more.
 
-What need not be given up for that peak is kept in the end. Where the last evictions recompute without end for next to
-nothing, a peak half a per cent larger is taken. All of it goes by estimated times: measured ones differ from run to
-run, and a budget that one run has named as the smallest is to do in the next. It does where the search ends before its
-time limit, and what runs outside of the captured parts needs no more.
+What need not be given up for that peak is kept in the end; where that leads to a smaller peak, it is the limit from
+then on. Where the last evictions recompute without end for next to nothing, a peak half a per cent larger is taken. All
+of it goes by estimated times: measured ones differ from run to run, and a budget that one run has named as the smallest
+is to do in the next. It does where the search ends before its time limit, and what runs outside of the captured parts
+needs no more.
+
+Each eviction, and each value that is kept again, is one replay, which takes as long as what it changes (`timeline.py`).
+There are about as many of them as there are values. So the search takes time in proportion to the step.
 
 It gives the smallest feasible budget for error messages, and the program of a training step about which nothing is
 known yet. An upper bound on the true minimum, which is NP-hard to find on general graphs.
@@ -66,18 +70,27 @@ def _find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int) -> 
         lowest.append(low)
     leanest = min(near, key=_by_peak)
     filled = _filled(model, leanest, time_limit_s)
-    starts = iter([filled, *lowest])
+    starts, enough_bytes = iter([filled, *lowest]), max(budget_bytes, model.least_bytes)
     deadline = model.work.done_s + min(DEEP_S, time_limit_s)
-    while _least(near) > budget_bytes and (start := next(starts, None)) is not None:
+    while _least(near) > enough_bytes and (start := next(starts, None)) is not None:
         for better in _deepen(model, start, deadline):
             near = _near([*near, better], budget_bytes)
-            if _least(near) <= budget_bytes:
+            if _least(near) <= enough_bytes:
                 break
     smallest, fastest = min(near, key=_by_peak), min(near, key=lambda f: f.rank)
     smallest = filled if smallest is leanest else _filled(model, smallest, time_limit_s)
+    while smallest.replay.peak_bytes > enough_bytes and (low := _evicted(model, smallest, deadline)) is not None:
+        smallest = _filled(model, low, time_limit_s)
     if fastest.replay.recompute_ms < FASTER * smallest.replay.recompute_ms:
         return _filled(model, fastest, time_limit_s)
     return smallest
+
+
+def _evicted(model: StepModel, found: Found, deadline: float) -> Found | None:
+    """Evict from what was filled up; return the smallest of the way, None where it is not smaller."""
+    way = [step for step, _ in zip(evict(model, found.policy, 0, deadline), range(PATIENCE), strict=False)]
+    low = min(way, key=_by_peak)
+    return low if low.replay.peak_bytes < found.replay.peak_bytes else None
 
 
 def _deepen(model: StepModel, found: Found, deadline: float) -> Iterator[Found]:
@@ -112,7 +125,7 @@ def _by_peak(found: Found) -> tuple[int, tuple[float, int]]:
 
 
 def _filled(model: StepModel, found: Found, time_limit_s: float) -> Found:
-    return keep_more(model, found, found.replay.peak_bytes, model.work.done_s + min(KEEP_S, time_limit_s))
+    return keep_more(model, found, None, model.work.done_s + min(KEEP_S, time_limit_s))
 
 
 def _least(found: list[Found]) -> int:
