@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from .choices import ROW, at_node
 from .lazy import Lazy
@@ -21,7 +22,8 @@ from .replays import Replay
 from .timeline import Timeline
 
 LEAST_GAIN_MS = 1e-9  # of what is kept in place of being recomputed
-PER_CHOICES, PER_CANDIDATE = 4, 16  # work of finding what lives through a peak: for so many choices, and for each
+TRIES = 8  # values at a peak: the first that helps is given up
+PER_CHOICES, PER_CANDIDATE = 4, 8  # work of finding what lives through a peak: for so many choices, and for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +57,17 @@ class Found:
         return self.replay.lazy
 
 
-Order = Callable[[StepModel, Candidate, set[int]], float]
+Order = Callable[[StepModel, int, set[int]], float]
 
 
-def cheapest(model: StepModel, candidate: Candidate, there: set[int]) -> float:
+def cheapest(model: StepModel, storage: int, there: set[int]) -> float:
     """Order by the time of recomputation for each byte."""
-    return _chain_ms(model, candidate.storage, there) / max(1, model.sizes[candidate.storage])
+    return _chain_ms(model, storage, there) / max(1, model.sizes[storage])
 
 
-def largest(model: StepModel, candidate: Candidate, there: set[int]) -> float:
+def largest(model: StepModel, storage: int, there: set[int]) -> float:
     """Order by bytes, whatever time it takes."""
-    return -model.sizes[candidate.storage]
+    return -model.sizes[storage]
 
 
 def evict(
@@ -98,8 +100,7 @@ def evict(
 def _evictions(model: StepModel, current: Found, order: Order) -> Iterator[Found]:
     """Try the candidates at the peak, in that order; give those that lower the bytes there."""
     there = set(current.policy.kept | model.fixed)
-    ranked = sorted(_candidates(model, current.replay), key=lambda c: (order(model, c, there), c.storage))
-    for candidate in ranked[:8]:
+    for candidate in islice(_candidates(model, current.replay, lambda s: (order(model, s, there), s)), TRIES):
         moved = _without(current.policy, candidate)
         if moved == current.policy:
             continue
@@ -123,23 +124,31 @@ def _without(policy: Policy, candidate: Candidate) -> Policy:
     return replace(policy, drops=policy.drops | {(candidate.storage, candidate.last_use)})
 
 
-def _candidates(model: StepModel, replay: Replay) -> list[Candidate]:
-    """List what lives through the peak and is not used there: it is read after it before it is made again."""
+def _candidates(
+    model: StepModel, replay: Replay, key: Callable[[int], tuple[float, int]] | None = None
+) -> Iterator[Candidate]:
+    """Yield what lives through the peak and is not used there: it is read after it before it is made again.
+
+    Args:
+        model: The step.
+        replay: A replay with its peak.
+        key: Orders the choices; None for the order of production.
+    """
     timeline, position = replay.timeline, replay.position
-    key, at_peak = _place_of_peak(model, replay)
-    end, found = len(model.reads) << ROW, list[Candidate]()
-    for storage in model.choices:
-        lives = any(begin <= key < last for begin, last in timeline.blocks.get(storage, ()))
-        if not lives or storage in at_peak or storage in model.fixed:
+    place, at_peak = _place_of_peak(model, replay)
+    living = [s for s, b in timeline.blocks.items() if any(begin <= place < last for begin, last in b)]
+    model.work.add_operations(len(model.choices) // PER_CHOICES + PER_CANDIDATE * len(living))
+    living.sort(key=key or model.made_at.__getitem__)
+    end = len(model.reads) << ROW
+    for storage in living:
+        if storage in at_peak or storage in model.fixed:
             continue
-        before, then = _around(model, timeline, storage, key)
+        before, then = _around(model, timeline, storage, place)
         if then is None or then >= end or then in timeline.makes.get(storage, ()):
             continue
         use = None if before is None else before >> ROW
         if use is None or use < position or then >> ROW > use:
-            found.append(Candidate(storage, use))
-    model.work.add_operations(len(model.choices) // PER_CHOICES + PER_CANDIDATE * len(found))
-    return found
+            yield Candidate(storage, use)
 
 
 def _place_of_peak(model: StepModel, replay: Replay) -> tuple[int, Collection[int]]:

@@ -79,18 +79,20 @@ def _find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int) -> 
                 break
     smallest, fastest = min(near, key=_by_peak), min(near, key=lambda f: f.rank)
     smallest = filled if smallest is leanest else _filled(model, smallest, time_limit_s)
-    while smallest.replay.peak_bytes > enough_bytes and (low := _evicted(model, smallest, deadline)) is not None:
+    while smallest.replay.peak_bytes > enough_bytes:
+        low = _evicted(model, smallest, deadline)
+        if low.replay.peak_bytes >= smallest.replay.peak_bytes:
+            break
         smallest = _filled(model, low, time_limit_s)
     if fastest.replay.recompute_ms < FASTER * smallest.replay.recompute_ms:
         return _filled(model, fastest, time_limit_s)
     return smallest
 
 
-def _evicted(model: StepModel, found: Found, deadline: float) -> Found | None:
-    """Evict from what was filled up; return the smallest of the way, None where it is not smaller."""
-    way = [step for step, _ in zip(evict(model, found.policy, 0, deadline), range(PATIENCE), strict=False)]
-    low = min(way, key=_by_peak)
-    return low if low.replay.peak_bytes < found.replay.peak_bytes else None
+def _evicted(model: StepModel, found: Found, deadline: float) -> Found:
+    """Evict from what was filled up; return the smallest of the way."""
+    way = zip(evict(model, found.policy, 0, deadline), range(PATIENCE), strict=False)
+    return min((step for step, _ in way), key=_by_peak)
 
 
 def _deepen(model: StepModel, found: Found, deadline: float) -> Iterator[Found]:
