@@ -23,7 +23,7 @@ from .timeline import Timeline
 
 LEAST_GAIN_MS = 1e-9  # of what is kept in place of being recomputed
 TRIES = 8  # values at a peak: the first that helps is given up
-PER_CHOICES, PER_CANDIDATE = 4, 8  # work of finding what lives through a peak: for so many choices, and for each
+PER_CHOICES, PER_CANDIDATE = 3, 12  # work of finding what lives through a peak: for so many choices, and for each
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ STARTS = 3  # segmentations from which evictions start
 AT_BOUND = 0.015  # share of a proven bound that a peak may be above it, for fewer starts to do
 PATIENCE, DEEP_PATIENCE = 40, 15  # evictions without a smaller peak: from a start, and from each value at a peak
 DEEP_STEPS = 250  # evictions at most from all values at a peak
-SEARCH_S, DEEP_S, KEEP_S = 4.0, 8.0, 1.0
+SEARCH_S, DEEP_S, KEEP_S = 4.0, 8.0, 2.0
 SLACK, FASTER = 0.005, 0.5  # share of the peak that is given for so much less time
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from .choices import LAST, ROW, Choices
 from .policies import Rows
 
-EACH, PER_ROWS, PER_CHOICE = 40, 64, 10  # work of laying out: in any case, for so many rows, and for a choice
+EACH, PER_ROWS, PER_CHOICE = 150, 24, 10  # work of laying out: in any case, for so many rows, and for a choice
 Block = tuple[int, int]
 
 
