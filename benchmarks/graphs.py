@@ -2,7 +2,8 @@
 
     python benchmarks/graphs.py FOLDER [MODEL ...]
 
-Each graph goes to FOLDER/MODEL.graph.json, the costs of its nodes, measured one by one, to FOLDER/MODEL.profile.json.
+A model of any depth is named with its layers, as in small-t5:24 (`first_plan.py` has the names). Each graph goes to
+FOLDER/MODEL.graph.json, the costs of its nodes, measured one by one, to FOLDER/MODEL.profile.json.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from zoo.models import MODELS
+from first_plan import OF_DEPTH
+from zoo.models import MODELS, Built
 
 from hiremate_lightning.capturing.backend import planning_backend
 from hiremate_lightning.capturing.capture import Captured
@@ -23,6 +25,7 @@ from hiremate_lightning.measuring.profiling import CostCache, measure
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.running.execution import Part
 from hiremate_lightning.running.program import Program, build
+from hiremate_lightning.torch_private import dynamo
 
 
 class _Plain:
@@ -62,12 +65,19 @@ class _Plain:
         """Do nothing."""
 
 
+def build_model(name: str) -> Built:
+    """Build a model, of the depth that its name may say."""
+    kind, _, layers = name.partition(":")
+    return OF_DEPTH[kind](int(layers)) if layers else MODELS[kind]()
+
+
 def capture_step(name: str) -> list[Captured]:
     """Run one step of a model and give its captured graphs."""
-    module, batch = MODELS[name]()
+    module, batch = build_model(name)
     plain = _Plain()
-    loss = torch.compile(module, backend=planning_backend(plain.take_in), dynamic=False)(*batch)
-    loss.backward()
+    with dynamo.capturing_for_plans():
+        loss = torch.compile(module, backend=planning_backend(plain.take_in), dynamic=False)(*batch)
+        loss.backward()
     return plain.found
 
 
@@ -77,7 +87,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="made where it is missing")
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"default: all of {', '.join(MODELS)}")
     options = parser.parse_args()
-    unknown = set(options.models) - set(MODELS)
+    unknown = {name for name in options.models if name.partition(":")[0] not in (OF_DEPTH if ":" in name else MODELS)}
     if unknown:
         parser.error(f"unknown models: {', '.join(sorted(unknown))}; choose from {', '.join(MODELS)}")
     folder: Path = options.folder

@@ -116,7 +116,7 @@ def _continue(model: StepModel, rows: Rows, live: set[int]) -> Iterator[Rows]:
     position, later = len(rows), set(model.choices)
     row: list[int] = []
     now = set(live)
-    for storage in model._all_reads[position]:
+    for storage in model.all_reads[position]:
         if storage not in now:
             row.extend(model.recompute(storage, now))
     if position == len(model.reads):
@@ -124,7 +124,7 @@ def _continue(model: StepModel, rows: Rows, live: set[int]) -> Iterator[Rows]:
         return
     droppable = [s for s in model.choices if s in now & later and s in model.producer]
     droppable = [s for s in droppable if model.uses.get(s, [-1])[-1] > position or _feeds(model, s)]
-    droppable = [s for s in droppable if not model._is_pinned(s, position)]
+    droppable = [s for s in droppable if not model.is_pinned(s, position)]
     for count in range(len(droppable) + 1):
         for dropped in combinations(droppable, count):
             yield from _continue(model, [*rows, row], now.difference(dropped))

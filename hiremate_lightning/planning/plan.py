@@ -17,9 +17,9 @@ from ..records.away import put_away
 from ..records.costs import Profile, step_time_ms
 from ..records.graph import Graph
 from ..records.schedule import Schedule, lower
-from ..records.simulation import Simulation, simulate, simulate_plain
+from ..records.simulation import Simulation, simulate_plain
 from ..units import Budget, format_bytes, format_ratio, format_time
-from .solvers.base import Solution, Status
+from .solvers.base import Problem, Solution, Status, replay_solution
 
 Numbers = Mapping[str, Any]  # of a plan, as `Plan.to_dict` names them
 
@@ -100,7 +100,7 @@ class Plan:
     @cached_property
     def planned(self) -> Simulation:
         """The simulated step under the plan."""
-        return simulate(self.graph, self.profile, self.schedule)
+        return replay_solution(Problem(self.graph, self.profile, self.budget_bytes), self.solution)
 
     @cached_property
     def unplanned(self) -> Simulation:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,26 +48,27 @@ def saved_values(captured: Captured, schedule: Schedule) -> SavedValues:
     tensors = [i for i, t in enumerate(schedule.saved) if captured.graph.tensors[t].dtype]
     outputs, shown = set(captured.forward_outputs), _outputs_on(captured)
     seen, unread = _seen(captured), _unread_plainly(captured)
+    finished = {finish.result for finish in captured.finishes.values()}
     borrowed = [i for i in tensors if storages[i] in seen and storages[i] in unread]
     copied = [i for i in borrowed if storages[i] in captured.overwritten]
     watched = (i for i in tensors if storages[i] in seen and i not in copied)
     return SavedValues(
         names=tuple(value.name for value in saved),
         returned=tuple(i for i in tensors if saved[i] in outputs),
-        views=tuple(i for i in tensors if _may_be_view(captured, schedule.saved[i])),
+        views=tuple(i for i in tensors if _may_be_view(captured, schedule.saved[i], finished)),
         watched=tuple((i, output) for i in watched for output in shown.get(storages[i], [None])),
         borrowed=tuple(borrowed),
         copied=tuple(copied),
     )
 
 
-def _may_be_view(captured: Captured, tensor: int) -> bool:
+def _may_be_view(captured: Captured, tensor: int, finished: Collection[fx.Node]) -> bool:
     """Whether a value may come as a view of another one: what PyTorch's own operators allocate does not."""
     value, storage = captured.fx_values[tensor], captured.graph.tensors[tensor].storage
     maker = operation_of(value)
     if maker.op == "placeholder":
         return storage is None or captured.graph.storages[storage].kind is not StorageKind.PARAMETER
-    if maker.op != "call_function" or any(value is finish.result for finish in captured.finishes.values()):
+    if maker.op != "call_function" or value in finished:
         return True  # what is finished may be a view of what was made
     target = as_eager(maker)[0]
     if not isinstance(target, aot.OpOverload) or target.namespace != "aten":

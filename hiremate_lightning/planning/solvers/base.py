@@ -204,9 +204,34 @@ def get_strategy(name: str) -> Strategy:
     return _STRATEGIES[name]
 
 
-def replay(problem: Problem, recompute: tuple[tuple[int, ...], ...], aways: Sequence[Away] = ()) -> Simulation:
-    """Lower decisions and simulate them."""
-    return simulate(problem.graph, problem.profile, put_away(problem.graph, lower(problem.graph, recompute), aways))
+@dataclass(frozen=True, slots=True)
+class _Replayed:
+    """A replay, and what it is of: the very same records, since comparing those of thousands of nodes takes as long."""
+
+    graph: Graph
+    profile: Profile
+    recompute: Decisions
+    aways: tuple[Away, ...]
+    simulation: Simulation
+
+    def is_of(self, problem: Problem, recompute: Decisions, aways: tuple[Away, ...]) -> bool:
+        is_same_step = self.graph is problem.graph and self.profile is problem.profile
+        return is_same_step and self.recompute is recompute and self.aways == aways
+
+
+_latest: _Replayed | None = None
+
+
+def replay(problem: Problem, recompute: Decisions, aways: Sequence[Away] = ()) -> Simulation:
+    """Lower decisions and simulate them; the latest ones are not simulated again."""
+    global _latest
+    latest, away = _latest, tuple(aways)
+    if latest is not None and latest.is_of(problem, recompute, away):
+        return latest.simulation
+    schedule = put_away(problem.graph, lower(problem.graph, recompute), away)
+    simulation = simulate(problem.graph, problem.profile, schedule)
+    _latest = _Replayed(problem.graph, problem.profile, recompute, away, simulation)
+    return simulation
 
 
 def replay_solution(problem: Problem, solution: Solution) -> Simulation:

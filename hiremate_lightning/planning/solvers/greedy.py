@@ -9,13 +9,21 @@ ICLR 2021, arXiv 2006.09616), here with the whole future known. Heuristics: no b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
+from .choices import ROW, at_node
+from .lazy import Lazy
 from .model import StepModel
-from .policies import Near, Policy, Replay, Rows
+from .policies import Policy
+from .replays import Replay
+from .timeline import Timeline
 
 LEAST_GAIN_MS = 1e-9  # of what is kept in place of being recomputed
+TRIES = 8  # values at a peak: the first that helps is given up
+PER_CHOICES, PER_CANDIDATE = 3, 12  # work of finding what lives through a peak: for so many choices, and for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +52,22 @@ class Found:
         return (self.replay.recompute_ms, self.replay.peak_bytes)
 
     @property
-    def near(self) -> Near:
+    def near(self) -> Lazy | None:
         """What a policy that differs little is replayed from."""
-        return self.policy, self.replay.lazy_rows
+        return self.replay.lazy
 
 
-Order = Callable[[StepModel, Candidate, set[int]], float]
+Order = Callable[[StepModel, int, set[int]], float]
 
 
-def cheapest(model: StepModel, candidate: Candidate, there: set[int]) -> float:
+def cheapest(model: StepModel, storage: int, there: set[int]) -> float:
     """Order by the time of recomputation for each byte."""
-    return _chain_ms(model, candidate.storage, there) / max(1, model.sizes[candidate.storage])
+    return _chain_ms(model, storage, there) / max(1, model.sizes[storage])
 
 
-def largest(model: StepModel, candidate: Candidate, there: set[int]) -> float:
+def largest(model: StepModel, storage: int, there: set[int]) -> float:
     """Order by bytes, whatever time it takes."""
-    return -model.sizes[candidate.storage]
+    return -model.sizes[storage]
 
 
 def evict(
@@ -92,8 +100,7 @@ def evict(
 def _evictions(model: StepModel, current: Found, order: Order) -> Iterator[Found]:
     """Try the candidates at the peak, in that order; give those that lower the bytes there."""
     there = set(current.policy.kept | model.fixed)
-    ranked = sorted(_candidates(model, current.replay), key=lambda c: (order(model, c, there), c.storage))
-    for candidate in ranked[:8]:
+    for candidate in islice(_candidates(model, current.replay, lambda s: (order(model, s, there), s)), TRIES):
         moved = _without(current.policy, candidate)
         if moved == current.policy:
             continue
@@ -117,43 +124,56 @@ def _without(policy: Policy, candidate: Candidate) -> Policy:
     return replace(policy, drops=policy.drops | {(candidate.storage, candidate.last_use)})
 
 
-def _candidates(model: StepModel, replay: Replay) -> list[Candidate]:
-    """List what lives through the peak and is not used there."""
-    last: dict[int, int] = {}
-    then: dict[int, int] = {}  # position of the first use after the peak
-    at_peak: set[int] = set()
-    remade: set[int] = set()
-    reached = replay.position < 0
-    model.work.add_operations(len(model.reads))
-    for position, node, reads, makes in _steps(model, replay):
-        is_peak = position == replay.position and node == replay.node
-        if is_peak:
-            at_peak.update(reads, makes)
-        for storage in () if is_peak else reads:
-            if not reached:
-                last[storage] = position
-            elif storage not in remade:
-                then.setdefault(storage, position)
-        if reached:
-            remade.update(makes)
-        else:
-            last.update((storage, position) for storage in makes)
-        reached = reached or is_peak
-    found = []
-    for storage in model.choices:
-        if storage in then and storage not in at_peak and storage not in model.fixed:
-            use = last.get(storage)
-            if use is None or use < replay.position or then[storage] > use:
-                found.append(Candidate(storage, use))
-    return found
+def _candidates(
+    model: StepModel, replay: Replay, key: Callable[[int], tuple[float, int]] | None = None
+) -> Iterator[Candidate]:
+    """Yield what lives through the peak and is not used there: it is read after it before it is made again.
+
+    Args:
+        model: The step.
+        replay: A replay with its peak.
+        key: Orders the choices; None for the order of production.
+    """
+    timeline, position = replay.timeline, replay.position
+    place, at_peak = _place_of_peak(model, replay)
+    living = [s for s, b in timeline.blocks.items() if any(begin <= place < last for begin, last in b)]
+    model.work.add_operations(len(model.choices) // PER_CHOICES + PER_CANDIDATE * len(living))
+    living.sort(key=key or model.made_at.__getitem__)
+    end = len(model.reads) << ROW
+    for storage in living:
+        if storage in at_peak or storage in model.fixed:
+            continue
+        before, then = _around(model, timeline, storage, place)
+        if then is None or then >= end or then in timeline.makes.get(storage, ()):
+            continue
+        use = None if before is None else before >> ROW
+        if use is None or use < position or then >> ROW > use:
+            yield Candidate(storage, use)
 
 
-def _steps(model: StepModel, replay: Replay) -> Iterator[tuple[int, int, Sequence[int], Sequence[int]]]:
-    """Return position, node, storages read and storages made of all that runs in the backward."""
-    for position, row in enumerate(replay.rows[: len(model.reads)]):
-        for node in row:
-            yield position, node, model.needs[node], model.makes[node]
-        yield position, model.graph.backward[position], model.reads[position], ()
+def _place_of_peak(model: StepModel, replay: Replay) -> tuple[int, Collection[int]]:
+    """Return the key of the peak, and what its node reads and makes; for one in the forward, what is before all keys.
+
+    At the end of the step nothing is to be given up for anything after it.
+    """
+    position, node = replay.position, replay.node
+    if position < 0:
+        return -1, ()
+    row = replay.rows[position]
+    if node in row:
+        return (position << ROW) + row.index(node), {*model.needs[node], *model.makes[node]}
+    return at_node(position), model.reads[position]
+
+
+def _around(model: StepModel, timeline: Timeline, storage: int, key: int) -> tuple[int | None, int | None]:
+    """Return the keys at which a choice is read or made last before a key, and first after it."""
+    before, after = list[int](), list[int]()
+    for keys in (model.use_keys.get(storage, ()), timeline.touches.get(storage, ())):
+        index = bisect_left(keys, key)
+        before += keys[max(0, index - 1) : index]
+        index = bisect_right(keys, key)
+        after += keys[index : index + 1]
+    return max(before, default=None), min(after, default=None)
 
 
 def _chain_ms(model: StepModel, storage: int, there: set[int]) -> float:
@@ -170,88 +190,46 @@ def _chain_ms(model: StepModel, storage: int, there: set[int]) -> float:
     return total
 
 
-def keep_more(model: StepModel, found: Found, limit_bytes: int, deadline: float) -> Found:
+def keep_more(model: StepModel, found: Found, limit_bytes: int | None, deadline: float) -> Found:
     """Keep more values, and drop fewer, as long as the peak stays within the limit; never slower than what came in.
 
     Args:
         model: The step.
         found: Where to start; it fits.
-        limit_bytes: Most bytes at the peak.
+        limit_bytes: Most bytes at the peak; None for no more than it has, also where keeping something lowers it.
         deadline: Stop when so much work was done.
     """
     for storage, position in sorted(found.policy.drops):
         if model.work.is_past(deadline):
             return found
         found = _take_if_better(model, found, limit_bytes, drops=found.policy.drops - {(storage, position)})
-    before, recomputed = found, _run_again(found)
-    missing = [s for s in model.producer if s not in found.policy.kept and model.producer[s] in recomputed]
+    missing = [s for s in model.producer if s not in found.policy.kept and _is_made(found, s)]
     missing.sort(key=lambda s: (-model.cost_ms[model.producer[s]] / (model.sizes[s] + 1), s))
     for storage in missing:
         if model.work.is_past(deadline):
             return found
-        if found is not before:
-            before, recomputed = found, _run_again(found)
-        if model.producer[storage] not in recomputed:  # since what read it is kept by now
-            model.work.add_operations(len(model.reads))
-            continue
-        found = _take_if_better(model, found, limit_bytes, storage, kept=found.policy.kept | {storage})
+        if _is_made(found, storage):  # and not spared since what read it is kept
+            found = _take_if_better(model, found, limit_bytes, kept=found.policy.kept | {storage})
     return found
 
 
-def _run_again(found: Found) -> set[int]:
-    return {node for row in found.replay.lazy_rows for node in row}
+def _is_made(found: Found, storage: int) -> bool:
+    """Whether a choice is recomputed."""
+    lazy = found.replay.lazy
+    return lazy is not None and bool(lazy.timeline.makes.get(storage))
 
 
 def _take_if_better(
     model: StepModel,
     found: Found,
-    limit_bytes: int,
-    added: int | None = None,
+    limit_bytes: int | None,
     **changes: frozenset,  # type: ignore[type-arg]
 ) -> Found:
-    changed = replace(found.policy, **changes)
-    rows, limit_ms = model.rows(changed, found.near), found.replay.recompute_ms - LEAST_GAIN_MS
-    is_slower = model.recompute_ms(rows) >= limit_ms  # whatever its peak
-    if is_slower or (added is not None and least_bytes_with(model, found, rows, added) > limit_bytes):
-        model.work.add_operations(len(model.reads))
+    lazy = model.lazy(replace(found.policy, **changes), found.near)
+    limit_ms = found.replay.recompute_ms - LEAST_GAIN_MS
+    if lazy.timeline.recompute_ms >= limit_ms:  # whatever its peak
         return found
-    after = model.replay_lazy(rows)
-    better = after.peak_bytes <= limit_bytes and after.recompute_ms < limit_ms
-    return Found(changed, after) if better else found
-
-
-def least_bytes_with(model: StepModel, before: Found, rows: Rows, kept: int) -> int:
-    """Return a peak that a policy is not below which keeps one value more, without a replay.
-
-    In the forward, and up to the first recomputation that the value spares, all that lived lives on, beside the value;
-    only what the spared nodes would have read may be gone.
-
-    Args:
-        model: The step.
-        before: The policy that does not keep the value.
-        rows: What the policy that does so recomputes.
-        kept: The value.
-
-    Returns:
-        The bytes, 0 where they can't be told so easily.
-    """
-    replay, pairs = before.replay, list(zip(before.replay.lazy_rows, rows, strict=True))
-    differing = [position for position, (old, new) in enumerate(pairs) if old != new]
-    first = differing[0] if differing else 0
-    running = {node for row in rows for node in row}
-    read = {storage for row in rows[first:] for node in row for storage in model.needs[node]}
-
-    def stays(storage: int) -> bool:
-        """Whether a value lives from the turn to beyond the first difference: it is read then, and never made again."""
-        is_read = storage in read or model.uses.get(storage, (-1,))[-1] >= first
-        return is_read and model.producer.get(storage) not in running
-
-    if not stays(kept):
-        return 0
-    spared = {node for p in differing for node in pairs[p][0] if pairs[p][0].count(node) > pairs[p][1].count(node)}
-    made = {storage for row in rows[:first] for node in row for storage in model.makes[node]}
-    there = made | before.policy.kept | model.fixed
-    gone = {s for node in spared for s in model.needs[node] if s in there and not stays(s)}
-    is_new = model.last_forward_use(kept) < replay.forward_position
-    peak_bytes = max([*replay.node_peaks[:first], replay.forward_peak if is_new else 0])
-    return peak_bytes + model.sizes[kept] - sum(model.sizes[storage] for storage in gone)
+    after = model.replay_lazy(lazy)
+    most_bytes = found.replay.peak_bytes if limit_bytes is None else limit_bytes
+    better = after.peak_bytes <= most_bytes and after.recompute_ms < limit_ms
+    return Found(lazy.policy, after) if better else found

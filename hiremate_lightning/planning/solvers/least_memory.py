@@ -1,15 +1,19 @@
 """The least memory that a heuristic finds: narrow segments, then evictions at the peak as far as they go.
 
 Where that does not fit the budget, evictions go on from each value at the peak, since to give up one that lowers
-nothing by itself may open the way to others.
+nothing by itself may open the way to others. They end where the peak is what some node needs, whatever is kept.
 
 Where the segments lead to a peak that fits, next to a proven bound, other starts are left out: they evict from what
 keeps everything, or the largest values first, and can't end with a peak that is smaller by more.
 
-What need not be given up for that peak is kept in the end. Where the last evictions recompute without end for next to
-nothing, a peak half a per cent larger is taken. All of it goes by estimated times: measured ones differ from run to
-run, and a budget that one run has named as the smallest is to do in the next. It does where the search ends before its
-time limit, and what runs outside of the captured parts needs no more.
+What need not be given up for that peak is kept in the end; where that leads to a smaller peak, it is the limit from
+then on. Where the last evictions recompute without end for next to nothing, a peak half a per cent larger is taken. All
+of it goes by estimated times: measured ones differ from run to run, and a budget that one run has named as the smallest
+is to do in the next. It does where the search ends before its time limit, and what runs outside of the captured parts
+needs no more.
+
+Each eviction, and each value that is kept again, is one replay, which takes as long as what it changes (`timeline.py`).
+There are about as many of them as there are values. So the search takes time in proportion to the step.
 
 It gives the smallest feasible budget for error messages, and the program of a training step about which nothing is
 known yet. An upper bound on the true minimum, which is NP-hard to find on general graphs.
@@ -19,21 +23,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from copy import copy
 from itertools import product
 
 from ...records.costs import estimate
 from .base import Problem, Solution, Status, strategy
 from .decisions import decisions
 from .greedy import Found, cheapest, evict, keep_more, largest, neighbours
-from .model import LEAST_MS, StepModel
+from .model import StepModel
 from .segments import segment_policies
 
 STARTS = 3  # segmentations from which evictions start
 AT_BOUND = 0.015  # share of a proven bound that a peak may be above it, for fewer starts to do
 PATIENCE, DEEP_PATIENCE = 40, 15  # evictions without a smaller peak: from a start, and from each value at a peak
 DEEP_STEPS = 250  # evictions at most from all values at a peak
-SEARCH_S, DEEP_S, KEEP_S = 4.0, 8.0, 1.0
+SEARCH_S, DEEP_S, KEEP_S = 4.0, 8.0, 2.0
 SLACK, FASTER = 0.005, 0.5  # share of the peak that is given for so much less time
 
 
@@ -45,15 +48,8 @@ def find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int = 0) 
         time_limit_s: Seconds of work to search for.
         budget_bytes: A budget; the search goes on for seconds while nothing fits it.
     """
-    found = _find_smallest(_with_estimated_times(model), time_limit_s, budget_bytes)
+    found = _find_smallest(model.with_times(estimate(model.graph).time_ms), time_limit_s, budget_bytes)
     return Found(found.policy, model.replay(found.policy))
-
-
-def _with_estimated_times(model: StepModel) -> StepModel:
-    times = estimate(model.graph).time_ms
-    found = copy(model)
-    found.cost_ms = {node: max(times[node], LEAST_MS) for node in model.makes}
-    return found
 
 
 def _find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int) -> Found:
@@ -74,18 +70,29 @@ def _find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int) -> 
         lowest.append(low)
     leanest = min(near, key=_by_peak)
     filled = _filled(model, leanest, time_limit_s)
-    starts = iter([filled, *lowest])
+    starts, enough_bytes = iter([filled, *lowest]), max(budget_bytes, model.least_bytes)
     deadline = model.work.done_s + min(DEEP_S, time_limit_s)
-    while _least(near) > budget_bytes and (start := next(starts, None)) is not None:
+    while _least(near) > enough_bytes and (start := next(starts, None)) is not None:
         for better in _deepen(model, start, deadline):
             near = _near([*near, better], budget_bytes)
-            if _least(near) <= budget_bytes:
+            if _least(near) <= enough_bytes:
                 break
     smallest, fastest = min(near, key=_by_peak), min(near, key=lambda f: f.rank)
     smallest = filled if smallest is leanest else _filled(model, smallest, time_limit_s)
+    while smallest.replay.peak_bytes > enough_bytes:
+        low = _evicted(model, smallest, deadline)
+        if low.replay.peak_bytes >= smallest.replay.peak_bytes:
+            break
+        smallest = _filled(model, low, time_limit_s)
     if fastest.replay.recompute_ms < FASTER * smallest.replay.recompute_ms:
         return _filled(model, fastest, time_limit_s)
     return smallest
+
+
+def _evicted(model: StepModel, found: Found, deadline: float) -> Found:
+    """Evict from what was filled up; return the smallest of the way."""
+    way = zip(evict(model, found.policy, 0, deadline), range(PATIENCE), strict=False)
+    return min((step for step, _ in way), key=_by_peak)
 
 
 def _deepen(model: StepModel, found: Found, deadline: float) -> Iterator[Found]:
@@ -120,7 +127,7 @@ def _by_peak(found: Found) -> tuple[int, tuple[float, int]]:
 
 
 def _filled(model: StepModel, found: Found, time_limit_s: float) -> Found:
-    return keep_more(model, found, found.replay.peak_bytes, model.work.done_s + min(KEEP_S, time_limit_s))
+    return keep_more(model, found, None, model.work.done_s + min(KEEP_S, time_limit_s))
 
 
 def _least(found: list[Found]) -> int:

@@ -38,7 +38,8 @@ from operator import itemgetter
 
 from .mip_backend import LinearProgram
 from .model import StepModel
-from .policies import Policy, Replay, Rows
+from .policies import Policy, Rows
+from .replays import Replay
 from .row_memory import UNIT, RowMemory
 
 SMALL_SHARE = 0.0005  # of the budget: values that together stay below it are kept without being modelled
@@ -259,7 +260,7 @@ def add_checks(checks: Checks, model: StepModel, replay: Replay, limit_bytes: in
     """
     if replay.forward_peak > limit_bytes:
         checks = replace(checks, forward=tuple(sorted({*checks.forward, replay.forward_position})))
-    peaks = [max(a, b) for a, b in zip(replay.node_peaks, replay.row_peaks, strict=True)]
+    peaks = replay.peaks.tolist()
     over = sorted((p for p, peak in enumerate(peaks) if peak > limit_bytes), key=lambda p: (-peaks[p], p))
     apart, added = max(1, len(model.reads) // PARTS), list[int]()
     for position in over:
@@ -275,7 +276,7 @@ def add_checks(checks: Checks, model: StepModel, replay: Replay, limit_bytes: in
 
 def _check_at(position: int, checks: Checks, model: StepModel, replay: Replay, limit_bytes: int) -> Checks:
     """Check the node at a position; or, where recomputing before it takes too much, the positions around, then that."""
-    if replay.row_peaks[position] <= limit_bytes:
+    if replay.timeline.row_peaks[position] <= limit_bytes:
         return replace(checks, instants=tuple(sorted({*checks.instants, position})))
     for instant in (min(position, len(model.reads) - 1), max(0, position - 1)):
         if instant not in checks.instants:

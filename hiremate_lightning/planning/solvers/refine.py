@@ -18,7 +18,7 @@ from .greedy import Found, keep_more
 from .incumbent import Search, searching
 from .mip_backend import Result, solve
 from .phases import Checks, PhasedProgram, add_checks, first_checks
-from .policies import Replay
+from .replays import Replay
 from .segments import try_segments
 from .turn_point import prove
 

@@ -9,6 +9,7 @@ optimal in memory nor in time; fast and never far off.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import accumulate
 
@@ -35,7 +36,7 @@ def _keep_sets(graph: Graph) -> Iterator[frozenset[int]]:
         if count > max(1, length):
             break
         cuts = [_narrowest(crossing, length * k // count, length // count // 3) for k in range(1, count)]
-        yield frozenset(s for s, (made, last) in lives.items() if any(made < cut <= last for cut in cuts))
+        yield frozenset(s for s, (made, last) in lives.items() if bisect_right(cuts, made) < bisect_right(cuts, last))
 
 
 def lives_of(graph: Graph) -> dict[int, tuple[int, int]]:

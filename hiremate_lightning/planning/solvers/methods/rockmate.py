@@ -79,8 +79,7 @@ def _measured(model: StepModel, sizes: ChainBytes, number: int, held: frozenset[
     _, live = model.live_at(replayed.rows, range(link.begins, link.ends))
     need = sizes.start[number]
     for position, there in live.items():
-        peak = max(replayed.node_peaks[position], replayed.row_peaks[position])
-        need = max(need, peak - sizes.of(there - own - model.fixed))
+        need = max(need, int(replayed.peaks[position]) - sizes.of(there - own - model.fixed))
     return Tape(held, replayed.recompute_ms, need)
 
 

@@ -1,0 +1,283 @@
+"""The step as the strategies see it: storages that may be kept or recomputed.
+
+A *choice* is a forward storage that the backward needs, or that recomputing such a one needs. Views cost nothing and
+are left out here; `decisions` puts them back.
+
+A *key* is a place in the backward: `position << ROW | index` for a node that is recomputed before a backward position,
+`position << ROW | LAST` for the backward's own node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate
+from operator import add
+
+from ...records.schedule import keep_all, lower, must_run
+from ...records.simulation import simulate
+from .base import Problem
+from .work import Work
+
+LEAST_MS = 1e-6  # that recomputing anything counts as
+ROW = 20  # bits of a key for the place within a row
+LAST = (1 << ROW) - 1
+
+
+def at_node(position: int) -> int:
+    """Return the key of a backward node."""
+    return position << ROW | LAST
+
+
+class Choices:
+    """Arrays made once from a problem.
+
+    Attributes:
+        problem: The problem.
+        choices: Storages to decide on, in order of production.
+        fixed: Choices that can't be recomputed: always kept.
+        producer: For each choice, the node that recomputes it; fixed ones have none.
+        makes: For each producer, the choices that it makes.
+        needs: For each producer, the choices that it reads.
+        uses: For each choice, the backward positions that read it directly.
+        reads: For each backward position, the choices that it reads.
+        returned: The choices that are returned as gradients.
+        all_reads: What is read at each backward position, and at the end.
+        retained: Storages that live to the end of the step where they are kept through the turn.
+        pins: For each choice, the spans in which views made by the backward hold it.
+        seen_from: For each backward position and the end, the choices read only through such views, and where these
+            were made.
+        viewed: All choices that are read so.
+        gradients: For each backward position, bytes of gradients and workspace while its node runs.
+        live_gradients: For each backward position, and the end, bytes that no decision changes just before it.
+        transient: For each producer, bytes that only it needs, while it runs.
+        work: Counts what is done with it.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.work = problem, Work(problem.options.time_limit_s)
+        graph = self.graph = problem.graph
+        self.sizes = graph.sizes
+        self.storage_of = [t.storage for t in graph.tensors]
+        self.made_at = {s: i for i, n in enumerate(graph.forward) for s in graph.allocates[n]}
+        self._held = {self.storage_of[t] for t in graph.held}
+        self.retained = {self.storage_of[t] for t in graph.retained}
+        self.reads = [self._forward_storages(graph.nodes[n].inputs) for n in graph.backward]
+        self.returned = self._forward_storages(graph.gradients)
+        self.all_reads = [*self.reads, self.returned]
+        self.uses: dict[int, list[int]] = {}
+        for position, storages in enumerate(self.all_reads):
+            for storage in storages:
+                self.uses.setdefault(storage, []).append(position)
+        self._collect_choices()
+        self._collect_pins()
+        self._measure_the_rest()
+
+    def _forward_storages(self, tensors: Iterable[int]) -> tuple[int, ...]:
+        found = dict.fromkeys(self.storage_of[t] for t in tensors)
+        return tuple(s for s in found if s is not None and s in self.made_at and s not in self._held)
+
+    def _collect_choices(self) -> None:
+        self._passed_on = self._find_passed_on()
+        graph, self.producer, self.needs = self.graph, dict[int, int](), dict[int, tuple[int, ...]]()
+        fixed, stack, seen = set(), list(self.uses), set(self.uses)
+        while stack:
+            storage = stack.pop()
+            node = self._recomputer(storage)
+            if node is None:
+                fixed.add(storage)
+                continue
+            self.producer[storage] = node
+            if node not in self.needs:
+                own = set(graph.allocates[node])
+                needs = self._forward_storages(graph.nodes[node].inputs)
+                self.needs[node] = tuple(s for s in needs if s not in own)
+            fresh = [s for s in self.needs[node] if s not in seen]
+            seen.update(fresh)
+            stack.extend(fresh)
+        self.choices = tuple(sorted(seen, key=lambda s: self.made_at[s]))
+        self.fixed = frozenset(fixed)
+        self.makes: dict[int, list[int]] = {}
+        for storage in self.choices:
+            if storage in self.producer:
+                self.makes.setdefault(self.producer[storage], []).append(storage)
+        times_ms = self.problem.profile.time_ms
+        self.cost_ms = {node: max(times_ms[node], LEAST_MS) for node in self.makes}
+
+    def _find_passed_on(self) -> set[int | None]:
+        """Find the storages that a later call reads as an input, in its backward or to compute something again."""
+        graph = self.graph
+        again = {t for node in set(graph.recomputers) if node is not None for t in graph.nodes[node].inputs}
+        handed = {t for t in again if graph.tensors[t].producer is None}
+        return {self.storage_of[t] for t in (*graph.needed, *handed) if graph.recomputers[t] is None}
+
+    def _collect_pins(self) -> None:
+        """Find the spans in which views made by the backward hold forward storages."""
+        made: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for position, index in enumerate(self.graph.backward):
+            node = self.graph.nodes[index]
+            made.update((t, position) for t in node.outputs if self.storage_of[t] in self.made_at)
+            last.update((t, position) for t in node.inputs if t in made)
+        last.update((t, len(self.graph.backward)) for t in self.graph.gradients if t in made)
+        self.pins: dict[int, list[tuple[int, int]]] = {}
+        for tensor, position in last.items():
+            storage = self.storage_of[tensor]
+            assert storage is not None
+            self.pins.setdefault(storage, []).append((made[tensor], position))
+        self.seen_from = [
+            self._views_read(node.inputs, made) for node in (self.graph.nodes[n] for n in self.graph.backward)
+        ]
+        self.seen_from.append(self._views_read(self.graph.gradients, made))
+        self.viewed = frozenset(storage for seen in self.seen_from for storage in seen)
+
+    def _views_read(self, tensors: tuple[int, ...], made: dict[int, int]) -> dict[int, int]:
+        """Find the storages read only through views that the backward made, and the positions of these."""
+        direct = {self.storage_of[t] for t in tensors if t not in made}
+        found = {self.storage_of[t]: made[t] for t in tensors if t in made}
+        return {s: position for s, position in found.items() if s is not None and s not in direct}
+
+    def _recomputer(self, storage: int) -> int | None:
+        """Find what computes a storage again: the recomputer of the tensor that its first producer puts on it.
+
+        None where a later call reads it as an input: that call can't run what an earlier one ran.
+        """
+        if storage in self._passed_on:
+            return None
+        node = self.graph.nodes[self.graph.forward[self.made_at[storage]]]
+        first = next(t for t in node.outputs if self.storage_of[t] == storage)
+        return self.graph.recomputers[first]
+
+    def _measure_the_rest(self) -> None:
+        """Measure what no decision changes, by replaying plain training with all choices of size zero."""
+        chosen = set(self.choices)
+        others = (t for t in self.graph.retained if self.storage_of[t] not in chosen)
+        graph = replace(self.graph, retained=tuple(others))
+        schedule = lower(graph, keep_all(graph))
+        everything = simulate(graph, self.problem.profile, schedule)
+        is_all = graph.retained == self.graph.retained
+        kept = everything if is_all else simulate(self.graph, self.problem.profile, schedule)
+        self.keep_all_bytes = kept.peak_bytes
+        forward, backward = len(graph.forward), len(graph.backward)
+        change = [0] * (forward + backward + 2)
+        ends = [max(self.uses.get(s, [-1])) for s in self.choices]
+        for storage, end in zip(self.choices, ends, strict=True):
+            last = forward + end if end >= 0 else self.last_forward_use(storage)
+            change[self.made_at[storage]] += self.sizes[storage]
+            change[last + 1] -= self.sizes[storage]
+        self.forward_rest, self.gradients, self.live_gradients = [], [], []
+        held, before = 0, self._rest_at_the_turn(schedule.saved)
+        for position, moment in enumerate(everything.timeline):
+            held += change[position]
+            rest = moment.peak_bytes - held
+            if position < forward:
+                self.forward_rest.append(rest)
+            else:
+                self.gradients.append(rest)
+                self.live_gradients.append(before)
+            before = moment.live_bytes - held - change[position + 1]
+            if position == forward - 1:
+                before = self._rest_at_the_turn(schedule.saved)
+        self.live_gradients.append(before)
+        self.transient = {
+            node: self.problem.profile.workspace_bytes[node]
+            + sum(self.sizes[s] for s in graph.allocates[node] if s not in self.producer)
+            for node in self.makes
+        }
+
+    def _rest_at_the_turn(self, saved: tuple[int, ...]) -> int:
+        """Count what lives as the backward starts and is no choice: what is held or always saved, and tangents."""
+        graph, chosen = self.graph, set(self.choices)
+        read = {t for node in graph.backward for t in graph.nodes[node].inputs} | set(graph.gradients)
+        lasting = (*saved, *graph.held, *(t for t in graph.tangents if t in read))
+        storages = dict.fromkeys(self.storage_of[t] for t in lasting)
+        return sum(self.sizes[s] for s in storages if s is not None and s not in chosen)
+
+    @cached_property
+    def forward_readers(self) -> dict[int, list[int]]:
+        """For each tensor, the forward nodes that read it."""
+        readers: dict[int, list[int]] = {}
+        for node in self.graph.forward:
+            for tensor in self.graph.nodes[node].inputs:
+                readers.setdefault(tensor, []).append(node)
+        return readers
+
+    @cached_property
+    def need_bytes(self) -> list[int]:
+        """For each backward position, the bytes that no decision spares while its node runs."""
+        return [
+            rest + sum(self.sizes[s] for s in reads) for rest, reads in zip(self.gradients, self.reads, strict=True)
+        ]
+
+    @cached_property
+    def least_bytes(self) -> int:
+        """A peak that no schedule is below: what some node needs while it runs, whatever is kept."""
+        chosen, peak_bytes = set(self.choices), max(self.need_bytes, default=0)
+        for rest, node in zip(self.forward_rest, self.graph.forward, strict=True):
+            own = {*self._forward_storages(self.graph.nodes[node].inputs), *self.graph.allocates[node]}
+            peak_bytes = max(peak_bytes, rest + sum(self.sizes[s] for s in own & chosen))
+        return peak_bytes
+
+    def neediest(self, parts: int) -> tuple[int, ...]:
+        """Find the neediest position of each of so many equal parts of the backward."""
+        count = len(self.reads)
+        ranges = (range(count * i // parts, count * (i + 1) // parts) for i in range(parts))
+        return tuple(max(part, key=self.need_bytes.__getitem__) for part in ranges if part)
+
+    def add_sources(self, found: set[int], choices: Iterable[int]) -> None:
+        """Add choices to what was found before, and all that recomputing them may read."""
+        stack = [s for s in choices if s not in found]
+        found.update(stack)
+        while stack:
+            node = self.producer.get(stack.pop())
+            fresh = [s for s in self.needs[node] if s not in found] if node is not None else []
+            found.update(fresh)
+            stack.extend(fresh)
+
+    @cached_property
+    def _last_forward_use(self) -> dict[int, int]:
+        """For each storage that the forward reads, the last position that does."""
+        reads = enumerate(self._forward_storages(self.graph.nodes[n].inputs) for n in self.graph.forward)
+        return {storage: position for position, storages in reads for storage in storages}
+
+    def last_forward_use(self, storage: int) -> int:
+        """Return the last forward position that reads a choice, its own where none does."""
+        return self._last_forward_use.get(storage, self.made_at[storage])
+
+    def is_pinned(self, storage: int, position: int) -> bool:
+        """Whether a view that the backward made holds a storage beyond a position."""
+        return any(first <= position < last for first, last in self.pins.get(storage, ()))
+
+    def recompute(self, storage: int, live: set[int], waiting: list[int] | None = None) -> Iterator[int]:
+        """Yield the nodes that recompute a choice from what is live; what they make is live from then on.
+
+        Args:
+            storage: The choice.
+            live: What is live.
+            waiting: Takes the choices that wait for the node that is yielded.
+        """
+        return must_run(storage, live, self.producer, self.needs, self.makes, waiting)
+
+    @cached_property
+    def order(self) -> dict[int, int]:
+        """Number the producers as the forward runs them, each after what it reads."""
+        live, row = set(self.fixed), list[int]()
+        for storage in self.choices:
+            if storage not in live:
+                row.extend(self.recompute(storage, live))
+        return {node: number for number, node in enumerate(row)}
+
+    @cached_property
+    def forward_bytes(self) -> list[int]:
+        """For each forward position, bytes while its node runs if nothing is kept."""
+        change = [0] * (len(self.graph.forward) + 1)
+        for storage in self.choices:
+            change[self.made_at[storage]] += self.sizes[storage]
+            change[self.last_forward_use(storage) + 1] -= self.sizes[storage]
+        return list(map(add, accumulate(change), self.forward_rest))
+
+    @cached_property
+    def use_keys(self) -> dict[int, tuple[int, ...]]:
+        """For each choice, the keys of the backward nodes that read it, see `timeline`."""
+        return {storage: tuple(at_node(position) for position in uses) for storage, uses in self.uses.items()}
