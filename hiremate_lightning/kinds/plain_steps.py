@@ -44,7 +44,7 @@ COMPARED = 16  # steps that were measured: the largest
 SAMPLES = 4  # sizes of one code that predictions are made from
 ROUNDING = 1.01  # an allocator's blocks
 REMEMBERED = 1024  # predictions
-ASIDE_BYTES_PER_MS = 5e5  # that are put aside and brought back: with a CPU, whose files cost page faults
+ASIDE_BYTES_PER_MS = 3e6  # that are put aside and brought back: on a CPU, in files that are used again
 
 
 class PlainWay(Enum):

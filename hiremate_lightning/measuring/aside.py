@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import os
-import tempfile
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -13,20 +10,21 @@ import torch
 
 from ..running.copies import HostMemory, Leaving, Place
 from ..torch_private import tensor_state
+from .files import HAS_FILES, Files
 
 LEAST_ASIDE = 2**14  # bytes
 CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape "
     "{shape} is at version {found}; expected version {expected} instead"
 )
-HAS_FILES = hasattr(os, "posix_fallocate")  # without it a write to a full disk ends the process
 
 
 class _InFile:
     """A storage of the host in a temporary file, and read in the memory of that file."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._memory = in_file(tensor_state.memory_of(tensor))
+    def __init__(self, tensor: torch.Tensor, files: Files) -> None:
+        memory = tensor_state.memory_of(tensor)
+        self._memory = files.take(memory.nbytes).copy_(memory)
 
     def storage(self) -> torch.UntypedStorage:
         """Return the storage."""
@@ -81,6 +79,7 @@ class SavedAside(torch.autograd.graph.saved_tensors_hooks):
         given: Storages that were there before.
         host: Blocks of the host for what lies on a GPU.
         on_full: Called where there is no room: the value stays then. None to raise the error.
+        files: Files for what lies on the host; None for new ones.
     """
 
     def __init__(
@@ -88,9 +87,11 @@ class SavedAside(torch.autograd.graph.saved_tensors_hooks):
         given: Collection[int],
         host: HostMemory | None = None,
         on_full: Callable[[OSError | MemoryError], None] | None = None,
+        files: Files | None = None,
     ) -> None:
         super().__init__(self._put, lambda value: value.get())
-        self._given, self._host, self._on_full = given, host or HostMemory(), on_full
+        self._given, self._on_full = given, on_full
+        self._host, self._files = host or HostMemory(), files or Files()
         self._copies: dict[int, tuple[int | None, Callable[[], bool], _InFile | Leaving]] = {}  # by storage
 
     def __exit__(self, *raised: object) -> None:
@@ -126,7 +127,7 @@ class SavedAside(torch.autograd.graph.saved_tensors_hooks):
             copied, lives, copy = self._copies[storage]
             if version == copied and lives():
                 return copy
-        copy = _InFile(tensor) if tensor.device.type == "cpu" else self._leave(tensor)
+        copy = _InFile(tensor, self._files) if tensor.device.type == "cpu" else self._leave(tensor)
         self._copies[storage] = version, tensor_state.watch_storage(tensor), copy
         return copy
 
@@ -150,15 +151,10 @@ def saving_aside(function: Callable[..., Any]) -> Callable[..., Any]:
 def in_file(value: torch.Tensor) -> torch.Tensor:
     """Copy a value on the host into a temporary file, which goes with the tensor that is returned.
 
-    PyTorch counts the memory of its own files (`torch.from_file`) as allocated, so the file is not one of these.
-
     Raises:
         OSError: If there is no room for the file.
     """
     on_host = value.device.type == "cpu" and value.layout is torch.strided
     if not on_host or value.nbytes < LEAST_ASIDE or not HAS_FILES:
         return value
-    with tempfile.TemporaryFile() as file:
-        os.posix_fallocate(file.fileno(), 0, value.nbytes)
-        memory = torch.frombuffer(mmap.mmap(file.fileno(), value.nbytes), dtype=torch.uint8)
-    return memory.view(value.dtype).view(value.shape).copy_(value)
+    return Files().take(value.nbytes).view(value.dtype).view(value.shape).copy_(value)

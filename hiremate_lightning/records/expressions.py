@@ -125,6 +125,8 @@ def _candidates_of_two_terms(samples: Sequence[Sizes], values: Sequence[int]) ->
 def vary_alone(samples: Sequence[Sizes], sizes: Sizes) -> tuple[list[Sizes], Sizes]:
     """Leave out of sizes those that never vary, and those that are always a multiple of another one and a constant.
 
+    Of a size and its half the half stays: where all samples are even, the size is a multiple of that.
+
     Args:
         samples: The sizes of each sample.
         sizes: The sizes of another one.
@@ -137,7 +139,8 @@ def vary_alone(samples: Sequence[Sizes], sizes: Sizes) -> tuple[list[Sizes], Siz
     """
     columns = list(zip(*samples, strict=True))
     kept = list[int]()
-    for index, (column, size) in enumerate(zip(columns, sizes, strict=True)):
+    for index in sorted(range(len(columns)), key=lambda index: max(columns[index]) - min(columns[index])):
+        column, size = columns[index], sizes[index]
         if len(set(column)) == 1:
             expected = {column[0]}
         elif set(column) == BITS:  # it is its own square then, see `_products`
@@ -150,6 +153,7 @@ def vary_alone(samples: Sequence[Sizes], sizes: Sizes) -> tuple[list[Sizes], Siz
                 kept.append(index)
         if expected not in (set(), {size}):
             raise NoTemplateError(f"Sizes that did not vary, or not by themselves, in {samples}, differ in {sizes}")
+    kept.sort()
     return [tuple(sample[i] for i in kept) for sample in samples], tuple(sizes[i] for i in kept)
 
 

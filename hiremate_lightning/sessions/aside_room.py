@@ -1,4 +1,7 @@
-"""Where steps of new sizes put what autograd saves: temporary files, or from a GPU the host's memory."""
+"""Where steps of new sizes put what autograd saves: temporary files, or from a GPU the host's memory.
+
+Files are kept for the next such step, until such steps run by plans.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..calls.given import tensors_inside
-from ..measuring.aside import HAS_FILES, SavedAside
+from ..measuring.aside import SavedAside
+from ..measuring.files import HAS_FILES, Files
 from ..memory.free_memory import free_host_bytes
 from ..torch_private import saved_hooks, sharding, tensor_state
 from .planned_model import PlannedModel
@@ -23,10 +27,14 @@ class AsideRoom:
 
     Args:
         model: The planned model.
+
+    Attributes:
+        files: Kept for the next step.
     """
 
     def __init__(self, model: PlannedModel) -> None:
         self._model, self._memory = model, model.offloading.memory
+        self.files = Files()
         self._is_usable = not sharding.has_units(model.root)
 
     def holds(self, size_bytes: int) -> bool:
@@ -36,7 +44,8 @@ class AsideRoom:
     def _room_bytes(self) -> int:
         free_bytes = free_host_bytes()
         if self._model.memory.device.type == "cpu":
-            return int(SHARE_ASIDE * min(free_bytes, shutil.disk_usage(tempfile.gettempdir()).free)) * HAS_FILES
+            disk_bytes = shutil.disk_usage(tempfile.gettempdir()).free + self.files.size_bytes
+            return int(SHARE_ASIDE * min(free_bytes, disk_bytes)) * HAS_FILES
         room_bytes, most_bytes = int(SHARE_ASIDE * (free_bytes + self._memory.size_bytes)), self._memory.most_bytes
         return min(room_bytes, most_bytes or room_bytes) // MOST_ROUNDING
 
@@ -45,12 +54,13 @@ class AsideRoom:
         """Put aside what autograd saves in a call with some arguments, these and weights left out."""
         root = self._model.root
         stay = tensor_state.storages_among((*tensors_inside(arguments), *root.parameters(), *root.buffers()))
-        with saved_hooks.giving_way_to_transforms(), SavedAside(stay, self._memory, self._are_full):
+        with saved_hooks.giving_way_to_transforms(), SavedAside(stay, self._memory, self._are_full, self.files):
             yield
 
     def _are_full(self, error: OSError | MemoryError) -> None:
         """Warn that what was to be put aside stays in memory."""
         self._is_usable = False
+        self.files.forget()
         self._model.announcements.say(
             "There was no room in temporary files or in the host's memory for what the backward of a step of a new "
             "input size reads, so that it took more memory; no further step puts it there.",

@@ -31,7 +31,7 @@ from .ways import BY_GRAPHS, AsWritten, Choices, PutAside, Way, choose_way
 
 log = logging.getLogger("hiremate_lightning")
 WORTH_A_PLAN = 1.0  # of the time that a plan takes to make, spent on saving memory at one size without a plan
-WORTH_TEMPLATES = 8.0  # the same, spent at all sizes: what templates, proofs and decisions cost a small GPT-2
+WORTH_TEMPLATES = 8.0  # the same, spent at all sizes: code for these takes half of that, and half is saved from then on
 
 
 class UnplannedSteps:
@@ -244,6 +244,7 @@ class UnplannedSteps:
         if not prediction.saves_memory:
             return AsWritten(prediction, likely)
         if begun is None and self._is_to_be_captured(step, likely):
+            self._aside.files.forget()
             return None
         has_room = begun is not None or self._aside.holds(prediction.aside_bytes)
         return PutAside(prediction, likely, room=self._aside) if has_room else None

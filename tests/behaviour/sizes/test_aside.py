@@ -14,6 +14,7 @@ from hiremate_lightning.measuring.aside import LEAST_ASIDE, SavedAside
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.options import make_options
 from hiremate_lightning.sessions import aside_room, unplanned
+from hiremate_lightning.sessions.aside_room import AsideRoom
 from hiremate_lightning.sessions.session import Session
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.targets.training_step import StepTarget
@@ -96,6 +97,22 @@ def test_steps_stay_within_the_budget():
     for step in range(1, len(LENGTHS)):
         added = measure_peak(lambda step=step: train(model, step))
         assert added + get_plan(model).resident_bytes <= budget + 2**16
+
+
+def test_files_are_used_again_until_steps_run_by_plans(monkeypatch):
+    rooms = list[AsideRoom]()
+    make = AsideRoom.__init__
+    monkeypatch.setattr(AsideRoom, "__init__", lambda room, *given: (rooms.append(room), make(room, *given))[1])
+    model = hiremate(Net(), budget_of(60), verbose=False)
+    sizes_bytes = []
+    for step in (0, 6, 4, 2, 5, 6):  # lengths 60, 96, 90, 90, 72, 96
+        train(model, step)
+        sizes_bytes.append(rooms[-1].files.size_bytes)
+    assert sizes_bytes[1] > 0
+    assert set(sizes_bytes[1:]) == {sizes_bytes[1]}, "the longest came first"
+    monkeypatch.setattr(unplanned, "WORTH_A_PLAN", 0)
+    train(model, 4)
+    assert rooms[-1].files.size_bytes == 0
 
 
 def test_a_size_that_comes_often_gets_a_plan(monkeypatch):

@@ -82,6 +82,15 @@ def test_a_size_that_is_made_of_another_is_left_out():
             vary_alone(samples, sizes)
 
 
+def test_of_a_size_and_its_quotients_the_least_is_left():
+    samples = [(80, 40, 20), (92, 46, 23), (84, 42, 21)]
+    assert vary_alone(samples, (96, 48, 24)) == ([(20,), (23,), (21,)], (24,))
+    with pytest.raises(NoTemplateError, match="not by themselves"):
+        vary_alone(samples, (97, 48, 24))  # it is no multiple any more
+    odd = [(81, 40), (92, 46), (84, 42)]
+    assert vary_alone(odd, (97, 48)) == (odd, (97, 48))
+
+
 def test_a_rest_of_two_is_a_size_of_its_own():
     """Its square is the same, unless it is something else at another size."""
     samples = [(40, 0), (47, 1), (59, 1), (64, 0)]
