@@ -133,6 +133,30 @@ class Transposing(Stack):
         return (x.t() @ x).sum()
 
 
+class Joining(Stack):
+    """Joins what blocks give, as a UNet does: their gradients are parts of larger ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = kept = self.first(x)
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if index % 2:
+                x = torch.cat([x, kept], 1)[:, ::2].sin() if index == 1 else torch.cat([x, kept], 1)
+                x = x[:, :WIDTH] * x.sum(-1, keepdim=True)
+        return x
+
+
+class JoiningTwo(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(1):
+            for block in self.blocks:
+                x, aside = block(x)
+                x = torch.cat([x, x.sin()], 1) @ torch.cat([aside, aside.cos()]).sum(0)[:, None].expand(-1, 2 * WIDTH).repeat(2, 1)
+                x = x[:, :WIDTH].tanh()
+        return x
+
+
 class Changing(Stack):
     """Changes in place what a block gives."""
 
@@ -206,6 +230,8 @@ FOLDED = {
     "results kept": (lambda: KeepingStack(Block), 4),
     "called twice": (lambda: TwiceStack(Block), 8),
     "another layout": (lambda: Transposing(Block), 4),
+    "gradients of parts": (lambda: Joining(Block), 4),
+    "gradients of parts of two results": (lambda: JoiningTwo(Branching), 4),
     "changed in place outside": (lambda: Changing(Block), 4),
 }
 TRACED = {
