@@ -77,6 +77,14 @@ class Block:
         for value, another in zip(self.inputs, other.inputs, strict=True):
             expect(facts_of(_shown(value)) == facts_of(_shown(another)), "an input of a block")
 
+    def changes_inputs(self) -> bool:
+        """Whether it calls a method in place on what it is given, as a batch norm in training does on its counter.
+
+        What changes inputs in other ways is found out once it is traced, for which this saves the time.
+        """
+        calls = ((str(node.target), node.args[0]) for node in self.nodes if node.op == "call_method")
+        return any(name.endswith("_") and not name.endswith("__") and value in self.inputs for name, value in calls)
+
     def shared(self) -> set[int]:
         """List the positions of the inputs whose gradients get terms from other code too, or may get several here."""
         inner = set(self.nodes)
@@ -168,6 +176,7 @@ def _is_plain_operation(node: fx.Node, numbers: Mapping[Any, int]) -> bool:
 def _calls_of(blocks: Sequence[Block], mode: FakeTensorMode, numbers: Mapping[Any, int]) -> dict[Block, BlockCall]:
     """Trace the first one of some blocks, and list those for which that trace holds."""
     first = blocks[0]
+    expect(not first.changes_inputs(), "what a block does to its inputs")
     alike = [block for block in blocks if _is_like(first, block)]
     if len(alike) < FEWEST_BLOCKS:
         return {}
@@ -233,7 +242,13 @@ def _compare_arguments(one: Any, other: Any, pairs: dict[fx.Node, fx.Node]) -> N
 
 
 def _code_of(block: Block, shared: Sequence[int], strides: Strides) -> fx.GraphModule:
-    """Make code of a block, which also returns copies of some inputs, for gradients of such strides if any are given."""
+    """Make code of a block, which also returns copies of some inputs.
+
+    Args:
+        block: The block.
+        shared: Positions of the inputs that it returns copies of.
+        strides: Of the gradients of its results, where they are not those of the results themselves.
+    """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in block.inputs:
         copies[node] = graph.placeholder(node.name)

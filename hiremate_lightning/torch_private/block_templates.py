@@ -44,6 +44,10 @@ _numbers = itertools.count(1)
 _calls: weakref.WeakValueDictionary[int, BlockCall] = weakref.WeakValueDictionary()
 
 
+class LayoutsError(UnlikeError):
+    """Blocks give gradients of other layouts than was traced with; they have the templates for these now."""
+
+
 class _TracedError(Exception):
     """A joint graph is there: nothing is compiled."""
 
@@ -109,14 +113,15 @@ class Template:
         self.forward = [node for node in self.forward if node not in handed]
         self.backward = [node for node in self.backward if node not in self.tangents]
 
-    def is_like(self, other: Template) -> bool:
-        """Whether code around the block sees no difference to another template."""
+    @property
+    def terms(self) -> Any:
+        """What code around the block has to know to call it."""
+        return [gradient is None for gradient in self.gradients], self.has_gradient, self.repeated, self.sums
 
-        def shown(template: Template) -> Any:
-            values = [[node and _layout(node.meta["val"]) for node in of] for of in (template.outputs, template.gradients)]
-            return values, template.has_gradient, template.repeated, template.sums
-
-        return bool(shown(self) == shown(other))
+    @property
+    def layouts(self) -> Any:
+        """How its results lie, and the gradients that it gives."""
+        return [node and _layout(node.meta["val"]) for node in (*self.outputs, *self.gradients)]
 
     def _check_outputs(self) -> None:
         makers = dict[int, fx.Node]()  # by storage: what had it first
@@ -227,19 +232,20 @@ class BlockCall:
         self._make = make
         _calls[self.number] = self
 
-    def meet_gradients(self) -> None:
-        """Take the template for the gradients that came.
+    def meet_gradients(self) -> bool:
+        """Take the template for the gradients that came; say whether what was traced with the last one holds.
 
         Raises:
-            UnlikeError: It gives gradients of other kinds itself: what was traced since then would be another.
+            UnlikeError: No template is there for these gradients.
         """
-        if self.strides in (None, [node.meta["val"].stride() for node in self.template.tangents]):
-            return
+        template = self.template
+        if self.strides in (None, [node.meta["val"].stride() for node in template.tangents]):
+            return True
         assert self.strides is not None
         strides = iter(self.strides)
-        template = self._make(tuple(next(strides) if has_one else None for has_one in self.template.has_gradient))
-        expect(template.is_like(self.template), "what a block gives for gradients of other strides")
-        self.template = template
+        self.template = self._make(tuple(next(strides) if has_one else None for has_one in template.has_gradient))
+        expect(self.template.terms == template.terms, "what a block gives for gradients of other strides")
+        return self.template.layouts == template.layouts
 
     def metadata(self, node: fx.Node) -> dict[str, Any]:
         """Return what is known of the copy of a node of the template."""
@@ -340,13 +346,16 @@ def write_out(joint: fx.GraphModule) -> None:
     """Put the nodes of blocks in the place of what stands in for them.
 
     Raises:
+        LayoutsError: Traced once more, it may succeed.
         UnlikeError: Such a node turned out other than that of its template.
     """
     ops = torch.ops.hiremate_lightning
     if joint.graph.find_nodes(op="call_function", target=ops.block.default):
-        for node in joint.graph.find_nodes(op="call_function", target=ops.block_backward.default):
-            number: Any = node.args[0]
-            _calls[number].meet_gradients()
+        backward = joint.graph.find_nodes(op="call_function", target=ops.block_backward.default)
+        numbers: list[Any] = [node.args[0] for node in backward]
+        holds = [_calls[number].meet_gradients() for number in numbers]  # each of them takes its template
+        if not all(holds):
+            raise LayoutsError("a trace with other templates")
         shown = [node.meta.get("val") for node in joint.graph.find_nodes(op="placeholder")]
         mode = fake_mode_of(shown)
         with torch.no_grad(), enable_python_dispatcher():
