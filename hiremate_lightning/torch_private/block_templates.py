@@ -245,7 +245,7 @@ class BlockCall:
         strides = iter(self.strides)
         self.template = self._make(tuple(next(strides) if has_one else None for has_one in template.has_gradient))
         expect(self.template.terms == template.terms, "what a block gives for gradients of other strides")
-        return self.template.layouts == template.layouts
+        return bool(self.template.layouts == template.layouts)
 
     def metadata(self, node: fx.Node) -> dict[str, Any]:
         """Return what is known of the copy of a node of the template."""
