@@ -368,8 +368,10 @@ class _Compilation:
         return run
 
     def _partition(self, joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
-        block_templates.write_out(joint)
-        given, finished = self._contributions, order_of_gradients(joint, num_fwd_outputs)
+        given = self._contributions
+        with given.uncounted():
+            block_templates.write_out(joint)
+        finished = order_of_gradients(joint, num_fwd_outputs)
         rewrite(Traced(joint, num_fwd_outputs, self._parameters, self._blocks, given, self._kernels))
         captured = capture(joint, num_fwd_outputs, self._parameters)
         terms = sums_alone(captured.backward_outputs, given.of_leaves)

@@ -155,6 +155,19 @@ class JoiningBoth(Stack):
         return x
 
 
+@torch.compiler.disable
+def _uncaptured(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+class JoiningComputed(JoiningBoth):
+    """Reads what other code has computed several times; its gradient is handed over term by term."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        computed = _uncaptured(x * self.first.weight.sum())
+        return super().forward(computed) * computed + computed.cos() / 3
+
+
 class JoiningEachOther(Stack):
     """Joins two results with each other: their gradients lie in one piece of memory."""
 
@@ -225,6 +238,7 @@ def describe(joint: fx.GraphModule) -> list[Any]:
 def trace(make: Callable[[], nn.Module], *, folds: bool, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Capture a module, each block or each kind of block once; give its joint graphs and the number of blocks.
 
+    Each joint graph comes twice: before it is rewritten, and after.
     And whether any joint graph has come of folded blocks.
     """
     torch.compiler.reset()
@@ -243,10 +257,15 @@ def trace(make: Callable[[], nn.Module], *, folds: bool, monkeypatch: pytest.Mon
         is_written.append(bool(stand_ins))
         graphs.append(describe(joint))
 
-    plain_fold, plain_write_out = alike_blocks.fold, block_templates.write_out
+    def capture(joint: fx.GraphModule, *given: Any) -> Any:
+        graphs.append(describe(joint))
+        return plain_capture(joint, *given)
+
+    plain_fold, plain_write_out, plain_capture = alike_blocks.fold, block_templates.write_out, backend.capture
     with monkeypatch.context() as patch:
         patch.setattr(backend.alike_blocks, "fold", fold)
         patch.setattr(backend.block_templates, "write_out", write_out)
+        patch.setattr(backend, "capture", capture)
         with quiet():
             captured_by(make(), torch.randn(6, WIDTH), verify="off")
     return SimpleNamespace(graphs=graphs, blocks=next(blocks), is_written=any(is_written))
@@ -263,6 +282,7 @@ FOLDED = {
     "called twice": (lambda: TwiceStack(Block), 8),
     "another layout": (lambda: Transposing(Block), 4),
     "gradients of parts": (lambda: Joining(Block), 3),
+    "gradients of parts, and of terms": (lambda: JoiningComputed(Branching), 3),
     "gradients of parts of two results": (lambda: JoiningBoth(Branching), 3),
     "gradients passed on": (lambda: Joining(Passing), 3),
     "changed in place outside": (lambda: Changing(Block), 4),
