@@ -56,7 +56,7 @@ STAGES = (  # each with the functions that it is spent in: module, owner if any,
     ("measuring operations", "hiremate_lightning.sessions.parts", "Parts.prepare"),
     ("least memory", "hiremate_lightning.sessions.graph_programs", "first_solution"),
     ("programs", "hiremate_lightning.running.template", "build"),
-    ("proof", "hiremate_lightning.sessions.proving", "Prover.prove"),
+    ("proof", "hiremate_lightning.proofs.proving", "Prover.prove"),
     ("planning", "hiremate_lightning.sessions.planned", "PlannedKinds.meet"),
 )
 RUNNING = "running, and all else"

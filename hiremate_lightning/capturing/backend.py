@@ -43,6 +43,8 @@ from .stubs import stub_modules
 
 log = logging.getLogger("hiremate_lightning")
 
+MOST_LAYOUTS = 3  # traces of code with blocks that are folded: a gradient of another layout may be passed on
+
 
 class Replacement(Protocol):
     """What runs in the place of a joint graph.
@@ -329,7 +331,7 @@ class _Compilation:
         with traced_as_eager():
             folded = alike_blocks.fold(module)
             try:
-                run = self._settled(folded.code, inputs, terms)
+                run = self._with_blocks(folded.code, inputs, terms)
             except Exception as error:  # whatever AOTAutograd fails on with blocks that are folded
                 if folded.code is module or self._captured is not None:
                     raise
@@ -337,6 +339,15 @@ class _Compilation:
                 run = self._settled(module, inputs, terms)
         given = self._contributions
         return run if not given.terms else lambda *arguments: run(*given.expand(arguments))
+
+    def _with_blocks(self, module: fx.GraphModule, inputs: Sequence[Any], terms: TermCounts) -> Runner:
+        """Trace code with blocks that are folded, again where they turn out to give gradients of other layouts."""
+        for _ in range(MOST_LAYOUTS - 1):
+            try:
+                return self._settled(module, inputs, terms)
+            except block_templates.LayoutsError as error:
+                log.debug("Blocks that are alike are traced with %s", error)
+        return self._settled(module, inputs, terms)
 
     def _settled(self, module: fx.GraphModule, inputs: Sequence[Any], terms: TermCounts) -> Runner:
         """Trace code, once more where gradients turn out to be of other terms."""
@@ -357,8 +368,10 @@ class _Compilation:
         return run
 
     def _partition(self, joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
-        block_templates.write_out(joint)
-        given, finished = self._contributions, order_of_gradients(joint, num_fwd_outputs)
+        given = self._contributions
+        with given.uncounted():
+            block_templates.write_out(joint)
+        finished = order_of_gradients(joint, num_fwd_outputs)
         rewrite(Traced(joint, num_fwd_outputs, self._parameters, self._blocks, given, self._kernels))
         captured = capture(joint, num_fwd_outputs, self._parameters)
         terms = sums_alone(captured.backward_outputs, given.of_leaves)

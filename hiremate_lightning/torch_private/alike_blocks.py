@@ -8,6 +8,7 @@ into the joint graph of everything. Blocks that nothing shows to be safe are tra
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 from collections import Counter, defaultdict
@@ -21,7 +22,7 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from . import autocasting, double_backward, tensor_state
-from .block_templates import BlockCall, Stacks, Template, call_block
+from .block_templates import BlockCall, Stacks, Strides, Template, call_block, hand_over
 from .likeness import UnlikeError, equal, expect, facts_of, is_plain
 from .module_traces import MARK, Mark
 from .size_symbols import NUMBERS, at_numbers
@@ -75,6 +76,14 @@ class Block:
             _compare_arguments((node.args, node.kwargs), (another.args, another.kwargs), pairs)
         for value, another in zip(self.inputs, other.inputs, strict=True):
             expect(facts_of(_shown(value)) == facts_of(_shown(another)), "an input of a block")
+
+    def changes_inputs(self) -> bool:
+        """Whether it calls a method in place on what it is given, as a batch norm in training does on its counter.
+
+        What changes inputs in other ways is found out once it is traced, for which this saves the time.
+        """
+        calls = ((str(node.target), node.args[0]) for node in self.nodes if node.op == "call_method")
+        return any(name.endswith("_") and not name.endswith("__") and value in self.inputs for name, value in calls)
 
     def shared(self) -> set[int]:
         """List the positions of the inputs whose gradients get terms from other code too, or may get several here."""
@@ -167,17 +176,24 @@ def _is_plain_operation(node: fx.Node, numbers: Mapping[Any, int]) -> bool:
 def _calls_of(blocks: Sequence[Block], mode: FakeTensorMode, numbers: Mapping[Any, int]) -> dict[Block, BlockCall]:
     """Trace the first one of some blocks, and list those for which that trace holds."""
     first = blocks[0]
+    expect(not first.changes_inputs(), "what a block does to its inputs")
     alike = [block for block in blocks if _is_like(first, block)]
     if len(alike) < FEWEST_BLOCKS:
         return {}
     inputs = [_leaf_like(_shown(node), mode, numbers) for node in first.inputs]
     shared = {p for p in set[int]().union(*(block.shared() for block in alike)) if inputs[p].requires_grad}
-    template = Template.of(_code_of(first, sorted(shared)), inputs, sorted(shared), mode)
+
+    @functools.cache
+    def make(strides: Strides = ()) -> Template:
+        return Template.of(_code_of(first, sorted(shared), strides), inputs, sorted(shared), mode)
+
+    template = make()
     given = {p for p, value in enumerate(first.inputs) if value.op == "placeholder"}
     if sums := template.sums & given - shared:  # one operation here may read an input several times
         shared |= sums
-        template = Template.of(_code_of(first, sorted(shared)), inputs, sorted(shared), mode)
-    return {block: BlockCall(template, _stacks(first, block)) for block in alike}
+        make.cache_clear()
+        template = make()
+    return {block: BlockCall(template, _stacks(first, block), make) for block in alike}
 
 
 def _is_like(first: Block, block: Block) -> bool:
@@ -225,16 +241,26 @@ def _compare_arguments(one: Any, other: Any, pairs: dict[fx.Node, fx.Node]) -> N
             expect(is_plain(value) and (value is another or equal(value, another)), "a constant of a block")
 
 
-def _code_of(block: Block, shared: Sequence[int]) -> fx.GraphModule:
-    """Make code of a block, which also returns copies of some inputs."""
+def _code_of(block: Block, shared: Sequence[int], strides: Strides) -> fx.GraphModule:
+    """Make code of a block, which also returns copies of some inputs.
+
+    Args:
+        block: The block.
+        shared: Positions of the inputs that it returns copies of.
+        strides: Of the gradients of its results, where they are not those of the results themselves.
+    """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in block.inputs:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta["example_value"] = node.meta["example_value"]
     for node in block.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
+    results = [copies[block.nodes[position]] for position in block.outputs]
+    for position, stride in enumerate(strides):
+        if stride is not None:
+            results[position] = graph.call_function(hand_over, (results[position], stride))
     probes = [graph.call_function(torch.clone, (copies[block.inputs[position]],)) for position in shared]
-    graph.output((*(copies[block.nodes[position]] for position in block.outputs), *probes))
+    graph.output((*results, *probes))
     return fx.GraphModule({}, graph)
 
 

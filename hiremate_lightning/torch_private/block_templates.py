@@ -9,7 +9,8 @@ the block's own joint graph in the place of both. So the joint graph is that of 
 * A gradient is added up in the order in which its terms come. Of an input that code outside of the block reads too, the
   block gives each term by itself, and each is added where the trace of everything adds it. Probes show where: copies
   of such inputs that the traced block returns, whose gradients come before all others.
-* Gradients that come to a block must have the layout for which it was traced, and come for each of its outputs.
+* Gradients that come to a block, one for each of its outputs, have the layout for which it was traced. For others, as
+  those of a part of a larger result, it is traced once more: `hand_over` gives that trace gradients of that layout.
 
 Where one of these does not hold, `UnlikeError` ends the trace, and everything is traced.
 """
@@ -19,7 +20,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,9 +38,14 @@ from .replacing import replaced
 from .tensor_state import fake_mode_of, leaves, map_leaves, storage_id, storages_among
 
 Stacks = dict[tuple[Any, ...], dict[str, Any]]  # the modules that a node is in, by those of the same node of a template
+Strides = tuple[tuple[int, ...] | None, ...]  # of the gradients of a block's results; None for one without
 _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 _numbers = itertools.count(1)
 _calls: weakref.WeakValueDictionary[int, BlockCall] = weakref.WeakValueDictionary()
+
+
+class LayoutsError(UnlikeError):
+    """Blocks give gradients of other layouts than was traced with; they have the templates for these now."""
 
 
 class _TracedError(Exception):
@@ -90,10 +96,32 @@ class Template:
         self.outputs: list[Any] = outputs[:count]
         self.has_gradient = [info.requires_grad for info in metadata.output_info[:count]]
         self.tangents, probes = tangents[: len(tangents) - len(shared)], tangents[len(tangents) - len(shared) :]
+        self._take_over()
         expect(sum(self.has_gradient) == len(self.tangents), "the gradients of a block")
         self.forward = [node for node in self.forward if node not in outputs[count:]]
         self._check_outputs()
         self._list_terms(gradients, dict(zip(shared, probes, strict=True)))
+
+    def _take_over(self) -> None:
+        """Put the results and the gradients of the block in the place of those that were handed over."""
+        ops = torch.ops.hiremate_lightning
+        handed = {node: node.args[0] for node in self.forward if node.target is ops.handed.default}
+        laid_out = {node.args[0]: node for node in self.backward if node.target is ops.laid_out.default}
+        expect(all(set(node.users) <= {laid_out[node]} for node in self.tangents if node in laid_out), "a gradient")
+        self.outputs = [handed.get(node, node) for node in self.outputs]
+        self.tangents = [laid_out.get(node, node) for node in self.tangents]
+        self.forward = [node for node in self.forward if node not in handed]
+        self.backward = [node for node in self.backward if node not in self.tangents]
+
+    @property
+    def terms(self) -> Any:
+        """What code around the block has to know to call it."""
+        return [gradient is None for gradient in self.gradients], self.has_gradient, self.repeated, self.sums
+
+    @property
+    def layouts(self) -> Any:
+        """How its results lie, and the gradients that it gives."""
+        return [node and _layout(node.meta["val"]) for node in (*self.outputs, *self.gradients)]
 
     def _check_outputs(self) -> None:
         makers = dict[int, fx.Node]()  # by storage: what had it first
@@ -167,7 +195,7 @@ class Template:
         backend = aot.make_backend(partition, refuse, refuse, refuse)
         try:
             noting = replaced((graph_capture, "create_functionalized_fn", note_and_trace))
-            with tracing(TracingContext(mode)), noting:
+            with tracing(TracingContext(mode)), noting, torch.enable_grad(), _disable_current_modes():
                 backend(code, inputs)
         except _TracedError:
             return made[0]
@@ -191,14 +219,33 @@ class BlockCall:
     Args:
         template: The template.
         stacks: The modules that its nodes are in.
+        make: Makes the template for gradients of other strides.
 
     Attributes:
         number: By which nodes of graphs name it.
+        strides: Of the gradients as they came; None before that.
     """
 
-    def __init__(self, template: Template, stacks: Stacks) -> None:
+    def __init__(self, template: Template, stacks: Stacks, make: Callable[[Strides], Template]) -> None:
         self.template, self.stacks, self.number = template, stacks, next(_numbers)
+        self.strides: list[tuple[int, ...]] | None = None
+        self._make = make
         _calls[self.number] = self
+
+    def meet_gradients(self) -> bool:
+        """Take the template for the gradients that came; say whether what was traced with the last one holds.
+
+        Raises:
+            UnlikeError: No template is there for these gradients.
+        """
+        template = self.template
+        if self.strides in (None, [node.meta["val"].stride() for node in template.tangents]):
+            return True
+        assert self.strides is not None
+        strides = iter(self.strides)
+        self.template = self._make(tuple(next(strides) if has_one else None for has_one in template.has_gradient))
+        expect(self.template.terms == template.terms, "what a block gives for gradients of other strides")
+        return bool(self.template.layouts == template.layouts)
 
     def metadata(self, node: fx.Node) -> dict[str, Any]:
         """Return what is known of the copy of a node of the template."""
@@ -232,15 +279,39 @@ class _Block(torch.autograd.Function):
         template = _calls[ctx.number].template
         tangents = [g for g, has_gradient in zip(gradients, template.has_gradient, strict=True) if has_gradient]
         for tangent, node in zip(tangents, template.tangents, strict=True):
-            expect(tangent is not None and _layout(tangent) == _layout(node.meta["val"]), "a gradient of a block")
+            expect(tangent is not None and _kind(tangent) == _kind(node.meta["val"]), "a gradient of a block")
+        _calls[ctx.number].strides = [tangent.stride() for tangent in tangents]
         needed = zip(template.gradients, ctx.needs_input_grad[1:], strict=True)
         expect(all(is_needed for gradient, is_needed in needed if gradient is not None), "what needs a gradient")
         results = iter(torch.ops.hiremate_lightning.block_backward(ctx.number, tangents))
         return None, *(None if gradient is None else next(results) for gradient in template.gradients)
 
 
+def hand_over(result: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """Return a result of a block, whose gradient then has such strides; for traces of templates."""
+    handed: torch.Tensor = _Handing.apply(result, strides)  # type: ignore[no-untyped-call]
+    return handed
+
+
+class _Handing(torch.autograd.Function):
+    """Stands between a block and what reads its result: a node of the forward, and one of the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, result: torch.Tensor, strides: tuple[int, ...]) -> Any:
+        ctx.strides = strides
+        return torch.ops.hiremate_lightning.handed(result)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return torch.ops.hiremate_lightning.laid_out(gradients[0], ctx.strides), None
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    return *_kind(tensor), tensor.stride()
 
 
 def _like(node: fx.Node) -> torch.Tensor:
@@ -256,9 +327,17 @@ def _block_backward(number: int, tangents: Sequence[torch.Tensor]) -> list[torch
     return [_like(node) for node in _calls[number].template.gradients if node is not None]
 
 
+def _laid_out(gradient: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    return torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype, device=gradient.device)
+
+
 _library = torch.library.Library("hiremate_lightning", "FRAGMENT")
 _library.define("block(int number, Tensor[] inputs) -> Tensor[]")
 _library.define("block_backward(int number, Tensor[] tangents) -> Tensor[]")
+_library.define("handed(Tensor result) -> Tensor")
+_library.define("laid_out(Tensor gradient, int[] strides) -> Tensor")
+torch.library.register_fake("hiremate_lightning::handed", torch.empty_like, lib=_library)
+torch.library.register_fake("hiremate_lightning::laid_out", _laid_out, lib=_library)
 torch.library.register_fake("hiremate_lightning::block", _block, lib=_library)
 torch.library.register_fake("hiremate_lightning::block_backward", _block_backward, lib=_library)
 
@@ -267,10 +346,16 @@ def write_out(joint: fx.GraphModule) -> None:
     """Put the nodes of blocks in the place of what stands in for them.
 
     Raises:
+        LayoutsError: Traced once more, it may succeed.
         UnlikeError: Such a node turned out other than that of its template.
     """
-    forward = torch.ops.hiremate_lightning.block.default
-    if joint.graph.find_nodes(op="call_function", target=forward):
+    ops = torch.ops.hiremate_lightning
+    if joint.graph.find_nodes(op="call_function", target=ops.block.default):
+        backward = joint.graph.find_nodes(op="call_function", target=ops.block_backward.default)
+        numbers: list[Any] = [node.args[0] for node in backward]
+        holds = [_calls[number].meet_gradients() for number in numbers]  # each of them takes its template
+        if not all(holds):
+            raise LayoutsError("a trace with other templates")
         shown = [node.meta.get("val") for node in joint.graph.find_nodes(op="placeholder")]
         mode = fake_mode_of(shown)
         with torch.no_grad(), enable_python_dispatcher():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import types
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._C._dynamo.guards import GlobalStateGuard
+from torch._dynamo.guards import uninteresting_files
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import ConstantVariable, TupleVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
@@ -24,13 +25,15 @@ from .likeness import equal, expect, facts_of
 class Circumstances:
     """What a call of a module depends on beside the module and what it gets.
 
+    The line that calls it is none of that: code that asks who called it is not traced.
+
     Attributes:
-        lines: The code that calls, and that which called it, each with its line.
+        lines: The line that calls, and those which called that code, as texts of stacks begin with them.
         blocks: The `with` blocks that all these are in.
         modes: What torch computes with: gradients, autocast, determinism.
     """
 
-    lines: tuple[tuple[types.CodeType, int], ...]
+    lines: tuple[traceback.FrameSummary, ...]
     blocks: tuple[Any, ...]
     modes: GlobalStateGuard
 
@@ -46,8 +49,9 @@ class Circumstances:
         modes = tx.symbolic_torch_function_state
         expect(modes.torch_function_subclass_enabled and not modes.mode_stack, "a mode of torch functions")
         expect(not torch.is_inference_mode_enabled() and not tx.output.export, "not in training")
+        expect(not len(tx.exn_vt_stack), "while an error is handled")
         frames = tuple(_frames(tx))
-        lines = tuple((frame.f_code, frame.lineno) for frame in frames)
+        lines = tuple(frame.frame_summary() for frame in frames[::-1] if not frame.is_co_filename_from_nn_modules())
         blocks = tuple(entry.with_context for frame in frames for entry in frame.block_stack if entry.with_context)
         return cls(lines, blocks, GlobalStateGuard())
 
@@ -57,9 +61,13 @@ class Circumstances:
         Raises:
             UnlikeError: They are others.
         """
-        expect(self.lines == other.lines, "another line")
         is_same = len(self.blocks) == len(other.blocks) and all(map(_is, self.blocks, other.blocks))
         expect(is_same and self.modes.check(), "other modes")
+
+    def stack_text(self) -> str:
+        """Write the lines as Dynamo begins the stack of each node with them."""
+        shown = [line for line in self.lines if line.filename not in uninteresting_files()]
+        return "".join(traceback.StackSummary.from_list(shown).format())
 
 
 def _is(one: Any, other: Any) -> bool:

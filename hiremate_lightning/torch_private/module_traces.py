@@ -102,19 +102,32 @@ class Trace:
             self._read = Read(self.call.tx.output, self.call.source, aliases)
         return self._read
 
-    def copy_for(self, other: Call, aliases: Sequence[tuple[Source, Source]]) -> Any:
+    def compare(self, other: Call) -> Leaves:
+        """Compare what another call gets, and when it comes, with those of the traced one.
+
+        Raises:
+            UnlikeError: They are not alike.
+        """
+        call, leaves = self.call, Leaves()
+        expect(call.form == other.form, "other arguments")
+        call.circumstances.expect_same(other.circumstances)
+        for one, another in zip(call.values, other.values, strict=True):
+            leaves.compare(one, another, other.tx.output.side_effects)
+        return leaves
+
+    def copy_for(self, other: Call, leaves: Leaves, aliases: Sequence[tuple[Source, Source]]) -> Any:
         """Return what another call returns, with the nodes for it in the graph.
+
+        Args:
+            other: The call.
+            leaves: What it gets, compared.
+            aliases: The sources of what was reached from two places.
 
         Raises:
             UnlikeError: That call is not shown to be alike; nothing was added.
             CopyError: It failed when some of it was added.
         """
-        call, known = self.call, other.tx.output.side_effects
-        expect(call.form == other.form, "other arguments")
-        call.circumstances.expect_same(other.circumstances)
-        leaves = Leaves()
-        for one, another in zip(call.values, other.values, strict=True):
-            leaves.compare(one, another, known)
+        call = self.call
         is_new_or_given = all(node in leaves.nodes or node.op != "placeholder" for node in self.returned)
         expect(is_new_or_given, "a result that is a parameter")
         likeness = Likeness(other.tx.output, self.read(aliases), other.source)
@@ -160,6 +173,7 @@ class Copy:
         self._trace, self._tx, self._leaves, self._likeness = trace, call.tx, leaves, likeness
         self._output = call.tx.output
         self._names = tuple(_name_in_stack(of.module) for of in (trace.call, call))
+        self._lines = tuple(of.circumstances.stack_text() for of in (trace.call, call))
         self._others: dict[fx.Node, fx.Node] = dict(leaves.nodes)
         self._inputs = inputs
         self._returned: dict[fx.Node, Any] = {}
@@ -199,6 +213,10 @@ class Copy:
         added.meta.update({key: value for key, value in node.meta.items() if key not in own})
         if "nn_module_stack" in node.meta:
             added.meta["nn_module_stack"] = self._stack(node, calls_before)
+        if "stack_trace" in node.meta:
+            one, other = self._lines
+            expect(node.meta["stack_trace"].startswith(one), "a line that is called from elsewhere")
+            added.meta["stack_trace"] = other + node.meta["stack_trace"].removeprefix(one)
         if "source_fn_stack" in node.meta:
             *outer, (_, target) = node.meta["source_fn_stack"]
             added.meta["source_fn_stack"] = [*outer, (added.name, target)]

@@ -6,8 +6,7 @@ goes through the code of each, which takes a quarter of the time to the first pl
 these nodes, run on fake tensors again, where all of this holds:
 
 * Dynamo would read the same of the module, see `Likeness`, and what is guarded is guarded for this one too.
-* It is called with tensors of the same kind and with the same constants, from the same line, under the same modes and
-  `with` blocks.
+* It is called with tensors of the same kind and with the same constants, under the same modes and `with` blocks.
 * The traced call changed nothing but tensors, by operations that are in the graph, drew no random number in Python,
   and nothing that it could read was changed since.
 
@@ -53,8 +52,8 @@ from .module_traces import Added, CopyError, Trace, can_be_copied, nodes_after
 
 log = logging.getLogger("hiremate_lightning")
 
-_MOST_TRACES = 4  # of one class in one graph; each that differs is compared with every later call
-_MOST_MISSES = 4  # calls of one class for which no trace held: then none of that class is compared any more
+_MOST_TRACES = 32  # of one class in one graph; each that differs is compared with every later call
+_MOST_MISSES = 4  # calls of one class that get what a traced one got, and yet no trace held: then none is compared more
 
 
 class _Changes:
@@ -136,10 +135,13 @@ class _Traces:
         kind = type(call.module.value)
         if self._misses[kind] == _MOST_MISSES:
             return _call(call.module, call.tx, list(call.arguments), call.named)
+        is_missed = False
         for trace in self._by_class[kind]:
             try:
+                leaves = trace.compare(call)
+                is_missed = True
                 expect(not self.changes.may_be_read(trace.changes_before, trace.age), "something was changed")
-                result = trace.copy_for(call, self.aliases)
+                result = trace.copy_for(call, leaves, self.aliases)
                 self._misses[kind] = -sys.maxsize  # it pays here
                 return result
             except TorchDynamoException:
@@ -150,7 +152,7 @@ class _Traces:
                 raise UnspecializeRestartAnalysis(restart_reason="a copy of a module's trace failed") from error
             except Exception as error:  # what is compared is code of torch and of users: what fails isn't alike
                 log.debug("%s is traced: %s", kind.__name__, error)
-        self._misses[kind] += bool(self._by_class[kind])
+        self._misses[kind] += is_missed
         return self._trace(call)
 
     def _trace(self, call: Call) -> Any:

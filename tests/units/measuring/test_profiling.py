@@ -205,6 +205,16 @@ def test_a_slow_operation_is_timed_twice(monkeypatch):
     assert profiling._time_ms(lambda: None, torch.device("cpu"), ProfileOptions(time_limit_ms=60.0)) == 80.0
 
 
+def test_the_run_that_shows_memory_counts_as_timed(monkeypatch):
+    """On a CPU a slow operation runs twice: once to see its memory, and once more."""
+    readings, runs = iter((80.0, 70.0)), []
+    monkeypatch.setattr(profiling, "_workspace_bytes", lambda run, device, used: (runs.append(run) or 5, 90.0))
+    monkeypatch.setattr(profiling, "_time_once_ms", lambda run, device: next(readings))
+    cost = profiling._cost(lambda: None, torch.device("cpu"), (), ProfileOptions(time_limit_ms=60.0))
+    assert (cost.time_ms, cost.workspace_bytes, len(runs)) == (80.0, 5, 1)
+    assert next(readings) == 70.0
+
+
 def test_progress_counts_up_to_all_that_is_measured(captured, measured_nodes):
     heard = []
     measure(captured, CostCache(), QUICK, progress=lambda done, total: heard.append((done, total)))

@@ -133,6 +133,70 @@ class Transposing(Stack):
         return (x.t() @ x).sum()
 
 
+class Joining(Stack):
+    """Joins what some blocks give, as a UNet does: their gradients are parts of larger ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = kept = self.first(x)
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            x = torch.cat([x, kept], 1).sin()[:, :WIDTH] if index % 2 else x
+        return x
+
+
+class JoiningBoth(Stack):
+    """Joins each of two results with something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = kept = self.first(x)
+        for block in self.blocks:
+            x, aside = block(x)
+            x = (torch.cat([x, kept], 1) * torch.cat([aside, kept], 1))[:, :WIDTH]
+        return x
+
+
+@torch.compiler.disable
+def _uncaptured(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+class JoiningComputed(JoiningBoth):
+    """Reads what other code has computed several times; its gradient is handed over term by term."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        computed = _uncaptured(x * self.first.weight.sum())
+        return super().forward(computed) * computed + computed.cos() / 3
+
+
+class JoiningEachOther(Stack):
+    """Joins two results with each other: their gradients lie in one piece of memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = torch.cat(block(x), 1).sin()[:, :WIDTH]
+        return x
+
+
+class Passing(nn.Module):
+    """Gives a gradient on as it comes: what a block before it gets then has that layout too."""
+
+    def __init__(self, _: int) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.silu(self.one(x.detach())).sin()
+        return x + self.other(hidden)
+
+
+class Passed(Stack):
+    """Gives the last of the blocks a gradient that is a part of a larger one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([super().forward(x), x], 1).sin()
+
+
 class Changing(Stack):
     """Changes in place what a block gives."""
 
@@ -172,10 +236,14 @@ def describe(joint: fx.GraphModule) -> list[Any]:
 
 
 def trace(make: Callable[[], nn.Module], *, folds: bool, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Capture a module, each block or each kind of block once; give its joint graphs and the number of blocks."""
+    """Capture a module, each block or each kind of block once; give its joint graphs and the number of blocks.
+
+    Each joint graph comes twice: before it is rewritten, and after.
+    And whether any joint graph has come of folded blocks.
+    """
     torch.compiler.reset()
     torch.manual_seed(0)
-    graphs, blocks = [], itertools.count()
+    graphs, blocks, is_written = [], itertools.count(), []
 
     def fold(code: fx.GraphModule) -> alike_blocks.Folded:
         folded = plain_fold(code) if folds else alike_blocks.Folded(code)
@@ -184,16 +252,23 @@ def trace(make: Callable[[], nn.Module], *, folds: bool, monkeypatch: pytest.Mon
         return folded
 
     def write_out(joint: fx.GraphModule) -> None:
+        stand_ins = joint.graph.find_nodes(op="call_function", target=torch.ops.hiremate_lightning.block.default)
         plain_write_out(joint)
+        is_written.append(bool(stand_ins))
         graphs.append(describe(joint))
 
-    plain_fold, plain_write_out = alike_blocks.fold, block_templates.write_out
+    def capture(joint: fx.GraphModule, *given: Any) -> Any:
+        graphs.append(describe(joint))
+        return plain_capture(joint, *given)
+
+    plain_fold, plain_write_out, plain_capture = alike_blocks.fold, block_templates.write_out, backend.capture
     with monkeypatch.context() as patch:
         patch.setattr(backend.alike_blocks, "fold", fold)
         patch.setattr(backend.block_templates, "write_out", write_out)
+        patch.setattr(backend, "capture", capture)
         with quiet():
             captured_by(make(), torch.randn(6, WIDTH), verify="off")
-    return SimpleNamespace(graphs=graphs, blocks=next(blocks))
+    return SimpleNamespace(graphs=graphs, blocks=next(blocks), is_written=any(is_written))
 
 
 FOLDED = {
@@ -206,6 +281,10 @@ FOLDED = {
     "results kept": (lambda: KeepingStack(Block), 4),
     "called twice": (lambda: TwiceStack(Block), 8),
     "another layout": (lambda: Transposing(Block), 4),
+    "gradients of parts": (lambda: Joining(Block), 3),
+    "gradients of parts, and of terms": (lambda: JoiningComputed(Branching), 3),
+    "gradients of parts of two results": (lambda: JoiningBoth(Branching), 3),
+    "gradients passed on": (lambda: Joining(Passing), 3),
     "changed in place outside": (lambda: Changing(Block), 4),
 }
 TRACED = {
@@ -228,6 +307,7 @@ def test_joint_graph_is_that_of_a_trace_of_each_block(name: str, monkeypatch: py
     make, count = FOLDED[name]
     expected, folded = (trace(make, folds=folds, monkeypatch=monkeypatch) for folds in (False, True))
     assert folded.blocks == count
+    assert folded.is_written
     expect_same(expected.graphs, folded.graphs)
 
 
@@ -238,15 +318,24 @@ def test_blocks_that_change_or_share_memory_are_traced(name: str, monkeypatch: p
     expect_same(expected.graphs, folded.graphs)
 
 
-def test_missing_gradients_end_the_trace_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one result of a block gets no gradient, everything is traced."""
-    expected, folded = (trace(lambda: Branched(Branching), folds=f, monkeypatch=monkeypatch) for f in (False, True))
+ENDED = {
+    "a gradient missing": lambda: Branched(Branching),
+    "gradients in one piece of memory": lambda: JoiningEachOther(Branching),
+    "gradients passed on too often": lambda: Passed(Passing, 6),
+}
+
+
+@pytest.mark.parametrize("name", ENDED)
+def test_gradients_of_other_kinds_end_the_trace_of_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is traced then."""
+    expected, folded = (trace(ENDED[name], folds=folds, monkeypatch=monkeypatch) for folds in (False, True))
     assert folded.blocks > 0
+    assert not folded.is_written
     expect_same(expected.graphs, folded.graphs)
 
 
-@pytest.mark.parametrize("name", [*FOLDED, *TRACED])
+@pytest.mark.parametrize("name", [*FOLDED, *TRACED, *ENDED])
 def test_folded_blocks_train_bit_for_bit(name: str) -> None:
-    make = FOLDED[name][0] if name in FOLDED else TRACED[name]
+    make = FOLDED[name][0] if name in FOLDED else (TRACED | ENDED)[name]
     loop = simple_loop(lambda step: torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(step)))
     train_both(make, loop, budget="70%")

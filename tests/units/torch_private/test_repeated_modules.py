@@ -119,6 +119,31 @@ class TwiceStack(Stack):
         return x
 
 
+class LinesStack(Stack):
+    """Calls its blocks from several lines, of its own code and of other code."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.first(x))
+        x = self._further(self.blocks[1](x)) + 1
+        (x,) = [nn.Sequential.forward(self.blocks[3:], x) for _ in range(1)]
+        return x
+
+    def _further(self, x: Tensor) -> Tensor:
+        return self.blocks[2](x).sin()
+
+
+class HandlingStack(Stack):
+    """Calls one of its blocks while an error is handled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.first(x))
+        try:
+            raise KeyError
+        except KeyError:
+            x = self.blocks[1](x)
+        return self.blocks[2](self.blocks[3](x))
+
+
 def trace(module: nn.Module, *inputs: Tensor, copies: bool, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Trace a module, each part of it or each kind of part once; give its graphs, guards, and the number of copies."""
     torch.compiler.reset()
@@ -210,10 +235,12 @@ def batch(*shape: int) -> Tensor:
         (lambda: PairedStack(Paired), 3),
         (lambda: KeepingStack(Block), 3),
         (lambda: TwiceStack(Block, 2), 3),
+        (lambda: LinesStack(Block), 3),
+        (lambda: HandlingStack(Block), 2),
         (lambda: nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), Block(i)) for i in range(4))), 2),
         (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 16), 3, enable_nested_tensor=False), 1),
     ],
-    ids=["blocks", "batch norms", "in place", "two results", "kept", "twice", "nested", "encoder"],
+    ids=["blocks", "batch norms", "in place", "two results", "kept", "twice", "lines", "error", "nested", "encoder"],
 )
 def test_graph_and_guards_are_those_of_a_trace_of_each(make, copies, monkeypatch):
     assert both(make, batch(), monkeypatch=monkeypatch).copies >= copies
