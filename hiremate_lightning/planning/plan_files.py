@@ -89,11 +89,11 @@ class PlanFiles:
 
     def _path(self, problem: Problem, solver: str) -> Path:
         host = problem.host and (problem.host.size_bytes, problem.profile.link)
-        said = (FORMAT, package_version(), solver, problem.budget_bytes, host, problem.graph.to_json())
+        said = (FORMAT, package_version(), solver, problem.budget_bytes, host, problem.graph)
         return self.folder / f"plan-{_name_of(said)}.json"
 
     def _found_path(self, problem: Problem) -> Path:
-        said = (FORMAT, package_version(), problem.graph.to_json(), problem.profile.workspace_bytes)
+        said = (FORMAT, package_version(), problem.graph, problem.profile.workspace_bytes)
         return self.folder / f"found-{_name_of(said)}.json"
 
 

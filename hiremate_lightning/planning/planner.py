@@ -47,6 +47,7 @@ DECIDED = "decided"  # in place of a strategy's name, where nothing is to be cho
 TIGHTENINGS = 4  # of the budget, where a strategy's own memory model was too coarse
 GUARD_BYTES = 2**16  # left free for scalars that come and go outside of the planned modules,
 GUARD_PARTS = 200  # and at most this part of the budget
+LEAST = "least memory at once"  # in place of a strategy's name, in a folder of plans
 ANY_GAP = 1e6  # where any schedule that fits will do
 SAVES_AS_MUCH = 0.02  # saved shares of the peak up to this difference are taken for the same
 AUTO_MARGIN = 0.08  # share of the free bytes that "auto" leaves for fragmentation and for what runs outside
@@ -290,8 +291,8 @@ def first_solution(
     at_other_size = next((first for first in known if difference(first.step.graph, step.graph) is None), None)
     if at_other_size is not None and _serves_as_well(at_other_size, problem):
         return at_other_size.solution
-    smallest = smallest_budget(problem)
-    if replay(problem, smallest.recompute).peak_bytes <= problem.budget_bytes:
+    smallest = _least_at_once(problem, options.files)
+    if smallest.peak_bytes <= problem.budget_bytes:
         return smallest
     solved = _solve_until_it_fits(problem, apart(options.solver))
     if _fits(problem, solved):
@@ -302,6 +303,18 @@ def first_solution(
     if replay_solution(problem, smallest).peak_bytes > room_bytes:
         raise infeasible([Need(problem, smallest, resident_bytes)], budget, budget_bytes, target, AT_LEAST)
     return smallest
+
+
+def _least_at_once(problem: Problem, files: PlanFiles | None) -> Solution:
+    """Find the schedule of least memory that is found at once, or take the one that an earlier run has left."""
+    known = None if files is None else files.read(problem, LEAST)
+    if known is not None:
+        return known[0]
+    found = smallest_budget(problem)
+    found = replace(found, peak_bytes=replay(problem, found.recompute).peak_bytes)
+    if files is not None and _fits(problem, found):
+        files.write(problem, LEAST, found)
+    return found
 
 
 def _fits(problem: Problem, solution: Solution) -> bool:

@@ -137,8 +137,12 @@ def test_a_second_run_neither_profiles_nor_solves(tmp_path, monkeypatch):
         return get_plan(model), [p.detach().clone() for p in model.parameters()]
 
     first, expected = run()
-    monkeypatch.setattr("hiremate_lightning.planning.planner.get_strategy", None)
-    monkeypatch.setattr("hiremate_lightning.measuring.profiling._measure_node", None)
+    for name in (
+        "planning.planner.get_strategy",
+        "planning.planner.smallest_budget",
+        "measuring.profiling._measure_node",
+    ):
+        monkeypatch.setattr(f"hiremate_lightning.{name}", None)
     second, found = run()
     assert second.solution == first.solution
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
