@@ -23,7 +23,7 @@ from pathlib import Path
 import page_tables
 from first_plan import spread
 from provenance import provenance
-from solvers import load
+from solvers import load, names_of
 
 from hiremate_lightning.planning import found_before
 from hiremate_lightning.planning.options import PlanOptions
@@ -111,9 +111,7 @@ def main() -> None:
     parser.add_argument("--budgets", default="50,60,70,80")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    names = options.models.split(",") if options.models else sorted(
-        path.name.removesuffix(".graph.json") for path in options.folder.glob("*.graph.json")
-    )  # fmt: skip
+    names = names_of(options.folder, options.models)
     sys.stdout.write(f"{provenance('mip', 'highsbox')}; {options.repeats} repeats\n\n")
     problems = [load(options.folder, name) for name in names]
     show(names, [merge([Call(problem.graph, problem.profile)], [0]) for problem in problems], options)

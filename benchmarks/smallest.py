@@ -21,7 +21,7 @@ from pathlib import Path
 
 import page_tables
 from provenance import provenance
-from solvers import load
+from solvers import load, names_of
 
 from hiremate_lightning.planning.solvers import Problem, SolveOptions, get_strategy, lower_bound, smallest_budget
 from hiremate_lightning.planning.solvers.model import StepModel
@@ -88,9 +88,7 @@ def main() -> None:
     parser.add_argument("--models", default="")
     parser.add_argument("--limit", type=float, default=5.0)
     options = parser.parse_args()
-    names = options.models.split(",") if options.models else sorted(
-        path.name.removesuffix(".graph.json") for path in options.folder.glob("*.graph.json")
-    )  # fmt: skip
+    names = names_of(options.folder, options.models)
     sys.stdout.write(f"{provenance('mip', 'highsbox')}; limit {options.limit:g} s\n\n")
     columns = ("model", "heuristic %", "smallest solved %", "proven too small %", "checkpoint per block %")
     sys.stdout.write(page_tables.head(*columns))

@@ -36,6 +36,12 @@ def load(folder: Path, name: str) -> Problem:
     return Problem(graph, profile, StepModel(Problem(graph, profile, 0)).keep_all_bytes)
 
 
+def names_of(folder: Path, asked: str) -> list[str]:
+    """List the steps that are asked for, with commas, or all of a folder."""
+    found = sorted(path.name.removesuffix(".graph.json") for path in folder.glob("*.graph.json"))
+    return asked.split(",") if asked else found
+
+
 def make_different(problem: Problem) -> Problem:
     """Scale times and bytes of all nodes by up to a third, the same in every run."""
     draw = random.Random(0)
@@ -82,9 +88,7 @@ def main() -> None:
     parser.add_argument("--different", action="store_true")
     parser.add_argument("--backend", default="", help="HIGHS or CBC (default: the first that works)")
     options = parser.parse_args()
-    names = options.models.split(",") if options.models else sorted(
-        path.name.removesuffix(".graph.json") for path in options.folder.glob("*.graph.json")
-    )  # fmt: skip
+    names = names_of(options.folder, options.models)
     sys.stdout.write(f"{provenance('mip', 'highsbox')}; limit {options.limit:g} s\n\n")
     columns = ("model", "nodes", "budget", "strategy", "overhead %", "bound %", "gap", "status", "stopped by")
     sys.stdout.write(page_tables.head(*columns, "first s", "gap < 2 s", "s"))

@@ -148,13 +148,17 @@ def saving_aside(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def in_file(value: torch.Tensor) -> torch.Tensor:
-    """Copy a value on the host into a temporary file, which goes with the tensor that is returned.
+def in_file(value: torch.Tensor, files: Files) -> torch.Tensor:
+    """Copy a value on the host into a temporary file, where its size is worth that.
+
+    Args:
+        value: The value.
+        files: Where it finds room.
 
     Raises:
-        OSError: If there is no room for the file.
+        OSError: If there is no room for another file.
     """
     on_host = value.device.type == "cpu" and value.layout is torch.strided
     if not on_host or value.nbytes < LEAST_ASIDE or not HAS_FILES:
         return value
-    return Files().take(value.nbytes).view(value.dtype).view(value.shape).copy_(value)
+    return files.take(value.nbytes).view(value.dtype).view(value.shape).copy_(value)

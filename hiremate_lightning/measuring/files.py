@@ -14,9 +14,7 @@ from ..torch_private import tensor_state
 
 HAS_FILES = hasattr(os, "posix_fallocate")  # without it a write to a full disk ends the process
 LEAST_FILE = 2**20  # bytes
-GROWTH = 0.25  # of the bytes of all files, that another one has: more than a value needs
-
-
+GROWTH = 0.25  # share of the bytes of all files that another file has at least
 _all: weakref.WeakSet[Files] = weakref.WeakSet()
 
 
@@ -46,12 +44,13 @@ class Files:
         Raises:
             OSError: If there is no room for another file.
         """
-        file = next((file for file in self._files if file.has_room(size_bytes)), None)
-        if file is None:
-            file = _File(max(size_bytes, LEAST_FILE, int(GROWTH * self.size_bytes)))
-            self._files.append(file)
-            self.size_bytes += file.size_bytes
-        return file.take(size_bytes)
+        for file in self._files:
+            if file.has_room(size_bytes):
+                return file.take(size_bytes)
+        another = _File(max(size_bytes, LEAST_FILE, int(GROWTH * self.size_bytes)))
+        self._files.append(another)
+        self.size_bytes += another.size_bytes
+        return another.take(size_bytes)
 
 
 def _forget_all() -> None:
@@ -74,14 +73,17 @@ class _File:
         self._end = 0  # of the last value
         self._live = list[Callable[[], bool]]()  # of each value
 
+    def _is_in_use(self) -> bool:
+        return any(lives() for lives in self._live)
+
     def has_room(self, size_bytes: int) -> bool:
-        """Whether a value of so many bytes has a place behind those that are there."""
-        if not any(lives() for lives in self._live):
-            self._end, self._live = 0, []
-        return self._end + size_bytes <= self.size_bytes
+        """Whether a value of so many bytes has a place behind those that live."""
+        return (self._end if self._is_in_use() else 0) + size_bytes <= self.size_bytes
 
     def take(self, size_bytes: int) -> torch.Tensor:
         """Return the memory of a value that has a place."""
+        if not self._is_in_use():
+            self._end, self._live = 0, []
         value = torch.frombuffer(self._memory, dtype=torch.uint8, count=size_bytes, offset=self._end)
         self._live.append(tensor_state.watch_storage(value))
         self._end += -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

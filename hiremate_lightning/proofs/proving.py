@@ -26,6 +26,7 @@ from ..errors import HiRemateError
 from ..measuring.apart import unmeasured
 from ..measuring.aside import saving_aside
 from ..measuring.custom_operators import has_unsteady
+from ..measuring.files import Files
 from ..records.costs import Profile
 from ..records.expressions import NoTemplateError, WrongTemplateError
 from ..records.step import Call, Step, merge
@@ -208,9 +209,9 @@ class Prover:
         assert proof.written is not None, "code is tried while it is proved"
         written = saved_hooks.without_bans(checkpoints.without(proof.written))
         is_plain = memory is not None and memory.has_plain
-        in_files = memory is not None and memory.needs_files
+        files = Files() if memory is not None and memory.needs_files else None
         constants = [*written.parameters(), *written.buffers()]
-        trial = Trial(arguments, _names_of(written), constants, is_plain, in_files=in_files)
+        trial = Trial(arguments, _names_of(written), constants, is_plain, files=files)
         run_written = partial(self._run_written, proof, written, memory)
         try:
             trial, expected = run_written(trial)

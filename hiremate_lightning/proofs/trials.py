@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..measuring.aside import in_file
+from ..measuring.files import Files
 from ..torch_private import autocasting, hooks, tensor_state
 from ..torch_private.restoring import Filling, Restoring, Writes
 
@@ -53,7 +54,7 @@ class Trial:
         constants: Other tensors that the code may write to.
         with_gradients: Whether to compute gradients of the inputs that require them.
         copies: Whether inputs that other code has computed are copies: autograd refuses to change a leaf in place.
-        in_files: Whether what lies on the host is kept in temporary files.
+        files: Temporary files for what is kept on the host; None to keep it in memory.
         fill: The byte in memory that nobody has written to.
     """
 
@@ -62,7 +63,7 @@ class Trial:
     constants: Sequence[torch.Tensor] = ()
     with_gradients: bool = False
     copies: bool = False
-    in_files: bool = False
+    files: Files | None = None
     fill: int = 255
 
     def run(self, function: Callable[..., Any], keeps_nothing: bool = False) -> Outcome:
@@ -131,7 +132,7 @@ class Trial:
     def _kept(self, value: Any, inputs: Sequence[torch.Tensor]) -> Any:
         """Keep a value on the host, apart from the memory of inputs, which is put back."""
         kept = _kept(value, inputs)
-        return in_file(kept) if self.in_files and isinstance(kept, torch.Tensor) else kept
+        return kept if self.files is None or not isinstance(kept, torch.Tensor) else in_file(kept, self.files)
 
 
 class _Roots:

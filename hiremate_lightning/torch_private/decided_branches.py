@@ -81,17 +81,16 @@ class _Computation:
 
     Args:
         result: The tensor's node in Dynamo's graph.
+        needed: The nodes that it is computed by, see `_nodes_behind`.
 
     Attributes:
         symbols: The symbolic sizes that the tensor depends on.
-        inputs: What the code is called with, as far as the tensor depends on it.
 
     Raises:
         _UndecidedError: If the tensor depends on random numbers, on fractions, or on an unknown operation.
     """
 
-    def __init__(self, result: fx.Node) -> None:
-        needed = _nodes_behind(result)
+    def __init__(self, result: fx.Node, needed: set[fx.Node]) -> None:
         _expect_unchanged(result.graph, needed)
         graph, numbers, copies = fx.Graph(), dict[Any, fx.Node](), dict[fx.Node, Any]()
         nodes = [node for node in result.graph.nodes if node in needed]
@@ -113,7 +112,6 @@ class _Computation:
                 copies[node] = graph.create_node(node.op, node.target, arguments, named)
         graph.output(copies[result])
         self._run, self._numbers = fx.GraphModule({}, graph).forward, list(numbers)
-        self.inputs = [node.meta["grapharg"] for node in inputs]
         self._shapes = [_shape_of(value) for node in nodes for value in _tensors_of(node)]
         self.symbols = sorted(set[Any]().union(*(number.free_symbols for number in self._numbers)), key=str)
 
@@ -145,7 +143,7 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def _nodes_behind(result: fx.Node) -> set[fx.Node]:
-    """Return the nodes that a tensor is computed by, back to numbers."""
+    """Return the nodes that a tensor is computed by, back to numbers and to what the code is called with."""
     needed, ahead = set[fx.Node](), [result]
     while ahead:
         node = ahead.pop()
@@ -275,37 +273,39 @@ def _decide(tracer: InstructionTranslatorBase, variable: VariableTracker, read: 
     variable = realized(variable)
     if not isinstance(variable, TensorVariable):
         return None
-    environment = tracer.output.shape_env
+    environment, result = tracer.output.shape_env, variable.as_proxy().node
     try:
-        computation = _Computation(variable.as_proxy().node)
+        needed = _nodes_behind(result)
+        inputs = [node.meta["grapharg"] for node in result.graph.find_nodes(op="placeholder") if node in needed]
+        computation = _Computation(result, needed)
         sources = [environment.var_to_sources[symbol][0] for symbol in computation.symbols]
         sizes = [_size_of(environment, symbol) for symbol in computation.symbols]
-        seen = read(computation.at(*sizes, *(argument.example for argument in computation.inputs)))
+        seen = read(computation.at(*sizes, *(argument.example for argument in inputs)))
     except Exception as error:  # whatever the operations fail on: the graph breaks, as it does without this module
         log.debug("A tensor is not known while code is traced: %s", error)
         return None
-    if computation.inputs and not (isinstance(seen, bool) and _may_go_so(tracer, seen)):
+    if inputs and not (isinstance(seen, bool) and _is_admitted(tracer, seen)):
         return None
     repeated_modules.note_unseen()  # the next module of the same kind may read another value
-    sources += [argument.source for argument in computation.inputs]
+    sources += [argument.source for argument in inputs]
     if sources:
         is_as_seen = functools.partial(_is_read_as, seen, computation, read)
-        _guard(is_as_seen if computation.inputs else functools.lru_cache(maxsize=_SIZES_KEPT)(is_as_seen), sources)
+        _guard(is_as_seen if inputs else functools.lru_cache(maxsize=_SIZES_KEPT)(is_as_seen), sources)
     return seen
 
 
 class _Ways:
-    """The ways through one piece of code that were captured: each is a row of branches and how these were decided.
+    """The ways through one piece of code that were captured: each is a row of branches with their decisions.
 
-    Only branches on what the code is called with count: others go the same way in each call of the same sizes.
+    Only branches on what the code is called with count. Others go the same way in each call of the same sizes.
     """
 
     def __init__(self) -> None:
-        self._begun = set[tuple[Any, ...]]()  # of each way: what was decided up to a branch
+        self._beginnings = set[tuple[Any, ...]]()  # of all ways: the branches up to each one
         self._forks = 0
 
-    def may_go(self, before: tuple[Any, ...], branch: tuple[Any, ...], seen: bool) -> bool:
-        """Whether a branch may be decided so: code is captured for a few ways, and breaks beyond these.
+    def admits(self, before: tuple[Any, ...], branch: tuple[Any, ...], seen: bool) -> bool:
+        """Whether code is captured with one more decision: it is for a few ways, and its graph breaks beyond these.
 
         Args:
             before: What was decided before it, while the same code was traced.
@@ -313,19 +313,19 @@ class _Ways:
             seen: Its decision.
         """
         way = (*before, (branch, seen))
-        if way not in self._begun and (*before, (branch, not seen)) in self._begun:
+        if way not in self._beginnings and (*before, (branch, not seen)) in self._beginnings:
             if self._forks == _MOST_FORKS:
                 return False
             self._forks += 1
-        self._begun.add(way)
+        self._beginnings.add(way)
         return True
 
 
-def _may_go_so(tracer: InstructionTranslatorBase, seen: bool) -> bool:
-    """Whether a branch on what code is called with may be decided so."""
+def _is_admitted(tracer: InstructionTranslatorBase, seen: bool) -> bool:
+    """Whether code is captured with this decision of a branch on what it is called with, which counts from then on."""
     root, code = tracer.output.root_tx, tracer.f_code
     before, branch = _decided.get(root, ()), (code.co_filename, code.co_firstlineno, tracer.instruction_pointer)
-    if not _ways.setdefault(root.f_code, _Ways()).may_go(before, branch, seen):
+    if not _ways.setdefault(root.f_code, _Ways()).admits(before, branch, seen):
         return False
     _decided[root] = (*before, (branch, seen))
     return True

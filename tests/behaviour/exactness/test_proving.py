@@ -20,7 +20,6 @@ from torch.nn import functional as F
 
 from hiremate_lightning import ConfigurationError, HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.capturing import backend
-from hiremate_lightning.measuring import aside
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.options import make_options
 from hiremate_lightning.proofs import proving, trials
@@ -210,8 +209,7 @@ def test_a_proof_keeps_the_first_step_within_its_budget(monkeypatch, share):
         return found[0]
 
     monkeypatch.setattr(Trial, "run", measured)
-    for module in (aside, trials):
-        monkeypatch.setattr(module, "in_file", lambda value: torch.from_numpy(value.numpy().copy()))
+    monkeypatch.setattr(trials, "in_file", lambda value, _: torch.from_numpy(value.numpy().copy()))
 
     def make() -> nn.Module:
         layers = [nn.Sequential(nn.Linear(128, 128, bias=False), nn.GELU(), nn.Tanh()) for _ in range(8)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hiremate_lightning.measuring import aside
+from hiremate_lightning.measuring.files import Files
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.proofs import trials
 from hiremate_lightning.proofs.differences import differences
@@ -126,15 +126,14 @@ def test_code_in_segments_takes_no_more_than_it_may():
 @pytest.mark.parametrize("make", [make_plain, make_with_state, make_with_autocast])
 def test_values_between_segments_are_moved_to_files(monkeypatch, make):
     """The memory of NumPy stands for that of files, which the profiler counts."""
-    for module in (aside, trials):
-        monkeypatch.setattr(module, "in_file", lambda value: torch.from_numpy(value.numpy().copy()))
+    monkeypatch.setattr(trials, "in_file", lambda value, _: torch.from_numpy(value.numpy().copy()))
     code, trial = captured(make)
     plain, block_bytes = trial.run(code), ROWS * WIDTH * 4
     segmented = in_segments(code, trial, LEAST_BLOCKS * block_bytes)
     assert segmented is not None
     assert segmented.is_aside
     found = list[Outcome]()
-    in_files = replace(trial, in_files=True)
+    in_files = replace(trial, files=Files())
     peak_bytes = measure_peak(lambda: found.append(in_files.run(segmented)))
     assert peak_bytes <= (LEAST_BLOCKS + GRADIENT_BLOCKS) * block_bytes
     assert differences(plain, found[0]) == ([], [])
@@ -150,7 +149,7 @@ def test_files_go_with_the_graph_that_needs_them():
     gc.disable()
     try:
         with MemoryMeter(torch.device("cpu")) as meter:
-            replace(trial, in_files=True).run(segmented)
+            replace(trial, files=Files()).run(segmented)
             meter.mark("end")
     finally:
         gc.enable()

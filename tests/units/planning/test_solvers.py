@@ -134,7 +134,7 @@ def policies_around(policy: Policy, model: StepModel, rng: random.Random) -> Ite
 
 @settings(derandomize=True, deadline=None, max_examples=250)
 @given(st.integers(0, 10**6), st.integers(2, 30), st.booleans())
-def test_values_are_recomputed_just_before_they_are_missed(seed: int, length: int, has_few: bool):
+def test_a_missing_value_is_recomputed_just_before_it_is_read(seed: int, length: int, has_few: bool):
     model, rng = StepModel(problem_of(random_graph(seed, length), 0)), random.Random(seed)
     policy = random_policy(model, rng)
     policy = replace(policy, drops=frozenset(d for d in policy.drops if not has_few or rng.random() < 0.1))
@@ -144,7 +144,7 @@ def test_values_are_recomputed_just_before_they_are_missed(seed: int, length: in
 
 @settings(derandomize=True, deadline=None, max_examples=250)
 @given(st.integers(0, 10**6), st.integers(2, 30), st.booleans())
-def test_a_replay_from_a_near_one_is_that_made_anew(seed: int, length: int, is_retained: bool):
+def test_a_replay_does_not_depend_on_where_it_starts(seed: int, length: int, is_retained: bool):
     step, rng = random_graph(seed, length), random.Random(seed)
     problem = problem_of(retaining(step) if is_retained else step, 0)
     model = StepModel(problem)

@@ -19,7 +19,7 @@ def test_a_line_through_whole_numbers_is_exact(a, b, first, more, size):
 
 
 @given(values=st.lists(st.floats(0, 1e6), min_size=2, max_size=4), size=st.integers(1, 500))
-def test_measured_values_lie_between_samples_and_never_fall_beyond(values, size):
+def test_a_measured_value_lies_between_its_neighbours(values, size):
     sizes = [3**i for i in range(len(values))]
 
     found = Line(sizes, values).measured(size)

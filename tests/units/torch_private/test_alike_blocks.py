@@ -326,7 +326,7 @@ ENDED = {
 
 
 @pytest.mark.parametrize("name", ENDED)
-def test_gradients_of_other_kinds_end_the_trace_of_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_is_traced_where_gradients_do_not_fit_a_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is traced then."""
     expected, folded = (trace(ENDED[name], folds=folds, monkeypatch=monkeypatch) for folds in (False, True))
     assert folded.blocks > 0
