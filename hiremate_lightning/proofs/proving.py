@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from ..errors import HiRemateError
+from ..garbage import collecting_what_it_leaves
 from ..measuring.apart import unmeasured
 from ..measuring.aside import saving_aside
 from ..measuring.custom_operators import has_unsteady
@@ -184,7 +185,7 @@ class Prover:
         if proof.part is not None and _may_differ_from_itself(proof.part, arguments):
             proof.end()
             return
-        with self._session.stages.stage("prove_s", "proving"), unmeasured(device):
+        with self._session.stages.stage("prove_s", "proving"), unmeasured(device), collecting_what_it_leaves():
             memory = self._memory_of(proof.part, program, device)
             if memory is None or memory.has_plain or memory.has_forward:
                 with trying(proof.part, program), failures.not_printed():
@@ -295,7 +296,7 @@ class Prover:
 def _outcome_in_segments(trial: Trial, written: fx.GraphModule, memory: ProofMemory) -> tuple[Trial, Outcome]:
     """Run code as written without gradients; then, where they fit so, with these segment by segment."""
     observed = Observed(written)
-    trial, expected = _first_outcome(trial, observed)
+    trial, expected = _first_outcome(trial, observed, tell=observed.wrote)
     segmented = cut(written, observed, memory.values_bytes)
     if segmented is None:
         return trial, expected
@@ -311,16 +312,21 @@ def _outcome_in_segments(trial: Trial, written: fx.GraphModule, memory: ProofMem
     return replace(trial, with_gradients=True), outcome
 
 
-def _first_outcome(trial: Trial, written: Callable[..., Any], keeps_all: bool = False) -> tuple[Trial, Outcome]:
+def _first_outcome(
+    trial: Trial,
+    written: Callable[..., Any],
+    keeps_all: bool = False,
+    tell: Callable[[torch.Tensor], None] = lambda tensor: None,
+) -> tuple[Trial, Outcome]:
     """Run code as written; where it changes an input in place that needs a gradient, on copies of these."""
     keeps_nothing = not (trial.with_gradients or keeps_all)
     try:
-        return trial, trial.run(written, keeps_nothing)
+        return trial, trial.run(written, keeps_nothing, tell)
     except RuntimeError as error:
         if "leaf" not in str(error):
             raise
     trial = replace(trial, copies=True)
-    return trial, trial.run(written, keeps_nothing)
+    return trial, trial.run(written, keeps_nothing, tell)
 
 
 @contextmanager

@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ..measuring.aside import SavedAside
 from ..torch_private import tensor_state
-from ..torch_private.restoring import Writes
 
 COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of segments that are tried
 _NUMBERS = (bool, int, float, torch.SymInt)
@@ -71,13 +70,16 @@ class Observed(fx.Interpreter):
     def __call__(self, *arguments: Any) -> Any:
         """Run the code."""
         self.given.update(map(self._block_of, _tensors(arguments)))
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda nothing: nothing)
-        with hooks, Writes(lambda tensor: self._now.written.add(self._block_of(tensor))):
+        with torch.autograd.graph.saved_tensors_hooks(self._save, lambda nothing: nothing):
             try:
                 return self.run(*arguments)
             finally:  # hooks may outlive the run, and so may this interpreter: its values must not
                 self.args_iter = iter(())
                 self.env.clear()
+
+    def wrote(self, tensor: torch.Tensor) -> None:
+        """Note that the node under way may write to a tensor: whoever runs the code tells."""
+        self._now.written.add(self._block_of(tensor))
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node."""

@@ -18,7 +18,7 @@ import torch
 from ..measuring.aside import in_file
 from ..measuring.files import Files
 from ..torch_private import autocasting, hooks, tensor_state
-from ..torch_private.restoring import Filling, Restoring, Writes
+from ..torch_private.restoring import Restoring, Watching
 
 SEED = 0  # of the gradients that a trial begins its backward with
 
@@ -66,7 +66,12 @@ class Trial:
     files: Files | None = None
     fill: int = 255
 
-    def run(self, function: Callable[..., Any], keeps_nothing: bool = False) -> Outcome:
+    def run(
+        self,
+        function: Callable[..., Any],
+        keeps_nothing: bool = False,
+        tell: Callable[[torch.Tensor], None] = lambda tensor: None,
+    ) -> Outcome:
         """Run code on the inputs, and leave them and the generators as they were found.
 
         The tensors that the code gets are no parameters: neither hooks nor `.grad` nor optimizers see them.
@@ -75,17 +80,24 @@ class Trial:
             function: The code.
             keeps_nothing: Whether autograd drops what it would keep for a backward: the operators are those of
                 training, and values die as they are read.
+            tell: Called with each dense tensor that an operator may be about to write to.
         """
         leaves = {i: self._leaf(a) for i, a in enumerate(self.arguments) if isinstance(a, torch.Tensor)}
         given = [self._given(i, leaves.get(i, a)) for i, a in enumerate(self.arguments)]
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
         devices = sorted({t.device for t in tensors if t.device.type == "cuda"}, key=str)
-        restoring, filling = Restoring([*tensors, *self.constants]), Filling(self.fill)
+        restoring = Restoring([*tensors, *self.constants])
+
+        def about_to_write(tensor: torch.Tensor) -> None:
+            restoring.copy(tensor)
+            tell(tensor)
+
+        watching = Watching(about_to_write, self.fill)
         clearing = _cleared_casts({t.device.type for t in tensors})
         with torch.random.fork_rng(devices=devices), clearing, autocasting.as_found_on_error():
             try:
                 keeping = _dropping() if keeps_nothing else nullcontext()
-                with Writes(restoring.copy), filling, torch.enable_grad(), hooks.no_saved_tensor_hooks(), keeping:
+                with watching, torch.enable_grad(), hooks.no_saved_tensor_hooks(), keeping:
                     results = function(*given)
                     outputs = list(results) if isinstance(results, (tuple, list)) else [results]
                     roots = _Roots([*outputs, *tensors]) if self.with_gradients else None
@@ -99,7 +111,7 @@ class Trial:
                     values |= _states(devices)
             finally:
                 restoring.restore()
-        return Outcome(values, gradients, filling.has_filled)
+        return Outcome(values, gradients, watching.has_filled)
 
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor_state.apart(tensor).requires_grad_(tensor.requires_grad)

@@ -2,7 +2,8 @@
 
 Checked on the torch versions in `CHECKED_VERSIONS`; `test_metering.py` fails loudly when it moves.
 It is the older of torch's two profilers: the newer one writes into freed memory where it stops inside an operation that
-began while it ran, and nobody can know what surrounds a training step.
+began while it ran, and nobody can know what surrounds a training step. Operators' names are not recorded, which would
+be ten events for three of memory.
 """
 
 from __future__ import annotations
@@ -16,17 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._autograd import _enable_record_function, _ProfilerDisableOptions
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig, _RecordFunctionFast
 from torch.autograd import profiler
+
+from . import backward_pass
 
 MARK = "hiremate:"  # begins the names of marks among those of operators
 _ERROR = 2  # of the levels at which torch's C++ code logs
 _levels: list[int] = []  # those that were set before events were recorded
 _giving_way: dict[int, Callable[[], None]] = {}  # by thread that is recorded
+_ended_in_backward: set[int] = set()  # threads: autograd puts the recording back when the backward ends
 
 
 def profiler_is_running() -> bool:
     """Whether any of torch's profilers records this thread."""
+    _end_what_came_back()
     return bool(torch.autograd._profiler_enabled())
 
 
@@ -44,12 +50,15 @@ def start(give_way: Callable[[], None]) -> None:
         level.value = max(level.value, _ERROR)
     config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
     torch.autograd._enable_profiler_legacy(config)
+    _enable_record_function(False)
 
 
 def mark(name: str) -> None:
     """Put a name among the events; code that is being traced does not get it, as it gets `record_function`."""
+    _enable_record_function(True)
     with _RecordFunctionFast(MARK + name):
         pass
+    _enable_record_function(False)
 
 
 def stop() -> list[tuple[str, int]]:
@@ -60,7 +69,7 @@ def stop() -> list[tuple[str, int]]:
         `mark`.
     """
     events: list[tuple[Any, str, int]] = []
-    for thread in drop():
+    for thread in _end():
         for event in thread:
             kind = event.kind()
             if kind == "memory_alloc":
@@ -74,14 +83,31 @@ def stop() -> list[tuple[str, int]]:
     return [(name, size) for _, name, size in sorted(timed, key=lambda e: e[0])]
 
 
-def drop() -> list[list[Any]]:
+def drop() -> None:
+    """End the recording, and look at nothing that was recorded."""
+    _end(_ProfilerDisableOptions(True, False))  # of this thread, without collecting its events
+
+
+def _end(*options: _ProfilerDisableOptions) -> list[list[Any]]:
     """End the recording, and return the events of each thread as PyTorch has them."""
     _giving_way.pop(threading.get_ident(), None)
-    threads: list[list[Any]] = torch.autograd._disable_profiler_legacy()
+    if backward_pass.is_running():
+        _ended_in_backward.add(threading.get_ident())
+    _enable_record_function(True)
+    threads: list[list[Any]] = torch.autograd._disable_profiler_legacy(*options)
     level = _log_level()
     if level is not None and _levels:
         level.value = _levels.pop()
     return threads
+
+
+def _end_what_came_back() -> None:
+    """End a recording that gave way inside of a backward, and that the end of the backward has put back."""
+    if threading.get_ident() in _ended_in_backward and not backward_pass.is_running():
+        _ended_in_backward.discard(threading.get_ident())
+        _enable_record_function(True)
+        if torch.autograd._profiler_enabled():
+            torch.autograd._disable_profiler_legacy(_ProfilerDisableOptions(True, False))
 
 
 @functools.cache
@@ -91,6 +117,7 @@ def _watch_others() -> None:
 
     @functools.wraps(enable)
     def enable_alone(*arguments: Any, **options: Any) -> None:
+        _end_what_came_back()
         give_way = _giving_way.get(threading.get_ident())
         if give_way is not None:
             give_way()

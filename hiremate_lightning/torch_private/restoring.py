@@ -20,62 +20,49 @@ _UNWRITTEN = tuple(
 )
 
 
-class Writes(TorchDispatchMode):
-    """Calls a function with each dense tensor that an operator may be about to write to.
+class Watching(TorchDispatchMode):
+    """Sees each operator: tells of what it writes to, and fills memory that it hands out without writing to it.
+
+    With such memory filled, two runs of code find the same there.
 
     Args:
-        tell: The function.
+        tell: Called with each dense tensor that an operator may be about to write to.
+        fill: The byte to fill with; 255 makes NaN of floating-point numbers.
+
+    Attributes:
+        has_filled: Whether there was any such memory.
     """
 
-    def __init__(self, tell: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, tell: Callable[[torch.Tensor], None], fill: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.supports_higher_order_operators = True
-        self._tell = tell
+        self.has_filled = False
+        self._tell, self._byte = tell, fill
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operator, after the function was called."""
+        """Tell what an operator may write to, run it, and fill what it hands out where it has not written to it."""
         kwargs = kwargs or {}
         for tensor in _written(operator, args, kwargs):
             if tensor.layout is torch.strided:
                 self._tell(tensor)
-        return operator(*args, **kwargs)
-
-
-class Filling(TorchDispatchMode):
-    """Fills memory that operators hand out without writing to it, so that two runs of code find the same there.
-
-    Args:
-        byte: What to fill it with; 255 makes NaN of floating-point numbers.
-
-    Attributes:
-        has_filled: Whether there was any.
-    """
-
-    def __init__(self, byte: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.supports_higher_order_operators = True
-        self.has_filled = False
-        self._byte = byte
-
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run an operator, and fill what it hands out where it has not written to it."""
-        result = operator(*args, **(kwargs or {}))
+        result = operator(*args, **kwargs)
         if getattr(operator, "overloadpacket", None) in _UNWRITTEN and tensor_state.is_dense(result):
-            self.has_filled |= result.numel() > 0
-            is_plain = type(result) is torch.Tensor and result.dtype is not torch.bool
-            if is_plain and not result.is_quantized:
-                tensor_state.memory_of(result).fill_(self._byte)
-            elif result.dtype is torch.bool:
-                result.fill_(bool(self._byte))
+            self._fill(result)
         return result
+
+    def _fill(self, tensor: torch.Tensor) -> None:
+        self.has_filled |= tensor.numel() > 0
+        is_plain = type(tensor) is torch.Tensor and tensor.dtype is not torch.bool
+        if is_plain and not tensor.is_quantized:
+            tensor_state.memory_of(tensor).fill_(self._byte)
+        elif tensor.dtype is torch.bool:
+            tensor.fill_(bool(self._byte))
 
 
 class Restoring:
-    """Copies the memory of tensors before an operator writes to it, as `Writes` tells.
+    """Copies the memory of tensors before an operator writes to it, as `Watching` tells.
 
     Args:
         tensors: The tensors to watch. What else lies on their memory is watched with them.

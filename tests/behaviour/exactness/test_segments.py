@@ -91,7 +91,7 @@ def captured(make: Callable[[], nn.Module]) -> tuple[torch.fx.GraphModule, Trial
 
 def in_segments(module: torch.fx.GraphModule, trial: Trial, free_bytes: int) -> Segmented | None:
     observed = Observed(module)
-    Trial(trial.arguments, trial.names).run(observed, keeps_nothing=True)
+    Trial(trial.arguments, trial.names).run(observed, keeps_nothing=True, tell=observed.wrote)
     return cut(module, observed, free_bytes)
 
 
