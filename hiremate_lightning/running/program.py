@@ -358,24 +358,23 @@ class _Emitter:
     def _compute(self, record: Node, node: fx.Node) -> None:
         """Compute what a captured node does, by the kernel of eager PyTorch."""
         needs_layout = record.direction is Direction.BACKWARD and needs_traced_layout(node.target)
-        copy = self._graph.node_copy(node, self._laid_out if needs_layout else self._value_of)
-        copy.meta |= {"direction": record.direction, "key": record.key}
-        copy.target, changed = as_eager(node)
-        copy.args = (*copy.args[: len(copy.args) - len(changed)], *changed)
+        value_of = self._laid_out if needs_layout else self._value_of
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
+        target, changed = as_eager(node)
+        args = (*args[: len(args) - len(changed)], *changed)
         if node.target is aten.view.default and record.direction is Direction.BACKWARD:
-            copy.target = aten.reshape.default  # gradients come with other strides than they were traced with
+            target = aten.reshape.default  # gradients come with other strides than they were traced with
         if node.target is aten._unsafe_view.default and node not in self._returned:
-            copy.target = aten.view.default  # it shows the same, in a third of the time
+            target = aten.view.default  # it shows the same, in a third of the time
         if node in self._absence.overwrites:
             dying = self._absence.overwrites[node]
-            copy.target = overwriting(node.target, dying)
-            copy.args = (traced_strides(node, dying), *copy.args)
+            target, args = overwriting(node.target, dying), (traced_strides(node, dying), *args)
         outputs = self._outputs(record, node)
         for state in filter(is_state, outputs):
-            with self._graph.inserting_before(copy):
-                copied = self._graph.node_copy(state)
-                copied.args = state_arguments(state, node, self._value_of)
-            self.values[state] = copied
+            self.values[state] = copied = self._graph.node_copy(state)
+            copied.args = state_arguments(state, node, self._value_of)
+        copy = self._graph.create_node(node.op, target, args, kwargs, node.name, node.type)
+        copy.meta = {**node.meta, "direction": record.direction, "key": record.key}
         self._hand_on(node, copy, [v for v in outputs if not is_state(v)])
         self._finish(node, outputs, copy)
 
