@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ..rewriting import assignments, casts, losses, pooling, views
+from ..rewriting import assignments, casts, losses, mixed_norms, pooling, views
 from ..rewriting.contributions import Contributions
 from ..rewriting.fused_kernel import FusedKernels
 from ..rewriting.fusion import fuse
@@ -36,6 +36,7 @@ class Traced:
 
 PASSES: tuple[Callable[[Traced], object], ...] = (
     lambda traced: traced.joint.graph.eliminate_dead_code(),
+    lambda traced: mixed_norms.correct(traced.joint),
     lambda traced: traced.contributions.hand_over(traced.joint, traced.forward_count),
     lambda traced: casts.share(traced.joint, traced.forward_count, traced.parameters, traced.blocks),
     lambda traced: assignments.gather(traced.joint),

@@ -9,7 +9,6 @@ that die there are not copied at all, see `overwriting`. Values are moved, never
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from .joint import (
     may_lie_otherwise,
     operation_of,
     replace_node,
+    show_as,
     source_of,
 )
 from .operations import Into, Operation, register
@@ -168,7 +168,7 @@ def _copy_gradients_once(graph: fx.Graph) -> None:
             continue
         root, is_alike = _only_read_for(node), source not in unsettled and _lies_as(source, shown)
         if is_alike and root is not None and _is_made(root) and _lies_as(root, shown):
-            _stand_for(root, shown)
+            show_as(root, shown)
             node.replace_all_uses_with(root)
             graph.erase_node(node)
         elif is_alike:
@@ -185,14 +185,6 @@ def _only_read_for(copy: fx.Node) -> fx.Node | None:
             return node
         readers, node = {node}, source_of(node)
     return None
-
-
-def _stand_for(node: fx.Node, shown: torch.Tensor) -> None:
-    """Copy the metadata of another value: views that were traced on that one lie on its memory."""
-    node.meta["val"] = shown
-    if node.target is operator.getitem:
-        tupled, position = operation_of(node), node.args[1]
-        tupled.meta["val"] = tuple(shown if i == position else v for i, v in enumerate(tupled.meta["val"]))
 
 
 def _is_made(node: fx.Node) -> bool:

@@ -139,6 +139,14 @@ def replace_node(node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Any 
     node.graph.erase_node(node)
 
 
+def show_as(node: fx.Node, shown: torch.Tensor) -> None:
+    """Replace what shows a value, also among the results of the computation whose part it is."""
+    node.meta["val"] = shown
+    if is_part(node):
+        tupled, position = source_of(node), node.args[1]
+        tupled.meta["val"] = tuple(shown if i == position else v for i, v in enumerate(tupled.meta["val"]))
+
+
 def alone_behind(node: fx.Node) -> fx.Node | None:
     """Return what a node reads first, through other shapes of it, where nothing else reads that."""
     before: Any = node.args[0]

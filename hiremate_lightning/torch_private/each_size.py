@@ -159,6 +159,8 @@ class EachSize:
 
     def _make_for(self, sizes: Sizes, others: Sequence[Any]) -> Runner | None:
         """Make code of some sizes run from samples; None where it is to be traced."""
+        if self._symbols.learn(sizes):
+            self._samples.clear()  # they don't tell apart what is not equal now
         if self._maker is None or self._is_particular or not self._maker.may_make(self):
             return None
         if not self._samples and not self._maker.may_make_first(self):

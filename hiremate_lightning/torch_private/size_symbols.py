@@ -38,6 +38,7 @@ class SizeSymbols:
         numbers = [inputs[position].meta["example_value"] for position in positions]
         expressions = [number.node.expr if isinstance(number, torch.SymInt) else None for number in numbers]
         self._symbols = [e if e is not None and e.is_symbol else None for e in expressions]
+        self._groups = (0,) * len(numbers)  # by position: sizes of a group were equal in all calls
         known = set(self._symbols)
         self._computed = [number for number in _computed(module) if number.free_symbols <= known]
 
@@ -51,35 +52,41 @@ class SizeSymbols:
         values = {s: size for s, size in zip(self._symbols, sizes, strict=True) if s is not None}
         return (*sizes, *(int(number.xreplace(values)) for number in self._computed))
 
+    def learn(self, sizes: Sizes) -> bool:
+        """Learn the sizes of a call; return whether some differ that were equal in all calls before.
+
+        What was always equal stays equal in all that is made up: keys and values, a text and its mask. Kernels of
+        PyTorch may read and write beyond their memory where it is not.
+        """
+        pairs = list(zip(self._groups, sizes, strict=True))
+        before, self._groups = self._groups, tuple(map(pairs.index, pairs))
+        return self._groups != before
+
     def smaller(self, sizes: Sizes) -> Sizes:
         """Return about half of real sizes, multiples of 8 where they are large enough: most samples are odd."""
-        numbers = dict[str | None, int]()
-        for symbol, size in zip(self._symbols, sizes, strict=True):
+        numbers = dict[int, int]()
+        for group, size in zip(self._groups, sizes, strict=True):
             half = max(LEAST, size // 2)
             number = half // GRAIN * GRAIN or half
             while number in numbers.values():
                 number += min(GRAIN, number)
-            numbers.setdefault(symbol and str(symbol), min(number, size))
-        return tuple(
-            size if symbol is None else numbers[str(symbol)] for symbol, size in zip(self._symbols, sizes, strict=True)
-        )
+            numbers.setdefault(group, min(number, size))
+        return self._of_groups(numbers, sizes)
 
     def samples_near(self, sizes: Sizes, taken: Sequence[Sizes]) -> Iterator[Sizes]:
         """Yield sizes to trace the code at, each unlike all others of its dimension and of other dimensions.
 
-        Odd ones come first, then even ones, then those in which sizes that are equal now are equal.
+        Odd ones come first, then even ones. Sizes that were equal in all calls are equal.
 
         Args:
-            sizes: Real ones.
+            sizes: Real ones, learned before.
             taken: Sizes that were traced.
         """
         used = {number for sample in (*taken, sizes) for number in sample}
-        names = [symbol and str(symbol) for symbol in self._symbols]
-        equal = [symbol and str(size) for symbol, size in zip(self._symbols, sizes, strict=True)]
-        for groups, multiple, round_ in itertools.product((names, equal), MULTIPLES, range(len(SHARES))):
-            numbers = dict[str | None, int]()
-            for group, size in zip(groups, sizes, strict=True):
-                if group is not None and group not in numbers:
+        for multiple, round_ in itertools.product(MULTIPLES, range(len(SHARES))):
+            numbers = dict[int, int]()
+            for symbol, group, size in zip(self._symbols, self._groups, sizes, strict=True):
+                if symbol is not None and group not in numbers:
                     share = SHARES[(round_ + 2 * len(numbers)) % len(SHARES)]
                     number = max(LEAST, int(size * share / multiple)) | 1
                     number += bool(self._computed) and (round_ + len(numbers)) % 2  # odd ones tell no halves
@@ -87,7 +94,12 @@ class SizeSymbols:
                         number += 2
                     numbers[group] = number * multiple
                     used.add(number * multiple)
-            yield tuple(numbers.get(group, size) for group, size in zip(groups, sizes, strict=True))
+            yield self._of_groups(numbers, sizes)
+
+    def _of_groups(self, numbers: Mapping[int, int], sizes: Sizes) -> Sizes:
+        """Return the numbers of groups as sizes; where code has no symbol, a size is what it is."""
+        columns = zip(self._symbols, self._groups, sizes, strict=True)
+        return tuple(size if symbol is None else numbers[group] for symbol, group, size in columns)
 
 
 def numbers_of(inputs: Sequence[fx.Node], sizes: Mapping[int, int]) -> dict[Any, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from hiremate_lightning.proofs.trials import Outcome
 from hiremate_lightning.running import program
 from hiremate_lightning.running.template import ProgramTemplate
 from hiremate_lightning.testing import captured_count, is_from_template, is_plain
-from tests.exact import Log, differing
+from tests.exact import Log, differing, leave_behind
 
 pytestmark = pytest.mark.usefixtures("templates_at_once")
 WORDS, WIDTH, HEADS, LAYERS, BATCH = 64, 32, 4, 2, 8
@@ -170,6 +171,56 @@ def test_code_that_no_template_serves_is_traced():
         assert not (is_planned and is_from_template(training.model))
     plain, planned = logs
     assert all(differing(one, other) == [] for one, other in zip(planned, plain, strict=True))
+
+
+class Cache:
+    """What was seen of a text so far, and how much that is."""
+
+    def __init__(self) -> None:
+        self.length, self.keys, self.values = 0, None, None
+
+
+class Recalling(nn.Module):
+    """Attends to a part of a text and to all before it, whose length it knows twice: it counts for its mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(64, 64, bias=False) for _ in range(3))
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        layers = self.query, self.key, self.value
+        query, keys, values = (layer(x).unflatten(-1, (4, -1)).transpose(1, 2) for layer in layers)
+        if cache.keys is not None:
+            keys, values = torch.cat([cache.keys, keys], 2), torch.cat([cache.values, values], 2)
+        cache.keys, cache.values = keys, values
+        mask = torch.arange(cache.length + x.shape[1]) <= cache.length + torch.arange(x.shape[1])[:, None]
+        cache.length = cache.length + x.shape[1]
+        y = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask).transpose(1, 2).flatten(-2)
+        return self.down(F.gelu(self.up(x + y)))
+
+
+def recall(module: nn.Module) -> Log:
+    """Train on texts of four parts; each part attends to those before it."""
+    log: Log = []
+    for index in range(5):
+        cache, losses = Cache(), []
+        for part in torch.randn(4, 64, 64, generator=torch.Generator().manual_seed(index)).split(16, 1):
+            losses.append(module(part, cache).square().mean())
+        sum(losses).backward()
+        log += [*(loss.detach() for loss in losses), *leave_behind(module)]
+        module.zero_grad()
+    return log
+
+
+def test_sizes_that_are_equal_in_all_calls_are_not_made_up_apart(recwarn: pytest.WarningsRecorder):
+    """Made-up keys are as long as made-up values, and as their mask: the kernel of attention does not check that."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = Recalling()
+    planned = hiremate(copy.deepcopy(plain), "70%", on_infeasible="warn", verbose=False)
+    assert differing(recall(planned), recall(plain)) == []
+    assert not [str(told.message) for told in recwarn if "can't be measured alone" in str(told.message)]
 
 
 def test_several_new_sizes_wait_for_their_backwards():
