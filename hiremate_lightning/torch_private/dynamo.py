@@ -23,7 +23,6 @@ from torch._dynamo.convert_frame import input_codes
 from torch._dynamo.eval_frame import reset_code, set_code_exec_strategy
 from torch._dynamo.exc import TorchDynamoException as CompileError
 from torch._dynamo.exc import TorchRuntimeError
-from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.pgo import CodeId, get_code_state
 from torch._dynamo.resume_execution import ContinueExecutionCache
@@ -36,12 +35,20 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._dynamo.variables.misc import LoggingLoggerVariable, RandomVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
-from torch._guards import Guard
 from torch.nn.modules import module as nn_module
 
 from ..garbage import collecting_what_it_leaves
 from ..objects import attempt, is_of
-from . import byte_targets, data_parallel, decided_branches, folding, graph_texts, repeated_modules, user_compiled
+from . import (
+    byte_targets,
+    data_parallel,
+    decided_branches,
+    folding,
+    graph_texts,
+    guards,
+    repeated_modules,
+    user_compiled,
+)
 from .replacing import replaced
 
 __all__ = ["CompileError"]
@@ -293,19 +300,6 @@ def _format_as_it_is(translator: Any, specification: Any, flags: int) -> None:
     _format(translator, specification, flags)
 
 
-@functools.wraps(GuardBuilder.SEQUENCE_LENGTH)  # torch looks at what it has noted there
-def _guard_own_length(builder: GuardBuilder, guard: Guard) -> None:
-    """Guard on how many items a tuple holds; its class may say otherwise, or nothing, by a `__len__` of its own."""
-    value = builder.get(guard)
-    if not isinstance(value, tuple) or type(value).__len__ is tuple.__len__:
-        _guard_length(builder, guard)
-        return
-    length = tuple.__len__(value)
-    builder.TYPE_MATCH(guard)
-    told = [f"tuple.__len__({guard.name}) == {length}"]
-    builder.get_guard_manager(guard).add_lambda_guard(lambda v: tuple.__len__(v) == length, told, guard.user_stack)
-
-
 def _drop_unread_numbers(output: Any) -> None:
     """Drop the inputs whose numbers are guarded and that nothing reads, but none of the operations that change them.
 
@@ -323,11 +317,9 @@ def _drop_unread_numbers(output: Any) -> None:
 
 
 _drop_specialized = OutputGraph.remove_tensorify_specialized_graphargs
-_guard_length = GuardBuilder.SEQUENCE_LENGTH
 _capture, _break_graph, _draw = convert_frame._compile, LoggingLoggerVariable.call_method, RandomVariable.call_method
 _format, _checkpoint = InstructionTranslatorBase._format_value, CheckpointHigherOrderVariable._call_function
 _WHILE_CAPTURING = (
-    (GuardBuilder, "SEQUENCE_LENGTH", _guard_own_length),
     (OutputGraph, "remove_tensorify_specialized_graphargs", _drop_unread_numbers),
     (InstructionTranslatorBase, "_format_value", _format_as_it_is),
     (CheckpointHigherOrderVariable, "_call_function", _checkpoint_as_asked),
@@ -335,6 +327,7 @@ _WHILE_CAPTURING = (
     (RandomVariable, "call_method", _draw_outside),
     (logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),  # it logs a traceback for a wrong shape
     *user_compiled.WHILE_CAPTURING,
+    *guards.WHILE_CAPTURING,
     *repeated_modules.WHILE_CAPTURING,
     *decided_branches.WHILE_CAPTURING,
     (dynamo_config, "run_gc_after_compile", False),  # it would take what the capture still holds for old
