@@ -5,6 +5,7 @@ Of a step of thousands of nodes that takes a few hundredths of the time to the f
 
 from __future__ import annotations
 
+import functools
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,11 +15,13 @@ from torch import fx
 from torch._dynamo import symbolic_convert
 from torch._functorch._aot_autograd import graph_compile
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.utils import _traceback
 
 from .replacing import StandIn, replaced
 
 _LINE_LOGS = symbolic_convert.trace_call_log, symbolic_convert.trace_source_log
 _GRAPH_LOGS = graph_compile.aot_joint_log, graph_compile.aot_graphs_log
+_shorten = functools.lru_cache(maxsize=1024)(_traceback.shorten_filename)
 _STRUCTURED = logging.getLogger("torch.__trace")  # gets all that is logged, where it has handlers
 
 
@@ -32,6 +35,11 @@ def names_of_lines() -> list[StandIn]:
     if any(log.isEnabledFor(logging.DEBUG) for log in _LINE_LOGS):
         return []
     return [(symbolic_convert, "get_funcname", lambda file, line: None)]
+
+
+def short_paths() -> list[StandIn]:
+    """Return a stand-in that shortens each path once; each guard has one in its text, mostly of the same few files."""
+    return [(_traceback, "shorten_filename", _shorten)]
 
 
 def unwritten() -> AbstractContextManager[Any]:

@@ -55,6 +55,7 @@ class Memory:
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
         self._places = dict[int, tuple[torch.UntypedStorage, int]]()  # by storages of traced values: offset added
+        self._states = dict[torch.device, dict[str, Any]]()  # attributes of a new tensor
         self._copies = dict[int, torch.Tensor]()  # by the ids of traced values
 
     def give(self, shown: Sequence[Any], values: Sequence[Any]) -> None:
@@ -89,8 +90,12 @@ class Memory:
         return copy
 
     def _made_like(self, shown: torch.Tensor) -> torch.Tensor:
-        empty = self._laid_out(shown, shown.untyped_storage())
-        return FakeTensor(self._mode, empty.requires_grad_(shown.requires_grad), shown.device)
+        empty, device = self._laid_out(shown, shown.untyped_storage()), shown.device
+        if device not in self._states:
+            made = FakeTensor(self._mode, empty, device)
+            self._states[device] = dict(vars(made))
+            return made.requires_grad_(shown.requires_grad)
+        return _another(empty, shown.requires_grad, device, self._states[device])
 
     def _laid_out(self, shown: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
         if storage._cdata not in self._places:
@@ -104,3 +109,12 @@ class Memory:
         made = torch.empty(0, dtype=shown.dtype, device="meta")
         with changes_uncounted([made]):
             return made.set_(memory, shown.storage_offset() + offset, shown.shape, shown.stride())
+
+
+def _another(empty: torch.Tensor, requires_grad: bool, device: torch.device, state: dict[str, Any]) -> torch.Tensor:
+    """Make a tensor without memory as its class makes it, with attributes that are known: most of the time is theirs."""
+    made = torch.Tensor._make_subclass(
+        FakeTensor, empty, requires_grad, dispatch_device=True, device_for_backend_keys=device
+    )
+    vars(made).update(state)
+    return made
