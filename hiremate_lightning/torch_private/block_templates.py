@@ -29,7 +29,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd import graph_capture
 from torch._functorch._aot_autograd.schemas import MutationType, OutputType, ViewAndMutationMeta
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import aot

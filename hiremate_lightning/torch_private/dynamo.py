@@ -124,7 +124,7 @@ def _capture_with(
     settings = dynamo_config.patch(specialize_float=not fractions_vary, **_SETTINGS)
     with (
         settings,
-        replaced(is_static, *_WHILE_CAPTURING, *_logs_of_breaks(), *graph_texts.names_of_lines(), *graph_texts.short_paths()),
+        replaced(is_static, *_WHILE_CAPTURING, *_logs_of_breaks(), *graph_texts.names_of_lines()),
         warnings.catch_warnings(),
         byte_targets.traced(),
         folding.shaped_at_once(),

@@ -15,6 +15,7 @@ from torch import fx
 from torch._dynamo import symbolic_convert
 from torch._functorch._aot_autograd import graph_compile
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.experimental import proxy_tensor
 from torch.utils import _traceback
 
 from .replacing import StandIn, replaced
@@ -31,15 +32,14 @@ def module_of(root: torch.nn.Module, graph: fx.Graph, name: str = "GraphModule")
 
 
 def names_of_lines() -> list[StandIn]:
-    """Return stand-ins that keep Dynamo from reading whole files for the function of a line, which only logs show."""
+    """Return stand-ins that shorten the path of each file once, though each guard names one.
+
+    And that keep Dynamo from reading whole files for the function of a line, which only logs show.
+    """
+    paths: list[StandIn] = [(_traceback, "shorten_filename", _shorten)]
     if any(log.isEnabledFor(logging.DEBUG) for log in _LINE_LOGS):
-        return []
-    return [(symbolic_convert, "get_funcname", lambda file, line: None)]
-
-
-def short_paths() -> list[StandIn]:
-    """Return a stand-in that shortens each path once; each guard has one in its text, mostly of the same few files."""
-    return [(_traceback, "shorten_filename", _shorten)]
+        return paths
+    return [*paths, (symbolic_convert, "get_funcname", lambda file, line: None)]
 
 
 def unwritten() -> AbstractContextManager[Any]:
@@ -49,4 +49,5 @@ def unwritten() -> AbstractContextManager[Any]:
     return replaced(
         (graph_compile, "_log_joint_graph", lambda joint, config: None),
         (graph_compile, "_log_fw_bw_graphs", lambda *given: (None, None)),
+        (proxy_tensor, "_extract_tensor_metadata", lambda value: None),  # what nodes say of their values once more
     )

@@ -67,6 +67,7 @@ class Read:
 
     Attributes:
         aliases: Those of them that are of the module, one at least.
+        classes: By the sources of what is guarded: where the class is from through which that was reached.
 
     Raises:
         UnlikeError: The module is a key of something.
@@ -80,6 +81,12 @@ class Read:
         self.tensors = {g.originating_source for g in self.guards if g.create_fn_name() == "TENSOR_MATCH"}
         self.typed = {unwrapped(g.originating_source) for g in self.guards if g.create_fn_name() == "TYPE_MATCH"}
         self.in_order = tuple(source for source in output.guard_on_key_order if self.has(source))
+        guarded = {unwrapped(guard.originating_source) for guard in self.guards}
+        classes = ((source, self._class_of(source)) for source in guarded)
+        self.classes = {source: link for source, link in classes if link is not None}
+
+    def _class_of(self, source: Source) -> TypeSource | None:
+        return next((link for link in _links(source) if isinstance(link, TypeSource) and self.has(link)), None)
 
     def has(self, source: Source) -> bool:
         """Whether a value was reached through the module."""
@@ -155,11 +162,11 @@ class Likeness:
 
     def _is_of_class(self, source: Source) -> bool:
         """Whether a value was reached through the class of what both have, which is guarded to be the same one."""
-        for link in _links(source):
-            if isinstance(link, TypeSource) and self._read.has(link):
-                is_same = self._or_missing(link) is self._or_missing(self.other_of(link))
-                return is_same and unwrapped(link.base) in self._read.typed
-        return False
+        link = self._read.classes.get(source)
+        if link is None:
+            return False
+        is_same = self._or_missing(link) is self._or_missing(self.other_of(link))
+        return is_same and unwrapped(link.base) in self._read.typed
 
     def _is_same_object(self, source: Source) -> bool:
         value = self._or_missing(source)

@@ -112,7 +112,7 @@ class Memory:
 
 
 def _another(empty: torch.Tensor, requires_grad: bool, device: torch.device, state: dict[str, Any]) -> torch.Tensor:
-    """Make a tensor without memory as its class makes it, with attributes that are known: most of the time is theirs."""
+    """Make a tensor without memory as its class does, but with known attributes: these take most of the time."""
     made = torch.Tensor._make_subclass(
         FakeTensor, empty, requires_grad, dispatch_device=True, device_for_backend_keys=device
     )

@@ -104,8 +104,8 @@ class Trace:
     @functools.cached_property
     def seen(self) -> frozenset[fx.Node]:
         """The nodes whose values, or items of these, the call returned: some operations return what they are given."""
-        returned = {id(node.meta["example_value"]) for node in self.returned}
-        return frozenset(n for n in self.nodes if not returned.isdisjoint(map(id, tensor_state.leaves(n.meta["example_value"]))))
+        returned = set(map(id, _shown(self.returned)))
+        return frozenset(n for n in self.nodes if not returned.isdisjoint(map(id, tensor_state.leaves(_shown([n])))))
 
     def shows_values(self, inputs: Iterable[fx.Node]) -> bool:
         """Whether what its nodes read and gave shows what copies of them give."""

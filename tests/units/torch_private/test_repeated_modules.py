@@ -223,7 +223,8 @@ def _rows(graph: fx.GraphModule, module: nn.Module) -> list[tuple[Any, ...]]:
         given = fx.map_arg((node.args, dict(node.kwargs)), number.__getitem__)
         said = None if node.op == "placeholder" else node.meta.get("stack_trace")
         meta = sorted(set(node.meta) - {"creation_timestamp", module_traces.MARK})
-        rows.append((node.op, target, given, inside, called, said, meta, _shown(node.meta.get("example_value"), places)))
+        shown = _shown(node.meta.get("example_value"), places)
+        rows.append((node.op, target, given, inside, called, said, meta, shown))
     return rows
 
 
@@ -284,7 +285,10 @@ def batch(*shape: int) -> Tensor:
         (lambda: nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), Block(i)) for i in range(4))), 2),
         (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 16), 3, enable_nested_tensor=False), 1),
     ],
-    ids=["blocks", "batch norms", "in place", "two results", "kept", "twice", "returned", "gradient", "lines", "error", "nested", "encoder"],
+    ids=[
+        *("blocks", "batch norms", "in place", "two results", "kept", "twice", "returned", "gradient", "lines"),
+        *("error", "nested", "encoder"),
+    ],
 )
 def test_graph_and_guards_are_those_of_a_trace_of_each(make, copies, monkeypatch):
     assert both(make, batch(), monkeypatch=monkeypatch).copies >= copies
