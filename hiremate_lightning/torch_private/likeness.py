@@ -319,14 +319,14 @@ def _same_tensor_kind(one: torch.Tensor, other: torch.Tensor, **_: Any) -> bool:
 
 def facts_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """List what code can ask of a tensor without reading its values."""
-    return *facts_of_inner(tensor), tensor.is_leaf
+    return *facts_of_inner(tensor), tensor.is_leaf, tensor._is_view()
 
 
 def facts_of_inner(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """List the same, but not whether an operation gave the tensor."""
+    """List the same, but not how the tensor came about."""
     expect(tensor.layout is torch.strided, "a tensor that is not strided")
     where: tuple[Any, ...] = type(tensor), tensor.dtype, tensor.device, *_numbers(tensor)
-    state = tensor.requires_grad, tensor._is_view(), tensor.is_inference()
+    state = tensor.requires_grad, tensor.is_inference()
     return *where, *state, tensor.is_conj(), tensor.is_neg(), str(torch._C._dispatch_keys(tensor))
 
 

@@ -37,6 +37,8 @@ def can_be_made(values: Iterable[Any]) -> bool:
 def _can_be_made(value: Any) -> bool:
     if type(value) in (tuple, list):
         return can_be_made(value)
+    if value is None:
+        return True
     if type(value) is not FakeTensor or value.layout is not torch.strided or value.is_inference():
         return False
     is_definite = not is_symbolic(value) and not value._has_symbolic_sizes_strides

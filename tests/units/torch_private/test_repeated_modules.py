@@ -150,6 +150,19 @@ class GradientStack(Stack):
         return x * gradient.sum()
 
 
+class Around(nn.Module):
+    """Calls a module that is copied; what it does itself is copied in other ways."""
+
+    def __init__(self, index: int, in_place: bool) -> None:
+        super().__init__()
+        self.one, self.other, self.in_place = Block(index), Block(index + 1), in_place
+        self.attention = nn.MultiheadAttention(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.other(self.one(x)) + self.attention(x, x, x, need_weights=False)[0]
+        return x.sin().mul_(2.0) if self.in_place else x
+
+
 class LinesStack(Stack):
     """Calls its blocks from several lines, of its own code and of other code."""
 
@@ -257,6 +270,7 @@ def both(
         traces.append(trace(make(), *inputs, copies=copies, monkeypatch=monkeypatch))
     plainly, found = traces
     assert plainly.copies == 0
+    assert not repeated_modules._traced_whole  # no copy failed
     assert [len(rows) for rows in found.rows] == [len(rows) for rows in plainly.rows]
     for rows, expected in zip(found.rows, plainly.rows, strict=True):
         assert [(a, b) for a, b in zip(rows, expected, strict=True) if a != b] == []
@@ -280,13 +294,15 @@ def batch(*shape: int) -> Tensor:
         (lambda: TwiceStack(Block, 2), 3),
         (lambda: ReturningStack(Returning), 3),
         (lambda: GradientStack(Block), 2 * 3),  # once more, with copies that are run
+        *((lambda in_place=in_place: Stack(lambda i: Around(i, in_place)), 3) for in_place in (False, True)),
         (lambda: LinesStack(Block), 3),
         (lambda: HandlingStack(Block), 2),
         (lambda: nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), Block(i)) for i in range(4))), 2),
         (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 16), 3, enable_nested_tensor=False), 1),
     ],
     ids=[
-        *("blocks", "batch norms", "in place", "two results", "kept", "twice", "returned", "gradient", "lines"),
+        *("blocks", "batch norms", "in place", "two results", "kept", "twice", "returned", "gradient", "around"),
+        *("around in place", "lines"),
         *("error", "nested", "encoder"),
     ],
 )
