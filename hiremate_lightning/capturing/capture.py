@@ -424,9 +424,8 @@ def work_key(node: fx.Node) -> str:
         if isinstance(value, fx.Node):
             return _describe_graph(subgraphs[value]) if value in subgraphs else describe(value.meta.get("val"))
         if isinstance(value, torch.Tensor):
-            shape = ",".join(str(tensor_state.int_hint(s)) for s in value.shape)
-            strides = ",".join(str(tensor_state.int_hint(s)) for s in value.stride())
-            return f"{value.dtype}[{shape}|{strides}]@{value.device.type}"
+            shape, strides = (tuple(map(tensor_state.int_hint, sizes)) for sizes in (value.shape, value.stride()))
+            return _describe_tensor(value.dtype, shape, strides, value.device.type)
         if isinstance(value, (list, tuple)):
             return f"({' '.join(describe(v) for v in value)})"
         if isinstance(value, dict):
@@ -435,6 +434,11 @@ def work_key(node: fx.Node) -> str:
 
     arguments = [describe(a) for a in node.args] + [f"{k}={describe(v)}" for k, v in sorted(node.kwargs.items())]
     return f"{name_of(node.target)} {' '.join(arguments)}"
+
+
+@functools.lru_cache(maxsize=4096)
+def _describe_tensor(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], device_type: str) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}|{','.join(map(str, strides))}]@{device_type}"
 
 
 def _describe_graph(module: fx.GraphModule) -> str:
@@ -468,11 +472,20 @@ def _module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""
-    path = str(list(stack.values())[-1][0])
+    return _shortened(str(list(stack.values())[-1][0]))
+
+
+@functools.lru_cache(maxsize=4096)
+def _shortened(path: str) -> str:
     return _SUBSCRIPT.sub(r".\1", _ROOT.sub("", path)).lstrip(".")
 
 
 def _source(node: fx.Node) -> str:
     """Return the user's own line that a node comes from, as FILE:LINE; "" where torch alone has called it."""
-    found = _SOURCE.findall(node.meta.get("stack_trace") or "")
+    return _line_in(node.meta.get("stack_trace") or "")
+
+
+@functools.lru_cache(maxsize=4096)
+def _line_in(stack_trace: str) -> str:
+    found = _SOURCE.findall(stack_trace)
     return next((f"{file}:{line}" for file, line in reversed(found) if not dynamo.is_of_tools(file)), "")

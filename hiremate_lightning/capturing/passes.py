@@ -35,7 +35,7 @@ class Traced:
 
 
 PASSES: tuple[Callable[[Traced], object], ...] = (
-    lambda traced: traced.joint.graph.eliminate_dead_code(),
+    lambda traced: traced.joint.graph.eliminate_dead_code(lambda node: bool(node.users) or node.is_impure()),
     lambda traced: mixed_norms.correct(traced.joint),
     lambda traced: traced.contributions.hand_over(traced.joint, traced.forward_count),
     lambda traced: casts.share(traced.joint, traced.forward_count, traced.parameters, traced.blocks),

@@ -17,6 +17,7 @@ from torch import fx
 
 from ..torch_private import aot, tensor_state
 from .joint import (
+    drop_unread,
     follows_strides,
     has_definite_strides,
     is_view,
@@ -124,12 +125,12 @@ def gather(joint: fx.GraphModule) -> None:
     for node in reversed(list(graph.nodes)):
         if node.target in _SCATTERS and node.users:  # without users it was a step of a later one
             _gather_steps(node)
-    graph.eliminate_dead_code()
+    drop_unread(graph)
     assignments = graph.find_nodes(op="call_function", target=assign)
     for node in assignments:
         _merge_with_base(node)
     if assignments:
-        graph.eliminate_dead_code()
+        drop_unread(graph)
 
 
 def _stand_alone(node: fx.Node) -> None:

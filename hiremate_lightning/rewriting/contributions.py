@@ -23,7 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ..torch_private import aot
 from ..torch_private.tensor_state import is_dense, storage_id, versions_of
-from .joint import written_values
+from .joint import drop_unread, written_values
 
 TermCounts = Mapping[int, int]  # by position of an input: of how many terms its gradient is the sum
 
@@ -197,7 +197,7 @@ class Contributions:
             results[forward_outputs + position] = first
             others.extend(rest)
         output.args = ((*results[: len(results) - added], *others),)
-        joint.graph.eliminate_dead_code()
+        drop_unread(joint.graph)
 
 
 def _written(joint: fx.GraphModule, forward_outputs: int) -> set[int]:

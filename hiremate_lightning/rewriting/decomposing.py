@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from ..torch_private import tensor_state
-from .joint import ORIGIN
+from .joint import ORIGIN, drop_unread
 from .kernels import as_eager, dropout, eager_scale
 from .replays import draw_mask_of, mask_arguments
 
@@ -40,7 +40,7 @@ class Decomposer:
                 self._origin = {key: node.meta[key] for key in ORIGIN if key in node.meta}
                 with self.graph.inserting_before(node):
                     rewrite(self, node)
-        self.graph.eliminate_dead_code()
+        drop_unread(self.graph)
 
     def _add(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)

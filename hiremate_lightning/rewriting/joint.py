@@ -5,6 +5,7 @@ Torch traces forward and backward into one graph. Whoever rewrites it or makes r
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 import re
@@ -147,6 +148,13 @@ def show_as(node: fx.Node, shown: torch.Tensor) -> None:
         tupled.meta["val"] = tuple(shown if i == position else v for i, v in enumerate(tupled.meta["val"]))
 
 
+def drop_unread(graph: fx.Graph) -> None:
+    """Erase the operations without effects that nothing reads; fx asks each node of a graph whether it has effects."""
+    for node in reversed(graph.nodes):
+        if not node.users and not node.is_impure():
+            graph.erase_node(node)
+
+
 def alone_behind(node: fx.Node) -> fx.Node | None:
     """Return what a node reads first, through other shapes of it, where nothing else reads that."""
     before: Any = node.args[0]
@@ -285,6 +293,15 @@ def is_collective(op: str) -> bool:
     return bool(_COLLECTIVE.match(op))
 
 
+@functools.cache
+def _named_collective(target: aot.OpOverload) -> bool:
+    return is_collective(str(target))
+
+
+def _calls_collective(target: Any) -> bool:
+    return isinstance(target, aot.OpOverload) and _named_collective(target)
+
+
 def may_choose_anew(ops: Iterable[str], device: torch.device) -> bool:
     """Whether cuDNN may run one of these operators by another algorithm than before: it times them, for each thread."""
     return device.type == "cuda" and torch.backends.cudnn.benchmark and "aten.convolution.default" in ops
@@ -292,7 +309,7 @@ def may_choose_anew(ops: Iterable[str], device: torch.device) -> bool:
 
 def is_random(node: fx.Node, device: torch.device | None) -> bool:
     """Whether a second run may give other numbers, or hang."""
-    if is_collective(str(node.target)) or operation_named(node.target).is_random:
+    if _calls_collective(node.target) or operation_named(node.target).is_random:
         return True
     if isinstance(node.target, aot.HigherOrderOperator):
         return _is_random_inside(node, device)

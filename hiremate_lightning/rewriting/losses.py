@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from ..torch_private import tensor_state
-from .joint import SHAPES, alone_behind, is_part, replace_node, source_of, written_storages
+from .joint import SHAPES, alone_behind, drop_unread, is_part, replace_node, source_of, written_storages
 from .kernels import part_length
 from .operations import Into, Operation, register
 
@@ -197,7 +197,7 @@ def join(joint: fx.GraphModule) -> None:
         if loss is not None and tensor_state.storage_id(loss.logits.meta["val"]) not in written:
             _replace(loss)
     if found:
-        joint.graph.eliminate_dead_code()
+        drop_unread(joint.graph)
 
 
 def _replace(loss: _Loss) -> None:

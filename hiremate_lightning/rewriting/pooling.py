@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from ..torch_private import tensor_state
-from .joint import replace_node, values_of
+from .joint import drop_unread, replace_node, values_of
 from .kernels import memory_format_of, part_length
 from .operations import Operation, register
 
@@ -115,7 +115,7 @@ def join(joint: fx.GraphModule) -> None:
                 _replace(node, gradients, _windows_of(node.args[1:], dims))
                 is_changed = True
     if is_changed:
-        joint.graph.eliminate_dead_code()
+        drop_unread(joint.graph)
 
 
 def _pooled_by(gradient: fx.Node) -> tuple[fx.Node, ...]:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from ..torch_private import tensor_state
-from .joint import SHAPES, has_definite_strides, source_of
+from .joint import SHAPES, drop_unread, has_definite_strides, source_of
 
 aten = torch.ops.aten
 
@@ -35,7 +35,7 @@ def leave_out(joint: fx.GraphModule) -> None:
         same = _shown_by(node)
         if same is not None and not (output in node.users and (same.op == "placeholder" or output in same.users)):
             node.replace_all_uses_with(same)
-    joint.graph.eliminate_dead_code()
+    drop_unread(joint.graph)
 
 
 def _shown_by(node: fx.Node) -> fx.Node | None:

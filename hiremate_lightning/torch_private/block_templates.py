@@ -29,13 +29,14 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd import graph_capture
 from torch._functorch._aot_autograd.schemas import MutationType, OutputType, ViewAndMutationMeta
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import aot
 from .likeness import UnlikeError, expect
+from .memoryless import Memory, kind_of, layout_of
 from .replacing import replaced
-from .tensor_state import fake_mode_of, leaves, map_leaves, storage_id, storages_among
+from .tensor_state import fake_mode_of, leaves, storages_among
 
 Stacks = dict[tuple[Any, ...], dict[str, Any]]  # the modules that a node is in, by those of the same node of a template
 Strides = tuple[tuple[int, ...] | None, ...]  # of the gradients of a block's results; None for one without
@@ -121,7 +122,7 @@ class Template:
     @property
     def layouts(self) -> Any:
         """How its results lie, and the gradients that it gives."""
-        return [node and _layout(node.meta["val"]) for node in (*self.outputs, *self.gradients)]
+        return [node and layout_of(node.meta["val"]) for node in (*self.outputs, *self.gradients)]
 
     def _check_outputs(self) -> None:
         makers = dict[int, fx.Node]()  # by storage: what had it first
@@ -279,7 +280,7 @@ class _Block(torch.autograd.Function):
         template = _calls[ctx.number].template
         tangents = [g for g, has_gradient in zip(gradients, template.has_gradient, strict=True) if has_gradient]
         for tangent, node in zip(tangents, template.tangents, strict=True):
-            expect(tangent is not None and _kind(tangent) == _kind(node.meta["val"]), "a gradient of a block")
+            expect(tangent is not None and kind_of(tangent) == kind_of(node.meta["val"]), "a gradient of a block")
         _calls[ctx.number].strides = [tangent.stride() for tangent in tangents]
         needed = zip(template.gradients, ctx.needs_input_grad[1:], strict=True)
         expect(all(is_needed for gradient, is_needed in needed if gradient is not None), "what needs a gradient")
@@ -304,14 +305,6 @@ class _Handing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return torch.ops.hiremate_lightning.laid_out(gradients[0], ctx.strides), None
-
-
-def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return *_kind(tensor), tensor.stride()
 
 
 def _like(node: fx.Node) -> torch.Tensor:
@@ -362,46 +355,6 @@ def write_out(joint: fx.GraphModule) -> None:
             _Writing(joint.graph, mode).run()
 
 
-class _Memory:
-    """Where the values of a copied block lie: they share storages as those of its template do. None has memory.
-
-    Args:
-        mode: Of tensors without memory.
-    """
-
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self._mode = mode
-        self._places = dict[int, tuple[torch.UntypedStorage, int]]()  # by storages of the template: offset added
-
-    def give(self, shown: Sequence[Any], values: Sequence[Any]) -> None:
-        """Lay out what the block gets.
-
-        Args:
-            shown: What its template got.
-            values: What it gets.
-        """
-        for one, value in zip(shown, values, strict=True):
-            expect(isinstance(value, torch.Tensor) and _layout(one) == _layout(value), "what a block gets")
-            place = value.untyped_storage(), int(value.storage_offset() - one.storage_offset())
-            first, offset = self._places.setdefault(storage_id(one), place)
-            expect((first._cdata, offset) == (place[0]._cdata, place[1]), "what of a block's inputs lies together")
-        places = [storage._cdata for storage, _ in self._places.values()]
-        expect(len(set(places)) == len(places), "what of a block's inputs lies apart")
-
-    def like(self, value: Any) -> Any:
-        """Return what is in a copy in the place of a value of the template."""
-        return map_leaves(lambda v: self._tensor_like(v) if isinstance(v, torch.Tensor) else v, value)
-
-    def _tensor_like(self, shown: torch.Tensor) -> torch.Tensor:
-        number, storage = storage_id(shown), shown.untyped_storage()
-        if number not in self._places:
-            self._places[number] = torch.UntypedStorage(storage.nbytes(), device="meta"), 0
-        memory, offset = self._places[number]
-        empty = torch.empty(0, dtype=shown.dtype, device="meta")
-        empty.set_(memory, shown.storage_offset() + offset, shown.shape, shown.stride())
-        return FakeTensor(self._mode, empty, shown.device)
-
-
 class _Writing:
     """Writes blocks into a joint graph.
 
@@ -412,7 +365,7 @@ class _Writing:
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
         self._graph, self._mode = graph, mode
-        self._memory: dict[int, _Memory] = {}  # by the number of a call
+        self._memory: dict[int, Memory] = {}  # by the number of a call
         self._written: dict[int, dict[fx.Node, Any]] = {}  # by the number of a call: nodes by those of its template
         self._stale = set[int]()  # storages of what stood in for results of blocks
         self._values: list[Any] = []  # that lie on these: a number must not come again
@@ -424,7 +377,7 @@ class _Writing:
         for node in list(self._graph.nodes):
             if node.target is ops.block.default:
                 call, inputs = _calls[node.args[0]], node.args[1]
-                self._written[call.number], self._memory[call.number] = {}, _Memory(self._mode)
+                self._written[call.number], self._memory[call.number] = {}, Memory(self._mode)
                 self._give(call, call.template.inputs, inputs)
                 self._write(node, call, call.template.forward, call.template.outputs)
             elif node.target is ops.block_backward.default:

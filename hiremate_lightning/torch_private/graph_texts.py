@@ -5,6 +5,7 @@ Of a step of thousands of nodes that takes a few hundredths of the time to the f
 
 from __future__ import annotations
 
+import functools
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,11 +15,14 @@ from torch import fx
 from torch._dynamo import symbolic_convert
 from torch._functorch._aot_autograd import graph_compile
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.experimental import proxy_tensor
+from torch.utils import _traceback
 
 from .replacing import StandIn, replaced
 
 _LINE_LOGS = symbolic_convert.trace_call_log, symbolic_convert.trace_source_log
 _GRAPH_LOGS = graph_compile.aot_joint_log, graph_compile.aot_graphs_log
+_shorten = functools.lru_cache(maxsize=1024)(_traceback.shorten_filename)
 _STRUCTURED = logging.getLogger("torch.__trace")  # gets all that is logged, where it has handlers
 
 
@@ -28,10 +32,14 @@ def module_of(root: torch.nn.Module, graph: fx.Graph, name: str = "GraphModule")
 
 
 def names_of_lines() -> list[StandIn]:
-    """Return stand-ins that keep Dynamo from reading whole files for the function of a line, which only logs show."""
+    """Return stand-ins that shorten the path of each file once, though each guard names one.
+
+    And that keep Dynamo from reading whole files for the function of a line, which only logs show.
+    """
+    paths: list[StandIn] = [(_traceback, "shorten_filename", _shorten)]
     if any(log.isEnabledFor(logging.DEBUG) for log in _LINE_LOGS):
-        return []
-    return [(symbolic_convert, "get_funcname", lambda file, line: None)]
+        return paths
+    return [*paths, (symbolic_convert, "get_funcname", lambda file, line: None)]
 
 
 def unwritten() -> AbstractContextManager[Any]:
@@ -41,4 +49,5 @@ def unwritten() -> AbstractContextManager[Any]:
     return replaced(
         (graph_compile, "_log_joint_graph", lambda joint, config: None),
         (graph_compile, "_log_fw_bw_graphs", lambda *given: (None, None)),
+        (proxy_tensor, "_extract_tensor_metadata", lambda value: None),  # what nodes say of their values once more
     )

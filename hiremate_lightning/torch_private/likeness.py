@@ -67,6 +67,7 @@ class Read:
 
     Attributes:
         aliases: Those of them that are of the module, one at least.
+        classes: By the sources of what is guarded: where the class is from through which that was reached.
 
     Raises:
         UnlikeError: The module is a key of something.
@@ -80,6 +81,12 @@ class Read:
         self.tensors = {g.originating_source for g in self.guards if g.create_fn_name() == "TENSOR_MATCH"}
         self.typed = {unwrapped(g.originating_source) for g in self.guards if g.create_fn_name() == "TYPE_MATCH"}
         self.in_order = tuple(source for source in output.guard_on_key_order if self.has(source))
+        guarded = {unwrapped(guard.originating_source) for guard in self.guards}
+        classes = ((source, self._class_of(source)) for source in guarded)
+        self.classes = {source: link for source, link in classes if link is not None}
+
+    def _class_of(self, source: Source) -> TypeSource | None:
+        return next((link for link in _links(source) if isinstance(link, TypeSource) and self.has(link)), None)
 
     def has(self, source: Source) -> bool:
         """Whether a value was reached through the module."""
@@ -155,11 +162,11 @@ class Likeness:
 
     def _is_of_class(self, source: Source) -> bool:
         """Whether a value was reached through the class of what both have, which is guarded to be the same one."""
-        for link in _links(source):
-            if isinstance(link, TypeSource) and self._read.has(link):
-                is_same = self._or_missing(link) is self._or_missing(self.other_of(link))
-                return is_same and unwrapped(link.base) in self._read.typed
-        return False
+        link = self._read.classes.get(source)
+        if link is None:
+            return False
+        is_same = self._or_missing(link) is self._or_missing(self.other_of(link))
+        return is_same and unwrapped(link.base) in self._read.typed
 
     def _is_same_object(self, source: Source) -> bool:
         value = self._or_missing(source)
@@ -312,9 +319,14 @@ def _same_tensor_kind(one: torch.Tensor, other: torch.Tensor, **_: Any) -> bool:
 
 def facts_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """List what code can ask of a tensor without reading its values."""
+    return *facts_of_inner(tensor), tensor.is_leaf, tensor._is_view()
+
+
+def facts_of_inner(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """List the same, but not how the tensor came about."""
     expect(tensor.layout is torch.strided, "a tensor that is not strided")
     where: tuple[Any, ...] = type(tensor), tensor.dtype, tensor.device, *_numbers(tensor)
-    state = tensor.requires_grad, tensor.is_leaf, tensor._is_view(), tensor.is_inference()
+    state = tensor.requires_grad, tensor.is_inference()
     return *where, *state, tensor.is_conj(), tensor.is_neg(), str(torch._C._dispatch_keys(tensor))
 
 

@@ -6,7 +6,8 @@ import functools
 import itertools
 import re
 import types
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,7 +22,9 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import Source
 from torch._ops import HigherOrderOperator
 
-from .likeness import Likeness, Read, expect, facts_of, is_plain
+from . import tensor_state
+from .likeness import Likeness, Read, UnlikeError, expect, facts_of, facts_of_inner, is_plain
+from .memoryless import Memory, can_be_made
 from .module_calls import Call, Leaves, is_constant, realized
 
 FEWEST_NODES = 4  # in a trace: less is traced as fast as it is compared
@@ -29,6 +32,7 @@ MARK = "hiremate_block"  # in the metadata of nodes
 _KNOWN_OF_NODES = frozenset(  # a node of which more is known has a mark that is its own
     ("example_value", "stack_trace", "nn_module_stack", "source_fn_stack", "creation_timestamp", MARK)
 )
+taking_gradients: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that does so itself: copies are run
 _numbers = itertools.count(1)
 _WITH_MORE_INSIDE = HigherOrderOperator, types.MethodType, functools.partial
 _NUMBER_AT_END = re.compile(r"_\d+$")
@@ -95,6 +99,19 @@ class Trace:
         self.returned = frozenset(_nodes_of(result))
         self.number, self.copies = next(_numbers), 0
         self._read: Read | None = None
+        self._shows_values: bool | None = None
+
+    @functools.cached_property
+    def seen(self) -> frozenset[fx.Node]:
+        """The nodes whose values, or items of these, the call returned: some operations return what they are given."""
+        returned = set(map(id, _shown(self.returned)))
+        return frozenset(n for n in self.nodes if not returned.isdisjoint(map(id, tensor_state.leaves(_shown([n])))))
+
+    def shows_values(self, inputs: Iterable[fx.Node]) -> bool:
+        """Whether what its nodes read and gave shows what copies of them give."""
+        if self._shows_values is None:
+            self._shows_values = can_be_made(node.meta.get("example_value") for node in (*inputs, *self.nodes))
+        return self._shows_values
 
     def read(self, aliases: Sequence[tuple[Source, Source]] = ()) -> Read:
         """List what was read of the module, with the first list of what was reached from two places that is given."""
@@ -187,14 +204,28 @@ class Copy:
         for guard in self._likeness.guards:
             self._output.guards.add(guard, collect_debug_stack=False)
         self._output.guard_on_key_order.update(map(self._likeness.other_of, self._trace.read().in_order))
+        memory = self._memory()
         for position, node in enumerate(self._trace.nodes):
             copy = self._others[node] = self._node(node, calls_before)
+            self._value(node, copy, memory)
             node.meta[MARK] = Mark(self._trace.number, 0, position)
             copy.meta[MARK] = Mark(self._trace.number, self._trace.copies, position)
         for name, count in self._trace.calls.items():
             other = self._renamed(name)
             self._tx.num_calls[other] = self._tx.num_calls.get(other, 0) + count
         return self._result(self._trace.result)
+
+    def _memory(self) -> Memory | None:
+        """Lay out what the nodes read, where the trace shows what they give; return None where they have to be run."""
+        takes_gradients = self._output.root_tx.f_code in taking_gradients
+        if takes_gradients or not self._trace.shows_values(self._others):
+            return None
+        memory = Memory(self._tx.fake_mode)
+        try:
+            memory.give(_shown(self._others), _shown(self._others.values()))
+        except UnlikeError:  # what it gets shares memory otherwise
+            return None
+        return memory
 
     def _input(self, node: fx.Node, source: Source, calls_before: dict[str, int]) -> fx.Node:
         count = len(self._output.placeholders)
@@ -222,13 +253,22 @@ class Copy:
             added.meta["source_fn_stack"] = [*outer, (added.name, target)]
         if first != last:
             added._rename(last)
+        return added
+
+    def _value(self, node: fx.Node, added: fx.Node, memory: Memory | None) -> None:
+        """Set what a copied node gives; what code can look at after the call comes about as in any trace."""
+        shown = node.meta["example_value"]
+        if memory is not None and node not in self._trace.seen:
+            set_example_value(added, memory.like(shown))
+            return
         if node in self._trace.returned:
-            self._returned[node] = wrap_fx_proxy(self._tx, fx.Proxy(added, tracer))
+            self._returned[node] = wrap_fx_proxy(self._tx, fx.Proxy(added, self._output.current_tracer))
         else:
             set_example_value(added, get_fake_value(added, self._tx))
-        value = added.meta["example_value"]
-        expect(_facts(value) == _facts(node.meta["example_value"]), f"{added.name} is another")
-        return added
+        value, of_tensor = added.meta["example_value"], facts_of if node in self._trace.seen else facts_of_inner
+        expect(_facts(value, of_tensor) == _facts(shown, of_tensor), f"{added.name} is another")
+        if memory is not None:
+            memory.give(tensor_state.leaves(shown), tensor_state.leaves(value))
 
     def _stack(self, node: fx.Node, calls_before: dict[str, int]) -> dict[str, Any]:
         """Return the modules that the copy of a node is in, by their names."""
@@ -258,6 +298,10 @@ class Copy:
         return self._leaves.variables[node] if node in self._leaves.variables else self._returned[node]
 
 
+def _shown(nodes: Iterable[fx.Node]) -> list[Any]:
+    return [node.meta["example_value"] for node in nodes]
+
+
 def _names_of(node: fx.Node) -> tuple[str, str]:
     """Return the name that a node was made with, and that of a variable that it was stored in, without numbers."""
     made = node.meta.get("source_fn_stack")
@@ -272,11 +316,13 @@ def _name_in_stack(module: UnspecializedNNModuleVariable) -> str:
     return _MEMBER.sub(r".\2", name)
 
 
-def _facts(value: Any) -> Any:
+def _facts(value: Any, of_tensor: Callable[[torch.Tensor], Any]) -> Any:
     """List what code can ask of what a node gives."""
     if isinstance(value, torch.Tensor):
-        return facts_of(value)
-    return tuple(map(_facts, value)) if isinstance(value, (tuple, list)) else (type(value), str(value))
+        return of_tensor(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(_facts(item, of_tensor) for item in value)
+    return type(value), str(value)
 
 
 def nodes_after(node: fx.Node) -> list[fx.Node]:

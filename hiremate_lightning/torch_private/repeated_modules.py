@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
-from torch._dynamo import utils
+from torch._dynamo import output_graph, utils
 from torch._dynamo.exc import TorchDynamoException, UnspecializeRestartAnalysis
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -48,7 +48,7 @@ except ImportError:  # PyTorch before 2.13
 
 from .likeness import UnlikeError, expect, is_plain
 from .module_calls import Call, Circumstances, realized
-from .module_traces import Added, CopyError, Trace, can_be_copied, nodes_after
+from .module_traces import Added, CopyError, Trace, can_be_copied, nodes_after, taking_gradients
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -119,13 +119,14 @@ class _Traces:
         output: Dynamo's graph that is being made.
 
     Attributes:
+        has_copies: Whether any trace was copied.
         unseen: How often code has asked which object something is, or has run what Dynamo does not trace.
         aliases: The sources of what was reached from two places: that of the second one, and the first one's.
     """
 
     def __init__(self, output: Any) -> None:
         self.output, self.changes = output, _Changes(output.side_effects)
-        self.unseen = 0
+        self.unseen, self.has_copies = 0, False
         self.aliases: list[tuple[Source, Source]] = []
         self._by_class: defaultdict[type, list[Trace]] = defaultdict(list)
         self._misses = Counter[type]()
@@ -142,6 +143,7 @@ class _Traces:
                 is_missed = True
                 expect(not self.changes.may_be_read(trace.changes_before, trace.age), "something was changed")
                 result = trace.copy_for(call, leaves, self.aliases)
+                self.has_copies = True
                 self._misses[kind] = -sys.maxsize  # it pays here
                 return result
             except TorchDynamoException:
@@ -190,6 +192,16 @@ def _call_or_copy(module: UnspecializedNNModuleVariable, tx: Any, arguments: lis
     except UnlikeError:
         return _call(module, tx, arguments, named)
     return _traces_of(tx.output).call(call)
+
+
+def _reach_back(*arguments: Any, **named: Any) -> Any:
+    """Trace code that takes gradients anew where copies were made: it looks at how all that they give came about."""
+    output = InstructionTranslator.current_tx().output
+    code = output.root_tx.f_code
+    if _traces_of(output).has_copies and code not in taking_gradients:
+        taking_gradients.add(code)
+        raise UnspecializeRestartAnalysis(restart_reason="copies of modules' traces have to be run")
+    return _collect_reachable(*arguments, **named)
 
 
 def _note_change(known: SideEffects, item: Any) -> Any:
@@ -284,6 +296,7 @@ _ages = itertools.count(1)
 _begin, _build_variable = MutationType.__init__, VariableBuilder.__call__
 _check_change, _store = SideEffects.check_allowed_side_effect, functions.invoke_and_store_as_constant
 _call_id = builtin.BuiltinVariable.call_id
+_collect_reachable: Any = getattr(output_graph, "collect_reachable_grad_fns", None)
 _compare_identity: Any = getattr(object_protocol, "vt_identity_compare", None)
 
 
@@ -300,6 +313,7 @@ def _stand_ins() -> tuple[tuple[Any, str, Any], ...]:
             (nn_module, "invoke_and_store_as_constant", _store_as_constant),
             (object_protocol, "vt_identity_compare", _identify),
             (builtin, "vt_identity_compare", _identify),
+            (output_graph, "collect_reachable_grad_fns", _reach_back),
             (utils, "_get_fake_tensor", _noting(utils._get_fake_tensor)),
             (builtin.BuiltinVariable, "call_id", _identified),
             *((kind, "hash_impl", _noting(kind.hash_impl)) for kind in looked_up),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.torch_private import module_traces
+from hiremate_lightning.torch_private import module_traces, repeated_modules
 from tests.exact import TORCH, simple_loop, train_both
 
 WIDTH, DEPTH = 16, 5
@@ -123,6 +123,7 @@ def test_layers_that_are_alike_train_bit_for_bit(make, copies):
 def test_attention_and_what_follows_it_train_bit_for_bit(copies):
     train_both(lambda: Stack(Attending), simple_loop(lambda index: batch(index).view(2, 12, WIDTH)))
     assert copies or TORCH < (2, 13)
+    assert Stack.forward.__code__ not in repeated_modules._traced_whole
 
 
 def test_sizes_that_vary_train_bit_for_bit(copies):

@@ -43,10 +43,10 @@ def test_graphs_are_written_for_those_who_read_logs(written, monkeypatch):
 
 
 def test_lines_of_logs_name_their_functions_where_they_are_shown(monkeypatch):
-    assert [name for _, name, _ in graph_texts.names_of_lines()] == ["get_funcname"]
+    assert "get_funcname" in {name for _, name, _ in graph_texts.names_of_lines()}
     shown = symbolic_convert.trace_call_log
     monkeypatch.setattr(shown, "isEnabledFor", lambda level: level >= logging.DEBUG)
-    assert not graph_texts.names_of_lines()
+    assert "get_funcname" not in {name for _, name, _ in graph_texts.names_of_lines()}
 
 
 def test_the_code_of_a_module_is_written_when_it_is_read_or_called():

@@ -78,6 +78,19 @@ class InPlace(nn.Module):
         return hidden.view(-1, 2, WIDTH // 2).transpose(1, 2).reshape(-1, WIDTH).add_(self.seen)
 
 
+class Returning(nn.Module):
+    """Returns what operations gave that return what they are given, a part of a tuple, and a view."""
+
+    def __init__(self, _: int) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        hidden = torch.tanh(self.linear(x).float().contiguous()).to(x.dtype)
+        parts = self.other(hidden + 1).split(WIDTH, -1)
+        return hidden, parts[1], parts[2].transpose(0, 1)
+
+
 class Stack(nn.Module):
     def __init__(self, kind: Callable[[int], nn.Module], depth: int = 4) -> None:
         super().__init__()
@@ -117,6 +130,37 @@ class TwiceStack(Stack):
         for block in (*self.blocks, *self.blocks):
             x = block(self.first(x))
         return x
+
+
+class ReturningStack(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            hidden, part, view = block(x)
+            x = hidden * part + view.t()
+        return x
+
+
+class GradientStack(Stack):
+    """Takes gradients itself, for which Dynamo looks at how values came about."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        (gradient,) = torch.autograd.grad(x.sum(), self.first.weight, create_graph=True)
+        return x * gradient.sum()
+
+
+class Around(nn.Module):
+    """Calls a module that is copied; what it does itself is copied in other ways."""
+
+    def __init__(self, index: int, in_place: bool) -> None:
+        super().__init__()
+        self.one, self.other, self.in_place = Block(index), Block(index + 1), in_place
+        self.attention = nn.MultiheadAttention(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.other(self.one(x)) + self.attention(x, x, x, need_weights=False)[0]
+        return x.sin().mul_(2.0) if self.in_place else x
 
 
 class LinesStack(Stack):
@@ -183,7 +227,7 @@ def _rows(graph: fx.GraphModule, module: nn.Module) -> list[tuple[Any, ...]]:
     """Write each node with all that is known of it but its name."""
     names = {str(id(part)): name for name, part in module.named_modules()}
     number = {node: index for index, node in enumerate(graph.graph.nodes)}
-    rows = []
+    rows, places = [], dict[int, int]()
     for node in graph.graph.nodes:
         stack = node.meta.get("nn_module_stack", {}).items()
         inside = [(re.sub(r"^\d+", lambda m: names.get(m.group(), "?"), key), value) for key, value in stack]
@@ -192,8 +236,20 @@ def _rows(graph: fx.GraphModule, module: nn.Module) -> list[tuple[Any, ...]]:
         given = fx.map_arg((node.args, dict(node.kwargs)), number.__getitem__)
         said = None if node.op == "placeholder" else node.meta.get("stack_trace")
         meta = sorted(set(node.meta) - {"creation_timestamp", module_traces.MARK})
-        rows.append((node.op, target, given, inside, called, said, meta, str(node.meta.get("example_value"))))
+        shown = _shown(node.meta.get("example_value"), places)
+        rows.append((node.op, target, given, inside, called, said, meta, shown))
     return rows
+
+
+def _shown(value: Any, places: dict[int, int]) -> Any:
+    """Write what a node gives, with the number of the storage that it lies on."""
+    if isinstance(value, (tuple, list)):
+        return [_shown(item, places) for item in value]
+    if not isinstance(value, Tensor):
+        return str(value)
+    place = places.setdefault(value.untyped_storage()._cdata, len(places))
+    where = value.shape, value.stride(), value.storage_offset(), value.untyped_storage().nbytes(), place
+    return type(value), value.dtype, value.device, value.requires_grad, *where
 
 
 def both(
@@ -214,6 +270,7 @@ def both(
         traces.append(trace(make(), *inputs, copies=copies, monkeypatch=monkeypatch))
     plainly, found = traces
     assert plainly.copies == 0
+    assert not repeated_modules._traced_whole  # no copy failed
     assert [len(rows) for rows in found.rows] == [len(rows) for rows in plainly.rows]
     for rows, expected in zip(found.rows, plainly.rows, strict=True):
         assert [(a, b) for a, b in zip(rows, expected, strict=True) if a != b] == []
@@ -235,12 +292,19 @@ def batch(*shape: int) -> Tensor:
         (lambda: PairedStack(Paired), 3),
         (lambda: KeepingStack(Block), 3),
         (lambda: TwiceStack(Block, 2), 3),
+        (lambda: ReturningStack(Returning), 3),
+        (lambda: GradientStack(Block), 2 * 3),  # once more, with copies that are run
+        *((lambda in_place=in_place: Stack(lambda i: Around(i, in_place)), 3) for in_place in (False, True)),
         (lambda: LinesStack(Block), 3),
         (lambda: HandlingStack(Block), 2),
         (lambda: nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), Block(i)) for i in range(4))), 2),
         (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 16), 3, enable_nested_tensor=False), 1),
     ],
-    ids=["blocks", "batch norms", "in place", "two results", "kept", "twice", "lines", "error", "nested", "encoder"],
+    ids=[
+        *("blocks", "batch norms", "in place", "two results", "kept", "twice", "returned", "gradient", "around"),
+        *("around in place", "lines"),
+        *("error", "nested", "encoder"),
+    ],
 )
 def test_graph_and_guards_are_those_of_a_trace_of_each(make, copies, monkeypatch):
     assert both(make, batch(), monkeypatch=monkeypatch).copies >= copies
@@ -584,7 +648,7 @@ def test_one_object_that_all_share_may_become_another(monkeypatch):
 
 def test_a_copy_that_turns_out_other_is_traced_after_all(monkeypatch):
     facts = module_traces._facts
-    monkeypatch.setattr(module_traces, "_facts", lambda value: (facts(value), object()))
+    monkeypatch.setattr(module_traces, "_facts", lambda *given: (facts(*given), object()))
     module = Stack(Block)
     found = trace(module, batch(), copies=True, monkeypatch=monkeypatch)
     assert found.copies == 1
