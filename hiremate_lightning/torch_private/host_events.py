@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._autograd import _enable_record_function, _ProfilerDisableOptions
+from torch._C._autograd import _enable_record_function
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig, _RecordFunctionFast
 from torch.autograd import profiler
 
 from . import backward_pass
 
+_UNREAD: Any = torch._C._autograd._ProfilerDisableOptions(True, False)  # type: ignore[attr-defined]  # this thread's events
 MARK = "hiremate:"  # begins the names of marks among those of operators
 _ERROR = 2  # of the levels at which torch's C++ code logs
 _levels: list[int] = []  # those that were set before events were recorded
@@ -85,10 +86,10 @@ def stop() -> list[tuple[str, int]]:
 
 def drop() -> None:
     """End the recording, and look at nothing that was recorded."""
-    _end(_ProfilerDisableOptions(True, False))  # of this thread, without collecting its events
+    _end(_UNREAD)
 
 
-def _end(*options: _ProfilerDisableOptions) -> list[list[Any]]:
+def _end(*options: Any) -> list[list[Any]]:
     """End the recording, and return the events of each thread as PyTorch has them."""
     _giving_way.pop(threading.get_ident(), None)
     if backward_pass.is_running():
@@ -107,7 +108,7 @@ def _end_what_came_back() -> None:
         _ended_in_backward.discard(threading.get_ident())
         _enable_record_function(True)
         if torch.autograd._profiler_enabled():
-            torch.autograd._disable_profiler_legacy(_ProfilerDisableOptions(True, False))
+            torch.autograd._disable_profiler_legacy(_UNREAD)
 
 
 @functools.cache

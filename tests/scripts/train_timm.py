@@ -54,7 +54,7 @@ def main():
     args = parser.parse_args()
     random_seed(42, 0)
     model = create_model(
-        args.model, img_size=32, patch_size=8, embed_dim=24, depth=3, num_heads=2, num_classes=10, drop_path_rate=0.1
+        args.model, img_size=32, patch_size=8, embed_dim=24, depth=8, num_heads=2, num_classes=10, drop_path_rate=0.1
     )
     model.set_grad_checkpointing(args.grad_checkpointing)
     optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.05)
