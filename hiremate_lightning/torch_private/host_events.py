@@ -23,8 +23,9 @@ from torch.autograd import profiler
 
 from . import backward_pass
 
-_UNREAD: Any = torch._C._autograd._ProfilerDisableOptions(True, False)  # type: ignore[attr-defined]  # this thread's events
 MARK = "hiremate:"  # begins the names of marks among those of operators
+# How to end a recording without turning its events into objects of Python, which takes longer than to record them.
+_UNREAD: Any = torch._C._autograd._ProfilerDisableOptions(True, False)  # type: ignore[attr-defined]
 _ERROR = 2  # of the levels at which torch's C++ code logs
 _levels: list[int] = []  # those that were set before events were recorded
 _giving_way: dict[int, Callable[[], None]] = {}  # by thread that is recorded
@@ -108,7 +109,7 @@ def _end_what_came_back() -> None:
         _ended_in_backward.discard(threading.get_ident())
         _enable_record_function(True)
         if torch.autograd._profiler_enabled():
-            torch.autograd._disable_profiler_legacy(_UNREAD)
+            torch.autograd._disable_profiler_legacy(_UNREAD)  # type: ignore[call-arg]
 
 
 @functools.cache
