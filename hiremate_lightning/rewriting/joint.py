@@ -155,6 +155,14 @@ def drop_unread(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def reshaped(node: fx.Node) -> fx.Node | None:
+    """Return what a node shows in another shape by a copy, as `reshape` is traced where no view does; None if none."""
+    copied: Any = node.args[0] if node.target is aten._unsafe_view.default else None
+    is_copy = isinstance(copied, fx.Node) and copied.target is aten.clone.default and len(copied.users) == 1
+    read = copied.args[0] if is_copy else None
+    return read if isinstance(read, fx.Node) else None
+
+
 def alone_behind(node: fx.Node) -> fx.Node | None:
     """Return what a node reads first, through other shapes of it, where nothing else reads that."""
     before: Any = node.args[0]

@@ -21,7 +21,7 @@ from ..errors import ScheduleError
 from ..records.graph import Direction, Node
 from ..records.schedule import Compute, CopyIn, Copying, CopyOut, Free, Operation, Schedule, WaitOut
 from ..rewriting.contributions import additions
-from ..rewriting.joint import is_collective
+from ..rewriting.joint import is_collective, reshaped
 from ..rewriting.kernels import as_eager, needs_traced_layout
 from ..rewriting.overwriting import overwriting, traced_strides
 from ..rewriting.replays import DRAW_AGAIN, call_of, is_state, state_arguments
@@ -369,6 +369,9 @@ class _Emitter:
         if node in self._absence.overwrites:
             dying = self._absence.overwrites[node]
             target, args = overwriting(node.target, dying), (traced_strides(node, dying), *args)
+        if self._absence.values and record.direction is Direction.BACKWARD and (read := reshaped(node)) is not None:
+            # A term in the place of a sum may lie so that eager PyTorch shows it in another shape, and copies nothing.
+            target, args = aten.reshape.default, (self._value_of(read), node.args[1])
         outputs = self._outputs(record, node)
         for state in filter(is_state, outputs):
             self.values[state] = copied = self._graph.node_copy(state)

@@ -252,3 +252,37 @@ def test_views_in_an_absent_backward_make_no_values():
     made = [storage for allocated in plan.graph.allocates for storage in allocated]
     assert len(made) == len(set(made))
     assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, rel=0.005)
+
+
+class WithCache(nn.Module):
+    """Attends to nothing but keeps keys: of the last piece nobody uses them, so that their gradient does not come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = nn.Linear(64, 64)
+
+    def forward(self, x, cache):
+        keys = self.keys(x).unflatten(-1, (4, -1)).transpose(1, 2)
+        if cache is not None:
+            keys = torch.cat([cache, keys], 2)
+        return keys.tanh().transpose(1, 2).flatten(-2)[:, -16:], keys
+
+
+def test_a_term_that_lies_otherwise_than_the_sum_is_shown_in_another_shape_as_in_plain_training():
+    """The sum of both gradients of the keys needs a copy to be shown in another shape, and the term alone does not."""
+
+    def gradients(model):
+        found = []
+        for seed in range(3):
+            cache, loss = None, 0
+            for piece in torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(seed)).split(16, 1):
+                result, cache = model(piece, cache)
+                loss = loss + result.square().mean()
+            loss.backward()
+            found += [parameter.grad for parameter in model.parameters()]
+            model.zero_grad()
+        return found
+
+    plain, planned = two(WithCache)
+    hiremate(planned, "100%", verbose=False)
+    assert all(map(torch.equal, gradients(planned), gradients(plain)))
