@@ -217,7 +217,8 @@ class Announcements:
     def least(self, peak_bytes: int, budget_bytes: int) -> None:
         """Warn that nothing fits the budget."""
         least, budget = format_bytes(peak_bytes), format_bytes(budget_bytes)
-        self.say_over(f"Nothing fits the budget of {budget}: the step runs at the least memory found, {least}.")
+        more = f", {format_bytes(peak_bytes - budget_bytes)} more" if least == budget else ""
+        self.say_over(f"Nothing fits the budget of {budget}: the step runs at the least memory found, {least}{more}.")
 
     def checkpointing(self, plan: Plan) -> None:
         """Warn, once, that a plan takes the place of what the user's code runs again by itself."""

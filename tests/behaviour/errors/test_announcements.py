@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 
+import pytest
+
 from hiremate_lightning.telling.announcements import RETAINING, Announcements
 
 
@@ -24,3 +26,10 @@ def test_graphs_that_are_retained_ever_more_are_announced_once():
 
 def test_graphs_that_are_retained_from_step_to_step_are_not_announced():
     assert not warn_at([1, 2, 3, 3, 4, 5, 6, 0, 1, 1, 1, 1, 1])
+
+
+def test_a_peak_that_reads_like_its_budget_is_told_with_the_difference():
+    with pytest.warns(match=r"the budget of 3\.00 MiB: .* least memory found, 3\.00 MiB, 50 B more\.$"):
+        Announcements("Net").least(3 * 2**20 + 50, 3 * 2**20)
+    with pytest.warns(match=r"the budget of 2\.00 MiB: .* least memory found, 3\.00 MiB\.$"):
+        Announcements("Net").least(3 * 2**20, 2 * 2**20)
