@@ -21,20 +21,16 @@ from torch._C._autograd import _enable_record_function
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig, _RecordFunctionFast
 from torch.autograd import profiler
 
-from . import backward_pass
-
 MARK = "hiremate:"  # begins the names of marks among those of operators
 # How to end a recording without turning its events into objects of Python, which takes longer than to record them.
 _UNREAD: Any = torch._C._autograd._ProfilerDisableOptions(True, False)  # type: ignore[attr-defined]
 _ERROR = 2  # of the levels at which torch's C++ code logs
 _levels: list[int] = []  # those that were set before events were recorded
 _giving_way: dict[int, Callable[[], None]] = {}  # by thread that is recorded
-_ended_in_backward: set[int] = set()  # threads: autograd puts the recording back when the backward ends
 
 
 def profiler_is_running() -> bool:
     """Whether any of torch's profilers records this thread."""
-    _end_what_came_back()
     return bool(torch.autograd._profiler_enabled())
 
 
@@ -93,23 +89,12 @@ def drop() -> None:
 def _end(*options: Any) -> list[list[Any]]:
     """End the recording, and return the events of each thread as PyTorch has them."""
     _giving_way.pop(threading.get_ident(), None)
-    if backward_pass.is_running():
-        _ended_in_backward.add(threading.get_ident())
     _enable_record_function(True)
     threads: list[list[Any]] = torch.autograd._disable_profiler_legacy(*options)
     level = _log_level()
     if level is not None and _levels:
         level.value = _levels.pop()
     return threads
-
-
-def _end_what_came_back() -> None:
-    """End a recording that gave way inside of a backward, and that the end of the backward has put back."""
-    if threading.get_ident() in _ended_in_backward and not backward_pass.is_running():
-        _ended_in_backward.discard(threading.get_ident())
-        _enable_record_function(True)
-        if torch.autograd._profiler_enabled():
-            torch.autograd._disable_profiler_legacy(_UNREAD)  # type: ignore[call-arg]
 
 
 @functools.cache
@@ -119,7 +104,6 @@ def _watch_others() -> None:
 
     @functools.wraps(enable)
     def enable_alone(*arguments: Any, **options: Any) -> None:
-        _end_what_came_back()
         give_way = _giving_way.get(threading.get_ident())
         if give_way is not None:
             give_way()

@@ -168,25 +168,6 @@ def test_meters_give_way_where_another_profiler_begins():
     assert measure_peak(lambda: floats(16 * KB)) == 16 * KB
 
 
-def test_meters_give_way_where_another_profiler_begins_inside_of_a_backward():
-    """Autograd puts the recording back when the backward ends, which must not keep others from theirs."""
-
-    def operators_of_a_sum() -> set[str]:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-            torch.ones(4).add(1)
-        return {event.name for event in profiler.events()}
-
-    found = []
-    value = torch.ones(4, requires_grad=True) * 2
-    value.register_hook(lambda gradient: found.append(operators_of_a_sum()))
-    with MemoryMeter(CPU):
-        value.sum().backward()
-    assert "aten::add" in found[0]
-    assert "aten::add" in operators_of_a_sum()
-    assert measure_peak(lambda: floats(16 * KB)) == 16 * KB
-
-
 def test_operators_are_recorded_again_after_a_measurement():
     with MemoryMeter(CPU) as meter:
         meter.mark("inside")
