@@ -19,6 +19,7 @@ from ..planning.plan import Plan, plan_title
 from ..planning.plan_files import package_version
 from ..planning.solvers.base import Problem, SolveOptions
 from ..planning.solvers.curve import Curve, curve
+from ..planning.solvers.worker import apart
 from ..units import format_bytes, format_ratio, format_time
 from .breakdown import ModuleRow, advice_lines, module_rows, node_words, place_words, total_row, use_cells
 from .figures import COLOURS, DrawnStep, frontier_of, frontier_words, planned_run, resident_bands, short_source
@@ -61,7 +62,8 @@ def write_html(plan: Plan, path: str | Path, *, curve_limit_s: float = CURVE_LIM
     frontier = None
     if curve_limit_s > 0:
         options = SolveOptions(time_limit_s=curve_limit_s)
-        frontier = curve(Problem(plan.graph, plan.profile, plan.planned.peak_bytes, options))
+        problem = Problem(plan.graph, plan.profile, plan.planned.peak_bytes, options)
+        frontier = curve(problem, named=apart)  # a solver that crashes must not end training
     path.write_text(_Page(plan, frontier).text(), encoding="utf-8")
     return path
 
