@@ -29,7 +29,7 @@ from ..planning.plan import Plan, PlanningTime
 from ..planning.planner import guard_bytes, make_plan, resolve
 from ..planning.solvers import Problem, SolveOptions, smallest_budget
 from ..planning.solvers.curve import curve as solve_curve
-from ..planning.solvers.worker import check_strategy
+from ..planning.solvers.worker import apart, check_strategy
 from ..records.away import Host
 from ..records.costs import step_time_ms
 from ..records.expressions import NoTemplateError
@@ -275,7 +275,7 @@ def curve(asked: argparse.Namespace) -> int:
     with work.reporter.stage("solving"):
         least, most = smallest_budget(replace(problem, budget_bytes=0)).peak_bytes, problem.budget_bytes
         budgets = [least + (most - least) * i // asked.points for i in range(asked.points)]
-        points = points_of(solve_curve(problem, budgets, asked.solver), captured.resident_bytes)
+        points = points_of(solve_curve(problem, budgets, asked.solver, apart), captured.resident_bytes)
         points.append(CurvePoint(captured.resident_bytes + most, problem.step_ms, 0.0, 0.0, "plain training"))
     notes = work.notes(captured)
     numbers = {
