@@ -163,8 +163,8 @@ def _reading_at_once(graph: Graph, gone: set[int]) -> tuple[Node, ...]:
 def _overwritten(captured: Captured, absence: Absence) -> tuple[Graph, dict[fx.Node, int]]:
     """Return the graph in which sums are their other term, and what is still overwritten there.
 
-    Who else holds such a term, and how it lies in memory, is known to nobody before it is there: it is left alone. So
-    is what is shown in another shape by a copy, since that may be a view of what lies otherwise than it was traced.
+    Who else holds such a term, and how it lies in memory, is known to nobody before it is there: it is left alone. What
+    is reshaped is left alone too: a copy in the trace may be a view of a term with other strides.
     """
     graph = captured.allocating
     tensor_of = {value: index for index, value in enumerate(captured.fx_values)}
@@ -175,13 +175,13 @@ def _overwritten(captured: Captured, absence: Absence) -> tuple[Graph, dict[fx.N
             merged[of] = merged.get(into, into)
     tensors = tuple(t if t.storage not in merged else replace(t, storage=merged[t.storage]) for t in graph.tensors)
     unmade = (graph.tensors[tensor_of[value]].storage for value in absence.values if value in tensor_of)
-    terms = set(merged.values()) | _shown_otherwise(captured, tensor_of)
+    terms = set(merged.values()) | _reshaped_storages(captured, tensor_of)
     absent = {storage for storage in unmade if storage is not None}
     return overwrite(replace(graph, tensors=tensors), captured.fx_nodes, captured.fx_values, terms, absent)
 
 
-def _shown_otherwise(captured: Captured, tensor_of: Mapping[fx.Node, int]) -> set[int]:
-    """List the storages of gradients that are shown in another shape by a copy, and those of the copies."""
+def _reshaped_storages(captured: Captured, tensor_of: Mapping[fx.Node, int]) -> set[int]:
+    """List the storages of gradients that are copied into another shape, and those of the copies."""
     tensors, nodes = captured.allocating.tensors, (captured.fx_nodes[index] for index in captured.allocating.backward)
     pairs = ((read, node) for node in nodes if (read := reshaped(node)) is not None)
     storages = (tensors[tensor_of[value]].storage for pair in pairs for value in pair if value in tensor_of)

@@ -275,7 +275,7 @@ def curve(asked: argparse.Namespace) -> int:
     with work.reporter.stage("solving"):
         least, most = smallest_budget(replace(problem, budget_bytes=0)).peak_bytes, problem.budget_bytes
         budgets = [least + (most - least) * i // asked.points for i in range(asked.points)]
-        points = points_of(solve_curve(problem, budgets, asked.solver, apart), captured.resident_bytes)
+        points = points_of(solve_curve(problem, budgets, apart(asked.solver)), captured.resident_bytes)
         points.append(CurvePoint(captured.resident_bytes + most, problem.step_ms, 0.0, 0.0, "plain training"))
     notes = work.notes(captured)
     numbers = {

@@ -63,7 +63,7 @@ def write_html(plan: Plan, path: str | Path, *, curve_limit_s: float = CURVE_LIM
     if curve_limit_s > 0:
         options = SolveOptions(time_limit_s=curve_limit_s)
         problem = Problem(plan.graph, plan.profile, plan.planned.peak_bytes, options)
-        frontier = curve(problem, named=apart)  # a solver that crashes must not end training
+        frontier = curve(problem, solve=apart("portfolio"))  # a solver that crashes must not end training
     path.write_text(_Page(plan, frontier).text(), encoding="utf-8")
     return path
 

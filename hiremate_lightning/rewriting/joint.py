@@ -149,14 +149,17 @@ def show_as(node: fx.Node, shown: torch.Tensor) -> None:
 
 
 def drop_unread(graph: fx.Graph) -> None:
-    """Erase the operations without effects that nothing reads; fx asks each node of a graph whether it has effects."""
+    """Erase operations that have no effects and that nothing reads.
+
+    The pass of fx asks each node whether it has effects, which takes long.
+    """
     for node in reversed(graph.nodes):
         if not node.users and not node.is_impure():
             graph.erase_node(node)
 
 
 def reshaped(node: fx.Node) -> fx.Node | None:
-    """Return what a node shows in another shape by a copy, as `reshape` is traced where no view does; None if none."""
+    """Return the value that a node copies into another shape, as `reshape` is traced; None for other nodes."""
     copied: Any = node.args[0] if node.target is aten._unsafe_view.default else None
     is_copy = isinstance(copied, fx.Node) and copied.target is aten.clone.default and len(copied.users) == 1
     read = copied.args[0] if is_copy else None

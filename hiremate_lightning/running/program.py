@@ -370,7 +370,7 @@ class _Emitter:
             dying = self._absence.overwrites[node]
             target, args = overwriting(node.target, dying), (traced_strides(node, dying), *args)
         if self._absence.values and record.direction is Direction.BACKWARD and (read := reshaped(node)) is not None:
-            # A term in the place of a sum may lie so that eager PyTorch shows it in another shape, and copies nothing.
+            # The strides of a term in the place of a sum may let eager PyTorch return a view, and copy nothing.
             target, args = aten.reshape.default, (self._value_of(read), node.args[1])
         outputs = self._outputs(record, node)
         for state in filter(is_state, outputs):

@@ -32,9 +32,10 @@ def module_of(root: torch.nn.Module, graph: fx.Graph, name: str = "GraphModule")
 
 
 def names_of_lines() -> list[StandIn]:
-    """Return stand-ins that shorten the path of each file once, though each guard names one.
+    """Return stand-ins that save time with texts of lines.
 
-    And that keep Dynamo from reading whole files for the function of a line, which only logs show.
+    The path of a file is shortened once, and not for each guard. Dynamo reads no whole file to name the function of a
+    line, unless logs show that.
     """
     paths: list[StandIn] = [(_traceback, "shorten_filename", _shorten)]
     if any(log.isEnabledFor(logging.DEBUG) for log in _LINE_LOGS):

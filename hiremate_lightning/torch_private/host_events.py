@@ -2,8 +2,8 @@
 
 Checked on the torch versions in `CHECKED_VERSIONS`; `test_metering.py` fails loudly when it moves.
 It is the older of torch's two profilers: the newer one writes into freed memory where it stops inside an operation that
-began while it ran, and nobody can know what surrounds a training step. Operators' names are not recorded, which would
-be ten events for three of memory.
+began while it ran, and nobody can know what surrounds a training step. Names of operators are not recorded: of sixteen
+events of an addition they would be ten.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfi
 from torch.autograd import profiler
 
 MARK = "hiremate:"  # begins the names of marks among those of operators
-# How to end a recording without turning its events into objects of Python, which takes longer than to record them.
+# Ends a recording, and makes no Python objects of its events: that takes longer than recording them.
 _UNREAD: Any = torch._C._autograd._ProfilerDisableOptions(True, False)  # type: ignore[attr-defined]
 _ERROR = 2  # of the levels at which torch's C++ code logs
 _levels: list[int] = []  # those that were set before events were recorded

@@ -17,12 +17,12 @@ from .tensor_state import changes_uncounted, is_symbolic, map_leaves, storage_id
 
 
 def kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Tell the shape, the type and the device of a tensor."""
+    """Return the shape, the type and the device of a tensor."""
     return tensor.shape, tensor.dtype, tensor.device
 
 
 def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Tell the same, and the strides."""
+    """Return the shape, the type, the device and the strides of a tensor."""
     return *kind_of(tensor), tensor.stride()
 
 

@@ -195,7 +195,7 @@ def _call_or_copy(module: UnspecializedNNModuleVariable, tx: Any, arguments: lis
 
 
 def _reach_back(*arguments: Any, **named: Any) -> Any:
-    """Trace code that takes gradients anew where copies were made: it looks at how all that they give came about."""
+    """Trace code anew that takes gradients itself, if copies were made: it reads `grad_fn`, which made values lack."""
     output = InstructionTranslator.current_tx().output
     code = output.root_tx.f_code
     if _traces_of(output).has_copies and code not in taking_gradients:

@@ -21,9 +21,9 @@ _UNWRITTEN = tuple(
 
 
 class Watching(TorchDispatchMode):
-    """Sees each operator: tells of what it writes to, and fills memory that it hands out without writing to it.
+    """Sees each operator: tells what it may write to, and fills memory that it returns unwritten.
 
-    With such memory filled, two runs of code find the same there.
+    So two runs of code find the same numbers in such memory.
 
     Args:
         tell: Called with each dense tensor that an operator may be about to write to.
@@ -42,7 +42,10 @@ class Watching(TorchDispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Tell what an operator may write to, run it, and fill what it hands out where it has not written to it."""
+        """Run an operator.
+
+        Before it runs, the function is told what it may write to. After it, memory that it left unwritten is filled.
+        """
         kwargs = kwargs or {}
         for tensor in _written(operator, args, kwargs):
             if tensor.layout is torch.strided:

@@ -7,7 +7,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .base import Problem, Solution, Status, Strategy, get_strategy
@@ -112,19 +112,13 @@ def _undominated(points: Sequence[Solution]) -> tuple[Solution, ...]:
     return tuple(kept)
 
 
-def curve(
-    problem: Problem,
-    budgets: Sequence[int] = (),
-    strategy: str = "portfolio",
-    named: Callable[[str], Strategy] = get_strategy,
-) -> Curve:
+def curve(problem: Problem, budgets: Sequence[int] = (), solve: Strategy | None = None) -> Curve:
     """Solve a step for several budgets, the smallest first.
 
     Args:
         problem: The step; the time limit is that of all budgets together.
         budgets: Bytes; by default spread evenly from the smallest found to what keeping everything takes.
-        strategy: Name of the strategy that solves each.
-        named: Returns the strategy of a name, `worker.apart` one that solves in a process of its own.
+        solve: The strategy that solves each; None for the portfolio, in this process.
 
     Returns:
         The curve, which includes the schedule of least memory and plain training.
@@ -135,7 +129,7 @@ def curve(
     found = Curve(problem, (smallest,), ())
     chosen = sorted(budgets) or _spread(smallest.peak_bytes, whole_bytes)
     limit_s = problem.options.time_limit_s / max(1, len(chosen))
-    options, solve = replace(problem.options, time_limit_s=limit_s), named(strategy)
+    options, solve = replace(problem.options, time_limit_s=limit_s), solve or get_strategy("portfolio")
     for budget in chosen:
         found = found.with_solution(budget, solve(replace(problem, budget_bytes=budget, options=options)))
     everything = get_strategy("none")(replace(problem, budget_bytes=whole_bytes))

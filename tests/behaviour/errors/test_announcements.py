@@ -28,7 +28,7 @@ def test_graphs_that_are_retained_from_step_to_step_are_not_announced():
     assert not warn_at([1, 2, 3, 3, 4, 5, 6, 0, 1, 1, 1, 1, 1])
 
 
-def test_a_peak_that_reads_like_its_budget_is_told_with_the_difference():
+def test_bytes_are_added_where_a_peak_and_its_budget_read_the_same():
     with pytest.warns(match=r"the budget of 3\.00 MiB: .* least memory found, 3\.00 MiB, 50 B more\.$"):
         Announcements("Net").least(3 * 2**20 + 50, 3 * 2**20)
     with pytest.warns(match=r"the budget of 2\.00 MiB: .* least memory found, 3\.00 MiB\.$"):

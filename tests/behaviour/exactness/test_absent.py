@@ -255,7 +255,7 @@ def test_views_in_an_absent_backward_make_no_values():
 
 
 class WithCache(nn.Module):
-    """Attends to nothing but keeps keys: of the last piece nobody uses them, so that their gradient does not come."""
+    """Keeps keys from piece to piece. Nobody reads those of the last piece, so their gradient is missing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,8 +268,8 @@ class WithCache(nn.Module):
         return keys.tanh().transpose(1, 2).flatten(-2)[:, -16:], keys
 
 
-def test_a_term_that_lies_otherwise_than_the_sum_is_shown_in_another_shape_as_in_plain_training():
-    """The sum of both gradients of the keys needs a copy to be shown in another shape, and the term alone does not."""
+def test_where_one_gradient_is_missing_the_other_is_reshaped_as_in_plain_training():
+    """To reshape the sum of both gradients takes a copy. The one that comes has strides that allow a view."""
 
     def gradients(model):
         found = []

@@ -11,7 +11,7 @@ from tests.behaviour.sizes.test_templates import FIRST, LONG, NEW, SHORT, Traini
 from tests.exact import differing
 
 
-def test_a_new_size_first_puts_values_aside_and_then_gets_a_plan(monkeypatch: pytest.MonkeyPatch):
+def test_first_steps_of_new_sizes_put_values_aside_and_later_ones_run_by_plans(monkeypatch: pytest.MonkeyPatch):
     budget_bytes, _ = budget_of(FIRST, 0.75)
     plain, planned = Training(small_gpt()), Training(hiremate(small_gpt(), budget_bytes, verbose=False))
     ways = []

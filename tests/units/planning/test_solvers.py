@@ -134,7 +134,7 @@ def policies_around(policy: Policy, model: StepModel, rng: random.Random) -> Ite
 
 @settings(derandomize=True, deadline=None, max_examples=250)
 @given(st.integers(0, 10**6), st.integers(2, 30), st.booleans())
-def test_a_missing_value_is_recomputed_just_before_it_is_read(seed: int, length: int, has_few: bool):
+def test_a_value_is_recomputed_right_before_its_reader(seed: int, length: int, has_few: bool):
     model, rng = StepModel(problem_of(random_graph(seed, length), 0)), random.Random(seed)
     policy = random_policy(model, rng)
     policy = replace(policy, drops=frozenset(d for d in policy.drops if not has_few or rng.random() < 0.1))
