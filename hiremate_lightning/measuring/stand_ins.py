@@ -17,6 +17,9 @@ from ..rewriting.replays import call_of, is_state, state_arguments
 from ..torch_private import tensor_state
 
 
+DRAWN = 1 << 14  # numbers that are drawn for a tensor; they repeat in larger ones
+
+
 def _first_branch(_: Any, first: Callable[..., Any], __: Any, operands: Sequence[Any]) -> Any:
     return first(*operands)
 
@@ -135,11 +138,23 @@ def made_up(value: Any, device: torch.device | None = None) -> Any:
         stride = [tensor_state.int_hint(s) for s in value.stride()]
         made = torch.empty_strided(size, stride, dtype=value.dtype, device=device or value.device)
         if value.dtype.is_floating_point and 0 not in stride:
-            return made.uniform_() if value.dtype.itemsize >= 2 else made.zero_()
+            return _drawn(made) if value.dtype.itemsize >= 2 else made.zero_()
         return made.fill_(1) if value.dtype.is_floating_point or value.dtype == torch.bool else made.zero_()
     if isinstance(value, (list, tuple)):
         return type(value)(made_up(v, device) for v in value)
     return tensor_state.int_hint(value) if isinstance(value, torch.SymInt) else value
+
+
+def _drawn(made: torch.Tensor) -> torch.Tensor:
+    """Draw some numbers and repeat them in all of a tensor's memory: to draw each one takes longer than most kernels."""
+    flat = made.as_strided((made.untyped_storage().nbytes() // made.itemsize,), (1,), 0)
+    flat[:DRAWN].uniform_()
+    there, count = DRAWN, flat.numel()
+    while there < count:
+        more = min(there, count - there)
+        flat[there : there + more].copy_(flat[:more])
+        there += more
+    return made
 
 
 def traced_strides(node: fx.Node) -> tuple[int, ...]:
