@@ -379,6 +379,19 @@ class Session:
         )
         return True
 
+    def is_new_in_backward(self, name: str, arguments: Arguments) -> bool:
+        """Whether a call comes from inside of a backward and repeats none of its step, as a GradCache loss makes it."""
+        if not backward_pass.is_running():
+            return False
+        step = self.steps.current
+        return step is None or ModuleCall.of(name, tensors_inside(arguments)) not in step.calls
+
+    def runs_in_backward(self, name: str) -> None:
+        """Learn of such a call, which gets no plan and runs as the user wrote it."""
+        self._runs += 1
+        self.steps.ran_in_backward()
+        self._announcements.called_inside_backward(name or self._name)
+
     def begin_step(self, arguments: Any) -> None:
         """Begin a step where a backward has ended the one before, or none is under way.
 

@@ -187,6 +187,12 @@ class Steps:
             return False
         return [before.name for before in step.calls] == [call.name] and step.record.left_nothing
 
+    def ran_in_backward(self) -> None:
+        """Learn that a call ran as it was written inside of a backward: it is not seen as a part of the step."""
+        self.was_passed_by()
+        if self.current is not None:
+            self.current.is_unseen = True
+
     def called_inside_backward(self) -> None:
         """Learn of a call inside of a backward: what it runs is not seen as a part of the step."""
         self.current = self.current or CurrentStep()

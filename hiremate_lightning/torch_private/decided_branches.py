@@ -113,7 +113,9 @@ class _Computation:
         graph.output(copies[result])
         self._run, self._numbers = fx.GraphModule({}, graph).forward, list(numbers)
         self._shapes = [_shape_of(value) for node in nodes for value in _tensors_of(node)]
-        self.symbols = sorted(set[Any]().union(*(number.free_symbols for number in self._numbers)), key=str)
+        sizes = (size for shape in self._shapes for size in shape if not isinstance(size, int))
+        symbols = (expression.free_symbols for expression in (*self._numbers, *sizes))
+        self.symbols = sorted(set[Any]().union(*symbols), key=str)
 
     def at(self, *given: Any) -> torch.Tensor:
         """Compute the tensor for given values of the symbols, and then of the inputs.

@@ -638,3 +638,45 @@ def test_what_runs_before_the_first_planned_part_is_measured_in_each_step():
     added_bytes = plan.measured.peak_bytes - plan.resident_bytes
     peak_bytes = max(measure_peak(step) for _ in range(3))  # one alone may release what an earlier step has left
     assert added_bytes == pytest.approx(peak_bytes, rel=0.001)
+
+
+class Cached(torch.autograd.Function):
+    """A loss that hands its gradients on by calling the model again inside of the backward, part by part."""
+
+    @staticmethod
+    def forward(ctx, model, parts, start):
+        with torch.no_grad():
+            outputs = [model(part) for part in parts]
+        ctx.model, ctx.parts, ctx.outputs = model, parts, outputs
+        return torch.cat(outputs).square().mean() + 0 * start
+
+    @staticmethod
+    def backward(ctx, gradient):
+        outputs = [output.detach().requires_grad_() for output in ctx.outputs]
+        with torch.enable_grad():
+            (torch.cat(outputs).square().mean() * gradient).backward()
+            for part, output in zip(ctx.parts, outputs, strict=True):
+                (ctx.model(part) * output.grad).sum().backward()
+        return None, None, torch.zeros(())
+
+
+def test_calls_that_come_from_inside_of_a_backward_run_as_written_at_all_sizes():
+    def train(model: nn.Module) -> list[torch.Tensor]:
+        optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+        for index in range(4):
+            parts = batch(index)[: 5 + index].split(3)
+            loss = Cached.apply(model, parts, torch.zeros((), requires_grad=True))
+            loss.backward()
+            losses += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*losses, *(p.detach() for p in model.parameters())]
+
+    plain = layers()
+    model = hiremate(copy.deepcopy(plain), "70%", verbose=False)
+    expected = train(plain)
+    with pytest.warns(HiRemateWarning, match=r"loss that embeds a batch in parts \(GradCache\)") as caught:
+        found = train(model)
+    assert len([w for w in caught if issubclass(w.category, HiRemateWarning)]) == 1
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert targets_of(model).session.captured_count == 0

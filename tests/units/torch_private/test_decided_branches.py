@@ -24,10 +24,10 @@ class Counted:
         return module.forward
 
 
-def graphs_of(function, *calls, sizes_vary=False, **options):
+def graphs_of(function, *calls, sizes_vary=False, fullgraph=False, **options):
     """Call a function captured and as it is, with each of some inputs; return how many graphs were captured."""
     backend = Counted()
-    captured = torch.compile(function, backend=backend)
+    captured = torch.compile(function, backend=backend, fullgraph=fullgraph)
     with dynamo.capturing_for_plans(sizes_vary=sizes_vary, **options):
         for inputs in calls:
             assert torch.equal(captured(*inputs), function(*inputs))
@@ -224,7 +224,8 @@ def test_a_branch_on_an_input_is_captured_for_each_way_it_goes(function):
 def test_both_ways_serve_all_sizes(function):
     batches = masks("11", "110", "1111", "1011", "11111", "01", "11", "110000", "111111")
     larger = masks("1111111", "0111111", "11111111", "11110000")
-    few, many = (graphs_of(function, *calls, sizes_vary=True, vary=(2, 3)) for calls in (batches, [*batches, *larger]))
+    options = {"sizes_vary": True, "vary": (2, 3), "fullgraph": True}  # a graph that breaks is an error
+    few, many = (graphs_of(function, *calls, **options) for calls in (batches, [*batches, *larger]))
     assert few == many <= 5  # with numbers and with symbols for each way, and one more before PyTorch 2.13
 
 
