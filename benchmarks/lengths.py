@@ -4,7 +4,9 @@
 
 Lengths are drawn from a log-normal distribution (median 80, cut at 16 and 256). Batches of 4 are padded to their
 longest sequence, with masks; T5 gets texts of one length and labels of another; lora_6 is llama_6 with frozen weights
-and adapters; AdamW. A UNet gets pictures and a graph network gets graphs of random sizes (`zoo/sizes_that_vary.py`).
+and adapters; AdamW. A UNet gets pictures and a graph network gets graphs of random sizes; an encoder gets three columns
+of texts, each padded to its own length, also from inside of a backward (columns, gradcache); Qwen2-VL gets texts with
+pictures of any size (`zoo/sizes_that_vary.py`).
 The budget is what exists before a step and a share (--share) of what the longest batch adds in eager PyTorch, so that
 long batches need recomputation. Each method runs in a process of its own.
 
@@ -119,8 +121,8 @@ def build(name: str) -> nn.Module:
         model = transformers.T5ForConditionalGeneration(config)
     else:
         raise SystemExit(
-            f"Unknown model {name!r}: expected unet, graph, gpt2_N, bert_N, llama_N, lora_N or t5_N, where N counts "
-            "layers."
+            f"Unknown model {name!r}: expected one of {', '.join(sizes_that_vary.MODELS)}, or gpt2_N, bert_N, llama_N, "
+            "lora_N, t5_N, where N counts layers."
         )
     return model.train()
 
@@ -157,7 +159,7 @@ def train(name: str, method: str, steps: int, budget_bytes: int, peaks: bool) ->
         buckets = bucket_lengths([int(lengths_of(step).max()) for step in range(steps)])
         pad_to = lambda length: bucket_of(length, buckets)  # noqa: E731
     if method in ("planned", "buckets"):
-        hiremate(model, budget_bytes, verbose=False)
+        hiremate(sizes_that_vary.planned_part(model), budget_bytes, verbose=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses, seconds, added, captured = [], 0.0, 0, 0
     torch.manual_seed(1)
@@ -198,7 +200,7 @@ def _host_gib() -> float:
 
 
 def captured_count(model: nn.Module) -> int:
-    targets = targets_of(model)
+    targets = targets_of(sizes_that_vary.planned_part(model))
     return 0 if targets is None else targets.session.captured_count
 
 

@@ -1,6 +1,6 @@
 """Time steps of lengths.py plain and planned, in turns in one process: a ratio that holds on a busy machine.
 
-    python benchmarks/lengths_in_turns.py [--models gpt2_6,llama_6,lora_6,unet,graph] [--steps 100] [--share 0.6]
+    python benchmarks/lengths_in_turns.py [--models gpt2_6,unet,columns,gradcache,qwen2_vl] [--steps 100] [--share 0.6]
 
 Seconds are CPU time of all steps, the first ones included; the planned ones with those of the processes that solve.
 Prints a Markdown table.
@@ -36,7 +36,7 @@ class _Training:
         self._optimizer = torch.optim.AdamW(trained, lr=1e-3)
         self.seconds, self.losses = list[float](), list[Tensor]()
         if budget_bytes is not None:
-            hiremate(self.model, budget_bytes, verbose=False)
+            hiremate(sizes_that_vary.planned_part(self.model), budget_bytes, verbose=False)
         torch.manual_seed(1)
         self._random = torch.get_rng_state()
 

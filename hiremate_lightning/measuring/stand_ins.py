@@ -16,7 +16,6 @@ from ..rewriting.kernels import as_eager
 from ..rewriting.replays import call_of, is_state, state_arguments
 from ..torch_private import tensor_state
 
-
 DRAWN = 1 << 14  # numbers that are drawn for a tensor; they repeat in larger ones
 
 
@@ -146,7 +145,7 @@ def made_up(value: Any, device: torch.device | None = None) -> Any:
 
 
 def _drawn(made: torch.Tensor) -> torch.Tensor:
-    """Draw some numbers and repeat them in all of a tensor's memory: to draw each one takes longer than most kernels."""
+    """Draw some numbers and repeat them in all of a tensor: to draw each takes longer than most kernels."""
     flat = made.as_strided((made.untyped_storage().nbytes() // made.itemsize,), (1,), 0)
     flat[:DRAWN].uniform_()
     there, count = DRAWN, flat.numel()

@@ -288,9 +288,10 @@ def first_solution(
         SolveOptions(time_limit_s=options.time_limit_s, gap=ANY_GAP, progress=progress),
         host,
     )
-    at_other_size = next((first for first in known if difference(first.step.graph, step.graph) is None), None)
-    if at_other_size is not None and _serves_as_well(at_other_size, problem):
-        return at_other_size.solution
+    at_other_sizes = (first for first in known if difference(first.step.graph, step.graph) is None)
+    found = next((first.solution for first in at_other_sizes if _serves_as_well(first, problem)), None)
+    if found is not None:
+        return found
     smallest = _least_at_once(problem, options.files)
     if smallest.peak_bytes <= problem.budget_bytes:
         return smallest

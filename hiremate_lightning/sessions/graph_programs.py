@@ -37,7 +37,7 @@ from .plan_maker import PlanMaker
 from .planned_model import PlannedModel
 from .ways import ByProgram, Choices, LeastMemory, OwnPlan, PlanOfOtherSizes, Way, choose_way
 
-REMEMBERED = 8  # searches, whose result may serve at another size
+REMEMBERED = 64  # searches, whose result may serve at another size: a step may have dozens of graphs
 KEPT = 64  # programs of a part, by what ran before it in its step
 TRACING_BYTES = 2**14  # that tracing takes for itself: states of the random generator, three deep
 

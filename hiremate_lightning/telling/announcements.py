@@ -113,9 +113,9 @@ class Announcements:
     def called_inside_backward(self, name: str) -> None:
         """Warn that a planned module was called inside of a backward."""
         self.say(
-            f"{name} was called inside of a backward, as torch.utils.checkpoint around it does, or a loss that embeds a "
-            "batch in parts (GradCache): such calls get no plan. Call it outside of the backward and without checkpoint: "
-            "what is computed again is for the plan to decide."
+            f"{name} was called inside of a backward, as torch.utils.checkpoint around it does, or a loss that embeds "
+            "a batch in parts (GradCache): such calls get no plan. Call it outside of the backward and without "
+            "checkpoint: what is computed again is for the plan to decide."
         )
 
     def settings_changed(self) -> None:

@@ -57,6 +57,7 @@ _NAMES = (  # of deterministic functions of torch, operators of Python, and meth
     *("eq", "ne", "lt", "le", "gt", "ge", "and", "and_", "or", "or_", "xor", "invert", "inv", "isin"),
     *("logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not"),
     *("all", "any", "sum", "max", "min", "amax", "amin", "maximum", "minimum", "diff", "cumsum", "cumprod"),
+    *("_is_all_true", "_is_any_true", "prod"),
     *("count_nonzero", "where", "masked_fill", "tril", "triu", "roll", "flip"),
     *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "expand_as", "broadcast_to"),
     *("repeat", "repeat_interleave", "tile", "permute", "transpose", "movedim", "t", "narrow", "select", "getitem"),

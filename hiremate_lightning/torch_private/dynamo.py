@@ -26,7 +26,6 @@ from torch._dynamo.exc import TorchRuntimeError
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.pgo import CodeId, get_code_state
 from torch._dynamo.resume_execution import ContinueExecutionCache
-from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.utils import TensorStaticReason, counters, graph_break_reasons, guard_failures
 from torch._dynamo.utils import tensor_always_has_static_shape as _has_static_shape
@@ -34,7 +33,7 @@ from torch._dynamo.variables import ConstantVariable, builder
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._dynamo.variables.misc import LoggingLoggerVariable, RandomVariable
-from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._dynamo.variables.tensor import TensorVariable
 from torch.nn.modules import module as nn_module
 
 from ..garbage import collecting_what_it_leaves
@@ -48,6 +47,7 @@ from . import (
     guards,
     repeated_modules,
     user_compiled,
+    written_numbers,
 )
 from .replacing import replaced
 
@@ -293,13 +293,6 @@ def _without_gradients(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
 
 
-def _format_as_it_is(translator: Any, specification: Any, flags: int) -> None:
-    """Write a number that varies into a string as it is now; Dynamo would forget its format."""
-    if isinstance(translator.stack[-1], SymNodeVariable):
-        translator.push(ConstantVariable.create(translator.pop().evaluate_expr()))
-    _format(translator, specification, flags)
-
-
 def _drop_unread_numbers(output: Any) -> None:
     """Drop the inputs whose numbers are guarded and that nothing reads, but none of the operations that change them.
 
@@ -318,16 +311,16 @@ def _drop_unread_numbers(output: Any) -> None:
 
 _drop_specialized = OutputGraph.remove_tensorify_specialized_graphargs
 _capture, _break_graph, _draw = convert_frame._compile, LoggingLoggerVariable.call_method, RandomVariable.call_method
-_format, _checkpoint = InstructionTranslatorBase._format_value, CheckpointHigherOrderVariable._call_function
+_checkpoint = CheckpointHigherOrderVariable._call_function
 _WHILE_CAPTURING = (
     (OutputGraph, "remove_tensorify_specialized_graphargs", _drop_unread_numbers),
-    (InstructionTranslatorBase, "_format_value", _format_as_it_is),
     (CheckpointHigherOrderVariable, "_call_function", _checkpoint_as_asked),
     (LoggingLoggerVariable, "call_method", _log_early),
     (RandomVariable, "call_method", _draw_outside),
     (logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),  # it logs a traceback for a wrong shape
     *user_compiled.WHILE_CAPTURING,
     *guards.WHILE_CAPTURING,
+    *written_numbers.WHILE_CAPTURING,
     *repeated_modules.WHILE_CAPTURING,
     *decided_branches.WHILE_CAPTURING,
     (dynamo_config, "run_gc_after_compile", False),  # it would take what the capture still holds for old

@@ -215,6 +215,14 @@ def test_a_part_at_another_size_is_searched_where_the_schedule_saves_less_there(
         first_solution(larger, Budget(share=0.9), 0, 0, PlanOptions(), "Net", known=(known,))
 
 
+def test_any_size_at_which_the_same_part_was_searched_may_serve(monkeypatch):
+    before, other = step_of(*transformer(2), held=KB), step_of(*transformer(2, size=80 * KB), held=MANY)
+    larger = step_of(*transformer(2, size=96 * KB), held=MANY)
+    known = [FirstSolution(s, smallest_budget(Problem(s.graph, s.profile, 0))) for s in (before, other)]
+    monkeypatch.setattr(planner, "smallest_budget", no_search)
+    assert first_solution(larger, Budget(share=0.9), 0, 0, PlanOptions(), "Net", known=known) is known[1].solution
+
+
 class SearchedError(Exception):
     pass
 

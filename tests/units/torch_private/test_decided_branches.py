@@ -229,6 +229,30 @@ def test_both_ways_serve_all_sizes(function):
     assert few == many <= 5  # with numbers and with symbols for each way, and one more before PyTorch 2.13
 
 
+def checks_with_a_message(x, mask):
+    """What transformers' models of pictures and texts do: the message shows a tensor, then a size, and is dropped."""
+    there = mask.sum()
+    said = f"found {there}, expected {x.shape[1]:>3}"
+    torch._check_tensor_all(there == mask.numel())
+    return x if said is None else x.sin()
+
+
+def test_a_check_of_integers_and_its_message_serve_all_sizes():
+    options = {"sizes_vary": True, "vary": (2, 3), "fullgraph": True}
+    assert graphs_of(checks_with_a_message, *masks("11", "111", "1111", "11111", "111111"), **options) <= 2
+
+
+def test_a_message_that_shows_a_tensor_and_then_a_size_is_right():
+    def function(x, mask):
+        return x.sin(), f"found {mask.sum()}, expected {x.shape[1]:>3} of {x.shape[0]!r}"
+
+    captured = torch.compile(function, backend="eager")
+    with dynamo.capturing_for_plans(sizes_vary=True):
+        for x, mask in masks("11", "111", "1111", "11111"):
+            assert captured(x, mask)[1] == function(x, mask)[1]
+    torch.compiler.reset()
+
+
 def test_what_changes_between_calls_is_seen():
     x, mask = torch.ones(2, 3), torch.ones(2, 3).long()
     captured = torch.compile(has_padding, backend=Counted())
