@@ -9,7 +9,9 @@ that give the same on each device.
   computes it again for other sizes.
 * Other tensors are computed from integers or booleans that the code is called with. Models of transformers ask whether
   a batch has padding. A guard asks again before each call, and code that would go another way is captured for that.
-  What code changes in place before it reads it is not decided, nor are numbers, which take too many values.
+  What code changes in place before it reads it is not decided.
+* Numbers are decided where they are computed from a few numbers that the code is called with, as sizes of pictures are,
+  and as long as these stay the same. Where others come, the graph breaks for these.
 
 All names of torch here are private; `test_torch_private.py` says on which versions this was checked.
 """
@@ -25,6 +27,7 @@ import operator
 import re
 import types
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -50,6 +53,7 @@ log = logging.getLogger("hiremate_lightning")
 
 _MOST_ELEMENTS = 2**22  # of a tensor that is computed while code is traced
 _SIZES_KEPT = 4096  # for which the result of a guard is remembered
+_MOST_NUMBERS = 64  # in all tensors from which numbers are computed that decide
 _MOST_FORKS = 3  # where ways through one piece of code part: it is captured for one way more than that
 _NAMES = (  # of deterministic functions of torch, operators of Python, and methods of tensors
     *("arange", "linspace", "zeros", "ones", "full", "eye", "tensor", "zeros_like", "ones_like", "full_like"),
@@ -284,7 +288,7 @@ def _decide(tracer: InstructionTranslatorBase, variable: VariableTracker, read: 
     except Exception as error:  # whatever the operations fail on: the graph breaks, as it does without this module
         log.debug("A tensor is not known while code is traced: %s", error)
         return None
-    if inputs and not (isinstance(seen, bool) and _is_admitted(tracer, seen)):
+    if inputs and not (_is_of_few(seen, [a.example for a in inputs]) and _is_admitted(tracer, seen)):
         return None
     repeated_modules.note_unseen()  # the next module of the same kind may read another value
     sources += [argument.source for argument in inputs]
@@ -294,40 +298,48 @@ def _decide(tracer: InstructionTranslatorBase, variable: VariableTracker, read: 
     return seen
 
 
+def _is_of_few(seen: Any, inputs: list[torch.Tensor]) -> bool:
+    """Whether what was read is a truth value, or computed from few numbers."""
+    return isinstance(seen, bool) or sum(tensor.numel() for tensor in inputs) <= _MOST_NUMBERS
+
+
 class _Ways:
     """The ways through one piece of code that were captured: each is a row of branches with their decisions.
 
-    Only branches on what the code is called with count. Others go the same way in each call of the same sizes.
+    Only what is read of tensors that the code is called with counts. The rest is the same in each call of these sizes.
     """
 
     def __init__(self) -> None:
-        self._beginnings = set[tuple[Any, ...]]()  # of all ways: the branches up to each one
+        self._decisions = defaultdict[tuple[Any, ...], set[str]](set)  # by the branches up to each one
         self._forks = 0
 
-    def admits(self, before: tuple[Any, ...], branch: tuple[Any, ...], seen: bool) -> bool:
+    def admits(self, before: tuple[Any, ...], branch: tuple[Any, ...], seen: Any) -> bool:
         """Whether code is captured with one more decision: it is for a few ways, and its graph breaks beyond these.
+
+        Numbers that change may take any value: only the first one is admitted.
 
         Args:
             before: What was decided before it, while the same code was traced.
             branch: Where it is.
             seen: Its decision.
         """
-        way = (*before, (branch, seen))
-        if way not in self._beginnings and (*before, (branch, not seen)) in self._beginnings:
-            if self._forks == _MOST_FORKS:
+        way = (*before, branch)
+        decisions = self._decisions[way]
+        if decisions and repr(seen) not in decisions:
+            if self._forks == _MOST_FORKS or not isinstance(seen, bool):
                 return False
             self._forks += 1
-        self._beginnings.add(way)
+        decisions.add(repr(seen))
         return True
 
 
-def _is_admitted(tracer: InstructionTranslatorBase, seen: bool) -> bool:
+def _is_admitted(tracer: InstructionTranslatorBase, seen: Any) -> bool:
     """Whether code is captured with this decision of a branch on what it is called with, which counts from then on."""
     root, code = tracer.output.root_tx, tracer.f_code
     before, branch = _decided.get(root, ()), (code.co_filename, code.co_firstlineno, tracer.instruction_pointer)
     if not _ways.setdefault(root.f_code, _Ways()).admits(before, branch, seen):
         return False
-    _decided[root] = (*before, (branch, seen))
+    _decided[root] = (*before, (branch, repr(seen)))
     return True
 
 

@@ -326,6 +326,44 @@ def test_numbers_of_an_input_are_read_in_each_call():
     assert graphs_of(branches, *masks("111", "110", "100")) > 1
 
 
+def pads(x, sizes):
+    """Pad rows to a size that is an input, and cut them at lengths that are one."""
+    size, *lengths = sizes.tolist()
+    padded = F.pad(x, (0, size - x.shape[1])).sin()
+    return sum(row[:length].sum() for row, length in zip(padded, lengths, strict=True)) * sizes[0].item()
+
+
+def sizes_of(*numbers):
+    return [torch.ones(2, 3).cumsum(1), torch.tensor(numbers)]
+
+
+def test_a_few_numbers_that_stay_the_same_do_not_break_the_graph():
+    assert graphs_of(pads, *[sizes_of(5, 2, 3)] * 3) == 1
+
+
+def test_numbers_that_change_break_the_graph_from_then_on():
+    """Code is captured once for the first numbers, and once more for all others."""
+    shapes = [sizes_of(5, 2, 3), sizes_of(6, 2, 4), sizes_of(7, 1, 3), sizes_of(5, 2, 3), sizes_of(8, 4, 4)]
+    backend = Counted()
+    captured, counts = torch.compile(lambda x, sizes: x.sin() * sizes[1].item(), backend=backend), []
+    with dynamo.capturing_for_plans():
+        for x, sizes in shapes:
+            assert torch.equal(captured(x, sizes), x.sin() * sizes[1].item())
+            counts.append(backend.graphs)
+    torch.compiler.reset()
+    assert counts[:3] == [1, 1, 3]  # the second number is the same in the first two calls
+    assert counts[3] == counts[4] == 4  # what follows the break, with a number that varies
+    graphs_of(pads, *shapes)
+
+
+def test_numbers_of_a_large_input_break_the_graph():
+    def function(x, mask):
+        return x * mask.sum().item()
+
+    assert graphs_of(function, *[[torch.ones(2), torch.ones(65, dtype=torch.long)]] * 2) == 2
+    assert graphs_of(function, *[[torch.ones(2), torch.ones(64, dtype=torch.long)]] * 2) == 1
+
+
 def test_no_large_input_is_read_before_each_call(monkeypatch):
     monkeypatch.setattr(decided_branches, "_MOST_ELEMENTS", 5)
     assert graphs_of(has_padding, *masks("111")) > 1
