@@ -9,7 +9,7 @@ that give the same on each device.
   computes it again for other sizes.
 * Other tensors are computed from integers or booleans that the code is called with. Models of transformers ask whether
   a batch has padding. A guard asks again before each call, and code that would go another way is captured for that.
-  What code changes in place before it reads it is not decided.
+  What code changes in place before it reads it is computed on copies, and not decided where these may differ from it.
 * Numbers are decided where they are computed from a few numbers that the code is called with, as sizes of pictures are,
   and as long as these stay the same. Where others come, the graph breaks for these.
 
@@ -47,7 +47,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import repeated_modules, tensor_state
 from .module_calls import realized
 from .replacing import StandIn
-from .tensor_state import storages_among
+from .tensor_state import storage_id, storages_among
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -73,6 +73,7 @@ _FUNCTIONS = {
 }
 _IN_PLACE = {name for name in dir(operator) if name.startswith("i") and f"__{name}__" in dir(operator)}
 _IN_PLACE = _IN_PLACE - {"index", "inv", "invert"} | {"setitem", "delitem"}
+_WRITES = {"setitem", "fill_", "zero_", "copy_", *(f"{name}_" for name in _NAMES)}  # that are computed
 _LOOKS = re.compile(r"POP_JUMP_(FORWARD_|BACKWARD_)?IF_(TRUE|FALSE)|UNARY_NOT")  # instructions that take a truth value
 
 
@@ -95,7 +96,7 @@ class _Computation:
     """
 
     def __init__(self, result: fx.Node, needed: set[fx.Node]) -> None:
-        _expect_unchanged(result.graph, needed)
+        self._writes = _expect_unchanged(result.graph, needed)
         graph, numbers, copies = fx.Graph(), dict[Any, fx.Node](), dict[fx.Node, Any]()
         nodes = [node for node in result.graph.nodes if node in needed]
         inputs = [node for node in nodes if node.op == "placeholder"]
@@ -132,7 +133,7 @@ class _Computation:
             if math.prod(numbers) > _MOST_ELEMENTS:
                 raise _UndecidedError("too many elements")
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-            read = [tensor.cpu() for tensor in tensors]
+            read = [tensor.cpu().clone() if self._writes else tensor.cpu() for tensor in tensors]
             result: torch.Tensor = self._run(*(int(number.xreplace(values)) for number in self._numbers), *read)
         return result
 
@@ -152,11 +153,38 @@ def _nodes_behind(result: fx.Node) -> set[fx.Node]:
     while ahead:
         node = ahead.pop()
         if node not in needed:
-            if not _is_input(node):
+            if not (_is_input(node) or _is_write(node)):
                 _expect_known(node)
             needed.add(node)
             ahead += [value for value in node.all_input_nodes if not _is_number(value)]
+        if not ahead:
+            ahead += _writes_to(node.graph, needed) - needed
     return needed
+
+
+def _is_write(node: fx.Node) -> bool:
+    """Whether a node changes its first argument in place, and is computed here."""
+    return _name_of(node) in _WRITES and bool(node.args) and isinstance(node.args[0], fx.Node) and _is_of_torch(node)
+
+
+def _written_by(write: fx.Node) -> set[int]:
+    """Return the storage of the tensor that a node changes in place."""
+    return storages_among(_tensors_of(write.all_input_nodes[0]))
+
+
+def _writes_to(graph: fx.Graph, needed: set[fx.Node]) -> set[fx.Node]:
+    """Return the nodes that change some tensors in place."""
+    storages = storages_among(value for node in needed for value in _tensors_of(node))
+    return {node for node in graph.nodes if _is_write(node) and not storages.isdisjoint(_written_by(node))}
+
+
+def _expect_same_views(needed: set[fx.Node]) -> None:
+    """Raise if what shares memory on the device of the code may not do so on the CPU, and the other way round."""
+    values = [value for node in needed for value in _tensors_of(node)]
+    inputs = [node.meta["grapharg"].example for node in needed if node.op == "placeholder"]
+    is_shared = len(storages_among(inputs)) < len(inputs) or not all(tensor.is_contiguous() for tensor in inputs)
+    if is_shared or len({value.device for value in values}) > 1:
+        raise _UndecidedError("changed in place, where memory may be shared otherwise on the CPU")
 
 
 def _is_input(node: fx.Node) -> bool:
@@ -198,16 +226,20 @@ def _shape_of(tensor: torch.Tensor) -> list[Any]:
     return [size.node.expr if isinstance(size, torch.SymInt) else size for size in shape]
 
 
-def _expect_unchanged(graph: fx.Graph, needed: set[fx.Node]) -> None:
-    """Raise if an operation changes, or may change, a needed tensor or a view of it in place.
+def _expect_unchanged(graph: fx.Graph, needed: set[fx.Node]) -> bool:
+    """Raise if an operation that is not needed changes, or may change, a needed tensor or a view of it in place.
+
+    Returns whether one that is needed does.
 
     Three signs count: the name of the operation, the version of the tensor, and code that is not of PyTorch, which may
     change what it is given without either.
     """
-    values = [value for node in needed for value in _tensors_of(node)]
-    storages = storages_among(values)
-    if any(value._version for value in values):
+    values, writes = [value for node in needed for value in _tensors_of(node)], _writes_to(graph, needed) & needed
+    storages, written = storages_among(values), [_written_by(write) for write in writes]
+    if any(value._version > sum(storage_id(value) in of_one for of_one in written) for value in values):
         raise _UndecidedError("changed in place")
+    if writes:
+        _expect_same_views(needed)
     inputs = {node: node.meta["grapharg"].example for node in needed if node.op == "placeholder"}
     _expect_apart(inputs, graph)
     shared = set(needed)
@@ -216,11 +248,12 @@ def _expect_unchanged(graph: fx.Graph, needed: set[fx.Node]) -> None:
             shared.add(node)
             name = _name_of(node)
             changes = name in _IN_PLACE or (name.endswith("_") and name not in _NAMES)
-            if changes or "out" in node.kwargs:
+            if (changes and node not in writes) or "out" in node.kwargs:
                 raise _UndecidedError(f"{node.target} in place")
             given = itertools.chain.from_iterable(map(_tensors_of, node.all_input_nodes))
             if not _is_of_torch(node) and not storages.isdisjoint(storages_among(given)):
                 raise _UndecidedError(f"{node.target} may change what it is given")
+    return bool(writes)
 
 
 def _expect_apart(inputs: dict[fx.Node, torch.Tensor], graph: fx.Graph) -> None:

@@ -238,6 +238,62 @@ def test_what_changes_between_calls_is_seen():
     torch.compiler.reset()
 
 
+def shifted(ids):
+    """Shift tokens to the right, as models that translate do."""
+    result, last = ids.clone(), (ids.ne(1).sum(dim=1) - 1).unsqueeze(-1)
+    result[:, 0] = ids.gather(1, last).squeeze()
+    result[:, 1:] = ids[:, :-1]
+    return result
+
+
+def filled(ids):
+    result = torch.zeros_like(ids)
+    result.view(-1)[1:].copy_(ids.view(-1)[1:])
+    return result.masked_fill_(result == 3, 0).add_(1)
+
+
+def shifted_input(ids):
+    """As above, in a tensor that the code is called with; the caller finds it as it was."""
+    before = ids.clone()
+    result = shifted(ids.masked_fill_(ids == 4, 1)).clone()
+    ids.copy_(before)
+    return result
+
+
+def read_before_it_changes(ids):
+    result = ids.clone()
+    sums = result.sum(1, keepdim=True)
+    result.fill_(1)
+    return sums
+
+
+@pytest.mark.parametrize("make", [shifted, shifted_input, filled, read_before_it_changes])
+def test_what_code_makes_and_changes_in_place_decides(make):
+    def branches(x, ids):
+        return x.sin() if (make(ids) == 1).any() else x.cos()
+
+    tokens = [torch.tensor(rows) for rows in ([[3, 4, 5], [3, 4, 5]], [[0, 3, 4], [1, 0, 0]], [[3, 3, 3], [3, 3, 1]])]
+    assert graphs_of(branches, *[[torch.ones(2), ids] for ids in (*tokens, *tokens)]) <= 2
+
+
+@pytest.mark.parametrize("share", [lambda ids: ids, lambda ids: ids[:, 1:], lambda ids: ids.view(-1)])
+def test_no_input_is_changed_to_decide_a_branch(share):
+    def branches(x, ids):
+        copy = ids.clone()
+        share(ids).mul_(2)
+        copy[:, 0] = ids[:, 1]
+        return x.sin() if (copy > 4).any() else x.cos()
+
+    backend = Counted()
+    captured = torch.compile(branches, backend=backend)
+    with dynamo.capturing_for_plans():
+        for number in (1, 3, 1, 2):
+            ids, others = torch.full((2, 3), number), torch.full((2, 3), number)
+            assert torch.equal(captured(torch.ones(2), ids), branches(torch.ones(2), others))
+            assert torch.equal(ids, others)
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("share", [lambda mask: mask, lambda mask: mask.view(-1), lambda mask: mask.detach()[1:]])
 def test_an_input_that_is_changed_is_read_after_that(change, share):
