@@ -2,7 +2,7 @@
 
 Dynamo breaks the graph wherever Python reads the value of a tensor. This module runs the few operations behind such a
 tensor at once, on the CPU, and tracing goes on with the value. Only integers and booleans are computed, by operations
-that give the same on each device.
+that give the same on each device, and fractions only where they are made of these and chosen from: masks.
 
 * Constant tensors depend on no input of the graph. Models of transformers compute the positions of tokens by `arange`,
   and then ask whether the positions have gaps. With symbolic sizes the value holds for the current sizes: a guard
@@ -42,6 +42,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import Guard
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import repeated_modules, tensor_state
@@ -67,10 +68,19 @@ _NAMES = (  # of deterministic functions of torch, operators of Python, and meth
     *("cat", "concat", "stack", "chunk", "split", "unbind", "meshgrid", "gather", "index_select", "take"),
     *("to", "type", "long", "int", "bool", "clone", "contiguous", "detach", "new_zeros", "new_ones", "new_full"),
 )
-_WITH_INDICES = {"max", "min"}  # along a dimension; which of equal elements these point to differs between devices
-_FUNCTIONS = {
-    function for owner in (torch, operator) for name in _NAMES if (function := getattr(owner, name, None)) is not None
+_EXACT = {  # of these, and others, what gives fractions that it finds, without computing with them
+    *("full", "zeros", "ones", "tensor", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"),
+    *("max", "min", "amax", "amin", "maximum", "minimum", "clamp", "clip", "where", "masked_fill", "max_pool1d"),
+    *("tril", "triu", "roll", "flip", "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand"),
+    *("expand_as", "broadcast_to", "repeat", "repeat_interleave", "tile", "permute", "transpose", "movedim", "t"),
+    *("narrow", "select", "getitem", "cat", "concat", "stack", "chunk", "split", "unbind", "gather", "index_select"),
+    *("take", "to", "type", "float", "double", "clone", "contiguous", "detach"),
 }
+_WITH_INDICES = {"max", "min"}  # along a dimension; which of equal elements these point to differs between devices
+_FOUND = (getattr(owner, name, None) for owner in (torch, operator) for name in {*_NAMES, *_EXACT})
+_FUNCTIONS = {function for function in _FOUND if function is not None}
+_NAMELESS = {functional.max_pool1d: "max_pool1d"}  # chosen between two by an argument
+_FUNCTIONS |= set(_NAMELESS)
 _IN_PLACE = {name for name in dir(operator) if name.startswith("i") and f"__{name}__" in dir(operator)}
 _IN_PLACE = _IN_PLACE - {"index", "inv", "invert"} | {"setitem", "delitem"}
 _WRITES = {"setitem", "fill_", "zero_", "copy_", *(f"{name}_" for name in _NAMES)}  # that are computed
@@ -196,24 +206,32 @@ def _is_input(node: fx.Node) -> bool:
 
 
 def _expect_known(node: fx.Node) -> None:
-    is_method = node.op == "call_method" and _name_of(node) in _NAMES
+    is_method = node.op == "call_method" and _name_of(node) in {*_NAMES, *_EXACT}
     is_known = is_method or (node.op == "call_function" and node.target in _FUNCTIONS)
     values = _tensors_of(node)
     is_known = is_known and (len(values) == 1 or _name_of(node) not in _WITH_INDICES)
-    if not is_known or "out" in node.kwargs or not values or not all(map(_is_whole, values)):
+    is_exact = all(map(_is_plain if _name_of(node) in _EXACT else _is_whole, values))
+    is_of_fractions = not all(_is_whole(value) for source in node.all_input_nodes for value in _tensors_of(source))
+    if is_of_fractions and any(_is_whole(value) and value.dtype != torch.bool for value in values):
+        raise _UndecidedError(f"{node.target} of fractions")  # those beyond all integers become other ones on a GPU
+    if not is_known or "out" in node.kwargs or not values or not is_exact:
         raise _UndecidedError(f"{node.op} {node.target}")
 
 
 def _name_of(node: fx.Node) -> str:
     """Return the name of an operation, "eq" for `tensor.__eq__`."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    target: Any = node.target
+    name = target if isinstance(target, str) else _NAMELESS.get(target, getattr(target, "__name__", ""))
     return name[2:-2] if name.startswith("__") and name.endswith("__") else name
 
 
 def _is_whole(value: torch.Tensor) -> bool:
     """Whether a tensor is a plain one of integers or booleans."""
-    is_plain = value.layout is torch.strided and type(value) in (torch.Tensor, FakeTensor)
-    return is_plain and not value.dtype.is_floating_point and not value.dtype.is_complex
+    return _is_plain(value) and not value.dtype.is_floating_point and not value.dtype.is_complex
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    return value.layout is torch.strided and type(value) in (torch.Tensor, FakeTensor)
 
 
 def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
@@ -312,6 +330,8 @@ def _decide(tracer: InstructionTranslatorBase, variable: VariableTracker, read: 
         return None
     environment, result = tracer.output.shape_env, variable.as_proxy().node
     try:
+        if not all(map(_is_whole, _tensors_of(result))):
+            raise _UndecidedError("a fraction")
         needed = _nodes_behind(result)
         inputs = [node.meta["grapharg"] for node in result.graph.find_nodes(op="placeholder") if node in needed]
         computation = _Computation(result, needed)

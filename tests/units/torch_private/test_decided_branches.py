@@ -276,6 +276,35 @@ def test_what_code_makes_and_changes_in_place_decides(make):
     assert graphs_of(branches, *[[torch.ones(2), ids] for ids in (*tokens, *tokens)]) <= 2
 
 
+def asks_of_a_pooled_mask(x, mask):
+    pooled = F.max_pool1d(mask.float().unsqueeze(1), 2).squeeze(1)
+    return x.sin() if pooled.to(torch.bool).all() and (pooled == 1.0).all() else x.cos()
+
+
+def asks_of_a_filled_mask(x, mask):
+    bias = torch.zeros(mask.shape).masked_fill(mask == 0, float("-inf"))
+    return x.sin() if (bias == 0).all() else x.cos()
+
+
+@pytest.mark.parametrize("function", [asks_of_a_pooled_mask, asks_of_a_filled_mask])
+def test_a_mask_may_be_of_fractions(function):
+    texts = ["1111", "0000", "1111", "0000"]
+    assert graphs_of(function, *masks(*texts)) == 2
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda mask: mask.float().sum() > 2,
+        lambda mask: (mask.float() * 0.3 > 0.2).any(),
+        lambda mask: torch.zeros(mask.shape).masked_fill(mask == 0, float("inf")).long().sum() > 2,
+    ],
+    ids=["sum", "product", "integers"],
+)
+def test_what_devices_may_compute_otherwise_breaks_the_graph(read):
+    assert graphs_of(lambda x, mask: x.sin() if read(mask) else x.cos(), *masks("1111")) == 2
+
+
 @pytest.mark.parametrize("share", [lambda ids: ids, lambda ids: ids[:, 1:], lambda ids: ids.view(-1)])
 def test_no_input_is_changed_to_decide_a_branch(share):
     def branches(x, ids):
