@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +38,7 @@ from ..torch_private.changes import lost_changes
 from ..torch_private.each_size import EachSize, LetRunCaptured, Runner, Samples, Smaller, TraceAhead, sizes_among
 from ..torch_private.eager_tracing import traced_as_eager
 from ..torch_private.result_nodes import give_own_nodes
+from ..torch_private.same_captures import SameCaptures
 from .capture import Captured, capture, order_of_gradients
 from .passes import Traced, rewrite
 from .stubs import stub_modules
@@ -94,6 +96,7 @@ def planning_backend(
     say: Callable[[str], None] = log.warning,
     trace_ahead: TraceAhead = lambda code, sizes, trace: None,
     templates: Templates | None = None,
+    same: SameCaptures | None = None,
 ) -> Any:
     """Build a backend that hands each captured graph to a session.
 
@@ -107,6 +110,7 @@ def planning_backend(
         say: Warns.
         trace_ahead: Has code traced for sizes that are to come, see `EachSize`.
         templates: Makes what runs in the place of a joint graph at sizes that were not traced; None to trace each.
+        same: Runs code that is captured once more by what was made of it; None to trace it again.
 
     Returns:
         A backend for `torch.compile(..., backend=...)`.
@@ -138,7 +142,7 @@ def planning_backend(
         maker = None if templates is None else code
         return EachSize(module, sizes, code.trace, let_run_captured, trace_ahead, maker).run
 
-    return backend
+    return backend if same is None else partial(same.run_of, backend)
 
 
 def has_gradients(inputs: Sequence[Any]) -> bool:
@@ -234,7 +238,7 @@ class _Code:
         return run if self._makers.prove is None else self._makers.prove(module, run, part, smaller)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)  # without slots, so that it can be held weakly
 class _Trace:
     """Captured code that was traced for some sizes.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ def _loop_twice(condition: Callable[..., Any], body: Callable[..., Any], carried
     return body(*carried, *others)  # while what the first round gave exists
 
 
+_PUTTING = {"aten.index_put.default", "aten.index_put_.default", "aten._unsafe_index_put.default"}
 # What to run of operators whose course depends on values: a loop need not end on made-up ones.
 _COURSES = {"cond": (_first_branch, _second_branch), "while_loop": (_loop_twice,)}
 
@@ -81,13 +83,45 @@ def runner(
         target, changed = as_eager(node)
         args, kwargs = (*node.args[: len(node.args) - len(changed)], *changed), dict(node.kwargs)
     args, kwargs = fx.node.map_arg((args, kwargs), argument)
+    _make_valid(record.op, args)
     target = course or target
     finish = captured.finishes.get(node)
     if finish is None or finish.result not in (captured.fx_values[t] for t in record.outputs):
         return lambda: target(*args, **kwargs)
     for value in finish.reads:
         argument(value)
+    for step in finish.steps:  # what they finish is not there yet: it looks as it was traced
+        _make_valid(str(step.target), fx.node.map_arg(step.args, lambda value: made.get(value, value.meta["val"])))
     return lambda: _finished(target(*args, **kwargs), finish, made)
+
+
+def _make_valid(op: str, args: Sequence[Any]) -> None:
+    """Make made-up inputs valid: pivots count from one, masks choose as many elements as there are values."""
+    if op in ("aten.linalg_lu_solve.default", "aten.lu_unpack.default"):
+        args[1].fill_(1)
+    elif op in ("aten.masked_scatter.default", "aten.masked_scatter_.default"):
+        whole, mask, source = args
+        _choose(mask, source.numel() * mask.numel() // max(1, whole.numel()))
+    elif op == "aten.masked_scatter_backward.default":
+        gradient, mask, shape = args
+        _choose(mask, prod(shape) * mask.numel() // max(1, gradient.numel()))
+    elif op in _PUTTING:
+        whole, indices, values = args[:3]
+        given = [(dimension, index) for dimension, index in enumerate(indices) if index is not None]
+        if len(given) == 1 and given[0][1].dtype == torch.bool:
+            ((dimension, mask),) = given
+            after = whole.dim() - dimension - mask.dim()  # dimensions of the values after that of the chosen elements
+            count = values.shape[-after - 1] if values.dim() > after else 1
+            if count != 1:  # one value is for all
+                _choose(mask, count)
+
+
+def _choose(mask: torch.Tensor, count: int) -> None:
+    """Let a mask choose that many of its elements, or fewer where it is expanded and shows each of its own often."""
+    kept = [(size, stride) for size, stride in zip(mask.shape, mask.stride(), strict=True) if stride]
+    own = mask.as_strided([size for size, _ in kept], [stride for _, stride in kept])
+    chosen = count * own.numel() // max(1, mask.numel())
+    own.copy_((torch.arange(own.numel(), device=own.device) < chosen).view(own.shape))
 
 
 def _finished(result: Any, finish: Finish, made: Mapping[fx.Node, Any]) -> Any:

@@ -11,6 +11,7 @@ from torch import fx
 
 from ..running.execution import Part
 from ..torch_private import checkpoints, tensor_state
+from .unused import unused_at
 
 
 class Verdict(Enum):
@@ -36,6 +37,9 @@ class Proof:
         forward: What is known of outputs, changed inputs and generators.
         backward: What is known of gradients.
         runs: How often it has run while there was something to prove.
+        rests: Whether there is nothing to prove until other gradients come.
+        tried_without: Positions of the gradients that did not come, for each kind of backward that was proved, or that
+            could not be.
         rounded: The values that differ by rounding, in words.
     """
 
@@ -51,16 +55,22 @@ class Proof:
         self.written: fx.GraphModule | None = written
         self.captured, self.part, self.smaller = captured, part, smaller
         self.forward, self.backward = Verdict.UNKNOWN, Verdict.PROVED if part is None else Verdict.UNKNOWN
-        self.runs = 0
+        self.runs, self.rests = 0, False
+        self.tried_without: set[frozenset[int]] = set()
         self.rounded: tuple[str, ...] = ()
         self._run, self._prove = captured, prove
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the code."""
-        if self.written is not None and not any(map(tensor_state.is_fake, arguments)):  # DDPOptimizer asks for shapes
+        if self._is_open() and not any(map(tensor_state.is_fake, arguments)):  # DDPOptimizer asks for shapes
             self._prove(self, arguments)
             self.runs += 1
         return self._run(*arguments)
+
+    @property
+    def gradients(self) -> Verdict:
+        """What is known of the gradients of all backwards that have run."""
+        return self.backward if self.written is None or self.next_without() is None else Verdict.UNKNOWN
 
     def refuse(self, proofs: Proofs) -> None:
         """Run the code as it was written, from now on, and count its runs."""
@@ -73,6 +83,29 @@ class Proof:
             return run_written(*arguments)
 
         self._run, self.forward, self.backward = run, Verdict.REFUSED, Verdict.REFUSED
+
+    def _is_open(self) -> bool:
+        return self.written is not None and not (self.rests and self.next_without() is None)
+
+    def next_without(self) -> frozenset[int] | None:
+        """Return the gradients that did not come to a backward that has run unproved; None where there is none."""
+        if self.part is None or self.part.ran_without <= self.tried_without:
+            return None
+        unproved = self.part.ran_without - self.tried_without
+        self.tried_without |= {missing for missing in unproved if unused_at(self.part.captured, missing) is None}
+        return min(unproved - self.tried_without, key=sorted, default=None)
+
+    def begin_again(self) -> None:
+        """Prove gradients again where nothing more was to be proved, and a backward has run that was not."""
+        if self.rests:
+            self.rests, self.runs, self.backward = False, 0, Verdict.UNKNOWN
+
+    def rest(self, without: frozenset[int] | None) -> None:
+        """Learn that there is nothing more to prove until other gradients come; some did not come to what was tried."""
+        self.rests = True
+        self.tried_without |= set() if without is None else {without}
+        if self.part is None or len(self.part.captured.tangents) < 2:
+            self.end()
 
     def end(self) -> None:
         """Learn that there is nothing more to prove, and let go of what that took."""
@@ -88,11 +121,14 @@ class Proofs:
 
     def __init__(self) -> None:
         self._proofs: weakref.WeakSet[Proof] = weakref.WeakSet()
+        self._ran_without: weakref.WeakKeyDictionary[fx.GraphModule, set[frozenset[int]]] = weakref.WeakKeyDictionary()
         self.runs_as_written = 0
 
     def add(self, proof: Proof) -> None:
-        """Count a proof among those of the session."""
+        """Count a proof among those of the session; which gradients come is known for all sizes of its code."""
         self._proofs.add(proof)
+        if proof.part is not None and proof.written is not None:
+            proof.part.ran_without = self._ran_without.setdefault(proof.written, proof.part.ran_without)
 
     def words(self) -> str:
         """What is proved so far, "" where nothing was to be proved."""
@@ -101,7 +137,7 @@ class Proofs:
         if not proofs:
             return ""
         counts = [_count([p.forward for p in proofs], "forward", " graph" + "s" * (len(proofs) > 1))]
-        counts += [_count([p.backward for p in trained], "gradients")] if trained else []
+        counts += [_count([p.gradients for p in trained], "gradients")] if trained else []
         return ", ".join(counts)
 
     def rounded(self) -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 
 What a capture loses, nobody sees: its graph is all that there is. So each captured code runs once more beside the very
 code that Dynamo has read, called by PyTorch's own operators: forward, and backward where its memory fits what is free,
-plainly or segment by segment. Both run on the same inputs, which stay as they were, and must give the same bits. Code
+plainly or segment by segment. Where a step then brings gradients of other outputs than were taken for likely, the next
+run proves that backward too. Both run on the same inputs, which stay as they were, and must give the same bits. Code
 that gives others runs as the user wrote it from then on. So does code at which PyTorch's machinery fails when it first
 runs.
 
@@ -42,6 +43,7 @@ from .proof import Proof, Proofs, Verdict
 from .proof_memory import ProofMemory, proof_memory
 from .segments import Observed, cut
 from .trials import Outcome, Trial
+from .unused import Unused, likely_unused, unused_at
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -121,33 +123,37 @@ class Prover:
         program = self._session.program_of(part)
         template = template_of(part.captured, program.schedule)
         assert template is not None, "asked of code that is made from a template"
-        if template.is_proved_at(part.captured.sizes):
+        if template.is_proved_at(part.captured.sizes, part.ran_without):
             return
         if backward_pass.is_running():
             if is_proved_by_another(part.captured):
                 return
             raise NoTemplateError("Code can't be proved inside of a backward")
         written, proof.forward, proof.backward = proof.written, Verdict.UNKNOWN, Verdict.UNKNOWN
+        proof.tried_without = set()
         if template.encloses(part.captured.sizes) and not _may_differ_from_itself(part, arguments):
-            self._prove_smaller(proof, template, program, arguments)
-        if template.is_proved_at(part.captured.sizes):
+            self._prove_smaller(proof, part, template, program, arguments)
+        if template.is_proved_at(part.captured.sizes, part.ran_without):
             return
         self._prove(proof, arguments)
-        proof.written = written
+        proof.written, proof.rests = written, False
         if Verdict.REFUSED in (proof.forward, proof.backward):
             raise WrongTemplateError("Programs of sizes that were not traced fail, or give other numbers")
         if Verdict.UNKNOWN not in (proof.forward, proof.backward):
-            template.proved_at(part.captured.sizes)
+            template.proved_at(part.captured.sizes, proof.tried_without)
+        elif template.is_proved_at(part.captured.sizes):  # where other gradients come; for these there is no memory
+            template.proved_at(part.captured.sizes, part.ran_without)
         elif proof.forward is Verdict.UNKNOWN or not is_proved_by_another(part.captured):
             raise NoTemplateError("Programs of sizes that were not traced could not be proved")
 
     def _prove_smaller(
-        self, proof: Proof, template: ProgramTemplate, program: Program, arguments: Sequence[Any]
+        self, proof: Proof, part: Part, template: ProgramTemplate, program: Program, arguments: Sequence[Any]
     ) -> None:
         """Prove code at smaller sizes, as far as it goes: with some of each argument, which may tell nothing.
 
         Args:
             proof: The code at its own sizes.
+            part: What runs it there.
             template: What its program is made from.
             program: The program.
             arguments: What the code is about to run with.
@@ -161,12 +167,12 @@ class Prover:
         smaller, some = made
         if smaller.part is None:
             return
-        sizes = smaller.part.captured.sizes
+        sizes, smaller.part.ran_without = smaller.part.captured.sizes, part.ran_without
         self._prove(smaller, some, replace(template.at(sizes), protects=program.protects))
         if Verdict.REFUSED in (smaller.forward, smaller.backward):
             raise WrongTemplateError("Programs of sizes that were not traced fail, or give other numbers")
         if Verdict.UNKNOWN not in (smaller.forward, smaller.backward):
-            template.proved_at(sizes)
+            template.proved_at(sizes, smaller.tried_without)
             proof.forward, proof.backward, proof.rounded = smaller.forward, smaller.backward, smaller.rounded
 
     def _prove(self, proof: Proof, arguments: Sequence[Any], made: Program | None = None) -> None:
@@ -177,6 +183,7 @@ class Prover:
         if any(map(tensor_state.has_parts, arguments)) or any(is_collective(str(node.target)) for node in nodes):
             proof.end()  # other processes would wait for what it sends once more
             return
+        proof.begin_again()
         self._session.tracing.close()
         device = _device_of(proof, arguments)
         program = made
@@ -186,25 +193,28 @@ class Prover:
             proof.end()
             return
         with self._session.stages.stage("prove_s", "proving"), unmeasured(device), collecting_what_it_leaves():
-            memory = self._memory_of(proof.part, program, device)
+            memory, without = self._memory_of(proof.part, program, device), proof.next_without()
             if memory is None or memory.has_plain or memory.has_forward:
                 with trying(proof.part, program), failures.not_printed():
-                    self._try(proof, arguments, memory, needs_numbers=made is not None)
-        self._conclude(proof)
+                    self._try(proof, arguments, memory, without, needs_numbers=made is not None)
+        self._conclude(proof, without)
 
-    def _conclude(self, proof: Proof) -> None:
-        """End the proof where all is known, or where it was tried often enough."""
+    def _conclude(self, proof: Proof, without: frozenset[int] | None) -> None:
+        """End the proof where all is known, or where it was tried often enough; other gradients may still come."""
         asked, runs = self._session.asked, proof.runs + 1
         is_known = Verdict.UNKNOWN not in (proof.forward, proof.backward)
-        if (
-            Verdict.REFUSED in (proof.forward, proof.backward)
-            or (is_known and runs >= asked)
-            or runs >= max(TRIES, asked)
-        ):
+        if Verdict.REFUSED in (proof.forward, proof.backward):
             proof.end()
+        elif (is_known and runs >= asked) or runs >= max(TRIES, asked):
+            proof.rest(without)
 
     def _try(
-        self, proof: Proof, arguments: Sequence[Any], memory: ProofMemory | None, needs_numbers: bool = False
+        self,
+        proof: Proof,
+        arguments: Sequence[Any],
+        memory: ProofMemory | None,
+        without: frozenset[int] | None,
+        needs_numbers: bool = False,
     ) -> None:
         """Run the code as written, then as captured, and compare; NaN may tell nothing."""
         assert proof.written is not None, "code is tried while it is proved"
@@ -212,7 +222,8 @@ class Prover:
         is_plain = memory is not None and memory.has_plain
         files = Files() if memory is not None and memory.needs_files else None
         constants = [*written.parameters(), *written.buffers()]
-        trial = Trial(arguments, _names_of(written), constants, is_plain, files=files)
+        unused = _unused_in(proof, written, without)
+        trial = Trial(arguments, _names_of(written), constants, is_plain, files=files, unused=unused)
         run_written = partial(self._run_written, proof, written, memory)
         try:
             trial, expected = run_written(trial)
@@ -263,6 +274,7 @@ class Prover:
         proof.forward = _verdict(of_values)
         if with_gradients:
             proof.backward = _verdict(of_gradients)
+            proof.tried_without |= set() if proof.part is None else proof.part.tried_without
 
     def _half_of(self, part: Part | None) -> torch.dtype | None:
         """Return the type of half precision that fused kernels skip, None where there are none or they skip nothing."""
@@ -327,6 +339,20 @@ def _first_outcome(
             raise
     trial = replace(trial, copies=True)
     return trial, trial.run(written, keeps_nothing, tell)
+
+
+def _unused_in(proof: Proof, written: fx.GraphModule, without: frozenset[int] | None) -> Unused:
+    """Choose the outputs that get no gradients: those of a backward that has run, else those that are likely to.
+
+    Args:
+        proof: The code.
+        written: As it was written.
+        without: The gradients that did not come to a backward that has run and was not proved.
+    """
+    seen = frozenset[frozenset[int]]() if proof.part is None else frozenset(proof.part.ran_without)
+    without = without if without is not None else next(iter(seen), None)
+    positions = None if proof.part is None or without is None else unused_at(proof.part.captured, without)
+    return likely_unused(written) if positions is None else lambda outputs: positions
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from ..measuring.aside import in_file
 from ..measuring.files import Files
 from ..torch_private import autocasting, hooks, tensor_state
 from ..torch_private.restoring import Restoring, Watching
+from .unused import Unused
 
 SEED = 0  # of the gradients that a trial begins its backward with
 
@@ -56,6 +57,7 @@ class Trial:
         copies: Whether inputs that other code has computed are copies: autograd refuses to change a leaf in place.
         files: Temporary files for what is kept on the host; None to keep it in memory.
         fill: The byte in memory that nobody has written to.
+        unused: Returns the positions of the outputs that get no gradients; None where all get some.
     """
 
     arguments: Sequence[Any]
@@ -65,6 +67,7 @@ class Trial:
     copies: bool = False
     files: Files | None = None
     fill: int = 255
+    unused: Unused | None = None
 
     def run(
         self,
@@ -100,7 +103,7 @@ class Trial:
                 with watching, torch.enable_grad(), hooks.no_saved_tensor_hooks(), keeping:
                     results = function(*given)
                     outputs = list(results) if isinstance(results, (tuple, list)) else [results]
-                    roots = _Roots([*outputs, *tensors]) if self.with_gradients else None
+                    roots = _Roots([*self._used(outputs), *tensors]) if self.with_gradients else None
                     values = {f"output {i}": self._kept(value, tensors) for i, value in enumerate(outputs)}
                     del results, outputs
                     gradients = self._gradients(leaves, roots) if roots is not None else {}
@@ -116,12 +119,16 @@ class Trial:
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor_state.apart(tensor).requires_grad_(tensor.requires_grad)
 
+    def _used(self, outputs: Sequence[Any]) -> list[Any]:
+        unused = frozenset[int]() if self.unused is None else self.unused(outputs)
+        return [value for i, value in enumerate(outputs) if i not in unused]
+
     def _given(self, position: int, value: Any) -> Any:
         is_copied = self.copies and isinstance(value, torch.Tensor) and not self.arguments[position].is_leaf
         return value.clone() if is_copied else value
 
     def _gradients(self, leaves: dict[int, torch.Tensor], roots: _Roots) -> dict[str, Any]:
-        """Compute gradients of the leaves, for drawn gradients of all results that autograd has computed."""
+        """Compute gradients of the leaves, for drawn gradients of the results that autograd has computed."""
         own = {  # without what the code has changed in place, which is not what it was given any more
             f"the gradient of {self.names[i]}": leaf
             for i, leaf in leaves.items()

@@ -83,12 +83,15 @@ class Part:
         own: Positions of outputs that are returned as tensors of their own, where the graph may give views.
         trial: The program that runs in place of the one that the conductor chooses, and without it: to see what it
             gives. None where the part runs as a part of a step.
+        ran_without: For each kind of backward that has run in a step, the positions of the gradients that did not come.
+        tried_without: The same for backwards of the program that is tried.
     """
 
     def __init__(self, captured: Captured, conductor: Conductor) -> None:
         self.captured = captured
         self.own: tuple[int, ...] = ()
         self.trial: Program | None = None
+        self.ran_without, self.tried_without = set[frozenset[int]](), set[frozenset[int]]()
         self._conductor = weakref.ref(conductor)
         self._saved: weakref.WeakSet[Saved] = weakref.WeakSet()  # of forwards whose graphs live
         self._count = len(captured.forward_outputs)
@@ -143,6 +146,7 @@ class Part:
         shared = carrying.shared_leaves(saved)
         sums = {position: own.total for position, own in sorted(shared.items()) if own.total is not None}
         missing = missing_gradients(tangents)
+        (self.tried_without if self.trial else self.ran_without).add(missing)
         changes = missing, frozenset(totals), frozenset(sums)
         program = saved.program.variant(*changes) if any(changes) else saved.program
         replaced = saved.find_replaced(program.unread)

@@ -12,7 +12,7 @@ or where too few sizes were traced to tell, there is no template.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,6 +56,7 @@ class ProgramTemplate:
             if why is not None:
                 raise NoTemplateError(f"The code at the sizes {size} is not that at the sizes {sizes[0]}: {why}")
         self._sizes, self._proved = tuple(sizes), list[Sizes]()
+        self._proved_without = set[frozenset[int]]()
         self._programs = [_program_for_all_sizes(captured, decisions) for captured in samples]
         first = self._programs[0]
         self.schedule: Schedule = first.schedule
@@ -65,22 +66,23 @@ class ProgramTemplate:
         self._backward = _Template([program.backward_module for program in self._programs], sizes)
         self._variants: dict[tuple[frozenset[int], ...], tuple[Program, _Template]] = {}
 
-    def is_proved_at(self, sizes: Sizes) -> bool:
-        """Whether its programs are taken to give eager PyTorch's bits at some sizes.
+    def is_proved_at(self, sizes: Sizes, without: Collection[frozenset[int]] = ()) -> bool:
+        """Whether its programs are taken to give eager PyTorch's bits at some sizes, where some gradients don't come.
 
         They do where they have done so at sizes that were not traced, and each of these sizes lies between those that
         were traced or proved: PyTorch may compute in another way beyond some size, and a template does not.
         """
-        return bool(self._proved) and self.encloses(sizes)
+        return bool(self._proved) and self.encloses(sizes) and self._proved_without.issuperset(without)
 
     def encloses(self, sizes: Sizes) -> bool:
         """Whether each of some sizes lies between those that were traced or proved."""
         columns = zip(*self._sizes, *self._proved, strict=True)
         return all(min(c) <= size <= max(c) for c, size in zip(columns, sizes, strict=True))
 
-    def proved_at(self, sizes: Sizes) -> None:
-        """Learn that its program for some sizes gives eager PyTorch's bits (`sessions.proving`)."""
+    def proved_at(self, sizes: Sizes, without: Collection[frozenset[int]]) -> None:
+        """Learn that its program for some sizes gives eager PyTorch's bits, where some gradients don't come."""
         self._proved.append(sizes)
+        self._proved_without.update(without)
 
     def at(self, sizes: Sizes) -> Program:
         """Return the program for some sizes."""

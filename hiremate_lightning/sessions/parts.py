@@ -32,7 +32,7 @@ class Parts:
     Attributes:
         fuses: Whether operations are fused.
         count: How many parts there were so far.
-        traced_count: How many of them were captured: others were made from these, for other sizes.
+        traced_count: How many captures there were: other parts were made from these, for other sizes.
         least: The program by which a part runs at the least memory, where that was looked for.
         measures_link: Returns whether plans need to know how fast the device copies to the host and back.
     """
@@ -50,6 +50,10 @@ class Parts:
         self._numbers: weakref.WeakKeyDictionary[Part, int] = weakref.WeakKeyDictionary()
         self._profiles: weakref.WeakKeyDictionary[Part, Profile] = weakref.WeakKeyDictionary()
         self.least: weakref.WeakKeyDictionary[Part, Program] = weakref.WeakKeyDictionary()
+
+    def captured_again(self) -> None:
+        """Count a capture of code that runs by a part that was made of the same code before."""
+        self.traced_count += 1
 
     @property
     def all(self) -> list[Part]:

@@ -41,6 +41,7 @@ from ..running.execution import Part
 from ..running.program import Program
 from ..telling.first_wait import FirstWait, modules_without_parts
 from ..torch_private import backward_pass, dynamo, tensor_state
+from ..torch_private.same_captures import SameCaptures
 from ..torch_private.tensor_state import tensors_among
 from ..units import Budget
 from .calls_without_gradients import CallsWithoutGradients
@@ -224,7 +225,8 @@ class Session:
         proof = partial(Proof, prove=_weakly(self.prover.prove)) if self.options.verify else None
         given = self.kernels, _weakly(self.let_run_captured), proof, _weakly(self.say)
         ahead = _weakly(self.largest.trace_ahead), weakref.proxy(self._templates)
-        return planning_backend(_weakly(self.take_in), *given, *ahead)
+        same = SameCaptures(_weakly(self.parts.captured_again))
+        return planning_backend(_weakly(self.take_in), *given, *ahead, same)
 
     def let_run_captured(self, code: object, size_bytes: int) -> bool:
         """Let code whose sizes don't repeat run as captured, where it is small beside planned code.

@@ -16,8 +16,10 @@ from torch._functorch._aot_autograd import graph_capture, runtime_wrappers
 from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
     PlainAOTInput,
+    PlainAOTOutput,
     SavedForBackwardsAOTOutput,
     SubclassGetAttrAOTInput,
+    TangentAOTInput,
 )
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, MutationType, OutputType, PlainTensorMeta
 from torch._functorch.partitioners import _extract_fwd_bwd_outputs, _has_tag_is_backward, _is_tangent
@@ -293,6 +295,16 @@ def inputs_with_gradients(joint: fx.GraphModule, forward_outputs: int) -> list[t
     gradients = gradients[forward_outputs:]
     inputs = [node for node in joint.graph.find_nodes(op="placeholder") if not is_tangent(node)]
     return list(zip(inputs[len(inputs) - len(gradients) :], gradients, strict=True))
+
+
+def output_position(tangent: fx.Node) -> int | None:
+    """Return the position, among the outputs of the captured function, of that to which a gradient belongs.
+
+    None where it belongs to anything else: an input that is changed, or what several outputs are views of.
+    """
+    description = tangent.meta.get("desc")
+    output = description.output if isinstance(description, TangentAOTInput) else None
+    return output.idx if isinstance(output, PlainAOTOutput) else None
 
 
 def input_position(placeholder: fx.Node) -> int | None:

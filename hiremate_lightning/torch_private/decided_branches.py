@@ -2,14 +2,16 @@
 
 Dynamo breaks the graph wherever Python reads the value of a tensor. This module runs the few operations behind such a
 tensor at once, on the CPU, and tracing goes on with the value. Only integers and booleans are computed, by operations
-that give the same on each device.
+that give the same on each device, and fractions only where they are made of these and chosen from: masks.
 
 * Constant tensors depend on no input of the graph. Models of transformers compute the positions of tokens by `arange`,
   and then ask whether the positions have gaps. With symbolic sizes the value holds for the current sizes: a guard
   computes it again for other sizes.
 * Other tensors are computed from integers or booleans that the code is called with. Models of transformers ask whether
   a batch has padding. A guard asks again before each call, and code that would go another way is captured for that.
-  What code changes in place before it reads it is not decided, nor are numbers, which take too many values.
+  What code changes in place before it reads it is computed on copies, and not decided where these may differ from it.
+* Numbers are decided where they are computed from a few numbers that the code is called with, as sizes of pictures are,
+  and as long as these stay the same. Where others come, the graph breaks for these.
 
 All names of torch here are private; `test_torch_private.py` says on which versions this was checked.
 """
@@ -25,6 +27,7 @@ import operator
 import re
 import types
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,17 +42,19 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import Guard
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import repeated_modules, tensor_state
 from .module_calls import realized
 from .replacing import StandIn
-from .tensor_state import storages_among
+from .tensor_state import storage_id, storages_among
 
 log = logging.getLogger("hiremate_lightning")
 
 _MOST_ELEMENTS = 2**22  # of a tensor that is computed while code is traced
 _SIZES_KEPT = 4096  # for which the result of a guard is remembered
+_MOST_NUMBERS = 64  # in all tensors from which numbers are computed that decide
 _MOST_FORKS = 3  # where ways through one piece of code part: it is captured for one way more than that
 _NAMES = (  # of deterministic functions of torch, operators of Python, and methods of tensors
     *("arange", "linspace", "zeros", "ones", "full", "eye", "tensor", "zeros_like", "ones_like", "full_like"),
@@ -64,12 +69,22 @@ _NAMES = (  # of deterministic functions of torch, operators of Python, and meth
     *("cat", "concat", "stack", "chunk", "split", "unbind", "meshgrid", "gather", "index_select", "take"),
     *("to", "type", "long", "int", "bool", "clone", "contiguous", "detach", "new_zeros", "new_ones", "new_full"),
 )
-_WITH_INDICES = {"max", "min"}  # along a dimension; which of equal elements these point to differs between devices
-_FUNCTIONS = {
-    function for owner in (torch, operator) for name in _NAMES if (function := getattr(owner, name, None)) is not None
+_EXACT = {  # of these, and others, what gives fractions that it finds, without computing with them
+    *("full", "zeros", "ones", "tensor", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"),
+    *("max", "min", "amax", "amin", "maximum", "minimum", "clamp", "clip", "where", "masked_fill", "max_pool1d"),
+    *("tril", "triu", "roll", "flip", "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand"),
+    *("expand_as", "broadcast_to", "repeat", "repeat_interleave", "tile", "permute", "transpose", "movedim", "t"),
+    *("narrow", "select", "getitem", "cat", "concat", "stack", "chunk", "split", "unbind", "gather", "index_select"),
+    *("take", "to", "type", "float", "double", "clone", "contiguous", "detach"),
 }
+_WITH_INDICES = {"max", "min"}  # along a dimension; which of equal elements these point to differs between devices
+_FOUND = (getattr(owner, name, None) for owner in (torch, operator) for name in {*_NAMES, *_EXACT})
+_FUNCTIONS = {function for function in _FOUND if function is not None}
+_NAMELESS = {functional.max_pool1d: "max_pool1d"}  # chosen between two by an argument
+_FUNCTIONS |= set(_NAMELESS)
 _IN_PLACE = {name for name in dir(operator) if name.startswith("i") and f"__{name}__" in dir(operator)}
 _IN_PLACE = _IN_PLACE - {"index", "inv", "invert"} | {"setitem", "delitem"}
+_WRITES = {"setitem", "fill_", "zero_", "copy_", *(f"{name}_" for name in _NAMES)}  # that are computed
 _LOOKS = re.compile(r"POP_JUMP_(FORWARD_|BACKWARD_)?IF_(TRUE|FALSE)|UNARY_NOT")  # instructions that take a truth value
 
 
@@ -92,7 +107,7 @@ class _Computation:
     """
 
     def __init__(self, result: fx.Node, needed: set[fx.Node]) -> None:
-        _expect_unchanged(result.graph, needed)
+        self._writes = _expect_unchanged(result.graph, needed)
         graph, numbers, copies = fx.Graph(), dict[Any, fx.Node](), dict[fx.Node, Any]()
         nodes = [node for node in result.graph.nodes if node in needed]
         inputs = [node for node in nodes if node.op == "placeholder"]
@@ -131,7 +146,7 @@ class _Computation:
             if math.prod(numbers) > _MOST_ELEMENTS:
                 raise _UndecidedError("too many elements")
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-            read = [tensor.cpu() for tensor in tensors]
+            read = [tensor.cpu().clone() if self._writes else tensor.cpu() for tensor in tensors]
             result: torch.Tensor = self._run(*(int(number.xreplace(values)) for number in self._numbers), *read)
         return result
 
@@ -151,11 +166,38 @@ def _nodes_behind(result: fx.Node) -> set[fx.Node]:
     while ahead:
         node = ahead.pop()
         if node not in needed:
-            if not _is_input(node):
+            if not (_is_input(node) or _is_write(node)):
                 _expect_known(node)
             needed.add(node)
             ahead += [value for value in node.all_input_nodes if not _is_number(value)]
+        if not ahead:
+            ahead += _writes_to(node.graph, needed) - needed
     return needed
+
+
+def _is_write(node: fx.Node) -> bool:
+    """Whether a node changes its first argument in place, and is computed here."""
+    return _name_of(node) in _WRITES and bool(node.args) and isinstance(node.args[0], fx.Node) and _is_of_torch(node)
+
+
+def _written_by(write: fx.Node) -> set[int]:
+    """Return the storage of the tensor that a node changes in place."""
+    return storages_among(_tensors_of(write.all_input_nodes[0]))
+
+
+def _writes_to(graph: fx.Graph, needed: set[fx.Node]) -> set[fx.Node]:
+    """Return the nodes that change some tensors in place."""
+    storages = storages_among(value for node in needed for value in _tensors_of(node))
+    return {node for node in graph.nodes if _is_write(node) and not storages.isdisjoint(_written_by(node))}
+
+
+def _expect_same_views(needed: set[fx.Node]) -> None:
+    """Raise if what shares memory on the device of the code may not do so on the CPU, and the other way round."""
+    values = [value for node in needed for value in _tensors_of(node)]
+    inputs = [node.meta["grapharg"].example for node in needed if node.op == "placeholder"]
+    is_shared = len(storages_among(inputs)) < len(inputs) or not all(tensor.is_contiguous() for tensor in inputs)
+    if is_shared or len({value.device for value in values}) > 1:
+        raise _UndecidedError("changed in place, where memory may be shared otherwise on the CPU")
 
 
 def _is_input(node: fx.Node) -> bool:
@@ -167,24 +209,32 @@ def _is_input(node: fx.Node) -> bool:
 
 
 def _expect_known(node: fx.Node) -> None:
-    is_method = node.op == "call_method" and _name_of(node) in _NAMES
+    is_method = node.op == "call_method" and _name_of(node) in {*_NAMES, *_EXACT}
     is_known = is_method or (node.op == "call_function" and node.target in _FUNCTIONS)
     values = _tensors_of(node)
     is_known = is_known and (len(values) == 1 or _name_of(node) not in _WITH_INDICES)
-    if not is_known or "out" in node.kwargs or not values or not all(map(_is_whole, values)):
+    is_exact = all(map(_is_plain if _name_of(node) in _EXACT else _is_whole, values))
+    is_of_fractions = not all(_is_whole(value) for source in node.all_input_nodes for value in _tensors_of(source))
+    if is_of_fractions and any(_is_whole(value) and value.dtype != torch.bool for value in values):
+        raise _UndecidedError(f"{node.target} of fractions")  # those beyond all integers become other ones on a GPU
+    if not is_known or "out" in node.kwargs or not values or not is_exact:
         raise _UndecidedError(f"{node.op} {node.target}")
 
 
 def _name_of(node: fx.Node) -> str:
     """Return the name of an operation, "eq" for `tensor.__eq__`."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    target: Any = node.target
+    name = target if isinstance(target, str) else _NAMELESS.get(target, getattr(target, "__name__", ""))
     return name[2:-2] if name.startswith("__") and name.endswith("__") else name
 
 
 def _is_whole(value: torch.Tensor) -> bool:
     """Whether a tensor is a plain one of integers or booleans."""
-    is_plain = value.layout is torch.strided and type(value) in (torch.Tensor, FakeTensor)
-    return is_plain and not value.dtype.is_floating_point and not value.dtype.is_complex
+    return _is_plain(value) and not value.dtype.is_floating_point and not value.dtype.is_complex
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    return value.layout is torch.strided and type(value) in (torch.Tensor, FakeTensor)
 
 
 def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
@@ -197,16 +247,20 @@ def _shape_of(tensor: torch.Tensor) -> list[Any]:
     return [size.node.expr if isinstance(size, torch.SymInt) else size for size in shape]
 
 
-def _expect_unchanged(graph: fx.Graph, needed: set[fx.Node]) -> None:
-    """Raise if an operation changes, or may change, a needed tensor or a view of it in place.
+def _expect_unchanged(graph: fx.Graph, needed: set[fx.Node]) -> bool:
+    """Raise if an operation that is not needed changes, or may change, a needed tensor or a view of it in place.
+
+    Returns whether one that is needed does.
 
     Three signs count: the name of the operation, the version of the tensor, and code that is not of PyTorch, which may
     change what it is given without either.
     """
-    values = [value for node in needed for value in _tensors_of(node)]
-    storages = storages_among(values)
-    if any(value._version for value in values):
+    values, writes = [value for node in needed for value in _tensors_of(node)], _writes_to(graph, needed) & needed
+    storages, written = storages_among(values), [_written_by(write) for write in writes]
+    if any(value._version > sum(storage_id(value) in of_one for of_one in written) for value in values):
         raise _UndecidedError("changed in place")
+    if writes:
+        _expect_same_views(needed)
     inputs = {node: node.meta["grapharg"].example for node in needed if node.op == "placeholder"}
     _expect_apart(inputs, graph)
     shared = set(needed)
@@ -215,11 +269,12 @@ def _expect_unchanged(graph: fx.Graph, needed: set[fx.Node]) -> None:
             shared.add(node)
             name = _name_of(node)
             changes = name in _IN_PLACE or (name.endswith("_") and name not in _NAMES)
-            if changes or "out" in node.kwargs:
+            if (changes and node not in writes) or "out" in node.kwargs:
                 raise _UndecidedError(f"{node.target} in place")
             given = itertools.chain.from_iterable(map(_tensors_of, node.all_input_nodes))
             if not _is_of_torch(node) and not storages.isdisjoint(storages_among(given)):
                 raise _UndecidedError(f"{node.target} may change what it is given")
+    return bool(writes)
 
 
 def _expect_apart(inputs: dict[fx.Node, torch.Tensor], graph: fx.Graph) -> None:
@@ -278,6 +333,8 @@ def _decide(tracer: InstructionTranslatorBase, variable: VariableTracker, read: 
         return None
     environment, result = tracer.output.shape_env, variable.as_proxy().node
     try:
+        if not all(map(_is_whole, _tensors_of(result))):
+            raise _UndecidedError("a fraction")
         needed = _nodes_behind(result)
         inputs = [node.meta["grapharg"] for node in result.graph.find_nodes(op="placeholder") if node in needed]
         computation = _Computation(result, needed)
@@ -287,7 +344,7 @@ def _decide(tracer: InstructionTranslatorBase, variable: VariableTracker, read: 
     except Exception as error:  # whatever the operations fail on: the graph breaks, as it does without this module
         log.debug("A tensor is not known while code is traced: %s", error)
         return None
-    if inputs and not (isinstance(seen, bool) and _is_admitted(tracer, seen)):
+    if inputs and not (_is_of_few(seen, [a.example for a in inputs]) and _is_admitted(tracer, seen)):
         return None
     repeated_modules.note_unseen()  # the next module of the same kind may read another value
     sources += [argument.source for argument in inputs]
@@ -297,40 +354,48 @@ def _decide(tracer: InstructionTranslatorBase, variable: VariableTracker, read: 
     return seen
 
 
+def _is_of_few(seen: Any, inputs: list[torch.Tensor]) -> bool:
+    """Whether what was read is a truth value, or computed from few numbers."""
+    return isinstance(seen, bool) or sum(tensor.numel() for tensor in inputs) <= _MOST_NUMBERS
+
+
 class _Ways:
     """The ways through one piece of code that were captured: each is a row of branches with their decisions.
 
-    Only branches on what the code is called with count. Others go the same way in each call of the same sizes.
+    Only what is read of tensors that the code is called with counts. The rest is the same in each call of these sizes.
     """
 
     def __init__(self) -> None:
-        self._beginnings = set[tuple[Any, ...]]()  # of all ways: the branches up to each one
+        self._decisions = defaultdict[tuple[Any, ...], set[str]](set)  # by the branches up to each one
         self._forks = 0
 
-    def admits(self, before: tuple[Any, ...], branch: tuple[Any, ...], seen: bool) -> bool:
+    def admits(self, before: tuple[Any, ...], branch: tuple[Any, ...], seen: Any) -> bool:
         """Whether code is captured with one more decision: it is for a few ways, and its graph breaks beyond these.
+
+        Numbers that change may take any value: only the first one is admitted.
 
         Args:
             before: What was decided before it, while the same code was traced.
             branch: Where it is.
             seen: Its decision.
         """
-        way = (*before, (branch, seen))
-        if way not in self._beginnings and (*before, (branch, not seen)) in self._beginnings:
-            if self._forks == _MOST_FORKS:
+        way = (*before, branch)
+        decisions = self._decisions[way]
+        if decisions and repr(seen) not in decisions:
+            if self._forks == _MOST_FORKS or not isinstance(seen, bool):
                 return False
             self._forks += 1
-        self._beginnings.add(way)
+        decisions.add(repr(seen))
         return True
 
 
-def _is_admitted(tracer: InstructionTranslatorBase, seen: bool) -> bool:
+def _is_admitted(tracer: InstructionTranslatorBase, seen: Any) -> bool:
     """Whether code is captured with this decision of a branch on what it is called with, which counts from then on."""
     root, code = tracer.output.root_tx, tracer.f_code
     before, branch = _decided.get(root, ()), (code.co_filename, code.co_firstlineno, tracer.instruction_pointer)
     if not _ways.setdefault(root.f_code, _Ways()).admits(before, branch, seen):
         return False
-    _decided[root] = (*before, (branch, seen))
+    _decided[root] = (*before, (branch, repr(seen)))
     return True
 
 

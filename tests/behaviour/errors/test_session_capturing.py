@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 from contextlib import nullcontext
@@ -40,6 +41,37 @@ def test_a_plan_appears_at_the_second_step():
 def test_nothing_is_captured_again_when_the_plan_takes_over():
     model = warm_up(planned(), steps=4)
     assert session_of(model).captured_count == 1
+
+
+class Chooses(Net):
+    """Chooses in its first call how to compute, and keeps that, as heads for classification of transformers do."""
+
+    def __init__(self, also: bool = False) -> None:
+        super().__init__()
+        self.kind, self.also = None, also
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        if self.kind is None:
+            self.kind = "tanh" if x.is_floating_point() else "sin"
+            x = x * 2 if self.also else x
+        return x.tanh() if self.kind == "tanh" else x.sin()
+
+
+@pytest.mark.parametrize(("also", "graphs"), [(False, 1), (True, 2)], ids=["nothing else", "something else"])
+def test_an_attribute_set_by_the_first_call_costs_no_second_trace(also, graphs):
+    """Dynamo reads the code once more. Where its graph is another one then, that is traced and runs."""
+    torch.manual_seed(1)
+    plain = Chooses(also)
+    model = hiremate(copy.deepcopy(plain), "75%", verbose=False)
+    for index in range(3):
+        torch.manual_seed(index)
+        expected = step(plain, index)
+        torch.manual_seed(index)
+        assert torch.equal(step(model, index), expected)
+        assert all(map(torch.equal, gradients(model), gradients(plain)))
+    assert session_of(model).captured_count == 2
+    assert session_of(model).parts.count == graphs
 
 
 class Weighted(Net):

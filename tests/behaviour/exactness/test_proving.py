@@ -90,6 +90,30 @@ def make_mixed() -> nn.Module:
     return nn.Sequential(Written(mixed, count=torch.zeros(())), nn.LayerNorm(WIDTH))
 
 
+class WithLogits(nn.Module):
+    """Returns a loss, and the logits that it is computed from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.layer(x).tanh())
+        return logits.square().mean(), logits
+
+
+class TwoHeads(nn.Module):
+    """Returns two results of one trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.one, self.two = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        trunk = self.layer(x).tanh()
+        return self.one(trunk), self.two(trunk)
+
+
 # ---------------------------------------------------------------- what is proved
 
 
@@ -427,6 +451,73 @@ def test_failures_that_a_proof_meets_are_not_printed(capfd):
     assert not any("runs as it was written" in text for text in said), said
     assert "Traceback" not in capfd.readouterr().err
     assert not differing(log, train(lambda: Written(change), False)[0])
+
+
+# ---------------------------------------------------------------- gradients that do not come
+
+
+def lose_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant a fault: where some gradients of outputs do not come, that of the first parameter is left out too."""
+    find = program.find_absent
+
+    def wrong(captured: Any, missing: frozenset[int]) -> Any:
+        found, first = find(captured, missing), next(g for g in captured.backward_outputs if g is not None)
+        return replace(found, values=found.values | {first}, overwrites={})
+
+    monkeypatch.setattr(program, "find_absent", wrong)
+
+
+def gradients_of(module: nn.Module, loss_of: Callable[[Any], Tensor]) -> list[list[Any]]:
+    found = []
+    for index in range(3):
+        module.zero_grad()
+        loss_of(module(rows(index))).backward()
+        found.append([None if p.grad is None else p.grad.tolist() for p in module.parameters()])
+    return found
+
+
+def differing_steps(module: nn.Module, loss_of: Callable[[Any], Tensor]) -> list[int]:
+    """Train a module with a plan and a copy without one; return the steps whose gradients differ."""
+    plain = gradients_of(copy.deepcopy(module), loss_of)
+    planned = gradients_of(hiremate(module, "1 GiB", verbose=False), loss_of)
+    return [step for step in range(3) if planned[step] != plain[step]]
+
+
+def test_a_loss_is_proved_without_gradients_of_its_logits(monkeypatch):
+    """What runs in the first step already is proved before it runs."""
+    lose_a_gradient(monkeypatch)
+    with pytest.warns(HiRemateWarning, match="gives other numbers"):
+        assert differing_steps(WithLogits(), lambda out: out[0]) == []
+
+
+def test_a_backward_without_some_gradient_is_proved_later(monkeypatch):
+    """That one of two results stays unused is seen in the first step: from the next one on its faults are seen too."""
+    lose_a_gradient(monkeypatch)
+    with pytest.warns(HiRemateWarning, match="gives other numbers"):
+        assert differing_steps(TwoHeads(), lambda out: out[0].sum()) == [0]
+
+
+def test_each_kind_of_backward_is_proved_once(monkeypatch):
+    """Both results are used, then the first one, then both, then the second one, and all that again."""
+    tried, prove = [], proving.Prover._try
+    monkeypatch.setattr(proving.Prover, "_try", lambda *given, **named: (tried.append(1), prove(*given, **named)))
+    uses = [(0, 1), (0,), (0, 1), (1,)] * 2
+    module, counts = hiremate(TwoHeads(), "1 GiB", verbose=False), []
+    for index, used in enumerate(uses):
+        results = module(rows(index))
+        counts.append(len(tried))
+        sum(results[i].sum() for i in used).backward()
+    assert counts == [1, 1, 2, 2, 3, 3, 3, 3]
+    assert targets_of(module).session.proofs.words() == "forward 1 of 1 graph, gradients 1 of 1"
+
+
+def test_a_backward_that_was_not_proved_yet_is_not_called_proved():
+    module = hiremate(TwoHeads(), "1 GiB", verbose=False)
+    words = []
+    for index in range(2):
+        module(rows(index))[0].sum().backward()
+        words.append(targets_of(module).session.proofs.words())
+    assert words == [f"forward 1 of 1 graph, gradients {count} of 1" for count in (0, 1)]
 
 
 # ---------------------------------------------------------------- faults planted in our own passes

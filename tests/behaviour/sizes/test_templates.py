@@ -126,9 +126,9 @@ def _proved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The lengths at which decisions are proved."""
     lengths, prove = list[int](), ProgramTemplate.proved_at
 
-    def note(template: ProgramTemplate, sizes: tuple[int, ...]) -> None:
+    def note(template: ProgramTemplate, sizes: tuple[int, ...], without: set[frozenset[int]]) -> None:
         lengths.extend(sizes)
-        prove(template, sizes)
+        prove(template, sizes, without)
 
     monkeypatch.setattr(ProgramTemplate, "proved_at", note)
     return lengths

@@ -296,6 +296,56 @@ def test_an_operation_that_cannot_run_alone_gets_its_estimate(captured, monkeypa
     assert profile.workspace_bytes[product] == 0
 
 
+def scatter(x: torch.Tensor, mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Put values in the place of masked rows, as models do with what they make of pictures between words."""
+    return x.sin().masked_scatter(mask[:, None].expand_as(x), values.sin())
+
+
+def scatter_elements(x: torch.Tensor, mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return x.sin().masked_scatter((x > 0) & mask[:, None], values.sin())
+
+
+def put(x: torch.Tensor, mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        found = x.clone()
+        found[mask] = values
+    return x * found
+
+
+def put_along(x: torch.Tensor, mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        found = x.t().clone()
+        found[:, mask] = values.t()
+    return x * found.t()
+
+
+def solve(x: torch.Tensor, mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    square = x[:WIDTH] + 100 * torch.eye(WIDTH)
+    return x @ torch.linalg.lu_solve(*torch.linalg.lu_factor(square), square)
+
+
+@pytest.mark.parametrize("masked", [0, 1, 5], ids=["no row", "one row", "five rows"])
+@pytest.mark.parametrize("function", [scatter, scatter_elements, put, put_along, solve])
+def test_what_chooses_by_a_mask_can_be_measured(function, masked):
+    """So can what takes pivots: neither runs on any made-up mask or integers."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x, mask, values):
+            return function(self.one(x), mask, self.two(values))
+
+    model, mask, announced = hiremate(Masked(), "100%", verbose=False), torch.arange(ROWS) < masked, []
+    model(torch.randn(ROWS, WIDTH), mask, torch.randn(masked, WIDTH)).sum().backward()
+    parts = targets_of(model).session.parts.all
+    assert parts
+    for part in parts:
+        measure(part.captured, CostCache(), QUICK, announce=lambda *words: announced.append(words))
+    assert not announced
+
+
 def test_estimates_are_not_kept_for_later_runs(captured, monkeypatch, tmp_path):
     runner = profiling.runner
 

@@ -263,6 +263,91 @@ def test_what_changes_between_calls_is_seen():
     torch.compiler.reset()
 
 
+def shifted(ids):
+    """Shift tokens to the right, as models that translate do."""
+    result, last = ids.clone(), (ids.ne(1).sum(dim=1) - 1).unsqueeze(-1)
+    result[:, 0] = ids.gather(1, last).squeeze()
+    result[:, 1:] = ids[:, :-1]
+    return result
+
+
+def filled(ids):
+    result = torch.zeros_like(ids)
+    result.view(-1)[1:].copy_(ids.view(-1)[1:])
+    return result.masked_fill_(result == 3, 0).add_(1)
+
+
+def shifted_input(ids):
+    """As above, in a tensor that the code is called with; the caller finds it as it was."""
+    before = ids.clone()
+    result = shifted(ids.masked_fill_(ids == 4, 1)).clone()
+    ids.copy_(before)
+    return result
+
+
+def read_before_it_changes(ids):
+    result = ids.clone()
+    sums = result.sum(1, keepdim=True)
+    result.fill_(1)
+    return sums
+
+
+@pytest.mark.parametrize("make", [shifted, shifted_input, filled, read_before_it_changes])
+def test_what_code_makes_and_changes_in_place_decides(make):
+    def branches(x, ids):
+        return x.sin() if (make(ids) == 1).any() else x.cos()
+
+    tokens = [torch.tensor(rows) for rows in ([[3, 4, 5], [3, 4, 5]], [[0, 3, 4], [1, 0, 0]], [[3, 3, 3], [3, 3, 1]])]
+    assert graphs_of(branches, *[[torch.ones(2), ids] for ids in (*tokens, *tokens)]) <= 2
+
+
+def asks_of_a_pooled_mask(x, mask):
+    pooled = F.max_pool1d(mask.float().unsqueeze(1), 2).squeeze(1)
+    return x.sin() if pooled.to(torch.bool).all() and (pooled == 1.0).all() else x.cos()
+
+
+def asks_of_a_filled_mask(x, mask):
+    bias = torch.zeros(mask.shape).masked_fill(mask == 0, float("-inf"))
+    return x.sin() if (bias == 0).all() else x.cos()
+
+
+@pytest.mark.parametrize("function", [asks_of_a_pooled_mask, asks_of_a_filled_mask])
+def test_a_mask_may_be_of_fractions(function):
+    texts = ["1111", "0000", "1111", "0000"]
+    assert graphs_of(function, *masks(*texts)) == 2
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda mask: mask.float().sum() > 2,
+        lambda mask: (mask.float() * 0.3 > 0.2).any(),
+        lambda mask: torch.zeros(mask.shape).masked_fill(mask == 0, float("inf")).long().sum() > 2,
+    ],
+    ids=["sum", "product", "integers"],
+)
+def test_what_devices_may_compute_otherwise_breaks_the_graph(read):
+    assert graphs_of(lambda x, mask: x.sin() if read(mask) else x.cos(), *masks("1111")) == 2
+
+
+@pytest.mark.parametrize("share", [lambda ids: ids, lambda ids: ids[:, 1:], lambda ids: ids.view(-1)])
+def test_no_input_is_changed_to_decide_a_branch(share):
+    def branches(x, ids):
+        copy = ids.clone()
+        share(ids).mul_(2)
+        copy[:, 0] = ids[:, 1]
+        return x.sin() if (copy > 4).any() else x.cos()
+
+    backend = Counted()
+    captured = torch.compile(branches, backend=backend)
+    with dynamo.capturing_for_plans():
+        for number in (1, 3, 1, 2):
+            ids, others = torch.full((2, 3), number), torch.full((2, 3), number)
+            assert torch.equal(captured(torch.ones(2), ids), branches(torch.ones(2), others))
+            assert torch.equal(ids, others)
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("share", [lambda mask: mask, lambda mask: mask.view(-1), lambda mask: mask.detach()[1:]])
 def test_an_input_that_is_changed_is_read_after_that(change, share):
@@ -349,6 +434,44 @@ def test_numbers_of_an_input_are_read_in_each_call():
         return x * mask.sum().item() + sum(mask[0].tolist())
 
     assert graphs_of(branches, *masks("111", "110", "100")) > 1
+
+
+def pads(x, sizes):
+    """Pad rows to a size that is an input, and cut them at lengths that are one."""
+    size, *lengths = sizes.tolist()
+    padded = F.pad(x, (0, size - x.shape[1])).sin()
+    return sum(row[:length].sum() for row, length in zip(padded, lengths, strict=True)) * sizes[0].item()
+
+
+def sizes_of(*numbers):
+    return [torch.ones(2, 3).cumsum(1), torch.tensor(numbers)]
+
+
+def test_a_few_numbers_that_stay_the_same_do_not_break_the_graph():
+    assert graphs_of(pads, *[sizes_of(5, 2, 3)] * 3) == 1
+
+
+def test_numbers_that_change_break_the_graph_from_then_on():
+    """Code is captured once for the first numbers, and once more for all others."""
+    shapes = [sizes_of(5, 2, 3), sizes_of(6, 2, 4), sizes_of(7, 1, 3), sizes_of(5, 2, 3), sizes_of(8, 4, 4)]
+    backend = Counted()
+    captured, counts = torch.compile(lambda x, sizes: x.sin() * sizes[1].item(), backend=backend), []
+    with dynamo.capturing_for_plans():
+        for x, sizes in shapes:
+            assert torch.equal(captured(x, sizes), x.sin() * sizes[1].item())
+            counts.append(backend.graphs)
+    torch.compiler.reset()
+    assert counts[:3] == [1, 1, 3]  # the second number is the same in the first two calls
+    assert counts[3] == counts[4] == 4  # what follows the break, with a number that varies
+    graphs_of(pads, *shapes)
+
+
+def test_numbers_of_a_large_input_break_the_graph():
+    def function(x, mask):
+        return x * mask.sum().item()
+
+    assert graphs_of(function, *[[torch.ones(2), torch.ones(65, dtype=torch.long)]] * 2) == 2
+    assert graphs_of(function, *[[torch.ones(2), torch.ones(64, dtype=torch.long)]] * 2) == 1
 
 
 def test_no_large_input_is_read_before_each_call(monkeypatch):
