@@ -48,11 +48,13 @@ class PlanReports:
         kind.told = now if before is None else replace(now, measured=before.measured, is_over=before.is_over)
         if before is None or before.asked != now.asked:
             return
-        is_moved = abs(now.budget_bytes - before.budget_bytes) > CLEARLY * before.budget_bytes
-        came = _came(before, now)
-        if is_moved:
-            why = f"{came}, and a share is of what a step adds to that" if came else "a share is of the largest step"
+        moved_bytes = now.budget_bytes - before.budget_bytes
+        came, gone = _more("came", before, now), _more("is gone", now, before)
+        if abs(moved_bytes) > CLEARLY * before.budget_bytes:
+            changed = f"{came}, and a share is of what a step adds to that" if came and moved_bytes > 0 else ""
+            changed = f"{gone}, and a share is of what a step adds to the rest" if gone and moved_bytes < 0 else changed
             budgets = f"{format_bytes(before.budget_bytes)} -> {format_bytes(now.budget_bytes)}"
+            why = changed or "a share is of the largest step"
             self._reporter.note(f"{plan_title(plan)}: budget {budgets}, since {why}")
         elif is_new and came:
             self._reporter.note(f"{plan_title(plan)} is made again, since {came}")
@@ -62,9 +64,9 @@ def _told(plan: Plan) -> Told:
     return Told(plan.budget_bytes, str(plan.budget), plan.resident_parts)
 
 
-def _came(before: Told, now: Told) -> str:
-    """Return, in words or "", what exists before a step that did not exist before the one before."""
+def _more(verb: str, before: Told, now: Told) -> str:
+    """Return, in words or "", of which part most more exists before a step now."""
     known = dict(before.parts)
     more = [(size - known.get(name, 0), name) for name, size in now.parts]
     size, name = max(more, default=(0, ""))
-    return f"{format_bytes(size)} of {name} came" if size > 0 else ""
+    return f"{format_bytes(size)} of {name} {verb}" if size > 0 else ""

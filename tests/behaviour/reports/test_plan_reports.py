@@ -79,6 +79,17 @@ def test_a_budget_that_changes_comes_with_its_reason(reports: PlanReports, conso
     assert line.endswith(", since 256 KiB of optimizer state came, and a share is of what a step adds to that")
 
 
+def test_a_budget_that_falls_comes_with_what_is_gone(reports: PlanReports, console: Console, kind: StepKind):
+    """A new optimizer has no state yet, though a resized weight is a little larger."""
+    plan = blocks_plan(2)
+    weights = ("weights", 2048)
+    reports.planned(kind, plan.changed(budget_bytes=plan.budget_bytes + STATE[1], resident_parts=(STATE,)))
+    said(console)
+    reports.kept(kind, plan.changed(resident_parts=(weights,)))
+    (line,) = said(console)
+    assert line.endswith(", since 256 KiB of optimizer state is gone, and a share is of what a step adds to the rest")
+
+
 def test_a_plan_that_is_made_again_comes_with_its_reason(reports: PlanReports, console: Console, kind: StepKind):
     plan = blocks_plan(2)
     reports.planned(kind, plan)
