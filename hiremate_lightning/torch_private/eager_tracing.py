@@ -133,14 +133,15 @@ def _eager_gru_cell(
     aten = torch.ops.aten
     if input.device.type != "cpu":  # a fused kernel
         arguments = (input, hidden, input_weight, hidden_weight, input_bias, hidden_bias)
-        result: torch.Tensor = aten.gru_cell.default._op_dk(DispatchKey.CompositeImplicitAutograd, *arguments)
-        return result
+        cell: torch.Tensor = aten.gru_cell.default._op_dk(DispatchKey.CompositeImplicitAutograd, *arguments)
+        return cell
     size = hidden.shape[1]
     of_input = aten.unsafe_split_with_sizes(aten.linear(input, input_weight, input_bias), [2 * size, size], 1)
     of_hidden = aten.unsafe_split_with_sizes(aten.linear(hidden, hidden_weight, hidden_bias), [2 * size, size], 1)
     reset, update = aten.unsafe_chunk(of_hidden[0] + of_input[0], 2, 1)
     new = (of_input[1] + of_hidden[1] * reset.sigmoid()).tanh()
-    return (hidden - new) * update.sigmoid() + new
+    mixed: torch.Tensor = (hidden - new) * update.sigmoid() + new
+    return mixed
 
 
 @contextmanager
