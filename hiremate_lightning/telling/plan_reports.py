@@ -50,12 +50,12 @@ class PlanReports:
             return
         moved_bytes = now.budget_bytes - before.budget_bytes
         came, gone = _more("came", before, now), _more("is gone", now, before)
-        if abs(moved_bytes) > CLEARLY * before.budget_bytes:
+        old, new = format_bytes(before.budget_bytes), format_bytes(now.budget_bytes)
+        if abs(moved_bytes) > CLEARLY * before.budget_bytes and old != new:
             changed = f"{came}, and a share is of what a step adds to that" if came and moved_bytes > 0 else ""
             changed = f"{gone}, and a share is of what a step adds to the rest" if gone and moved_bytes < 0 else changed
-            budgets = f"{format_bytes(before.budget_bytes)} -> {format_bytes(now.budget_bytes)}"
             why = changed or "a share is of the largest step"
-            self._reporter.note(f"{plan_title(plan)}: budget {budgets}, since {why}")
+            self._reporter.note(f"{plan_title(plan)}: budget {old} -> {new}, since {why}")
         elif is_new and came:
             self._reporter.note(f"{plan_title(plan)} is made again, since {came}")
 

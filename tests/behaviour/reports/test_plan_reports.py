@@ -90,6 +90,13 @@ def test_a_budget_that_falls_comes_with_what_is_gone(reports: PlanReports, conso
     assert line.endswith(", since 256 KiB of optimizer state is gone, and a share is of what a step adds to the rest")
 
 
+def test_a_budget_that_reads_the_same_is_not_said(reports: PlanReports, console: Console, kind: StepKind):
+    plan = blocks_plan(2)
+    for budget_bytes in (1_433_000, 1_437_000):
+        reports.kept(kind, plan.changed(budget_bytes=budget_bytes))
+    assert said(console) == []
+
+
 def test_a_plan_that_is_made_again_comes_with_its_reason(reports: PlanReports, console: Console, kind: StepKind):
     plan = blocks_plan(2)
     reports.planned(kind, plan)
