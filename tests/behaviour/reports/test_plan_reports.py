@@ -97,6 +97,23 @@ def test_a_budget_that_reads_the_same_is_not_said(reports: PlanReports, console:
     assert said(console) == []
 
 
+def test_batches_that_come_and_go_are_not_said(reports: PlanReports, console: Console, kind: StepKind):
+    """The last batch of each epoch is smaller: the budget is another one for a step."""
+    plan = blocks_plan(2)
+    for size_bytes in (2**16, 2**15, 2**16):
+        budget_bytes = plan.budget_bytes + size_bytes
+        reports.kept(kind, plan.changed(budget_bytes=budget_bytes, resident_parts=(STATE, ("batch", size_bytes))))
+    assert said(console) == []
+
+
+def test_a_budget_that_falls_for_a_while_is_not_said(reports: PlanReports, console: Console, kind: StepKind):
+    """A validation frees the gradients of the step before, so that the step after it adds less."""
+    plan = blocks_plan(2)
+    for more_bytes in (2**16, 0, 2**16):
+        reports.kept(kind, plan.changed(budget_bytes=plan.budget_bytes + more_bytes, resident_parts=(STATE,)))
+    assert said(console) == []
+
+
 def test_a_plan_that_is_made_again_comes_with_its_reason(reports: PlanReports, console: Console, kind: StepKind):
     plan = blocks_plan(2)
     reports.planned(kind, plan)
