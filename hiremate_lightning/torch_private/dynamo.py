@@ -41,6 +41,7 @@ from ..garbage import collecting_what_it_leaves
 from ..objects import attempt, is_of
 from . import (
     byte_targets,
+    changes,
     data_parallel,
     decided_branches,
     folding,
@@ -328,6 +329,7 @@ _WHILE_CAPTURING = (
     (LoggingLoggerVariable, "call_method", _log_early),
     (RandomVariable, "call_method", _draw_outside),
     (logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),  # it logs a traceback for a wrong shape
+    *changes.WHILE_CAPTURING,
     *user_compiled.WHILE_CAPTURING,
     *guards.WHILE_CAPTURING,
     *repeated_modules.WHILE_CAPTURING,
