@@ -5,8 +5,8 @@ captured graph hands over one sum for all readers in it. Where code outside of t
 another order of additions, and gives other last bits. So where such a sum has several terms, the captured graph takes
 the value once more for each of them: autograd adds them up as it does without capture.
 
-Of a leaf, a parameter say, it is only known in the backward whether others read it, another run of the same graph for
-example. So it is noted of how many terms each sum is, see `running.carrying`.
+Of a parameter it is only known in the backward whether others read it, another run of the same graph for example. So it
+is noted of how many terms each sum is, see `running.carrying`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Contributions:
 
     Attributes:
         terms: For how many terms there are inputs, by position.
-        of_leaves: Of how many terms the gradients of leaves are, by position, where it is more than one.
+        of_leaves: Of how many terms the gradients of parameters are, by position, where it is more than one.
     """
 
     def __init__(self, inputs: Sequence[Any], terms: TermCounts) -> None:
@@ -82,9 +82,11 @@ class Contributions:
         """
         self._is_settled, self._count = False, len(inputs)
         self._with_gradient = [i for i, v in enumerate(inputs) if isinstance(v, torch.Tensor) and v.requires_grad]
-        self._computed = [i for i in self._with_gradient if not inputs[i].is_leaf and inputs[i].layout is torch.strided]
+        strided = [i for i in self._with_gradient if inputs[i].layout is torch.strided]
+        # The same graph runs for a batch that is a leaf and for what code has computed; Dynamo tells parameters apart.
+        self._leaves = [i for i in strided if isinstance(inputs[i], torch.nn.Parameter)]
+        self._computed = [i for i in strided if i not in self._leaves]
         self._readers: list[int] = []
-        self._leaves = [i for i in self._with_gradient if inputs[i].is_leaf and inputs[i].layout is torch.strided]
         self.of_leaves: TermCounts = {}
         self.terms: TermCounts = {position: count for position, count in terms.items() if position in self._computed}
 

@@ -33,6 +33,7 @@ class CallsWithoutGradients:
         self._first = ""  # that
         self._meter: MemoryMeter | None = None
         self._existing_bytes = 0  # before the latest run
+        self._peak_bytes = 0  # of a run that has ended, until it is compared
 
     def begins(self, name: str, arguments: Sequence[torch.Tensor]) -> None:
         """Learn that a call begins: the first one of a run, or a further one.
@@ -55,13 +56,20 @@ class CallsWithoutGradients:
         self._meter = MemoryMeter(device)
         self._meter.start()
 
-    def end(self, plan: Plan | None) -> None:
-        """End a run, since a call with gradients begins; warn where it took more than the budget of a plan."""
+    def end(self) -> None:
+        """End a run, since a call with gradients begins."""
         meter, self._calls = self._meter, 0
-        if meter is None:
-            return
-        self.drop()
-        peak_bytes = self._existing_bytes + max(interval.peak_bytes for interval in meter.intervals)
+        if meter is not None:
+            self.drop()
+            self._peak_bytes = self._existing_bytes + max(interval.peak_bytes for interval in meter.intervals)
+
+    def compare(self, plan: Plan | None) -> None:
+        """Warn where a run that has ended took more than the budget of a plan.
+
+        Args:
+            plan: What the call with gradients begins by: a share of its budget counts what optimizers made before.
+        """
+        peak_bytes, self._peak_bytes = self._peak_bytes, 0
         if plan is not None and peak_bytes > plan.budget_bytes:
             self._announcements.without_gradients(peak_bytes, peak_bytes - plan.budget_bytes)
 

@@ -404,8 +404,9 @@ class Session:
 
     def _called(self, arguments: Any, call: ModuleCall | None = None) -> None:
         """Learn of a call with gradients, or of what is around it."""
-        self._without_gradients.end(self.plan)
+        self._without_gradients.end()
         self.steps.called(arguments, call)
+        self._without_gradients.compare(self.plan)
 
     def begin_without_gradients(self, name: str, arguments: Arguments) -> None:
         """Learn that a module is called without gradients, in training mode: between steps that is watched."""

@@ -10,6 +10,9 @@ from ..reporting.report import Reporter
 from ..units import format_bytes
 
 CLEARLY = 0.002  # of a budget: smaller changes are not said
+BATCH = "batch"  # the part of what exists before a step that comes with it
+
+Parts = tuple[tuple[str, int], ...]  # of what exists before a step: names and bytes
 
 
 class PlanReports:
@@ -45,26 +48,53 @@ class PlanReports:
 
     def _say_why(self, kind: StepKind, plan: Plan, is_new: bool) -> None:
         before, now = kind.told, _told(plan)
-        kind.told = now if before is None else replace(now, measured=before.measured, is_over=before.is_over)
         if before is None or before.asked != now.asked:
+            kind.told = now if before is None else _as_measured(before, now)
             return
-        is_moved = abs(now.budget_bytes - before.budget_bytes) > CLEARLY * before.budget_bytes
-        came = _came(before, now)
-        if is_moved:
-            why = f"{came}, and a share is of what a step adds to that" if came else "a share is of the largest step"
+        why, came = _why(before, now), _more("came", before.parts, now.parts)
+        if why:
             budgets = f"{format_bytes(before.budget_bytes)} -> {format_bytes(now.budget_bytes)}"
             self._reporter.note(f"{plan_title(plan)}: budget {budgets}, since {why}")
         elif is_new and came:
             self._reporter.note(f"{plan_title(plan)} is made again, since {came}")
+        if why or is_new:
+            kind.told = _as_measured(before, now)
 
 
 def _told(plan: Plan) -> Told:
     return Told(plan.budget_bytes, str(plan.budget), plan.resident_parts)
 
 
-def _came(before: Told, now: Told) -> str:
-    """Return, in words or "", what exists before a step that did not exist before the one before."""
-    known = dict(before.parts)
-    more = [(size - known.get(name, 0), name) for name, size in now.parts]
-    size, name = max(more, default=(0, ""))
-    return f"{format_bytes(size)} of {name} came" if size > 0 else ""
+def _as_measured(before: Told, now: Told) -> Told:
+    return replace(now, measured=before.measured, is_over=before.is_over)
+
+
+def _why(before: Told, now: Told) -> str:
+    """Return, in words or "", why the budget is clearly another one than was told last, if that stays.
+
+    Batches come and go. So does what a step adds, where something frees gradients before some steps, a validation say.
+    """
+    (old_batch_bytes, old), (new_batch_bytes, new) = _without_batch(before), _without_batch(now)
+    moved_bytes = (now.budget_bytes - new_batch_bytes) - (before.budget_bytes - old_batch_bytes)
+    if abs(moved_bytes) <= CLEARLY * before.budget_bytes:
+        return ""
+    if format_bytes(before.budget_bytes) == format_bytes(now.budget_bytes):
+        return ""
+    if moved_bytes < 0:
+        gone = _more("is gone", new, old)
+        return f"{gone}, and a share is of what a step adds to the rest" if gone else ""
+    came = _more("came", old, new)
+    return f"{came}, and a share is of what a step adds to that" if came else "a share is of the largest step"
+
+
+def _without_batch(told: Told) -> tuple[int, Parts]:
+    """Return the bytes of the batch, and all other parts."""
+    parts = dict(told.parts)
+    return parts.pop(BATCH, 0), tuple(parts.items())
+
+
+def _more(verb: str, before: Parts, now: Parts) -> str:
+    """Return, in words or "", of which part most more exists before a step now."""
+    known = dict(before)
+    size, name = max(((size - known.get(name, 0), name) for name, size in now), default=(0, ""))
+    return f"{format_bytes(size)} of {name} {verb}" if size > 0 else ""

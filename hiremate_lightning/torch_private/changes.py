@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.variables import builder
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import aot, tensor_state
 
@@ -25,7 +27,7 @@ def lost_changes(written: fx.GraphModule) -> list[str]:
     count each other's changes for Dynamo, and the new ones do not: their counts are added up.
     """
     inputs = list(written.graph.find_nodes(op="placeholder"))
-    counts = [_changes_of(node.meta.get("example_value")) for node in inputs]
+    counts = [_changes_since_made(node.meta.get("example_value")) for node in inputs]
     if not any(counts):
         return []
     try:
@@ -40,6 +42,23 @@ def lost_changes(written: fx.GraphModule) -> list[str]:
         of_storage[storage] += count
     pairs = zip(inputs, counts, (of_storage[storage] for storage in storages), strict=True)
     return [str(node.target) for node, before, now in pairs if before and (not now or (is_simple and now < before))]
+
+
+def _changes_since_made(stand_in: Any) -> int:
+    return _changes_of(stand_in) - _made_with.get(stand_in, 0) if isinstance(stand_in, torch.Tensor) else 0
+
+
+def _noting_changes(*arguments: Any, **options: Any) -> Any:
+    """Make a stand-in, and note the changes that it counts from the first: one if another has its memory already."""
+    stand_in = _stand_in(*arguments, **options)
+    if isinstance(stand_in, torch.Tensor) and stand_in not in _made_with:
+        _made_with[stand_in] = _changes_of(stand_in)
+    return stand_in
+
+
+_stand_in = builder.wrap_to_fake_tensor_and_record
+_made_with: WeakIdKeyDictionary = WeakIdKeyDictionary()  # changes that stand-ins for inputs were made with
+WHILE_CAPTURING = ((builder, "wrap_to_fake_tensor_and_record", _noting_changes),)
 
 
 def _storage_of(value: Any) -> int | None:

@@ -40,6 +40,7 @@ from ..garbage import collecting_what_it_leaves
 from ..objects import attempt, is_of
 from . import (
     byte_targets,
+    changes,
     data_parallel,
     decided_branches,
     folding,
@@ -128,10 +129,10 @@ def _capture_with(
     has_static_shape: Callable[..., Any], fractions_vary: bool, code: types.CodeType, *arguments: Any, **options: Any
 ) -> Any:
     is_static = builder, "tensor_always_has_static_shape", has_static_shape
-    settings = dynamo_config.patch(specialize_float=not fractions_vary, **_SETTINGS)
+    settings, logs_of_breaks = dynamo_config.patch(specialize_float=not fractions_vary, **_SETTINGS), _logs_of_breaks()
     with (
         settings,
-        replaced(is_static, *_WHILE_CAPTURING, *_logs_of_breaks(), *graph_texts.names_of_lines()),
+        replaced(is_static, *_WHILE_CAPTURING, *logs_of_breaks, *graph_texts.names_of_lines()),
         warnings.catch_warnings(),
         byte_targets.traced(),
         folding.shaped_at_once(),
@@ -139,6 +140,8 @@ def _capture_with(
         repeated_modules.copied(),  # within: what its traces hold is to be collected too
     ):
         warnings.filterwarnings("ignore", "Error detected in")  # said of a backward that fails while it is traced
+        if logs_of_breaks:  # some breaks are warned of, too, in the same words
+            warnings.filterwarnings("ignore", "Dynamo (does not know how to|cannot) trace")
         result = _capture(code, *arguments, **options)
     _captured.add(code)
     return result
@@ -318,6 +321,7 @@ _WHILE_CAPTURING = (
     (LoggingLoggerVariable, "call_method", _log_early),
     (RandomVariable, "call_method", _draw_outside),
     (logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),  # it logs a traceback for a wrong shape
+    *changes.WHILE_CAPTURING,
     *user_compiled.WHILE_CAPTURING,
     *guards.WHILE_CAPTURING,
     *written_numbers.WHILE_CAPTURING,

@@ -78,7 +78,8 @@ _IMPLICIT = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
 @contextmanager
 def _eager_kernels() -> Iterator[None]:
     """Remove the Python decompositions of some operators from the dispatcher for a while."""
-    operators = _decomposed_unlike_eager()
+    gru_cell = torch.ops.aten.gru_cell.default
+    operators = [*_decomposed_unlike_eager(), gru_cell]
     found: dict[OpOverload, dict[Any, Any]] = {op: dict(op.py_kernels) for op in operators}
     for op in operators:
         for key in _IMPLICIT:
@@ -87,6 +88,7 @@ def _eager_kernels() -> Iterator[None]:
     for key in _IMPLICIT:
         torch.ops.aten.dropout.default.py_kernels[key] = _eager_dropout
         torch.ops.aten.istft.default.py_kernels[key] = folding.istft
+        gru_cell.py_kernels[key] = _eager_gru_cell
     try:
         yield
     finally:
@@ -113,6 +115,33 @@ def _eager_dropout(input: torch.Tensor, p: float, train: bool | None) -> torch.T
         return input.mul(torch.zeros((), dtype=input.dtype, device=input.device))
     dropped: torch.Tensor = torch.ops.aten.native_dropout.default(input, p, train)[0]
     return dropped
+
+
+def _eager_gru_cell(
+    input: torch.Tensor,
+    hidden: torch.Tensor,
+    input_weight: torch.Tensor,
+    hidden_weight: torch.Tensor,
+    input_bias: torch.Tensor | None = None,
+    hidden_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute a GRU's cell as eager does on the CPU: two gates as parts of one tensor, the third as one of its own.
+
+    Eager computes them in place, row by row of a larger tensor. Traced, each would be a tensor of its own, whose
+    sigmoid rounds otherwise: a CPU takes many numbers at once, and those that are left at the end of a row one by one.
+    """
+    aten = torch.ops.aten
+    if input.device.type != "cpu":  # a fused kernel
+        arguments = (input, hidden, input_weight, hidden_weight, input_bias, hidden_bias)
+        cell: torch.Tensor = aten.gru_cell.default._op_dk(DispatchKey.CompositeImplicitAutograd, *arguments)
+        return cell
+    size = hidden.shape[1]
+    of_input = aten.unsafe_split_with_sizes(aten.linear(input, input_weight, input_bias), [2 * size, size], 1)
+    of_hidden = aten.unsafe_split_with_sizes(aten.linear(hidden, hidden_weight, hidden_bias), [2 * size, size], 1)
+    reset, update = aten.unsafe_chunk(of_hidden[0] + of_input[0], 2, 1)
+    new = (of_input[1] + of_hidden[1] * reset.sigmoid()).tanh()
+    mixed: torch.Tensor = (hidden - new) * update.sigmoid() + new
+    return mixed
 
 
 @contextmanager

@@ -326,17 +326,20 @@ def _facts(value: Any, of_tensor: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def nodes_after(node: fx.Node) -> list[fx.Node]:
-    """List the nodes that were added at the end of the graph since a node was its last one."""
+    """List the nodes that were added to the graph since a node was its last one, without the inputs.
+
+    Inputs stand before all else: in a graph that had nothing else yet, they come after its last node, too.
+    """
     nodes: list[fx.Node] = []
     while (node := node.next).op != "root":
-        nodes.append(node)
+        if node.op != "placeholder":
+            nodes.append(node)
     return nodes
 
 
 def can_be_copied(nodes: list[fx.Node], result: Any) -> bool:
     """Whether what a call added and returned is of operations and values that a copy can have."""
-    added = [node for node in nodes if node.op != "placeholder"]
-    return len(added) >= FEWEST_NODES and all(map(_is_operation, added)) and _is_of_values(result)
+    return len(nodes) >= FEWEST_NODES and all(map(_is_operation, nodes)) and _is_of_values(result)
 
 
 def _is_operation(node: fx.Node) -> bool:

@@ -117,6 +117,22 @@ def test_an_optimizer_ends_what_is_watched_of_calls_without_gradients() -> None:
     assert not said(warned)
 
 
+def test_a_late_optimizer_state_raises_what_calls_may_take() -> None:
+    """A share of the budget is of what a step adds to all that exists, so to a state that came late, too."""
+    model = plan_net("80%")
+    optimizer = torch.optim.Adam(model.parameters())
+    x = torch.randn(CHUNK, WIDTH, generator=torch.Generator().manual_seed(1))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for _ in range(4):
+                model(x).square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                model(x)
+    assert not said(warned)
+
+
 def test_many_calls_without_gradients_are_not_watched_for_ever() -> None:
     model = plan_net("80%")
     x = torch.randn(CHUNK, WIDTH, generator=torch.Generator().manual_seed(1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 import warnings
 from contextlib import nullcontext
 
@@ -134,6 +135,22 @@ class TwoNets(nn.Module):
 
     def forward(self, x: torch.Tensor, first: bool) -> torch.Tensor:
         return self.one(x) if first else self.other(x)
+
+
+def test_a_break_is_told_in_our_words_alone():
+    """Dynamo would ask whoever times a layer to file an issue."""
+
+    class Timed(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = super().forward(x)
+            self.took = time.perf_counter()
+            return hidden.square()
+
+    model = hiremate(Timed(), "100%", verbose=False)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        step(model)
+    assert not [str(w.message) for w in warned if "Dynamo does not know how to trace" in str(w.message)]
 
 
 def test_graph_breaks_of_another_model_are_not_counted():

@@ -197,6 +197,57 @@ def test_values_that_are_overwritten_are_exact(kind):
     trained_exactly(kind)
 
 
+class Block(nn.Module):
+    """Reads what it gets several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leave = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.leave(many(h)))
+
+
+class Residual(nn.Module):
+    """Blocks that are captured once, for a leaf: the others get what code between them has computed.
+
+    So are the norms of a model of transformers whose inputs require gradients (`enable_input_require_grads`, as peft
+    calls it), where its layers can't be captured as a whole.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x.requires_grad_()
+        for block in self.blocks:
+            torch._dynamo.graph_break()
+            h = h + block(h)
+        return h.square().mean()
+
+
+def test_a_part_that_was_captured_for_a_leaf_is_exact_for_computed_values():
+    model = trained_exactly(Residual)
+    assert targets_of(model).session.captured_count < 6
+
+
+def test_gradients_of_a_leaf_that_is_no_parameter_are_exact():
+    """It is read in two captured parts, several times in each."""
+
+    class Leaf(Read):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = x.requires_grad_()
+            before = self.first(h)
+            torch._dynamo.graph_break()
+            loss = self.leave(before + self.second(h)).square().mean()
+            torch._dynamo.graph_break()
+            (gradient,) = torch.autograd.grad(loss, h, retain_graph=True)
+            return loss + 0.0 * self.enter(gradient).sum() + gradient.sum()
+
+    trained_exactly(lambda: Leaf(many, by_a_sum))
+
+
 def test_torch_is_left_as_it_was():
     grad = torch.autograd.grad
     train(hiremate(Read(many, many), "100%", verbose=False), 2)

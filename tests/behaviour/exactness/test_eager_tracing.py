@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hiremate_lightning.torch_private.eager_tracing import traced_as_eager
 from tests.exact import TORCH, simple_loop, train_both
@@ -74,3 +77,47 @@ def test_gradients_of_a_logarithmic_softmax_are_traced_as_kernels_make_them(devi
         gradient = torch.empty_strided((4, 6), strides, device=device)
         found = torch.ops.aten._log_softmax_backward_data(gradient, gradient, 1, torch.float32)
     assert found.is_contiguous()
+
+
+class Cells(nn.Module):
+    """A loop of GRU cells; rows of 100 numbers are no multiple of what a CPU takes at once."""
+
+    def __init__(self, has_bias: bool = True, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(32, 100, bias=has_bias)
+        self.out = nn.Linear(100, 8)
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = None
+        with torch.autocast("cpu", dtype=self.dtype, enabled=self.dtype.itemsize < 4):
+            for step in x.unbind(1):
+                hidden = self.cell(step, hidden)
+            return self.out(hidden)
+
+
+@pytest.mark.parametrize("options", [{}, {"has_bias": False}, {"dtype": torch.bfloat16}], ids=str)
+def test_a_loop_of_gru_cells_trains(options):
+    """Eager computes their gates in place, in parts of larger tensors."""
+    train_both(lambda: Cells(**options), simple_loop(lambda step: torch.randn(16, 6, 32)), "80%")
+
+
+class Operators(TorchDispatchMode):
+    """Lists the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **kwargs or {})
+
+
+def test_a_gru_cell_on_another_device_is_that_of_pytorch():
+    """On a GPU it is one kernel."""
+    shapes = (4, 8), (4, 8), (24, 8), (24, 8), (24,), (24,)
+    tensors = [torch.empty(shape, device="meta") for shape in shapes]
+    with traced_as_eager(), enable_python_dispatcher(), Operators() as operators:
+        torch.ops.aten.gru_cell(*tensors)
+    assert torch.ops.aten.sigmoid_.default in operators.seen

@@ -383,6 +383,36 @@ def test_changes_that_a_graph_still_makes_are_not_missed():
     assert changes.lost_changes(graphs[0]) == ["L_mean_"]
 
 
+def beside_itself(self: Any, x: Tensor) -> Tensor:
+    """A value and the same without gradients are two inputs of the code after the break."""
+    same = x.detach()
+    torch._dynamo.graph_break()
+    return x.tanh() * same
+
+
+def beside_its_weight(self: Any, x: Tensor) -> Tensor:
+    return x + (self.layer.weight - self.weight).square().sum()
+
+
+def changes_its_weight(self: Any, x: Tensor) -> Tensor:
+    self.latest.add_(self.weight.mean())
+    return x * self.latest + self.weight.sum()
+
+
+@pytest.mark.parametrize("function", [beside_itself, beside_its_weight, changes_its_weight])
+def test_inputs_that_share_memory_are_captured(function):
+    """PyTorch's stand-in for the second of them counts a change that nobody made."""
+
+    def make() -> nn.Module:
+        module = Written(function, latest=torch.zeros(WIDTH))
+        module.weight = module.layer.weight.detach()
+        return module
+
+    log, _, said = train(make, True)
+    assert not [text for text in said if "could not capture" in text]
+    assert not differing(log, train(make, False)[0])
+
+
 def dirty(number: float) -> None:
     """Leave a number in memory that the next tensors of this size may get."""
     [torch.full((3, 16, WIDTH), number) for _ in range(8)]

@@ -132,6 +132,13 @@ class TwiceStack(Stack):
         return x
 
 
+class BareStack(Stack):
+    """Begins with its blocks, which all get its input, as experts do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([block(x) for block in self.blocks]).sum(0)
+
+
 class ReturningStack(Stack):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -292,6 +299,7 @@ def batch(*shape: int) -> Tensor:
         (lambda: PairedStack(Paired), 3),
         (lambda: KeepingStack(Block), 3),
         (lambda: TwiceStack(Block, 2), 3),
+        (lambda: BareStack(Block), 3),
         (lambda: ReturningStack(Returning), 3),
         (lambda: GradientStack(Block), 2 * 3),  # once more, with copies that are run
         *((lambda in_place=in_place: Stack(lambda i: Around(i, in_place)), 3) for in_place in (False, True)),
@@ -301,7 +309,18 @@ def batch(*shape: int) -> Tensor:
         (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 16), 3, enable_nested_tensor=False), 1),
     ],
     ids=[
-        *("blocks", "batch norms", "in place", "two results", "kept", "twice", "returned", "gradient", "around"),
+        *(
+            "blocks",
+            "batch norms",
+            "in place",
+            "two results",
+            "kept",
+            "twice",
+            "bare",
+            "returned",
+            "gradient",
+            "around",
+        ),
         *("around in place", "lines"),
         *("error", "nested", "encoder"),
     ],
