@@ -156,7 +156,7 @@ class Targets:
             return self._call_inside(name, module, args, kwargs)
         if self.session.waits_for_modes():
             return self._call_unlearned(module, args, kwargs)
-        if self.session.is_new_in_backward(name, (args, kwargs)):
+        if module not in self._waiting and self.session.is_new_in_backward(name, (args, kwargs)):
             self.session.runs_in_backward(name)
             return self._call_unlearned(module, args, kwargs)
         if name not in self.adopted and sharding.has_units_below(module):

@@ -11,7 +11,8 @@ that give the same on each device, and fractions only where they are made of the
   a batch has padding. A guard asks again before each call, and code that would go another way is captured for that.
   What code changes in place before it reads it is computed on copies, and not decided where these may differ from it.
 * Numbers are decided where they are computed from a few numbers that the code is called with, as sizes of pictures are,
-  and as long as these stay the same. Where others come, the graph breaks for these.
+  and as long as these stay the same. Where others come, the graph breaks for these. What the code counts up in place is
+  another number in each call, and not decided.
 
 All names of torch here are private; `test_torch_private.py` says on which versions this was checked.
 """
@@ -101,13 +102,14 @@ class _Computation:
 
     Attributes:
         symbols: The symbolic sizes that the tensor depends on.
+        writes: Whether it is computed by changes in place.
 
     Raises:
         _UndecidedError: If the tensor depends on random numbers, on fractions, or on an unknown operation.
     """
 
     def __init__(self, result: fx.Node, needed: set[fx.Node]) -> None:
-        self._writes = _expect_unchanged(result.graph, needed)
+        self.writes = _expect_unchanged(result.graph, needed)
         graph, numbers, copies = fx.Graph(), dict[Any, fx.Node](), dict[fx.Node, Any]()
         nodes = [node for node in result.graph.nodes if node in needed]
         inputs = [node for node in nodes if node.op == "placeholder"]
@@ -146,7 +148,7 @@ class _Computation:
             if math.prod(numbers) > _MOST_ELEMENTS:
                 raise _UndecidedError("too many elements")
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-            read = [tensor.cpu().clone() if self._writes else tensor.cpu() for tensor in tensors]
+            read = [tensor.cpu().clone() if self.writes else tensor.cpu() for tensor in tensors]
             result: torch.Tensor = self._run(*(int(number.xreplace(values)) for number in self._numbers), *read)
         return result
 
@@ -344,7 +346,8 @@ def _decide(tracer: InstructionTranslatorBase, variable: VariableTracker, read: 
     except Exception as error:  # whatever the operations fail on: the graph breaks, as it does without this module
         log.debug("A tensor is not known while code is traced: %s", error)
         return None
-    if inputs and not (_is_of_few(seen, [a.example for a in inputs]) and _is_admitted(tracer, seen)):
+    is_few = not computation.writes and sum(argument.example.numel() for argument in inputs) <= _MOST_NUMBERS
+    if inputs and not ((isinstance(seen, bool) or is_few) and _is_admitted(tracer, seen)):
         return None
     repeated_modules.note_unseen()  # the next module of the same kind may read another value
     sources += [argument.source for argument in inputs]
@@ -352,11 +355,6 @@ def _decide(tracer: InstructionTranslatorBase, variable: VariableTracker, read: 
         is_as_seen = functools.partial(_is_read_as, seen, computation, read)
         _guard(is_as_seen if inputs else functools.lru_cache(maxsize=_SIZES_KEPT)(is_as_seen), sources)
     return seen
-
-
-def _is_of_few(seen: Any, inputs: list[torch.Tensor]) -> bool:
-    """Whether what was read is a truth value, or computed from few numbers."""
-    return isinstance(seen, bool) or sum(tensor.numel() for tensor in inputs) <= _MOST_NUMBERS
 
 
 class _Ways:

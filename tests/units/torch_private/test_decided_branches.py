@@ -507,3 +507,19 @@ class Stack(nn.Module):
 
 def test_equal_layers_are_decided_one_by_one():
     assert graphs_of(Stack(), [torch.ones(2, 4)]) == 1
+
+
+def test_numbers_that_code_counts_up_are_not_decided():
+    def function(x, count):
+        count.add_(1)
+        return x.sin() * int(count)
+
+    count = torch.zeros((), dtype=torch.long)
+    backend = Counted()
+    captured = torch.compile(function, backend=backend)
+    with dynamo.capturing_for_plans():
+        for number in range(1, 5):
+            assert torch.equal(captured(torch.ones(3), count), torch.ones(3).sin() * number)
+            graphs = backend.graphs if number == 1 else graphs
+    torch.compiler.reset()
+    assert backend.graphs <= graphs + 1  # what follows the break takes the number as an input from its second value on
