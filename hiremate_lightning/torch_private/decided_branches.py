@@ -2,7 +2,8 @@
 
 Dynamo breaks the graph wherever Python reads the value of a tensor. This module runs the few operations behind such a
 tensor at once, on the CPU, and tracing goes on with the value. Only integers and booleans are computed, by operations
-that give the same on each device, and fractions only where they are made of these and chosen from: masks.
+that give the same on each device. Masks may be fractions that are made from these: such fractions are chosen and
+compared, and nothing is computed with them.
 
 * Constant tensors depend on no input of the graph. Models of transformers compute the positions of tokens by `arange`,
   and then ask whether the positions have gaps. With symbolic sizes the value holds for the current sizes: a guard
@@ -194,7 +195,7 @@ def _writes_to(graph: fx.Graph, needed: set[fx.Node]) -> set[fx.Node]:
 
 
 def _expect_same_views(needed: set[fx.Node]) -> None:
-    """Raise if what shares memory on the device of the code may not do so on the CPU, and the other way round."""
+    """Raise if tensors may share memory on the code's device and not on the CPU, or the other way round."""
     values = [value for node in needed for value in _tensors_of(node)]
     inputs = [node.meta["grapharg"].example for node in needed if node.op == "placeholder"]
     is_shared = len(storages_among(inputs)) < len(inputs) or not all(tensor.is_contiguous() for tensor in inputs)
@@ -250,9 +251,7 @@ def _shape_of(tensor: torch.Tensor) -> list[Any]:
 
 
 def _expect_unchanged(graph: fx.Graph, needed: set[fx.Node]) -> bool:
-    """Raise if an operation that is not needed changes, or may change, a needed tensor or a view of it in place.
-
-    Returns whether one that is needed does.
+    """Return whether needed operations change tensors in place; raise if others change, or may change, needed ones.
 
     Three signs count: the name of the operation, the version of the tensor, and code that is not of PyTorch, which may
     change what it is given without either.

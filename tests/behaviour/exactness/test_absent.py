@@ -268,7 +268,7 @@ class WithCache(nn.Module):
         return keys.tanh().transpose(1, 2).flatten(-2)[:, -16:], keys
 
 
-def test_where_one_gradient_is_missing_the_other_is_reshaped_as_in_plain_training():
+def test_reshapes_are_those_of_plain_training_where_a_gradient_is_missing():
     """To reshape the sum of both gradients takes a copy. The one that comes has strides that allow a view."""
 
     def gradients(model):

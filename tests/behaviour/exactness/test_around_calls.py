@@ -660,7 +660,7 @@ class Cached(torch.autograd.Function):
         return None, None, torch.zeros(())
 
 
-def test_calls_that_come_from_inside_of_a_backward_run_as_written_at_all_sizes():
+def test_new_calls_inside_a_backward_run_as_written():
     def train(model: nn.Module) -> list[torch.Tensor]:
         optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
         for index in range(4):

@@ -79,7 +79,7 @@ def test_a_budget_that_changes_comes_with_its_reason(reports: PlanReports, conso
     assert line.endswith(", since 256 KiB of optimizer state came, and a share is of what a step adds to that")
 
 
-def test_a_budget_that_falls_comes_with_what_is_gone(reports: PlanReports, console: Console, kind: StepKind):
+def test_a_smaller_budget_names_what_is_gone(reports: PlanReports, console: Console, kind: StepKind):
     """A new optimizer has no state yet, though a resized weight is a little larger."""
     plan = blocks_plan(2)
     weights = ("weights", 2048)
@@ -90,14 +90,14 @@ def test_a_budget_that_falls_comes_with_what_is_gone(reports: PlanReports, conso
     assert line.endswith(", since 256 KiB of optimizer state is gone, and a share is of what a step adds to the rest")
 
 
-def test_a_budget_that_reads_the_same_is_not_said(reports: PlanReports, console: Console, kind: StepKind):
+def test_no_line_names_a_budget_that_reads_the_same(reports: PlanReports, console: Console, kind: StepKind):
     plan = blocks_plan(2)
     for budget_bytes in (1_433_000, 1_437_000):
         reports.kept(kind, plan.changed(budget_bytes=budget_bytes))
     assert said(console) == []
 
 
-def test_batches_that_come_and_go_are_not_said(reports: PlanReports, console: Console, kind: StepKind):
+def test_no_line_names_batches_that_come_and_go(reports: PlanReports, console: Console, kind: StepKind):
     """The last batch of each epoch is smaller: the budget is another one for a step."""
     plan = blocks_plan(2)
     for size_bytes in (2**16, 2**15, 2**16):
@@ -106,7 +106,7 @@ def test_batches_that_come_and_go_are_not_said(reports: PlanReports, console: Co
     assert said(console) == []
 
 
-def test_a_budget_that_falls_for_a_while_is_not_said(reports: PlanReports, console: Console, kind: StepKind):
+def test_no_line_names_a_budget_that_is_smaller_for_a_while(reports: PlanReports, console: Console, kind: StepKind):
     """A validation frees the gradients of the step before, so that the step after it adds less."""
     plan = blocks_plan(2)
     for more_bytes in (2**16, 0, 2**16):

@@ -106,7 +106,7 @@ def test_a_size_that_nothing_fits_is_announced_where_it_runs(verify: str):
     assert is_from_template(planned.model) == (verify == "off")
 
 
-def test_a_plan_is_dropped_whose_programs_can_not_be_made(monkeypatch: pytest.MonkeyPatch):
+def test_a_plan_is_dropped_if_its_programs_can_not_be_made(monkeypatch: pytest.MonkeyPatch):
     """Nothing fits the length, so it is planned: without programs for that plan it goes on at the least memory."""
     budget_bytes, _ = budget_of(FIRST, TIGHT)
     plain, planned = trainings(budget_bytes, time_limit_s=1.0, on_infeasible="warn", verify="off")

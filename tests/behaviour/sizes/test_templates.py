@@ -213,7 +213,7 @@ def recall(module: nn.Module) -> Log:
     return log
 
 
-def test_sizes_that_were_equal_in_all_calls_are_equal_in_samples(recwarn: pytest.WarningsRecorder):
+def test_samples_keep_sizes_equal_that_always_were(recwarn: pytest.WarningsRecorder):
     """Made-up keys are as long as made-up values, and as their mask: the kernel of attention does not check that."""
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -214,13 +214,24 @@ def asks_for_a_truth_value(x, mask):
     return x.sin() if (mask == 0).any().item() else x.cos()
 
 
-@pytest.mark.parametrize("function", [has_padding, counts_tokens, asks_for_a_truth_value])
+def asks_whether_all_are_true(x, mask):
+    return x.sin() if mask.bool()._is_all_true().item() else x.cos()
+
+
+def asks_for_the_product(x, mask):
+    return x.sin() if mask.prod() == 1 else x.cos()
+
+
+WAYS = (has_padding, counts_tokens, asks_for_a_truth_value, asks_whether_all_are_true, asks_for_the_product)
+
+
+@pytest.mark.parametrize("function", WAYS)
 def test_a_branch_on_an_input_is_captured_for_each_way_it_goes(function):
     assert graphs_of(function, *masks("111", "111")) == 1
     assert graphs_of(function, *masks("110", "011", "111", "101", "111")) == 2
 
 
-@pytest.mark.parametrize("function", [has_padding, counts_tokens, asks_for_a_truth_value])
+@pytest.mark.parametrize("function", WAYS)
 def test_both_ways_serve_all_sizes(function):
     batches = masks("11", "110", "1111", "1011", "11111", "01", "11", "110000", "111111")
     larger = masks("1111111", "0111111", "11111111", "11110000")
