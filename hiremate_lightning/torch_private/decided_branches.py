@@ -20,6 +20,7 @@ All names of torch here are private; `test_torch_private.py` says on which versi
 
 from __future__ import annotations
 
+import dataclasses
 import dis
 import functools
 import itertools
@@ -460,8 +461,15 @@ def _stand_ins() -> Iterator[StandIn]:
             if _LOOKS.fullmatch(name) and table[code] is not None:
                 table[code] = _looking_first(table[code])
         yield tracer, "dispatch_table", table
-    yield TensorVariable, "method_item", _with_known(torch.Tensor.item, TensorVariable.method_item)
-    yield TensorVariable, "method_tolist", _with_known(torch.Tensor.tolist, TensorVariable.method_tolist)
+    item = _with_known(torch.Tensor.item, TensorVariable.method_item)
+    tolist = _with_known(torch.Tensor.tolist, TensorVariable.method_tolist)
+    methods = getattr(TensorVariable, "tp_methods", None)
+    if methods is None:  # PyTorch before 2.14 finds methods by their names
+        yield TensorVariable, "method_item", item
+        yield TensorVariable, "method_tolist", tolist
+    else:
+        called = {name: dataclasses.replace(methods[name], handler=handler) for name, handler in [("item", item), ("tolist", tolist)]}
+        yield TensorVariable, "tp_methods", {**methods, **called}
 
 
 WHILE_CAPTURING = tuple(_stand_ins())
