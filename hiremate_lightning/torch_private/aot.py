@@ -29,6 +29,7 @@ from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
+from . import hacks
 from .replacing import replaced
 from .tensor_state import plain
 
@@ -247,7 +248,11 @@ def _heed_tokens() -> None:
     def save_and_look(context: Any, *tensors: Any) -> None:
         save(context, *tensors)
         is_captured = type(context).__name__ == "CompiledFunctionBackward"
-        if is_captured and any(getattr(tensor, "takes_absent", False) for tensor in tensors):
+        if (
+            is_captured
+            and hacks.is_on("absent gradients")
+            and any(getattr(tensor, "takes_absent", False) for tensor in tensors)
+        ):
             context.set_materialize_grads(False)
 
     setattr(FunctionCtx, "save_for_backward", save_and_look)  # noqa: B010  a method can't be assigned
