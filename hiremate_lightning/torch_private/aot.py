@@ -247,12 +247,8 @@ def _heed_tokens() -> None:
     @functools.wraps(save)
     def save_and_look(context: Any, *tensors: Any) -> None:
         save(context, *tensors)
-        is_captured = type(context).__name__ == "CompiledFunctionBackward"
-        if (
-            is_captured
-            and hacks.is_on("absent gradients")
-            and any(getattr(tensor, "takes_absent", False) for tensor in tensors)
-        ):
+        is_captured = type(context).__name__ == "CompiledFunctionBackward" and hacks.is_on("absent gradients")
+        if is_captured and any(getattr(tensor, "takes_absent", False) for tensor in tensors):
             context.set_materialize_grads(False)
 
     setattr(FunctionCtx, "save_for_backward", save_and_look)  # noqa: B010  a method can't be assigned
