@@ -43,7 +43,8 @@ into_place() {
     "${pip_install[@]}" "$@"
 }
 
-echo "Installing the $which releases into ${place##*/}, with torch ${HIREMATE_TORCH:-${is_linked:+of .venv}}"
+torch_told="${HIREMATE_TORCH:-${is_linked:+of .venv}}"
+echo "Installing the $which releases into ${place##*/}, with torch ${torch_told:-in its newest release}"
 rm -rf "$place"
 if [[ $is_linked ]]; then
     "$python" -m venv "$place"
