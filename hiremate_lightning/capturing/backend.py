@@ -25,12 +25,12 @@ from ..rewriting.fused_kernel import FusedKernels
 from ..rewriting.kernels import run_as_eager
 from ..rewriting.straight_line import compiled
 from ..torch_private import (
-    alike_blocks,
     aot,
     autocasting,
     backward_pass,
     block_templates,
     double_backward,
+    hacks,
     tensor_state,
     user_compiled,
 )
@@ -143,6 +143,15 @@ def planning_backend(
         return EachSize(module, sizes, code.trace, let_run_captured, trace_ahead, maker).run
 
     return backend if same is None else partial(same.run_of, backend)
+
+
+def _folded(module: fx.GraphModule) -> Any:
+    """Return captured code in which one node stands for each block that is alike; None where that is switched off."""
+    if not hacks.is_on("alike blocks"):
+        return None
+    from ..torch_private import alike_blocks  # a release of torch that was not tried may lack names that it needs
+
+    return alike_blocks.fold(module)
 
 
 def has_gradients(inputs: Sequence[Any]) -> bool:
@@ -333,11 +342,11 @@ class _Compilation:
         for device_type in {inputs[i].device.type for i in self._parameters}:
             self._blocks |= casts.remembering_blocks(module, device_type)
         with traced_as_eager():
-            folded = alike_blocks.fold(module)
+            folded = _folded(module)  # what it holds lasts until all is traced
             try:
-                run = self._with_blocks(folded.code, inputs, terms)
+                run = self._with_blocks(folded.code if folded else module, inputs, terms)
             except Exception as error:  # whatever AOTAutograd fails on with blocks that are folded
-                if folded.code is module or self._captured is not None:
+                if not folded or folded.code is module or self._captured is not None:
                     raise
                 log.debug("Blocks that are alike are traced one by one: %s", error, exc_info=True)
                 run = self._settled(module, inputs, terms)
