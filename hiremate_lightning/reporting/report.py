@@ -24,7 +24,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from ..planning.plan import Plan, PlanningTime, measured_line, plan_title, planned_lines, planning_words
+from ..planning.plan import Plan, PlanningTime, measured_line, near_words, plan_title, planned_lines, planning_words
 from ..units import format_ratio
 from .breakdown import advice_lines
 from .html_report import write_html
@@ -162,7 +162,7 @@ class Reporter:
                 words = f"none found, at least {format_ratio(bound_ms / step_ms)}"
             else:
                 gap = max(0.0, best_ms - bound_ms) / (step_ms + best_ms)
-                words = f"extra time {format_ratio(best_ms / step_ms)}, gap {100 * gap:.1f}%"
+                words = f"extra time {format_ratio(best_ms / step_ms)}, {near_words(gap)}"
             self.progress(words, 0)
 
         return tell
