@@ -114,7 +114,9 @@ def test_the_sharded_example_is_equal_in_less_memory(tmp_path: Path) -> None:
     printed = run_example("fsdp2", 0, tmp_path)
 
     assert "yes, bit for bit" in printed
-    assert re.search(r"^added by a step +[0-9.]+ [MK]iB without a plan, [0-9.]+ [MK]iB with one$", printed, re.MULTILINE)
+    assert re.search(
+        r"^added by a step +[0-9.]+ [MK]iB without a plan, [0-9.]+ [MK]iB with one$", printed, re.MULTILINE
+    )
 
 
 @pytest.mark.slow
