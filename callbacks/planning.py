@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from hiremate_lightning.options import Sizes, make_options
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.reporting.metrics import plan_metrics
+from hiremate_lightning.reporting.report import calls_for
 from hiremate_lightning.sessions.session import Session
 from hiremate_lightning.targets.modules import Target, Targets, give_way
 from hiremate_lightning.targets.training_step import StepTarget
@@ -151,6 +152,7 @@ class HiRemateCallback(Callback):
         session = Session(pl_module, self.options)
         session.listeners.append(self._note)
         folders = [getattr(logger, "log_dir", None) for logger in trainer.loggers]
+        session.stages.reporter.more = calls_for(plan="callback.plan")
         session.stages.reporter.folder = next((Path(f) for f in folders if isinstance(f, str)), None)
         self._targets = targets_for(pl_module, session, self.target)
         self._targets.attach()

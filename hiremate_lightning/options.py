@@ -11,6 +11,7 @@ This module is imported for the help of a command, so it loads neither torch nor
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -168,6 +169,15 @@ def _is_bytes_or_auto(value: Any) -> bool:
     return parse_budget(value).share is None
 
 
+def _can_be_written(folder: Any) -> bool:
+    """Whether a folder is there, or can be made, and be written to."""
+    if folder is None:
+        return True
+    path = Path(folder).absolute()
+    nearest = next(place for place in (path, *path.parents) if os.access(place, os.F_OK))
+    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+
+
 def _word_or_number(text: str) -> str | int:
     return int(text) if text.lstrip("-").isdecimal() else text
 
@@ -235,6 +245,8 @@ class SessionOptions:
         "str | Path | None",
         None,
         "Folder for measured costs and plans, reused by later runs; None for no files.",
+        allowed="a folder that can be written, or None",
+        is_allowed=_can_be_written,
         read=lambda folder: None if folder is None else Path(folder),
         flag=Flag("keep measured costs and plans for later runs", metavar="FOLDER"),
     )

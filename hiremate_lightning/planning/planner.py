@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from ..out_of_memory import InfeasibleBudgetError, words_for_finders
+from ..out_of_memory import InfeasibleBudgetError
 from ..records.away import Host
 from ..records.costs import Profile
 from ..records.graph import OUTSIDE, Graph
@@ -442,10 +442,10 @@ def infeasible(
         f"of which {format_bytes(need.resident_bytes)} are resident (parameters, gradients, optimizer state, batch). "
         f"{_whose(need.less_bytes)}"
         f"Such a plan {_puts_away(need.smallest, simulation)}takes at most {simulation.overhead:.0%} more time. "
-        f"The peak is {_place_of(simulation, need.problem.graph)}. {advice}"
-        f"{words_for_finders(need.problem.profile.device)}",
+        f"The peak is {_place_of(simulation, need.problem.graph)}. {advice}",
         budget_bytes=budget_bytes,
         smallest_bytes=needed,
         module=node.module,
         less_bytes=need.less_bytes,
+        device=need.problem.profile.device,
     )
