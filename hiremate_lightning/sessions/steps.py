@@ -29,7 +29,6 @@ from .graph_programs import GraphPrograms
 from .largest import LargestSizes
 from .planned import PlannedKinds
 from .planned_model import PlannedModel
-from .small_parts import SmallParts
 from .step_watch import StepWatch
 from .templates import predicted_peak_bytes
 from .unplanned import UnplannedSteps
@@ -53,7 +52,6 @@ class Steps:
         current: The step under way, None between two steps.
         ended: The step that ended last, until the next one begins; None where none has, or it failed.
         count: The number of steps that have begun.
-        small_parts: Code that runs without a plan, for which plans leave room.
     """
 
     def __init__(
@@ -68,7 +66,6 @@ class Steps:
         self.current: CurrentStep | None = None
         self.ended: CurrentStep | None = None
         self.count = 0
-        self.small_parts = SmallParts()
         self._planned, self._unplanned, self._graph_programs = planned, unplanned, graph_programs
         self._watching, self._largest, self._announcements = watching, largest, model.announcements
         self._memory, self._parts, self._history = model.memory, model.parts, model.history
@@ -135,8 +132,7 @@ class Steps:
         began_at = time.perf_counter()
         before, self.ended = self.ended, None
         self._end_unseen_steps()
-        has_dropped_plans = self._make_room_for_small_parts()
-        finished = before if before is not None and before.is_to_be_planned and not has_dropped_plans else None
+        finished = before if before is not None and before.is_to_be_planned else None
         step = self.current = self._new_step(arguments, calls, began_at)
         self._watching.account_for_last_step()
         self._memory.step_begins(arguments)
@@ -156,13 +152,6 @@ class Steps:
         if self._is_passed_by:
             self._memory.step_ended(None)
             self._is_passed_by = False
-
-    def _make_room_for_small_parts(self) -> bool:
-        """Drop all plans where small parts came in the step before, so that new ones leave room; say whether."""
-        have_come = self.small_parts.came_in(self.count)
-        if have_come:
-            self._planned.leave(self.small_parts.size_bytes)
-        return have_come
 
     def _new_step(self, arguments: list[torch.Tensor], calls: list[ModuleCall], began_at: float) -> CurrentStep:
         """Number the step, and list the kinds that it may be of."""
