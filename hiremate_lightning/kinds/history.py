@@ -133,13 +133,6 @@ class History:
         kind.forget_step()
         self.latest, self._planned = None if self.latest is kind else self.latest, None
 
-    def clear(self) -> None:
-        """Drop between two steps what all kinds run, their plans and their order."""
-        self.latest, self._order, self._planned = None, Order(), None
-        self._confusing.clear()
-        for kind in self._kinds.values():
-            kind.forget()
-
     def ended(self, kind: StepKind, start: Start, is_by_plans: bool) -> None:
         """Learn of a step that ran captured, how it started, and whether it ran by plans throughout."""
         self.note(kind, start)

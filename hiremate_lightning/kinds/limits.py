@@ -21,7 +21,7 @@ class Limits:
     Attributes:
         is_share: Whether the budget is a share of what a step adds to what exists.
         budgets: The budget in each state that was seen.
-        of_others: The largest budget of other kinds of the model's steps, which is that of all where budgets are shares.
+        of_others: The largest budget of the other kinds of steps, which all have where budgets are shares.
         least: Where nothing fits: bytes that existed, and the least peak found.
         state_bytes: Bytes of optimizers' state before the latest step.
         of_plan: The budget that the latest plan was made for, and its peak, without optimizers' state.

@@ -216,9 +216,3 @@ class StepKind:
     def forget_step(self) -> None:
         """Forget what it runs, and its plan: both are to come anew."""
         self.step, self.plan, self.programs = None, None, {}
-
-    def forget(self) -> None:
-        """Forget what its steps run, their plan, and that they came; what existed before them stays, and all counts."""
-        self.forget_step()
-        self.counts_on_freed_gradients, self.is_searching, self.seen_bytes, self.sights = False, False, None, Sights()
-        self.ladder = Ladder()

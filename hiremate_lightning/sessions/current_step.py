@@ -111,7 +111,6 @@ class CurrentStep:
         comparison: The planned steps that run the same code.
         is_replanned: Whether plans were made anew since its first forward.
         is_to_be_planned: Whether its kind gets a plan from its record, before the next step.
-        began_at: When it began, in seconds.
         has_captured: Whether something was captured in it.
     """
 
@@ -133,7 +132,6 @@ class CurrentStep:
     comparison: Comparison = field(default_factory=Comparison)
     is_replanned: bool = False
     is_to_be_planned: bool = False
-    began_at: float = 0.0
     has_captured: bool = False
 
     @property
@@ -145,12 +143,6 @@ class CurrentStep:
     def is_watched(self) -> bool:
         """Whether anything is done in it beside running it."""
         return self.look is not None and self.look.watch is not Watch.NOTHING
-
-    @property
-    def is_usual(self) -> bool:
-        """Whether nothing was watched, counted or captured in it: its time is that of others like it."""
-        is_measured = self.resident is not None or self.record is not None or self.timed is not None
-        return not is_measured and not self.has_captured
 
     @property
     def start(self) -> Start:

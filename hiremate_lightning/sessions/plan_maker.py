@@ -46,14 +46,12 @@ class PlanMaker:
         first_wait: Keeps how long planning took so far.
 
     Attributes:
-        left_bytes: Bytes that each plan leaves free for code that runs without one.
         waiting: What forwards run whose backward comes in a later step.
     """
 
     def __init__(self, model: PlannedModel, proofs: Proofs, first_wait: FirstWait) -> None:
         self._model, self._proofs, self._first_wait = model, proofs, first_wait
         self._history, self._parts, self._stages = model.history, model.parts, model.stages
-        self.left_bytes = 0
         self.waiting = WaitingGraphs(model.options, model.parts, model.stages)
         self._auto_bytes: int | None = None  # what was free at first
 
@@ -155,7 +153,6 @@ class PlanMaker:
             resident=resident,
             solve=self._new_solve() if twin is None else twin.solve,
             limits=self.new_limits(),
-            margin_bytes=self.left_bytes,
             unfinished=tuple((run.part, run.program.schedule) for run in record.unfinished),
             is_provisional=record.has_dropped_by_plan,
         )

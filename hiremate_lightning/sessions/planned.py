@@ -82,12 +82,6 @@ class PlannedKinds:
         """The plan of the latest kind of step, None before there is one."""
         return self._dropped if self.history.latest is None else self.history.latest.own_plan
 
-    def leave(self, size_bytes: int) -> None:
-        """Leave so many bytes free from now on, for code without a plan: between two steps, all plans are made anew."""
-        self.maker.left_bytes, self._dropped = size_bytes, self.latest
-        self.history.clear()
-        self._graph_programs.forget_plans()
-
     def set_budget(self, budget: Budget) -> None:
         """Change the budget; steps already seen are planned anew, nothing is captured again.
 
@@ -455,7 +449,7 @@ class PlannedKinds:
         corrected = replace(step, corrections=step.corrections + 1)
         tries = [replace(corrected, margin_bytes=margin_bytes)]
         if plan.solution.aways:  # the allocator rounds less up where nothing goes away
-            tries.append(replace(corrected, margin_bytes=self.maker.left_bytes, keeps_on_device=True))
+            tries.append(replace(corrected, margin_bytes=0, keeps_on_device=True))
         for kind.step in tries:
             with suppress(InfeasibleBudgetError):
                 self._plan(*(self.maker.choose_level() if step.waits else ()), kind)

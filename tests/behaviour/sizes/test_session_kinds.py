@@ -283,16 +283,11 @@ def train_leaving_out(budget: float | str | None, steps: int = 24) -> tuple[nn.M
     for index in range(steps):
         x = batch(index, 1024)
         model.zero_grad()
-        peaks.append(weights_bytes + x.nbytes + measure_peak(lambda x=x: log.append(backward_of(model, x))))
+        added_bytes = measure_peak(lambda x=x: model(x).square().mean().backward())
+        peaks.append(weights_bytes + x.nbytes + added_bytes)
         counts.append(model.count)
         log += gradients(model)
     return model, counts, peaks, log
-
-
-def backward_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    loss = model(x).square().mean()
-    loss.backward()
-    return loss.detach()
 
 
 @pytest.mark.parametrize("is_share", [False, True], ids=["bytes", "share"])

@@ -63,18 +63,6 @@ def test_a_kind_that_is_dropped_has_no_plan_and_keeps_its_counts():
     assert history[CRITIC].sights.count == 2
 
 
-def test_what_is_cleared_keeps_what_was_counted_beside_the_plan():
-    history = alternating()
-    critic = history[CRITIC]
-    critic.watched.steps, critic.before = 5, {frozenset(): PLAN}
-    history.clear()
-    assert history[CRITIC] is critic
-    assert (critic.plan, critic.sights.count, critic.watched.steps) == (None, 0, 5)
-    assert critic.before
-    assert not history.planned
-    assert not history.foresee((0, 0))
-
-
 def test_a_cycle_of_kinds_is_foreseen_when_it_has_come_twice():
     order, cycle = Order(), [CRITIC] * 5 + [GENERATOR]
     for kind in [*cycle, *cycle]:
