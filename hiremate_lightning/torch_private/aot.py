@@ -29,6 +29,7 @@ from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
+from . import hacks
 from .replacing import replaced
 from .tensor_state import plain
 
@@ -246,7 +247,7 @@ def _heed_tokens() -> None:
     @functools.wraps(save)
     def save_and_look(context: Any, *tensors: Any) -> None:
         save(context, *tensors)
-        is_captured = type(context).__name__ == "CompiledFunctionBackward"
+        is_captured = type(context).__name__ == "CompiledFunctionBackward" and hacks.is_on("absent gradients")
         if is_captured and any(getattr(tensor, "takes_absent", False) for tensor in tensors):
             context.set_materialize_grads(False)
 

@@ -248,6 +248,13 @@ HACKS = (
     ),
     # Where the code asks
     Hack(
+        "absent gradients",
+        "backwards get None for gradients that never came",
+        "they get zeros, and so do parameters that have no gradient in eager PyTorch",
+        (Stage.ASKED,),
+        mends=True,
+    ),
+    Hack(
         "alike blocks",
         "blocks that are alike are traced once, forward and backward",
         "the first step takes longer",
