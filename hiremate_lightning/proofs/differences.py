@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from .trials import Outcome
 ROUNDINGS, HALF_ROUNDINGS = 512, 4
 TIMES_OWN = 4  # two pairs of runs that add in any order are rarely so unlike
 PIECE_VALUES = 2**22  # compared at once: a few hundred MiB of doubles at most
-CPU = torch.device("cpu")
+CPU, NOTHING = torch.device("cpu"), Outcome({}, {})
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -47,7 +47,8 @@ def differences(
     expected: Outcome,
     found: Outcome,
     half: torch.dtype | None = None,
-    again: Outcome | None = None,
+    again: Outcome = NOTHING,
+    refilled: Outcome = NOTHING,
     device: torch.device = CPU,
 ) -> tuple[list[Difference], list[Difference]]:
     """List the values in which two outcomes differ in any bit, then the gradients; NaN equals NaN.
@@ -56,20 +57,20 @@ def differences(
         expected: What eager PyTorch gives.
         found: What was captured gives.
         half: The type of half precision to which eager PyTorch rounds where what was captured does not, if any.
-        again: What eager PyTorch gives in a second run, with other bytes in memory that nobody has written to: what
-            depends on these is not looked at.
+        again: What eager PyTorch gives in a second run.
+        refilled: What it gives with other bytes in memory that nobody has written to: what depends on these is not
+            looked at.
         device: Where to compare: outcomes are on the host, and a GPU looks at billions of gradients in seconds.
     """
-    again = again if again is not None else Outcome({}, {})
-    among = partial(_among, is_refilled=expected.has_fills)
+    outcomes = (expected, found, again, refilled)
     unit_of_gradients = _Unit(tuple(expected.gradients.values()), half, device)
     return (
-        among(expected.values, found.values, again.values, _Unit((), half, device)),
-        among(expected.gradients, found.gradients, again.gradients, unit_of_gradients),
+        _among(*(outcome.values for outcome in outcomes), _Unit((), half, device)),
+        _among(*(outcome.gradients for outcome in outcomes), unit_of_gradients),
     )
 
 
-def _written(expected: Any, found: Any, refilled: Any, unit: _Unit) -> Any:
+def _written(expected: Any, found: Any, again: Any, refilled: Any, unit: _Unit) -> Any:
     """Put what is expected in the place of what was found, where that depends on memory that nobody has written to."""
     tensors = [expected, found, refilled]
     if not all(isinstance(value, torch.Tensor) and value.layout is torch.strided for value in tensors):
@@ -78,7 +79,8 @@ def _written(expected: Any, found: Any, refilled: Any, unit: _Unit) -> Any:
         return found
     same = _as_bits(expected) == _as_bits(refilled)
     if expected.dtype.is_floating_point or expected.dtype.is_complex:  # kernels that add in any order round otherwise
-        same |= (_as_real(expected) - _as_real(refilled)).abs() <= math.prod(unit.of(expected))
+        most = max(math.prod(unit.of(expected)), TIMES_OWN * _own(expected, again, unit.device))
+        same |= (_as_real(expected) - _as_real(refilled)).abs() <= most
     return torch.where(same.all(-1) if found.is_complex() else same, found, expected)
 
 
@@ -112,13 +114,17 @@ def _is_half(dtype: torch.dtype) -> bool:
 
 
 def _among(
-    expected: Mapping[str, Any], found: Mapping[str, Any], again: Mapping[str, Any], unit: _Unit, is_refilled: bool
+    expected: Mapping[str, Any],
+    found: Mapping[str, Any],
+    again: Mapping[str, Any],
+    refilled: Mapping[str, Any],
+    unit: _Unit,
 ) -> list[Difference]:
     differing = []
     for name in dict.fromkeys((*expected, *found)):
         one, other, second = (values.get(name) for values in (expected, found, again))
-        if is_refilled:
-            other, second = _written(one, other, second, unit), None
+        if name in refilled:
+            other = _written(one, other, second, refilled[name], unit)
         difference = _compare(name, one, other, second, unit)
         differing += [] if difference is None else [difference]
     return differing

@@ -23,7 +23,7 @@ pytestmark = [
 ]
 FILES = (
     *("behaviour/budget/test_gpu", "behaviour/budget/test_offloading"),
-    *("behaviour/exactness/test_away", "behaviour/exactness/test_loops"),
+    *("behaviour/exactness/test_any_order", "behaviour/exactness/test_away", "behaviour/exactness/test_loops"),
     "behaviour/integrations/test_strategy",
 )
 PARTS = {
