@@ -19,7 +19,6 @@ from torch.nn import functional as F
 
 from ..errors import CaptureError
 from ..records.expressions import NoTemplateError, Sizes
-from ..rewriting import casts
 from ..rewriting.contributions import Contributions, OtherTermsError, TermCounts, likely_terms, sums_alone
 from ..rewriting.fused_kernel import FusedKernels
 from ..rewriting.kernels import run_as_eager
@@ -283,7 +282,7 @@ class _Compilation:
         self._at_other_sizes: Replacement | None = None  # what runs now in the place of the part
         self._make_part, self._kernels, self._serves_other_sizes = make_part, kernels, serves_other_sizes
         self._parameters: frozenset[int] = frozenset()
-        self._blocks: dict[str, int] = {}
+        self._blocks: dict[aot.Source, int] = {}
         self._contributions = Contributions((), {})
         self._captured: Captured | None = None
 
@@ -332,8 +331,6 @@ class _Compilation:
         """Trace code; what is returned hands it an input for each term of a gradient."""
         backward_pass.watch()
         self._parameters = frozenset(i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter))
-        for device_type in {inputs[i].device.type for i in self._parameters}:
-            self._blocks |= casts.remembering_blocks(module, device_type)
         with traced_as_eager():
             folded = _folded(module)  # what it holds lasts until all is traced
             try:
@@ -368,7 +365,7 @@ class _Compilation:
         backend = aot.make_backend(
             partition=self._partition, forward=self._forward, backward=self._backward, inference=self._inference
         )
-        given = self._contributions
+        given, self._blocks = self._contributions, aot.outermost_autocasts(module)
         with autocasting.as_found_on_error(), given.traced(module):
             run: Runner = backend(module, given.expand_traced(inputs))
         return run
