@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch._dynamo import _trace_wrapped_higher_order_op, convert_frame
 from torch._dynamo import config as dynamo_config
-from torch._dynamo import convert_frame
 from torch._dynamo.convert_frame import input_codes
 from torch._dynamo.eval_frame import reset_code, set_code_exec_strategy
 from torch._dynamo.exc import TorchDynamoException as CompileError
@@ -315,7 +315,19 @@ def _drop_unread_numbers(output: Any) -> None:
 _drop_specialized = OutputGraph.remove_tensorify_specialized_graphargs
 _capture, _break_graph, _draw = convert_frame._compile, LoggingLoggerVariable.call_method, RandomVariable.call_method
 _checkpoint = CheckpointHigherOrderVariable._call_function
+
+
+def _for_contiguous(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the backward of an autograd function to get contiguous gradients, as Dynamo does; but some may be None."""
+
+    def run(ctx: Any, *gradients: Any) -> Any:
+        return backward(ctx, *[g if g is None else g.contiguous() for g in gradients])
+
+    return run
+
+
 _WHILE_CAPTURING = (
+    (_trace_wrapped_higher_order_op, "autograd_function_backward_rewritten", _for_contiguous),
     (OutputGraph, "remove_tensorify_specialized_graphargs", _drop_unread_numbers),
     (CheckpointHigherOrderVariable, "_call_function", _checkpoint_as_asked),
     (LoggingLoggerVariable, "call_method", _log_early),
