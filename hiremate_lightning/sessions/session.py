@@ -109,11 +109,13 @@ class Session:
     @property
     def plan(self) -> Plan | None:
         """The plan of the latest kind of step, None before there is one."""
+        self.planned.note_proofs()
         return self.planned.latest
 
     @property
     def plans(self) -> Mapping[GraphNumbers, Plan]:
         """The plans so far, by the captured graphs of their steps."""
+        self.planned.note_proofs()
         return self.planned.plans
 
     @property
