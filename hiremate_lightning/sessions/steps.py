@@ -54,6 +54,7 @@ class Steps:
         ended: The step that ended last, until the next one begins; None where none has, or it failed.
         count: The number of steps that have begun.
         small_parts: Code that runs without a plan, for which plans leave room.
+        watch: Watches steps.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Steps:
         self._watching, self._largest, self._announcements = watching, largest, model.announcements
         self._memory, self._parts, self._history = model.memory, model.parts, model.history
         self._is_passed_by = False  # by steps that ran since the latest one
-        self._watch = StepWatch(model, unplanned, watching)
+        self.watch = StepWatch(model, unplanned, watching)
 
     @property
     def plain(self) -> AsWritten | None:
@@ -103,7 +104,7 @@ class Steps:
 
     def time_next(self) -> None:
         """Time the operations of the next step, whatever else is watched in it."""
-        self._watch.next_is_timed = True
+        self.watch.next_is_timed = True
 
     def take_record(self) -> StepRecord | None:
         """Return the record of the step that has ended, where it was to be planned; it won't be any more."""
@@ -138,14 +139,13 @@ class Steps:
         has_dropped_plans = self._make_room_for_small_parts()
         finished = before if before is not None and before.is_to_be_planned and not has_dropped_plans else None
         step = self.current = self._new_step(arguments, calls, began_at)
-        self._watching.account_for_last_step()
         self._memory.step_begins(arguments)
         self._announcements.step_begins(len(self._parts.retained()))
         if finished is not None or self._counts_resident(step):
             self._meet(finished, step, arguments)
         self._note_times(before, began_at)
         gainless = self._unplanned.step_begins(step)
-        self._watch.begin(step, arguments)
+        self.watch.begin(step, arguments)
         if gainless is not None:
             step.timing = self._unplanned.releases.step_begins(gainless, step.plain is not None, step.is_watched)
 
@@ -261,6 +261,7 @@ class Steps:
     def backward_starts(self) -> None:
         """Learn that a backward starts."""
         step = self.current
+        self.watch.backward_starts()
         if step is None or not step.has_backward:  # there is none for a backward of one that failed, or has ended
             self._memory.backward_starts(self.count)
         if step is not None:
@@ -269,6 +270,7 @@ class Steps:
     def fail(self) -> None:
         """Drop the step under way, after an exception."""
         step, self.current, self.ended = self.current, None, None
+        self.watch.failed()
         self._memory.batch = []
         if step is not None:
             step.drop()
@@ -317,8 +319,9 @@ class Steps:
         self._graph_programs.step_ended(step)
         saw = self._learn_from(step, kind, is_own)
         if step.look is not None:
-            self._watching.step_ended(step.look, kind, saw, captured_nothing)
+            self._watching.step_ended(step.look, kind, saw)
         is_missed = kind.plan is None and (record is None or not record.is_whole)
+        self.watch.ended(step, kind)
         if is_missed and self._planned.decide_to_plan(kind) is Decision.FIRST:
             self._watching.missed(kind)
 
