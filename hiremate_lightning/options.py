@@ -30,8 +30,8 @@ BUDGET_MEANING = (
 )
 SOLVER_MEANING = (
     'Leave it at the default, "portfolio", the best of several strategies. The others are for comparison: "segments", '
-    'without a MIP solver; "none"; or a method of a paper: "hilp", "rockmate", "rotor", "pofo", "min_memory", "twremat", '
-    '"checkmate", "checkmate_lp", "chen", "dtr"; see docs/formulation.md.'
+    'without a MIP solver; "none"; or a method of a paper: "hilp", "rockmate", "rotor", "pofo", "min_memory", '
+    '"twremat", "checkmate", "checkmate_lp", "chen", "dtr"; see docs/formulation.md.'
 )
 SIZES_FORM = (
     "sizes must be like {'input_ids': {1: (1, 4096)}}: an argument, its dimension, its smallest and largest size"
