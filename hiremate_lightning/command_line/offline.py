@@ -23,7 +23,6 @@ import torch
 from torch import fx, nn
 
 from ..calls.eager_paths import eager_paths
-from ..calls.refusals import refuse
 from ..capturing.backend import planning_backend
 from ..capturing.capture import Captured
 from ..errors import CaptureError, ConfigurationError, did_you_mean, place_of
@@ -186,7 +185,6 @@ def _capture(workload: Workload, options: OfflineOptions, size: int | None) -> O
     start, breaks = time.perf_counter(), dynamo.graph_breaks()
     mode, layout, device = tensor_state.fake_mode(), options.layout, options.fake_device
     call = build_on_fakes(workload, device, size, mode)
-    refuse(call.module)
     name = type(call.module).__name__  # fully_shard() gives it another class
     zero_grad = _zero_grad(call.module, options)
     with ExitStack() as undo:

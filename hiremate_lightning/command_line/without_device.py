@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from ..calls.refusals import refuse
 from ..errors import ConfigurationError
 from ..memory.allocator import allocated_bytes
 from ..memory.metering import LiveBytes
@@ -37,8 +38,12 @@ def build_on_fakes(workload: Workload, device: torch.device, size: int | None, m
         device: Where its tensors are to be.
         size: Batch size; None for that of its inputs.
         mode: The mode in which tensors are fake.
+
+    Raises:
+        ConfigurationError: If the module can't be planned.
     """
     built = _built(workload, device, size, mode)
+    refuse(built.module)
     with mode:
         return _on_fakes(built, device)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -371,6 +371,17 @@ class Output(Console):
             self.on_broken_pipe()
 
 
-def plain_table() -> Table:
-    """Make a table without a frame, of ASCII alone where what is printed is not shown on a terminal."""
-    return Table(box=box.SIMPLE_HEAD if Console().is_terminal else box.ASCII2, show_edge=False, pad_edge=False)
+def plain_table(headers: Iterable[str], rows: Iterable[Iterable[str]], words: Container[str] = ()) -> Table:
+    """Make a table without a frame, of ASCII alone where what is printed is not shown on a terminal.
+
+    Args:
+        headers: Of the columns.
+        rows: Their cells.
+        words: Headers of columns of words, which begin at the left; numbers end at the right.
+    """
+    table = Table(box=box.SIMPLE_HEAD if Console().is_terminal else box.ASCII2, show_edge=False, pad_edge=False)
+    for header in headers:
+        table.add_column(header, justify="left" if header in words else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
