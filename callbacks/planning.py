@@ -68,6 +68,8 @@ class HiRemateCallback(Callback):
             Dimensions of the same size, those of masks for example, follow. The largest sizes are planned in the first
             steps: a budget that is too small for them is refused then, and shares are of them.
             `torch._dynamo.mark_dynamic(tensor, dim, min=, max=)` on what the call is given asks for the same.
+        recomputable_operators: Custom operators with Python code that give the same numbers when they run again, by
+            name ("mylibrary::attention"). Others with Python code run once in a step, and their results are kept.
         verbose: Whether to report, on rank zero: a line when a plan is made, one when it was measured, one that says
             how to see more or where its page is; "full" for the whole table of the plan.
 
@@ -99,6 +101,7 @@ class HiRemateCallback(Callback):
         host_budget: int | str = "auto",
         verify: str | int = "first",
         sizes: Sizes | None = None,
+        recomputable_operators: Sequence[str] = (),
         verbose: bool | Literal["full"] = True,
     ) -> None:
         self.options = make_options(
@@ -114,6 +117,7 @@ class HiRemateCallback(Callback):
             verbose=verbose,
             offload=offload,
             host_budget=host_budget,
+            recomputable_operators=recomputable_operators,
         )
         self.target = target
         self._targets: Targets | StepTarget | None = None

@@ -161,6 +161,10 @@ def _number_of_proofs(verify: str | int) -> int:
     return int(verify == "first") if isinstance(verify, str) else verify
 
 
+def _are_operators(names: Any) -> bool:
+    return isinstance(names, tuple | list) and all(isinstance(name, str) and "::" in name for name in names)
+
+
 def _is_bytes_or_auto(value: Any) -> bool:
     return parse_budget(value).share is None
 
@@ -300,6 +304,15 @@ class SessionOptions:
         "budget that is too small for them is refused then, and shares are of them. "
         "`torch._dynamo.mark_dynamic(tensor, dim, min=, max=)` on what the call is given asks for the same.",
         read=_named_sizes,
+    )
+    recomputable_operators: tuple[str, ...] = _option(
+        "Sequence[str]",
+        (),
+        "Custom operators with Python code that give the same numbers when they run again, by name "
+        '("mylibrary::attention"). Others with Python code run once in a step, and their results are kept.',
+        allowed="""names such as ("mylibrary::attention",)""",
+        is_allowed=_are_operators,
+        read=tuple,
     )
     verbose: bool | Literal["full"] = _option(
         'bool | Literal["full"]',

@@ -16,7 +16,7 @@ from platform import python_version
 from typing import Any
 
 from ..planning.plan import Plan, plan_title
-from ..planning.plan_files import package_version
+from ..planning.solutions import package_version
 from ..planning.solvers.base import Problem, SolveOptions
 from ..planning.solvers.curve import Curve, curve
 from ..planning.solvers.worker import apart

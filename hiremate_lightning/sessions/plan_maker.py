@@ -46,14 +46,12 @@ class PlanMaker:
         first_wait: Keeps how long planning took so far.
 
     Attributes:
-        left_bytes: Bytes that each plan leaves free for code that runs without one.
         waiting: What forwards run whose backward comes in a later step.
     """
 
     def __init__(self, model: PlannedModel, proofs: Proofs, first_wait: FirstWait) -> None:
         self._model, self._proofs, self._first_wait = model, proofs, first_wait
         self._history, self._parts, self._stages = model.history, model.parts, model.stages
-        self.left_bytes = 0
         self.waiting = WaitingGraphs(model.options, model.parts, model.stages)
         self._auto_bytes: int | None = None  # what was free at first
 
@@ -64,13 +62,24 @@ class PlanMaker:
     def budget_bytes(self, step: Step | SizedStep, resident: Resident, kind: StepKind | None = None) -> int:
         """Return the budget of a step, resident bytes included; a share is of the largest step that is known.
 
-        A share is of what plain training adds, graphs that wait for their backward included.
+        A share is of what plain training adds, graphs that wait for their backward included. All kinds of steps have
+        the largest budget of any.
 
         Args:
             step: The step.
             resident: What exists before it.
             kind: Its kind, None where that is not known yet.
         """
+        return max(self._own_budget_bytes(step, resident, kind), self._others_budget_bytes(kind))
+
+    def _others_budget_bytes(self, kind: StepKind | None) -> int:
+        """Return the largest budget of the other planned kinds of steps, 0 where budgets are no shares."""
+        if self._model.options.budget.share is None:
+            return 0
+        others = (other for other in self._history.planned if other is not kind)
+        return max((other.recorded.limits.own_bytes for other in others), default=0)
+
+    def _own_budget_bytes(self, step: Step | SizedStep, resident: Resident, kind: StepKind | None) -> int:
         if self._auto_bytes is None:
             self._auto_bytes = resolve(Budget(), resident.size_bytes, 0, free_bytes(self._model.memory.device))
         if self._model.options.budget.is_auto:
@@ -91,7 +100,9 @@ class PlanMaker:
     def limits(self, kind: StepKind, step: RecordedStep) -> Limits:
         """Return the budgets of a kind of step with that of one such step."""
         plain = self.waiting.at(kind, step, 0)
-        return step.limits.meeting(step.resident, self.budget_bytes(plain.merge(), plain.resident, kind))
+        own_bytes = self._own_budget_bytes(plain.merge(), plain.resident, kind)
+        limits = replace(step.limits, of_others=self._others_budget_bytes(kind))
+        return limits.meeting(step.resident, own_bytes)
 
     def choose_level(self, resident: Resident | None = None) -> list[StepKind]:
         """Choose the level of graphs that wait; return the kinds of steps that are to be planned anew by it.
@@ -142,7 +153,6 @@ class PlanMaker:
             resident=resident,
             solve=self._new_solve() if twin is None else twin.solve,
             limits=self.new_limits(),
-            margin_bytes=self.left_bytes,
             unfinished=tuple((run.part, run.program.schedule) for run in record.unfinished),
             is_provisional=record.has_dropped_by_plan,
         )

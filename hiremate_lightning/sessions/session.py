@@ -223,27 +223,10 @@ class Session:
     def backend(self) -> Any:
         """Return the torch.compile backend whose captured graphs this session runs."""
         proof = partial(Proof, prove=_weakly(self.prover.prove)) if self.options.verify else None
-        given = self.kernels, _weakly(self.let_run_captured), proof, _weakly(self.say)
+        given = self.kernels, proof, _weakly(self.say)
         ahead = _weakly(self.largest.trace_ahead), weakref.proxy(self._templates)
         same = SameCaptures(_weakly(self.parts.captured_again))
         return planning_backend(_weakly(self.take_in), *given, *ahead, same)
-
-    def let_run_captured(self, code: object, size_bytes: int) -> bool:
-        """Let code whose sizes don't repeat run as captured, where it is small beside planned code.
-
-        Args:
-            code: What asks.
-            size_bytes: Of all its values at the largest size so far.
-
-        Returns:
-            Whether it may run so now; from the next step on plans leave room for it.
-        """
-        if not self._current.forwards:
-            return False
-        small_parts, step = self.steps.small_parts, self.steps.count
-        if small_parts.let_in(code, size_bytes, step, self.plan):
-            self._announcements.small_parts()
-        return small_parts.may_run(code, size_bytes, step)
 
     def take_in(self, captured: Captured) -> Part:
         """Make a part of a captured graph."""

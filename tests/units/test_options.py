@@ -29,6 +29,7 @@ OTHERS = {  # another allowed value of each option
     "host_budget": "2 GiB",
     "verify": 2,
     "sizes": {"words": {1: (1, 9)}},
+    "recomputable_operators": ("mylibrary::attention",),
     "verbose": False,
 }
 WRONG = {  # values that are not allowed, as far as a check is told
@@ -40,6 +41,7 @@ WRONG = {  # values that are not allowed, as far as a check is told
     "offload": "never",
     "host_budget": "50%",
     "verify": "always",
+    "recomputable_operators": "attention",
     "verbose": "loud",
     "init_val": 0,
     "max_overhead": -0.5,
