@@ -18,8 +18,7 @@ from torch import fx
 
 from ..capturing.capture import Captured
 from ..memory.allocator import allocated_bytes, storage_bytes
-from ..memory.counting import Meter
-from ..memory.metering import MemoryMeter
+from ..memory.metering import MemoryMeter, Meter
 from ..records.graph import bytes_of
 from ..records.step import Output
 from ..running.accumulation import Leaves, addable, existing, find_leaves

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -76,6 +76,29 @@ class LiveBytes:
 def _measured_thread(device: torch.device) -> int:
     """Name the thread whose memory is measured: on a CPU the current one, on CUDA all of them are."""
     return 0 if device.type == "cuda" else threading.get_ident()
+
+
+class Meter(Protocol):
+    """What measures memory from `start` to `stop`, see `MemoryMeter`."""
+
+    intervals: list[Interval]
+    lost_marks: bool
+
+    @property
+    def is_counting(self) -> bool:
+        """Whether it counts now: no other meter runs."""
+
+    def start(self) -> None:
+        """Begin."""
+
+    def mark(self, label: str) -> None:
+        """Begin a new interval."""
+
+    def mark_release(self, label: str) -> None:
+        """Begin a new interval as soon as something is released."""
+
+    def stop(self) -> None:
+        """End."""
 
 
 class MemoryMeter:
