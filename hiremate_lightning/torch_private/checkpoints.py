@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
@@ -63,12 +63,12 @@ def _inline(graph: fx.Graph, call: fx.Node, body: fx.GraphModule) -> None:
     """Put the nodes of a body in the place of a call."""
     values = dict(zip(body.graph.find_nodes(op="placeholder"), call.args[1:], strict=True))
     with graph.inserting_before(call):
-        results = graph.graph_copy(body.graph, values)
+        results = cast(Sequence[fx.Node], graph.graph_copy(body.graph, values))
         for node in body.graph.find_nodes(op="get_attr"):
             values[node].target = f"{_body(call).target}.{node.target}"
     for user in list(call.users):
         assert user.target is operator.getitem, "Dynamo takes apart what a call returns"
-        user.replace_all_uses_with(results[user.args[1]])
+        user.replace_all_uses_with(results[cast(int, user.args[1])])
         graph.erase_node(user)
     graph.erase_node(call)
 
