@@ -75,14 +75,12 @@ class Trial:
         seconds: By whether the step ran plain, the seconds of each.
         is_released: Whether they run plain from now on, None before that is decided.
         tries: How many plain ones were measured that did not show their peak.
-        has_shown: Whether a plain one has shown that it takes no more than the plan.
     """
 
     planned_steps: int = 0
     seconds: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
     is_released: bool | None = None
     tries: int = 0
-    has_shown: bool = False
 
 
 @dataclass(frozen=True)
