@@ -108,6 +108,10 @@ class ReplacedCompiling:
         self._undo += found
         return bool(found)
 
+    def take_over(self, other: ReplacedCompiling) -> None:
+        """Put back, from now on, what another one has replaced."""
+        self._undo, other._undo = [*self._undo, *other._undo], []
+
     def put_back(self) -> None:
         """Put what torch.compile returned for the model back into its place."""
         while self._undo:

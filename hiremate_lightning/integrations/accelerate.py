@@ -19,8 +19,7 @@ from ..errors import BudgetError, ConfigurationError
 from ..options import ENVIRONMENT_BUDGET, make_options
 from ..planning.plan import Plan
 from ..reporting.metrics import plan_metrics
-from ..sessions.session import Session
-from ..targets.modules import Target, targets_of
+from ..targets.modules import Target, Targets, targets_of
 
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 REASONS = {
@@ -85,7 +84,7 @@ def prepare_hiremate(
     )
     planned = targets_of(modules[0])
     assert planned is not None, "hiremate() has just taken it over"
-    _track(accelerator, planned.session)
+    _track(accelerator, planned)
     try:
         prepared = accelerator.prepare(*objects)
     except BaseException:  # Ctrl-C too: the model is to be left as it was
@@ -95,14 +94,14 @@ def prepare_hiremate(
     return prepared
 
 
-def _track(accelerator: Accelerator, session: Session) -> None:
+def _track(accelerator: Accelerator, planned: Targets) -> None:
     """Log each plan, and what is measured of it, to the trackers that the accelerator has by then."""
 
     def log(plan: Plan) -> None:
         if accelerator.trackers:
-            accelerator.log(plan_metrics(plan, len(session.plans)), step=session.updates)
+            accelerator.log(plan_metrics(plan, len(planned.session.plans)), step=planned.session.updates)
 
-    session.listeners.append(log)
+    planned.session.listeners.append(log)
 
 
 def _chosen_budget() -> str:

@@ -31,6 +31,7 @@ from ..errors import ConfigurationError, HiRemateError
 from ..planning.plan import Plan
 from ..sessions.session import Session
 from ..targets.modules import is_inside_planned, planned_module_with, targets_of
+from ..targets.together import together
 from ..targets.training_step import plans_step_of
 from ..torch_private import backward_pass, compiled_by_torch, hooks, tensor_state
 from .compile_backend import hiremate as compile_backend
@@ -316,7 +317,7 @@ class Finder:
         if self._target is not None and not self._has_targets(root):
             return False
         self._refuse_unplanned_ranks()
-        self._plan(root if self._target else _together([root, *alive.others_trained(root)]), alive)
+        self._plan(root if self._target else together([root, *alive.others_trained(root)]), alive)
         return True
 
     def _plan(self, root: nn.Module, alive: Alive) -> None:
@@ -452,20 +453,6 @@ class Alive:
         """Whether a script compiles a model with our backend for torch.compile."""
         found = [*compiled_by_torch.compiled_around(root), *compiled_by_torch.compiled_inside(root)]
         return any(compiled_by_torch.is_compiled_by(compiled, compile_backend) for compiled in found)
-
-
-def _together(models: Sequence[nn.Module]) -> nn.Module:
-    """Put models into one, which is never called: what trains in the same memory has one plan."""
-    if len(models) == 1:
-        return models[0]
-    names = list[str]()
-    for model in models:
-        name = _name(model)
-        names.append(f"{name}{sum(n.startswith(name) for n in names) or ''}")
-    together: nn.Module = type("And".join(names), (nn.Module,), {})()
-    for name, model in zip(names, models, strict=True):
-        together.add_module(name, model)
-    return together
 
 
 def _may_be_planned(model: nn.Module) -> bool:

@@ -110,6 +110,11 @@ class ResidentMemory:
         return True
 
     @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The optimizers whose state is counted."""
+        return tuple(self._optimizers)
+
+    @property
     def has_optimizers(self) -> bool:
         """Whether any optimizer is known."""
         return bool(self._optimizers)

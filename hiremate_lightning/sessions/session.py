@@ -139,6 +139,11 @@ class Session:
         return self.parts.traced_count
 
     @property
+    def holds_graphs(self) -> bool:
+        """Whether graphs wait for their backward, or are retained for another one."""
+        return bool(self.parts.waiting() or self.parts.retained())
+
+    @property
     def is_plain(self) -> bool:
         """Whether the step under way runs as the user wrote it, since that fits the budget at its sizes."""
         return self.steps.plain is not None
@@ -167,6 +172,15 @@ class Session:
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Count an optimizer's state as resident."""
         self._memory.watch(optimizer)
+
+    def take_over(self, before: Session) -> None:
+        """Plan from now on what another session has planned so far: its listeners hear of the plans of this one."""
+        for optimizer in before._memory.optimizers:
+            self.watch_optimizer(optimizer)
+        self.listeners.extend(before.listeners[1:])  # the first one is its own
+        self._compiling.take_over(before._compiling)
+        shown, shows = before.stages.reporter, self.stages.reporter
+        shows.folder, shows.more, shows.verbose = shown.folder, shown.more, shown.verbose
 
     def expect_batch(self, batch: Any) -> None:
         """Count a batch in the next step, with what of it the planned modules do not receive."""

@@ -9,6 +9,8 @@ autocast) is honoured.
 
 from __future__ import annotations
 
+import itertools
+import threading
 import warnings
 import weakref
 from collections import Counter
@@ -34,12 +36,14 @@ from .overseeing import (
     requires_gradient,
     without_labels,
 )
+from .together import options_together, together
 
 Target = str | Sequence[str] | None
 
 REPLACED = 2  # forwards in the place of others, after which a module's parts are planned instead
 
 _attached: weakref.WeakSet[Targets] = weakref.WeakSet()
+_numbers = itertools.count()
 
 
 class Targets:
@@ -50,6 +54,7 @@ class Targets:
         session: Plans what is called.
         adopted: Modules whose calls are planned, by path, in the order in which they were first called.
         is_inside: Whether one of their calls is under way.
+        number: In the order in which models were asked for, the same in all processes.
         gives_way: Called where somebody asks for this model by name, and takes its place; None where it was asked for.
     """
 
@@ -78,6 +83,9 @@ class Targets:
         self._hook: Any = None
         self._waiting = WaitingSlots()
         self._around: dict[str, nn.Module] = {}
+        self._thread = 0  # in which it was called last
+        self.number = next(_numbers)
+        self._partner: Targets | None = None  # that was called in the same step
 
     def attach(self) -> None:
         """Take over the calls of all candidates; once more for modules that were added since."""
@@ -154,6 +162,8 @@ class Targets:
             return result
         if self.is_inside:
             return self._call_inside(name, module, args, kwargs)
+        if (joined := self._join()) is not None:
+            return joined.call(joined.path_of(module), module, args, kwargs)
         if self.session.waits_for_modes():
             return self._call_unlearned(module, args, kwargs)
         if module not in self._waiting and self.session.is_new_in_backward(name, (args, kwargs)):
@@ -174,6 +184,49 @@ class Targets:
             if self.session.begin_call(name, (args, kwargs), module.forward):
                 return self._call_plain(module, args, kwargs)
             return self._call_outermost(name, module, args, kwargs)
+
+    def path_of(self, module: nn.Module) -> str:
+        """Return the path of a module in the root."""
+        return next(path for path, inner in self.root.named_modules() if inner is module)
+
+    def _join(self) -> Targets | None:
+        """Plan together with a model that was in the same step before, when nothing waits; None to stay as it is.
+
+        Each would count the other's memory as it happened to be, and neither could save what the other holds.
+        """
+        self._thread = threading.get_ident()
+        if backward_pass.is_running():
+            return None
+        if self._partner is None and (beside := [other for other in list(_attached) if other._is_beside(self)]):
+            self._partner = min(beside, key=lambda other: other.number)
+            self._partner._partner = self
+        other = self._partner
+        if other is None or other not in _attached or other.session.holds_graphs or self.session.holds_graphs:
+            return None
+        options = options_together(other.session.options, self.session.options)
+        assert options is not None, "only such models are partners"
+        apart = sorted((other, self), key=lambda targets: targets.number)
+        root = together([before.root for before in apart])
+        session = Session(root, options)
+        for before in apart:
+            session.take_over(before.session)
+            before.detach()
+        joined = Targets(root, session)
+        joined.number = apart[0].number
+        joined.attach()
+        session.stages.reporter.note(
+            f"HiRemate plan of {type(root).__name__}: these models train in the same step, so that they have one plan, "
+            f"with the budget {options.budget}"
+        )
+        return joined
+
+    def _is_beside(self, other: Targets) -> bool:
+        """Whether its forwards wait for their backward while another model is called, and one plan serves both."""
+        is_free = self is not other and not self.is_inside and self._thread == other._thread
+        are_whole = self._target is None is other._target and self.gives_way is None is other.gives_way
+        if not (is_free and are_whole and self.session.holds_graphs):
+            return False
+        return options_together(self.session.options, other.session.options) is not None
 
     def call_copy(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a copy of a candidate as the user wrote it: its weights are its own."""
