@@ -240,7 +240,7 @@ def _detach(program: Program, saved: list[Any]) -> None:
     """Detach what is also returned, and views; copy what others overwrite.
 
     A returned tensor gets a grad_fn that holds the token; the token must not hold the tensor. And a view holds what it
-    was taken of, which may be returned: nobody could tell any more whether others hold that too.
+    was taken of, which may be returned: before a gradient takes its memory, nobody could tell whether others hold it.
     """
     for position in program.saved.returned:
         saved[position] = saved[position].detach()

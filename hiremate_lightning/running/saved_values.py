@@ -26,7 +26,7 @@ class SavedValues:
     Attributes:
         names: Name of each.
         returned: Those that the forward also returns.
-        views: Those that may be views.
+        views: Those that may be views, and whose memory a gradient may take.
         watched: Those whose change in place between forward and backward is an error, each with the position of an
             output on its memory, through which code outside may change it, or with None where there is none.
         borrowed: Those that plain training would not need, and that code outside may overwrite.
@@ -49,13 +49,14 @@ def saved_values(captured: Captured, schedule: Schedule) -> SavedValues:
     outputs, shown = set(captured.forward_outputs), _outputs_on(captured)
     seen, unread = _seen(captured), _unread_plainly(captured)
     finished = {finish.result for finish in captured.finishes.values()}
+    taken = {captured.graph.tensors[n.takes].storage for n in captured.graph.nodes if n.takes is not None}
     borrowed = [i for i in tensors if storages[i] in seen and storages[i] in unread]
     copied = [i for i in borrowed if storages[i] in captured.overwritten]
     watched = (i for i in tensors if storages[i] in seen and i not in copied)
     return SavedValues(
         names=tuple(value.name for value in saved),
         returned=tuple(i for i in tensors if saved[i] in outputs),
-        views=tuple(i for i in tensors if _may_be_view(captured, schedule.saved[i], finished)),
+        views=tuple(i for i in tensors if storages[i] in taken and _may_be_view(captured, schedule.saved[i], finished)),
         watched=tuple((i, output) for i in watched for output in shown.get(storages[i], [None])),
         borrowed=tuple(borrowed),
         copied=tuple(copied),
