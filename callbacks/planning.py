@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from hiremate_lightning.options import Sizes, make_options
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.reporting.metrics import plan_metrics
+from hiremate_lightning.reporting.report import calls_for
 from hiremate_lightning.sessions.session import Session
 from hiremate_lightning.targets.modules import Target, Targets, give_way
 from hiremate_lightning.targets.training_step import StepTarget
@@ -51,9 +52,9 @@ class HiRemateCallback(Callback):
             was planned for another input shape, where that fits, or else at the least memory.
         on_infeasible: "raise" where nothing fits the budget, or "warn" to train on with the least memory found.
         cache_dir: Folder for measured costs and plans, reused by later runs; None for no files.
-        solver: Name of the strategy: "portfolio", the best of several; "segments", without a MIP solver; "none"; or a
-            method of a paper: "hilp", "rockmate", "rotor", "pofo", "min_memory", "twremat", "checkmate",
-            "checkmate_lp", "chen", "dtr"; see docs/formulation.md.
+        solver: Leave it at the default, "portfolio", the best of several strategies. The others are for comparison:
+            "segments", without a MIP solver; "none"; or a method of a paper: "hilp", "rockmate", "rotor", "pofo",
+            "min_memory", "twremat", "checkmate", "checkmate_lp", "chen", "dtr"; see docs/formulation.md.
         compile: "inductor" to fuse operations into kernels that Inductor makes, None for PyTorch's own; see
             docs/compiled.md.
         offload: "auto" to let plans put values into the host's memory between forward and backward, where that is
@@ -67,6 +68,8 @@ class HiRemateCallback(Callback):
             Dimensions of the same size, those of masks for example, follow. The largest sizes are planned in the first
             steps: a budget that is too small for them is refused then, and shares are of them.
             `torch._dynamo.mark_dynamic(tensor, dim, min=, max=)` on what the call is given asks for the same.
+        recomputable_operators: Custom operators with Python code that give the same numbers when they run again, by
+            name ("mylibrary::attention"). Others with Python code run once in a step, and their results are kept.
         verbose: Whether to report, on rank zero: a line when a plan is made, one when it was measured, one that says
             how to see more or where its page is; "full" for the whole table of the plan.
 
@@ -98,6 +101,7 @@ class HiRemateCallback(Callback):
         host_budget: int | str = "auto",
         verify: str | int = "first",
         sizes: Sizes | None = None,
+        recomputable_operators: Sequence[str] = (),
         verbose: bool | Literal["full"] = True,
     ) -> None:
         self.options = make_options(
@@ -113,6 +117,7 @@ class HiRemateCallback(Callback):
             verbose=verbose,
             offload=offload,
             host_budget=host_budget,
+            recomputable_operators=recomputable_operators,
         )
         self.target = target
         self._targets: Targets | StepTarget | None = None
@@ -147,6 +152,7 @@ class HiRemateCallback(Callback):
         session = Session(pl_module, self.options)
         session.listeners.append(self._note)
         folders = [getattr(logger, "log_dir", None) for logger in trainer.loggers]
+        session.stages.reporter.more = calls_for(plan="callback.plan")
         session.stages.reporter.folder = next((Path(f) for f in folders if isinstance(f, str)), None)
         self._targets = targets_for(pl_module, session, self.target)
         self._targets.attach()

@@ -14,7 +14,7 @@ import torch._dynamo
 
 from hiremate_lightning.kinds.plain_steps import PlainSteps
 from hiremate_lightning.memory.metering import MemoryMeter
-from hiremate_lightning.planning import found_before
+from hiremate_lightning.planning import solutions
 from hiremate_lightning.reporting import report
 from hiremate_lightning.rewriting import finishing
 from hiremate_lightning.testing import templates_at_once, without_templates
@@ -84,7 +84,7 @@ def _finish_small_values(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _nothing_found_before() -> None:
     """Let no test find what another one has found for the same step."""
-    found_before.forget()
+    solutions.forget()
 
 
 @pytest.fixture(autouse=True)

@@ -19,23 +19,22 @@ from torch.nn import functional as F
 
 from ..errors import CaptureError
 from ..records.expressions import NoTemplateError, Sizes
-from ..rewriting import casts
 from ..rewriting.contributions import Contributions, OtherTermsError, TermCounts, likely_terms, sums_alone
 from ..rewriting.fused_kernel import FusedKernels
 from ..rewriting.kernels import run_as_eager
 from ..rewriting.straight_line import compiled
 from ..torch_private import (
-    alike_blocks,
     aot,
     autocasting,
     backward_pass,
     block_templates,
     double_backward,
+    hacks,
     tensor_state,
     user_compiled,
 )
 from ..torch_private.changes import lost_changes
-from ..torch_private.each_size import EachSize, LetRunCaptured, Runner, Samples, Smaller, TraceAhead, sizes_among
+from ..torch_private.each_size import EachSize, Runner, Samples, Smaller, TraceAhead, sizes_among
 from ..torch_private.eager_tracing import traced_as_eager
 from ..torch_private.result_nodes import give_own_nodes
 from ..torch_private.same_captures import SameCaptures
@@ -91,7 +90,6 @@ class Templates(Protocol):
 def planning_backend(
     make_part: MakePart,
     kernels: FusedKernels | None = None,
-    let_run_captured: LetRunCaptured = lambda code, size_bytes: False,
     prove: Prove | None = None,
     say: Callable[[str], None] = log.warning,
     trace_ahead: TraceAhead = lambda code, sizes, trace: None,
@@ -103,7 +101,6 @@ def planning_backend(
     Args:
         make_part: Called once for each joint graph; the part that it returns runs in the graph's place.
         kernels: Where the kernels of fused operations are kept; None to fuse nothing.
-        let_run_captured: Lets code whose sizes don't repeat run without a plan, see `EachSize`.
         prove: Returns what runs in the place of code and proves it first. It gets the code, what runs it as captured,
             and the part inside of that, None where nothing has a gradient; and what makes code of smaller sizes to
             prove in its place, if anything does. None to believe what is captured.
@@ -138,11 +135,20 @@ def planning_backend(
         sizes = sizes_among(module, inputs)
         code = _Code(likely_terms(module), _Makers(make_part, kernels, prove, templates), bool(sizes))
         if not sizes:
-            return code.trace(module, inputs)[0]
+            return code.trace(module, inputs)
         maker = None if templates is None else code
-        return EachSize(module, sizes, code.trace, let_run_captured, trace_ahead, maker).run
+        return EachSize(module, sizes, code.trace, trace_ahead, maker).run
 
     return backend if same is None else partial(same.run_of, backend)
+
+
+def _folded(module: fx.GraphModule) -> Any:
+    """Return captured code in which one node stands for each block that is alike; None where that is switched off."""
+    if not hacks.is_on("alike blocks"):
+        return None
+    from ..torch_private import alike_blocks  # a release of torch that was not tried may lack names that it needs
+
+    return alike_blocks.fold(module)
 
 
 def has_gradients(inputs: Sequence[Any]) -> bool:
@@ -196,12 +202,12 @@ class _Code:
     def __init__(self, terms: TermCounts, makers: _Makers, sizes_vary: bool) -> None:
         self._terms, self._makers, self._sizes_vary = terms, makers, sizes_vary
 
-    def trace(self, module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Runner, int]:
-        """Trace it for the sizes of some inputs; return what runs it there, and the bytes of all its values."""
+    def trace(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Runner:
+        """Trace it for the sizes of some inputs; return what runs it there."""
         compilation = _Compilation(self._makers.make_part, self._makers.kernels, self._sizes_vary)
         run = compilation.compile(module, inputs, self._terms)
         self._terms = compilation.terms  # those at the size traced last
-        return _Trace(self._proved(module, run, compilation.part), run, compilation), compilation.size_bytes
+        return _Trace(self._proved(module, run, compilation.part), run, compilation)
 
     def may_make(self, code: object) -> bool:
         """Whether to trace it at a few sizes, so that it can be made for others."""
@@ -276,7 +282,7 @@ class _Compilation:
         self._at_other_sizes: Replacement | None = None  # what runs now in the place of the part
         self._make_part, self._kernels, self._serves_other_sizes = make_part, kernels, serves_other_sizes
         self._parameters: frozenset[int] = frozenset()
-        self._blocks: dict[str, int] = {}
+        self._blocks: dict[aot.Source, int] = {}
         self._contributions = Contributions((), {})
         self._captured: Captured | None = None
 
@@ -284,11 +290,6 @@ class _Compilation:
     def terms(self) -> TermCounts:
         """Of how many terms the gradients are of what was traced."""
         return self._contributions.terms
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all values of what was traced, be they needed or not; 0 where nothing of it has a gradient."""
-        return 0 if self._captured is None else sum(self._captured.graph.sizes)
 
     def running(self, part: Replacement, run: Runner) -> Runner:
         """Return what runs the code at other sizes.
@@ -330,14 +331,12 @@ class _Compilation:
         """Trace code; what is returned hands it an input for each term of a gradient."""
         backward_pass.watch()
         self._parameters = frozenset(i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter))
-        for device_type in {inputs[i].device.type for i in self._parameters}:
-            self._blocks |= casts.remembering_blocks(module, device_type)
         with traced_as_eager():
-            folded = alike_blocks.fold(module)
+            folded = _folded(module)  # what it holds lasts until all is traced
             try:
-                run = self._with_blocks(folded.code, inputs, terms)
+                run = self._with_blocks(folded.code if folded else module, inputs, terms)
             except Exception as error:  # whatever AOTAutograd fails on with blocks that are folded
-                if folded.code is module or self._captured is not None:
+                if not folded or folded.code is module or self._captured is not None:
                     raise
                 log.debug("Blocks that are alike are traced one by one: %s", error, exc_info=True)
                 run = self._settled(module, inputs, terms)
@@ -366,7 +365,7 @@ class _Compilation:
         backend = aot.make_backend(
             partition=self._partition, forward=self._forward, backward=self._backward, inference=self._inference
         )
-        given = self._contributions
+        given, self._blocks = self._contributions, aot.outermost_autocasts(module)
         with autocasting.as_found_on_error(), given.traced(module):
             run: Runner = backend(module, given.expand_traced(inputs))
         return run

@@ -28,18 +28,30 @@ def parse_budgets(text: str) -> tuple[Budget, ...]:
 
 
 def parse_methods(text: str | None) -> tuple[str, ...]:
-    """Read names of methods, such as "portfolio,rotor"; all of them where none are named.
+    """Read names of methods, and check that each can run here.
 
     Raises:
         ConfigurationError: If there is no method of a name, or it needs a MIP solver and none works.
     """
     if text is None:
         return methods_to_compare()
+    names = read_methods(text)
+    for name in names:
+        check_strategy(name)
+    return names
+
+
+def read_methods(text: str | None) -> tuple[str, ...]:
+    """Read names of methods, such as "portfolio,rotor"; none where none were asked for.
+
+    Raises:
+        ConfigurationError: If the text has no name.
+    """
+    if text is None:
+        return ()
     names = tuple(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))
     if not names:
         raise ConfigurationError(f"--methods names none, found {text!r}. Name some, such as portfolio,hilp.")
-    for name in names:
-        check_strategy(name)
     return names
 
 
@@ -50,12 +62,9 @@ def spread(least: int, most: int) -> list[int]:
 
 def comparison_table(comparison: Comparison, budget_bytes: int, resident_bytes: int) -> Table:
     """Draw a row for each method: the fastest first, those that found nothing last."""
-    table = plain_table()
-    for header in ("method", "extra time", "above bound", "peak", "solved in", "ended by"):
-        table.add_column(header, justify="left" if header in ("method", "ended by") else "right")
-    for outcome in comparison.under(budget_bytes):
-        table.add_row(outcome.method, *_cells(comparison, outcome, resident_bytes))
-    return table
+    headers = "method", "extra time", "above bound", "peak", "solved in", "ended by"
+    rows = ((o.method, *_cells(comparison, o, resident_bytes)) for o in comparison.under(budget_bytes))
+    return plain_table(headers, rows, words=("method", "ended by"))
 
 
 def _cells(comparison: Comparison, outcome: Outcome, resident_bytes: int) -> tuple[str, ...]:

@@ -219,8 +219,8 @@ class _Graph:
         self._trains = has_gradients(inputs) and any(isinstance(value, torch.SymInt) for value in inputs)
         with session.stages.stage("capture_s", "tracing"):
             prove = partial(Proof, prove=session.prover.prove) if session.options.verify else None
-            given = session.kernels, session.let_run_captured, prove
-            backend = planning_backend(self._take_in, *given, trace_ahead=session.largest.trace_ahead)
+            ahead = session.largest.trace_ahead
+            backend = planning_backend(self._take_in, session.kernels, prove, trace_ahead=ahead)
             self._run = backend(module, inputs)
 
     def _take_in(self, captured: Captured) -> Part:

@@ -67,8 +67,8 @@ class RecordedStep:
         resident: What existed when it began, as planned.
         solve: What solves it, and remembers.
         limits: Its budgets.
-        margin_bytes: Bytes of the budget that its plan leaves free: at first for small parts that run without a plan,
-            none where no plan leaves that much; later by how much an earlier plan was measured above its prediction.
+        margin_bytes: Bytes of the budget that its plan leaves free: by how much an earlier plan was measured above its
+            prediction, none where no plan leaves that much.
         corrections: How often it was planned again for such a margin.
         keeps_on_device: Whether nothing goes away to the host, since a plan by which it did was measured above the
             budget, and no margin was enough.

@@ -101,6 +101,8 @@ class CurrentStep:
         resident: What existed when it began, None where that was not counted.
         way: How it runs.
         expected: The kind by whose plan it begins, None for none.
+        is_unknown: Whether it is likely of a kind without a plan, which runs more than that one: all of it runs at the
+            least memory.
         look: What is watched in it, None where that was not asked.
         timing: How its whole time is taken, None where it is not.
         record: What is measured in it, None for nothing.
@@ -109,7 +111,6 @@ class CurrentStep:
         comparison: The planned steps that run the same code.
         is_replanned: Whether plans were made anew since its first forward.
         is_to_be_planned: Whether its kind gets a plan from its record, before the next step.
-        began_at: When it began, in seconds.
         has_captured: Whether something was captured in it.
     """
 
@@ -122,6 +123,7 @@ class CurrentStep:
     resident: Resident | None = None
     way: Way = BY_GRAPHS
     expected: StepKind | None = None
+    is_unknown: bool = False
     look: Look | None = None
     timing: Timing | None = None
     record: StepRecord | None = None
@@ -130,7 +132,6 @@ class CurrentStep:
     comparison: Comparison = field(default_factory=Comparison)
     is_replanned: bool = False
     is_to_be_planned: bool = False
-    began_at: float = 0.0
     has_captured: bool = False
 
     @property
@@ -142,12 +143,6 @@ class CurrentStep:
     def is_watched(self) -> bool:
         """Whether anything is done in it beside running it."""
         return self.look is not None and self.look.watch is not Watch.NOTHING
-
-    @property
-    def is_usual(self) -> bool:
-        """Whether nothing was watched, counted or captured in it: its time is that of others like it."""
-        is_measured = self.resident is not None or self.record is not None or self.timed is not None
-        return not is_measured and not self.has_captured
 
     @property
     def start(self) -> Start:
@@ -187,6 +182,10 @@ class CurrentStep:
         """Whether it ran throughout by the plans of these kinds: its own, and those that it is taken for."""
         chosen = {forward.way.kind for forward in self.forwards}
         return bool(chosen) and chosen <= set(kinds) and not self.is_replanned
+
+    def began_by(self, kind: StepKind) -> bool:
+        """Whether its first forward ran by the plan of a kind."""
+        return bool(self.forwards) and self.forwards[0].way.kind is kind
 
     @property
     def is_by_plans(self) -> bool:

@@ -46,14 +46,12 @@ class PlanMaker:
         first_wait: Keeps how long planning took so far.
 
     Attributes:
-        left_bytes: Bytes that each plan leaves free for code that runs without one.
         waiting: What forwards run whose backward comes in a later step.
     """
 
     def __init__(self, model: PlannedModel, proofs: Proofs, first_wait: FirstWait) -> None:
         self._model, self._proofs, self._first_wait = model, proofs, first_wait
         self._history, self._parts, self._stages = model.history, model.parts, model.stages
-        self.left_bytes = 0
         self.waiting = WaitingGraphs(model.options, model.parts, model.stages)
         self._auto_bytes: int | None = None  # what was free at first
 
@@ -64,13 +62,24 @@ class PlanMaker:
     def budget_bytes(self, step: Step | SizedStep, resident: Resident, kind: StepKind | None = None) -> int:
         """Return the budget of a step, resident bytes included; a share is of the largest step that is known.
 
-        A share is of what plain training adds, graphs that wait for their backward included.
+        A share is of what plain training adds, graphs that wait for their backward included. All kinds of steps have
+        the largest budget of any.
 
         Args:
             step: The step.
             resident: What exists before it.
             kind: Its kind, None where that is not known yet.
         """
+        return max(self._own_budget_bytes(step, resident, kind), self._others_budget_bytes(kind))
+
+    def _others_budget_bytes(self, kind: StepKind | None) -> int:
+        """Return the largest budget of the other planned kinds of steps, 0 where budgets are no shares."""
+        if self._model.options.budget.share is None:
+            return 0
+        others = (other for other in self._history.planned if other is not kind)
+        return max((other.recorded.limits.own_bytes for other in others), default=0)
+
+    def _own_budget_bytes(self, step: Step | SizedStep, resident: Resident, kind: StepKind | None) -> int:
         if self._auto_bytes is None:
             self._auto_bytes = resolve(Budget(), resident.size_bytes, 0, free_bytes(self._model.memory.device))
         if self._model.options.budget.is_auto:
@@ -91,7 +100,9 @@ class PlanMaker:
     def limits(self, kind: StepKind, step: RecordedStep) -> Limits:
         """Return the budgets of a kind of step with that of one such step."""
         plain = self.waiting.at(kind, step, 0)
-        return step.limits.meeting(step.resident, self.budget_bytes(plain.merge(), plain.resident, kind))
+        own_bytes = self._own_budget_bytes(plain.merge(), plain.resident, kind)
+        limits = replace(step.limits, of_others=self._others_budget_bytes(kind))
+        return limits.meeting(step.resident, own_bytes)
 
     def choose_level(self, resident: Resident | None = None) -> list[StepKind]:
         """Choose the level of graphs that wait; return the kinds of steps that are to be planned anew by it.
@@ -142,7 +153,6 @@ class PlanMaker:
             resident=resident,
             solve=self._new_solve() if twin is None else twin.solve,
             limits=self.new_limits(),
-            margin_bytes=self.left_bytes,
             unfinished=tuple((run.part, run.program.schedule) for run in record.unfinished),
             is_provisional=record.has_dropped_by_plan,
         )
@@ -211,14 +221,16 @@ class PlanMaker:
         return self._stages.reporter.solving(step_time_ms(step.graph, step.profile))
 
     def _finish(self, recorded: RecordedStep, step: Step, plan: Plan) -> tuple[Plan, dict[int, Program]]:
-        plan = plan.changed(
-            resident_parts=recorded.resident.kinds,
-            proved=self._proofs.words(),
-            rounded=self._proofs.rounded(),
-            planning=self._stages.total,
-        )
+        plan = self.with_proofs(plan.changed(resident_parts=recorded.resident.kinds, planning=self._stages.total))
         programs = self._model.offloading.build(step, [call.captured for call in recorded.calls], plan.solution)
         return plan, {call.place: program for call, program in zip(recorded.calls, programs, strict=True)}
+
+    def with_proofs(self, plan: Plan) -> Plan:
+        """Return a plan with what is proved by now; the plan itself where that is what it says."""
+        proved, rounded = self._proofs.words(), self._proofs.rounded()
+        return (
+            plan if (plan.proved, plan.rounded) == (proved, rounded) else plan.changed(proved=proved, rounded=rounded)
+        )
 
     def host(self, recorded: RecordedStep) -> Host | None:
         """Return the memory of the host that values of a step may go away to; None where all stays on the device."""

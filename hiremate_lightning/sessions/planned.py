@@ -82,12 +82,6 @@ class PlannedKinds:
         """The plan of the latest kind of step, None before there is one."""
         return self._dropped if self.history.latest is None else self.history.latest.own_plan
 
-    def leave(self, size_bytes: int) -> None:
-        """Leave so many bytes free from now on, for code without a plan: between two steps, all plans are made anew."""
-        self.maker.left_bytes, self._dropped = size_bytes, self.latest
-        self.history.clear()
-        self._graph_programs.forget_plans()
-
     def set_budget(self, budget: Budget) -> None:
         """Change the budget; steps already seen are planned anew, nothing is captured again.
 
@@ -248,6 +242,7 @@ class PlannedKinds:
                 kind.step = None
                 return
             self._plan_without_margin(kind, error)
+        self._share_budget(*ahead, kind)
         self.warn_of_first_step(kind, record.peak_bytes or 0)
 
     def note_given(self, kind: StepKind, calls: Sequence[ModuleCall]) -> None:
@@ -311,6 +306,17 @@ class PlannedKinds:
         self._announce(kind, plan)
         self._tell(plan)
 
+    def _has_risen(self, kind: StepKind) -> bool:
+        """Whether the budget is another one now than that of a plan, since another kind of steps has come."""
+        is_share = self._model.options.budget.share is not None
+        return is_share and self.maker.limits(kind, kind.recorded).budget_bytes != kind.own_plan.budget_bytes
+
+    def _share_budget(self, *known: StepKind) -> None:
+        """Let the other kinds of steps have the budget too that came with some: a share is of the largest step."""
+        for kind in self.history.planned if self._model.options.budget.share is not None else ():
+            if kind not in known:
+                self.check_plan(kind, kind.recorded.resident)
+
     def _install(self, kind: StepKind, plan: Plan, programs: Mapping[int, Program]) -> None:
         """Let the programs of a plan take over."""
         step = kind.recorded
@@ -351,7 +357,8 @@ class PlannedKinds:
         """Check a plan against the memory that exists before this step; plan anew where it no longer fits."""
         plan, step = kind.own_plan, kind.recorded
         at_level = self.maker.waiting.resident_at(resident)
-        if at_level == step.resident and not kind.counts_on_freed_gradients:
+        is_met = at_level == step.resident and not kind.counts_on_freed_gradients
+        if is_met and not self._has_risen(kind):
             return
         self._note_before(kind, resident)
         if self.shortage.is_held:
@@ -442,7 +449,7 @@ class PlannedKinds:
         corrected = replace(step, corrections=step.corrections + 1)
         tries = [replace(corrected, margin_bytes=margin_bytes)]
         if plan.solution.aways:  # the allocator rounds less up where nothing goes away
-            tries.append(replace(corrected, margin_bytes=self.maker.left_bytes, keeps_on_device=True))
+            tries.append(replace(corrected, margin_bytes=0, keeps_on_device=True))
         for kind.step in tries:
             with suppress(InfeasibleBudgetError):
                 self._plan(*(self.maker.choose_level() if step.waits else ()), kind)
@@ -461,16 +468,28 @@ class PlannedKinds:
 
     def update(self, kind: StepKind, **measured: Any) -> None:
         """Note on the plan of a kind of step what was measured."""
-        plan = kind.plan = kind.own_plan.with_measured(**measured)
+        plan = kind.plan = self.maker.with_proofs(kind.own_plan).with_measured(**measured)
         if plan.measured.step_ms is not None:
             self._reports.measured(kind, plan)
         self._tell(plan)
 
-    def confused(self, expected: StepKind, kind: StepKind) -> None:
-        """Learn that a step turned out another kind than it began as."""
-        self.history.confuse(expected, kind)
-        plan = max((expected.own_plan, kind.own_plan), key=lambda plan: plan.unplanned_peak_bytes)
-        if not plan.solution.is_plain:
+    def note_proofs(self) -> None:
+        """Note on all plans what is proved by now: where memory is missing, code is proved in later steps."""
+        for kind in self.history.planned:
+            kind.plan = self.maker.with_proofs(kind.own_plan)
+
+    def confused(self, expected: StepKind, kind: StepKind, is_by_plans: bool) -> None:
+        """Learn that a step turned out another kind than it began as.
+
+        Args:
+            expected: What it began as.
+            kind: What it was.
+            is_by_plans: Whether it went on by plans that fitted.
+        """
+        self.history.confuse(expected)
+        plans = (expected.plan, kind.plan)
+        plan = max((p for p in plans if p is not None), key=lambda plan: plan.unplanned_peak_bytes)
+        if not (plan.solution.is_plain or is_by_plans):
             self._announcements.confused(plan.budget_bytes, CERTAIN)
 
     # ---------------------------------------------------------------- what others ask

@@ -109,11 +109,13 @@ class Session:
     @property
     def plan(self) -> Plan | None:
         """The plan of the latest kind of step, None before there is one."""
+        self.planned.note_proofs()
         return self.planned.latest
 
     @property
     def plans(self) -> Mapping[GraphNumbers, Plan]:
         """The plans so far, by the captured graphs of their steps."""
+        self.planned.note_proofs()
         return self.planned.plans
 
     @property
@@ -223,27 +225,10 @@ class Session:
     def backend(self) -> Any:
         """Return the torch.compile backend whose captured graphs this session runs."""
         proof = partial(Proof, prove=_weakly(self.prover.prove)) if self.options.verify else None
-        given = self.kernels, _weakly(self.let_run_captured), proof, _weakly(self.say)
+        given = self.kernels, proof, _weakly(self.say)
         ahead = _weakly(self.largest.trace_ahead), weakref.proxy(self._templates)
         same = SameCaptures(_weakly(self.parts.captured_again))
         return planning_backend(_weakly(self.take_in), *given, *ahead, same)
-
-    def let_run_captured(self, code: object, size_bytes: int) -> bool:
-        """Let code whose sizes don't repeat run as captured, where it is small beside planned code.
-
-        Args:
-            code: What asks.
-            size_bytes: Of all its values at the largest size so far.
-
-        Returns:
-            Whether it may run so now; from the next step on plans leave room for it.
-        """
-        if not self._current.forwards:
-            return False
-        small_parts, step = self.steps.small_parts, self.steps.count
-        if small_parts.let_in(code, size_bytes, step, self.plan):
-            self._announcements.small_parts()
-        return small_parts.may_run(code, size_bytes, step)
 
     def take_in(self, captured: Captured) -> Part:
         """Make a part of a captured graph."""
@@ -300,6 +285,7 @@ class Session:
         self._runs += 1
         self._tracing.close()
         step = self._current
+        self.steps.watch.forward_starts()
         if not step.forwards:
             self.steps.first_forward(self.parts.prepare(part)[0], arguments)
         forward = self._graph_programs.choose(step, part)
@@ -311,8 +297,10 @@ class Session:
 
     def forward_done(self, run: Run | None, outputs: Sequence[Any]) -> None:
         """Note the end of a forward."""
-        if run is not None and self._current.record is not None:
-            self._current.record.forward_done(run, outputs)
+        step = self._current
+        if run is not None and step.record is not None:
+            step.record.forward_done(run, outputs)
+        self.steps.watch.forward_done(step)
 
     def backward_starts(self, run: Run | None, tangents: Sequence[Any], leaves: Leaves, retains: bool) -> None:
         """Note the start of a backward."""

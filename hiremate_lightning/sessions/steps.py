@@ -8,7 +8,6 @@ so far in the step, so several kinds of steps (a GAN's two, another input shape)
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -29,7 +28,6 @@ from .graph_programs import GraphPrograms
 from .largest import LargestSizes
 from .planned import PlannedKinds
 from .planned_model import PlannedModel
-from .small_parts import SmallParts
 from .step_watch import StepWatch
 from .templates import predicted_peak_bytes
 from .unplanned import UnplannedSteps
@@ -53,7 +51,7 @@ class Steps:
         current: The step under way, None between two steps.
         ended: The step that ended last, until the next one begins; None where none has, or it failed.
         count: The number of steps that have begun.
-        small_parts: Code that runs without a plan, for which plans leave room.
+        watch: Watches steps.
     """
 
     def __init__(
@@ -68,12 +66,11 @@ class Steps:
         self.current: CurrentStep | None = None
         self.ended: CurrentStep | None = None
         self.count = 0
-        self.small_parts = SmallParts()
         self._planned, self._unplanned, self._graph_programs = planned, unplanned, graph_programs
         self._watching, self._largest, self._announcements = watching, largest, model.announcements
         self._memory, self._parts, self._history = model.memory, model.parts, model.history
         self._is_passed_by = False  # by steps that ran since the latest one
-        self._watch = StepWatch(model, unplanned, watching)
+        self.watch = StepWatch(model, unplanned, watching)
 
     @property
     def plain(self) -> AsWritten | None:
@@ -103,7 +100,7 @@ class Steps:
 
     def time_next(self) -> None:
         """Time the operations of the next step, whatever else is watched in it."""
-        self._watch.next_is_timed = True
+        self.watch.next_is_timed = True
 
     def take_record(self) -> StepRecord | None:
         """Return the record of the step that has ended, where it was to be planned; it won't be any more."""
@@ -132,20 +129,18 @@ class Steps:
 
     def _begin(self, arguments: list[torch.Tensor], calls: list[ModuleCall]) -> None:
         """Begin a step. What was learned from the one before is used here, and nowhere else."""
-        began_at = time.perf_counter()
         before, self.ended = self.ended, None
         self._end_unseen_steps()
-        has_dropped_plans = self._make_room_for_small_parts()
-        finished = before if before is not None and before.is_to_be_planned and not has_dropped_plans else None
-        step = self.current = self._new_step(arguments, calls, began_at)
-        self._watching.account_for_last_step()
+        finished = before if before is not None and before.is_to_be_planned else None
+        step = self.current = self._new_step(arguments, calls)
         self._memory.step_begins(arguments)
         self._announcements.step_begins(len(self._parts.retained()))
         if finished is not None or self._counts_resident(step):
             self._meet(finished, step, arguments)
-        self._note_times(before, began_at)
+        if before is not None and before.timing is not None:
+            self._unplanned.note_release(before.timing)
         gainless = self._unplanned.step_begins(step)
-        self._watch.begin(step, arguments)
+        self.watch.begin(step, arguments)
         if gainless is not None:
             step.timing = self._unplanned.releases.step_begins(gainless, step.plain is not None, step.is_watched)
 
@@ -157,14 +152,7 @@ class Steps:
             self._memory.step_ended(None)
             self._is_passed_by = False
 
-    def _make_room_for_small_parts(self) -> bool:
-        """Drop all plans where small parts came in the step before, so that new ones leave room; say whether."""
-        have_come = self.small_parts.came_in(self.count)
-        if have_come:
-            self._planned.leave(self.small_parts.size_bytes)
-        return have_come
-
-    def _new_step(self, arguments: list[torch.Tensor], calls: list[ModuleCall], began_at: float) -> CurrentStep:
+    def _new_step(self, arguments: list[torch.Tensor], calls: list[ModuleCall]) -> CurrentStep:
         """Number the step, and list the kinds that it may be of."""
         if not self.count:
             self._planned.maker.announce()
@@ -172,14 +160,7 @@ class Steps:
         size_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in arguments)
         waiting = len(self._parts.waiting())
         foreseen = self._history.foresee((size_bytes, waiting))
-        return CurrentStep(size_bytes, waiting, foreseen, calls, began_at=began_at)
-
-    def _note_times(self, before: CurrentStep | None, began_at: float) -> None:
-        """Learn what the step before has taken until this one began."""
-        if before is not None and before.timing is not None:
-            self._unplanned.note_release(before.timing)
-        if before is not None and before.is_usual:
-            self._unplanned.next_begins(before, began_at - before.began_at)
+        return CurrentStep(size_bytes, waiting, foreseen, calls)
 
     def _was_trial(self, step: CurrentStep, call: ModuleCall | None) -> bool:
         """Whether a first step was one call to see what the same module returns, as pipelines make one."""
@@ -210,15 +191,18 @@ class Steps:
         return growths == self._memory.growths and retained_bytes >= self._memory.retained_bytes()
 
     def first_forward(self, number: int, arguments: Sequence[Any]) -> None:
-        """Check the plan of a kind that was not foreseen against the memory that exists, before a step begins by it.
+        """Choose the kind by whose plan a step begins; check a plan that was not foreseen against what exists.
 
         Args:
             number: Of the captured graph that is about to run.
             arguments: What it is given.
         """
         step = self.current
-        kind = None if step is None else self._history.choose((number,), step.expected, step.start)[0]
-        if step is not None and kind is not None and not self._was_checked(kind):
+        if step is None:
+            return
+        kind, _ = self._history.choose((number,), step.expected, step.start, lambda kind: True)
+        step.expected = kind or step.expected
+        if kind is not None and not self._was_checked(kind):
             resident = step.resident or self._memory.count_before_step(tensors_among(arguments))
             self._planned.check_plans([kind], resident)
             self._note_checked([kind])
@@ -261,6 +245,7 @@ class Steps:
     def backward_starts(self) -> None:
         """Learn that a backward starts."""
         step = self.current
+        self.watch.backward_starts()
         if step is None or not step.has_backward:  # there is none for a backward of one that failed, or has ended
             self._memory.backward_starts(self.count)
         if step is not None:
@@ -269,6 +254,7 @@ class Steps:
     def fail(self) -> None:
         """Drop the step under way, after an exception."""
         step, self.current, self.ended = self.current, None, None
+        self.watch.failed()
         self._memory.batch = []
         if step is not None:
             step.drop()
@@ -309,16 +295,17 @@ class Steps:
         self._history.ended(kind, step.start, step.is_by_plans)
         kind.sights.fits_nothing = kind.sights.fits_nothing or step.comparison.fits_nothing
         self._unplanned.learn_from_taken_over(step, kind)
-        if not is_own and expected is not None and kind.plan is not None and expected is not kind:
-            self._planned.confused(expected, kind)
+        if not is_own and expected is not None and expected is not kind and step.began_by(expected):
+            self._planned.confused(expected, kind, step.is_by_plans)
         self._memory.step_ended(record, kind.graphs, step.has_captured)
         if record is not None:
             record.close(at_once)
         self._graph_programs.step_ended(step)
         saw = self._learn_from(step, kind, is_own)
         if step.look is not None:
-            self._watching.step_ended(step.look, kind, saw, captured_nothing)
+            self._watching.step_ended(step.look, kind, saw)
         is_missed = kind.plan is None and (record is None or not record.is_whole)
+        self.watch.ended(step, kind)
         if is_missed and self._planned.decide_to_plan(kind) is Decision.FIRST:
             self._watching.missed(kind)
 

@@ -17,7 +17,6 @@ from typing import Any
 
 from ..calls.given import ModuleCall
 from ..kinds.captured_step import describe
-from ..kinds.new_sizes import NewSizes, TimedStep
 from ..kinds.plain_steps import PlainSteps, PlainWay
 from ..kinds.releasing import Releases, Timing
 from ..kinds.step_kind import StepKind
@@ -52,7 +51,7 @@ class UnplannedSteps:
         self._history, self._reporter, self._say = model.history, model.stages.reporter, model.announcements.say
         self._may_run_plain = not model.parts.fuses  # fused kernels give other bits than PyTorch's own
         self._note = cache(self._reporter.note)  # each text once
-        self._plain, self._new_sizes, self._aside = PlainSteps(), NewSizes(self._name), AsideRoom(model)
+        self._plain, self._aside = PlainSteps(), AsideRoom(model)
         self._sizes_vary = False  # whether any step ran plain since its sizes were not known
         self._extra_ms = defaultdict[tuple[ModuleCall, ...], float](float)  # spent on saving memory so far, by calls
 
@@ -150,32 +149,6 @@ class UnplannedSteps:
             )
             log.info(text)
             self._reporter.note(text)
-
-    def next_begins(self, before: CurrentStep, seconds: float) -> None:
-        """Learn what a step took that nothing was watched or captured in, and say what steps of new sizes cost.
-
-        Args:
-            before: The step.
-            seconds: From its beginning to that of the next one.
-        """
-        likely = before.plain.likely if before.plain is not None else self._history[before.graphs]
-        if not before.calls or likely.plan is None or not self._may_run_plain:
-            return
-        prediction = self._plain.predict(before.calls, likely, sys.maxsize, (PlainWay.AS_IT_IS,))
-        if prediction is None or not prediction.captured_bytes:
-            return
-        step = TimedStep(prediction.captured_bytes, seconds)
-        if before.plain is not None and before.plain.prediction.saves_memory:
-            most_bytes = max(kind.own_plan.resident_bytes for kind in self._history.planned)
-            text = self._new_sizes.saved_memory(step, most_bytes + prediction.added_bytes)
-            if text is not None:
-                log.info(text)
-                self._reporter.note(text)
-        elif before.plain is not None:
-            self._new_sizes.ran_plain(step)
-        else:
-            recompute_ms = likely.plan.measured.recompute_ms
-            self._new_sizes.ran_planned(step, (recompute_ms or likely.plan.solution.extra_ms) / 1000)
 
     def _room_bytes(self) -> int:
         """Return what a step may add to the resident bytes."""

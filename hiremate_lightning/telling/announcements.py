@@ -134,13 +134,6 @@ class Announcements:
             "without checkpoint: what is computed again is for the plan to decide."
         )
 
-    def small_parts(self) -> None:
-        """Warn that small code of other sizes in each step runs without a plan."""
-        self.say(
-            f"Small parts of {self._name} have other sizes in each step: from now on they run without a plan, "
-            "which would take longer to make than it saves."
-        )
-
     def profiled(self) -> None:
         """Warn that nothing can be measured while another profiler runs."""
         self.say("Another profiler is running: peaks and code outside the plan can't be measured meanwhile.")

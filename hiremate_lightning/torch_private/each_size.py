@@ -3,8 +3,7 @@
 A plan is of bytes, so the joint graph that it is made of has numbers for sizes. But most seconds of a capture go to
 Dynamo, which reads the user's code. Where sizes vary its graph has symbols for them, and is kept: only AOTAutograd's
 trace is made for each size that comes. Where a plan exists, and numbers are all that differs, not even that: traces of
-a few sizes that were chosen tell those of all sizes. Where each is traced, and that is another one each time, as with
-what a detector finds, small code may run as it was captured, without a plan.
+a few sizes that were chosen tell those of all sizes.
 
 What tells symbols apart is private; `test_torch_private.py` says on which versions of torch this was checked.
 """
@@ -33,12 +32,10 @@ log = logging.getLogger("hiremate_lightning")
 KEPT = 128  # traces of one graph, the latest used ones: each takes megabytes of the host's memory
 MOST_SAMPLES = 6  # of code, of which the latest traced size may be one
 TRIED = 6  # sizes of samples
-UNREPEATED = 4  # sizes in a row that have not come before: after more of them, it is asked whether to go on tracing
 Runner = Callable[..., Any]
 Sizes = tuple[int, ...]
 Layout = tuple[Sizes, Sizes]  # of a tensor: shape and strides
-Trace = Callable[[fx.GraphModule, Sequence[Any]], tuple[Runner, int]]
-LetRunCaptured = Callable[[object, int], bool]
+Trace = Callable[[fx.GraphModule, Sequence[Any]], Runner]
 Samples = Sequence[tuple[Sizes, Runner]]
 Smaller = Callable[[Sequence[Any]], tuple[Runner, list[Any]] | None]  # from arguments: code, and some of each of them
 TraceAhead = Callable[[object, Sizes, Callable[[Sizes], bool]], None]
@@ -100,10 +97,7 @@ class EachSize:
     Args:
         module: What Dynamo captured.
         sizes: Positions of the inputs that are sizes.
-        trace: Gives what runs in the place of code of definite sizes, and the bytes of all its values, from that code
-            and inputs without memory.
-        let_run_captured: Lets this code run as captured where its sizes don't repeat, given the bytes of all its
-            values at the largest size, and returns whether it may; called each time.
+        trace: Gives what runs in the place of code of definite sizes, from that code and inputs without memory.
         trace_ahead: Called after each trace with this code, the sizes, and what traces it for sizes to come.
         maker: Makes the code run at sizes that were not traced; None to trace each size.
     """
@@ -113,7 +107,6 @@ class EachSize:
         module: fx.GraphModule,
         sizes: Sequence[int],
         trace: Trace,
-        let_run_captured: LetRunCaptured,
         trace_ahead: TraceAhead = lambda code, sizes, trace: None,
         maker: SizeMaker | None = None,
     ) -> None:
@@ -123,9 +116,7 @@ class EachSize:
         self._sizes = tuple(sizes)
         self._others = tuple(position for position in range(count) if position not in self._sizes)
         self._trace = trace
-        self._let_run_captured, self._trace_ahead = let_run_captured, trace_ahead
-        self._unrepeated = 0  # sizes in a row
-        self._largest_bytes = (0, 0)  # of the inputs of what was traced, and of all its values
+        self._trace_ahead = trace_ahead
         self._is_particular = False
         self._traced: OrderedDict[tuple[Any, ...], Runner] = OrderedDict()
         self._maker, self._symbols = maker, SizeSymbols(module, self._sizes)
@@ -135,14 +126,10 @@ class EachSize:
         """Run what was traced for the sizes among the arguments; where that fails, the code as it was captured."""
         sizes = tuple(arguments[position] for position in self._sizes)
         others = [arguments[position] for position in self._others]
-        if self._runs_captured(others):
-            return self._written(*arguments)
         key = sizes, self._particulars(others)
         run = self._traced.get(key) or self._make_for(sizes, others)
         if run is None:
             run = self._trace_new(sizes, others)
-        elif self._unrepeated <= UNREPEATED:
-            self._unrepeated = 0
         if key in self._traced:
             self._traced.move_to_end(key)
         try:
@@ -152,7 +139,6 @@ class EachSize:
         return self._trace_new(sizes, others)(*others)  # it becomes a sample, so that sizes like it can be made
 
     def _trace_new(self, sizes: Sizes, others: Sequence[Any]) -> Runner:
-        self._unrepeated += 1
         run = self._trace_for(sizes, others)
         self._trace_ahead(self, sizes, lambda larger: self._trace_larger(larger, others))
         return run
@@ -223,18 +209,9 @@ class EachSize:
                 tried += 1
                 self._trace_larger(sample, others)
 
-    def _runs_captured(self, others: Sequence[Any]) -> bool:
-        """Whether to run the code as it was captured: no larger than what was traced, of which the bytes are known."""
-        if self._unrepeated <= UNREPEATED:
-            return False
-        inputs_bytes, all_bytes = self._largest_bytes
-        return self._let_run_captured(self, all_bytes) and _bytes_of(others) <= inputs_bytes
-
     def _trace_for(self, sizes: tuple[int, ...], others: Sequence[Any]) -> Runner:
         try:
-            run, is_general, size_bytes = self._trace_at(sizes, others)
-            inputs_bytes, all_bytes = self._largest_bytes
-            self._largest_bytes = max(inputs_bytes, _bytes_of(others)), max(all_bytes, size_bytes)
+            run, is_general = self._trace_at(sizes, others)
         except Exception as error:  # whatever AOTAutograd fails on
             dynamo.tell_of_failure(error)
             run, is_general = checkpoints.as_written(self._with_numbers(sizes)), True
@@ -258,7 +235,7 @@ class EachSize:
 
     def _trace_at(
         self, sizes: Sizes, others: Sequence[Any], layouts: Sequence[Layout | None] = ()
-    ) -> tuple[Runner, bool, int]:
+    ) -> tuple[Runner, bool]:
         devices = {value.device for value in others if isinstance(value, torch.Tensor)}
         generators = torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"])
         with generators, collecting_what_it_leaves():
@@ -275,7 +252,7 @@ class EachSize:
         if layouts is None:
             return False
         try:
-            run, is_general, _ = self._trace_at(sizes, others, [layouts[position] for position in self._others])
+            run, is_general = self._trace_at(sizes, others, [layouts[position] for position in self._others])
         except Exception:  # whatever AOTAutograd fails on: it is traced again when these sizes come
             log.debug("Code can't be traced ahead for the sizes %s", sizes, exc_info=True)
             return False
@@ -297,10 +274,6 @@ class EachSize:
         shared = [places for places in storages.values() if len(places) > 1]
         offsets = [(position, offset - places[0][1]) for places in shared for position, offset in places]
         return (*(value for value in others if not isinstance(value, torch.Tensor)), *offsets)
-
-
-def _bytes_of(values: Sequence[Any]) -> int:
-    return sum(value.nbytes for value in values if tensor_state.is_dense(value))
 
 
 def _with_numbers(module: fx.GraphModule, numbers: Mapping[int, int]) -> fx.GraphModule:
@@ -392,7 +365,7 @@ def _smaller(code: weakref.ref[EachSize], sizes: Sizes, others: Sequence[Any]) -
 
 def _trace_apart(
     module: fx.GraphModule, values: Sequence[Any], trace: Trace, layouts: Sequence[Layout | None]
-) -> tuple[Runner, bool, int]:
+) -> tuple[Runner, bool]:
     """Trace code after Dynamo has guarded it; say too whether what comes holds for all values of the same sizes.
 
     It doesn't where AOTAutograd asks for guards: on inputs that overlap, or on numbers that are no sizes.
@@ -404,12 +377,12 @@ def _trace_apart(
         layouts: For each input the shape and strides to trace for, None for its own.
 
     Returns:
-        What runs, whether it holds for all values of the same sizes, and the bytes of all of its own values.
+        What runs, and whether it holds for all values of the same sizes.
     """
     shapes = ShapeEnv(specialize_zero_one=False, duck_shape=False)  # other numbers stay symbols, whatever they are
     mode = FakeTensorMode(shape_env=shapes)
     context = TracingContext(mode)
     with tracing(context):
         inputs = [_without_memory(mode, value, layout) for value, layout in zip(values, layouts, strict=True)]
-        run, size_bytes = trace(module, inputs)
-    return run, not context.guards_context.aotautograd_guards and not shapes.guards, size_bytes
+        run = trace(module, inputs)
+    return run, not context.guards_context.aotautograd_guards and not shapes.guards
