@@ -17,7 +17,7 @@ from .step_kind import StepKind
 
 SETTLED_STEPS = 8  # of a kind that ran by its plan before plain steps are tried
 SAMPLES = 6  # steps of each way that are timed
-CLEARLY_SLOWER = 1.15  # a plan than eager PyTorch, or it stays
+CLEARLY_SLOWER = 1.05  # a plan than eager PyTorch, or it stays
 TRIES = 4  # plain steps to measure in a row, until one shows its peak
 NO_MORE = 1.01  # of the peak of a plan that does not fit, beyond which a plain step takes more: an allocator's blocks
 

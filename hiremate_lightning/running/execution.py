@@ -243,8 +243,8 @@ def missing_gradients(tangents: Sequence[Any]) -> frozenset[int]:
 def _detach(program: Program, saved: list[Any]) -> None:
     """Detach what is also returned, and views; copy what others overwrite.
 
-    A returned tensor gets a grad_fn that holds the token; the token must not hold the tensor. And a view holds what it
-    was taken of, which may be returned: nobody could tell any more whether others hold that too.
+    A returned tensor gets a grad_fn that holds the token; the token must not hold the tensor, nor a view, which holds
+    what it was taken of. And before a gradient takes memory, nobody could tell whether others hold what it is of.
     """
     for position in program.saved.returned:
         saved[position] = saved[position].detach()
