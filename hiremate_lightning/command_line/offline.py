@@ -379,7 +379,7 @@ def _check_inputs(call: ModelCall, options: OfflineOptions) -> None:
         copied = same_tensors(call.module)
     except Exception:  # of a module that can't be copied: the capture will show what is wrong
         return
-    with torch.no_grad(), _autocast(options):
+    with torch.no_grad(), _autocast(options), tensor_state.without_log_of_fakes():
         try:
             copied.train()(*call.args, **call.kwargs)
         except tensor_state.DATA_DEPENDENT:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import product
 from typing import Any, TypeGuard
 
@@ -27,6 +28,7 @@ from torch.utils._pytree import tree_leaves as leaves
 from torch.utils._pytree import tree_map as map_leaves
 
 from ..objects import attempt, is_of
+from .replacing import replaced
 
 __all__ = ["leaves", "map_leaves"]
 
@@ -73,6 +75,11 @@ def fake_mode_of(values: Sequence[Any]) -> FakeTensorMode:
 def fake_mode() -> FakeTensorMode:
     """Make a mode in which tensors have shapes, types and devices, and no memory; it copies real ones that it meets."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def without_log_of_fakes() -> AbstractContextManager[None]:
+    """Keep torch from logging a traceback where an operation fails on fake tensors: its error says enough."""
+    return replaced((logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
 
 
 def is_fake(value: Any) -> bool:
