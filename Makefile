@@ -6,7 +6,7 @@
 help:
 	@echo "make demo         train a GPT twice, plain and under a byte budget, and compare"
 	@echo "make test         run the tests"
-	@echo "make test-latest  install with the newest releases of what the package needs, and test that"
+	@echo "make test-latest  install with the newest releases, PyTorch among them, and test that"
 	@echo "make test-oldest  the same with the oldest releases that pyproject.toml allows"
 	@echo "make lint         check style"
 	@echo "make typecheck    check types"

@@ -6,8 +6,10 @@
 
 Parts run one after the other, the most valuable first, each in a process of its own that is killed at its limit. After
 each measurement a line is appended to DIR/results.jsonl and DIR/report.md is written anew, so a kill at any second
-loses the measurement under way only. Time that a part leaves goes to those after it. The report is printed at the end,
-and when the command is told to stop. The network is never asked. Without a GPU, what needs none runs with small models.
+loses the measurement under way only. Time that a part leaves goes to those after it; where time is short, the last
+parts get none. The report is printed at the end, and when the command is told to stop. Plans are kept in DIR/plans: a
+second call with the same DIR, or with one that has nothing but this folder, neither profiles nor solves them again. The
+network is never asked. Without a GPU, what needs none runs with small models.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from types import FrameType
 
 from gpu_parts import PARTS, Part
 from gpu_parts.processes import end_tree
-from gpu_parts.records import CHECK, CONSOLE, ENDED, KILLED, OK, REPORT, Results
+from gpu_parts.records import CHECK, CONSOLE, ENDED, KILLED, LINES, OK, PLANS, REPORT, Results
 from gpu_parts.runner import SETTING, Setting
 from provenance import commit
 
@@ -54,7 +56,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     names = [part.name for part in PARTS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.0, help="for all parts together, default 9")
-    parser.add_argument("--out", type=Path, help="folder of the results, which must be empty or new")
+    parser.add_argument("--out", type=Path, help="folder of the results: new, empty, or of a call before")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to use, not to install: see gpu_wheels.sh")
     parser.add_argument("--parts", default=",".join(names), help=f"of {', '.join(names)}")
     parser.add_argument("--list", action="store_true", help="say what the parts measure")
@@ -66,8 +68,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--parts: expected some of {', '.join(names)}, found {', '.join(sorted(unknown))}")
     if options.out is None and not (options.list or options.budget_of_parts):
         parser.error("--out: expected a folder for the results")
-    if options.out is not None and options.out.exists() and any(options.out.iterdir()):
-        parser.error(f"--out: expected an empty or new folder, found files in {options.out}")
+    there = {path.name for path in options.out.iterdir()} if options.out is not None and options.out.exists() else set()
+    if there and not there & {LINES, PLANS}:
+        parser.error(f"--out: expected a new or empty folder, or one of a call before, found files in {options.out}")
     return options
 
 
@@ -77,16 +80,19 @@ def chosen(options: argparse.Namespace) -> list[Part]:
 
 
 def limit_s(parts: Sequence[Part], left_s: float, is_toy: bool = False) -> float:
-    """Compute the limit of the first of several parts: its share of the time that is left."""
-    share_s = left_s * parts[0].seconds / sum(part.seconds for part in parts)
+    """Compute the limit of the first of several parts: its share of the time that is left, and at least its seconds."""
+    share_s = min(left_s, parts[0].seconds * max(1.0, left_s / sum(part.seconds for part in parts)))
     return min(left_s, REHEARSAL * share_s) if is_toy else share_s
 
 
 def described(parts: Sequence[Part], seconds: float) -> Iterator[str]:
     """Print what the parts measure, and how long each may take."""
-    whole = sum(part.seconds for part in parts)
-    for part in parts:
-        yield f"{part.name:12} {seconds * part.seconds / whole:5.0f} s  {part.about}"
+    left = list(parts)
+    while left:
+        limit = limit_s(left, seconds)
+        seconds -= limit
+        part = left.pop(0)
+        yield f"{part.name:12} {limit:5.0f} s  {part.about}"
 
 
 # -------------------------------------------------------------------- surroundings

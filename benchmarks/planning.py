@@ -25,7 +25,7 @@ from first_plan import spread
 from provenance import provenance
 from solvers import load, names_of
 
-from hiremate_lightning.planning import found_before
+from hiremate_lightning.planning import solutions
 from hiremate_lightning.planning.options import PlanOptions
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.planner import make_plan
@@ -50,7 +50,7 @@ class Planned:
 
 def plan_once(step: Step, share: float) -> Planned:
     """Plan a step for a share of what it takes without a plan."""
-    found_before.forget()
+    solutions.forget()
     close, step_ms, start = list[float](), Problem(step.graph, step.profile, 0).step_ms, time.process_time()
 
     def note(best_ms: float, bound_ms: float) -> None:

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from hiremate_lightning.options import Sizes, make_options
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.reporting.metrics import plan_metrics
+from hiremate_lightning.reporting.report import calls_for
 from hiremate_lightning.sessions.session import Session
 from hiremate_lightning.targets.modules import Target, Targets, give_way
 from hiremate_lightning.targets.training_step import StepTarget
@@ -67,6 +68,8 @@ class HiRemateCallback(Callback):
             Dimensions of the same size, those of masks for example, follow. The largest sizes are planned in the first
             steps: a budget that is too small for them is refused then, and shares are of them.
             `torch._dynamo.mark_dynamic(tensor, dim, min=, max=)` on what the call is given asks for the same.
+        recomputable_operators: Custom operators with Python code that give the same numbers when they run again, by
+            name ("mylibrary::attention"). Others with Python code run once in a step, and their results are kept.
         verbose: Whether to report, on rank zero: a line when a plan is made, one when it was measured, one that says
             how to see more or where its page is; "full" for the whole table of the plan.
 
@@ -98,6 +101,7 @@ class HiRemateCallback(Callback):
         host_budget: int | str = "auto",
         verify: str | int = "first",
         sizes: Sizes | None = None,
+        recomputable_operators: Sequence[str] = (),
         verbose: bool | Literal["full"] = True,
     ) -> None:
         self.options = make_options(
@@ -113,6 +117,7 @@ class HiRemateCallback(Callback):
             verbose=verbose,
             offload=offload,
             host_budget=host_budget,
+            recomputable_operators=recomputable_operators,
         )
         self.target = target
         self._targets: Targets | StepTarget | None = None
@@ -147,6 +152,7 @@ class HiRemateCallback(Callback):
         session = Session(pl_module, self.options)
         session.listeners.append(self._note)
         folders = [getattr(logger, "log_dir", None) for logger in trainer.loggers]
+        session.stages.reporter.more = calls_for(plan="callback.plan")
         session.stages.reporter.folder = next((Path(f) for f in folders if isinstance(f, str)), None)
         self._targets = targets_for(pl_module, session, self.target)
         self._targets.attach()

@@ -44,7 +44,7 @@ def train(sizes: argparse.Namespace, budget: str | None) -> tuple[list[Tensor], 
         budget: Of the plan, None for a run without one.
 
     Returns:
-        The losses, the shards of the weights at the end, the peak of the last step in bytes, and the model.
+        The losses, the shards of the weights at the end, the bytes that the last step adds at its peak, and the model.
     """
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     torch.manual_seed(0)
@@ -90,8 +90,9 @@ def main() -> bool:
         plan = get_plan(model)
         print(f"losses           {plain_losses[0].item():.4f} to {losses[-1].item():.4f}")
         print(f"equal            {'yes, bit for bit' if are_equal else 'NO'}")
-        print(f"peak of a step   {format_bytes(plain_bytes)} without a plan, {format_bytes(peak_bytes)} with one")
-        print(f"predicted peak   {format_bytes(plan.planned_peak_bytes - plan.resident_bytes)}")
+        print(f"before a step    {format_bytes(plan.resident_bytes)}, which the lines of HiRemate above include")
+        print(f"added by a step  {format_bytes(plain_bytes)} without a plan, {format_bytes(peak_bytes)} with one")
+        print(f"predicted        {format_bytes(plan.planned_peak_bytes - plan.resident_bytes)}")
     torch.distributed.barrier()
     return are_equal
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -38,6 +38,7 @@ def hiremate(
     host_budget: int | str = "auto",
     verify: str | int = "first",
     sizes: Sizes | None = None,
+    recomputable_operators: Sequence[str] = (),
     verbose: bool | Literal["full"] = True,
 ) -> nn.Module:
     """Train a model within a budget of bytes, with the same numbers.
@@ -75,6 +76,8 @@ def hiremate(
             Dimensions of the same size, those of masks for example, follow. The largest sizes are planned in the first
             steps: a budget that is too small for them is refused then, and shares are of them.
             `torch._dynamo.mark_dynamic(tensor, dim, min=, max=)` on what the call is given asks for the same.
+        recomputable_operators: Custom operators with Python code that give the same numbers when they run again, by
+            name ("mylibrary::attention"). Others with Python code run once in a step, and their results are kept.
         verbose: Whether to report, on rank zero: a line when a plan is made, one when it was measured, one that says
             how to see more or where its page is; "full" for the whole table of the plan.
 
@@ -111,6 +114,7 @@ def hiremate(
         sizes=sizes,
         offload=offload,
         host_budget=host_budget,
+        recomputable_operators=recomputable_operators,
     )
     root = inside_wrappers(model)
     known = None

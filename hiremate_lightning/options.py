@@ -11,6 +11,7 @@ This module is imported for the help of a command, so it loads neither torch nor
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -160,8 +161,21 @@ def _number_of_proofs(verify: str | int) -> int:
     return int(verify == "first") if isinstance(verify, str) else verify
 
 
+def _are_operators(names: Any) -> bool:
+    return isinstance(names, tuple | list) and all(isinstance(name, str) and "::" in name for name in names)
+
+
 def _is_bytes_or_auto(value: Any) -> bool:
     return parse_budget(value).share is None
+
+
+def _can_be_written(folder: Any) -> bool:
+    """Whether a folder is there, or can be made, and be written to."""
+    if folder is None:
+        return True
+    path = Path(folder).absolute()
+    nearest = next(place for place in (path, *path.parents) if os.access(place, os.F_OK))
+    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
 
 
 def _word_or_number(text: str) -> str | int:
@@ -231,6 +245,8 @@ class SessionOptions:
         "str | Path | None",
         None,
         "Folder for measured costs and plans, reused by later runs; None for no files.",
+        allowed="a folder that can be written, or None",
+        is_allowed=_can_be_written,
         read=lambda folder: None if folder is None else Path(folder),
         flag=Flag("keep measured costs and plans for later runs", metavar="FOLDER"),
     )
@@ -288,6 +304,15 @@ class SessionOptions:
         "budget that is too small for them is refused then, and shares are of them. "
         "`torch._dynamo.mark_dynamic(tensor, dim, min=, max=)` on what the call is given asks for the same.",
         read=_named_sizes,
+    )
+    recomputable_operators: tuple[str, ...] = _option(
+        "Sequence[str]",
+        (),
+        "Custom operators with Python code that give the same numbers when they run again, by name "
+        '("mylibrary::attention"). Others with Python code run once in a step, and their results are kept.',
+        allowed="""names such as ("mylibrary::attention",)""",
+        is_allowed=_are_operators,
+        read=tuple,
     )
     verbose: bool | Literal["full"] = _option(
         'bool | Literal["full"]',

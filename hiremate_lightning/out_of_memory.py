@@ -10,8 +10,11 @@ from .errors import HiRemateError
 class InfeasibleBudgetError(HiRemateError, torch.OutOfMemoryError):
     """No schedule fits the budget.
 
-    It is a `torch.OutOfMemoryError`, and its text contains the words that batch-size finders of Lightning and
-    Accelerate look for, so that they back off to a smaller batch instead of stopping.
+    It is a `torch.OutOfMemoryError`, and its argument ends with the words that batch-size finders of Lightning and
+    Accelerate look for, so that they back off to a smaller batch instead of stopping. People read it without them.
+
+    Args:
+        device: Where the step runs, for these words; "estimate" for no device, and no such words.
 
     Attributes:
         budget_bytes: The budget asked for, in bytes.
@@ -21,25 +24,32 @@ class InfeasibleBudgetError(HiRemateError, torch.OutOfMemoryError):
     """
 
     def __init__(
-        self, message: str, *, budget_bytes: int, smallest_bytes: int, module: str = "", less_bytes: int = 0
+        self,
+        message: str,
+        *,
+        budget_bytes: int,
+        smallest_bytes: int,
+        module: str = "",
+        less_bytes: int = 0,
+        device: str = "estimate",
     ) -> None:
-        super().__init__(message)
+        self._for_finders = _words_for_finders(device)
+        super().__init__(message + self._for_finders)
         self.budget_bytes = budget_bytes
         self.smallest_bytes = smallest_bytes
         self.module = module
         self.less_bytes = less_bytes
 
+    def __str__(self) -> str:
+        """Return what people read."""
+        return str(self.args[0]).replace(self._for_finders, "") if self._for_finders else str(self.args[0])
 
-def words_for_finders(device: str) -> str:
-    """Return a sentence with the words by which batch-size finders of Lightning and Accelerate know such an error.
 
-    Args:
-        device: Where the costs were measured, as in `Profile.device`; estimates are for no such finder.
-    """
+def _words_for_finders(device: str) -> str:
+    """Return the words by which batch-size finders of Lightning and Accelerate know that memory ran out."""
     if device == "estimate":
         return ""
-    words = "DefaultCPUAllocator: can't allocate memory." if device.startswith("cpu") else "CUDA out of memory."
-    return f" Batch-size finders know this error by the words: {words}"
+    return " DefaultCPUAllocator: can't allocate memory." if device.startswith("cpu") else " CUDA out of memory."
 
 
 def explain(error: torch.OutOfMemoryError, text: str) -> None:
@@ -47,4 +57,4 @@ def explain(error: torch.OutOfMemoryError, text: str) -> None:
     if hasattr(error, "add_note"):
         error.add_note(text)
     else:
-        error.args = (f"{error}\n{text}",)
+        error.args = (f"{error.args[0]}\n{text}",)

@@ -28,6 +28,7 @@ FORMS = (
     'bytes ("12 GiB", "800 MB", or an int such as 12_884_901_888), '
     'a share of what the step adds at its peak ("60%", or a float in (0, 1]), or "auto"'
 )
+TEXT_FORMS = 'bytes with a unit ("12 GiB", "800 MB"), a share of what the step adds at its peak ("60%"), or "auto"'
 _NUMBER = re.compile(r"\s*((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*)\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)\s*")
 
 
@@ -89,12 +90,19 @@ def _parse_text(text: str) -> Budget:
             raise _unreadable(text, "a percentage must be above 0 and at most 100")
         return Budget(share=number / 100)
     if not unit:
-        raise _unreadable(text, "it has no unit", f' Did you mean "{text.strip()} GiB"?')
+        raise _unreadable(text, "it has no unit", f' Did you mean "{_with_unit(number, text.strip())}"?')
     if unit not in BYTES_PER_UNIT:
         units = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB or %"
         hint = f' Did you mean "{match[1]} {unit}iB"?' if f"{unit}IB" in BYTES_PER_UNIT else ""
         raise _unreadable(text, f"{match[2]!r} is not one of the units {units}", hint)
     return _check_bytes(math.floor(number * BYTES_PER_UNIT[unit]), text)
+
+
+def _with_unit(number: float, text: str) -> str:
+    """Guess the unit of a number: a share up to 1, GiB up to a million, else bytes."""
+    if 0 < number <= 1:
+        return f"{100 * number:g}%"
+    return f"{text} {'GiB' if number < BYTES_PER_UNIT['MIB'] else 'B'}"
 
 
 def _parse_float(value: float) -> Budget:
@@ -119,8 +127,9 @@ def _check_bytes(size_bytes: int, given: object) -> Budget:
 
 def _unreadable(value: object, reason: str, hint: str = "") -> BudgetError:
     text = repr(value)
+    forms = TEXT_FORMS if isinstance(value, str) else FORMS
     shown = f" {text}" if len(text) <= 60 else ""  # a model's would fill the screen
-    return BudgetError(f"Cannot read the budget{shown}: {reason}. Expected {FORMS}.{hint}")
+    return BudgetError(f"Cannot read the budget{shown}: {reason}. Expected {forms}.{hint}")
 
 
 def format_bytes(size_bytes: int | float, up: bool = False) -> str:

@@ -14,7 +14,7 @@ import torch._dynamo
 
 from hiremate_lightning.kinds.plain_steps import PlainSteps
 from hiremate_lightning.memory.metering import MemoryMeter
-from hiremate_lightning.planning import found_before
+from hiremate_lightning.planning import solutions
 from hiremate_lightning.reporting import report
 from hiremate_lightning.rewriting import finishing
 from hiremate_lightning.testing import templates_at_once, without_templates
@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         skips.append(("models", f"not installed: {', '.join(missing)} (extra: models)"))
     for marker, reason in skips:
         for item in items:
-            if marker in item.keywords:
+            if item.get_closest_marker(marker) is not None:  # keywords have the names of folders, too
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
@@ -84,7 +84,7 @@ def _finish_small_values(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _nothing_found_before() -> None:
     """Let no test find what another one has found for the same step."""
-    found_before.forget()
+    solutions.forget()
 
 
 @pytest.fixture(autouse=True)

@@ -15,21 +15,24 @@ from typing import Any
 from .runner import Context, Send
 
 MODEL = "llama-8b"
-MOST_LAYERS = 16  # planning takes as long as the layers are many
+LAYERS, MOST_LAYERS = 8, 16  # planning takes as long as the layers are many
+TIME_FOR_MOST_S = 200.0
 MOST_BATCH = 2  # steps of half a second: each method takes a dozen
-UNKNOWN_SIZE = (8, 1)  # layers and sequences where it was not found
+UNKNOWN_SIZE = (LAYERS, 1)  # layers and sequences where it was not found
 LEFT_FREE = 0.12  # of the device, for what the allocator can't use
-SHARES = (60, 50, 40)
+SHARES = (50, 30, 70)
 RIVALS = ("checkpoint", "selective")
 TOY_COMPILED = ("budget-0.5",)  # Inductor has no kernels for the simulated GPU
-COMPILED = ("blocks-0.5", "blocks", "fused", "inductor-0.5", "inductor", "budget-0.5")
+COMPILED = ("inductor-0.5", "fused", "blocks-0.5", "blocks", "inductor", "budget-0.5")
 LIMITS_S = {"fused": 60.0, "inductor-0.5": 50.0, "inductor": 50.0}
-FUSED_SHARES = (100, 50)
+FUSED_SHARES = (50, 100)
+OURS_S, MORE_S = 90.0, 40.0
 
 
 def run(context: Context) -> None:
     """Find what fits, then measure the methods in the order of what they tell."""
-    records = context.isolated("size", find_size, 40.0, is_toy=context.is_toy)
+    most = MOST_LAYERS if context.left_s() > TIME_FOR_MOST_S else LAYERS
+    records = context.isolated("size", find_size, 40.0, is_toy=context.is_toy, most_layers=most)
     layers, batch = next(((r["layers"], r["batch"]) for r in records if "layers" in r), UNKNOWN_SIZE)
     given: dict[str, Any] = {"device": context.device, "is_toy": context.is_toy, "layers": layers, "batch": batch}
     given["scratch"] = context.scratch
@@ -49,16 +52,18 @@ def run(context: Context) -> None:
     for method in RIVALS:
         measure(method, 30)
     added = {name: int(found[name]["added_mib"] * 2**20) for name in found}
-    budgets = [("ours-100", 0), *((f"ours-{share}", share * added["eager"] // 100) for share in SHARES)]
-    budgets += [(f"ours-at-{name}", added[name]) for name in RIVALS if name in added]
-    measure("ours", 100, run_planned, budgets=budgets, raw_of="ours-50", folder=context.folder)
+    budgets = [(f"ours-{share}", share * added["eager"] // 100) for share in SHARES] + [("ours-least", 0)]
+    measure("ours", OURS_S, run_planned, budgets=budgets, raw_of="ours-least", folder=context.folder)
+    context.say("bar", verdict(found))
     for method in TOY_COMPILED if context.is_toy else COMPILED:
         if method == "fused":
             shares = [(f"fused-{s}", 0 if s == 100 else s * added["eager"] // 100) for s in FUSED_SHARES]
             measure(method, LIMITS_S[method], run_planned, budgets=shares, raw_of="", folder=context.folder)
         else:
             measure(method, LIMITS_S.get(method, 40.0))
-    context.say("bar", verdict(found))
+    more = [(f"ours-at-{name}", added[name]) for name in RIVALS if name in added] + [("ours-100", 0)]
+    measure("ours, more", MORE_S, run_planned, budgets=more, raw_of="", folder=context.folder)
+    context.say("bar, all methods", verdict(found))
 
 
 def verdict(found: dict[str, dict[str, Any]]) -> str:
@@ -109,7 +114,7 @@ def run_planned(send: Send, budgets: list[tuple[str, int]], raw_of: str, folder:
     run_ours(send, task_of(**given), [Budget(*budget) for budget in budgets], folder, raw_of)
 
 
-def find_size(send: Send, is_toy: bool) -> None:
+def find_size(send: Send, is_toy: bool, most_layers: int) -> None:
     """Find how many layers and sequences eager training has memory for, from steps of small models."""
     if is_toy:
         send("size", layers=2, batch=4)
@@ -120,7 +125,7 @@ def find_size(send: Send, is_toy: bool) -> None:
     limit = free - LEFT_FREE * total
     two, four, two_of_two = (eager_peak(layers, batch) for layers, batch in ((2, 1), (4, 1), (2, 2)))
     of_layer, of_batch = (four - two) / 2, two_of_two - two
-    layers = max(1, min(MOST_LAYERS, math.floor(2 + (limit - two) / of_layer)))
+    layers = max(1, min(most_layers, math.floor(2 + (limit - two) / of_layer)))
     # Another sequence takes what it took with two layers, and with each layer more the activations of that layer.
     more_per_sequence = of_batch + (layers - 2) * (of_layer - layer_bytes())
     at_one = two + (layers - 2) * of_layer

@@ -7,6 +7,7 @@ offload by rule), and checkpointing. For plans, what was predicted stands beside
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from .others import named, task_of
@@ -30,7 +31,8 @@ def run(context: Context) -> None:
         records = context.isolated(f"{model}, by rule", measure_by_rule, LIMIT_S, **given)
         eager = next((r for r in records if r["name"] == f"{model}, eager" and "added_mib" in r), None)
         for method in ("ours-50", "ours-50-offload") if eager else ():
-            context.isolated(f"{model}, {method}", measure_ours, LIMIT_S, method=method, eager=eager, **given)
+            ours = {"method": method, "eager": eager, "folder": context.folder}
+            context.isolated(f"{model}, {method}", measure_ours, LIMIT_S, **ours, **given)
 
 
 def measure_copies(send: Send, is_toy: bool) -> None:
@@ -97,12 +99,10 @@ def measure_by_rule(send: Send, model: str, **given: Any) -> None:
     keep("all on the host", **measure(trainer, task))
 
 
-def measure_ours(send: Send, model: str, method: str, eager: Any, **given: Any) -> None:
-    """Measure ours at the budget, with values away or without."""
-    from pathlib import Path
-
+def measure_ours(send: Send, model: str, method: str, eager: Any, folder: Path, **given: Any) -> None:
+    """Measure ours at the budget, with values on the host or without."""
     from .trials import Budget, run_ours
 
     task = task_of(model, method, batch=1, eager=eager, **given)
     budget = Budget(method, int(SHARE * eager["added_mib"] * 2**20))
-    run_ours(named(send, model), task, [budget], Path(given["scratch"]))
+    run_ours(named(send, model), task, [budget], folder)

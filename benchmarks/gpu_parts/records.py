@@ -17,7 +17,7 @@ import page_tables
 
 from . import PARTS
 
-LINES, REPORT, CONSOLE = "results.jsonl", "report.md", "console.log"
+LINES, REPORT, CONSOLE, PLANS = "results.jsonl", "report.md", "console.log", "plans"
 OK, FAILED, NO_DEVICE, KILLED, SKIPPED, NO_MEMORY = "ok", "failed", "no device", "killed", "skipped", "out of memory"
 CHECK = "check"  # the part of what concerns the whole command
 ENDED = "part ended"

@@ -25,7 +25,7 @@ from typing import Any
 
 from . import PARTS, Part
 from .processes import end_tree, end_with_parent
-from .records import FAILED, KILLED, NO_DEVICE, NO_MEMORY, OK, SKIPPED, TAIL, Record, Results
+from .records import FAILED, KILLED, NO_DEVICE, NO_MEMORY, OK, PLANS, SKIPPED, TAIL, Record, Results
 
 SETTING = "GPU_CHECK"  # environment variable with a `Setting`
 RESERVE_S = 3.0  # before its limit, a part begins nothing more
@@ -79,6 +79,11 @@ class Context:
         self._processes: Any = multiprocessing.get_context("forkserver" if setting.can_fork else "spawn")
         if setting.can_fork:
             self._processes.set_forkserver_preload(["gpu_parts.preload"])
+
+    @property
+    def plans(self) -> Path:
+        """The folder of plans that later calls use again."""
+        return self.folder / PLANS
 
     @property
     def has_device(self) -> bool:

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rival_worker import Setup, Trainer, is_planned, prepare, synchronize
+from rival_worker import HAIR, Setup, Trainer, is_planned, prepare, synchronize
 from torch import nn
 
 from hiremate_lightning import InfeasibleBudgetError, Plan, get_plan, hiremate
+from hiremate_lightning.testing import session_of
 
 from . import raw
+from .records import PLANS
 from .runner import Send, status_of, tail
 
 INFEASIBLE = "infeasible"
@@ -28,6 +30,7 @@ LEAST_STEPS, MOST_STEPS = 3, 40
 RIVAL_STEPS = 2  # until all is compiled and allocated
 OUR_STEPS = 3  # the first runs at the least memory, the next ones are planned, measured and timed
 SOLVE_S = 4.0  # for one plan
+MOST_TRIES = 4  # to find the least memory: what exists when a plan is made differs by some blocks
 ADDED = "added_mib"  # what a step adds at its peak: the budgets of others are made from it
 
 
@@ -54,7 +57,8 @@ class Budget:
 
     Attributes:
         method: Its name.
-        added_bytes: What a step may add to what exists before it; 0 for as much as it wants.
+        added_bytes: What a step may add to what exists before it; 0 for as much as it wants, or for the least that is
+            found where the method is named so.
     """
 
     method: str
@@ -138,14 +142,14 @@ def as_users_run(setup: Setup) -> None:
 
 
 def run_ours(send: Send, task: Task, budgets: Sequence[Budget], folder: Path, raw_of: str = "") -> None:
-    """Measure ours at several budgets in one process: the model is traced and profiled once.
+    """Measure ours at several budgets in one process: the model is captured, proved and profiled once.
 
     Args:
         send: Sends a record.
         task: What is measured.
         budgets: In the order in which they are measured.
-        folder: Where raw numbers go.
-        raw_of: The method whose operations are written down one by one, "" for none.
+        folder: Where raw numbers and plans go.
+        raw_of: The method whose operations are written down one by one at the end, "" for none.
     """
     as_users_run(task.setup)
     trainer = Trainer(task.setup)
@@ -154,12 +158,9 @@ def run_ours(send: Send, task: Task, budgets: Sequence[Budget], folder: Path, ra
     for budget in budgets:
         own = replace(task, setup=replace(task.setup, method=budget.method))
         try:
-            values, plan = plan_and_measure(trainer, own, budget)
+            values, plan = plan_and_measure(trainer, own, budget, folder / PLANS)
             send(budget.method, **values, **agreement(trainer, own.setup, is_reference=False))
             worst.see(plan, values["peak_mib"] * 2**20, trainer.step)
-            if budget.method == raw_of:
-                found = raw.write_operations(folder, task.setup.model, trainer.module, trainer.step)
-                send(f"{raw_of}, its operations", **found)
         except InfeasibleBudgetError as error:
             send(budget.method, INFEASIBLE, smallest_mib=error.smallest_bytes / 2**20)
         except Exception as error:  # the next budget may work
@@ -168,22 +169,44 @@ def run_ours(send: Send, task: Task, budgets: Sequence[Budget], folder: Path, ra
             gc.collect()
     if worst.found:
         send("worst plan", **worst.found)
+    if raw_of and worst.found:
+        found = raw.write_operations(folder, task.setup.model, trainer.module, trainer.step)
+        send(f"{budgets[-1].method}, its operations", **found)
 
 
-def plan_and_measure(trainer: Trainer, task: Task, budget: Budget) -> tuple[dict[str, Any], Plan]:
+def plan_and_measure(trainer: Trainer, task: Task, budget: Budget, plans: Path) -> tuple[dict[str, Any], Plan]:
     """Plan at a budget, or change the budget of what is planned; then measure."""
     options: dict[str, Any] = {"compile": "inductor"} if budget.method.startswith("fused") else {}
+    options |= {"time_limit_s": task.setup.time_limit_s, "cache_dir": plans, "verbose": False}
     if budget.method.endswith("offload"):
         options["offload"] = "auto"
-    allowed = trainer.resident_bytes() + budget.added_bytes if budget.added_bytes else "100%"
+    allowed: int | str = trainer.resident_bytes() + budget.added_bytes
+    if not budget.added_bytes:
+        allowed = "1%" if budget.method.endswith("least") else "100%"
     start = time.perf_counter()
-    hiremate(trainer.module, allowed, time_limit_s=task.setup.time_limit_s, verbose=False, **options)
+    hiremate(trainer.module, allowed, **options)
+    if allowed == "1%":
+        go_to_least(trainer, options)
     replanned_s = time.perf_counter() - start
     values = measure(trainer, task)
     plan = get_plan(trainer.module)
     assert plan is not None, "a plan is there after the second step"
     values["first_step_s"] += replanned_s
-    return {**values, **of_plan(plan, values["peak_mib"] * 2**20)}, plan
+    graphs = len(session_of(trainer.module).parts.all)  # the same for all budgets: none is captured again
+    return {**values, **of_plan(plan, values["peak_mib"] * 2**20), "graphs": graphs}, plan
+
+
+def go_to_least(trainer: Trainer, options: Mapping[str, Any]) -> None:
+    """Replace a budget that can't be met by the smallest one that the error names, until steps are planned in it."""
+    for _ in range(MOST_TRIES):
+        try:
+            for _ in range(2):  # the first of a model captures, the second one plans
+                trainer.step()
+            return
+        except InfeasibleBudgetError as error:
+            hiremate(trainer.module, math.ceil(error.smallest_bytes * HAIR), **options)
+        finally:
+            trainer.module.zero_grad(set_to_none=True)
 
 
 def of_plan(plan: Plan, peak_bytes: float) -> dict[str, Any]:
@@ -199,6 +222,9 @@ def of_plan(plan: Plan, peak_bytes: float) -> dict[str, Any]:
         "away_mib": plan.planned.host_bytes / 2**20,
         "strategy": f"{plan.solution.strategy}, {plan.solution.status.value}",
         "planning_s": seconds.capture_s + seconds.profile_s + seconds.solve_s + seconds.compile_s,
+        "profile_s": seconds.profile_s,
+        "solve_s": seconds.solve_s,
+        "proved": plan.proved,
     }
 
 

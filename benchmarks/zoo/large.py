@@ -311,7 +311,7 @@ def resnet50_224(device: str, is_toy: bool) -> Built:
 def _pictures(name: str, device: str, batch: int, is_toy: bool, **options: Any) -> Built:
     with built_on(device, HALF):
         net = timm_model(name, 1000, **options)
-    batch, side = (2, TOY_SIDE) if is_toy else (batch, 224)
+    batch, side = (8, TOY_SIDE) if is_toy else (batch, 224)
     return WithLoss(net, F.cross_entropy), (random(0, batch, 3, side, side).to(HALF), torch.arange(batch) % 1000)
 
 

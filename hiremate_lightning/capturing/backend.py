@@ -19,18 +19,17 @@ from torch.nn import functional as F
 
 from ..errors import CaptureError
 from ..records.expressions import NoTemplateError, Sizes
-from ..rewriting import casts
 from ..rewriting.contributions import Contributions, OtherTermsError, TermCounts, likely_terms, sums_alone
 from ..rewriting.fused_kernel import FusedKernels
 from ..rewriting.kernels import run_as_eager
 from ..rewriting.straight_line import compiled
 from ..torch_private import (
-    alike_blocks,
     aot,
     autocasting,
     backward_pass,
     block_templates,
     double_backward,
+    hacks,
     tensor_state,
     user_compiled,
 )
@@ -141,6 +140,15 @@ def planning_backend(
         return EachSize(module, sizes, code.trace, trace_ahead, maker).run
 
     return backend if same is None else partial(same.run_of, backend)
+
+
+def _folded(module: fx.GraphModule) -> Any:
+    """Return captured code in which one node stands for each block that is alike; None where that is switched off."""
+    if not hacks.is_on("alike blocks"):
+        return None
+    from ..torch_private import alike_blocks  # a release of torch that was not tried may lack names that it needs
+
+    return alike_blocks.fold(module)
 
 
 def has_gradients(inputs: Sequence[Any]) -> bool:
@@ -274,7 +282,7 @@ class _Compilation:
         self._at_other_sizes: Replacement | None = None  # what runs now in the place of the part
         self._make_part, self._kernels, self._serves_other_sizes = make_part, kernels, serves_other_sizes
         self._parameters: frozenset[int] = frozenset()
-        self._blocks: dict[str, int] = {}
+        self._blocks: dict[aot.Source, int] = {}
         self._contributions = Contributions((), {})
         self._captured: Captured | None = None
 
@@ -323,14 +331,12 @@ class _Compilation:
         """Trace code; what is returned hands it an input for each term of a gradient."""
         backward_pass.watch()
         self._parameters = frozenset(i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter))
-        for device_type in {inputs[i].device.type for i in self._parameters}:
-            self._blocks |= casts.remembering_blocks(module, device_type)
         with traced_as_eager():
-            folded = alike_blocks.fold(module)
+            folded = _folded(module)  # what it holds lasts until all is traced
             try:
-                run = self._with_blocks(folded.code, inputs, terms)
+                run = self._with_blocks(folded.code if folded else module, inputs, terms)
             except Exception as error:  # whatever AOTAutograd fails on with blocks that are folded
-                if folded.code is module or self._captured is not None:
+                if not folded or folded.code is module or self._captured is not None:
                     raise
                 log.debug("Blocks that are alike are traced one by one: %s", error, exc_info=True)
                 run = self._settled(module, inputs, terms)
@@ -359,7 +365,7 @@ class _Compilation:
         backend = aot.make_backend(
             partition=self._partition, forward=self._forward, backward=self._backward, inference=self._inference
         )
-        given = self._contributions
+        given, self._blocks = self._contributions, aot.outermost_autocasts(module)
         with autocasting.as_found_on_error(), given.traced(module):
             run: Runner = backend(module, given.expand_traced(inputs))
         return run

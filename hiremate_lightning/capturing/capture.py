@@ -142,9 +142,10 @@ class Captured:
         graph, allocating = self.graph.reading_once(storages), self.allocating.reading_once(storages)
         return replace(self, graph=graph, allocating=allocating, overwritten=self.overwritten.union(storages))
 
-    def running_once(self, nodes: Collection[int]) -> Captured:
-        """Return the same where some nodes of the graph are never run twice."""
-        return replace(self, graph=self.graph.running_once(nodes), allocating=self.allocating.running_once(nodes))
+    def running_once(self, random: Collection[int], reading: Collection[int]) -> Captured:
+        """Return the same where some nodes of the graph never run twice, see `Graph.running_once`."""
+        graph, allocating = self.graph.running_once(random, reading), self.allocating.running_once(random, reading)
+        return replace(self, graph=graph, allocating=allocating)
 
     @functools.cached_property
     def trained(self) -> tuple[int, ...]:

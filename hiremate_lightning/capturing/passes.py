@@ -11,6 +11,7 @@ from ..rewriting import assignments, casts, losses, mixed_norms, pooling, views
 from ..rewriting.contributions import Contributions
 from ..rewriting.fused_kernel import FusedKernels
 from ..rewriting.fusion import fuse
+from ..torch_private import aot
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Traced:
         joint: Forward and backward.
         forward_count: How many of its outputs the forward returns.
         parameters: Positions of the parameters among the inputs.
-        blocks: The blocks of autocast in which casts are remembered, by the name of what runs in them.
+        blocks: The blocks of autocast in which casts are remembered, by the captured nodes in them.
         contributions: The gradients that eager PyTorch gets in several terms.
         kernels: Where the kernels of fused operations are kept; None to fuse nothing.
     """
@@ -29,7 +30,7 @@ class Traced:
     joint: fx.GraphModule
     forward_count: int
     parameters: frozenset[int]
-    blocks: Mapping[str, int]
+    blocks: Mapping[aot.Source, int]
     contributions: Contributions
     kernels: FusedKernels | None
 

@@ -18,7 +18,7 @@ from ..errors import ConfigurationError, did_you_mean
 from ..planning.solvers import get_strategy
 from ..reporting.svg_report import writable
 from ..units import Budget, parse_budget
-from .comparisons import parse_budgets
+from .comparisons import parse_budgets, read_methods
 
 DEVICES = ("cpu", "cuda")
 LOSSES = ("auto", "model", "sum")
@@ -67,6 +67,8 @@ def check(asked: argparse.Namespace) -> None:
 def _check_budget(asked: argparse.Namespace) -> None:
     if hasattr(asked, "methods"):
         parse_budgets(asked.budget)
+        for name in read_methods(asked.methods):
+            get_strategy(name)
         return
     budget = parse_budget(asked.budget) if hasattr(asked, "budget") else Budget()
     if hasattr(asked, "max_overhead"):

@@ -24,7 +24,8 @@ from .. import __version__
 from ..errors import BudgetError, ConfigurationError, HiRemateError, did_you_mean, place_of
 from ..options import OPTIONS, SEARCH_OPTIONS
 from ..reporting.plan_summary import read_summary, rows_of, summary_rows
-from ..reporting.terminal import ModuleTable
+from ..reporting.terminal import ModuleTable, Output
+from .run import OneLineParser
 from .run import main as run_script
 
 OK, PROBLEM, USAGE, STOPPED = 0, 1, 2, 130
@@ -55,6 +56,7 @@ FACTORY is PACKAGE.MODULE:NAME or path/to/file.py:NAME. It names a module, or a
 class or function that gives, without arguments, a module, (module, inputs) or
 (module, dict of inputs by keyword).
 """
+_USAGES = {"doctor": "%(prog)s [options] [FACTORY | train.py [arguments of the script]]"}
 _EXAMPLES = {
     "plan": """\
   hiremate plan models.py:Net --input 256x128 --budget 50%
@@ -162,8 +164,8 @@ def _quiet(debug: bool) -> Iterator[None]:
 # ---------------------------------------------------------------- what was asked
 
 
-class _Parser(argparse.ArgumentParser):
-    """Answers a misspelt command or option with the nearest one, and with the usage of the command that was asked."""
+class _Parser(OneLineParser):
+    """Answers a misspelt command or option with the nearest one, before anything that is missing."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Check names before anything else, so that what is missing is not blamed on them."""
@@ -175,10 +177,6 @@ class _Parser(argparse.ArgumentParser):
                 self.error(f"options come after the command, such as plan, found {given[0]!r} before it")
             self._check_command(next((text for text in given if not text.startswith("-")), None))
         return super().parse_known_args(given, namespace)
-
-    def error(self, message: str) -> Any:
-        """Print in one line what is wrong, and which command shows all options."""
-        self.exit(USAGE, f"{self.prog}: {message.rstrip('.')}. See: {self.prog} --help\n")
 
     def _check_command(self, name: str | None) -> None:
         if name == "help":
@@ -238,7 +236,13 @@ def _parser() -> argparse.ArgumentParser:
     show = _command(commands, "show", _show, "show a plan that was written to a file")
     show.add_argument("file", metavar="FILE", type=Path, help="JSON or HTML, as `hiremate plan` and a Plan write it")
     doctor = _command(commands, "doctor", _doctor, "check versions, solvers, devices and a small plan")
-    doctor.add_argument("factory", metavar="FACTORY", nargs="?", help="a model: say whether it would be refused")
+    doctor.add_argument(
+        "factory",
+        metavar="FACTORY",
+        nargs="?",
+        help="a model, as plan takes it: say whether it would be refused; "
+        "or a script and its arguments: run it up to its first training step, and say what would be planned",
+    )
     _add_json(doctor)
     return parser
 
@@ -264,6 +268,7 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int],
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=words,
+        usage=_USAGES.get(name),
         description=f"{words[0].upper()}{words[1:]}." + (f"\n\n{_FACTORY}" if takes_model else ""),
         epilog=f"examples:\n{_EXAMPLES[name]}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -313,7 +318,9 @@ def _add_several(parser: argparse.ArgumentParser) -> None:
     """Add what spreads the model over several GPUs."""
     several = parser.add_argument_group("several GPUs, each of which gets the inputs as named")
     several.add_argument("--fsdp", metavar="N", help="shard over N GPUs (FSDP2); plan also takes 2,4,8 and auto")
-    several.add_argument("--tp", metavar="N", type=int, default=1, help="divide blocks over N GPUs, as _tp_plan says")
+    several.add_argument(
+        "--tp", metavar="N", type=int, default=1, help="divide each block over N GPUs, as the model's _tp_plan names"
+    )
     several.add_argument("--units", metavar="CLASSES", help="classes of the units to shard, instead of repeated blocks")
     several.add_argument("--param-dtype", metavar="DTYPE", help="type that FSDP2 gathers parameters in: bfloat16")
     several.add_argument("--link", type=float, help="what a GPU sends, GB a second (default: 300, NVLink of an A100)")
@@ -340,8 +347,13 @@ def _add_json(parser: Any) -> None:
 
 def _doctor(asked: argparse.Namespace) -> int:
     """Check that torch can be imported, then import it here and examine everything else."""
+    from .arguments import check
     from .importing import import_failures
+    from .script import Script
 
+    check(asked)
+    if asked.script:
+        Script(asked.script, is_module=False)  # says whether there is one
     with Console(stderr=True).status("HiRemate: importing what is installed"):
         failures = import_failures(["torch"])
     if not failures:
@@ -354,7 +366,7 @@ def _doctor(asked: argparse.Namespace) -> int:
 
 
 def _show(asked: argparse.Namespace) -> int:
-    console = Console()
+    console = Output()
     numbers = read_summary(asked.file)
     for name, words in summary_rows(numbers):
         lines = textwrap.wrap(words, max(40, console.width - LABEL_WIDTH))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -40,7 +39,7 @@ from ..reporting.html_report import write_html
 from ..reporting.plan_summary import all_numbers
 from ..reporting.report import Reporter
 from ..reporting.svg_report import write_svg
-from ..reporting.terminal import plan_table
+from ..reporting.terminal import Output, plan_table
 from ..sizes.size_result import BatchSizeResult, result_table
 from ..sizes.size_search import Forecast, search
 from ..units import Budget, format_bytes, format_time, parse_budget
@@ -245,7 +244,7 @@ def _plan_on_several(work: _Work, budget: Budget) -> int:
     notes = work.notes(last)
     numbers = {"target": last.name, "batch_size": last.size, "counts": [asdict(count) for count in found]}
     if not _write_json(work.asked.json, {**numbers, "answer": answer(found), "notes": notes}):
-        console = Console()
+        console = Output()
         _say(console, [f"{last.name}, budget {budget} on each GPU, batch size {last.size} on each: {answer(found)}"])
         console.print(counts_table(found))
         _say_notes(console, ["The notes below are about the largest number of GPUs.", *notes])
@@ -285,7 +284,7 @@ def curve(asked: argparse.Namespace) -> int:
         "notes": notes,
     }
     if not _write_json(asked.json, numbers):
-        console = Console()
+        console = Output()
         _say(console, [f"{captured.name}: peak memory against time; the last line is plain training"])
         console.print(curve_table(points))
         _say_notes(console, notes)
@@ -315,12 +314,12 @@ def compare(asked: argparse.Namespace) -> int:
     numbers = comparison_numbers(found, named, captured.resident_bytes, step.plain_bytes)
     if not _write_json(asked.json, {"target": captured.name, **numbers, "notes": notes}):
         _show_comparison(found, named, captured, step.plain_bytes)
-        _say_notes(Console(), notes)
+        _say_notes(Output(), notes)
     return 0 if any(outcome.fits for outcome in found.outcomes) else 1
 
 
 def _show_comparison(found: Comparison, named: dict[int, str], captured: OfflineStep, plain_bytes: int) -> None:
-    console, resident = Console(), captured.resident_bytes
+    console, resident = Output(), captured.resident_bytes
     plain = f"{format_bytes(resident + plain_bytes, up=True)}, {format_time(found.step_ms)}"
     _say(console, [f"{captured.name}: plain training takes {plain}"])
     for budget_bytes in found.budgets:
@@ -434,7 +433,7 @@ def doctor(asked: argparse.Namespace) -> int:
     findings = examine(asked.factory, asked.script)
     is_bad = any(finding.verdict is Verdict.BAD for finding in findings)
     if not _write_json(asked.json, {"ok": not is_bad, "findings": [asdict(finding) for finding in findings]}):
-        console = Console()
+        console = Output()
         styles = {Verdict.GOOD: "green", Verdict.KNOW: "magenta", Verdict.BAD: "bold red"}
         for finding in findings:
             line = Text.assemble((f"{finding.verdict.value:<5}", styles[finding.verdict]), finding.name, ": ")
@@ -451,7 +450,7 @@ def _write_json(target: str | None, numbers: dict[str, Any]) -> bool:
         return False
     text = json.dumps(numbers, indent=2) + "\n"
     if target == "-":
-        sys.stdout.write(text)
+        Output().write(text)
         return True
     Path(target).write_text(text, encoding="utf-8")
     return False
@@ -463,7 +462,7 @@ def _say(console: Console, lines: Sequence[str]) -> None:
 
 
 def _show(table: RenderableType, notes: Sequence[str]) -> None:
-    console = Console()
+    console = Output()
     console.print(table)
     _say_notes(console, notes)
 

@@ -28,18 +28,30 @@ def parse_budgets(text: str) -> tuple[Budget, ...]:
 
 
 def parse_methods(text: str | None) -> tuple[str, ...]:
-    """Read names of methods, such as "portfolio,rotor"; all of them where none are named.
+    """Read names of methods, and check that each can run here.
 
     Raises:
         ConfigurationError: If there is no method of a name, or it needs a MIP solver and none works.
     """
     if text is None:
         return methods_to_compare()
+    names = read_methods(text)
+    for name in names:
+        check_strategy(name)
+    return names
+
+
+def read_methods(text: str | None) -> tuple[str, ...]:
+    """Read names of methods, such as "portfolio,rotor"; none where none were asked for.
+
+    Raises:
+        ConfigurationError: If the text has no name.
+    """
+    if text is None:
+        return ()
     names = tuple(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))
     if not names:
         raise ConfigurationError(f"--methods names none, found {text!r}. Name some, such as portfolio,hilp.")
-    for name in names:
-        check_strategy(name)
     return names
 
 

@@ -29,7 +29,7 @@ from ..memory.free_memory import free_host_bytes
 from ..planning.solvers import Status
 from ..planning.solvers.mip_backend import BACKENDS
 from ..planning.solvers.worker import MENDING, backend_failure
-from ..torch_private import tensor_state
+from ..torch_private import hacks, tensor_state
 from ..units import format_bytes, format_ratio
 from .factory import Workload, find_factory
 from .importing import import_failures
@@ -101,11 +101,13 @@ def _python() -> Finding:
 
 
 def _torch() -> Finding:
-    """Compare the version of torch with those tested; its private interfaces were all found on import."""
+    """Compare the version of torch with those tested, and name what is off because of it."""
+    names = ", ".join(hack.name for hack in hacks.off())
+    if hacks.is_tried():
+        words = f"all private interfaces are there{f'; off in this release: {names}' * bool(names)}"
+        return Finding("torch", Verdict.GOOD, f"{torch.__version__}; {words}")
     checked = ", ".join(torch_private.CHECKED_VERSIONS)
-    if ".".join(torch.__version__.split(".")[:2]) in torch_private.CHECKED_VERSIONS:
-        return Finding("torch", Verdict.GOOD, f"{torch.__version__}; all private interfaces are there")
-    words = f"{torch.__version__}; private interfaces are there, but were checked on {checked} only"
+    words = f"{torch.__version__} was not tried (only {checked}); code is captured plainly, without: {names}"
     return Finding("torch", Verdict.KNOW, words)
 
 

@@ -13,6 +13,7 @@ them, attention by the kernels that a GPU runs.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -193,6 +194,8 @@ def _capture(workload: Workload, options: OfflineOptions, size: int | None) -> O
     with layout.processes(device) as mesh, _Capturing(name, options) as capturing:
         with mode:
             call = on_fakes(built, device)
+            if workload.inputs:
+                _check_inputs(call, options)
         layout.spread(call.module, mesh)  # outside of the mode: meshes are made of tensors too
         with mode:
             call.module.train()
@@ -301,6 +304,25 @@ class _Capturing:
         loss.backward()
         if optimizer is not None:
             optimizer.step()
+
+
+def _check_inputs(call: ModelCall, options: OfflineOptions) -> None:
+    """Call a copy of a module with the inputs that the command line named: a wrong shape is no fault of the capture.
+
+    Raises:
+        ConfigurationError: If the module can't be called with them.
+    """
+    shapes = ", ".join("x".join(map(str, tensor.shape)) for tensor in call.tensors)
+    with torch.no_grad(), _autocast(options):
+        try:
+            copy.deepcopy(call.module).train()(*call.args, **call.kwargs)
+        except tensor_state.DATA_DEPENDENT:
+            return
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            line = next(iter(str(error).splitlines()), "")
+            raise ConfigurationError(
+                f"{type(call.module).__name__} can't be called with --input {shapes}: {line}{place_of(error)}"
+            ) from error
 
 
 def _autocast(options: OfflineOptions) -> Any:

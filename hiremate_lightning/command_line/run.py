@@ -42,7 +42,15 @@ examples:
 """
 
 
-class _Parser(argparse.ArgumentParser):
+class OneLineParser(argparse.ArgumentParser):
+    """Says in one line what is wrong, and which command shows all options."""
+
+    def error(self, message: str) -> Any:
+        """End the process so."""
+        self.exit(USAGE, f"{self.prog}: {message.rstrip('.')}. See: {self.prog} --help\n")
+
+
+class _Parser(OneLineParser):
     """Answers a misspelt option with the nearest one."""
 
     def error(self, message: str) -> Any:
@@ -140,15 +148,16 @@ def _words(error: BaseException) -> str:
 
 def _run(asked: argparse.Namespace, given: Script) -> int:
     """Run a script while what it trains is found and planned."""
-    from ..integrations.any_script import Finder  # loads torch, which help and mistakes need not
-    from .run_summary import Summary, write_line
-
     options = {option.name: getattr(asked, option.name) for option in OPTIONS.values() if option.flag is not None}
     budget = asked.budget or "auto"
     make_options(budget, **options)
+    from ..integrations.any_script import Finder  # loads torch, which help and mistakes need not
+    from .run_summary import Summary, write_line
+
     target = asked.target.split(",") if asked.target else None
-    finder = Finder(budget, target, options, is_dry=asked.dry_run, say=write_line)
     page = None if asked.html is None else asked.html.absolute()  # the script may change the folder
+    more = {} if page is None else {"more": f"{page}, at the end"}
+    finder = Finder(budget, target, options, is_dry=asked.dry_run, say=write_line, **more)
     numbers = asked.json if asked.json in (None, "-") else str(Path(asked.json).absolute())
     process = os.getpid()
     try:

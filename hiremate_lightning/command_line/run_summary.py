@@ -11,6 +11,7 @@ from ..errors import ConfigurationError
 from ..integrations.any_script import DRY_STEPS, Finder, Trained
 from ..reporting.html_report import write_html
 from ..reporting.report import is_rank_zero
+from ..reporting.terminal import Output
 from ..units import format_bytes, format_ratio
 
 PROGRAM = "hiremate run"
@@ -63,7 +64,7 @@ class Summary:
 
     def _write_numbers(self) -> None:
         if self._numbers == "-":
-            sys.stdout.write(f"{self._as_json()}\n")
+            Output().write(f"{self._as_json()}\n")
         elif self._numbers is not None:
             path = Path(self._numbers)
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -115,6 +115,7 @@ class Finder:
         options: The other arguments of `hiremate`, by name.
         is_dry: Whether to stop the script once its plans were made and measured.
         say: Shows a line.
+        more: What shows more of a plan.
 
     Attributes:
         trained: The models that were found.
@@ -129,8 +130,10 @@ class Finder:
         *,
         is_dry: bool = False,
         say: Callable[[str], None] = lambda line: None,
+        more: str = MORE,
     ) -> None:
         self._budget, self._target, self._options, self._say = budget, target, dict(options or {}), say
+        self._more = more
         self._is_dry = is_dry
         self._is_launched = any(os.environ.get(name) for name in LAUNCHERS)
         self.trained: list[Trained] = []
@@ -308,7 +311,7 @@ class Finder:
         session = planned.session
         for optimizer in alive.optimizers_of(root):
             session.watch_optimizer(optimizer)
-        session.stages.reporter.more = MORE
+        session.stages.reporter.more = self._more
         session.replace_compiling(aside)
         found = Trained(_name(root), weakref.ref(session))
         session.listeners.append(found.note)

@@ -8,7 +8,7 @@ told apart: what was measured in it says nothing about a plan.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 from ..planning.plan import Plan
@@ -78,6 +78,7 @@ class History:
         self.margin_bytes = 0
         self._kinds: dict[GraphNumbers, StepKind] = {}  # those that were recorded last, in the order of that
         self._order = Order[StepKind]()
+        self._confusing = set[GraphNumbers]()  # the first graph of kinds of which one was taken for another
         self._planned: tuple[StepKind, ...] | None = None
 
     def __getitem__(self, graphs: GraphNumbers) -> StepKind:
@@ -145,11 +146,9 @@ class History:
         """Learn in which order kinds come, from a step that has ended."""
         self._order.note(kind, start)
 
-    def confuse(self, one: StepKind, other: StepKind) -> None:
-        """Learn that a step that began as one kind turned out another."""
-        group = one.sights.confused_with | other.sights.confused_with | {one, other}
-        for kind in group:
-            kind.sights.confused_with = group
+    def confuse(self, expected: StepKind) -> None:
+        """Learn that a step that began as a kind turned out another: so may all that begin with the same graph."""
+        self._confusing.add(expected.graphs[:1])
 
     # ---------------------------------------------------------------- which kind a step is of
 
@@ -177,26 +176,43 @@ class History:
 
     def taken_for(self, kind: StepKind) -> frozenset[StepKind]:
         """Return the kinds by whose plans a step of a kind may begin, itself included."""
-        return frozenset({kind}) if self._order.is_certain else kind.sights.confused_with | {kind}
+        if self._order.is_certain or kind.graphs[:1] not in self._confusing:
+            return frozenset({kind})
+        return frozenset(other for other in self if other.graphs[:1] == kind.graphs[:1])
+
+    def begins_unknown(self, foreseen: Iterable[StepKind], expected: StepKind) -> bool:
+        """Whether a step is likely of a kind without a plan that runs more than the kind by whose plan it begins."""
+        kind = next(iter(foreseen), expected)
+        is_like = kind.graphs[:1] == expected.graphs[:1] and not kind.sights.is_by_plans
+        return kind.plan is None and is_like and place_in(expected, kind.graphs) is None
 
     def choose(
-        self, ran: GraphNumbers, expected: StepKind | None, start: Start
+        self, ran: GraphNumbers, expected: StepKind | None, start: Start, fits: Callable[[StepKind], bool]
     ) -> tuple[StepKind | None, Program | None]:
         """Choose the program of the graph that begins: of the expected kind, else of one that began like the step.
+
+        A step that runs a part of what the expected kind runs, in the same order, takes no more than that one: it goes
+        on by the same plan.
 
         Args:
             ran: The captured graphs of the step so far, this one last.
             expected: The kind by whose plan the step begins, None for none.
             start: How the step has started.
+            fits: Whether a step of a kind fits that has begun as this one has.
 
         Returns:
             The kind, None where no planned one begins so; and the program, None where the graph has no backward.
         """
-        count = len(ran)
-        for kind in (expected, *reversed(self.planned)):
-            if kind is not None and kind.graphs[:count] == ran and kind.plan is not None and starts_so(kind, start):
-                return kind, kind.programs.get(count - 1)
-        return None, None
+        is_begun = expected is not None and expected.plan is not None and expected.graphs[:1] == ran[:1]
+        if expected is not None and is_begun and starts_so(expected, start):
+            place = len(ran) - 1 if expected.graphs[: len(ran)] == ran else place_in(expected, ran)
+            if place is not None:
+                return expected, expected.programs.get(place)
+        alike = [kind for kind in self.planned if kind.graphs[: len(ran)] == ran and starts_so(kind, start)]
+        taken = self.taken_for(alike[-1]) if alike else ()
+        by_need = sorted((kind for kind in alike if kind in taken), key=lambda kind: kind.own_plan.unplanned_peak_bytes)
+        kind = next((kind for kind in reversed(by_need) if fits(kind)), None)
+        return kind, None if kind is None else kind.programs.get(len(ran) - 1)
 
     def any_counts_on_freed_gradients(self, foreseen: Iterable[StepKind]) -> bool:
         """Whether a step of these kinds may run by a plan that counts on gradients to die which do not."""
@@ -212,3 +228,18 @@ class History:
 def starts_so(kind: StepKind, start: Start) -> bool:
     """Whether as many graphs wait as a step starts as did before a step of a kind."""
     return start[1] in kind.sights.waited
+
+
+def place_in(kind: StepKind, ran: GraphNumbers) -> int | None:
+    """Return where the last of some graphs runs in a step of a kind that runs all of them in this order, and others.
+
+    None where it does not, or where graphs wait for a later backward in it.
+    """
+    if kind.step is None or kind.step.waits:
+        return None
+    place = -1
+    for number in ran:
+        if number not in kind.graphs[place + 1 :]:
+            return None
+        place = kind.graphs.index(number, place + 1)
+    return place

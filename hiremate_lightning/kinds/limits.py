@@ -21,6 +21,7 @@ class Limits:
     Attributes:
         is_share: Whether the budget is a share of what a step adds to what exists.
         budgets: The budget in each state that was seen.
+        of_others: The largest budget of the other kinds of steps, which all have where budgets are shares.
         least: Where nothing fits: bytes that existed, and the least peak found.
         state_bytes: Bytes of optimizers' state before the latest step.
         of_plan: The budget that the latest plan was made for, and its peak, without optimizers' state.
@@ -28,14 +29,20 @@ class Limits:
 
     is_share: bool
     budgets: Mapping[frozenset[int], int] = field(default_factory=dict)
+    of_others: int = 0
     least: Mapping[frozenset[int], tuple[int, int]] = field(default_factory=dict)
     state_bytes: int = 0
     of_plan: tuple[int, int] = (0, 0)
 
     @property
     def budget_bytes(self) -> int:
-        """The budget of a step: the most that any state of it may take."""
-        return max(self.budgets.values())
+        """The budget of a step: the most that any state of it, or of other kinds, may take."""
+        return max(self.own_bytes, self.of_others)
+
+    @property
+    def own_bytes(self) -> int:
+        """The most that any state of its own may take; 0 where none was seen."""
+        return max(self.budgets.values(), default=0)
 
     def meeting(self, resident: Resident, own_bytes: int) -> Limits:
         """Return the limits with the budget of a step.
@@ -76,7 +83,7 @@ class Limits:
             is_least: Whether it was made in a state in which nothing fits.
         """
         least = [least_bytes for _, least_bytes in self.least.values()] if is_least else []
-        if peak_bytes <= max((*self.budgets.values(), *least)):
+        if peak_bytes <= max((self.budget_bytes, *least)):
             return True
         size_bytes, _ = self.least.get(resident.kept, (resident.size_bytes + 1, 0))
         return size_bytes <= resident.size_bytes

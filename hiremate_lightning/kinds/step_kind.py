@@ -111,7 +111,6 @@ class Sights:
         is_by_plans: Whether every forward of some step ran by a plan, of this or another kind.
         fits_nothing: Whether some step was made from traces of other sizes, and not even the least memory fitted.
         has_no_template: Whether traces of other sizes do not tell the programs of a plan of it: it gets none.
-        confused_with: The kinds that were confused with it, itself included; empty where none was.
         waited: How many graphs of earlier steps waited for their backward as steps began.
     """
 
@@ -119,7 +118,6 @@ class Sights:
     is_by_plans: bool = False
     fits_nothing: bool = False
     has_no_template: bool = False
-    confused_with: frozenset[StepKind] = frozenset()
     waited: frozenset[int] = frozenset()
 
     def is_worth_a_plan(self, is_made: bool) -> bool:

@@ -2,16 +2,15 @@
 
 PyTorch tags those of its own operators that draw random numbers. Operators of others (of `torch.library`, of compiled
 extensions) may lack the tag, or add up in any order. So each is run twice, on made-up inputs, before a plan or a proof
-may do so. One that reads a variable of Python may find another value in the backward: it runs once.
+may do so. Python code may read variables, which may hold another value in the backward: operators with Python code run
+once, unless the user lists them as recomputable.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections import deque
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,64 +21,55 @@ from ..capturing.capture import Captured
 from ..rewriting.joint import CALLS_AN_OPERATOR, TRITON, name_of
 from ..torch_private import aot, custom_code, tensor_state
 from .apart import undisturbed
-from .outside import Outside, contents_of, is_code, is_of_library
-from .python_calls import functions_called
 from .stand_ins import runner
 
 log = logging.getLogger("hiremate_lightning")
 
 _TORCHS_OWN = ("aten", "prims", "prim")
-_CONSTANT = (bool, int, float, complex, str, bytes)
-_DATA = (*_CONSTANT, list, tuple, dict, set, deque, torch.Tensor, torch.Generator, SimpleNamespace, np.ndarray)
 
 
-def without_unsteady(captured: Captured) -> Captured:
-    """Return the same where custom operators run once that draw random numbers, or differ when run again."""
+def without_unsteady(captured: Captured, recomputable: Collection[str] = ()) -> Captured:
+    """Return the captured code, with each custom operator running once that may not give the same numbers again.
+
+    Args:
+        captured: The code.
+        recomputable: Operators with Python code that give the same numbers again, as the user says: "library::name".
+    """
     custom = [i for i, node in enumerate(captured.fx_nodes) if captured.graph.nodes[i].is_pure and _is_custom(node)]
     by_key = {captured.graph.nodes[i].key: i for i in custom}
     if not by_key:
         return captured
     with undisturbed(captured.device):
         unsteady = {key for key, index in by_key.items() if not _is_steady(captured, index)}
-    once = [i for i in custom if captured.graph.nodes[i].key in unsteady]
-    for op in sorted({captured.graph.nodes[i].op for i in once}):
-        log.info(
-            "%s gives other numbers when it runs again, can't run alone, or reads variables of Python that may change: "
-            "no plan runs it twice",
-            op,
-        )
-    return captured.running_once(once) if once else captured
+    random = [i for i in custom if captured.graph.nodes[i].key in unsteady]
+    reading = [i for i in custom if i not in random and _may_read_variables(captured.fx_nodes[i], recomputable)]
+    _log_once(captured, random, "It gives other numbers when it runs again, or can't run alone")
+    _log_once(captured, reading, "If its Python code always gives the same numbers, list it in recomputable_operators")
+    return captured.running_once(random, reading) if random or reading else captured
 
 
 def has_unsteady(captured: Captured) -> bool:
-    """Whether a custom operator may give other numbers when it runs again, draw from a generator, or change its inputs.
+    """Whether a custom operator may give other numbers when it runs again at once, or change its inputs.
 
     Args:
         captured: What `without_unsteady` has returned.
     """
     pairs = zip(captured.graph.nodes, captured.fx_nodes, strict=False)
-    return any(not record.is_pure and _is_custom(node) for record, node in pairs)
+    return any((record.is_random or record.is_mutating) and _is_custom(node) for record, node in pairs)
+
+
+def _log_once(captured: Captured, nodes: Sequence[int], why: str) -> None:
+    for op in sorted({captured.graph.nodes[i].op for i in nodes}):
+        log.info("%s runs once in a step, and its results are kept. %s", op, why)
+
+
+def _may_read_variables(node: fx.Node, recomputable: Collection[str]) -> bool:
+    operator = _operator_of(node)
+    return custom_code.has_python_code(operator) and custom_code.name_of(operator) not in recomputable
 
 
 def _operator_of(node: fx.Node) -> Any:
     return node.args[0] if name_of(node.target) in CALLS_AN_OPERATOR else node.target
-
-
-def _reads_variables(code: Sequence[Callable[..., Any]]) -> bool:
-    """Whether the code of an operator reads data beside its arguments."""
-    outside = Outside(code)
-    values = [space.get(name) for space, names in outside.names for name in names]
-    values += map(contents_of, outside.cells)
-    values += [value for kind in outside.classes for name, value in vars(kind).items() if not name.startswith("__")]
-    values += [value for value in outside.values if not isinstance(value, _CONSTANT)]
-    return not outside.is_whole or any(_is_data(value) for value in values)
-
-
-def _is_data(value: Any) -> bool:
-    """Whether a value is other than code, and than what libraries need for themselves: a log, another operator."""
-    if value is None or is_code(value):
-        return False
-    return isinstance(value, _DATA) or not is_of_library(type(value))
 
 
 def _is_custom(node: fx.Node) -> bool:
@@ -90,17 +80,11 @@ def _is_custom(node: fx.Node) -> bool:
 
 
 def _is_steady(captured: Captured, index: int) -> bool:
-    operator = _operator_of(captured.fx_nodes[index])
-    defined = custom_code.code_of(operator)
-    if _reads_variables(defined):
-        return False
+    """Whether an operator gives the same numbers twice on made-up inputs, and draws none."""
     try:
         run = runner(captured, index)
         before = _random_states(captured.device)
-        is_seen_whole = defined or name_of(operator) == TRITON  # Triton compiles a kernel once, or refuses what changed
-        first, called = (run(), defined) if is_seen_whole else functions_called(run, custom_code.arguments_of(operator))
-        if called is None or _reads_variables(called):
-            return False
+        first = run()
         return before == _random_states(captured.device) and _are_equal(first, run)
     except Exception as error:  # a custom operator may refuse made-up inputs in any way: then it runs once
         log.debug("Could not run %s alone (%s: %s)", captured.graph.nodes[index].op, type(error).__name__, error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from .plan_files import PlanFiles
+from .solutions import Solutions
 
 DEFAULT_SOLVER = "portfolio"
 DEFAULT_TIME_LIMIT_S = 30.0
@@ -28,6 +28,6 @@ class PlanOptions:
     cache_dir: Path | None = None
 
     @property
-    def files(self) -> PlanFiles | None:
-        """The folder of plans, None for none."""
-        return None if self.cache_dir is None else PlanFiles(self.cache_dir)
+    def solutions(self) -> Solutions:
+        """The solutions that are known, in this process and in the folder."""
+        return Solutions(self.cache_dir)

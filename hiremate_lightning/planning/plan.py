@@ -24,6 +24,7 @@ from .solvers.base import Problem, Solution, Status, replay_solution
 Numbers = Mapping[str, Any]  # of a plan, as `Plan.to_dict` names them
 
 
+NO_GAP = 0.0005  # of a step's time: it is written as 0.0%
 SAVES_NOTHING = 0.99  # of what a step adds without its plan: a plan that takes as much, or more, saves no memory
 
 
@@ -267,17 +268,25 @@ def away_words(numbers: Numbers) -> str:
 
 
 def solver_words(numbers: Numbers) -> str:
-    """Describe which strategy solved it, how that ended, and how good the result is proven to be."""
-    ended = f"{numbers['strategy']}: {numbers['status']}"
-    if numbers["stopped_by"] and numbers["status"] != Status.OPTIMAL:
-        ended += f", stopped by {numbers['stopped_by']}"
-    if numbers.get("note"):
-        ended += f" ({numbers['note'].rstrip('.')})"
-    if not numbers["predicted_overhead"]:
-        return f"{ended}; {'at no extra time' if numbers.get('away_bytes') else 'nothing is recomputed'}"
+    """Describe which strategy solved it, how good the result is proven to be, and what ended the search before that."""
+    is_plain = not numbers["predicted_overhead"]
+    good = "at no extra time" if numbers.get("away_bytes") else "nothing is recomputed"
+    words = f"{numbers['strategy']}: {good if is_plain else proof_words(numbers)}"
+    if numbers["stopped_by"] not in ("", "proof") and numbers["status"] != Status.OPTIMAL:
+        words += f", stopped by {numbers['stopped_by']}"
+    return f"{words} ({numbers['note'].rstrip('.')})" if numbers.get("note") else words
+
+
+def proof_words(numbers: Numbers) -> str:
+    """Describe how near a plan is proven to be to the fastest one within its budget."""
     if not numbers["bound_overhead"]:
-        return f"{ended}; no lower bound known"
-    return f"{ended}; gap {100 * numbers['gap']:.1f}% (no plan below {format_ratio(numbers['bound_overhead'])})"
+        return "no lower bound known"
+    return f"{near_words(numbers['gap'])} (no plan below {format_ratio(numbers['bound_overhead'])})"
+
+
+def near_words(gap: float) -> str:
+    """Describe a proven distance from the fastest plan, a share of the step's time."""
+    return f"within {100 * gap:.1f}% of the best possible" if gap >= NO_GAP else "the best possible"
 
 
 def planning_words(numbers: Numbers) -> str:

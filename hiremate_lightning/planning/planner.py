@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from ..out_of_memory import InfeasibleBudgetError, words_for_finders
+from ..out_of_memory import InfeasibleBudgetError
 from ..records.away import Host
 from ..records.costs import Profile
 from ..records.graph import OUTSIDE, Graph
@@ -21,11 +21,10 @@ from ..records.schedule import keep_all
 from ..records.simulation import Simulation, simulate_plain
 from ..records.step import Decisions, Step
 from ..units import Budget, format_bytes
-from .found_before import at_least, remember
 from .options import PlanOptions
 from .plan import Plan, PlanningTime
-from .plan_files import PlanFiles
 from .shared_solving import agreed
+from .solutions import Solutions
 from .solvers import UNLIMITED, smallest_budget
 from .solvers.base import (
     CLOCK,
@@ -134,7 +133,7 @@ def make_plan(
         solution = solution if decided is not None else _least_memory(problem, solution)
         if solution.peak_bytes > problem.budget_bytes and options.on_infeasible == "raise":
             less_bytes = own.budget_bytes - problem.budget_bytes
-            need = least_need(problem, resident_bytes, decided, options.files)
+            need = least_need(problem, resident_bytes, decided, options.solutions)
             if need.smallest.peak_bytes > problem.budget_bytes:
                 raise infeasible([replace(need, less_bytes=less_bytes)], budget, budget_bytes - less_bytes, target)
             solution = replace(need.smallest, status=Status.FEASIBLE, stopped_by=solution.stopped_by)
@@ -179,17 +178,16 @@ def _solve(problem: Problem, options: PlanOptions, strategy: Strategy, is_alone:
     Where the search ends without a proof, what was found for the step before is taken where that is better, but not
     where several processes have agreed on the step: they run by one plan.
     """
-    files = options.files
-    if files is not None and (found := files.read(problem, options.solver)) is not None:
-        return found
+    solutions = options.solutions
+    if (known := solutions.read(problem, options.solver)) is not None:
+        return known
     solution = _solve_until_it_fits(problem, strategy)
     if is_alone:
-        solution = at_least(problem, solution, files)
+        solution = solutions.at_least(problem, solution)
     if _fits(problem, solution):
         if not solution.aways:
-            remember(problem, solution.recompute, files)
-        if files is not None:
-            files.write(problem, options.solver, solution)
+            solutions.remember(problem, solution.recompute)
+        solutions.write(problem, options.solver, solution)
     return solution, problem.profile
 
 
@@ -292,7 +290,7 @@ def first_solution(
     found = next((first.solution for first in at_other_sizes if _serves_as_well(first, problem)), None)
     if found is not None:
         return found
-    smallest = _least_at_once(problem, options.files)
+    smallest = _least_at_once(problem, options.solutions)
     if smallest.peak_bytes <= problem.budget_bytes:
         return smallest
     solved = _solve_until_it_fits(problem, apart(options.solver))
@@ -306,16 +304,16 @@ def first_solution(
     return smallest
 
 
-def _least_at_once(problem: Problem, files: PlanFiles | None) -> Solution:
+def _least_at_once(problem: Problem, solutions: Solutions) -> Solution:
     """Find the schedule of least memory that is found at once, or take the one that an earlier run has left."""
-    known = None if files is None else files.read(problem, LEAST)
+    known = solutions.read(problem, LEAST)
     if known is not None:
         return known[0]
-    found = smallest_budget(problem)
-    found = replace(found, peak_bytes=replay(problem, found.recompute).peak_bytes)
-    if files is not None and _fits(problem, found):
-        files.write(problem, LEAST, found)
-    return found
+    smallest = smallest_budget(problem)
+    smallest = replace(smallest, peak_bytes=replay(problem, smallest.recompute).peak_bytes)
+    if _fits(problem, smallest):
+        solutions.write(problem, LEAST, smallest)
+    return smallest
 
 
 def _fits(problem: Problem, solution: Solution) -> bool:
@@ -403,7 +401,7 @@ class Need:
 
 
 def least_need(
-    problem: Problem, resident_bytes: int, decided: Decisions | None = None, files: PlanFiles | None = None
+    problem: Problem, resident_bytes: int, decided: Decisions | None = None, solutions: Solutions = Solutions()
 ) -> Need:
     """Find the least memory of a step for an error to name; where all is decided, what that takes.
 
@@ -415,7 +413,7 @@ def least_need(
     limit_s = NAMING_SHARE * min(problem.options.time_limit_s, SEARCH_S)
     hurried = replace(problem, budget_bytes=0, options=replace(problem.options, time_limit_s=limit_s))
     smallest = smallest_budget(hurried)
-    remember(problem, smallest.recompute, files)
+    solutions.remember(problem, smallest.recompute)
     return Need(problem, least_with_aways(problem, smallest), resident_bytes)
 
 
@@ -444,10 +442,10 @@ def infeasible(
         f"of which {format_bytes(need.resident_bytes)} are resident (parameters, gradients, optimizer state, batch). "
         f"{_whose(need.less_bytes)}"
         f"Such a plan {_puts_away(need.smallest, simulation)}takes at most {simulation.overhead:.0%} more time. "
-        f"The peak is {_place_of(simulation, need.problem.graph)}. {advice}"
-        f"{words_for_finders(need.problem.profile.device)}",
+        f"The peak is {_place_of(simulation, need.problem.graph)}. {advice}",
         budget_bytes=budget_bytes,
         smallest_bytes=needed,
         module=node.module,
         less_bytes=need.less_bytes,
+        device=need.problem.profile.device,
     )

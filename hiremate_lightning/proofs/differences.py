@@ -6,10 +6,14 @@ largest value of the tensor; for a gradient, of the largest of all gradients of 
 remains where large terms cancel each other. Half precision gets fewer units: there a kernel rounds once, at its end,
 and a mask that is scaled wrongly, by 1 / 0.9 say, is off by only 14 units. Fused kernels keep in single precision what
 eager PyTorch rounds to half between its kernels, so that units of half precision count for all that such code computes.
+
+Where kernels add in any order, eager PyTorch gives other bits in each run: such values can't be proved bit for bit.
+They may be `TIMES_OWN` times as far apart as two runs of eager PyTorch, and the difference says so.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,8 +24,9 @@ import torch
 from .trials import Outcome
 
 ROUNDINGS, HALF_ROUNDINGS = 512, 4
+TIMES_OWN = 4  # two pairs of runs that add in any order are rarely so unlike
 PIECE_VALUES = 2**22  # compared at once: a few hundred MiB of doubles at most
-CPU = torch.device("cpu")
+CPU, NOTHING = torch.device("cpu"), Outcome({}, {})
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -42,7 +47,8 @@ def differences(
     expected: Outcome,
     found: Outcome,
     half: torch.dtype | None = None,
-    refilled: Outcome | None = None,
+    again: Outcome = NOTHING,
+    refilled: Outcome = NOTHING,
     device: torch.device = CPU,
 ) -> tuple[list[Difference], list[Difference]]:
     """List the values in which two outcomes differ in any bit, then the gradients; NaN equals NaN.
@@ -51,37 +57,31 @@ def differences(
         expected: What eager PyTorch gives.
         found: What was captured gives.
         half: The type of half precision to which eager PyTorch rounds where what was captured does not, if any.
-        refilled: What eager PyTorch gives with other bytes in memory that nobody has written to: what differs from
-            `expected` there is not looked at.
+        again: What eager PyTorch gives in a second run.
+        refilled: What it gives with other bytes in memory that nobody has written to: what depends on these is not
+            looked at.
         device: Where to compare: outcomes are on the host, and a GPU looks at billions of gradients in seconds.
     """
-    if refilled is not None:
-        found = Outcome(
-            _without_unwritten(expected.values, found.values, refilled.values),
-            _without_unwritten(expected.gradients, found.gradients, refilled.gradients),
-        )
+    outcomes = (expected, found, again, refilled)
+    unit_of_gradients = _Unit(tuple(expected.gradients.values()), half, device)
     return (
-        _among(expected.values, found.values, _Unit((), half, device)),
-        _among(expected.gradients, found.gradients, _Unit(tuple(expected.gradients.values()), half, device)),
+        _among(*(outcome.values for outcome in outcomes), _Unit((), half, device)),
+        _among(*(outcome.gradients for outcome in outcomes), unit_of_gradients),
     )
 
 
-def _without_unwritten(
-    expected: Mapping[str, Any], found: Mapping[str, Any], refilled: Mapping[str, Any]
-) -> dict[str, Any]:
+def _written(expected: Any, found: Any, again: Any, refilled: Any, unit: _Unit) -> Any:
     """Put what is expected in the place of what was found, where that depends on memory that nobody has written to."""
-    return {name: _written(expected.get(name), value, refilled.get(name)) for name, value in found.items()}
-
-
-def _written(expected: Any, found: Any, refilled: Any) -> Any:
     tensors = [expected, found, refilled]
     if not all(isinstance(value, torch.Tensor) and value.layout is torch.strided for value in tensors):
         return found
     if len({(value.shape, value.dtype) for value in tensors}) > 1 or found.is_quantized:
         return found
-    is_real = not found.is_complex()
     same = _as_bits(expected) == _as_bits(refilled)
-    return torch.where(same if is_real else same.all(-1), found, expected)
+    if expected.dtype.is_floating_point or expected.dtype.is_complex:  # kernels that add in any order round otherwise
+        most = max(math.prod(unit.of(expected)), TIMES_OWN * _own(expected, again, unit.device))
+        same |= (_as_real(expected) - _as_real(refilled)).abs() <= most
+    return torch.where(same.all(-1) if found.is_complex() else same, found, expected)
 
 
 class _Unit:
@@ -102,25 +102,35 @@ class _Unit:
         """The largest of the other values, looked for once: there may be gigabytes of gradients."""
         return max((_largest(value, self.device) for value in self._others), default=0.0)
 
-    def is_rounding(self, expected: torch.Tensor, most: float) -> tuple[bool, float]:
-        """Whether two tensors that are so far apart differ by rounding, and by how many units in the last place."""
+    def of(self, expected: torch.Tensor) -> tuple[float, int]:
+        """Compute a unit in the last place of the largest value, and how many of them two roundings may be apart."""
         dtype = self._half if self._half is not None and not _is_half(expected.dtype) else expected.dtype
         unit = torch.finfo(dtype).eps * max(_largest(expected, self.device), self._largest_other)
-        return most <= unit * (HALF_ROUNDINGS if _is_half(dtype) else ROUNDINGS), most / unit if unit else 0.0
+        return unit, HALF_ROUNDINGS if _is_half(dtype) else ROUNDINGS
 
 
 def _is_half(dtype: torch.dtype) -> bool:
     return dtype in (torch.float16, torch.bfloat16)
 
 
-def _among(expected: Mapping[str, Any], found: Mapping[str, Any], unit: _Unit) -> list[Difference]:
-    names = dict.fromkeys((*expected, *found))
-    pairs = ((name, expected.get(name), found.get(name)) for name in names)
-    compared = (_compare(name, one, other, unit) for name, one, other in pairs)
-    return [difference for difference in compared if difference is not None]
+def _among(
+    expected: Mapping[str, Any],
+    found: Mapping[str, Any],
+    again: Mapping[str, Any],
+    refilled: Mapping[str, Any],
+    unit: _Unit,
+) -> list[Difference]:
+    differing = []
+    for name in dict.fromkeys((*expected, *found)):
+        one, other, second = (values.get(name) for values in (expected, found, again))
+        if name in refilled:
+            other = _written(one, other, second, refilled[name], unit)
+        difference = _compare(name, one, other, second, unit)
+        differing += [] if difference is None else [difference]
+    return differing
 
 
-def _compare(name: str, expected: Any, found: Any, unit: _Unit) -> Difference | None:
+def _compare(name: str, expected: Any, found: Any, again: Any, unit: _Unit) -> Difference | None:
     if not isinstance(expected, torch.Tensor) or not isinstance(found, torch.Tensor):
         is_same = expected is found or (type(expected) is type(found) and expected == found)
         return None if is_same else Difference(f"{name} is {_brief(found)} where eager PyTorch has {_brief(expected)}")
@@ -129,7 +139,7 @@ def _compare(name: str, expected: Any, found: Any, unit: _Unit) -> Difference | 
     if expected.layout is not torch.strided:
         expected, found = expected.to_dense(), found.to_dense()
     apart = None if expected.is_quantized else _apart(expected, found, unit.device)
-    return None if apart is None else _difference(name, expected, apart, unit)
+    return None if apart is None else _difference(name, expected, again, apart, unit)
 
 
 @dataclass(frozen=True)
@@ -185,16 +195,26 @@ def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return real if real.dtype is torch.bool else real.view(_BITS[real.element_size()])
 
 
-def _difference(name: str, expected: torch.Tensor, apart: _Apart, unit: _Unit) -> Difference:
+def _difference(name: str, expected: torch.Tensor, again: Any, apart: _Apart, unit: _Unit) -> Difference:
     values = expected.numel() * (2 if expected.is_complex() else 1)
     words = f"{name} has {apart.found:.9g} where eager PyTorch has {apart.expected:.9g}"
     words += f", {apart.count} of {values} values differ"
     if not (expected.dtype.is_floating_point or expected.dtype.is_complex):
         return Difference(words)
-    is_rounding, units = unit.is_rounding(expected, apart.most)
-    if not is_rounding:
+    (size, most), own = unit.of(expected), _own(expected, again, unit.device)
+    if apart.most > max(size * most, TIMES_OWN * own):
         return Difference(words)
-    return Difference(f"{words}, by at most {apart.most:.2g}: {units:.2g} units in the last place of the largest", True)
+    units = apart.most / size if size else 0.0
+    words += f", by at most {apart.most:.2g}: {units:.2g} units in the last place of the largest"
+    return Difference(f"{words}; two runs of eager PyTorch differ by {own:.2g}" if own else words, True)
+
+
+def _own(expected: torch.Tensor, again: Any, device: torch.device) -> float:
+    """Return how far two runs of eager PyTorch are apart; 0 where that is not known."""
+    if not isinstance(again, torch.Tensor) or again.layout is not torch.strided or again.shape != expected.shape:
+        return 0.0
+    apart = _apart(expected, again, device)
+    return apart.most if apart is not None and math.isfinite(apart.most) else 0.0
 
 
 def _largest(value: Any, device: torch.device) -> float:

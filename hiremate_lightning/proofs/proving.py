@@ -244,9 +244,12 @@ class Prover:
             return
         half, device = self._half_of(proof.part), _device_of(proof, arguments)
         of_values, of_gradients = differences(expected, found, half, device=device)
-        if expected.has_fills and (of_values or of_gradients):
-            _, refilled = run_written(replace(trial, with_gradients=is_plain, fill=0))
-            of_values, of_gradients = differences(expected, found, half, refilled, device)
+        if of_values or of_gradients:  # eager PyTorch may differ from itself, too
+            _, again = run_written(replace(trial, with_gradients=is_plain))
+            of_values, of_gradients = differences(expected, found, half, again, device=device)
+            if expected.has_fills and not all(known.is_rounding for known in (*of_values, *of_gradients)):
+                _, refilled = run_written(replace(trial, with_gradients=is_plain, fill=0))
+                of_values, of_gradients = differences(expected, found, half, again, refilled, device)
         self._judge(proof, of_values, of_gradients, trial.with_gradients)
 
     def _run_written(
@@ -318,7 +321,7 @@ def _outcome_in_segments(trial: Trial, written: fx.GraphModule, memory: ProofMem
         log.info("Gradients could not be proved, since code fails when it runs segment by segment: %s", error)
         return trial, expected
     of_values, _ = differences(expected, outcome)
-    if of_values:
+    if not all(difference.is_rounding for difference in of_values):  # kernels that add in any order differ by rounding
         log.info("Gradients could not be proved, since code gives other numbers when it runs segment by segment")
         return trial, expected
     return replace(trial, with_gradients=True), outcome

@@ -94,7 +94,8 @@ class Node:
         key: Equal for nodes that do the same work: operator, shapes, strides, dtypes, device and scalar arguments.
         is_random: Draws random numbers; never run twice.
         is_mutating: Writes to one of its inputs; never run twice.
-        reads_mutated: Reads a buffer that the step overwrites: its second run would see other numbers; never run twice.
+        reads_mutated: Reads a buffer that the step overwrites, or may read a variable of Python: its second run might
+            see other numbers; never run twice.
         flops: Floating-point operations, 0 where unknown or none.
         module: Path of the module that called it, "" for none.
         source: "file:line" of the user's code, "" for none.
@@ -189,10 +190,16 @@ class Graph:
         )
         return replace(self, nodes=nodes)
 
-    def running_once(self, nodes: Collection[int]) -> Graph:
-        """Return the graph in which some nodes are never run twice: they would give other numbers."""
-        once = tuple(replace(n, is_random=True) if i in nodes else n for i, n in enumerate(self.nodes))
-        return replace(self, nodes=once)
+    def running_once(self, random: Collection[int], reading: Collection[int]) -> Graph:
+        """Return the graph in which some nodes never run twice.
+
+        Args:
+            random: Nodes that give other numbers each time.
+            reading: Nodes that may read what changes until the backward.
+        """
+        once = (replace(n, is_random=True) if i in random else n for i, n in enumerate(self.nodes))
+        nodes = tuple(replace(n, reads_mutated=True) if i in reading else n for i, n in enumerate(once))
+        return replace(self, nodes=nodes)
 
     def taking(self, taken: Mapping[int, int | None]) -> Graph:
         """Return the graph in which some nodes, by index, take the memory of other tensors than before, or of none."""

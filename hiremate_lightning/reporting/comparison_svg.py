@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 
 from ..planning.comparing import Comparison
 from .budget_axes import LEFT, RIGHT, BudgetAxes
-from .figures import FAINT, INK, Point
-from .svg_report import LETTER, LINE, open_svg
+from .figures import FAINT, Point
+from .svg_report import Key, lay_out, open_svg, ring, stroke
 
 TOP, BELOW = 40, 44  # pixels above and below the drawing
 HEIGHT = 300  # pixels of the drawing
@@ -65,8 +66,7 @@ class Panel:
             yield f'<path d="{axes.line(self.bounds)}" class="turn" stroke="{FAINT}" fill="none" stroke-width="2"/>'
         for index, (name, points) in enumerate(self.lines):
             yield from _line(index, name, points, self.plain, axes)
-        x, y = axes.place(self.plain)
-        yield f'<circle cx="{x}" cy="{y}" r="6" class="peak" fill="none" stroke="{INK}" stroke-width="2"/>'
+        yield ring(*axes.place(self.plain))
 
 
 def _look(index: int) -> tuple[str, Callable[[float, float], str]]:
@@ -97,25 +97,14 @@ def legend(names: Sequence[str], top: float, width: int) -> tuple[list[str], flo
     Returns:
         The drawing, and the pixels above what comes below it.
     """
-    parts, x, y = [], float(LEFT), top + LINE
-    for index, name in enumerate([*names, "plain training", "proven: nothing is faster"]):
-        needed = 38 + LETTER * len(name)
-        if x > LEFT and x + needed > width:
-            x, y = float(LEFT), y + LINE
-        parts.append(_key(index, len(names), x + 5, y - 4))
-        parts.append(f'<text x="{x + 16:.1f}" y="{y:.1f}">{escape(name)}</text>')
-        x += needed
-    return parts, y + LINE / 2
+    keys: list[tuple[Key, str]] = [(partial(_mark, index), name) for index, name in enumerate(names)]
+    return lay_out([*keys, (ring, "plain training"), (stroke(FAINT), "proven: nothing is faster")], top, width)
 
 
-def _key(index: int, count: int, x: float, y: float) -> str:
-    """Draw what stands before a name in the legend."""
-    if index < count:
-        colour, mark = _look(index)
-        return f'<path d="{mark(x, y)}" fill="{colour}"/>'
-    if index == count:
-        return f'<circle cx="{x}" cy="{y}" r="5" class="peak" fill="none" stroke="{INK}" stroke-width="2"/>'
-    return f'<path d="M{x - 6} {y}h12" class="turn" stroke="{FAINT}" stroke-width="2"/>'
+def _mark(index: int, x: float, y: float) -> str:
+    """Draw what stands for a method."""
+    colour, mark = _look(index)
+    return f'<path d="{mark(x, y)}" fill="{colour}"/>'
 
 
 def panel_of(comparison: Comparison, methods: Sequence[str], title: str, resident_bytes: int, plain: int) -> Panel:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..planning.plan import Plan
+from ..planning.plan import Plan, proof_words
 from ..planning.solvers.curve import Curve
 from ..records.costs import as_plain, step_time_ms
 from ..records.graph import Direction, Graph
@@ -177,5 +177,4 @@ def frontier_words(plan: Plan) -> str:
     """Describe how good the plan is proven to be."""
     if plan.solution.is_plain:
         return "Nothing is recomputed: no plan is faster."
-    found, bound = format_ratio(plan.predicted_overhead), format_ratio(plan.bound_overhead)
-    return f"This plan: {found}; proven: no plan within the budget is below {bound}."
+    return f"This plan: {format_ratio(plan.predicted_overhead)}, {proof_words(plan.to_dict())}."

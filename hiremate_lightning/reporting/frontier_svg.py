@@ -10,7 +10,7 @@ from ..planning.plan import Plan
 from .budget_axes import LEFT, RIGHT, BudgetAxes
 from .figures import BUDGET, COLOURS, FAINT, INK, Frontier, Point
 from .lifetimes import Band
-from .svg_report import LETTER, LINE, open_svg
+from .svg_report import LINE, Key, lay_out, open_svg, ring, stroke
 
 TOP, HEIGHT = 30, 260  # pixels above the drawing, and of it
 LEAST = 0.01  # extra time that is drawn in any case
@@ -41,9 +41,9 @@ class _Frontier:
         return BudgetAxes((*frontier.found, *frontier.bounds, *others), LEAST, False, edges)
 
     def text(self) -> str:
-        height = TOP + HEIGHT + 4 * LINE
-        picture = open_svg(self.width, height, "Extra time against budget")
-        lines = [*self.axes.draw(), *self._budget(), *self._curves(), *self._marks(), *self._legend(height - 12)]
+        legend, height = lay_out(self._legend(), TOP + HEIGHT + 2 * LINE + 8, self.width)
+        picture = open_svg(self.width, int(height), "Extra time against budget")
+        lines = [*self.axes.draw(), *self._budget(), *self._curves(), *self._marks(), *legend]
         return "\n".join([*picture, *lines, "</svg>"])
 
     def _budget(self) -> Iterator[str]:
@@ -71,24 +71,24 @@ class _Frontier:
         return "".join(parts)
 
     def _marks(self) -> Iterator[str]:
-        x, y = self.axes.place(self.frontier.plain)
-        yield f'<circle cx="{x}" cy="{y}" r="5" class="peak" fill="none" stroke="{INK}" stroke-width="2"/>'
-        x, y = self.axes.place(self.frontier.planned)
-        yield f'<circle cx="{x}" cy="{y}" r="6" class="budget-key" fill="{BUDGET}"/>'
+        yield ring(*self.axes.place(self.frontier.plain))
+        yield _dot(*self.axes.place(self.frontier.planned))
         if self.frontier.measured is not None:
-            x, y = self.axes.place(self.frontier.measured)
-            yield f'<path d="M{x - 6} {y - 6}l12 12m0-12l-12 12" class="peak" stroke="{INK}" stroke-width="2"/>'
+            yield _cross(*self.axes.place(self.frontier.measured))
 
-    def _legend(self, y: int) -> Iterator[str]:
-        named = [
-            ("\u2501", COLOURS[Band.SAVED], "", "fastest schedule found"),
-            ("\u2501", FAINT, "faint", "proven: nothing is faster"),
-            ("\u25cb", INK, "", "plain training"),
-            ("\u25cf", BUDGET, "budget-key", "this plan, predicted"),
+    def _legend(self) -> list[tuple[Key, str]]:
+        named: list[tuple[Key, str]] = [
+            (stroke(COLOURS[Band.SAVED]), "fastest schedule found"),
+            (stroke(FAINT), "proven: nothing is faster"),
+            (ring, "plain training"),
+            (_dot, "this plan, predicted"),
         ]
-        named += [("\u2715", INK, "", "this plan, measured")] if self.frontier.measured else []
-        x = float(LEFT)
-        for mark, colour, kind, name in named:
-            looks = f' class="{kind}" fill="{colour}"' if colour != INK else ""
-            yield f'<text x="{x:.1f}" y="{y}"><tspan{looks}>{mark}</tspan> {name}</text>'
-            x += 34 + LETTER * len(name)
+        return [*named, (_cross, "this plan, measured")] if self.frontier.measured else named
+
+
+def _dot(x: float, y: float) -> str:
+    return f'<circle cx="{x}" cy="{y}" r="6" class="budget-key" fill="{BUDGET}"/>'
+
+
+def _cross(x: float, y: float) -> str:
+    return f'<path d="M{x - 6} {y - 6}l12 12m0-12l-12 12" class="peak" stroke="{INK}" stroke-width="2"/>'

@@ -9,14 +9,14 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import cached_property
+from functools import cached_property, partial
 from html import escape
 from pathlib import Path
 from platform import python_version
 from typing import Any
 
 from ..planning.plan import Plan, plan_title
-from ..planning.plan_files import package_version
+from ..planning.solutions import package_version
 from ..planning.solvers.base import Problem, SolveOptions
 from ..planning.solvers.curve import Curve, curve
 from ..planning.solvers.worker import apart
@@ -26,12 +26,12 @@ from .figures import COLOURS, DrawnStep, frontier_of, frontier_words, planned_ru
 from .frontier_svg import frontier_svg
 from .lifetimes import Band, Lifetime
 from .plan_summary import all_numbers, summary_rows, verdict
-from .svg_report import LEFT, PANEL, Timeline, check_plan, writable
+from .svg_report import LEFT, PANEL, RIGHT, Timeline, check_plan, writable
 
 MAX_MODULE_ROWS = 40
 MAX_BLOCKS = 12  # listed of those that are live at the peak
 CURVE_LIMIT_S = 10.0
-WIDTH = 1120  # pixels of a picture
+WIDTH, NARROW = 1120, 360  # pixels of a picture, and of its twin for phones
 NONE = "\u2013"
 BETWEEN = " \u00b7 "  # facts in a line
 ROUNDED_WORDS = (
@@ -92,10 +92,16 @@ class _Page:
         ]
         if self.plan.rounded:
             rows = [(escape(words),) for words in self.plan.rounded]
-            parts.append(_section("Differences by rounding", _table(("value",), rows, numbers=()), ROUNDED_WORDS))
+            parts.append(
+                _section(
+                    "Differences by rounding",
+                    _table("Differences by rounding", ("value",), rows, numbers=()),
+                    ROUNDED_WORDS,
+                )
+            )
         if self.frontier is not None:
-            picture = frontier_svg(self.plan, frontier_of(self.plan, self.frontier), WIDTH)
-            figure = f'<div class="wide" id="frontier">{picture}</div>'
+            draw = partial(frontier_svg, self.plan, frontier_of(self.plan, self.frontier))
+            figure = f'<div class="wide" id="frontier">{_for_screens(draw)}</div>'
             parts.append(_section("Budget against time", figure, frontier_words(self.plan)))
         return (
             f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -109,9 +115,12 @@ class _Page:
     # ------------------------------------------------------------ what runs when
 
     def _timeline(self) -> str:
-        hint = "Point at the picture, or press the arrow keys in it, to see what runs, its source line, what is there."
-        picture = self.timeline.text().replace("<svg ", '<svg tabindex="0" ', 1)
-        return f'<div class="wide" id="timeline">{picture}</div><pre id="note" aria-live="polite">{hint}</pre>'
+        def draw(width: int) -> str:
+            return Timeline(self.plan, width).text().replace("<svg ", '<svg tabindex="0" ', 1)
+
+        return (
+            f'<div class="wide" id="timeline">{_for_screens(draw)}</div><pre id="note" aria-live="polite">{_HINT}</pre>'
+        )
 
     def _steps(self) -> dict[str, Any]:
         """Return what the script shows: each operation of the two runs, and where it is in the picture."""
@@ -119,7 +128,7 @@ class _Page:
             [node_words(node), node.direction.value, node.module, short_source(node.source), format_time(time_ms)]
             for node, time_ms in zip(self.plan.graph.nodes, self.plan.profile.time_ms, strict=True)
         ]
-        place = {"left": LEFT, "width": self.timeline.columns, "height": PANEL, "end": self.timeline.end_ms}
+        place = {"left": LEFT, "right": RIGHT, "height": PANEL, "end": self.timeline.end_ms}
         runs = [self._run(run, top) for run, top in zip(self.timeline.runs, self.timeline.tops, strict=True)]
         return {**place, "resident": self.plan.resident_bytes, "nodes": nodes, "runs": runs}
 
@@ -172,12 +181,16 @@ class _Page:
                 _or_none(measured.recompute_ms, format_time),
             ),
         ]
-        return _table(("", "predicted", "measured"), [tuple(map(escape, row)) for row in rows])
+        return _table(
+            "Predicted and measured", ("", "predicted", "measured"), [tuple(map(escape, row)) for row in rows]
+        )
 
     def _modules(self) -> str:
         rows = module_rows(self.plan, MAX_MODULE_ROWS)
         header = ("module", "kept", "not kept", "recomputed", "extra time", "share kept")
-        return _table(header, [_module_cells(row) for row in rows], _module_cells(total_row(rows)))
+        return _table(
+            "What each module keeps", header, [_module_cells(row) for row in rows], _module_cells(total_row(rows))
+        )
 
     def _modules_words(self) -> str:
         words = "Bytes that live from forward to backward. Equal blocks share a row"
@@ -202,7 +215,9 @@ class _Page:
         if rest := live[MAX_BLOCKS:]:
             rows.append((f"{len(rest)} smaller ones", format_bytes(sum(life.size_bytes for life in rest)), "", "", ""))
         total = ("all", format_bytes(self.plan.planned_peak_bytes), "", "", "")
-        return _table(("what", "bytes", "made by", "module", "source"), rows, total, numbers=(1,))
+        return _table(
+            "What fills the peak", ("what", "bytes", "made by", "module", "source"), rows, total, numbers=(1,)
+        )
 
     def _block_cells(self, life: Lifetime) -> tuple[str, ...]:
         swatch, size = _swatch(COLOURS[life.band], life.band.value), format_bytes(life.size_bytes)
@@ -247,29 +262,40 @@ def _swatch(colour: str, words: str) -> str:
     return f'<i class="swatch" style="background:{colour}"></i>{escape(words)}'
 
 
+def _for_screens(draw: Callable[[int], str]) -> str:
+    """Draw a picture for wide screens and one for phones, whose letters are as large; the style shows one of them."""
+    return f'<div class="broad">{draw(WIDTH)}</div><div class="narrow">{draw(NARROW)}</div>'
+
+
 def _section(title: str, body: str, words: str = "") -> str:
     said = f"<p>{escape(words)}</p>" if words else ""
     return f"<section><h2>{title}</h2>{said}{body}</section>"
 
 
 def _table(
+    caption: str,
     header: Sequence[str],
     rows: Sequence[Sequence[str]],
     total: Sequence[str] = (),
     numbers: Sequence[int] = (1, 2, 3, 4),
 ) -> str:
-    """Lay out cells of HTML; the columns of numbers go to the right."""
+    """Lay out cells of HTML; the columns of numbers go to the right. The caption is for who can't see the heading."""
 
     def line(cells: Sequence[str], tag: str) -> str:
         styles = (' class="number"' if i in numbers else "" for i in range(len(cells)))
-        return "<tr>" + "".join(f"<{tag}{s}>{c}</{tag}>" for s, c in zip(styles, cells, strict=True)) + "</tr>"
+        scope = ' scope="col"' if tag == "th" else ""
+        return "<tr>" + "".join(f"<{tag}{scope}{s}>{c}</{tag}>" for s, c in zip(styles, cells, strict=True)) + "</tr>"
 
     body = "".join(line(row, "td") for row in rows)
     foot = f"<tfoot>{line(total, 'td')}</tfoot>" if total else ""
-    head = line(header, "th")
-    return f'<div class="wide"><table><thead>{head}</thead><tbody>{body}</tbody>{foot}</table></div>'
+    head = f"<caption>{caption}</caption><thead>{line(header, 'th')}</thead>"
+    return f'<div class="wide"><table>{head}<tbody>{body}</tbody>{foot}</table></div>'
 
 
+_HINT = (
+    '<span class="pointer">Point at the picture, or press the arrow keys in it,</span><span class="touch">Touch the '
+    "picture</span> to see what runs, its source line, what is there."
+)
 _STYLE = """
 :root { color-scheme: light dark; --page: #f6f7f9; --paper: white; --ink: #22262d; --faint: #6b7280; --line: #e2e5ea;
   --bar: #e4e6e9; --over: #b00020; }
@@ -294,7 +320,12 @@ header { display: flex; flex-wrap: wrap; gap: 12px; margin-bottom: 16px; }
 section { padding: 14px; margin-bottom: 16px; }
 section > p { margin: 0 0 8px; color: var(--faint); }
 .wide { overflow-x: auto; }
-.wide svg { display: block; width: 100%; min-width: 560px; height: auto; }
+.wide svg { display: block; width: 100%; height: auto; touch-action: pan-y; }
+.narrow { display: none; max-width: 560px; }
+.touch { display: none; }
+@media (hover: none) { .touch { display: inline; } .pointer { display: none; } }
+caption { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
+@media (max-width: 800px) { .broad { display: none; } .narrow { display: block; } }
 pre { margin: 8px 0 0; font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th { text-align: left; font-weight: 500; color: var(--faint); }
@@ -313,9 +344,11 @@ tfoot td { font-weight: 600; border-bottom: none; }
   .card, section { padding: 8px 10px; }
   .card { flex-basis: 140px; }
   table { font-size: 13px; }
-  th, td { padding-right: 10px; }
+  th, td { padding-right: 6px; white-space: normal; vertical-align: top; }
+  th { font-size: 11px; vertical-align: bottom; }
+  td { overflow-wrap: anywhere; }
   .depth0, .depth1 { white-space: normal; overflow-wrap: anywhere; display: inline-block; min-width: 6em; }
-  .bar { width: 60px; }
+  .bar { width: 44px; }
   pre { font-size: 12px; }
 }
 footer { color: var(--faint); font-size: 13px; }
@@ -323,9 +356,13 @@ footer { color: var(--faint); font-size: 13px; }
 
 _SCRIPT = """
 const known = JSON.parse(document.getElementById("steps").textContent);
-const picture = document.querySelector("#timeline svg"), note = document.getElementById("note");
-const line = document.createElementNS(picture.namespaceURI, "path");
-line.setAttribute("class", "peak"); line.setAttribute("stroke", "#22262d"); picture.append(line);
+const pictures = [...document.querySelectorAll("#timeline svg")], note = document.getElementById("note");
+const [picture] = pictures, lines = pictures.map(picture => {
+  const line = document.createElementNS(picture.namespaceURI, "path");
+  line.setAttribute("class", "peak"); line.setAttribute("stroke", "#22262d"); picture.append(line);
+  return line;
+});
+const columns = picture => picture.viewBox.baseVal.width - known.left - known.right;
 let run = known.runs[1], at = 0;
 function words(bytes) {
   let unit = 0;
@@ -343,18 +380,24 @@ function show() {
   note.textContent = [`${name}, ${again ? "recomputed" : direction}, ${time}`, module, source,
     `${words(known.resident + total)} in all`, ...rows].filter(Boolean).join("\\n");
   note.style.minHeight = `${Math.max(parseFloat(note.style.minHeight) || 0, note.offsetHeight)}px`;
-  const x = known.left + (run.starts[at] + run.starts[at + 1]) / 2 / known.end * known.width;
-  line.setAttribute("d", `M${x} ${run.top}v${known.height}`);
+  const share = (run.starts[at] + run.starts[at + 1]) / 2 / known.end;
+  pictures.forEach((picture, i) =>
+    lines[i].setAttribute("d", `M${known.left + share * columns(picture)} ${run.top}v${known.height}`));
 }
-picture.addEventListener("pointermove", event => {
+function point(event) {
+  const picture = event.currentTarget;
   const place = new DOMPoint(event.clientX, event.clientY).matrixTransform(picture.getScreenCTM().inverse());
   run = known.runs[place.y < known.runs[1].top - 20 ? 0 : 1];
-  const time = (place.x - known.left) / known.width * known.end;
+  const time = (place.x - known.left) / columns(picture) * known.end;
   at = run.starts.findLastIndex(start => start <= time);
   show();
-});
-picture.addEventListener("keydown", event => {
+}
+function walk(event) {
   const step = {ArrowLeft: -1, ArrowRight: 1}[event.key];
   if (step) { at += step; show(); event.preventDefault(); }
-});
+}
+for (const picture of pictures) {
+  for (const kind of ["pointerdown", "pointermove"]) picture.addEventListener(kind, point);
+  picture.addEventListener("keydown", walk);
+}
 """

@@ -90,8 +90,8 @@ def read_summary(path: Path) -> dict[str, Any]:
         data = json.loads(in_page[1] if in_page else text)
     except OSError as error:
         raise ConfigurationError(f"Can't read {str(path)!r}: {error.strerror}. {expected}") from error
-    except ValueError as error:  # no text, or no JSON
-        raise ConfigurationError(f"{str(path)!r} is no plan: {error}. {expected}") from error
+    except ValueError:  # no text, or no JSON
+        data = None
     if isinstance(data, dict) and "planned_step_ms" in data:
         return data
     raise ConfigurationError(f"{str(path)!r} is no plan. {expected}")

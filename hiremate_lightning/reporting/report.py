@@ -24,7 +24,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from ..planning.plan import Plan, PlanningTime, measured_line, plan_title, planned_lines, planning_words
+from ..planning.plan import Plan, PlanningTime, measured_line, near_words, plan_title, planned_lines, planning_words
 from ..units import format_ratio
 from .breakdown import advice_lines
 from .html_report import write_html
@@ -37,9 +37,10 @@ LOG_WIDTH = 100  # columns of a table in a log
 PAGE = "hiremate_plan.html"
 
 
-def calls_for(full: str = 'verbose="full"') -> str:
-    """Return what to write to see more of a plan, where the table is asked for by such an argument."""
-    page = 'from hiremate_lightning import get_plan, write_html; write_html(get_plan(model), "plan.html")'
+def calls_for(full: str = 'verbose="full"', plan: str = "get_plan(model)") -> str:
+    """Return what to write to see more of a plan, by the argument that shows the table and by the plan at hand."""
+    names = "get_plan, write_html" if "get_plan" in plan else "write_html"
+    page = f'from hiremate_lightning import {names}; write_html({plan}, "plan.html")'
     return f"{full} shows a table; {page} writes a page"
 
 
@@ -71,6 +72,7 @@ class Reporter:
         self._progress: Progress | None = None
         self._tasks: list[TaskID] = []
         self._planning_s = 0.0  # that were said
+        self._stages_s = 0.0  # of the stages since the latest plan
         self._largest_bytes = 0  # peak of the largest step whose plan was shown, without it
 
     @property
@@ -116,14 +118,16 @@ class Reporter:
 
     @contextmanager
     def _named_if_long(self, name: str) -> Iterator[None]:
-        """Write a line once a stage has taken some seconds, and after twice as many each time."""
-        is_done = threading.Event()
+        """Write a line once the stages since the latest plan have taken some seconds, and after twice as many each."""
+        is_done, start, before_s = threading.Event(), time.monotonic(), self._stages_s
 
         def tell() -> None:
-            passed_s = LONG_S
-            while not is_done.wait(passed_s if passed_s == LONG_S else passed_s / 2):
-                self._write([f"HiRemate: still {name}, after {passed_s:g} s"])
-                passed_s *= 2
+            due_s = LONG_S
+            while due_s <= before_s:
+                due_s *= 2
+            while not is_done.wait(due_s - before_s - (time.monotonic() - start)):
+                self._write([f"HiRemate: still {name}, after {due_s:g} s of planning"])
+                due_s *= 2
 
         teller = threading.Thread(target=tell, daemon=True)
         teller.start()
@@ -131,6 +135,7 @@ class Reporter:
             yield
         finally:
             is_done.set()
+            self._stages_s = before_s + time.monotonic() - start
 
     def progress(self, description: str, completed: float, total: float | None = None) -> None:
         """Show how far the stage under way is; outside of a stage, nothing.
@@ -162,7 +167,7 @@ class Reporter:
                 words = f"none found, at least {format_ratio(bound_ms / step_ms)}"
             else:
                 gap = max(0.0, best_ms - bound_ms) / (step_ms + best_ms)
-                words = f"extra time {format_ratio(best_ms / step_ms)}, gap {100 * gap:.1f}%"
+                words = f"extra time {format_ratio(best_ms / step_ms)}, {near_words(gap)}"
             self.progress(words, 0)
 
         return tell
@@ -182,6 +187,7 @@ class Reporter:
         That is a line or, where it was asked for and none of a larger step was shown, the whole table. With a remark it
         is a line, and that.
         """
+        self._stages_s = 0.0
         if remark:
             self.note(f"{planned_lines(plan)[0]} ({remark})")
             return

@@ -7,7 +7,7 @@ where the reader's screen is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -152,10 +152,11 @@ class Timeline:
         """Write the picture."""
         panels = [part for run, top in zip(self.runs, self.tops, strict=True) for part in self._panel(run, top)]
         below = self.tops[-1] + PANEL
-        legend, height = self._legend(below + 2 * LINE + 8)
+        keys = [(_key(colour), name) for colour, name in self.legend]
+        legend, height = lay_out(keys, below + 2 * LINE + 8, self.width)
         return "\n".join(
             [
-                *open_svg(self.width, height, f"{plan_title(self.plan)}: memory of a step"),
+                *open_svg(self.width, int(height), f"{plan_title(self.plan)}: memory of a step"),
                 *panels,
                 *self._time_axis(below),
                 *legend,
@@ -193,7 +194,7 @@ class Timeline:
         at = run.simulation.timeline.index(run.simulation.peak_moment)
         x = LEFT + run.starts_ms[at] / self.end_ms * self.columns
         y = self._y(self.plan.resident_bytes + run.simulation.peak_bytes, top)
-        return f'<circle cx="{x:.1f}" cy="{y}" r="5" class="peak" fill="none" stroke="{INK}" stroke-width="2"/>'
+        return ring(x, y)
 
     def _layers(self, run: DrawnStep) -> Iterable[tuple[str, Sequence[int]]]:
         for _, colour, size_bytes in resident_bands(self.plan):
@@ -231,25 +232,50 @@ class Timeline:
             yield f'<text x="{x:.1f}" y="{top + 16}" text-anchor="middle">{tick:g}</text>'
         yield f'<text x="{LEFT + self.columns / 2}" y="{top + 16 + LINE}" text-anchor="middle">{unit}</text>'
 
-    def _legend(self, top: int) -> tuple[list[str], int]:
-        """Lay the legend out in rows; give it with the height of the picture."""
-        parts, x, y = [], float(LEFT), top + LINE
-        for colour, name in self.legend:
-            needed = 34 + LETTER * len(name)
-            if x > LEFT and x + needed > self.width:
-                x, y = float(LEFT), y + LINE
-            parts.append(_key(colour, x, y))
-            parts.append(f'<text x="{x + 18:.1f}" y="{y}">{escape(name)}</text>')
-            x += needed
-        return parts, y + LINE
+
+Key = Callable[[float, float], str]  # draws what stands before a name in a legend, around a point
 
 
-def _key(colour: str, x: float, y: float) -> str:
-    """Draw what stands before a name in the legend."""
-    if colour == PEAK:
-        return f'<circle cx="{x + 6:.1f}" cy="{y - 4}" r="5" class="peak" fill="none" stroke="{INK}" stroke-width="2"/>'
+def lay_out(entries: Iterable[tuple[Key, str]], top: float, width: int) -> tuple[list[str], float]:
+    """Lay a legend out in rows.
+
+    Args:
+        entries: What stands before each name, and the name.
+        top: Pixels above it.
+        width: Pixels that it may take.
+
+    Returns:
+        The drawing, and the pixels above what comes below it.
+    """
+    parts, x, y = [], float(LEFT), top + LINE
+    for key, name in entries:
+        needed = 34 + LETTER * len(name)
+        if x > LEFT and x + needed > width:
+            x, y = float(LEFT), y + LINE
+        parts += [key(x + 6, y - 4), f'<text x="{x + 18:.1f}" y="{y:g}">{escape(name)}</text>']
+        x += needed
+    return parts, y + LINE
+
+
+def ring(x: float, y: float) -> str:
+    """Draw the mark of plain training, and of a peak."""
+    return f'<circle cx="{x:.1f}" cy="{y}" r="5" class="peak" fill="none" stroke="{INK}" stroke-width="2"/>'
+
+
+def stroke(colour: str) -> Key:
+    """Return what draws a piece of a line."""
+    kind = ' class="turn"' if colour == FAINT else ""
+    return lambda x, y: f'<path d="M{x - 6:.1f} {y}h12"{kind} stroke="{colour}" stroke-width="2"/>'
+
+
+def _key(colour: str) -> Key:
+    """Return what draws the key of a band, of the budget or of the peak."""
     kind = ' class="budget-key"' if colour == BUDGET else ""
-    return f'<rect x="{x:.1f}" y="{y - 10}" width="12" height="12" rx="2"{kind} fill="{colour}"/>'
+
+    def square(x: float, y: float) -> str:
+        return f'<rect x="{x - 6:.1f}" y="{y - 6}" width="12" height="12" rx="2"{kind} fill="{colour}"/>'
+
+    return ring if colour == PEAK else square
 
 
 def ticks(most: float, about: int = 5) -> list[float]:

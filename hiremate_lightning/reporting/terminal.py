@@ -7,6 +7,8 @@ no meaning is in colour alone. Where a stream takes ASCII only, the same is draw
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -346,6 +348,22 @@ class _Timeline:
         for line in lines:
             line.rstrip()
         return Text("\n").join(lines)
+
+
+class Output(Console):
+    """Standard output. Where nobody reads it any more, as behind `| head`, the rest is dropped: that is no error."""
+
+    def on_broken_pipe(self) -> None:
+        """Write the rest nowhere."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    def write(self, text: str) -> None:
+        """Write text as it is."""
+        try:
+            self.file.write(text)
+            self.file.flush()
+        except BrokenPipeError:
+            self.on_broken_pipe()
 
 
 def plain_table() -> Table:

@@ -17,31 +17,15 @@ from ..torch_private import aot, tensor_state
 from .contributions import arrivals
 
 aten = torch.ops.aten
-_BY_HAND = {"to", "type", "type_as", "bfloat16", "half"}
 
-
-def remembering_blocks(module: fx.GraphModule, device_type: str) -> dict[str, int]:
-    """Number the blocks of autocast that remember casts, by the names of what runs in them.
-
-    Args:
-        module: What Dynamo captured, and is traced in autocast's present state.
-        device_type: Of the parameters, "cpu" or "cuda".
-    """
-    names = [n.name for n in module.graph.nodes if not (n.op == "call_method" and n.target in _BY_HAND)]
-    if torch.is_autocast_enabled(device_type):
-        return dict.fromkeys(names, 0) if torch.is_autocast_cache_enabled() else {}
-    found = aot.outermost_autocasts(module.graph)
-    return {name: found[name] for name in names if name in found}
-
-
-def share(joint: fx.GraphModule, forward_outputs: int, parameters: Collection[int], blocks: Mapping[str, int]) -> None:
+def share(joint: fx.GraphModule, forward_outputs: int, parameters: Collection[int], blocks: Mapping[aot.Source, int]) -> None:
     """Cast each parameter once in a block of autocast, and add up its gradients in that type.
 
     Args:
         joint: Forward and backward, which are changed; gives the forward's outputs, then the gradients of all inputs.
         forward_outputs: How many outputs the forward has.
         parameters: Positions of the parameters among the inputs.
-        blocks: From `remembering_blocks`.
+        blocks: From `aot.outermost_autocasts`.
     """
     backwards: dict[int, list[fx.Node]] = {}
     for node in joint.graph.find_nodes(op="call_function", target=aten._to_copy.default):
@@ -56,7 +40,8 @@ def share(joint: fx.GraphModule, forward_outputs: int, parameters: Collection[in
         for first, *others in casts.values():
             if not others:
                 continue
-            terms = sorted(n for cast in (first, *others) for n in backwards.get(cast.meta["seq_nr"], ()))
+            ends = {n for cast in (first, *others) for n in backwards.get(cast.meta["seq_nr"], ())}
+            terms = sorted(n for n in ends if _is_like(n, primal))
             gradient = dict(aot.inputs_with_gradients(joint, forward_outputs))[primal]
             if gradient is None or _add_up_before_casting(joint.graph, terms, gradient):
                 for cast in others:
@@ -64,13 +49,19 @@ def share(joint: fx.GraphModule, forward_outputs: int, parameters: Collection[in
                     joint.graph.erase_node(cast)
 
 
-def _block_of(node: fx.Node, blocks: Mapping[str, int]) -> int | None:
+def _is_like(gradient: fx.Node, primal: fx.Node) -> bool:
+    """Whether a node may be a gradient of an input: a cast without gradients has the number of what comes after it."""
+    values = gradient.meta["val"], primal.meta["val"]
+    return values[0].shape == values[1].shape and values[0].dtype is values[1].dtype
+
+
+def _block_of(node: fx.Node, blocks: Mapping[aot.Source, int]) -> int | None:
     """Return the block of autocast that made a node to cast a parameter, None for any other node."""
     is_cast = node.target is aten._to_copy.default and set(node.kwargs) == {"dtype"} and "seq_nr" in node.meta
     if not is_cast or node.kwargs["dtype"] not in (torch.bfloat16, torch.float16):
         return None
-    made_by = node.meta.get("from_node")
-    return blocks.get(made_by[-1].name) if made_by else None
+    source = aot.source_of(node)
+    return None if source is None else blocks.get(source)
 
 
 def _add_up_before_casting(graph: fx.Graph, terms: Sequence[fx.Node], total: fx.Node) -> bool:

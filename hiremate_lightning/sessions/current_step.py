@@ -101,6 +101,8 @@ class CurrentStep:
         resident: What existed when it began, None where that was not counted.
         way: How it runs.
         expected: The kind by whose plan it begins, None for none.
+        is_unknown: Whether it is likely of a kind without a plan, which runs more than that one: all of it runs at the
+            least memory.
         look: What is watched in it, None where that was not asked.
         timing: How its whole time is taken, None where it is not.
         record: What is measured in it, None for nothing.
@@ -121,6 +123,7 @@ class CurrentStep:
     resident: Resident | None = None
     way: Way = BY_GRAPHS
     expected: StepKind | None = None
+    is_unknown: bool = False
     look: Look | None = None
     timing: Timing | None = None
     record: StepRecord | None = None
@@ -179,6 +182,10 @@ class CurrentStep:
         """Whether it ran throughout by the plans of these kinds: its own, and those that it is taken for."""
         chosen = {forward.way.kind for forward in self.forwards}
         return bool(chosen) and chosen <= set(kinds) and not self.is_replanned
+
+    def began_by(self, kind: StepKind) -> bool:
+        """Whether its first forward ran by the plan of a kind."""
+        return bool(self.forwards) and self.forwards[0].way.kind is kind
 
     @property
     def is_by_plans(self) -> bool:

@@ -5,11 +5,11 @@ Steps that have no plan run as was planned for the same code at other sizes, or 
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import cache, partial
 
 from ..capturing.absent import without_missing
 from ..capturing.capture import Captured
@@ -21,6 +21,7 @@ from ..memory.allocator import in_blocks
 from ..memory.free_memory import free_bytes
 from ..planning.ladder import Chosen, Loss, fastest_that_fits
 from ..planning.planner import FirstSolution, first_solution
+from ..planning.solvers.base import Problem, replay
 from ..records.costs import Profile, step_time_ms
 from ..records.graph import Graph
 from ..records.outline import Outlines, SizedStep
@@ -62,6 +63,7 @@ class GraphPrograms:
         self.history, self._parts, self._stages = model.history, model.parts, model.stages
         self._searches: deque[FirstSolution] = deque(maxlen=REMEMBERED)
         self._taken_over: weakref.WeakKeyDictionary[Part, TakenOver] = weakref.WeakKeyDictionary()
+        self._fits = dict[tuple[StepKind, tuple[Schedule, ...]], bool]()  # kinds whose steps began by these
         self._most_bytes = 0  # that were resident
         self._outlines, self._ladders = Outlines(), Ladders(model, maker)
         self._schedules = dict[Hashable, Schedule]()  # of decisions, for all sizes of code
@@ -69,6 +71,7 @@ class GraphPrograms:
     def forget_plans(self) -> None:
         """Decide anew what to take over: there is another plan, or more is resident."""
         self._taken_over.clear()
+        self._fits.clear()
 
     def note_resident(self, resident: Resident) -> None:
         """Learn of what exists before a step: where that is more than ever, what was taken over may not fit."""
@@ -113,6 +116,19 @@ class GraphPrograms:
                 before = [way for way in ways.values() if way is not None]
                 ways[ran] = self._decide(step, part.captured, profile, before)
         return ways[ran]
+
+    def fits(self, step: CurrentStep, kind: StepKind) -> bool:
+        """Whether a step of a planned kind fits that has begun as the step under way, and goes on by its plan."""
+        begun = tuple(forward.program.schedule for forward in step.forwards)
+        if (kind, begun) not in self._fits:
+            recorded, plan = kind.recorded, kind.own_plan
+            whole, places = recorded.merge(), [place for place in recorded.places if place < len(begun)]
+            before = [begun[place].decisions(step.forwards[place].captured.graph) for place in places]
+            decisions = _going_on(whole, before, plan.solution.recompute)
+            peak_bytes = replay(Problem(whole.graph, whole.profile, 0), decisions).peak_bytes
+            most_bytes = max(plan.budget_bytes, plan.planned_peak_bytes) - recorded.margin_bytes
+            self._fits[kind, begun] = recorded.resident.size_bytes + peak_bytes <= most_bytes
+        return self._fits[kind, begun]
 
     def find_least(self, step: CurrentStep, part: Part, profile: Profile) -> Program:
         """Return the program of least memory of a part.
@@ -303,7 +319,10 @@ class GraphChoices(Choices):
         A graph that has no backward there waits for a later one, or is dropped. One that is dropped holds the least:
         that takes no time, and a plan counts what it held as it was recorded.
         """
-        kind, program = self._programs.history.choose(self._ran, self._step.expected, self._step.start)
+        step, programs = self._step, self._programs
+        if step.is_unknown:
+            return self.least_memory()
+        kind, program = programs.history.choose(self._ran, step.expected, step.start, partial(programs.fits, step))
         if kind is None:
             return None
         if program is None and any(unfinished is self._part for unfinished, _ in kind.recorded.unfinished):
@@ -341,7 +360,7 @@ def foresee(
     """
     codes = [captured for captured, _ in calls]
 
-    @functools.cache
+    @cache
     def as_run(index: int, missing: frozenset[int]) -> tuple[Graph, Profile]:
         captured, costs = calls[index]
         return without_missing(captured, missing, costs)

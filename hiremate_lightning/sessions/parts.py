@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +26,7 @@ class Parts:
         cache_dir: Where to keep profiles between runs, None for nowhere.
         kernels: What compiles fused operations before they are profiled, None where nothing is fused.
         announce: Told once of each operator that can't be measured.
+        recomputable: Custom operators with Python code that may run twice, by name.
 
     What belongs to a part goes with it: of sizes that have not come for long, what was traced is dropped.
 
@@ -38,8 +39,14 @@ class Parts:
     """
 
     def __init__(
-        self, stages: Stages, cache_dir: Path | None, kernels: FusedKernels | None, announce: Callable[[str], None]
+        self,
+        stages: Stages,
+        cache_dir: Path | None,
+        kernels: FusedKernels | None,
+        announce: Callable[[str], None],
+        recomputable: Sequence[str] = (),
     ) -> None:
+        self._recomputable = recomputable
         self._stages, self._kernels, self._announce = stages, kernels, announce
         self._unmeasured: set[str] = set()  # operators
         self._costs = CostCache(cache_dir)
@@ -96,7 +103,7 @@ class Parts:
     def prepare(self, part: Part, options: ProfileOptions = ProfileOptions()) -> tuple[int, Profile]:
         """Return the number of a part that is about to run, and its costs, which are measured the first time."""
         if part not in self._profiles:
-            part.captured = without_unsteady(part.captured)
+            part.captured = without_unsteady(part.captured, self._recomputable)
             self._profiles[part] = self._measure(part.captured, options)
         return self._numbers[part], self._profiles[part]
 

@@ -62,13 +62,24 @@ class PlanMaker:
     def budget_bytes(self, step: Step | SizedStep, resident: Resident, kind: StepKind | None = None) -> int:
         """Return the budget of a step, resident bytes included; a share is of the largest step that is known.
 
-        A share is of what plain training adds, graphs that wait for their backward included.
+        A share is of what plain training adds, graphs that wait for their backward included. All kinds of steps have
+        the largest budget of any.
 
         Args:
             step: The step.
             resident: What exists before it.
             kind: Its kind, None where that is not known yet.
         """
+        return max(self._own_budget_bytes(step, resident, kind), self._others_budget_bytes(kind))
+
+    def _others_budget_bytes(self, kind: StepKind | None) -> int:
+        """Return the largest budget of the other planned kinds of steps, 0 where budgets are no shares."""
+        if self._model.options.budget.share is None:
+            return 0
+        others = (other for other in self._history.planned if other is not kind)
+        return max((other.recorded.limits.own_bytes for other in others), default=0)
+
+    def _own_budget_bytes(self, step: Step | SizedStep, resident: Resident, kind: StepKind | None) -> int:
         if self._auto_bytes is None:
             self._auto_bytes = resolve(Budget(), resident.size_bytes, 0, free_bytes(self._model.memory.device))
         if self._model.options.budget.is_auto:
@@ -89,7 +100,9 @@ class PlanMaker:
     def limits(self, kind: StepKind, step: RecordedStep) -> Limits:
         """Return the budgets of a kind of step with that of one such step."""
         plain = self.waiting.at(kind, step, 0)
-        return step.limits.meeting(step.resident, self.budget_bytes(plain.merge(), plain.resident, kind))
+        own_bytes = self._own_budget_bytes(plain.merge(), plain.resident, kind)
+        limits = replace(step.limits, of_others=self._others_budget_bytes(kind))
+        return limits.meeting(step.resident, own_bytes)
 
     def choose_level(self, resident: Resident | None = None) -> list[StepKind]:
         """Choose the level of graphs that wait; return the kinds of steps that are to be planned anew by it.

@@ -242,6 +242,7 @@ class PlannedKinds:
                 kind.step = None
                 return
             self._plan_without_margin(kind, error)
+        self._share_budget(*ahead, kind)
         self.warn_of_first_step(kind, record.peak_bytes or 0)
 
     def note_given(self, kind: StepKind, calls: Sequence[ModuleCall]) -> None:
@@ -305,6 +306,17 @@ class PlannedKinds:
         self._announce(kind, plan)
         self._tell(plan)
 
+    def _has_risen(self, kind: StepKind) -> bool:
+        """Whether the budget is another one now than that of a plan, since another kind of steps has come."""
+        is_share = self._model.options.budget.share is not None
+        return is_share and self.maker.limits(kind, kind.recorded).budget_bytes != kind.own_plan.budget_bytes
+
+    def _share_budget(self, *known: StepKind) -> None:
+        """Let the other kinds of steps have the budget too that came with some: a share is of the largest step."""
+        for kind in self.history.planned if self._model.options.budget.share is not None else ():
+            if kind not in known:
+                self.check_plan(kind, kind.recorded.resident)
+
     def _install(self, kind: StepKind, plan: Plan, programs: Mapping[int, Program]) -> None:
         """Let the programs of a plan take over."""
         step = kind.recorded
@@ -345,7 +357,8 @@ class PlannedKinds:
         """Check a plan against the memory that exists before this step; plan anew where it no longer fits."""
         plan, step = kind.own_plan, kind.recorded
         at_level = self.maker.waiting.resident_at(resident)
-        if at_level == step.resident and not kind.counts_on_freed_gradients:
+        is_met = at_level == step.resident and not kind.counts_on_freed_gradients
+        if is_met and not self._has_risen(kind):
             return
         self._note_before(kind, resident)
         if self.shortage.is_held:
@@ -460,11 +473,18 @@ class PlannedKinds:
             self._reports.measured(kind, plan)
         self._tell(plan)
 
-    def confused(self, expected: StepKind, kind: StepKind) -> None:
-        """Learn that a step turned out another kind than it began as."""
-        self.history.confuse(expected, kind)
-        plan = max((expected.own_plan, kind.own_plan), key=lambda plan: plan.unplanned_peak_bytes)
-        if not plan.solution.is_plain:
+    def confused(self, expected: StepKind, kind: StepKind, is_by_plans: bool) -> None:
+        """Learn that a step turned out another kind than it began as.
+
+        Args:
+            expected: What it began as.
+            kind: What it was.
+            is_by_plans: Whether it went on by plans that fitted.
+        """
+        self.history.confuse(expected)
+        plans = (expected.plan, kind.plan)
+        plan = max((p for p in plans if p is not None), key=lambda plan: plan.unplanned_peak_bytes)
+        if not (plan.solution.is_plain or is_by_plans):
             self._announcements.confused(plan.budget_bytes, CERTAIN)
 
     # ---------------------------------------------------------------- what others ask

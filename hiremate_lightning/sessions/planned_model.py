@@ -40,7 +40,8 @@ class PlannedModel:
         self.stages = Stages(Reporter(options.verbose))
         self.kernels = FusedKernels(self.announcements.say) if options.compile else None
         self.offloading = Offloading(options, lambda: self.memory.device, self.announcements.say)
-        self.parts = Parts(self.stages, options.cache_dir, self.kernels, self.announcements.say)
+        say, recomputable = self.announcements.say, options.recomputable_operators
+        self.parts = Parts(self.stages, options.cache_dir, self.kernels, say, recomputable)
         self.parts.measures_link = lambda: self.offloading.is_on
         self.memory = ResidentMemory(root, self.parts.waiting, self.parts.retained)
         self.history = History()

@@ -43,6 +43,7 @@ class StepWatch:
         else:
             all_likely = self._history.all_likely(step.foreseen)
             step.expected = max(all_likely, key=lambda kind: kind.own_plan.unplanned_peak_bytes, default=None)
+            step.is_unknown = step.expected is not None and self._history.begins_unknown(step.foreseen, step.expected)
             step.look = self._watching.step_begins(self._expect(step))
         if step.look.is_measured:
             step.record = self._begin_record(step, arguments)

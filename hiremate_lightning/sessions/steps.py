@@ -191,15 +191,18 @@ class Steps:
         return growths == self._memory.growths and retained_bytes >= self._memory.retained_bytes()
 
     def first_forward(self, number: int, arguments: Sequence[Any]) -> None:
-        """Check the plan of a kind that was not foreseen against the memory that exists, before a step begins by it.
+        """Choose the kind by whose plan a step begins; check a plan that was not foreseen against what exists.
 
         Args:
             number: Of the captured graph that is about to run.
             arguments: What it is given.
         """
         step = self.current
-        kind = None if step is None else self._history.choose((number,), step.expected, step.start)[0]
-        if step is not None and kind is not None and not self._was_checked(kind):
+        if step is None:
+            return
+        kind, _ = self._history.choose((number,), step.expected, step.start, lambda kind: True)
+        step.expected = kind or step.expected
+        if kind is not None and not self._was_checked(kind):
             resident = step.resident or self._memory.count_before_step(tensors_among(arguments))
             self._planned.check_plans([kind], resident)
             self._note_checked([kind])
@@ -290,8 +293,8 @@ class Steps:
         self._history.ended(kind, step.start, step.is_by_plans)
         kind.sights.fits_nothing = kind.sights.fits_nothing or step.comparison.fits_nothing
         self._unplanned.learn_from_taken_over(step, kind)
-        if not is_own and expected is not None and kind.plan is not None and expected is not kind:
-            self._planned.confused(expected, kind)
+        if not is_own and expected is not None and expected is not kind and step.began_by(expected):
+            self._planned.confused(expected, kind, step.is_by_plans)
         self._memory.step_ended(record, kind.graphs, step.has_captured)
         if record is not None:
             record.close(at_once)

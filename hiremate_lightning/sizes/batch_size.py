@@ -27,7 +27,7 @@ from ..calls.refusals import refuse
 from ..errors import BudgetError, ConfigurationError, HiRemateWarning
 from ..memory.metering import MemoryMeter
 from ..options import SessionOptions, SizeOptions, make_options, make_size_options
-from ..out_of_memory import InfeasibleBudgetError, words_for_finders
+from ..out_of_memory import InfeasibleBudgetError
 from ..planning.solvers import UNLIMITED, smallest_budget
 from ..planning.solvers.base import Problem
 from ..records.graph import OUTSIDE, Graph
@@ -362,9 +362,10 @@ class SizeFinder:
         return InfeasibleBudgetError(
             f"Not even size 1 fits the budget of {format_bytes(self._budget_bytes)}, of which predictions leave "
             f"{format_bytes(self._budget_bytes - self._limit_bytes)} free: it needs {format_bytes(needed)} "
-            f"({needed:,} bytes). Raise the budget.{words_for_finders(self._runner.device.type)}",
+            f"({needed:,} bytes). Raise the budget.",
             budget_bytes=self._budget_bytes,
             smallest_bytes=needed,
+            device=self._runner.device.type,
         )
 
     # ---------------------------------------------------------------- proof

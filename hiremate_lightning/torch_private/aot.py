@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
+from . import autocasting, hacks
 from .replacing import replaced
 from .tensor_state import plain
 
@@ -135,8 +136,7 @@ def take_over_results() -> tuple[int, ...]:
     return found
 
 
-@contextmanager
-def returning_the_right_values() -> Iterator[None]:
+def returning_the_right_values() -> AbstractContextManager[None]:
     """Mend what AOTAutograd of torch 2.13 makes of results that are inputs, for a while.
 
     Code may change an input in place and return it. Where the graph holds that change, the input itself is returned, at
@@ -144,8 +144,7 @@ def returning_the_right_values() -> Iterator[None]:
     values of inputs that are changed after it. So the input took the place of one of those, and another input, or
     another result, got its value: where a metric inside of what is planned is updated with the loss, say.
     """
-    with replaced((graph_capture, "create_functionalized_fn", _trace_with_inputs_in_place)):
-        yield
+    return replaced((graph_capture, "create_functionalized_fn", _trace_with_inputs_in_place))
 
 
 _trace = graph_capture.create_functionalized_fn
@@ -174,8 +173,7 @@ def _trace_with_inputs_in_place(*given: Any, meta: Any, trace_joint: bool, **opt
     return trace, *rest
 
 
-@contextmanager
-def not_looking_for_aliases() -> Iterator[None]:
+def not_looking_for_aliases() -> AbstractContextManager[None]:
     """Keep what is traced meanwhile from looking, at its first run, for custom operators that return their inputs.
 
     AOTAutograd looks by a mode that refuses every subclass of tensors, those too that only carry metadata with them.
@@ -184,12 +182,10 @@ def not_looking_for_aliases() -> Iterator[None]:
     def begin(context: Any) -> None:
         context._is_first = False
 
-    with replaced((runtime_wrappers._FirstInvocationContext, "__init__", begin)):
-        yield
+    return replaced((runtime_wrappers._FirstInvocationContext, "__init__", begin))
 
 
-@contextmanager
-def taking_gradients_with_metadata() -> Iterator[None]:
+def taking_gradients_with_metadata() -> AbstractContextManager[None]:
     """Make backwards traced meanwhile accept gradients of a class that only carries metadata.
 
     AOTAutograd refuses those where it expects a plain tensor: the class has to say how it becomes one.
@@ -203,8 +199,7 @@ def taking_gradients_with_metadata() -> Iterator[None]:
             gradient = plain(gradient) if carries else gradient
         return process(gradient, meta, *others)
 
-    with replaced((runtime_wrappers.AOTDispatchAutograd, "process_runtime_tangent", staticmethod(take))):
-        yield
+    return replaced((runtime_wrappers.AOTDispatchAutograd, "process_runtime_tangent", staticmethod(take)))
 
 
 class _Anything:
@@ -246,26 +241,66 @@ def _heed_tokens() -> None:
     @functools.wraps(save)
     def save_and_look(context: Any, *tensors: Any) -> None:
         save(context, *tensors)
-        is_captured = type(context).__name__ == "CompiledFunctionBackward"
+        is_captured = type(context).__name__ == "CompiledFunctionBackward" and hacks.is_on("absent gradients")
         if is_captured and any(getattr(tensor, "takes_absent", False) for tensor in tensors):
             context.set_materialize_grads(False)
 
     setattr(FunctionCtx, "save_for_backward", save_and_look)  # noqa: B010  a method can't be assigned
 
 
-def outermost_autocasts(graph: fx.Graph) -> dict[str, int]:
-    """Number the blocks of autocast that are within no other and remember casts, by the names of the nodes in them."""
-    depth, number, remembers, found = 0, 0, True, dict[str, int]()
-    for node in graph.nodes:
-        if node.target is torch.amp.autocast_mode._enter_autocast:
-            if depth == 0:
-                number, remembers = number + 1, node.args[-1] is not False
-            depth += 1
-        elif node.target is torch.amp.autocast_mode._exit_autocast:
-            depth -= 1
-        elif depth and remembers:
-            found[node.name] = number
-    return found
+Source = tuple[int, str]  # of a traced node: the graph of the captured node that made it, and the name of that node
+
+
+def source_of(node: fx.Node) -> Source | None:
+    """Return the captured node that made a traced one, None where that is not known."""
+    made_by = node.meta.get("from_node")
+    return (made_by[-1].graph_id, made_by[-1].name) if made_by else None
+
+
+def outermost_autocasts(module: fx.GraphModule) -> dict[Source, int]:
+    """Number the blocks of autocast that are within no other, by the nodes in them that run where casts are remembered.
+
+    The body of a call, of `torch.utils.checkpoint` say, runs where it is called; Dynamo makes one for each call.
+    """
+    return _Autocasts().walk(module)
+
+
+class _Autocasts:
+    """Runs through captured code, and follows autocast as eager PyTorch enters and leaves it."""
+
+    def __init__(self) -> None:
+        self._remembers = [torch.is_autocast_cache_enabled()]  # in each open block, the innermost last
+        self._outside, self._number = autocasting.open_blocks(), 0
+
+    def walk(self, module: fx.GraphModule) -> dict[Source, int]:
+        """Number the nodes of some code, and of the bodies that it calls."""
+        found = dict[Source, int]()
+        for node in module.graph.nodes:
+            if node.target is torch.amp.autocast_mode._enter_autocast:
+                self._number += not self._is_inside
+                self._remembers.append(self._remembers[-1] if node.args[-1] is None else node.args[-1])
+            elif node.target is torch.amp.autocast_mode._exit_autocast:
+                self._remembers.pop()
+            elif self._is_inside and self._remembers[-1] and not _casts_by_hand(node):
+                found[id(module.graph), node.name] = self._number
+            for body in _bodies_of(node, module):
+                found |= self.walk(body)
+        return found
+
+    @property
+    def _is_inside(self) -> bool:
+        return self._outside + len(self._remembers) > 1
+
+
+def _casts_by_hand(node: fx.Node) -> bool:
+    return node.op == "call_method" and node.target in ("to", "type", "type_as", "bfloat16", "half")
+
+
+def _bodies_of(node: fx.Node, module: fx.GraphModule) -> list[fx.GraphModule]:
+    """List the code that an operator is called with."""
+    names = [str(value.target) for value in node.all_input_nodes if value.op == "get_attr"]
+    bodies = (getattr(module, name, None) for name in names)
+    return [body for body in bodies if isinstance(body, fx.GraphModule)]
 
 
 def mark_boxed(function: Boxed) -> Boxed:

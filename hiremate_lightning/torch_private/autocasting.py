@@ -24,12 +24,12 @@ def as_found_on_error() -> Iterator[None]:
     """Restore the state of autocast, end transforms, and allow hooks, where an error leaves the block."""
     ban = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
     transforms = torch._C._functorch.get_dynamic_layer_stack_depth()
-    depth, remembers = _depth(), torch.is_autocast_cache_enabled()
+    depth, remembers = open_blocks(), torch.is_autocast_cache_enabled()
     found = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in DEVICE_TYPES}
     try:
         yield
     except BaseException:  # Ctrl-C too: autocast would stay entered for the rest of the process
-        for _ in range(_depth() - depth):
+        for _ in range(open_blocks() - depth):
             torch.autocast_decrement_nesting()
         if depth == 0:
             torch.clear_autocast_cache()
@@ -70,7 +70,7 @@ def _end_transforms(depth: int) -> None:
         ends[functorch.peek_interpreter_stack().key()]()
 
 
-def _depth() -> int:
+def open_blocks() -> int:
     """Count the blocks of autocast that are open."""
     torch.autocast_increment_nesting()
     return int(torch.autocast_decrement_nesting())

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables import builder
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -58,7 +59,27 @@ def _noting_changes(*arguments: Any, **options: Any) -> Any:
 
 _stand_in = builder.wrap_to_fake_tensor_and_record
 _made_with: WeakIdKeyDictionary = WeakIdKeyDictionary()  # changes that stand-ins for inputs were made with
-WHILE_CAPTURING = ((builder, "wrap_to_fake_tensor_and_record", _noting_changes),)
+NOTED = ((builder, "wrap_to_fake_tensor_and_record", _noting_changes),)
+
+
+def _drop_unread_numbers(output: Any) -> None:
+    """Drop the inputs whose numbers are guarded and that nothing reads, but none of the operations that change them.
+
+    Dynamo tells both by the number that a tensor is known to hold. An operation in place returns its input, so it has
+    that number too, and is unread as a rule.
+    """
+    shown = [(node, node.meta) for node in output.graph.nodes if node.op != "placeholder"]
+    for node, _ in shown:
+        node.meta = {}
+    try:
+        _drop_specialized(output)
+    finally:
+        for node, meta in shown:
+            node.meta = meta
+
+
+_drop_specialized = OutputGraph.remove_tensorify_specialized_graphargs
+NUMBERS = ((OutputGraph, "remove_tensorify_specialized_graphargs", _drop_unread_numbers),)
 
 
 def _storage_of(value: Any) -> int | None:

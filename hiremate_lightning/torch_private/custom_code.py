@@ -1,26 +1,25 @@
-"""Operators that users define with `torch.library`, and the Python code of those of `custom_op`."""
+"""Operators that users define with `torch.library`: which of them have Python code."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from torch._C import DispatchKeySet
 from torch._library.custom_ops import OPDEFS
+from torch.library import _impls
 
 from .aot import OpOverload
 
-__all__ = ["DispatchKeySet", "arguments_of", "code_of"]
+_NO_KERNELS = ("Meta", "Autograd")  # what these dispatch keys run computes no numbers
 
 
-def code_of(operator: Any) -> list[Callable[..., Any]]:
-    """List the functions that compute an operator; nothing for one of PyTorch's, or of a compiled extension."""
-    definition = OPDEFS.get(operator._schema.name) if isinstance(operator, OpOverload) else None
-    if definition is None:
-        return []
-    return [definition._init_fn, *definition._backend_fns.values()]
+def name_of(operator: Any) -> str:
+    """Return the name of an operator, as "library::name"; nothing for a kernel that is no operator."""
+    return str(operator._schema.name) if isinstance(operator, OpOverload) else ""
 
 
-def arguments_of(operator: Any) -> int:
-    """Count the arguments of an operator; none for a kernel that isn't one."""
-    return len(operator._schema.arguments) if isinstance(operator, OpOverload) else 0
+def has_python_code(operator: Any) -> bool:
+    """Whether Python code computes an operator: that of `torch.library.custom_op`, or of `torch.library.impl`."""
+    name = name_of(operator)
+    keys = [key.split("/") for key in _impls if name]
+    own = [dispatch for library, op, dispatch in keys if f"{library}::{op.partition('.')[0]}" == name]
+    return name in OPDEFS or any(not dispatch.startswith(_NO_KERNELS) for dispatch in own)

@@ -20,6 +20,7 @@ All names of torch here are private; `test_torch_private.py` says on which versi
 
 from __future__ import annotations
 
+import dataclasses
 import dis
 import functools
 import itertools
@@ -47,8 +48,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import repeated_modules, tensor_state
-from .module_calls import realized
+from . import tensor_state
+from .module_calls import note_unseen, realized
 from .replacing import StandIn
 from .tensor_state import storage_id, storages_among
 
@@ -348,7 +349,7 @@ def _decide(tracer: InstructionTranslatorBase, variable: VariableTracker, read: 
     is_few = not computation.writes and sum(argument.example.numel() for argument in inputs) <= _MOST_NUMBERS
     if inputs and not ((isinstance(seen, bool) or is_few) and _is_admitted(tracer, seen)):
         return None
-    repeated_modules.note_unseen()  # the next module of the same kind may read another value
+    note_unseen()  # the next module of the same kind may read another value
     sources += [argument.source for argument in inputs]
     if sources:
         is_as_seen = functools.partial(_is_read_as, seen, computation, read)
@@ -460,8 +461,14 @@ def _stand_ins() -> Iterator[StandIn]:
             if _LOOKS.fullmatch(name) and table[code] is not None:
                 table[code] = _looking_first(table[code])
         yield tracer, "dispatch_table", table
-    yield TensorVariable, "method_item", _with_known(torch.Tensor.item, TensorVariable.method_item)
-    yield TensorVariable, "method_tolist", _with_known(torch.Tensor.tolist, TensorVariable.method_tolist)
+    readers = {name: _with_known(getattr(torch.Tensor, name), _METHODS[name]) for name in _METHODS}
+    methods = getattr(TensorVariable, "tp_methods", None)
+    if methods is None:  # PyTorch before 2.14 finds methods by their names
+        yield from ((TensorVariable, f"method_{name}", reader) for name, reader in readers.items())
+    else:
+        entries = {name: dataclasses.replace(methods[name], handler=reader) for name, reader in readers.items()}
+        yield TensorVariable, "tp_methods", {**methods, **entries}
 
 
+_METHODS: dict[str, Any] = {"item": TensorVariable.method_item, "tolist": TensorVariable.method_tolist}
 WHILE_CAPTURING = tuple(_stand_ins())

@@ -23,33 +23,18 @@ from torch._dynamo.convert_frame import input_codes
 from torch._dynamo.eval_frame import reset_code, set_code_exec_strategy
 from torch._dynamo.exc import TorchDynamoException as CompileError
 from torch._dynamo.exc import TorchRuntimeError
-from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.pgo import CodeId, get_code_state
 from torch._dynamo.resume_execution import ContinueExecutionCache
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.utils import TensorStaticReason, counters, graph_break_reasons, guard_failures
 from torch._dynamo.utils import tensor_always_has_static_shape as _has_static_shape
-from torch._dynamo.variables import ConstantVariable, builder
-from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
-from torch._dynamo.variables.misc import LoggingLoggerVariable, RandomVariable
-from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables import builder
 from torch.nn.modules import module as nn_module
 
 from ..garbage import collecting_what_it_leaves
 from ..objects import attempt, is_of
-from . import (
-    byte_targets,
-    changes,
-    data_parallel,
-    decided_branches,
-    folding,
-    graph_texts,
-    guards,
-    repeated_modules,
-    user_compiled,
-    written_numbers,
-)
+from . import hacks, user_compiled
+from .hacks import Stage
 from .replacing import replaced
 
 __all__ = ["CompileError"]
@@ -70,24 +55,19 @@ def capturing_for_plans(
       anew. Where it is written into a string, it is not.
     * So are dimensions whose size is one of those that are known to `vary`, in graphs after a break too.
     * A function is compiled as often as it takes: beyond its limits Dynamo would run it uncaptured in silence.
-    * NumPy draws its own random numbers, or Dynamo would let torch draw them. So does a `random.Random` of the user's,
-      which Dynamo takes for one that always gives the same.
+    * NumPy draws its own random numbers, or Dynamo would let torch draw them.
     * A hook that a module gets later, or loses, is seen: its call is captured anew.
-    * What `checkpoint(use_reentrant=True)` computes has no gradient where none of its inputs has one.
-    * A tuple whose class has a `__len__` of its own is looked into as any other.
-    * What changes a number in double precision on the CPU in place is captured: a counter, say. Dynamo drops it.
-    * What its author compiled within planned code is captured, or compiled, as its author asked for: see
-      `user_compiled`.
-    * Modules that are alike are traced once: see `repeated_modules`.
-    * Branches on positions, masks and other integers do not break graphs: see `decided_branches`.
     * What is in `torch.compiler.nested_compile_region` is captured as any other code.
-    * Under DistributedDataParallel graphs end where buckets of gradients do, but no bucket is too small for Dynamo.
-    * A log's message does not end a graph if it is said only once, or not at all.
+    * What Dynamo reads otherwise than it would, and why, is in the table of `hacks`.
     * What ends a graph is not logged, nor warned of, unless a user has asked torch for its logs: see `graph_breaks`.
     * Code that Dynamo or AOTAutograd fail on runs as it is, and what it calls is captured on its own. The error is told
       or, where there is no one to tell, raised. Code that fails as it is traced may be wrong itself: then it raises
       its own error as it runs, nothing is told, and it is captured the next time.
     """
+    if not hacks.is_on("code by code"):
+        with _capturing_whole_calls(tell, sizes_vary, vary):
+            yield
+        return
     capture = _capture_with_symbols if sizes_vary else _capture_with_numbers
 
     @functools.cache
@@ -103,10 +83,18 @@ def capturing_for_plans(
     before = convert_frame._compile, _innermost.hear
     convert_frame._compile, _innermost.hear = capture_planned, hear
     try:
-        with data_parallel.smallest_buckets(), ExitStack() as hearing:
+        with hacks.applied(Stage.CALLING), ExitStack() as hearing:
             yield
     finally:
         convert_frame._compile, _innermost.hear = before
+
+
+@contextmanager
+def _capturing_whole_calls(tell: Callable[[str], None] | None, sizes_vary: bool, vary: Iterable[int]) -> Iterator[None]:
+    """Let Dynamo capture by settings that hold for all code of a call, without any other hack."""
+    settings = dynamo_config.patch(automatic_dynamic_shapes=sizes_vary, **_SETTINGS)
+    with settings, _marked(vary), _told_of_failures(tell):
+        yield
 
 
 def _marked(sizes: Iterable[int]) -> AbstractContextManager[Any]:
@@ -132,12 +120,10 @@ def _capture_with(
     settings, logs_of_breaks = dynamo_config.patch(specialize_float=not fractions_vary, **_SETTINGS), _logs_of_breaks()
     with (
         settings,
-        replaced(is_static, *_WHILE_CAPTURING, *logs_of_breaks, *graph_texts.names_of_lines()),
+        replaced(is_static, *logs_of_breaks),
         warnings.catch_warnings(),
-        byte_targets.traced(),
-        folding.shaped_at_once(),
         collecting_what_it_leaves(),
-        repeated_modules.copied(),  # within: what its traces hold is to be collected too
+        hacks.applied(Stage.CAPTURING),  # within: what traces of repeated modules hold is to be collected too
     ):
         warnings.filterwarnings("ignore", "Error detected in")  # said of a backward that fails while it is traced
         if logs_of_breaks:  # some breaks are warned of, too, in the same words
@@ -254,91 +240,18 @@ def _capture_with_symbols(code: types.CodeType, *arguments: Any, **options: Any)
     return result
 
 
-def _log_early(variable: Any, tracer: Any, name: str, values: list[Any], named: dict[str, Any]) -> Any:
-    """Log what is logged once, as transformers does by `logger.warning_once`, when it is captured; so is what isn't."""
-    level = getattr(logging, name.upper(), None)
-    is_constant = all(value.is_python_constant() for value in (*values, *named.values()))
-    if name.endswith("_once") and is_constant:
-        constants = {key: value.as_python_constant() for key, value in named.items()}
-        getattr(variable.value, name)(*(value.as_python_constant() for value in values), **constants)
-    elif level is None or variable.value.isEnabledFor(level):
-        return _break_graph(variable, tracer, name, values, named)
-    return ConstantVariable.create(None)
-
-
-def _draw_outside(variable: Any, tracer: Any, name: str, values: list[Any], named: dict[str, Any]) -> Any:
-    """End a graph where a generator is asked that lives longer than the call."""
-    if variable.source is None:
-        return _draw(variable, tracer, name, values, named)
-    return VariableTracker.call_method(variable, tracer, name, values, named)
-
-
-def _checkpoint_as_asked(variable: Any, tracer: Any, arguments: list[Any], named: dict[str, Any]) -> Any:
-    """Compute without gradients what the reentrant variant of checkpoint gives none; Dynamo takes it for the other one.
-
-    That variant is an autograd function: it has a gradient only where a tensor among its own arguments has one.
-    """
-    is_reentrant = "use_reentrant" not in named or named["use_reentrant"].as_python_constant() in (True, None)
-    tensors = [a.realize() for a in arguments[1:]]
-    if not is_reentrant or any(isinstance(t, TensorVariable) and _needs_gradient(t) for t in tensors):
-        return _checkpoint(variable, tracer, arguments, named)
-    warnings.warn("None of the inputs have requires_grad=True. Gradients will be None", stacklevel=2)  # as eager does
-    plain = VariableTracker.build(tracer, _without_gradients)
-    return tracer.inline_user_function_return(plain, arguments, {})
-
-
-def _needs_gradient(tensor: TensorVariable) -> bool:
-    return bool(tensor.as_proxy().node.meta["example_value"].requires_grad)
-
-
-def _without_gradients(function: Callable[..., Any], *arguments: Any) -> Any:
-    with torch.no_grad():
-        return function(*arguments)
-
-
-def _drop_unread_numbers(output: Any) -> None:
-    """Drop the inputs whose numbers are guarded and that nothing reads, but none of the operations that change them.
-
-    Dynamo tells both by the number that a tensor is known to hold. An operation in place returns its input, so it has
-    that number too, and is unread as a rule.
-    """
-    shown = [(node, node.meta) for node in output.graph.nodes if node.op != "placeholder"]
-    for node, _ in shown:
-        node.meta = {}
-    try:
-        _drop_specialized(output)
-    finally:
-        for node, meta in shown:
-            node.meta = meta
-
-
-_drop_specialized = OutputGraph.remove_tensorify_specialized_graphargs
-_capture, _break_graph, _draw = convert_frame._compile, LoggingLoggerVariable.call_method, RandomVariable.call_method
-_checkpoint = CheckpointHigherOrderVariable._call_function
-_WHILE_CAPTURING = (
-    (OutputGraph, "remove_tensorify_specialized_graphargs", _drop_unread_numbers),
-    (CheckpointHigherOrderVariable, "_call_function", _checkpoint_as_asked),
-    (LoggingLoggerVariable, "call_method", _log_early),
-    (RandomVariable, "call_method", _draw_outside),
-    (logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),  # it logs a traceback for a wrong shape
-    *changes.WHILE_CAPTURING,
-    *user_compiled.WHILE_CAPTURING,
-    *guards.WHILE_CAPTURING,
-    *written_numbers.WHILE_CAPTURING,
-    *repeated_modules.WHILE_CAPTURING,
-    *decided_branches.WHILE_CAPTURING,
-    (dynamo_config, "run_gc_after_compile", False),  # it would take what the capture still holds for old
-)
-_SETTINGS: dict[str, Any] = {
+_capture: Any = getattr(convert_frame, "_compile", None)
+_WISHES: dict[str, Any] = {
     "recompile_limit": 256,
     "accumulated_recompile_limit": 4096,
     "use_numpy_random_stream": True,
     "skip_nnmodule_hook_guards": False,
     "allow_unspec_int_on_nn_module": True,
     "trace_autograd_ops": True,
+    "inline_invoke_subgraph": True,
+    "run_gc_after_compile": False,  # it would take what the capture still holds for old
 }
-if hasattr(dynamo_config, "inline_invoke_subgraph"):
-    _SETTINGS["inline_invoke_subgraph"] = True
+_SETTINGS = {name: wish for name, wish in _WISHES.items() if hasattr(dynamo_config, name)}
 _WHY = "Explanation: "  # begins a line of a reason for a graph break
 _SITE = re.compile(r"^.*/site-packages/")
 _GOT, _LINE_END = ": got ", r"\n"  # in such a line, before an error as Python represents it, and in that

@@ -24,7 +24,8 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from . import aot, byte_targets, folding, graph_texts, tensor_state
+from . import folding, hacks, tensor_state
+from .hacks import Stage
 from .replacing import replaced, replaced_entries
 
 
@@ -32,31 +33,19 @@ from .replacing import replaced, replaced_entries
 def traced_as_eager() -> Iterator[None]:
     """Trace what eager PyTorch would run, where torch's tracing departs from it, for a while.
 
-    Departures: Python decompositions that round otherwise than the kernels that they stand for, or draw random numbers
-    where eager doesn't; random operations whose result nobody uses are dropped, and with them their draws; strides of
-    some results are not those that the CPU's kernels give; the backward is taken to run under the forward's autocast,
-    which training ends before it: products in single precision would lose theirs; an input that is written to is taken
-    to overlap for ever with the inputs that it overlapped with; a changed input that is returned takes the place of
-    another result; and the first run refuses tensors that carry metadata. What is traced is not written as text.
+    Departures are in the table of `hacks`. Two are mended by settings: random operations whose result nobody uses are
+    dropped, and with them their draws; and the backward is taken to run under the forward's autocast, which training
+    ends before it: products in single precision would lose theirs.
     """
     with (
         inductor_config.patch(fallback_random=True),
         functorch_config.patch(backward_pass_autocast="off"),
-        _eager_kernels(),
-        _eager_strides_of_one(),
-        _eager_strides(),
-        byte_targets.traced(),
-        folding.shaped_at_once(),
-        _guarded_overlaps(),
-        aot.returning_the_right_values(),
-        aot.not_looking_for_aliases(),
-        aot.taking_gradients_with_metadata(),
-        graph_texts.unwritten(),
+        hacks.applied(Stage.TRACING),
     ):
         yield
 
 
-def _guarded_overlaps() -> Any:
+def guarded_overlaps() -> Any:
     """Guard on which inputs of a storage overlap, where some are written to; torch does so only for symbolic sizes."""
     find = runtime_wrappers.compute_overlapping_inputs
 
@@ -76,7 +65,7 @@ _IMPLICIT = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
 
 
 @contextmanager
-def _eager_kernels() -> Iterator[None]:
+def eager_kernels() -> Iterator[None]:
     """Remove the Python decompositions of some operators from the dispatcher for a while."""
     gru_cell = torch.ops.aten.gru_cell.default
     operators = [*_decomposed_unlike_eager(), gru_cell]
@@ -145,7 +134,7 @@ def _eager_gru_cell(
 
 
 @contextmanager
-def _eager_strides() -> Iterator[None]:
+def eager_strides() -> Iterator[None]:
     """Correct the strides, and the types, of results that torch takes for those of an input."""
     aten = torch.ops.aten
     sources = {  # the argument whose memory format the first result has on the CPU; None: contiguous, on all devices
@@ -186,7 +175,7 @@ def _with_precise_statistics(decomposition: Callable[..., Any]) -> Callable[...,
 
 
 @contextmanager
-def _eager_strides_of_one() -> Iterator[None]:
+def eager_strides_of_one() -> Iterator[None]:
     """Set the strides of dimensions of size 1 to those that kernels return.
 
     No element is found by them, but kernels tell by them whether images are channels-last: for a batch of one.

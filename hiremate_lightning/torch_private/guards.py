@@ -32,7 +32,5 @@ def _guard_hooks_once(builder: Any, guard: Guard) -> None:
 
 
 _guard_length, _guard_hooks = GuardBuilder.SEQUENCE_LENGTH, GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT
-WHILE_CAPTURING = (
-    (GuardBuilder, "SEQUENCE_LENGTH", _guard_own_length),
-    (GuardBuilder, "EMPTY_NN_MODULE_HOOKS_DICT", _guard_hooks_once),
-)
+LENGTHS = ((GuardBuilder, "SEQUENCE_LENGTH", _guard_own_length),)
+HOOKS = ((GuardBuilder, "EMPTY_NN_MODULE_HOOKS_DICT", _guard_hooks_once),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -158,3 +159,11 @@ def is_constant(variable: Any) -> bool:
     """Whether a value is a plain constant."""
     plain = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
     return type(variable) is ConstantVariable and isinstance(variable.value, plain)
+
+
+def note_unseen() -> None:
+    """Note that what code does from here on depends on more than is compared: the module at hand is not copied."""
+    unseen.count += 1
+
+
+unseen = types.SimpleNamespace(count=0)  # how often code asked which object something is, or ran what is not traced

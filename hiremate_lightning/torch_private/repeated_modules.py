@@ -32,7 +32,7 @@ from torch._dynamo import output_graph, utils
 from torch._dynamo.exc import TorchDynamoException, UnspecializeRestartAnalysis
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.variables import builtin, functions, nn_module
+from torch._dynamo.variables import builtin, functions, nn_module, object_protocol
 from torch._dynamo.variables.base import AttributeMutationNew, MutationType, ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.lazy import LazyVariableTracker
@@ -41,14 +41,10 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._guards import Source
 
-try:
-    from torch._dynamo.variables import object_protocol
-except ImportError:  # PyTorch before 2.13
-    object_protocol = None  # type: ignore[assignment]
-
 from .likeness import UnlikeError, expect, is_plain
-from .module_calls import Call, Circumstances, realized
+from .module_calls import Call, Circumstances, note_unseen, realized, unseen
 from .module_traces import Added, CopyError, Trace, can_be_copied, nodes_after, taking_gradients
+from .replacing import replaced
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -120,13 +116,12 @@ class _Traces:
 
     Attributes:
         has_copies: Whether any trace was copied.
-        unseen: How often code has asked which object something is, or has run what Dynamo does not trace.
         aliases: The sources of what was reached from two places: that of the second one, and the first one's.
     """
 
     def __init__(self, output: Any) -> None:
         self.output, self.changes = output, _Changes(output.side_effects)
-        self.unseen, self.has_copies = 0, False
+        self.has_copies = False
         self.aliases: list[tuple[Source, Source]] = []
         self._by_class: defaultdict[type, list[Trace]] = defaultdict(list)
         self._misses = Counter[type]()
@@ -177,7 +172,7 @@ class _Traces:
         output = self.output
         known = output.side_effects
         lists = known.tensor_hooks, known.save_for_backward, output.random_calls, output.nn_modules
-        return self.unseen, *map(len, lists)
+        return unseen.count, *map(len, lists)
 
 
 def _call_or_copy(module: UnspecializedNNModuleVariable, tx: Any, arguments: list[Any], named: dict[str, Any]) -> Any:
@@ -214,7 +209,7 @@ def _note_change(known: SideEffects, item: Any) -> Any:
 
 def _store_as_constant(tx: Any, *arguments: Any, **named: Any) -> Any:
     """Note that a function runs now, whose result is a constant from then on: nothing guards what it reads."""
-    _traces_of(tx.output).unseen += 1
+    note_unseen()
     return _store(tx, *arguments, **named)
 
 
@@ -223,11 +218,6 @@ def _identify(one: Any, other: Any) -> Any:
     if _is_one_of_many(one) and _is_one_of_many(other):
         note_unseen()
     return _compare_identity(one, other)
-
-
-def note_unseen() -> None:
-    """Note that what code does from here on depends on more than is compared: the module at hand is not copied."""
-    _traces_of(InstructionTranslator.current_tx().output).unseen += 1
 
 
 def _is_one_of_many(variable: Any) -> bool:
@@ -284,7 +274,8 @@ def copied() -> Iterator[None]:
     """Have what is traced meanwhile traced once for modules that are alike."""
     before, _state.traces = _state.traces, []
     try:
-        yield
+        with replaced(*_STAND_INS):
+            yield
     finally:
         _state.traces = before
 
@@ -296,32 +287,21 @@ _ages = itertools.count(1)
 _begin, _build_variable = MutationType.__init__, VariableBuilder.__call__
 _check_change, _store = SideEffects.check_allowed_side_effect, functions.invoke_and_store_as_constant
 _call_id = builtin.BuiltinVariable.call_id
-_collect_reachable: Any = getattr(output_graph, "collect_reachable_grad_fns", None)
-_compare_identity: Any = getattr(object_protocol, "vt_identity_compare", None)
+_collect_reachable, _compare_identity = output_graph.collect_reachable_grad_fns, object_protocol.vt_identity_compare
 
 
-def _stand_ins() -> tuple[tuple[Any, str, Any], ...]:
-    """List what stands in for functions of Dynamo; nothing where it isn't seen which objects code compares."""
-    looked_up = VariableTracker, UserDefinedObjectVariable, TensorVariable
-    try:
-        stand_ins = (
-            (UnspecializedNNModuleVariable, "call_function", _call_or_copy),
-            (SideEffects, "check_allowed_side_effect", _note_change),
-            (MutationType, "__init__", _begin_mutable),
-            (VariableBuilder, "__call__", _build),
-            (functions, "invoke_and_store_as_constant", _store_as_constant),
-            (nn_module, "invoke_and_store_as_constant", _store_as_constant),
-            (object_protocol, "vt_identity_compare", _identify),
-            (builtin, "vt_identity_compare", _identify),
-            (output_graph, "collect_reachable_grad_fns", _reach_back),
-            (utils, "_get_fake_tensor", _noting(utils._get_fake_tensor)),
-            (builtin.BuiltinVariable, "call_id", _identified),
-            *((kind, "hash_impl", _noting(kind.hash_impl)) for kind in looked_up),
-        )
-    except AttributeError:  # PyTorch before 2.13
-        return ()
-    is_known = all(hasattr(owner, name) for owner, name, _ in stand_ins)
-    return stand_ins if is_known and hasattr(VariableTracker, "get_real_python_backed_value") else ()
-
-
-WHILE_CAPTURING = _stand_ins()
+_LOOKED_UP = VariableTracker, UserDefinedObjectVariable, TensorVariable
+_STAND_INS = (
+    (UnspecializedNNModuleVariable, "call_function", _call_or_copy),
+    (SideEffects, "check_allowed_side_effect", _note_change),
+    (MutationType, "__init__", _begin_mutable),
+    (VariableBuilder, "__call__", _build),
+    (functions, "invoke_and_store_as_constant", _store_as_constant),
+    (nn_module, "invoke_and_store_as_constant", _store_as_constant),
+    (object_protocol, "vt_identity_compare", _identify),
+    (builtin, "vt_identity_compare", _identify),
+    (output_graph, "collect_reachable_grad_fns", _reach_back),
+    (utils, "_get_fake_tensor", _noting(utils._get_fake_tensor)),
+    (builtin.BuiltinVariable, "call_id", _identified),
+    *((kind, "hash_impl", _noting(kind.hash_impl)) for kind in _LOOKED_UP),
+)

@@ -28,7 +28,7 @@ def _format_as_it_is(translator: Any, specification: Any, flags: int) -> None:
         translator.pop()
         if _shows_a_tensor(translator.stack) and not flags & _CONVERTS:
             form = f"{{:{specification.as_python_constant()}}}"
-            translator.push(StringFormatVariable.create(form, [number], {}))
+            translator.push(StringFormatVariable(form, [number], {}))
             return
         translator.push(ConstantVariable.create(number.evaluate_expr()))
     _format(translator, specification, flags)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -72,6 +73,32 @@ def test_an_example_proves_that_both_runs_are_the_same(name: str, tmp_path: Path
     assert (tmp_path / "hiremate_plan.html").exists()
 
 
+@pytest.mark.parametrize(
+    ("planned_ms", "extra", "words"),
+    [
+        ([105, 106, 106, 107, 107, 108], "+6.5%", "median of 6 pairs"),
+        ([106, 107, 110, 118, 150, 166], "+6.2%, predicted", "too busy a machine to tell: pairs differ by 47 points"),
+    ],
+)
+def test_one_extra_time_is_shown_and_its_spread(planned_ms: list[float], extra: str, words: str) -> None:
+    """The demo on an idle machine and on a busy one."""
+    proof = runpy.run_path(str(ROOT / "examples" / "proof.py"))
+
+    plain, shown, why = proof["time_cells"]([(100.0, planned) for planned in planned_ms], 0.062)
+
+    assert plain == "100 ms"
+    assert shown == extra
+    assert words in why
+
+
+def test_the_rulers_of_the_demo_fit_a_usual_terminal() -> None:
+    source = (ROOT / "examples" / "proof.py").read_text(encoding="utf-8")
+    rules = [words.format(budget="10.5 GiB", PAIRS=7) for words in re.findall(r'console.rule\(f?"(.*)"\)', source)]
+
+    assert len(rules) == 3
+    assert all(len(rule) <= 80 - 8 for rule in rules)
+
+
 @pytest.mark.slow
 def test_the_plain_example_trains_and_tells_its_plan(tmp_path: Path) -> None:
     printed = run_example("plain", 0, tmp_path)
@@ -87,7 +114,9 @@ def test_the_sharded_example_is_equal_in_less_memory(tmp_path: Path) -> None:
     printed = run_example("fsdp2", 0, tmp_path)
 
     assert "yes, bit for bit" in printed
-    assert re.search(r"^peak of a step +[0-9.]+ [MK]iB without a plan, [0-9.]+ [MK]iB with one$", printed, re.MULTILINE)
+    assert re.search(
+        r"^added by a step +[0-9.]+ [MK]iB without a plan, [0-9.]+ [MK]iB with one$", printed, re.MULTILINE
+    )
 
 
 @pytest.mark.slow

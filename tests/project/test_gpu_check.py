@@ -15,7 +15,11 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # where scripts find their neighbours
 
 import gpu_check
+import rival_worker
 from gpu_parts import PARTS, headline, processes, raw, records, trials, truth
+from zoo import large
+
+from hiremate_lightning.planning import found_before
 
 COMMAND = [sys.executable, str(Path(gpu_check.__file__))]
 WAIT_S = 120
@@ -60,9 +64,31 @@ def test_a_wrong_command_line_is_refused(given, tmp_path, capsys):
 
 def test_time_that_a_part_leaves_goes_to_those_after_it():
     first, second, third = PARTS[:3]
-    assert gpu_check.limit_s([first, second], 240.0) == pytest.approx(40.0)
-    assert gpu_check.limit_s([second, third], 240.0) < gpu_check.limit_s([second, third], 300.0)
+    assert gpu_check.limit_s([first, second], 340.0) == pytest.approx(40.0)
+    assert gpu_check.limit_s([second, third], 300.0) < gpu_check.limit_s([second, third], 400.0)
     assert gpu_check.limit_s([third], 77.0) == gpu_check.limit_s([third], 77.0, is_toy=True) == 77.0
+
+
+@pytest.mark.parametrize("minutes", [4, 7, 9])
+def test_short_of_time_the_last_parts_go_without(minutes):
+    """Each part that begins has its seconds, the headline always."""
+    limits, left_s, parts = {}, 60 * minutes - gpu_check.END_S, list(PARTS)
+    while parts:
+        limits[parts[0].name] = limit = gpu_check.limit_s(parts, left_s)
+        left_s -= limit
+        del parts[0]
+    seconds = {part.name: part.seconds for part in PARTS}
+    assert list(limits)[:3] == ["environment", "headline", "three"]
+    assert limits["environment"] >= 20
+    assert limits["headline"] >= seconds["headline"]
+    short = [name for name, limit in limits.items() if limit < seconds[name]]
+    assert short == [part.name for part in PARTS][len(PARTS) - len(short) :]
+
+
+def test_results_of_a_call_before_are_continued(tmp_path):
+    """Plans alone are enough: a second call on a machine that has nothing else."""
+    (tmp_path / records.PLANS).mkdir()
+    assert gpu_check.parse(["--out", str(tmp_path)]).out == tmp_path
 
 
 # -------------------------------------------------------------------- records
@@ -118,6 +144,33 @@ def test_what_differs_is_named():
     found = {**expected, "gradient of a": torch.tensor([1.0, 5.0])}
     assert truth.difference(expected, dict(expected)) == truth.EQUAL
     assert truth.difference(found, expected) == "1 of 2 differ, most gradient of a, by 2.5e-01"
+
+
+def test_a_second_call_neither_profiles_nor_solves(tmp_path, monkeypatch):
+    """It runs in another process, on a machine that has nothing but the folder of plans."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setitem(rival_worker.MODELS, "gpt", large.toy_gpt)
+    setup = rival_worker.Setup("gpt", "ours", tmp_path, time_limit_s=1.0)
+    calls = []
+    for _ in range(2):
+        rows: dict[str, dict[str, object]] = {}
+        budgets = [trials.Budget("ours-least"), trials.Budget("ours-100")]
+        trials.run_ours(
+            lambda name, status="ok", rows=rows, **values: rows.update({name: values}),
+            trials.Task(setup, timed_s=0.1),
+            budgets,
+            tmp_path,
+        )
+        calls.append((rows, sorted(path.name for path in (tmp_path / records.PLANS).iterdir())))
+        torch.compiler.reset()
+        found_before.forget()
+    (first, files), (second, files_after) = calls
+    assert first.keys() == second.keys() >= {"ours-least", "ours-100"}
+    assert files == files_after
+    for name, row in first.items():
+        assert second[name]["profile_s"] < 0.2 * row["profile_s"]
+        assert second[name]["predicted_mib"] == row["predicted_mib"]
+        assert second[name]["graphs"] == 1
 
 
 def test_the_verdict_names_the_bar_and_what_was_measured():

@@ -1,6 +1,7 @@
 """Whether an installation works: its solver, its plans, and one model through each way to train.
 
-`make test-latest` runs these with the newest release of all that the package needs, `make test-oldest` with the oldest.
+`make test-latest` runs these with the newest release of all that the package needs, and what may differ with PyTorch's;
+`make test-oldest` with the oldest.
 """
 
 from __future__ import annotations

@@ -4,15 +4,18 @@
 // the kernels of the CPU on that memory, the backward pass runs in a thread of the device's own, and random numbers
 // come from a generator with a seed and an offset. What it can't show: the kernels of a GPU, the memory that they take
 // inside, and work that goes on while the host runs ahead; but for copies between host and device in streams of their
-// own, which run as late as they may.
+// own, which run as late as they may. Where asked for, what a GPU adds in any order has other last bits in each call.
 #include <torch/extension.h>
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Dispatch.h>
 #include <ATen/InferSize.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/transformers/attention.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <atomic>
+#include <cmath>
 #include <cstdlib>
 #include <deque>
 #include <map>
@@ -360,6 +363,77 @@ using at::CUDAHooksArgs;
 using at::RegistererCUDAHooksRegistry;
 REGISTER_CUDA_HOOKS(CUDAHooks)
 
+// ---- sums whose terms a GPU adds in any order: other last bits in each call ----
+
+constexpr uint64_t kMix = 0xBF58476D1CE4E5B9ull;
+uint64_t mixed(uint64_t bits) {
+  bits = (bits ^ (bits >> 30)) * kMix;
+  return (bits ^ (bits >> 27)) * 0x94D049BB133111EBull;
+}
+
+class Orders {
+ public:
+  void fix() { any_ = false; }
+  void any(uint64_t seed, bool in_each_call) {
+    any_ = true;
+    seed_ = seed;
+    in_each_call_ = in_each_call;
+  }
+  // What of a call's results is a sum in any order: bit i for result i, 0 for none. Deterministic algorithms have none.
+  uint64_t results_of(const std::string& name, const torch::jit::Stack& stack, size_t arguments) const {
+    if (!any_ || at::globalContext().deterministicAlgorithms()) return 0;
+    const bool convolves = name == "aten::convolution_backward";
+    if (convolves) return at::globalContext().deterministicCuDNN() ? 0 : 0b110;  // of weights and biases
+    static const std::set<std::string> sums = {
+        "aten::sum", "aten::mean", "aten::cumsum", "aten::embedding_dense_backward", "aten::avg_pool2d_backward",
+        "aten::_adaptive_avg_pool2d_backward", "aten::max_pool2d_with_indices_backward",
+        "aten::upsample_nearest2d_backward", "aten::upsample_bilinear2d_backward",
+        "aten::upsample_bicubic2d_backward", "aten::grid_sampler_2d_backward", "aten::reflection_pad2d_backward",
+        "aten::replication_pad2d_backward"};
+    return sums.count(name) > 0 || adds_to_self(name, stack, arguments) ? 1 : 0;
+  }
+  static bool adds_to_self(const std::string& name, const torch::jit::Stack& stack, size_t arguments) {
+    static const std::set<std::string> adding = {"aten::index_add", "aten::index_add_", "aten::scatter_add",
+                                                 "aten::scatter_add_", "aten::scatter_reduce",
+                                                 "aten::scatter_reduce_"};
+    static const std::set<std::string> asked = {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_",
+                                                "aten::_unsafe_index_put"};
+    return adding.count(name) > 0 || (asked.count(name) > 0 && torch::jit::peek(stack, 3, arguments).toBool());
+  }
+  // Change last bits. Sums of whole numbers are the same in any order, and so is what nothing was added to.
+  void reorder(const at::Tensor& sum, const at::Tensor& before = at::Tensor()) {
+    if (!any_ || !sum.defined() || !sum.is_floating_point() || sum.numel() == 0) return;
+    const at::Tensor flat = sum.contiguous();
+    const at::Tensor old = before.defined() ? before.contiguous() : before;
+    const uint64_t seed = in_each_call_ ? mixed(seed_ + kMix * ++calls_) : mixed(seed_);
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, flat.scalar_type(), "reorder", [&] {
+      using Bits = std::conditional_t<sizeof(scalar_t) == 8, uint64_t,
+                                      std::conditional_t<sizeof(scalar_t) == 4, uint32_t, uint16_t>>;
+      scalar_t* values = flat.mutable_data_ptr<scalar_t>();
+      const scalar_t* olds = old.defined() ? old.const_data_ptr<scalar_t>() : nullptr;
+      for (int64_t i = 0; i < flat.numel(); ++i) {
+        const double value = static_cast<double>(values[i]);
+        if (!std::isfinite(value) || value == std::floor(value) || (olds != nullptr && olds[i] == values[i])) continue;
+        Bits bits;
+        std::memcpy(&bits, values + i, sizeof bits);
+        bits ^= static_cast<Bits>(mixed(seed ^ (bits + kMix * i)) >> 63);  // as the bits ask for where calls are alike
+        std::memcpy(values + i, &bits, sizeof bits);
+      }
+    });
+    if (!flat.is_same(sum)) sum.copy_(flat);
+  }
+
+ private:
+  bool any_ = false, in_each_call_ = true;
+  uint64_t seed_ = 0;
+  std::atomic<uint64_t> calls_ = 0;
+};
+
+Orders& orders() {
+  static auto* it = new Orders;
+  return *it;
+}
+
 // ---- operations: the kernels of the CPU, on the same memory ----
 
 using OptionalTensor = std::optional<at::Tensor>;
@@ -401,8 +475,13 @@ class HostCall {  // one call of an operation, with its arguments as the host se
       (*stack)[first + i] = to_host((*stack)[first + i], arguments[i]);
     }
     check_devices();
+    const uint64_t reordered = orders().results_of(name_, *stack, arguments.size());
+    at::Tensor before;
+    if (reordered && Orders::adds_to_self(name_, *stack, arguments.size())) before = (*stack)[first].toTensor().clone();
     op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
     const size_t results = op_.schema().returns().size();
+    for (size_t i = 0; i < results; ++i)
+      if (reordered >> i & 1) orders().reorder((*stack)[stack->size() - results + i].toTensor(), before);
     for (size_t i = stack->size() - results; i < stack->size(); ++i) (*stack)[i] = to_device((*stack)[i]);
     for (auto& [device, host] : resized_) give_back_resized(device, host);
   }
@@ -615,6 +694,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_backward(
     const at::Tensor&, const at::Tensor&, std::optional<double> scale) {
   auto [a, b, c] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
       host(gradient), host(q), host(k), host(v), host(out), host(logarithms), 0.0, causal, std::nullopt, scale);
+  if (!at::globalContext().deterministicAlgorithms())
+    for (const at::Tensor& sum : {a, b, c}) orders().reorder(sum);
   return {device(a), device(b), device(c)};
 }
 
@@ -679,5 +760,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("wait", [](int64_t by, int64_t stream, size_t asked) { late_copies().wait(by, stream, asked); });
   m.def("finish", [] { late_copies().finish(); });
   m.def("resize_storage", &resize_storage);
+  m.def("add_in_fixed_order", [] { orders().fix(); });
+  m.def("add_in_any_order", [](uint64_t seed, bool in_each_call) { orders().any(seed, in_each_call); });
   m.def("default_generator", [] { return default_generator(); });
 }

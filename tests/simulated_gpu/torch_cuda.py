@@ -12,6 +12,7 @@ from typing import Any
 
 TOTAL_BYTES = 8 * 2**30
 DEVICE = 0
+_installed: list[ModuleType] = []
 
 
 def streams_of(device: ModuleType) -> tuple[type, type]:
@@ -73,6 +74,27 @@ def streams_of(device: ModuleType) -> tuple[type, type]:
     return Stream, Event
 
 
+def is_installed() -> bool:
+    """Whether this process has the simulated device."""
+    return bool(_installed)
+
+
+@contextmanager
+def any_order(seed: int | None = None) -> Iterator[None]:
+    """Let kernels that a GPU lets add in any order do so, as long as PyTorch is not asked for deterministic ones.
+
+    Args:
+        seed: Draws one order for all calls that add up to the same sum, so that a step can be run again; None for
+            another order in each call, as on a GPU.
+    """
+    (device,) = _installed
+    device.add_in_any_order(time.time_ns() if seed is None else seed, seed is None)
+    try:
+        yield
+    finally:
+        device.add_in_fixed_order()
+
+
 def install(device: ModuleType) -> None:
     """Replace what `torch.cuda` asks of the CUDA runtime.
 
@@ -81,6 +103,7 @@ def install(device: ModuleType) -> None:
     """
     import torch
 
+    _installed.append(device)
     stream_class, event_class = streams_of(device)
     default = stream_class()
     current = threading.local()

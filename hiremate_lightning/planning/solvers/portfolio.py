@@ -7,8 +7,7 @@ limit. Where it ends without a proof, these get the rest of the time, and the be
 
 from __future__ import annotations
 
-from .crossover import try_crossovers
-from .greedy import keep_more
+from .greedy import Found, keep_more
 from .incumbent import Search, searching
 from .least_memory import find_smallest
 from .neighbourhoods import Neighbourhoods
@@ -46,7 +45,8 @@ def portfolio(search: Search) -> None:
     if not prove(search):
         return
     deadline = search.within(QUICK_SHARE)
-    try_crossovers(search, [*roundings(search, deadline), *segment_policies(search.model)], deadline)
+    for policy in dict.fromkeys([*roundings(search, deadline), *segment_policies(search.model)]):
+        search.offer(Found(policy, search.model.replay(policy)))
     if not _is_close(search):
         try_segments(search, search.within(QUICK_SHARE))
         try_limits(search, relax=True, deadline=search.within(QUICK_SHARE))

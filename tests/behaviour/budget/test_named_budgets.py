@@ -26,7 +26,7 @@ from hiremate_lightning import HiRemateWarning, InfeasibleBudgetError, hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.integrations.accelerate import prepare_hiremate
 from hiremate_lightning.measuring import profiling
-from hiremate_lightning.planning import found_before
+from hiremate_lightning.planning import solutions
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.solvers import Problem, Solution, work
 from hiremate_lightning.planning.solvers.worker import Worker
@@ -367,7 +367,7 @@ def starved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_named_budget_trains_with_a_starved_worker(name: str, starved: list[str]) -> None:
     error = named_by(STARVED[name], TOO_SMALL)
     assert starved
-    found_before.forget()  # as in another process
+    solutions.forget()  # as in another process
 
     starved.clear()
     assert_trains_inside(STARVED[name], f"{error.smallest_bytes} B")
@@ -389,7 +389,7 @@ def decided_unstarved(equal_costs: None) -> tuple[int, list[Decisions]]:
     plain = quietly(train, "1 GiB")[0]
     budget = plain.resident_bytes + plain.unplanned.peak_bytes * 6 // 10
     decided = [plan.solution.recompute for plan in quietly(train, budget)]
-    found_before.forget()
+    solutions.forget()
     return budget, decided
 
 

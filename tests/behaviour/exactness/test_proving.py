@@ -7,7 +7,6 @@ import html
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +32,7 @@ from hiremate_lightning.running import program
 from hiremate_lightning.running.execution import Part
 from hiremate_lightning.sessions import session
 from hiremate_lightning.targets.modules import targets_of
-from hiremate_lightning.torch_private import aot, changes, dynamo
+from hiremate_lightning.torch_private import changes, hacks
 from tests.exact import TORCH, Log, differing, simple_loop
 
 WIDTH = 8
@@ -314,23 +313,22 @@ def test_wrong_gradients_are_seen_where_no_plain_backward_fits(monkeypatch):
 # ---------------------------------------------------------------- faults of PyTorch, their mendings taken out
 
 
-def test_a_change_in_place_that_dynamo_loses_is_missed(monkeypatch):
+def test_a_change_in_place_that_dynamo_loses_is_missed():
     """A single number in double precision on the CPU: the graph of Dynamo itself does not change it."""
 
     def count(self, x):
         self.count.add_(x.shape[0])
         return x * 2
 
-    without = tuple(stand_in for stand_in in dynamo._WHILE_CAPTURING if "tensorify" not in stand_in[1])
-    monkeypatch.setattr(dynamo, "_WHILE_CAPTURING", without)
     if TORCH == (2, 13):
         module = Written(count, count=torch.zeros((), dtype=torch.float64))
-        _, _, said = train(lambda: module, True)
+        with hacks.without("unread numbers"):
+            _, _, said = train(lambda: module, True)
         assert any("does not change" in text and "in place as the code itself does" in text for text in said)
         assert module.count == 3 * 16
 
 
-def test_a_result_in_the_wrong_place_is_seen(monkeypatch):
+def test_a_result_in_the_wrong_place_is_seen():
     """torchmetrics' MeanMetric, updated with the loss: its value came to be its weight."""
 
     def mean_of_loss(self, x):
@@ -338,20 +336,19 @@ def test_a_result_in_the_wrong_place_is_seen(monkeypatch):
         self.metric(loss)
         return x * loss
 
-    monkeypatch.setattr(aot, "returning_the_right_values", nullcontext)
     if TORCH == (2, 13):
-        check_refused(lambda: Written(mean_of_loss, metric=torchmetrics.MeanMetric()), "gives other numbers")
+        with hacks.without("results that are inputs"):
+            check_refused(lambda: Written(mean_of_loss, metric=torchmetrics.MeanMetric()), "gives other numbers")
 
 
-def test_code_that_fails_in_pytorch_runs_as_it_was_written(monkeypatch):
+def test_code_that_fails_in_pytorch_runs_as_it_was_written():
     """The check for aliases that refuses subclasses of tensors is one failure inside of PyTorch."""
 
     class Named(Tensor):
         pass
 
-    monkeypatch.setattr(aot, "not_looking_for_aliases", nullcontext)
     module = hiremate(Written(lambda self, x: torch.sin(x)), "1 GiB", verbose=False)
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, hacks.without("unsought aliases"):
         warnings.simplefilter("always")
         found = module(rows(0).as_subclass(Named))
     said = [str(warning.message) for warning in caught]

@@ -699,3 +699,23 @@ def test_the_advice_on_gradients_saves_in_lightning_what_it_says():
     assert line.startswith(f"Gradients of the step before live through the forward. {saved} less are needed where")
     assert "in Lightning, self.zero_grad() in on_train_batch_start does, unless gradients are accumulated" in line
     assert not any("zero_grad" in line for line in advice_lines(early))
+
+
+def test_what_writes_a_page_names_the_plan_at_hand(tmp_path, monkeypatch, capsys):
+    """Without a logger that has a folder the third line says what to write: with the callback, its own plan."""
+    monkeypatch.chdir(tmp_path)
+    callback = HiRemateCallback("100%")
+    trainer = pl.Trainer(
+        max_steps=5,
+        callbacks=[callback],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(CallsItself(), batches(5))
+    said = re.search(r"more: .* shows a table; (.*) writes a page", capsys.readouterr().err)
+    assert said is not None
+    assert "get_plan" not in said[1]
+    exec(said[1], {"callback": callback})
+    assert (tmp_path / "plan.html").stat().st_size

@@ -270,8 +270,9 @@ def test_an_unknown_option_is_refused_with_the_valid_ones():
     error = error_of(chain(1), options={"budget": "1 GiB", "margin": 0.1})
 
     assert isinstance(error, ConfigurationError)
-    names = "budget, time_limit_s, max_plans, on_infeasible, cache_dir, solver, compile, offload, host_budget"
-    assert str(error) == f"The backend 'hiremate' has no option 'margin'. Valid options: {names}, verify, verbose."
+    names = "budget, time_limit_s, max_plans, on_infeasible, cache_dir, solver, compile, offload, host_budget, verify"
+    valid = f"Valid options: {names}, recomputable_operators, verbose."
+    assert str(error) == f"The backend 'hiremate' has no option 'margin'. {valid}"
 
 
 @pytest.mark.parametrize(

@@ -421,6 +421,7 @@ def test_a_dry_run_stops_after_the_plan_was_measured(capsys):
     said = capsys.readouterr().err
     assert "Net: peak" in said
     assert "stopped by --dry-run after 2 updates of the weights" in said
+    assert "run --html" not in said, "it was asked for"
     assert Path("plan.html").is_file()
 
 

@@ -201,12 +201,32 @@ def test_the_none_of_a_model_without_a_plan_is_no_page(tmp_path: Path):
 def test_the_page_is_small_and_dark_where_the_screen_is(page: Path):
     text = page.read_text(encoding="utf-8")
     assert len(text) < 200_000
-    assert text.count("@media (prefers-color-scheme: dark)") == 3  # the page and its two pictures
+    assert text.count("@media (prefers-color-scheme: dark)") == 5  # the page, and its two pictures for each screen
 
 
 def test_each_table_and_picture_scrolls_by_itself(page: Path):
     text = page.read_text(encoding="utf-8")
-    assert text.count("<table") + text.count("<svg") == text.count('<div class="wide"') == 5
+    assert text.count("<table") + text.count("<svg") / 2 == text.count('<div class="wide"') == 5
+
+
+def test_a_phone_gets_pictures_that_are_no_wider(page: Path):
+    """Letters are 12 pixels there too, and recomputing is not out of sight to the right."""
+    text = page.read_text(encoding="utf-8")
+    narrow = re.findall(r'<div class="narrow"><svg [^>]*width="(\d+)"', text)
+    assert narrow == ["360", "360"]
+    drawn = text.split('<div class="narrow">')[1].partition("</svg>")[0]
+    ends = [float(x) + 6.6 * len(words) for x, words in re.findall(r'<text x="([\d.]+)"[^m]*?>([^<]+)</text>', drawn)]
+    assert ends
+    assert max(ends) <= 360
+    assert "Touch the picture" in text
+
+
+def test_tables_are_named_and_their_columns_too(page: Path):
+    """For readers who hear the page."""
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<caption>") == text.count("<table")
+    assert "<th>" not in text
+    assert text.count("<th ") == text.count('<th scope="col"')
 
 
 def test_each_operation_of_both_runs_is_there_for_the_pointer(page: Path):

@@ -181,8 +181,23 @@ def test_a_long_stage_is_named_where_no_progress_is_drawn(monkeypatch: pytest.Mo
     with Reporter(console=console).stage("solving"):
         time.sleep(0.2)
     first, second = written(console).splitlines()[:2]
-    assert first == "HiRemate: still solving, after 0.01 s"
-    assert second == "HiRemate: still solving, after 0.02 s"
+    assert first == "HiRemate: still solving, after 0.01 s of planning"
+    assert second == "HiRemate: still solving, after 0.02 s of planning"
+
+
+def test_many_short_stages_are_a_long_wait(monkeypatch: pytest.MonkeyPatch):
+    """None of them takes long enough to be named by itself; a plan ends the count."""
+    monkeypatch.setattr(report, "LONG_S", 0.3)
+    console = Console(file=io.StringIO(), width=80)
+    reporter = Reporter(console=console)
+    for name in ("tracing", "measuring", "solving"):
+        with reporter.stage(name):
+            time.sleep(0.14)
+    assert written(console).splitlines() == ["HiRemate: still solving, after 0.3 s of planning"]
+    reporter.planned(blocks_plan(2))
+    with reporter.stage("tracing"):
+        time.sleep(0.14)
+    assert written(console).count("still") == 1
 
 
 def test_a_long_wait_is_said_before_it_and_explained_after_it(monkeypatch: pytest.MonkeyPatch):
@@ -334,8 +349,8 @@ def test_progress_counts_within_its_stage(total: int | None, shown: str):
     ("best_ms", "bound_ms", "shown"),
     [
         (math.inf, 4.0, "none found, at least +4.0%"),
-        (10.0, 4.5, "extra time +10.0%, gap 5.0%"),
-        (4.0, 4.0, "extra time +4.0%, gap 0.0%"),
+        (10.0, 4.5, "extra time +10.0%, within 5.0% of the best possible"),
+        (4.0, 4.0, "extra time +4.0%, the best possible"),
     ],
 )
 def test_a_solve_shows_its_best_plan_and_how_good_it_is_proven_to_be(best_ms: float, bound_ms: float, shown: str):

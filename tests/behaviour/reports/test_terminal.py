@@ -48,7 +48,7 @@ TABLE = """\
 │ at        net.blocks.3.mlp, backward, tiny.d_down3                           │
 │ budget    4.76 MiB, 1.91 MiB of it resident before the step                  │
 │ time      53.6 ms → 60.2 ms, +12.3% planned, +7.1% measured                  │
-│ solver    hilp: optimal; gap 0.0% (no plan below +12.3%)                     │
+│ solver    hilp: the best possible (no plan below +12.3%)                     │
 │ planning  1.95 s: tracing 500 ms, profiling 250 ms, solving 1.2 s            │
 │                                                                              │
 │ module                       kept  not kept  recomputed    extra  share kept │

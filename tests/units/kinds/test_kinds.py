@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.kinds.history import CERTAIN, History, Order
+from hiremate_lightning.kinds.history import CERTAIN, History, Order, place_in
 from tests.exact import quiet
 
 CRITIC, GENERATOR = (0,), (1, 2)
@@ -90,12 +92,35 @@ def test_an_order_is_certain_after_many_foreseen_steps():
 
 
 def test_a_certain_order_tells_confused_kinds_apart():
-    history = alternating()
-    history.confuse(history[CRITIC], history[GENERATOR])
-    assert all_likely(history) == {CRITIC, GENERATOR}
+    history, longer = alternating(), (*GENERATOR, 3)
+    run(history, GENERATOR)
+    run(history, longer)
+    history.install(history[longer], PLAN, {})
+    history.confuse(history[GENERATOR])
+    run(history, GENERATOR)
+    assert all_likely(history) == {GENERATOR, longer}
     for index in range(2 * CERTAIN):
-        run(history, CRITIC if index % 2 else GENERATOR)
-    assert all_likely(history) == {GENERATOR}
+        run(history, GENERATOR if index % 2 else longer)
+    assert all_likely(history) == {longer}
+
+
+def test_a_kind_planned_later_joins_those_it_begins_like():
+    history, longer, shorter = alternating(), (*GENERATOR, 3), GENERATOR[:1]
+    history.confuse(history[GENERATOR])
+    for graphs in (longer, shorter):
+        run(history, graphs)
+        history.install(history[graphs], PLAN, {})
+    assert {kind.graphs for kind in history.taken_for(history[shorter])} == {GENERATOR, longer, shorter}
+    assert {kind.graphs for kind in history.taken_for(history[CRITIC])} == {CRITIC}
+
+
+@pytest.mark.parametrize(
+    ("ran", "place"), [((1,), 0), ((2,), 1), ((1, 3), 3), ((2, 2), 2), ((1, 3, 2), None), ((4,), None), ((), -1)]
+)
+def test_a_step_that_leaves_out_graphs_keeps_its_place(ran, place):
+    kind = History()[1, 2, 2, 3]
+    kind.step = SimpleNamespace(waits=False)
+    assert place_in(kind, ran) == place
 
 
 def train_in_turns(model, optimizers, index):

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from hiremate_lightning.out_of_memory import InfeasibleBudgetError
-from hiremate_lightning.planning import found_before
+from hiremate_lightning.planning import solutions
 from hiremate_lightning.planning.plan import Plan
-from hiremate_lightning.planning.plan_files import PlanFiles
 from hiremate_lightning.planning.planner import PlanOptions, make_plan
 from hiremate_lightning.planning.shared_solving import SharedSolving
+from hiremate_lightning.planning.solutions import Solutions
 from hiremate_lightning.planning.solvers.away import fastest_choice
 from hiremate_lightning.planning.solvers.base import UNLIMITED, Problem, Solution, Status, away_proposals, get_strategy
 from hiremate_lightning.planning.solvers.curve import Remembering
@@ -42,7 +42,7 @@ HOST = Host(UNLIMITED)
 
 @pytest.fixture(autouse=True)
 def nothing_found_before():
-    found_before.forget()
+    solutions.forget()
 
 
 def step_of(step, link: Link = FAST) -> Step:
@@ -141,12 +141,12 @@ def test_a_plan_with_values_away_comes_back_from_its_file(tmp_path: Path):
     assert again.solution == plan.solution
     assert plan_of(step, budget, host=None, cache_dir=tmp_path).solution.aways == ()
     problem = Problem(step.graph, step.profile, budget, host=HOST)
-    PlanFiles(tmp_path).write(problem, "portfolio", plan.solution)
-    assert PlanFiles(tmp_path).read(problem, "portfolio") is not None
+    Solutions(tmp_path).write(problem, "portfolio", plan.solution)
+    assert Solutions(tmp_path).read(problem, "portfolio") is not None
 
 
 def test_a_file_is_not_for_a_host_with_less_memory(tmp_path: Path):
-    step, files = step_of(transformer(4)), PlanFiles(tmp_path)
+    step, files = step_of(transformer(4)), Solutions(tmp_path)
     problem = Problem(step.graph, step.profile, share_of(step, 0.6), host=HOST)
     solution = with_aways(get_strategy("portfolio"))(problem)
     small = replace(problem, host=Host(solution.aways and 1))

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from hiremate_lightning.planning import found_before
+from hiremate_lightning.planning import solutions
 from hiremate_lightning.planning.options import PlanOptions
 from hiremate_lightning.planning.planner import least_need, make_plan
 from hiremate_lightning.planning.solvers import Problem, Solution, SolveOptions, Status, get_strategy, metering, work
@@ -176,40 +176,44 @@ def test_a_named_least_memory_is_taken_where_nothing_is_found():
     named = least_need(problem, 0).smallest
     asked = replace(problem, budget_bytes=named.peak_bytes)
 
-    taken = found_before.at_least(asked, nothing(asked))
+    taken = solutions.Solutions().at_least(asked, nothing(asked))
 
     assert (taken.status, taken.recompute, taken.peak_bytes) == (Status.FEASIBLE, named.recompute, named.peak_bytes)
-    assert taken.stopped_by == found_before.KNOWN_BEFORE
-    assert not found_before.at_least(replace(asked, budget_bytes=named.peak_bytes - 1), nothing(asked)).is_feasible
+    assert taken.stopped_by == solutions.KNOWN_BEFORE
+    assert (
+        not solutions.Solutions()
+        .at_least(replace(asked, budget_bytes=named.peak_bytes - 1), nothing(asked))
+        .is_feasible
+    )
 
 
 def test_a_later_run_reads_what_was_named(tmp_path):
-    files = PlanOptions(cache_dir=tmp_path).files
+    kept = PlanOptions(cache_dir=tmp_path).solutions
     problem = problem_to_cut()
-    named = least_need(problem, 0, files=files).smallest
-    found_before.forget()
+    named = least_need(problem, 0, solutions=kept).smallest
+    solutions.forget()
     asked = replace(problem, budget_bytes=named.peak_bytes)
 
-    assert not found_before.at_least(asked, nothing(asked)).is_feasible
-    assert found_before.at_least(asked, nothing(asked), files).recompute == named.recompute
+    assert not solutions.Solutions().at_least(asked, nothing(asked)).is_feasible
+    assert kept.at_least(asked, nothing(asked)).recompute == named.recompute
 
 
 def test_a_file_that_was_spoilt_is_ignored(tmp_path, caplog: pytest.LogCaptureFixture):
-    files = PlanOptions(cache_dir=tmp_path).files
+    kept = PlanOptions(cache_dir=tmp_path).solutions
     problem = problem_to_cut()
-    least_need(problem, 0, files=files)
-    found_before.forget()
+    least_need(problem, 0, solutions=kept)
+    solutions.forget()
     (path,) = tmp_path.glob("found-*.json")
     for text in ("[[[1, 2", "[[[99999999]]]", '[["a"]]', "{}"):
         path.write_text(text)
-        assert not found_before.at_least(problem, nothing(problem), files).is_feasible
+        assert not kept.at_least(problem, nothing(problem)).is_feasible
 
 
 def test_a_proof_is_not_compared_with_what_was_found_before():
     problem = problem_to_cut()
     least_need(problem, 0)
     proven = Solution("mine", Status.INFEASIBLE, stopped_by="proof")
-    assert found_before.at_least(problem, proven) is proven
+    assert solutions.Solutions().at_least(problem, proven) is proven
 
 
 def test_a_plan_is_never_slower_than_the_one_before_it():

@@ -263,7 +263,7 @@ def trace(make: Callable[[], nn.Module], *, folds: bool, monkeypatch: pytest.Mon
 
     plain_fold, plain_write_out, plain_capture = alike_blocks.fold, block_templates.write_out, backend.capture
     with monkeypatch.context() as patch:
-        patch.setattr(backend.alike_blocks, "fold", fold)
+        patch.setattr(alike_blocks, "fold", fold)
         patch.setattr(backend.block_templates, "write_out", write_out)
         patch.setattr(backend, "capture", capture)
         with quiet():

@@ -686,7 +686,3 @@ def test_what_is_not_read_may_differ(monkeypatch):
 def test_another_object_with_the_same_numbers_is_alike(monkeypatch):
     make = edited(lambda blocks: setattr(blocks[2], "config", SimpleNamespace(power=2.0)))
     assert both(make, batch(), monkeypatch=monkeypatch).copies == 3
-
-
-def test_torch_has_all_that_comparing_needs():
-    assert repeated_modules.WHILE_CAPTURING

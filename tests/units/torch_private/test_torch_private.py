@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import pickle
 import re
@@ -155,11 +156,29 @@ def test_tensors_are_found_in_containers_in_the_order_of_pytree():
     assert all(mine is theirs for mine, theirs in zip(found, expected, strict=True))
 
 
+@pytest.fixture
+def without_collections():
+    """Collect no garbage until the test has ended."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 def test_all_plain_tensors_of_python_are_found():
     tensors = [torch.zeros(2), nn.Parameter(torch.zeros(2))]
     others = [torch.zeros(2).as_subclass(Own), torch.zeros(2).to_sparse()]
     found = {id(tensor) for tensor in tensor_state.plain_tensors_of_python()}
     assert [id(tensor) in found for tensor in (*tensors, *others)] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("are_young", [False, True])
+def test_a_look_at_tensors_keeps_none_of_them_alive(are_young, without_collections):
+    """No garbage is collected meanwhile: what the look held in a cycle would stay."""
+    tensor = torch.zeros(2)
+    lives = tensor_state.watch_storage(tensor)
+    assert any(found is tensor for found in tensor_state.plain_tensors_of_python(are_young))
+    del tensor
+    assert not lives()
 
 
 def test_a_watched_storage_is_not_kept_alive():

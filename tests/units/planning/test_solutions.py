@@ -11,8 +11,8 @@ from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.planning.options import PlanOptions
-from hiremate_lightning.planning.plan_files import PlanFiles
 from hiremate_lightning.planning.planner import make_plan
+from hiremate_lightning.planning.solutions import Solutions
 from hiremate_lightning.planning.solvers import get_strategy
 from hiremate_lightning.records.step import Call, merge
 from hiremate_lightning.units import parse_budget
@@ -24,18 +24,18 @@ from tests.tiny import transformer
 def solved(tmp_path):
     problem = problem_of(transformer(4), 2_600_000)
     solution = get_strategy("portfolio")(problem)
-    PlanFiles(tmp_path).write(problem, "portfolio", solution)
+    Solutions(tmp_path).write(problem, "portfolio", solution)
     return problem, solution, next(tmp_path.iterdir())
 
 
 def test_a_plan_is_found_again(solved, tmp_path):
     problem, solution, _ = solved
-    assert PlanFiles(tmp_path).read(problem, "portfolio") == (solution, problem.profile)
+    assert Solutions(tmp_path).read(problem, "portfolio") == (solution, problem.profile)
 
 
 def test_another_budget_solver_or_graph_finds_nothing(solved, tmp_path):
     problem, _, _ = solved
-    files = PlanFiles(tmp_path)
+    files = Solutions(tmp_path)
     assert files.read(problem_of(transformer(4), 2_600_001), "portfolio") is None
     assert files.read(problem, "hilp") is None
     assert files.read(problem_of(transformer(5), 2_600_000), "portfolio") is None
@@ -46,7 +46,7 @@ def test_other_memory_costs_are_not_trusted(tmp_path):
     graph, profile = transformer(4)
     more = tuple(size + 1 for size in profile.workspace_bytes)
     changed = problem_of((graph, type(profile)(profile.time_ms, more, profile.device)), 2_600_000)
-    assert PlanFiles(tmp_path).read(changed, "portfolio") is None
+    assert Solutions(tmp_path).read(changed, "portfolio") is None
 
 
 def cut_off(data):
@@ -96,7 +96,7 @@ def test_a_file_that_is_not_what_it_should_be_is_ignored_with_a_warning(solved, 
     problem, _, path = solved
     path.write_text(spoil(json.loads(path.read_text())))
     with caplog.at_level(logging.WARNING, "hiremate_lightning"):
-        assert PlanFiles(tmp_path).read(problem, "portfolio") is None
+        assert Solutions(tmp_path).read(problem, "portfolio") is None
     assert f"Ignored the plan in {path}" in caplog.text
     assert words in caplog.text
 
@@ -105,7 +105,7 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path, caplog):
     problem = problem_of(transformer(2), 1_500_000)
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING, "hiremate_lightning"):
-        PlanFiles(tmp_path / "file").write(problem, "portfolio", get_strategy("portfolio")(problem))
+        Solutions(tmp_path / "file").write(problem, "portfolio", get_strategy("portfolio")(problem))
     assert "the next run solves again" in caplog.text
 
 

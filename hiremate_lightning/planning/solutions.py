@@ -1,0 +1,211 @@
+"""Solutions of steps, kept for later: in this process for the latest steps, and in a folder where there is one.
+
+A file holds the solution of one problem: it is found by the graph, the budget, the solver, and the version of this
+package, and believed only as far as it can be checked. What operations take in memory must be what was measured now,
+and the schedule is replayed before it is used. Times are those that it was solved for.
+
+Beside it the latest schedules of each step are kept, whatever their budgets: a later search of the same step is not to
+be worse. A step is the same where its graph and what its operations take in memory are; times may differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from ..errors import HiRemateError
+from ..records.away import Away
+from ..records.costs import Profile, profile_from_json
+from ..records.graph import Graph
+from ..records.step import Decisions
+from .solvers.base import Problem, Solution, Status, replay, replay_solution
+
+log = logging.getLogger("hiremate_lightning")
+FORMAT = 2
+STEPS, SCHEDULES = 8, 8  # the latest steps, and the latest schedules of each
+KNOWN_BEFORE = "found before"  # why a search ended with such a schedule
+_UNREADABLE = OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, HiRemateError  # of a spoilt file
+
+
+@dataclass(frozen=True)
+class _Schedules:
+    """The schedules of one step, whatever their budgets."""
+
+    graph: Graph
+    workspace_bytes: tuple[int, ...]
+    decisions: deque[Decisions] = field(default_factory=lambda: deque(maxlen=SCHEDULES))
+
+    def is_of(self, problem: Problem) -> bool:
+        return self.workspace_bytes == problem.profile.workspace_bytes and (
+            self.graph is problem.graph or self.graph == problem.graph
+        )
+
+
+_steps: deque[_Schedules] = deque(maxlen=STEPS)
+_lock = threading.Lock()  # models may be trained in several threads
+
+
+def forget() -> None:
+    """Forget all schedules of this process; files stay."""
+    with _lock:
+        _steps.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Solutions:
+    """The solutions that are known.
+
+    Attributes:
+        folder: Where files are kept; None for no files.
+    """
+
+    folder: Path | None = None
+
+    def read(self, problem: Problem, solver: str) -> tuple[Solution, Profile] | None:
+        """Find the solution of a problem in the folder, and the profile that it was solved for.
+
+        A file that can't be read, was written by another version or for another step, or holds a schedule that does
+        not fit, is ignored with a warning.
+        """
+        path = self._path("plan", solver, problem.budget_bytes, _host_of(problem), problem.graph)
+        if path is None or not path.is_file():
+            return None
+        try:
+            solution, profile = _decode(path.read_text(), problem)
+        except _UNREADABLE as error:
+            log.warning("Ignored the plan in %s: %s", path, error)
+            return None
+        if profile.workspace_bytes != problem.profile.workspace_bytes:
+            log.info("The plan in %s is for other memory costs: solving again", path)
+            return None
+        return solution, profile
+
+    def write(self, problem: Problem, solver: str, solution: Solution) -> None:
+        """Keep the solution of a problem in the folder."""
+        data = {"format": FORMAT, "solution": asdict(solution), "profile": asdict(problem.profile)}
+        _write(self._path("plan", solver, problem.budget_bytes, _host_of(problem), problem.graph), data)
+
+    def remember(self, problem: Problem, recompute: Decisions) -> None:
+        """Keep a schedule of a step for later searches, under any budget."""
+        with _lock:
+            step = next((step for step in _steps if step.is_of(problem)), None)
+            if step is None:
+                step = _Schedules(problem.graph, problem.profile.workspace_bytes)
+                _steps.append(step)
+            if recompute not in step.decisions:
+                step.decisions.append(recompute)
+            known = tuple(step.decisions)
+        before = self._read_schedules(problem)
+        fresh = [recompute for recompute in known if recompute not in before]
+        if fresh:
+            _write(self._schedules_path(problem), [*before, *fresh][-SCHEDULES:])
+
+    def at_least(self, problem: Problem, solution: Solution) -> Solution:
+        """Return a solution, or in its place a schedule that is known, where that fits and is faster, or alone fits.
+
+        Args:
+            problem: The step and its budget.
+            solution: What a search has found now; its bound stays.
+        """
+        if solution.status in (Status.OPTIMAL, Status.INFEASIBLE):
+            return solution
+        best = solution
+        for recompute in self._schedules_of(problem):
+            try:
+                replayed = replay(problem, recompute)
+            except (HiRemateError, IndexError, KeyError):  # of a file that holds no schedule of this step
+                continue
+            is_better = not best.is_feasible or best.extra_ms > replayed.recompute_ms
+            if replayed.peak_bytes <= problem.budget_bytes and is_better:
+                best = replace(
+                    solution,
+                    status=Status.FEASIBLE,
+                    recompute=recompute,
+                    recompute_ms=replayed.recompute_ms,
+                    peak_bytes=replayed.peak_bytes,
+                    bound_ms=min(solution.bound_ms, replayed.recompute_ms),
+                    aways=(),
+                    wait_ms=0.0,
+                    stopped_by=KNOWN_BEFORE,
+                )
+        return best
+
+    def _schedules_of(self, problem: Problem) -> Sequence[Decisions]:
+        with _lock:
+            known = [recompute for step in _steps if step.is_of(problem) for recompute in step.decisions]
+        return [*known, *self._read_schedules(problem)]
+
+    def _read_schedules(self, problem: Problem) -> list[Decisions]:
+        """List the schedules of a step in the folder; nobody has checked them."""
+        path = self._schedules_path(problem)
+        try:
+            data = json.loads(path.read_text()) if path is not None and path.is_file() else []
+            return [tuple(tuple(int(node) for node in row) for row in recompute) for recompute in data]
+        except (OSError, ValueError, TypeError) as error:
+            log.warning("Ignored the plan in %s: %s", path, error)
+            return []
+
+    def _schedules_path(self, problem: Problem) -> Path | None:
+        return self._path("found", problem.graph, problem.profile.workspace_bytes)
+
+    def _path(self, kind: str, *said: object) -> Path | None:
+        if self.folder is None:
+            return None
+        name = hashlib.sha256(repr((FORMAT, package_version(), *said)).encode()).hexdigest()[:32]
+        return self.folder / f"{kind}-{name}.json"
+
+
+def _host_of(problem: Problem) -> object:
+    return problem.host and (problem.host.size_bytes, problem.profile.link)
+
+
+def _write(path: Path | None, data: object) -> None:
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(data))
+        partial.replace(path)
+    except OSError as error:
+        log.warning("Could not keep the plan in %s (%s); the next run solves again", path, error)
+
+
+def package_version() -> str:
+    """Return the version of this package, as it was installed."""
+    try:
+        return version("hiremate-lightning")
+    except PackageNotFoundError:
+        return "from a checkout"
+
+
+def _decode(text: str, problem: Problem) -> tuple[Solution, Profile]:
+    """Read a file.
+
+    Raises:
+        ValueError: If it is of another format, or its schedule is not valid or does not fit; other errors come from a
+            file that is no such file.
+    """
+    data = json.loads(text)
+    if data["format"] != FORMAT:
+        raise ValueError("it was written by another version")
+    fields = data["solution"]
+    recompute = tuple(tuple(int(node) for node in row) for row in fields.pop("recompute"))
+    aways = tuple(Away(**{name: int(place) for name, place in row.items()}) for row in fields.pop("aways"))
+    solution = Solution(**{**fields, "status": Status(fields["status"]), "recompute": recompute, "aways": aways})
+    profile = profile_from_json(json.dumps(data["profile"]))
+    if not len(profile.time_ms) == len(profile.workspace_bytes) == len(problem.graph.nodes):
+        raise ValueError("its profile is of another graph")
+    if aways and not (problem.host is not None and problem.host.holds(problem.graph, aways)):
+        raise ValueError("it puts more in the host's memory than there is")
+    peak_bytes = replay_solution(Problem(problem.graph, profile, problem.budget_bytes), solution).peak_bytes
+    if peak_bytes > problem.budget_bytes or peak_bytes != solution.peak_bytes:
+        raise ValueError(f"its schedule takes {peak_bytes:,} bytes, where it says {solution.peak_bytes:,}")
+    return solution, profile

@@ -1,0 +1,346 @@
+"""Every change that this folder makes to what torch does, in one table: each has one switch.
+
+A release of torch that a hack was not checked on gets plain capture: hacks that save time or avoid graph breaks are
+off. Hacks that mend what torch gets wrong are tried there, and are off where torch has no such names any more.
+`hiremate doctor` tells which ones are off.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import types
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from . import CHECKED_VERSIONS
+from .replacing import replaced
+
+log = logging.getLogger("hiremate_lightning")
+
+_SINCE_2_13 = CHECKED_VERSIONS[CHECKED_VERSIONS.index("2.13") :]
+
+
+class Stage(Enum):
+    """When a hack is in place."""
+
+    CAPTURING = "while Dynamo captures code"
+    TRACING = "while AOTAutograd traces captured code"
+    CALLING = "around a planned call"
+    ASKED = "where the code asks whether it is on"
+
+
+@dataclass(frozen=True, slots=True)
+class Hack:
+    """One change to what torch does.
+
+    Attributes:
+        name: How it is switched.
+        does: What it changes.
+        without: What happens where it is off.
+        stages: When it is in place.
+        place: The module and the name in it: stand-ins, or a function that returns these or a context manager; "" for
+            a hack that other code asks for.
+        mends: Whether it mends what torch gets wrong, and so is tried on releases that it was not checked on.
+        checked: The releases of torch that it was checked on.
+    """
+
+    name: str
+    does: str
+    without: str
+    stages: tuple[Stage, ...]
+    place: str = ""
+    mends: bool = False
+    checked: tuple[str, ...] = CHECKED_VERSIONS
+
+
+HACKS = (
+    # Around each call
+    Hack(
+        "code by code",
+        "each code is captured with settings of its own, and again without symbols where Dynamo fails on these",
+        "settings hold for whole calls; a number that changes is captured anew; no hack while Dynamo captures is there",
+        (Stage.ASKED,),
+        mends=True,
+    ),
+    Hack(
+        "small buckets",
+        "graphs end by buckets of 1 MiB at least, where DistributedDataParallel has smaller ones",
+        "Dynamo fails on smaller buckets, and that code runs uncaptured",
+        (Stage.CALLING,),
+        "data_parallel.smallest_buckets",
+    ),
+    # While Dynamo captures
+    Hack(
+        "unread numbers",
+        "a counter in double precision that code changes in place is captured",
+        "the proof sees the lost change, and that code runs as written",
+        (Stage.CAPTURING,),
+        "changes.NUMBERS",
+        mends=True,
+    ),
+    Hack(
+        "noted changes",
+        "stand-ins that share memory are known by the changes that they begin with",
+        "code whose inputs share memory may run as written",
+        (Stage.CAPTURING,),
+        "changes.NOTED",
+        mends=True,
+    ),
+    Hack(
+        "reentrant checkpoint",
+        "checkpoint(use_reentrant=True) of inputs without gradients gives none",
+        "such calls get gradients that eager PyTorch does not give",
+        (Stage.CAPTURING,),
+        "calls_as_eager.CHECKPOINT",
+        mends=True,
+    ),
+    Hack(
+        "own generators",
+        "a random.Random that outlives the call draws outside of graphs",
+        "it draws what it drew when it was captured",
+        (Stage.CAPTURING,),
+        "calls_as_eager.GENERATORS",
+        mends=True,
+    ),
+    Hack(
+        "messages once",
+        "messages of logs that are said once, or not at all, do not end graphs",
+        "graphs end at these",
+        (Stage.CAPTURING,),
+        "calls_as_eager.MESSAGES",
+    ),
+    Hack(
+        "user compiled",
+        "functions that their author compiled stay compiled, each call one operation",
+        "their numbers are those of eager PyTorch, not of the author's kernels",
+        (Stage.CAPTURING,),
+        "user_compiled.WHILE_CAPTURING",
+        mends=True,
+    ),
+    Hack(
+        "lengths of tuples",
+        "a tuple whose class has a __len__ of its own is guarded by what it holds",
+        "such code is captured anew in each call, or runs uncaptured",
+        (Stage.CAPTURING,),
+        "guards.LENGTHS",
+        mends=True,
+    ),
+    Hack(
+        "guards once",
+        "that a module has no hooks is guarded once",
+        "it is guarded twice, which takes time in each call",
+        (Stage.CAPTURING,),
+        "guards.HOOKS",
+    ),
+    Hack(
+        "written numbers",
+        "a number that varies keeps its format where code writes it into a string",
+        "Dynamo before 2.14 forgets the format",
+        (Stage.CAPTURING,),
+        "written_numbers.WHILE_CAPTURING",
+        mends=True,
+    ),
+    Hack(
+        "repeated modules",
+        "modules that are alike are captured once",
+        "the first step takes longer",
+        (Stage.CAPTURING,),
+        "repeated_modules.copied",
+        checked=_SINCE_2_13,
+    ),
+    Hack(
+        "decided branches",
+        "branches on positions, masks and other integers are decided while code is captured",
+        "graphs end at these, and models that ask are planned in pieces",
+        (Stage.CAPTURING,),
+        "decided_branches.WHILE_CAPTURING",
+    ),
+    Hack(
+        "names of lines",
+        "no file is read for the names of a line's function",
+        "the first step takes longer",
+        (Stage.CAPTURING,),
+        "graph_texts.names_of_lines",
+    ),
+    # While AOTAutograd traces
+    Hack(
+        "eager kernels",
+        "operators that torch decomposes with other numbers stay whole",
+        "the proof sees other numbers, and that code runs as written",
+        (Stage.TRACING,),
+        "eager_tracing.eager_kernels",
+        mends=True,
+    ),
+    Hack(
+        "strides of one",
+        "dimensions of size 1 have the strides that kernels give them",
+        "a batch of one image may take other kernels: the proof sees other numbers, and that code runs as written",
+        (Stage.TRACING,),
+        "eager_tracing.eager_strides_of_one",
+        mends=True,
+    ),
+    Hack(
+        "strides",
+        "results of norms have the strides and types that the CPU's kernels give them",
+        "as for strides of one",
+        (Stage.TRACING,),
+        "eager_tracing.eager_strides",
+        mends=True,
+    ),
+    Hack(
+        "guarded overlaps",
+        "which inputs overlap is guarded where some are written to",
+        "inputs that overlapped once are taken to overlap for ever",
+        (Stage.TRACING,),
+        "eager_tracing.guarded_overlaps",
+        mends=True,
+    ),
+    Hack(
+        "results that are inputs",
+        "an input that is changed and returned takes its own place among the results",
+        "the proof sees other numbers, and that code runs as written",
+        (Stage.TRACING,),
+        "aot.returning_the_right_values",
+        mends=True,
+    ),
+    Hack(
+        "unsought aliases",
+        "the first run of a graph takes tensors that carry metadata",
+        "such code fails when it runs first, and then runs as written",
+        (Stage.TRACING,),
+        "aot.not_looking_for_aliases",
+        mends=True,
+    ),
+    Hack(
+        "gradients with metadata",
+        "backwards take gradients that carry metadata",
+        "such backwards fail",
+        (Stage.TRACING,),
+        "aot.taking_gradients_with_metadata",
+        mends=True,
+    ),
+    Hack(
+        "unwritten graphs",
+        "graphs are not written as text that nobody reads",
+        "the first step takes longer",
+        (Stage.TRACING,),
+        "graph_texts.unwritten",
+    ),
+    Hack(
+        "byte targets",
+        "losses of classes that are bytes are traced",
+        "such code runs uncaptured",
+        (Stage.CAPTURING, Stage.TRACING),
+        "byte_targets.traced",
+    ),
+    Hack(
+        "sums of windows",
+        "sums of windows, as of an istft, are traced by their shape",
+        "the first step takes up to a minute longer",
+        (Stage.CAPTURING, Stage.TRACING),
+        "folding.shaped_at_once",
+    ),
+    # Where the code asks
+    Hack(
+        "absent gradients",
+        "backwards get None for gradients that never came",
+        "they get zeros, and so do parameters that have no gradient in eager PyTorch",
+        (Stage.ASKED,),
+        mends=True,
+    ),
+    Hack(
+        "alike blocks",
+        "blocks that are alike are traced once, forward and backward",
+        "the first step takes longer",
+        (Stage.ASKED,),
+        checked=_SINCE_2_13,
+    ),
+    Hack(
+        "same captures",
+        "code that is captured again without a difference runs by what was made before",
+        "it is traced, and planned, again",
+        (Stage.ASKED,),
+    ),
+)
+_BY_NAME = {hack.name: hack for hack in HACKS}
+_torch = types.SimpleNamespace(release=".".join(torch.__version__.split(".")[:2]))
+_off = set[str]()  # switched off
+_missing = dict[str, str]()  # off on this release, and why
+
+
+def is_on(name: str) -> bool:
+    """Whether a hack is in use."""
+    return _is_on(_BY_NAME[name])
+
+
+def _is_on(hack: Hack) -> bool:
+    is_tried = hack.mends or _torch.release in hack.checked
+    return is_tried and hack.name not in _off and hack.name not in _missing
+
+
+def is_tried() -> bool:
+    """Whether this release of torch is one that all was checked on."""
+    return _torch.release in CHECKED_VERSIONS
+
+
+def off() -> list[Hack]:
+    """List the hacks that are not in use."""
+    return [hack for hack in HACKS if not _is_on(hack)]
+
+
+@contextmanager
+def without(*names: str) -> Iterator[None]:
+    """Switch hacks off for a while; all of them where none is named."""
+    switched = ({_BY_NAME[name].name for name in names} or set(_BY_NAME)) - _off
+    _off.update(switched)
+    try:
+        yield
+    finally:
+        _off.difference_update(switched)
+
+
+@contextmanager
+def as_on(release: str) -> Iterator[None]:
+    """Take torch for another release for a while."""
+    before, missing = _torch.release, dict(_missing)
+    _torch.release = release
+    try:
+        yield
+    finally:
+        _torch.release = before
+        _missing.clear()
+        _missing.update(missing)
+
+
+@contextmanager
+def applied(stage: Stage) -> Iterator[None]:
+    """Put the hacks of a stage in place for a while, in the order of the table."""
+    with ExitStack() as in_place:
+        for hack in HACKS:
+            if stage in hack.stages and _is_on(hack):
+                _enter(in_place, hack)
+        yield
+
+
+def _enter(in_place: ExitStack, hack: Hack) -> None:
+    """Put one hack in place; on a release that it was not checked on it may find other names than it needs."""
+    try:
+        in_place.enter_context(_context_of(hack))
+    except Exception as error:
+        if _torch.release in hack.checked:
+            raise
+        _missing[hack.name] = f"{type(error).__name__}: {error}"
+        log.debug("torch %s is used without the hack %r", torch.__version__, hack.name, exc_info=True)
+
+
+def _context_of(hack: Hack) -> AbstractContextManager[Any]:
+    module, _, name = hack.place.partition(".")
+    found = getattr(importlib.import_module(f".{module}", __package__), name)
+    given = found if isinstance(found, tuple) else found()
+    return replaced(*given) if isinstance(given, (tuple, list)) else given
