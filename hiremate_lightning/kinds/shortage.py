@@ -120,6 +120,6 @@ def _need(recorded: RecordedStep, host: Host | None, options: PlanOptions, less_
     step, resident = recorded.merge(), recorded.resident
     problem = Problem(step.graph, step.profile, 0, SolveOptions(options.time_limit_s), host)
     decided = step.join(recorded.decided) if recorded.decided else None
-    need = least_need(problem, resident.size_bytes, decided, options.files)
+    need = least_need(problem, resident.size_bytes, decided, options.solutions)
     waiting_bytes = resident.waiting_bytes, resident.plain_waiting_bytes
     return replace(need, waiting_bytes=waiting_bytes, is_guarded=True, less_bytes=less_bytes)

@@ -309,12 +309,10 @@ def at_release(tensor: torch.Tensor, function: Callable[[], None]) -> Callable[[
     return release.detach
 
 
-def plain_tensors_of_python(are_young: bool = False) -> list[torch.Tensor]:
-    """List dense tensors that are Python objects, without subclasses and wrappers: all of them, or those of late."""
+def plain_tensors_of_python() -> list[torch.Tensor]:
+    """List dense tensors that are Python objects, without subclasses and wrappers."""
     kinds = torch.Tensor, torch.nn.Parameter  # each object refers to its class
-    lists = map(gc.get_objects, (0, 1)) if are_young else [gc.get_referrers(*kinds)]
-    # No list takes all of a generation: it is itself of the youngest one, so it would hold itself and all of them.
-    found = [thing for things in lists for thing in things if type(thing) in kinds]
+    found = [thing for thing in gc.get_referrers(*kinds) if type(thing) in kinds]
     return [t for t in found if not _is_wrapper(t) and t.layout is torch.strided]
 
 
