@@ -26,6 +26,7 @@ from ..capturing.backend import planning_backend
 from ..capturing.capture import Captured
 from ..errors import CaptureError
 from ..kinds.step_kind import GraphNumbers
+from ..kinds.varying_sizes import VaryingSizes
 from ..kinds.watching import WatchPolicy
 from ..measuring.runs import Run
 from ..options import SessionOptions
@@ -34,7 +35,6 @@ from ..planning.plan import Plan, describe_peak
 from ..planning.solvers import worker
 from ..proofs.proof import Proof, Proofs
 from ..proofs.proving import Prover
-from ..records.dimensions import VaryingSizes
 from ..rewriting.joint import updates_under_checkpoint
 from ..running.accumulation import Leaves
 from ..running.execution import Part

@@ -139,7 +139,7 @@ class UnplannedSteps:
     def learn_from_taken_over(self, step: CurrentStep, kind: StepKind) -> None:
         """Learn of the step that ends, where it ran by the plan of another size and has none of its own."""
         foreseen = step.comparison.foreseen
-        if foreseen is not None and kind.plan is None and self._may_run_plain and not step.is_from_template:
+        if foreseen is not None and kind.plan is None and self._may_run_plain:
             planned, at_sizes = foreseen
             self._plain.learn_foreseen(describe(at_sizes, step.calls, self._history.same_code(planned)))
 
