@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from ..calls.eager_paths import eager_paths
+from ..calls.opaque import capture_opaque
 from ..calls.refusals import refuse
 from ..capturing.backend import planning_backend
 from ..capturing.capture import Captured
@@ -31,7 +31,7 @@ from ..measuring.profiling import CostCache, measure
 from ..memory.allocator import storage_bytes
 from ..records.costs import Profile, estimate
 from ..records.step import Step, merge
-from ..torch_private import dynamo, tensor_state
+from ..torch_private import dynamo, questions, tensor_state
 from .arguments import DEVICES, LOSSES, ZERO_GRADS
 from .factory import ModelCall, Workload
 from .gpu_stand_in import on_gpu, with_gpu_attention
@@ -170,12 +170,12 @@ def capture_offline(workload: Workload, options: OfflineOptions, size: int | Non
         CaptureError: If torch.compile can't capture the module, or the step depends on values.
         ConfigurationError: If the module, its inputs or its loss can't be used.
     """
+    capture_opaque()
     try:
         try:
-            with eager_paths():
-                return _capture(workload, options, size)
-        except tensor_state.DATA_DEPENDENT:
             return _capture(workload, options, size)
+        except tensor_state.DATA_DEPENDENT:
+            return _capture(workload, options, size, questions.as_compiled)
     except tensor_state.DATA_DEPENDENT as error:
         raise CaptureError(
             f"The step of {workload.name} depends on values of its tensors{place_of(error)}, which are not there "
@@ -183,14 +183,19 @@ def capture_offline(workload: Workload, options: OfflineOptions, size: int | Non
         ) from error
 
 
-def _capture(workload: Workload, options: OfflineOptions, size: int | None) -> OfflineStep:
+def _capture(
+    workload: Workload,
+    options: OfflineOptions,
+    size: int | None,
+    answers: Callable[[], AbstractContextManager[None]] = questions.as_in_eager,
+) -> OfflineStep:
     start, breaks = time.perf_counter(), dynamo.graph_breaks()
     mode, layout, device = tensor_state.fake_mode(), options.layout, options.fake_device
     built = build(workload, device, size, mode)
     refuse(built.module)
     name = type(built.module).__name__  # fully_shard() gives it another class
     zero_grad = _zero_grad(built.module, options)
-    with layout.processes(device) as mesh, _Capturing(name, options) as capturing:
+    with layout.processes(device) as mesh, _Capturing(name, options, answers) as capturing:
         with mode:
             call = on_fakes(built, device)
         layout.spread(call.module, mesh)  # outside of the mode: meshes are made of tensors too
@@ -244,15 +249,16 @@ class _Capturing:
         recorded: What was captured, and the latest step.
     """
 
-    def __init__(self, name: str, options: OfflineOptions) -> None:
+    def __init__(self, name: str, options: OfflineOptions, answers: Callable[[], AbstractContextManager[None]]) -> None:
         self.name = name
         self.recorded = RecordedStep()
         self._options = options
+        self._answers = answers
         self._call: Callable[..., Any] = _call_module
         self._undo = ExitStack()
 
     def __enter__(self) -> _Capturing:
-        self._undo.enter_context(dynamo.capturing_for_plans())
+        self._undo.enter_context(dynamo.capturing_for_plans(answers=self._answers))
         return self
 
     def __exit__(self, *exception: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import os
 import re
 import types
 import warnings
@@ -13,7 +12,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -46,6 +44,7 @@ from . import (
     folding,
     graph_texts,
     guards,
+    questions,
     repeated_modules,
     user_compiled,
     written_numbers,
@@ -60,7 +59,10 @@ _DYNAMO_LOG = logging.getLogger("torch._dynamo.convert_frame")
 
 @contextmanager
 def capturing_for_plans(
-    tell: Callable[[str], None] | None = None, sizes_vary: bool = False, vary: Iterable[int] = ()
+    tell: Callable[[str], None] | None = None,
+    sizes_vary: bool = False,
+    vary: Iterable[int] = (),
+    answers: Callable[[], AbstractContextManager[None]] = questions.as_in_eager,
 ) -> Iterator[None]:
     """Let Dynamo capture as plans need it.
 
@@ -79,6 +81,8 @@ def capturing_for_plans(
     * What its author compiled within planned code is captured, or compiled, as its author asked for: see
       `user_compiled`.
     * Modules that are alike are traced once: see `repeated_modules`.
+    * Code that asks whether it is compiled hears what it hears in plain PyTorch, or other `answers`: see
+      `questions`.
     * Branches on positions, masks and other integers do not break graphs: see `decided_branches`.
     * What is in `torch.compiler.nested_compile_region` is captured as any other code.
     * Under DistributedDataParallel graphs end where buckets of gradients do, but no bucket is too small for Dynamo.
@@ -97,8 +101,10 @@ def capturing_for_plans(
 
     def capture_planned(code: types.CodeType, *arguments: Any, **options: Any) -> Any:
         hear()
-        compile = _capture if user_compiled.is_authors(arguments[4]) else capture
-        return compile(code, *arguments, **options)
+        if user_compiled.is_authors(arguments[4]):
+            return _capture(code, *arguments, **options)
+        with answers():
+            return capture(code, *arguments, **options)
 
     before = convert_frame._compile, _innermost.hear
     convert_frame._compile, _innermost.hear = capture_planned, hear
@@ -324,6 +330,7 @@ _WHILE_CAPTURING = (
     *changes.WHILE_CAPTURING,
     *user_compiled.WHILE_CAPTURING,
     *guards.WHILE_CAPTURING,
+    *questions.WHILE_CAPTURING,
     *written_numbers.WHILE_CAPTURING,
     *repeated_modules.WHILE_CAPTURING,
     *decided_branches.WHILE_CAPTURING,
@@ -342,7 +349,6 @@ if hasattr(dynamo_config, "inline_invoke_subgraph"):
 _WHY = "Explanation: "  # begins a line of a reason for a graph break
 _SITE = re.compile(r"^.*/site-packages/")
 _GOT, _LINE_END = ": got ", r"\n"  # in such a line, before an error as Python represents it, and in that
-_TOOLS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _BREAK_LOGS = [logging.getLogger(f"torch._dynamo.{name}") for name in ("exc", "variables.tensor")]
 _GUARDS_LOG = logging.getLogger("torch._guards")
 _captured: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that it did not fail on, once at least
@@ -409,14 +415,9 @@ def reason_of(error: CompileError) -> str:
         isinstance(found, CompileError) or repr(inner) in str(found)
     ):
         found = inner
-    lines = [frame for frame in error.real_stack or () if not is_of_tools(frame.filename)]
+    lines = [frame for frame in error.real_stack or () if not questions.is_of_tools(frame.filename)]
     place = f" ({lines[-1].filename}:{lines[-1].lineno}, in {lines[-1].name})" if lines else ""
     return f"{type(found).__name__}: {found}{place}"
-
-
-def is_of_tools(file: str) -> bool:
-    """Whether a source file is torch's or this package's, not the user's."""
-    return file.startswith(_TOOLS)
 
 
 def graph_breaks() -> Counter[str]:

@@ -27,6 +27,7 @@ from torch._dynamo.variables.functions import UserFunctionVariable, WrapperUserF
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
+from . import questions
 from .user_kernels import KernelCall, NotCompiledError, Operation, context_of, end_graph_at, ended
 
 __all__ = ["NotCompiledError", "cut_out", "is_authors", "opaque_words"]
@@ -98,7 +99,8 @@ def _marked(tracer: Any, function: Any, inline: Callable[[], Any]) -> Any:
     context = context_of(function)
     backend = innermost_backend(context.callback)
     if getattr(backend, "compiler_name", "") == "eager":  # it changes nothing about what runs
-        return inline()
+        with questions.as_compiled():
+            return inline()
     reason = _why_apart(function, context, backend)
     if reason:
         name = function.__name__
@@ -110,7 +112,8 @@ def _marked(tracer: Any, function: Any, inline: Callable[[], Any]) -> Any:
         )
     before = set(tracer.output.graph.nodes)
     call = KernelCall(function, *_autocast())
-    result = inline()
+    with questions.as_compiled():
+        result = inline()
     for node in tracer.output.graph.nodes:
         if node not in before and node.op != "placeholder":
             node.meta[_MARK] = call  # the outermost function's, where one calls another
