@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import logging
 import re
@@ -41,7 +42,9 @@ from . import (
     changes,
     data_parallel,
     decided_branches,
+    failures,
     folding,
+    foreign_code,
     graph_texts,
     guards,
     questions,
@@ -103,7 +106,7 @@ def capturing_for_plans(
         hear()
         if user_compiled.is_authors(arguments[4]):
             return _capture(code, *arguments, **options)
-        with answers():
+        with answers(), failures.releasing_frames():
             return capture(code, *arguments, **options)
 
     before = convert_frame._compile, _innermost.hear
@@ -235,7 +238,7 @@ def _wrapped_by(function: Any) -> Iterator[types.FunctionType | types.MethodType
 
 def _is_of_torch(module: torch.nn.Module) -> bool:
     """Whether torch itself wrote a module's forward; that of code which was generated is of no module."""
-    function = type(module).forward
+    function = inspect.getattr_static(type(module), "forward", None)  # that of TorchScript can't be asked for
     return type(function) is types.FunctionType and str(function.__module__).startswith("torch.nn.")
 
 
@@ -331,6 +334,7 @@ _WHILE_CAPTURING = (
     *user_compiled.WHILE_CAPTURING,
     *guards.WHILE_CAPTURING,
     *questions.WHILE_CAPTURING,
+    *foreign_code.WHILE_CAPTURING,
     *written_numbers.WHILE_CAPTURING,
     *repeated_modules.WHILE_CAPTURING,
     *decided_branches.WHILE_CAPTURING,
