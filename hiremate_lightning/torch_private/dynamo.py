@@ -149,6 +149,7 @@ def _capture_with(
         repeated_modules.copied(),  # within: what its traces hold is to be collected too
     ):
         warnings.filterwarnings("ignore", "Error detected in")  # said of a backward that fails while it is traced
+        warnings.filterwarnings("ignore", "Dynamo detected a call to a .functools.lru_cache")  # see `foreign_code`
         if logs_of_breaks:  # some breaks are warned of, too, in the same words
             warnings.filterwarnings("ignore", "Dynamo (does not know how to|cannot) trace")
         result = _capture(code, *arguments, **options)
