@@ -37,7 +37,6 @@ from torch._guards import TracingContext
 from torch.nn import functional as F
 from zoo.texts import build_model, make_batch
 
-from hiremate_lightning.calls.eager_paths import eager_paths
 from hiremate_lightning.capturing import backend as backends
 from hiremate_lightning.capturing.absent import without_missing
 from hiremate_lightning.capturing.capture import Captured
@@ -226,7 +225,7 @@ class Trial:
         self.model.zero_grad(set_to_none=True)
         self.steps.begin()
         self.bind_ms.append(0.0)
-        with eager_paths(), dynamo.capturing_for_plans(None, sizes_vary=True):
+        with dynamo.capturing_for_plans(None, sizes_vary=True):
             out = model(**batch)
             more = F.cross_entropy(out["logits"].flatten(0, 1), batch["labels"].flatten()) if on_logits else 0.0
             loss: Tensor = out["loss"] + more

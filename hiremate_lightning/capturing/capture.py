@@ -55,7 +55,7 @@ from ..rewriting.replays import (
     can_draw_mask,
     draw_mask_of,
 )
-from ..torch_private import aot, dynamo, tensor_state, user_kernels
+from ..torch_private import aot, questions, tensor_state, user_kernels
 
 aten = torch.ops.aten
 
@@ -489,4 +489,4 @@ def _source(node: fx.Node) -> str:
 @functools.lru_cache(maxsize=4096)
 def _line_in(stack_trace: str) -> str:
     found = _SOURCE.findall(stack_trace)
-    return next((f"{file}:{line}" for file, line in reversed(found) if not dynamo.is_of_tools(file)), "")
+    return next((f"{file}:{line}" for file, line in reversed(found) if not questions.is_of_tools(file)), "")

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from ..calls.eager_paths import eager_paths
+from ..calls.opaque import capture_opaque
 from ..capturing.backend import planning_backend
 from ..capturing.capture import Captured
 from ..errors import CaptureError, ConfigurationError, did_you_mean, place_of
@@ -37,7 +37,7 @@ from ..records.step import Call, Step, merge
 from ..running.accumulation import Leaves
 from ..running.execution import Conductor, Part
 from ..running.program import Program, build
-from ..torch_private import dynamo, sharding, tensor_state
+from ..torch_private import dynamo, questions, sharding, tensor_state
 from .arguments import check_choices
 from .factory import ModelCall, Workload
 from .rates import Rates
@@ -168,12 +168,12 @@ def capture_offline(workload: Workload, options: OfflineOptions, size: int | Non
         CaptureError: If torch.compile can't capture the module, or the step depends on values.
         ConfigurationError: If the module, its inputs or its loss can't be used.
     """
+    capture_opaque()
     try:
         try:
-            with eager_paths():
-                return _capture(workload, options, size)
-        except tensor_state.DATA_DEPENDENT:
             return _capture(workload, options, size)
+        except tensor_state.DATA_DEPENDENT:
+            return _capture(workload, options, size, questions.as_compiled)
     except tensor_state.DATA_DEPENDENT as error:
         raise CaptureError(
             f"The step of {workload.name} depends on values of its tensors{place_of(error)}, which are not there "
@@ -181,7 +181,12 @@ def capture_offline(workload: Workload, options: OfflineOptions, size: int | Non
         ) from error
 
 
-def _capture(workload: Workload, options: OfflineOptions, size: int | None) -> OfflineStep:
+def _capture(
+    workload: Workload,
+    options: OfflineOptions,
+    size: int | None,
+    answers: Callable[[], AbstractContextManager[None]] = questions.as_in_eager,
+) -> OfflineStep:
     start, breaks = time.perf_counter(), dynamo.graph_breaks()
     mode, layout, device = tensor_state.fake_mode(), options.layout, options.fake_device
     call = build_on_fakes(workload, device, size, mode)
@@ -189,7 +194,7 @@ def _capture(workload: Workload, options: OfflineOptions, size: int | None) -> O
     zero_grad = _zero_grad(call.module, options)
     with ExitStack() as undo:
         mesh = undo.enter_context(layout.processes(device))
-        undo.enter_context(dynamo.capturing_for_plans())
+        undo.enter_context(dynamo.capturing_for_plans(answers=answers))
         if workload.inputs:
             with mode:
                 _check_inputs(call, options)

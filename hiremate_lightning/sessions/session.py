@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..calls.eager_paths import eager_paths
 from ..calls.given import ModuleCall, tensors_inside
+from ..calls.opaque import capture_opaque
 from ..calls.replaced import ReplacedCheckpointing, ReplacedCompiling
 from ..capturing.backend import planning_backend
 from ..capturing.capture import Captured
@@ -273,7 +273,8 @@ class Session:
         try:
             sizes_vary = bool(self.largest.becomes) or self.parts.count > 0
             vary = chain(self.largest.becomes, self._varying)
-            with dynamo.capturing_for_plans(tell, sizes_vary, vary), eager_paths():
+            capture_opaque()
+            with dynamo.capturing_for_plans(tell, sizes_vary, vary):
                 yield
             if self.proofs.runs_as_written and not self._current.forwards and not is_inside:
                 self.abandon_step()  # none of its backwards would end it

@@ -154,7 +154,7 @@ class Targets:
         if name in self._around:
             return self._call_around(module, args, kwargs)
         if not self._trains(name, module, (args, kwargs)):
-            if not torch.is_grad_enabled() and module.training and not self.is_inside and _has_weights(module):
+            if self._is_watched_without_gradients(module):
                 self.session.begin_without_gradients(name, (args, kwargs))
             result = hooks.plain_call(module, *args, **kwargs)
             if module is self.root:
@@ -187,7 +187,7 @@ class Targets:
 
     def path_of(self, module: nn.Module) -> str:
         """Return the path of a module in the root."""
-        return next(path for path, inner in self.root.named_modules() if inner is module)
+        return next(str(path) for path, inner in self.root.named_modules() if inner is module)
 
     def _join(self) -> Targets | None:
         """Plan together with a model that was in the same step before, when nothing waits; None to stay as it is.
@@ -404,7 +404,7 @@ class Targets:
         return any(_has_weights(m) and id(m) not in inner for m in others)
 
     def _trains(self, name: str, module: nn.Module, arguments: Any) -> bool:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or isinstance(module, torch.jit.ScriptModule):
             return False
         if not _has_weights(module) and not (module is self.root and self._is_reached(arguments)):
             return False
@@ -426,6 +426,11 @@ class Targets:
                 stacklevel=4,
             )
         return module.training
+
+    def _is_watched_without_gradients(self, module: nn.Module) -> bool:
+        """Whether a call without gradients is one of training; inside of a transform tensors have no memory."""
+        is_outermost = not (torch.is_grad_enabled() or self.is_inside or tensor_state.is_transforming())
+        return is_outermost and module.training and _has_weights(module)
 
     def _is_reached(self, arguments: Any) -> bool:
         """Whether gradients go through the root, though it may have no weights."""

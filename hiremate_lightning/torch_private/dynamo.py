@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import logging
-import os
 import re
 import types
 import warnings
@@ -13,7 +13,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -33,7 +32,7 @@ from torch.nn.modules import module as nn_module
 
 from ..garbage import collecting_what_it_leaves
 from ..objects import attempt, is_of
-from . import hacks, user_compiled
+from . import failures, hacks, questions, user_compiled
 from .hacks import Stage
 from .replacing import replaced
 
@@ -45,7 +44,10 @@ _DYNAMO_LOG = logging.getLogger("torch._dynamo.convert_frame")
 
 @contextmanager
 def capturing_for_plans(
-    tell: Callable[[str], None] | None = None, sizes_vary: bool = False, vary: Iterable[int] = ()
+    tell: Callable[[str], None] | None = None,
+    sizes_vary: bool = False,
+    vary: Iterable[int] = (),
+    answers: Callable[[], AbstractContextManager[None]] = questions.as_in_eager,
 ) -> Iterator[None]:
     """Let Dynamo capture as plans need it.
 
@@ -57,6 +59,7 @@ def capturing_for_plans(
     * A function is compiled as often as it takes: beyond its limits Dynamo would run it uncaptured in silence.
     * NumPy draws its own random numbers, or Dynamo would let torch draw them.
     * A hook that a module gets later, or loses, is seen: its call is captured anew.
+    * Code that asks whether it is compiled hears what it hears in plain PyTorch, or other `answers`: see `questions`.
     * What is in `torch.compiler.nested_compile_region` is captured as any other code.
     * What Dynamo reads otherwise than it would, and why, is in the table of `hacks`.
     * What ends a graph is not logged, nor warned of, unless a user has asked torch for its logs: see `graph_breaks`.
@@ -77,8 +80,10 @@ def capturing_for_plans(
 
     def capture_planned(code: types.CodeType, *arguments: Any, **options: Any) -> Any:
         hear()
-        compile = _capture if user_compiled.is_authors(arguments[4]) else capture
-        return compile(code, *arguments, **options)
+        if user_compiled.is_authors(arguments[4]):
+            return _capture(code, *arguments, **options)
+        with answers() if hacks.is_on("answers") else nullcontext(), failures.releasing_frames():
+            return capture(code, *arguments, **options)
 
     before = convert_frame._compile, _innermost.hear
     convert_frame._compile, _innermost.hear = capture_planned, hear
@@ -126,6 +131,7 @@ def _capture_with(
         hacks.applied(Stage.CAPTURING),  # within: what traces of repeated modules hold is to be collected too
     ):
         warnings.filterwarnings("ignore", "Error detected in")  # said of a backward that fails while it is traced
+        warnings.filterwarnings("ignore", "Dynamo detected a call to a .functools.lru_cache")  # see `foreign_code`
         if logs_of_breaks:  # some breaks are warned of, too, in the same words
             warnings.filterwarnings("ignore", "Dynamo (does not know how to|cannot) trace")
         result = _capture(code, *arguments, **options)
@@ -215,7 +221,7 @@ def _wrapped_by(function: Any) -> Iterator[types.FunctionType | types.MethodType
 
 def _is_of_torch(module: torch.nn.Module) -> bool:
     """Whether torch itself wrote a module's forward; that of code which was generated is of no module."""
-    function = type(module).forward
+    function = inspect.getattr_static(type(module), "forward", None)  # that of TorchScript can't be asked for
     return type(function) is types.FunctionType and str(function.__module__).startswith("torch.nn.")
 
 
@@ -255,7 +261,6 @@ _SETTINGS = {name: wish for name, wish in _WISHES.items() if hasattr(dynamo_conf
 _WHY = "Explanation: "  # begins a line of a reason for a graph break
 _SITE = re.compile(r"^.*/site-packages/")
 _GOT, _LINE_END = ": got ", r"\n"  # in such a line, before an error as Python represents it, and in that
-_TOOLS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _BREAK_LOGS = [logging.getLogger(f"torch._dynamo.{name}") for name in ("exc", "variables.tensor")]
 _GUARDS_LOG = logging.getLogger("torch._guards")
 _captured: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that it did not fail on, once at least
@@ -322,14 +327,9 @@ def reason_of(error: CompileError) -> str:
         isinstance(found, CompileError) or repr(inner) in str(found)
     ):
         found = inner
-    lines = [frame for frame in error.real_stack or () if not is_of_tools(frame.filename)]
+    lines = [frame for frame in error.real_stack or () if not questions.is_of_tools(frame.filename)]
     place = f" ({lines[-1].filename}:{lines[-1].lineno}, in {lines[-1].name})" if lines else ""
     return f"{type(found).__name__}: {found}{place}"
-
-
-def is_of_tools(file: str) -> bool:
-    """Whether a source file is torch's or this package's, not the user's."""
-    return file.startswith(_TOOLS)
 
 
 def graph_breaks() -> Counter[str]:

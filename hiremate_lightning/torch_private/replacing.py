@@ -24,10 +24,12 @@ def replaced(*stand_ins: StandIn) -> Iterator[None]:
 
 @contextmanager
 def replaced_entries(table: MutableMapping[Any, Any], stand_ins: Mapping[Any, Any]) -> Iterator[None]:
-    """Put something in the place of entries of a table for a while."""
-    originals = {key: table[key] for key in stand_ins}
+    """Put something in the place of entries of a table, or add entries to it, for a while."""
+    originals = {key: table[key] for key in stand_ins if key in table}
     table.update(stand_ins)
     try:
         yield
     finally:
+        for key in stand_ins:
+            del table[key]
         table.update(originals)

@@ -27,6 +27,7 @@ from torch._dynamo.variables.functions import UserFunctionVariable, WrapperUserF
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
+from . import foreign_code, questions
 from .user_kernels import KernelCall, NotCompiledError, Operation, context_of, end_graph_at, ended
 
 __all__ = ["NotCompiledError", "cut_out", "is_authors", "opaque_words"]
@@ -41,7 +42,17 @@ _inline_call = _inline_call.__func__
 
 
 def _call_function(variable: Any, tracer: Any, arguments: list[Any], named: dict[str, Any]) -> Any:
-    """Read through a wrapper; mark what is captured of it where torch.compile made it."""
+    """Read through a wrapper; mark what is captured of it where torch.compile made it, end the graph at TorchScript."""
+    if isinstance(variable.wrapper_obj, torch.jit.ScriptFunction):
+        name = str(variable.wrapper_obj.name)
+        unimplemented(
+            gb_type=f"{name} is TorchScript",
+            context=name,
+            explanation="it runs as its author scripted it, outside of captured graphs",
+            hints=[],
+        )
+    if hasattr(variable.wrapper_obj, "cache_info"):
+        return foreign_code.call_cached(variable, tracer, arguments, named)
     if variable.attr_to_trace != "_torchdynamo_inline" or not _is_compiled(variable.wrapper_obj):
         return _inline(variable, tracer, arguments, named)
     return _marked(tracer, variable.wrapper_obj, lambda: _inline(variable, tracer, arguments, named))
@@ -98,7 +109,8 @@ def _marked(tracer: Any, function: Any, inline: Callable[[], Any]) -> Any:
     context = context_of(function)
     backend = innermost_backend(context.callback)
     if getattr(backend, "compiler_name", "") == "eager":  # it changes nothing about what runs
-        return inline()
+        with questions.as_compiled():
+            return inline()
     reason = _why_apart(function, context, backend)
     if reason:
         name = function.__name__
@@ -110,7 +122,8 @@ def _marked(tracer: Any, function: Any, inline: Callable[[], Any]) -> Any:
         )
     before = set(tracer.output.graph.nodes)
     call = KernelCall(function, *_autocast())
-    result = inline()
+    with questions.as_compiled():
+        result = inline()
     for node in tracer.output.graph.nodes:
         if node not in before and node.op != "placeholder":
             node.meta[_MARK] = call  # the outermost function's, where one calls another

@@ -1,0 +1,247 @@
+"""Code that torch.compile reads otherwise than Python does takes, in a planned step, the path of plain training."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import threading
+import types
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hiremate_lightning import hiremate
+from hiremate_lightning.calls.opaque import OPAQUE
+from hiremate_lightning.targets.modules import targets_of
+from tests.exact import captured_by, simple_loop, train_both
+
+ROWS, SIZE = 32, 16
+
+
+class Scaled(nn.Module):
+    """Multiplies by what a function says in the middle of its forward."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.first, self.last, self.factor = nn.Linear(SIZE, 4 * SIZE), nn.Linear(4 * SIZE, SIZE), factor
+
+    def forward(self, x):
+        y = torch.tanh(self.first(x))
+        return self.last(torch.tanh(y * self.factor(y)))
+
+
+def batch(_: int = 0) -> torch.Tensor:
+    return torch.randn(ROWS, SIZE)
+
+
+def train_scaled(make_factor) -> None:
+    """Compare plain with planned training; each has a factor of its own, and the same random numbers."""
+
+    def make() -> Scaled:
+        np.random.seed(0)  # noqa: NPY002
+        return Scaled(make_factor())
+
+    train_both(make, simple_loop(batch), "100%")
+
+
+def captured_count(factor) -> int:
+    model = hiremate(Scaled(factor), "100%", verbose=False)
+    for _ in range(2):
+        model(batch()).square().mean().backward()
+    return targets_of(model).session.captured_count
+
+
+# ---------------------------------------------------------------- questions
+
+
+def _of_module() -> bool:
+    return torch.compiler.is_compiling()
+
+
+def _of_transformers() -> bool:
+    return pytest.importorskip("transformers.utils.import_utils").is_tracing()
+
+
+QUESTIONS = {
+    "compiler": torch.compiler.is_compiling,
+    "wrapped": _of_module,
+    "dynamo": torch.compiler.is_dynamo_compiling,
+    "exporting": torch.compiler.is_exporting,
+    "_dynamo": torch._dynamo.is_compiling,
+    "_utils": torch._utils.is_compiling,
+    "scripting": torch.jit.is_scripting,
+    "tracing": torch.jit.is_tracing,
+    "transformers": _of_transformers,
+}
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.filterwarnings("ignore:.*is_compiling")
+def test_a_planned_step_hears_what_plain_training_hears(name):
+    asks = QUESTIONS[name]
+    asks()
+    train_scaled(lambda: lambda y: 0.5 if asks() else 2.0)
+
+
+def test_a_function_put_into_graphs_hears_it_too():
+    """A function that Dynamo does not read, and that is traced while torch compiles."""
+
+    @torch.compiler.allow_in_graph
+    def scale(y):
+        return y * (0.5 if torch.compiler.is_compiling() else 2.0)
+
+    train_scaled(lambda: scale)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+def test_a_backward_of_an_autograd_function_hears_it_too():
+    class Rounded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return (4 * y).round()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * (0.5 if torch.compiler.is_compiling() else 2.0)
+
+    train_scaled(lambda: Rounded.apply)
+
+
+def test_what_its_author_compiled_hears_that_it_is_compiled():
+    @torch.compile(backend="eager")
+    def scale(y):
+        return y * (0.5 if torch.compiler.is_compiling() else 2.0)
+
+    train_scaled(lambda: scale)
+
+
+def test_a_question_after_cuda_graphs_ends_no_graph():
+    """transformers asks so inside of a `try`, since builds for the CPU raise an error."""
+
+    def scale(_):
+        try:
+            return 0.5 if torch.cuda.is_current_stream_capturing() else 2.0
+        except RuntimeError:
+            return 2.0
+
+    assert captured_count(scale) == 1
+    train_scaled(lambda: scale)
+
+
+def test_torch_itself_hears_that_it_is_compiled():
+    """checkpoint asks in order to be traceable; so does what stands in the place of a module's call."""
+
+    class Checkpointed(Scaled):
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+    captured = captured_by(Checkpointed(lambda y: 2.0), batch())
+    assert any(node.checkpoint is not None for node in captured.graph.nodes)
+    with pytest.raises(Exception, match=r"torch.compile is around a module that is planned"):
+        torch.compile(hiremate(Scaled(lambda y: 2.0), "100%", verbose=False), backend="eager")(batch())
+
+
+@pytest.mark.models
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_of_transformers_is_one_graph():
+    """Its variables of a context can't be captured, and it asks in order to do without them."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_embd=SIZE, n_head=2, vocab_size=50, attn_pdrop=0)
+    model = hiremate(transformers.GPT2LMHeadModel(config).train(), "100%", verbose=False)
+    ids = torch.arange(20).view(2, 10)
+    for _ in range(2):
+        model(ids, attention_mask=torch.ones_like(ids), labels=ids).loss.backward()
+    assert targets_of(model).session.captured_count == 1
+
+
+# ---------------------------------------------------------------- caches and NumPy
+
+
+def test_a_cached_random_number_is_drawn_once():
+    def make():
+        @functools.lru_cache
+        def noise(size):
+            return torch.rand(size)
+
+        return lambda y: noise(y.shape[-1])
+
+    train_scaled(make)
+
+
+def test_a_cached_function_counts_its_calls_once():
+    def make():
+        calls = [0]
+
+        @functools.lru_cache
+        def count(_):
+            calls[0] += 1
+            return float(calls[0])
+
+        return lambda y: count(y.shape[-1])
+
+    train_scaled(make)
+
+
+def test_a_cached_function_without_effects_ends_no_graph():
+    @functools.lru_cache
+    def positions(size):
+        return torch.arange(float(size)) / size
+
+    assert captured_count(lambda y: positions(y.shape[-1])) == 1
+
+
+@pytest.mark.parametrize("name", ["sum", "mean", "std", "exp"])
+def test_numpy_rounds_as_in_plain_training(name):
+    """torch in its place adds in another order."""
+    train_scaled(lambda: lambda y: float(np.mean(getattr(np, name)(y.detach().numpy() / 3))))
+
+
+def test_numpy_of_sizes_ends_no_graph():
+    assert captured_count(lambda y: np.sqrt(np.prod(y.shape))) == 1
+
+
+def test_numpy_draws_from_its_own_generator():
+    train_scaled(lambda: lambda y: np.random.rand(1).item())  # noqa: NPY002  as models do
+
+
+def test_a_counter_of_the_process_counts_each_step_once():
+    def make():
+        count = itertools.count(1)
+        return lambda y: float(next(count))
+
+    train_scaled(make)
+
+
+# ---------------------------------------------------------------- opaque functions
+
+
+def test_an_opaque_function_is_captured_with_what_surrounds_it(monkeypatch):
+    name, function = OPAQUE[0]
+    module = types.ModuleType(name)
+
+    def contract(equation, *operands):
+        assert threading.get_ident()  # which Dynamo does not trace
+        return torch.einsum(equation, *operands)
+
+    setattr(module, function, contract)
+    monkeypatch.setitem(sys.modules, name, module)
+
+    class Contracting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x):
+            return torch.tanh(module.einsum("bi,io->bo", torch.tanh(x), self.weight))
+
+    planned = hiremate(Contracting(), "100%", verbose=False)
+    x = torch.randn(16, 8)
+    loss = planned(x).square().mean()
+    loss.backward()
+    assert targets_of(planned).session.captured_count == 1
+    weight = planned.weight.detach().clone().requires_grad_()
+    torch.tanh(torch.tanh(x) @ weight).square().mean().backward()
+    assert torch.equal(planned.weight.grad, weight.grad)
