@@ -75,7 +75,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 tests=(-m install tests/project/test_install.py)
 if [[ $which == latest ]]; then
     mapfile -t differing < <(grep -v '^#' tests/newest_torch.txt)
-    tests=(-m "install or not (gpu or models)" tests/project/test_install.py "${differing[@]}")
+    tests=(-m "install or not (gpu or models or slow)" tests/project/test_install.py "${differing[@]}")
 fi
 # New releases warn of what will change one day. Our own warnings, of what does not work now, are errors.
 exec "$own" -m pytest -n 2 -o filterwarnings=default -W error::hiremate_lightning.HiRemateWarning "${tests[@]}" "$@"

@@ -1,8 +1,10 @@
 """Measure what a budget costs: plain and planned steps in turn, their peaks, and whether they agree bit for bit.
 
     python benchmarks/overhead.py [--models gpt,bert] [--budgets 50%,30%] [--rounds 15] [--threads 1]
+    python benchmarks/overhead.py --models tiny_gpt2,tiny_llama --budgets 100% --rounds 200
 
-Models are those of zoo/models.py and of zoo/packages.py; all of the latter with `--models packages`.
+Models are those of zoo/models.py and of zoo/packages.py; all of the latter with `--models packages`. The tiny ones have
+tensors that take no time: what is measured of them is what the host does in a step, which a GPU's host does too.
 Both kinds of steps run in one process, in alternating order, on copies of one model. Ratios are of the process's CPU
 time, which other load disturbs less than the clock does; medians with quartiles over the rounds. Peaks are the
 allocator's own events, above what is resident before the step. Prints a Markdown table.
@@ -18,12 +20,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import page_tables
 import torch
 from provenance import provenance
 from torch import Tensor, nn
-from zoo.models import MODELS
+from zoo.models import MODELS, gpt2_of, llama_of
 from zoo.packages import CASES
 
 from hiremate_lightning import Plan, get_plan, hiremate
@@ -31,6 +34,10 @@ from hiremate_lightning.memory.metering import MemoryMeter
 from hiremate_lightning.units import format_bytes
 
 WARM_STEPS = 34  # capture, plan, peak, time, and those that are measured again: the next one is the 65th
+TINY = {  # 12 layers of width 32, one text of 16 tokens
+    "tiny_gpt2": partial(gpt2_of, 12, batch=1, width=32, length=16),
+    "tiny_llama": partial(llama_of, 12, batch=1, width=32, length=16),
+}
 
 
 @dataclass(frozen=True)
@@ -48,8 +55,8 @@ class Row:
 
 def build(name: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     """Build a model, with a function that gives its loss on a batch."""
-    if name in MODELS:
-        module, inputs = MODELS[name]()
+    if name in MODELS or name in TINY:
+        module, inputs = {**MODELS, **TINY}[name]()
         return module, lambda module: module(*inputs)
     case = CASES[name].build()
     batch = case.make_batch(0)

@@ -10,7 +10,7 @@ from statistics import median
 
 import page_tables
 
-from hiremate_lightning.reporting.comparison_svg import Panel, legend
+from hiremate_lightning.reporting.budget_svg import Panel, legend
 from hiremate_lightning.reporting.svg_report import open_svg
 
 PERCENTS = (70, 50, 30)

@@ -59,9 +59,9 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
         target: As for `HiRemateCallback`; None for that of the HiRemateCallback.
         time_limit_s: Seconds for solving one plan, counted as the work of an idle core; training may take longer and
             gets a plan at least as fast.
-        solver: Name of the strategy: "portfolio", the best of several; "segments", without a MIP solver; "none"; or a
-            method of a paper: "hilp", "rockmate", "rotor", "pofo", "min_memory", "twremat", "checkmate",
-            "checkmate_lp", "chen", "dtr"; see docs/formulation.md.
+        solver: Leave it at the default, "portfolio", the best of several strategies. The others are for comparison:
+            "segments", without a MIP solver; "none"; or a method of a paper: "hilp", "rockmate", "rotor", "pofo",
+            "min_memory", "twremat", "checkmate", "checkmate_lp", "chen", "dtr"; see docs/formulation.md.
         verbose: Whether to report the search, on rank zero.
 
     Attributes:

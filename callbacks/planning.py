@@ -52,9 +52,9 @@ class HiRemateCallback(Callback):
             was planned for another input shape, where that fits, or else at the least memory.
         on_infeasible: "raise" where nothing fits the budget, or "warn" to train on with the least memory found.
         cache_dir: Folder for measured costs and plans, reused by later runs; None for no files.
-        solver: Name of the strategy: "portfolio", the best of several; "segments", without a MIP solver; "none"; or a
-            method of a paper: "hilp", "rockmate", "rotor", "pofo", "min_memory", "twremat", "checkmate",
-            "checkmate_lp", "chen", "dtr"; see docs/formulation.md.
+        solver: Leave it at the default, "portfolio", the best of several strategies. The others are for comparison:
+            "segments", without a MIP solver; "none"; or a method of a paper: "hilp", "rockmate", "rotor", "pofo",
+            "min_memory", "twremat", "checkmate", "checkmate_lp", "chen", "dtr"; see docs/formulation.md.
         compile: "inductor" to fuse operations into kernels that Inductor makes, None for PyTorch's own; see
             docs/compiled.md.
         offload: "auto" to let plans put values into the host's memory between forward and backward, where that is

@@ -29,9 +29,9 @@ BUDGET_MEANING = (
     'what exists before it, the largest so far; or "auto" for what the device has free.'
 )
 SOLVER_MEANING = (
-    'Name of the strategy: "portfolio", the best of several; "segments", without a MIP solver; "none"; or a method of '
-    'a paper: "hilp", "rockmate", "rotor", "pofo", "min_memory", "twremat", "checkmate", "checkmate_lp", "chen", '
-    '"dtr"; see docs/formulation.md.'
+    'Leave it at the default, "portfolio", the best of several strategies. The others are for comparison: "segments", '
+    'without a MIP solver; "none"; or a method of a paper: "hilp", "rockmate", "rotor", "pofo", "min_memory", '
+    '"twremat", "checkmate", "checkmate_lp", "chen", "dtr"; see docs/formulation.md.'
 )
 SIZES_FORM = (
     "sizes must be like {'input_ids': {1: (1, 4096)}}: an argument, its dimension, its smallest and largest size"
@@ -254,7 +254,7 @@ class SessionOptions:
         "str",
         DEFAULT_SOLVER,
         SOLVER_MEANING,
-        flag=Flag("strategy: portfolio, segments, none, or a method of a paper", metavar="NAME"),
+        flag=Flag("leave it at the default; others: segments, none, or a method of a paper", metavar="NAME"),
     )
     compile: str | None = _option(
         "str | None",

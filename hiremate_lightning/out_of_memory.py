@@ -57,4 +57,4 @@ def explain(error: torch.OutOfMemoryError, text: str) -> None:
     if hasattr(error, "add_note"):
         error.add_note(text)
     else:
-        error.args = (f"{error.args[0]}\n{text}",)
+        error.args = ("\n".join([*map(str, error.args), text]),)

@@ -112,7 +112,8 @@ def plan_digest(plan: Plan) -> str:
 def _spell(graph: Graph, operation: Operation) -> str:
     match operation:
         case Compute(node):
-            return f"{node} {graph.nodes[node].op}"
+            op = graph.nodes[node].op.replace("_unsafe_view", "view")  # one and the same before PyTorch 2.15
+            return f"{node} {op}"
         case Free(tensor):
             return f"free {tensor}"
         case copying:

@@ -49,7 +49,10 @@ def _driver() -> str:
 
 
 def examine(send: Send) -> None:
-    """Ask `hiremate doctor`."""
+    """Ask `hiremate doctor`, which compares bits: with kernels that add in one order."""
+    import torch
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
     from hiremate_lightning.command_line.doctor import examine as findings
 
     for finding in findings():

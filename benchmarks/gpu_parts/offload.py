@@ -14,7 +14,8 @@ from .others import named, task_of
 from .runner import Context, Send
 
 NAMES = ("stable_diffusion_unet", "resnet50_224", "gpt2_medium")
-TOY_NAMES = NAMES[2:]
+METHODS = ("ours-50-offload", "ours-50")
+TOY_NAMES, TOY_METHODS = NAMES[2:], METHODS[:1]
 LIMIT_S = 30.0
 SHARE = 0.5  # of what eager adds: the budget
 
@@ -30,7 +31,7 @@ def run(context: Context) -> None:
         given["scratch"] = context.scratch
         records = context.isolated(f"{model}, by rule", measure_by_rule, LIMIT_S, **given)
         eager = next((r for r in records if r["name"] == f"{model}, eager" and "added_mib" in r), None)
-        for method in ("ours-50", "ours-50-offload") if eager else ():
+        for method in (TOY_METHODS if context.is_toy else METHODS) if eager else ():
             ours = {"method": method, "eager": eager, "folder": context.folder}
             context.isolated(f"{model}, {method}", measure_ours, LIMIT_S, **ours, **given)
 

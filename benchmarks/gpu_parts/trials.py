@@ -184,9 +184,10 @@ def plan_and_measure(trainer: Trainer, task: Task, budget: Budget, plans: Path) 
     if not budget.added_bytes:
         allowed = "1%" if budget.method.endswith("least") else "100%"
     start = time.perf_counter()
-    hiremate(trainer.module, allowed, **options)
     if allowed == "1%":
         go_to_least(trainer, options)
+    else:
+        hiremate(trainer.module, allowed, **options)
     replanned_s = time.perf_counter() - start
     values = measure(trainer, task)
     plan = get_plan(trainer.module)
@@ -198,13 +199,15 @@ def plan_and_measure(trainer: Trainer, task: Task, budget: Budget, plans: Path) 
 
 def go_to_least(trainer: Trainer, options: Mapping[str, Any]) -> None:
     """Replace a budget that can't be met by the smallest one that the error names, until steps are planned in it."""
+    allowed: int | str = "1%"
     for _ in range(MOST_TRIES):
         try:
+            hiremate(trainer.module, allowed, **options)
             for _ in range(2):  # the first of a model captures, the second one plans
                 trainer.step()
             return
         except InfeasibleBudgetError as error:
-            hiremate(trainer.module, math.ceil(error.smallest_bytes * HAIR), **options)
+            allowed = math.ceil(error.smallest_bytes * HAIR)
         finally:
             trainer.module.zero_grad(set_to_none=True)
 

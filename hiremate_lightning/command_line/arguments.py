@@ -100,22 +100,29 @@ def _check_step(asked: argparse.Namespace) -> None:
     _check_host(asked)
     _check_name("--autocast", asked.autocast, HALF_TYPES)
     _check_name("--param-dtype", asked.param_dtype, HALF_TYPES)
-    device, _, index = asked.device.partition(":")
-    if device not in DEVICES or not (index.isdecimal() or device == asked.device):
-        hint = did_you_mean("cuda" if device == "gpu" else device, DEVICES)
-        raise ConfigurationError(f"Can't plan for device {asked.device!r}.{hint} Choose cpu or cuda.")
-    if asked.loss not in LOSSES:
-        hint = did_you_mean(asked.loss, LOSSES)
-        raise ConfigurationError(f"Unknown loss {asked.loss!r}.{hint} Choose one of: {', '.join(LOSSES)}")
-    if asked.zero_grad not in ("auto", *ZERO_GRADS):
-        hint = did_you_mean(asked.zero_grad, ZERO_GRADS)
-        raise ConfigurationError(
-            f"--zero-grad must be one of {', '.join(ZERO_GRADS)}, found {asked.zero_grad!r}.{hint}"
-        )
+    check_choices(asked.device, asked.loss, asked.zero_grad)
     if asked.optimizer not in ("none", *OPTIMIZERS) and (hint := did_you_mean(asked.optimizer, OPTIMIZERS)):
         raise ConfigurationError(f"torch.optim has no optimizer {asked.optimizer!r}.{hint} Name one, or none.")
     if asked.input is not None:
         read_inputs(asked.input)
+
+
+def check_choices(device: str, loss: str, zero_grad: str) -> None:
+    """Check what is one of a few words.
+
+    Raises:
+        ConfigurationError: If it is none of them.
+    """
+    kind, _, index = device.partition(":")
+    if kind not in DEVICES or not (index.isdecimal() or kind == device):
+        hint = did_you_mean("cuda" if kind == "gpu" else kind, DEVICES)
+        raise ConfigurationError(f"Can't plan for device {device!r}.{hint} Choose cpu or cuda.")
+    if loss not in LOSSES:
+        hint = did_you_mean(loss, LOSSES)
+        raise ConfigurationError(f"Unknown loss {loss!r}.{hint} Choose one of: {', '.join(LOSSES)}")
+    if zero_grad not in ("auto", *ZERO_GRADS):
+        hint = did_you_mean(zero_grad, ZERO_GRADS)
+        raise ConfigurationError(f"--zero-grad must be one of {', '.join(ZERO_GRADS)}, found {zero_grad!r}.{hint}")
 
 
 def _check_host(asked: argparse.Namespace) -> None:

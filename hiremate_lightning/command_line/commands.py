@@ -34,7 +34,7 @@ from ..records.costs import step_time_ms
 from ..records.expressions import NoTemplateError
 from ..records.sized_numbers import Line
 from ..records.step import Step
-from ..reporting.comparison_svg import comparison_svg, panel_of
+from ..reporting.budget_svg import comparison_svg, panel_of
 from ..reporting.html_report import write_html
 from ..reporting.plan_summary import all_numbers
 from ..reporting.report import Reporter

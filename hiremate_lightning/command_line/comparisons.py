@@ -62,12 +62,9 @@ def spread(least: int, most: int) -> list[int]:
 
 def comparison_table(comparison: Comparison, budget_bytes: int, resident_bytes: int) -> Table:
     """Draw a row for each method: the fastest first, those that found nothing last."""
-    table = plain_table()
-    for header in ("method", "extra time", "above bound", "peak", "solved in", "ended by"):
-        table.add_column(header, justify="left" if header in ("method", "ended by") else "right")
-    for outcome in comparison.under(budget_bytes):
-        table.add_row(outcome.method, *_cells(comparison, outcome, resident_bytes))
-    return table
+    headers = "method", "extra time", "above bound", "peak", "solved in", "ended by"
+    rows = ((o.method, *_cells(comparison, o, resident_bytes)) for o in comparison.under(budget_bytes))
+    return plain_table(headers, rows, words=("method", "ended by"))
 
 
 def _cells(comparison: Comparison, outcome: Outcome, resident_bytes: int) -> tuple[str, ...]:

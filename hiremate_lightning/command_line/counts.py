@@ -144,10 +144,7 @@ def _gpus(count: int) -> str:
 
 def counts_table(found: Sequence[Count]) -> Table:
     """Draw a column for each number of GPUs."""
-    table = plain_table()
-    table.add_column("GPUs")
-    for count in found:
-        table.add_column(str(count.gpus) if count.tp == 1 else f"{count.fsdp} x {count.tp}", justify="right")
+    gpus = (str(count.gpus) if count.tp == 1 else f"{count.fsdp} x {count.tp}" for count in found)
     rows: dict[str, Callable[[Count], str]] = {
         "fits": lambda count: "yes" if count.fits else "no",
         "peak of plain training": lambda count: format_bytes(count.unplanned_peak_bytes, up=True),
@@ -158,9 +155,7 @@ def counts_table(found: Sequence[Count]) -> Table:
         "sending": lambda count: format_time(count.sending_ms),
         "sent": lambda count: format_bytes(count.sent_bytes),
     }
-    for name, words in rows.items():
-        table.add_row(name, *map(words, found))
-    return table
+    return plain_table(("GPUs", *gpus), ((name, *map(words, found)) for name, words in rows.items()), words=("GPUs",))
 
 
 def _part_words(part: str, count: Count) -> str:

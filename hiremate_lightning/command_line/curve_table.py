@@ -40,15 +40,14 @@ def points_of(found: Curve, resident_bytes: int) -> list[CurvePoint]:
 
 def curve_table(points: Sequence[CurvePoint]) -> Table:
     """Put points into a table."""
-    table = plain_table()
-    for header in ("peak memory", "step", "extra time", "no plan below", "found by"):
-        table.add_column(header, justify="left" if header == "found by" else "right")
-    for point in points:
-        table.add_row(
+    rows = (
+        (
             format_bytes(point.peak_bytes, up=True),
             format_time(point.step_ms),
             format_ratio(point.overhead),
             format_ratio(point.bound_overhead),
             point.strategy,
         )
-    return table
+        for point in points
+    )
+    return plain_table(("peak memory", "step", "extra time", "no plan below", "found by"), rows, words=("found by",))

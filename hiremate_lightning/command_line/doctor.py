@@ -33,7 +33,6 @@ from ..torch_private import hacks, tensor_state
 from ..units import format_bytes, format_ratio
 from .factory import Workload, find_factory
 from .importing import import_failures
-from .run_summary import reason_of
 from .script import Script
 
 PACKAGE = "hiremate-lightning"
@@ -340,4 +339,4 @@ def _script(given: Sequence[str]) -> Finding:
     except Exception as error:  # the script's own code may raise anything
         words = f"it failed before its first training step, {type(error).__name__}: {error}"
         return Finding(given[0], Verdict.BAD, words)
-    return Finding(given[0], Verdict.KNOW, f"no training step was seen: {reason_of(finder)}")
+    return Finding(given[0], Verdict.KNOW, f"no training step was seen: {finder.seen.reason}")

@@ -78,6 +78,6 @@ def host_use(captured: OfflineStep, step: Step, asked: argparse.Namespace) -> Ho
         bytes_per_ms = 1e6 * (asked.host_link or GB_PER_S)
         link = Link(bytes_per_ms, bytes_per_ms, LATENCY_MS)
     size_bytes = None if asked.host_budget is None else parse_budget(asked.host_budget).size_bytes
-    pinned = storages_in(step, [pinned_storages(call) for call in captured.recorded.captured_calls])
+    pinned = storages_in(step, [pinned_storages(run.part.captured) for run in captured.recorded.runs])
     host = Host(UNLIMITED if size_bytes is None else size_bytes, pinned, has_round_blocks=True)
     return HostUse(replace(step, profile=replace(step.profile, link=link)), host, captured.resident_bytes)

@@ -13,10 +13,9 @@ them, attention by the kernels that a GPU runs.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,22 +23,26 @@ import torch
 from torch import fx, nn
 
 from ..calls.eager_paths import eager_paths
-from ..calls.refusals import refuse
 from ..capturing.backend import planning_backend
 from ..capturing.capture import Captured
 from ..errors import CaptureError, ConfigurationError, did_you_mean, place_of
+from ..measuring.describing import describe
 from ..measuring.profiling import CostCache, measure
+from ..measuring.recording import Existing, StepRecord
+from ..measuring.runs import Run
 from ..memory.allocator import storage_bytes
 from ..records.costs import Profile, estimate
-from ..records.step import Step, merge
-from ..torch_private import dynamo, tensor_state
-from .arguments import DEVICES, LOSSES, ZERO_GRADS
+from ..records.schedule import keep_all, lower
+from ..records.step import Call, Step, merge
+from ..running.accumulation import Leaves
+from ..running.execution import Conductor, Part
+from ..running.program import Program, build
+from ..torch_private import dynamo, sharding, tensor_state
+from .arguments import check_choices
 from .factory import ModelCall, Workload
-from .gpu_stand_in import on_gpu, with_gpu_attention
 from .rates import Rates
-from .recorded_step import RecordedStep
 from .sharded import ONE, Layout, planned_paths
-from .without_memory import build, on_fakes
+from .without_device import CountingMeter, build_on_fakes, on_gpu, same_tensors, with_gpu_attention
 
 _CPU = torch.device("cpu")
 LIGHTNING_MODULES = {"lightning.LightningModule", "pytorch_lightning.LightningModule"}
@@ -72,13 +75,7 @@ class OfflineOptions:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        if self.device.type not in DEVICES:
-            raise ConfigurationError(f"Can't plan for device {str(self.device)!r}. Choose cpu or cuda.")
-        if self.loss not in LOSSES:
-            hint = did_you_mean(self.loss, LOSSES)
-            raise ConfigurationError(f"Unknown loss {self.loss!r}.{hint} Choose one of: {', '.join(LOSSES)}")
-        if self.zero_grad not in ("auto", *ZERO_GRADS):
-            raise ConfigurationError(f"zero_grad must be one of {', '.join(ZERO_GRADS)}, found {self.zero_grad!r}")
+        check_choices(str(self.device), self.loss, self.zero_grad)
         known = [name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and name != "Optimizer"]
         if self.optimizer not in ("none", *known):
             hint = did_you_mean(self.optimizer, known)
@@ -117,7 +114,7 @@ class OfflineStep:
     size: int
     options: OfflineOptions
     captured: tuple[Captured, ...]
-    recorded: RecordedStep
+    recorded: OfflineRun
     resident: tuple[tuple[str, int], ...]
     gradients_bytes: int
     zero_grad: str
@@ -187,43 +184,43 @@ def capture_offline(workload: Workload, options: OfflineOptions, size: int | Non
 def _capture(workload: Workload, options: OfflineOptions, size: int | None) -> OfflineStep:
     start, breaks = time.perf_counter(), dynamo.graph_breaks()
     mode, layout, device = tensor_state.fake_mode(), options.layout, options.fake_device
-    built = build(workload, device, size, mode)
-    refuse(built.module)
-    name = type(built.module).__name__  # fully_shard() gives it another class
-    zero_grad = _zero_grad(built.module, options)
-    with layout.processes(device) as mesh, _Capturing(name, options) as capturing:
-        with mode:
-            call = on_fakes(built, device)
-            if workload.inputs:
+    call = build_on_fakes(workload, device, size, mode)
+    name = type(call.module).__name__  # fully_shard() gives it another class
+    zero_grad = _zero_grad(call.module, options)
+    with ExitStack() as undo:
+        mesh = undo.enter_context(layout.processes(device))
+        undo.enter_context(dynamo.capturing_for_plans())
+        if workload.inputs:
+            with mode:
                 _check_inputs(call, options)
         layout.spread(call.module, mesh)  # outside of the mode: meshes are made of tensors too
         with mode:
             call.module.train()
-            capturing.take_over(call.module)
+            run = OfflineRun(name, options, call.module, undo)
             optimizer = _optimizer(call.module, options)
-            capturing.step(call, optimizer)
+            run.step(call, optimizer)
             for _ in range(STEPS):
-                count = len(capturing.recorded.parts)
+                count = len(run.parts)
                 gradients_bytes = _bytes_of(_gradients(call.module), options.device, set())
                 call.module.zero_grad()
                 resident = _resident(call, optimizer, options.device)
-                with capturing.recorded.recording(call.module, options.device):
-                    capturing.step(call, None)
-                if len(capturing.recorded.parts) == count:
+                with run.recording():
+                    run.step(call, None)
+                if len(run.parts) == count:
                     break
-    if not capturing.recorded.record.backwards:
+    if not run.record.backwards:
         raise CaptureError(f"Nothing of {name} was captured: torch.compile ran it as it is.")
     return OfflineStep(
         name=name,
         size=call.size,
         options=options,
-        captured=tuple(part.captured for part in capturing.recorded.parts),
-        recorded=capturing.recorded,
+        captured=tuple(part.captured for part in run.parts),
+        recorded=run,
         resident=(*resident, (ACCUMULATED, gradients_bytes)) if zero_grad == "accumulate" else resident,
         gradients_bytes=gradients_bytes,
         zero_grad=zero_grad,
         breaks=tuple(reason for reason, _ in (dynamo.graph_breaks() - breaks).most_common()),
-        sent_bytes=layout.sent_bytes(capturing.recorded.meter.events),
+        sent_bytes=layout.sent_bytes(run.meter.events),
         capture_s=time.perf_counter() - start,
     )
 
@@ -239,30 +236,30 @@ def _call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(module).forward(module, *args, **kwargs)
 
 
-class _Capturing:
-    """Runs steps of a module through torch.compile, while the block that it surrounds runs.
+class OfflineRun(Conductor):
+    """Runs steps of a module through torch.compile with everything kept, and records each in the place of the last.
+
+    Args:
+        name: Class of the module.
+        options: How to capture it.
+        root: The module, whose planned parts are compiled: the whole, or the code between its FSDP units.
+        undo: Ends what compiles them.
 
     Attributes:
-        name: Class of the module.
-        recorded: What was captured, and the latest step.
+        parts: The parts captured so far.
+        record: The latest step.
+        meter: Counts the memory of that step.
     """
 
-    def __init__(self, name: str, options: OfflineOptions) -> None:
-        self.name = name
-        self.recorded = RecordedStep()
-        self._options = options
+    def __init__(self, name: str, options: OfflineOptions, root: nn.Module, undo: ExitStack) -> None:
+        self._name, self._options, self._root, self._undo = name, options, root, undo
+        self.parts: list[Part] = []
+        self.record = StepRecord(None, Existing())
+        self.meter = CountingMeter(options.device)
+        self._programs: dict[Part, Program] = {}
+        self._path = ""  # of the module that is being called
+        self._paths: list[str] = []  # of the modules that ran
         self._call: Callable[..., Any] = _call_module
-        self._undo = ExitStack()
-
-    def __enter__(self) -> _Capturing:
-        self._undo.enter_context(dynamo.capturing_for_plans())
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._undo.close()
-
-    def take_over(self, root: nn.Module) -> None:
-        """Compile the planned parts of a module: the whole module, or the code between its FSDP units."""
         paths = planned_paths(root)
         if "" in paths:
             self._call = self._compiled(_call_module)
@@ -274,19 +271,25 @@ class _Capturing:
 
     def _along(self, path: str, module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            self.recorded.path = path
+            self._path = path
             return compiled(module, *args, **kwargs)
 
         return forward
 
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        planning = planning_backend(self.recorded.take_in)
+        planning = planning_backend(self._take_in)
 
         def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
             return planning(with_gpu_attention(module) if self._options.is_stand_in else module, inputs)
 
         self._undo.callback(dynamo.forget_compiled, function)
         return torch.compile(function, backend=backend, dynamic=False)
+
+    def _take_in(self, captured: Captured) -> Part:
+        part = Part(captured, self)
+        self.parts.append(part)
+        self._programs[part] = build(captured, lower(captured.graph, keep_all(captured.graph)))
+        return part
 
     def step(self, call: ModelCall, optimizer: torch.optim.Optimizer | None) -> None:
         """Run a step.
@@ -299,11 +302,70 @@ class _Capturing:
                 loss = _loss(self._call(call.module, *call.args, **call.kwargs), self._options.loss)
         except dynamo.CompileError as error:
             reason = dynamo.reason_of(error)
-            raise CaptureError(f"torch.compile could not capture {self.name}: {reason}") from error
-        self.recorded.record.backward_called()  # in a mode of tensors without memory nobody else reports it
+            raise CaptureError(f"torch.compile could not capture {self._name}: {reason}") from error
+        self.record.backward_called()  # in a mode of tensors without memory nobody else reports it
         loss.backward()
         if optimizer is not None:
             optimizer.step()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record one step."""
+        self._paths.clear()
+        self.meter = CountingMeter(self._options.device, sharding.resized_tensors(self._root))
+        self.record = StepRecord(None, Existing(), self._root, self.meter)
+        try:
+            yield
+        finally:
+            self.record.close()
+
+    @property
+    def runs(self) -> list[Run]:
+        """The runs of the latest step that have a backward, in the order of their forwards."""
+        return [run for run in self.record.runs if run.index in self.record.backwards]
+
+    def describe(self, profiles: Sequence[Profile], are_added: bool = False) -> tuple[list[Call], list[int]]:
+        """Return the calls of the latest step, with the modules by their paths in the model, and the backwards' order.
+
+        Args:
+            profiles: Costs of each part.
+            are_added: Whether gradients of parameters are added to those that exist, and die at once.
+        """
+        calls, order = describe(self.record, dict(enumerate(profiles)))
+        if are_added:
+            calls = [call.without_gradients(run.added) for call, run in zip(calls, self.runs, strict=True)]
+        paths = [self._paths[run.index] for run in self.runs]
+        return [_below(call, path) if path else call for call, path in zip(calls, paths, strict=True)], order
+
+    # ---------------------------------------------------------------- conductor of the parts
+
+    def start(self, part: Part, arguments: Sequence[Any]) -> tuple[Program, Run]:
+        """Run what keeps everything."""
+        program = self._programs[part]
+        self._paths.append(self._path)
+        return program, self.record.begin(part, self.parts.index(part), program, arguments)
+
+    def forward_done(self, run: Run, outputs: Sequence[Any]) -> None:
+        """Record the end of a forward."""
+        self.record.forward_done(run, outputs)
+
+    def backward_starts(self, run: Run, tangents: Sequence[Any], leaves: Leaves, retains: bool) -> None:
+        """Record the start of a backward."""
+        self.record.backward_starts(run, tangents, leaves, retains)
+
+    def backward_done(self, run: Run) -> None:
+        """Record the end of a backward."""
+        self.record.backward_done(run)
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """Describe a tensor."""
+        return f"A tensor of shape {tuple(tensor.shape)}"
+
+
+def _below(call: Call, path: str) -> Call:
+    """Return a call whose nodes' modules are named by their paths in the model."""
+    nodes = tuple(replace(node, module=f"{path}.{node.module}".rstrip(".")) for node in call.graph.nodes)
+    return replace(call, graph=replace(call.graph, nodes=nodes))
 
 
 def _check_inputs(call: ModelCall, options: OfflineOptions) -> None:
@@ -313,9 +375,13 @@ def _check_inputs(call: ModelCall, options: OfflineOptions) -> None:
         ConfigurationError: If the module can't be called with them.
     """
     shapes = ", ".join("x".join(map(str, tensor.shape)) for tensor in call.tensors)
-    with torch.no_grad(), _autocast(options):
+    try:
+        copied = same_tensors(call.module)
+    except Exception:  # of a module that can't be copied: the capture will show what is wrong
+        return
+    with torch.no_grad(), _autocast(options), tensor_state.without_log_of_fakes():
         try:
-            copy.deepcopy(call.module).train()(*call.args, **call.kwargs)
+            copied.train()(*call.args, **call.kwargs)
         except tensor_state.DATA_DEPENDENT:
             return
         except (RuntimeError, ValueError, IndexError, TypeError) as error:

@@ -21,7 +21,7 @@ from typing import Any
 
 from ..errors import BudgetError, ConfigurationError, HiRemateError, did_you_mean
 from ..options import ENVIRONMENT_BUDGET, OPTIONS, Option, make_options
-from . import script, started
+from . import script
 from .script import Script
 
 PROGRAM = "hiremate run"
@@ -152,7 +152,7 @@ def _run(asked: argparse.Namespace, given: Script) -> int:
     budget = asked.budget or "auto"
     make_options(budget, **options)
     from ..integrations.any_script import Finder  # loads torch, which help and mistakes need not
-    from .run_summary import Summary, write_line
+    from .run_summary import show, write_line
 
     target = asked.target.split(",") if asked.target else None
     page = None if asked.html is None else asked.html.absolute()  # the script may change the folder
@@ -161,7 +161,7 @@ def _run(asked: argparse.Namespace, given: Script) -> int:
     numbers = asked.json if asked.json in (None, "-") else str(Path(asked.json).absolute())
     process = os.getpid()
     try:
-        with finder.in_place(), started.told(write_line):
+        with finder.in_place(), script.naming_programs(write_line):
             given.run()
         return 0
     except HiRemateError:
@@ -172,7 +172,7 @@ def _run(asked: argparse.Namespace, given: Script) -> int:
         return PROBLEM
     finally:
         if os.getpid() == process:
-            Summary(finder, page, numbers).show()
+            show(finder, page, numbers)
 
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:

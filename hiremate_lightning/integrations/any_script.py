@@ -40,6 +40,10 @@ from .compiled_in_place import CompiledCall, take_aside
 DRY_STEPS = 2  # updates of the weights in a dry run: one step is recorded, the next one runs by the plan
 MOST_DRY_STEPS = 8  # where steps of several kinds take turns
 MORE = "hiremate run --html plan.html writes a page at the end"
+NOTHING_CALLED = (
+    "no module with trainable parameters was called with gradients on in this process. Processes that a script starts "
+    "by itself are not planned: start them with torchrun -m hiremate_lightning.run"
+)
 TRIES = 3  # calls of a module that no optimizer knows, after which it is looked at again only for a new optimizer
 LAUNCHERS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
@@ -82,6 +86,15 @@ class Trained:
         return self.plan is not None and self.plan.measured.peak_bytes is not None
 
 
+class Unplanned(str, Enum):
+    """Why a model that was called is not planned, the most telling first."""
+
+    BY_SCRIPT = "the script plans {} by itself"
+    EVAL = "{} was called with gradients on, but in eval mode, which is not planned; call .train() before training"
+    TRANSFORMED = "{} was called inside of transforms of torch.func, which are not planned"
+    WITHOUT_OPTIMIZER = "no optimizer of torch.optim has the parameters of {}"
+
+
 @dataclass
 class Sightings:
     """What was seen, to say why nothing was planned.
@@ -89,22 +102,30 @@ class Sightings:
     Attributes:
         updates: Steps of optimizers.
         passed_by: Updates of weights of which no call was seen.
-        in_eval_mode: Names of modules that were called with gradients on, in eval mode.
-        transformed: Names of modules that were called inside of transforms of torch.func.
-        without_optimizer: Names of modules whose parameters no optimizer knows.
-        planned_by_script: Names of models that the script plans by itself.
+        unplanned: Names of models that are not planned, and why.
         ended_by: The exception that ended the script, None where it ended well.
         is_stopped: Whether a dry run has stopped it.
     """
 
     updates: int = 0
     passed_by: int = 0
-    in_eval_mode: set[str] = field(default_factory=set)
-    transformed: set[str] = field(default_factory=set)
-    without_optimizer: set[str] = field(default_factory=set)
-    planned_by_script: set[str] = field(default_factory=set)
+    unplanned: dict[Unplanned, set[str]] = field(default_factory=lambda: {why: set() for why in Unplanned})
     ended_by: str | None = None
     is_stopped: bool = False
+
+    @property
+    def reason(self) -> str:
+        """Why nothing was planned, by the most telling observation."""
+        by_script, *others = (
+            why.value.format(" and ".join(sorted(names))) if names else "" for why, names in self.unplanned.items()
+        )
+        ended = f"the script ended before one, by {self.ended_by}" if self.ended_by and not self.updates else ""
+        passed_by = (
+            "an optimizer stepped, but no call of a module with its parameters was seen. A plan runs where a module is "
+            "called; code that is compiled as a whole, or computes with bare parameters, passes it by"
+        )
+        found = [by_script, ended, *others, passed_by if self.passed_by else ""]
+        return next(filter(None, found), NOTHING_CALLED)
 
 
 class Finder:
@@ -159,7 +180,7 @@ class Finder:
                 return hooks.plain_call(module, *args, **kwargs)
             finder = reference()
             assert finder is not None, "it is in use by what put it in place"
-            return finder.call(module, args, kwargs)
+            return finder.call(module, partial(hooks.plain_call, module), args, kwargs)
 
         def end() -> None:
             self._has_ended = True
@@ -205,31 +226,27 @@ class Finder:
 
     # ---------------------------------------------------------------- calls
 
-    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module, by a new plan where it is found to train."""
-        if self._is_apart or module in self._around or not torch.is_grad_enabled() or _is_special():
-            return hooks.plain_call(module, *args, **kwargs)
-        way = self._way_of(module)
-        if way is Way.APART:
-            return self._call_apart(hooks.plain_call, module, *args, **kwargs)
-        return (_planned_call(module) if way is Way.PLANNED else partial(hooks.plain_call, module))(*args, **kwargs)
+    def call(self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module, by a new plan where it is found to train.
 
-    def call_compiled(
-        self, module: nn.Module, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Call a module that the script has compiled in place, by a new plan where it is found to train."""
+        Args:
+            module: The module.
+            own: What its call is without us: that of every module, or what the script has compiled in its place.
+            args: Its arguments.
+            kwargs: Those by keyword.
+        """
         if module in self._around:
             return hooks.plain_call(module, *args, **kwargs)
         if self._has_ended or self._is_apart or not torch.is_grad_enabled() or _is_special():
-            return compiled(*args, **kwargs)
+            return own(*args, **kwargs)
         way = self._way_of(module)
         if way is Way.APART:
-            return self._call_apart(compiled, *args, **kwargs)
-        return (_planned_call(module) if way is Way.PLANNED else compiled)(*args, **kwargs)
+            return self._call_apart(own, *args, **kwargs)
+        return (_planned_call(module) if way is Way.PLANNED else own)(*args, **kwargs)
 
     def compiled_in_place(self, module: nn.Module, before: Any, compiled: Callable[..., Any]) -> Any:
         """Choose what stands in for the call of a module that is compiled in place: a plan that it has goes on."""
-        call = CompiledCall(self.call_compiled, module, compiled)
+        call = CompiledCall(self.call, module, compiled)
         for found in self.trained:
             session = found.session()
             if session is not None and any(inner is module for inner in session.root.modules()):
@@ -246,8 +263,8 @@ class Finder:
         if is_inside_planned():
             return Way.AS_IT_IS
         if not module.training and _trains(module):
-            if not self.seen.in_eval_mode:  # the outermost of the first call
-                self.seen.in_eval_mode.add(_name(module))
+            if not self.seen.unplanned[Unplanned.EVAL]:  # the outermost of the first call
+                self.seen.unplanned[Unplanned.EVAL].add(_name(module))
             return Way.AS_IT_IS
         if not _trains(module):
             is_frozen = any(True for _ in module.parameters())  # else what it calls may train, a list of layers say
@@ -255,7 +272,7 @@ class Finder:
         if self._is_settled(module):
             return Way.APART
         if tensor_state.is_transforming():
-            self.seen.transformed.add(_name(module))
+            self.seen.unplanned[Unplanned.TRANSFORMED].add(_name(module))
             return Way.APART
         if not self._plan_around(module):
             self._settled[module] = len(self._optimizers), self._settled.get(module, (0, 0))[1] + 1
@@ -293,7 +310,7 @@ class Finder:
             self.note_script_plans(_name(root))
             return False
         if alive.optimizers and not alive.knows(module):
-            self.seen.without_optimizer.add(_name(root))
+            self.seen.unplanned[Unplanned.WITHOUT_OPTIMIZER].add(_name(root))
             return False
         if not alive.knows(module) and not _may_be_planned(root):  # an export that is tried out, say
             return False
@@ -374,7 +391,7 @@ class Finder:
 
     def note_script_plans(self, name: str) -> None:
         """Report, once, that a script plans a model by itself."""
-        self.seen.planned_by_script.add(name)
+        self.seen.unplanned[Unplanned.BY_SCRIPT].add(name)
         self._tell(f"the script plans {name} by itself: that holds, and --budget has no effect on it")
 
     def _tell(self, line: str) -> None:

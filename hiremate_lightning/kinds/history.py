@@ -18,7 +18,6 @@ from .step_kind import GraphNumbers, Start, StepKind
 
 LENGTHS = (32, 16, 8, 4, 2, 1, 0)  # of what came before a step, by which it is foreseen
 REMEMBERED = 4096  # sequences
-ANY_START = -1  # in place of how a step starts
 CERTAIN = 64  # steps that came as foreseen, one after the other, after which the next one is trusted to
 
 K = TypeVar("K", bound=Hashable)
@@ -37,9 +36,9 @@ class Order(Generic[K]):
         """Whether the latest steps came as foreseen, so many that the next one is trusted to."""
         return self._in_a_row >= CERTAIN
 
-    def _contexts(self, start: Hashable, *latest: K) -> Iterator[tuple[Hashable, ...]]:
+    def _contexts(self, start: Hashable) -> Iterator[tuple[Hashable, ...]]:
         """List what a step may be foreseen by: the longest sequence of kinds before it first, its start alone last."""
-        recent = *self._recent, *latest
+        recent = tuple(self._recent)
         for length in LENGTHS:
             if length <= len(recent):
                 yield start, *recent[len(recent) - length :]
@@ -49,15 +48,10 @@ class Order(Generic[K]):
         followers = (self._followers.get(context) for context in self._contexts(start))
         return (kind for kind in followers if kind is not None)
 
-    def follower(self, kind: K) -> K | None:
-        """Foresee what comes after a step of a kind that begins, however it starts; None where nothing is known."""
-        followers = (self._followers.get(context) for context in self._contexts(ANY_START, kind))
-        return next((follower for follower in followers if follower is not None), None)
-
     def note(self, kind: K, start: Hashable) -> None:
         """Learn of a step that has ended."""
         self._in_a_row = self._in_a_row + 1 if kind == next(self.foresee(start), None) else 0
-        for context in (*self._contexts(start), *self._contexts(ANY_START)):
+        for context in self._contexts(start):
             self._followers.pop(context, None)
             self._followers[context] = kind
         while len(self._followers) > REMEMBERED:
@@ -159,12 +153,6 @@ class History:
     def likely(self, foreseen: Iterable[StepKind]) -> StepKind | None:
         """Return the planned kind that a step is likely to be of; None where nothing has a plan."""
         return next((kind for kind in foreseen if kind.plan is not None), self.latest)
-
-    def following(self, foreseen: Iterable[StepKind]) -> StepKind | None:
-        """Return the planned kind that is likely to come after the step that begins; None where none is."""
-        likely = self.likely(foreseen)
-        kind = None if likely is None else self._order.follower(likely)
-        return kind if kind is not None and kind.plan is not None else None
 
     def all_likely(self, foreseen: Iterable[StepKind]) -> tuple[StepKind, ...]:
         """Return the planned kinds by whose plan a step may run: none before there is one."""

@@ -175,9 +175,11 @@ class PlainSteps:
             self._forget_predictions()
 
     def learn_foreseen(self, step: CapturedStep) -> None:
-        """Learn what a step takes that was captured and has no plan of its own."""
-        self._foreseen.append(step)
-        self._forget_predictions()
+        """Learn what a step takes that ran captured and has no plan of its own: a few of each code, and larger ones."""
+        known = [other.total_bytes for other in self._foreseen if other.code == step.code]
+        if len(known) < SAMPLES or step.total_bytes > max(known):
+            self._foreseen.append(step)
+            self._forget_predictions()
 
     def _forget_predictions(self) -> None:
         self._predicted.clear()

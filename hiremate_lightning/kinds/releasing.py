@@ -1,9 +1,9 @@
-"""Kinds of steps whose plan gains nothing and that are faster without it: they are given back to eager PyTorch.
+"""Kinds of steps whose plan gains nothing: they are given back to eager PyTorch.
 
-Such a plan recomputes nothing, and the step fits the budget as the user wrote it. Or nothing fits the budget, and the
-plan takes the memory of the step as the user wrote it: that is measured before it counts. Whether a plan costs time is
-measured: steps run planned and plain in turns, some of each, and the medians decide, once for each plan. Both give the
-same numbers.
+Where nothing fits the budget, such a plan takes the memory of the step as the user wrote it: as soon as that is
+measured, all steps run so. Where the step fits the budget as the user wrote it, such a plan recomputes nothing. Whether
+it costs time is measured: steps run planned and plain in turns, some of each, and the medians decide, once for each
+plan. Both give the same numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .step_kind import StepKind
 
 SETTLED_STEPS = 8  # of a kind that ran by its plan before plain steps are tried
 SAMPLES = 6  # steps of each way that are timed
-CLEARLY_SLOWER = 1.15  # a plan than eager PyTorch, or it stays
+CLEARLY_SLOWER = 1.05  # a plan than eager PyTorch, or it stays
 TRIES = 4  # plain steps to measure in a row, until one shows its peak
 NO_MORE = 1.01  # of the peak of a plan that does not fit, beyond which a plain step takes more: an allocator's blocks
 
@@ -48,10 +48,15 @@ class Releases:
         self._clock = clock
 
     def runs_plain(self, kind: StepKind) -> bool:
-        """Whether the next step of a kind, whose plan recomputes nothing and which fits plainly, is to run plain."""
+        """Whether the next step of a kind, whose plan gains nothing, is to run plain.
+
+        A plan that saves no memory is not timed: as soon as a plain step has shown that it takes no more, all run so.
+        """
         trial = kind.trial
         if trial.is_released is not None:
             return trial.is_released
+        if kind.plan is not None and kind.plan.saves_nothing:
+            return True
         return trial.planned_steps >= SETTLED_STEPS and len(trial.seconds[False]) > len(trial.seconds[True])
 
     def step_begins(self, kind: StepKind, is_plain: bool, is_watched: bool) -> Timing | None:
@@ -81,21 +86,24 @@ class Releases:
 
     def is_to_be_measured(self, kind: StepKind) -> bool:
         """Whether to measure a plain step of a kind whose plan does not fit: it may take more than the plan."""
-        return not kind.trial.has_shown
+        return kind.trial.is_released is None
 
-    def measured(self, kind: StepKind, peak_bytes: int | None, plan_bytes: int) -> None:
+    def measured(self, kind: StepKind, peak_bytes: int | None, plan_bytes: int) -> bool | None:
         """Learn what a plain step takes of a kind whose plan does not fit, and takes so much.
 
         Args:
             kind: The kind.
             peak_bytes: The peak of the plain step, None where the measurement did not see all.
             plan_bytes: The peak of its plan.
+
+        Returns:
+            Whether such steps run plain from now on; None as long as no plain step has shown its peak.
         """
         trial = kind.trial
         trial.tries += 1
-        trial.has_shown = trial.has_shown or (peak_bytes is not None and peak_bytes <= NO_MORE * plan_bytes)
-        if not trial.has_shown and (peak_bytes is not None or trial.tries == TRIES):
-            trial.is_released = False
+        if peak_bytes is not None or trial.tries == TRIES:
+            trial.is_released = peak_bytes is not None and peak_bytes <= NO_MORE * plan_bytes
+        return trial.is_released
 
     def keep(self, kind: StepKind) -> None:
         """Learn that a kind takes more than its budget without its plan."""

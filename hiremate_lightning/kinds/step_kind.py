@@ -22,8 +22,6 @@ from .captured_step import CapturedStep, describe
 from .recorded_step import RecordedStep
 from .sizes_of_calls import SizesOfCalls
 
-AGAIN_AFTER = 8  # steps of a kind, then 16 more, 32, ...: code outside of its plan may come to take more
-
 GraphNumbers = tuple[int, ...]  # of the captured graphs that a step runs forward, in order
 Start = tuple[int, int]  # of a step: bytes of its arguments, and how many graphs of earlier steps wait then
 
@@ -43,6 +41,7 @@ class Reason(Enum):
     PLAN = "it may be of a kind that has no plan"
     PEAK = "the peak of its plan was not measured"
     TIME = "its plan was not timed"
+    GROWN = "code outside of its plan was seen to allocate more"
     AGAIN = "code outside of its plan may have come to take more"
     ITERATION = "what its iteration makes beside graphs that wait was not seen"
 
@@ -53,23 +52,18 @@ class Watched:
 
     Attributes:
         looks: How often they were watched, by reason.
-        looks_in_all: How often in all.
         steps: Steps so far.
         higher: Steps for which more was predicted than for measured ones.
-        gap: Steps until one is measured again.
-        since: Steps since one was measured again.
-        needs_step_before: Whether their peak is seen only where the step before was measured.
-        usual_s: Seconds of the latest one that was not watched; None before one was.
+        has_grown: Whether a step was seen to take more outside of its plan than measured ones.
+        allocated_bytes: The most that was seen to be allocated between the forwards and the backward of one of them;
+            None before one was measured.
     """
 
     looks: Counter[Reason] = field(default_factory=Counter)
-    looks_in_all: int = 0
     steps: int = 0
     higher: int = 0
-    gap: int = AGAIN_AFTER
-    since: int = 0
-    needs_step_before: bool = False
-    usual_s: float | None = None
+    has_grown: bool = False
+    allocated_bytes: int | None = None
 
 
 @dataclass
@@ -81,14 +75,12 @@ class Trial:
         seconds: By whether the step ran plain, the seconds of each.
         is_released: Whether they run plain from now on, None before that is decided.
         tries: How many plain ones were measured that did not show their peak.
-        has_shown: Whether a plain one has shown that it takes no more than the plan.
     """
 
     planned_steps: int = 0
     seconds: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
     is_released: bool | None = None
     tries: int = 0
-    has_shown: bool = False
 
 
 @dataclass(frozen=True)

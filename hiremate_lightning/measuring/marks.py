@@ -90,6 +90,14 @@ def unseen_bytes(intervals: Sequence[Interval], marks: Mapping[str, Mark]) -> in
     return sum(m.size_bytes for m, told_bytes in given if m.event is Event.GIVEN and m.size_bytes != told_bytes)
 
 
+def allocated_between(intervals: Sequence[Interval], marks: Mapping[str, Mark]) -> int:
+    """Add up what was allocated between the last forward and the first backward."""
+    events = [marks.get(interval.label, START).event for interval in intervals]
+    ended = next((i for i, event in enumerate(events) if event in (Event.CALLED, Event.BACKWARD)), len(events))
+    done = max((i for i, event in enumerate(events[:ended]) if event is Event.FORWARD_DONE), default=ended)
+    return sum(interval.allocated_bytes for interval in intervals[done:ended])
+
+
 def peak_of_step(spans: Sequence[Span], at_once: bool) -> int:
     """Return the peak until the last backward ended. Where another backward began after it, return that of all spans.
 

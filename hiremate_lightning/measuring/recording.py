@@ -18,8 +18,7 @@ from torch import fx
 
 from ..capturing.capture import Captured
 from ..memory.allocator import allocated_bytes, storage_bytes
-from ..memory.counting import Meter
-from ..memory.metering import MemoryMeter
+from ..memory.metering import MemoryMeter, Meter
 from ..records.graph import bytes_of
 from ..records.step import Output
 from ..running.accumulation import Leaves, addable, existing, find_leaves
@@ -34,6 +33,7 @@ from .marks import (
     Event,
     Mark,
     Span,
+    allocated_between,
     peak_of_step,
     spans_of,
     unseen_bytes,
@@ -86,6 +86,7 @@ class StepRecord:
         parameters: Which parameters they were given, by identity.
         timed: Times of its operations, None where they were not taken.
         alive_at: Which outputs of the runs lived, by mark.
+        allocated_bytes: What was allocated between the last forward and the first backward, on a CPU.
         grown_bytes: By how much more existed as it was closed than when it began; None where that was before the next
             step began, or not all was seen.
         spans: What was measured from each mark to the next, when that has ended; nothing where memory is not measured.
@@ -118,6 +119,7 @@ class StepRecord:
         self._meter = meter
         self._is_closed = False
         self._unwatch: list[Callable[[], Any]] = []
+        self.allocated_bytes = 0
         self.grown_bytes: int | None = None
         self.spans: Sequence[Span] = ()
         self._ended = 0  # the number of the backwards that have ended, with all that they are part of
@@ -361,6 +363,7 @@ class StepRecord:
                 unseen = unseen_bytes(self._meter.intervals, self._marks)
                 self.grown_bytes = closed.start_bytes - unseen
             self._peak_bytes = peak_of_step(spans, at_once)
+            self.allocated_bytes = allocated_between(self._meter.intervals, self._marks)
             self.spans = without_others(spans)
 
     @property

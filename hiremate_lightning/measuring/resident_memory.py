@@ -26,7 +26,6 @@ SAMPLES = 8  # number of parameters that are asked for gradients, in the place o
 LITTERED_STEPS = 16  # steps without a full garbage collection, after which one comes before a step is measured
 LARGE_BYTES = 2**14  # smallest tensor whose release is watched
 WATCHED_STEPS = 16  # number of first steps in which gradients are seen to be freed before the backward, or not
-YOUNG, ALL = 1, 2  # the oldest generation of objects that Python's garbage collector looks at
 
 
 class ResidentMemory:
@@ -68,7 +67,6 @@ class ResidentMemory:
         self._device: tuple[list[torch.device], torch.device] | None = None  # of input and samples, and of most
         self._most = (0, 0)  # the most optimizers' states and samples' gradients when a step began
         self._uncollected_steps = LITTERED_STEPS  # steps begun since all garbage was collected
-        self._there: list[weakref.ref[torch.Tensor]] = []  # large host tensors at the last look at all objects
         self._stepped = False  # whether an optimizer has used the gradients
         self._before: tuple[StepRecord | None, tuple[int, ...] | None] = None, None  # the step before, and its kind
         self._frees_gradients = True  # whether gradients that were used are freed before the next backward
@@ -171,23 +169,21 @@ class ResidentMemory:
             self.iterations.step_begins(*self._before, waiting, self._stepped)
         self._before = None, None
 
-    def collect_garbage(self, steps: int = 1, generation: int = ALL) -> bool:
+    def collect_garbage(self, steps: int = 1) -> bool:
         """Collect garbage of so many steps or more: it would pass for what stays, or in a step for what that frees.
 
         What is traced and planned is collected as it ends, see `garbage`.
 
         Args:
-            steps: Begun since all objects of the process were looked at.
-            generation: The oldest objects to look at.
+            steps: Begun since it was collected.
 
         Returns:
             Whether it was collected.
         """
         if self._uncollected_steps < steps:
             return False
-        gc.collect(generation)
-        if generation == ALL:
-            self._uncollected_steps = 0
+        gc.collect()
+        self._uncollected_steps = 0
         return True
 
     def step_ended(
@@ -210,15 +206,14 @@ class ResidentMemory:
             self._frees_gradients = not self._gradients()
         self._stepped = False
 
-    def count_before_step(self, arguments: Sequence[torch.Tensor], generation: int = ALL) -> Resident:
+    def count_before_step(self, arguments: Sequence[torch.Tensor]) -> Resident:
         """Count what exists before a step that begins now, outputs of the one before included.
 
         Args:
             arguments: What the step is called with.
-            generation: The oldest objects to look at for garbage.
         """
         if self._left.are_some(self._present(arguments)):
-            self.collect_garbage(generation=generation)
+            self.collect_garbage()
         states, gradients = self._held()
         self.growths += self.has_grown()
         self._most = max(states, self._most[0]), max(gradients, self._most[1])
@@ -227,7 +222,7 @@ class ResidentMemory:
             return self._left.sort_out(resident, present)
         return self.iterations.note_and_add(self._left.add_to(resident, present))
 
-    def watch_releases(self, record: StepRecord, arguments: Sequence[torch.Tensor], generation: int = ALL) -> None:
+    def watch_releases(self, record: StepRecord, arguments: Sequence[torch.Tensor]) -> None:
         """Watch, in a record that begins, for the release of tensors from before a step with these arguments.
 
         That is outputs of the step before, and on the host what is not counted as resident: its release would pass for
@@ -236,15 +231,13 @@ class ResidentMemory:
         Args:
             record: The record.
             arguments: What the step is called with.
-            generation: The oldest objects to look at. Where these are not all, those of the last look at all of them
-                are seen too.
         """
         self._left.watch(record)
         record.counted = self._present(arguments) | self._left.storages
         if self.device.type == "cpu" and record.is_measured:
             batch = {tensor_state.storage_id(t): t for t in (*self.batch, *arguments) if tensor_state.is_dense(t)}
             record.watch_given(self._on_device(batch.values()))
-            record.watch_uncounted(self.iterations.note_uncounted(self._uncounted(record.counted, generation)))
+            record.watch_uncounted(self.iterations.note_uncounted(self._uncounted(record.counted)))
 
     def _present(self, arguments: Sequence[torch.Tensor]) -> frozenset[int]:
         """List the storages that exist before a step with these arguments, without what the step before left."""
@@ -254,18 +247,13 @@ class ResidentMemory:
     def _waiting(self) -> list[Saved]:
         return [saved for _, saved in self._find_waiting()]
 
-    def _uncounted(self, counted: Collection[int], generation: int) -> Iterator[torch.Tensor]:
+    def _uncounted(self, counted: Collection[int]) -> Iterator[torch.Tensor]:
         """List large host tensors that are not counted, one for each storage."""
-        there = tensor_state.plain_tensors_of_python(are_young=generation == YOUNG)
-        there = [t for t in there if t.device.type == "cpu" and t.untyped_storage().nbytes() >= LARGE_BYTES]
-        if generation == ALL:
-            self._there = [weakref.ref(tensor) for tensor in there]
-        else:
-            there += [tensor for tensor in (known() for known in self._there) if tensor is not None]
         seen = set(counted)
-        for tensor in there:
+        for tensor in tensor_state.plain_tensors_of_python():
+            is_large = tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() >= LARGE_BYTES
             storage = tensor_state.storage_id(tensor)
-            if storage not in seen:
+            if is_large and storage not in seen:
                 seen.add(storage)
                 yield tensor
 

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -26,12 +26,14 @@ class Interval:
         start_bytes: Live at the mark.
         peak_bytes: Most that lived until the next mark.
         released_bytes: What was released at the mark, where it is that of a release that the allocator told of.
+        allocated_bytes: All that was allocated until the next mark, on a CPU.
     """
 
     label: str
     start_bytes: int
     peak_bytes: int
     released_bytes: int = 0
+    allocated_bytes: int = 0
 
 
 class LiveBytes:
@@ -60,9 +62,11 @@ class LiveBytes:
         """Count an allocation, or a release where the bytes are below 0; nothing before the first mark."""
         if self.intervals:
             self._live_bytes += size_bytes
-            if self._live_bytes > self.intervals[-1].peak_bytes:
-                self.intervals[-1] = replace(self.intervals[-1], peak_bytes=self._live_bytes)
-            if self._releases and size_bytes < 0:
+            if size_bytes > 0:
+                last = self.intervals[-1]
+                peak_bytes, allocated_bytes = max(last.peak_bytes, self._live_bytes), last.allocated_bytes + size_bytes
+                self.intervals[-1] = replace(last, peak_bytes=peak_bytes, allocated_bytes=allocated_bytes)
+            elif self._releases and size_bytes < 0:
                 self._begin(self._releases.pop(0), -size_bytes)
 
     def _begin(self, label: str, released_bytes: int = 0) -> None:
@@ -72,6 +76,29 @@ class LiveBytes:
 def _measured_thread(device: torch.device) -> int:
     """Name the thread whose memory is measured: on a CPU the current one, on CUDA all of them are."""
     return 0 if device.type == "cuda" else threading.get_ident()
+
+
+class Meter(Protocol):
+    """What measures memory from `start` to `stop`, see `MemoryMeter`."""
+
+    intervals: list[Interval]
+    lost_marks: bool
+
+    @property
+    def is_counting(self) -> bool:
+        """Whether it counts now: no other meter runs."""
+
+    def start(self) -> None:
+        """Begin."""
+
+    def mark(self, label: str) -> None:
+        """Begin a new interval."""
+
+    def mark_release(self, label: str) -> None:
+        """Begin a new interval as soon as something is released."""
+
+    def stop(self) -> None:
+        """End."""
 
 
 class MemoryMeter:

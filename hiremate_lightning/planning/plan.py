@@ -75,7 +75,8 @@ class Plan:
         resident_bytes: Bytes that exist before the step and throughout: parameters, buffers, optimizer state, batch.
         planning: How long planning took, with what was planned before for the same model.
         measured: What was measured while running it.
-        proved: How many of the captured graphs are proved against eager PyTorch, in words; "" where that is not known.
+        proved: How many of the captured graphs are proved against eager PyTorch, and why others are not, in words; ""
+            where that is not known.
         rounded: The values in which captured code differs from eager PyTorch by rounding, in words.
         resident_parts: Resident bytes by what they are ("parameters and buffers", for example), where that was counted.
     """
@@ -207,6 +208,8 @@ class Plan:
         lines = planned_lines(self)
         if self.measured.peak_bytes is not None or self.measured.overhead is not None:
             lines.append(measured_line(self))
+        if self.proved:
+            lines.append(f"  proved: {self.proved}")
         return "\n".join(lines)
 
 

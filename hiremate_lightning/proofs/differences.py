@@ -65,8 +65,8 @@ def differences(
     outcomes = (expected, found, again, refilled)
     unit_of_gradients = _Unit(tuple(expected.gradients.values()), half, device)
     return (
-        _among(*(outcome.values for outcome in outcomes), _Unit((), half, device)),
-        _among(*(outcome.gradients for outcome in outcomes), unit_of_gradients),
+        _among([outcome.values for outcome in outcomes], _Unit((), half, device)),
+        _among([outcome.gradients for outcome in outcomes], unit_of_gradients),
     )
 
 
@@ -113,13 +113,9 @@ def _is_half(dtype: torch.dtype) -> bool:
     return dtype in (torch.float16, torch.bfloat16)
 
 
-def _among(
-    expected: Mapping[str, Any],
-    found: Mapping[str, Any],
-    again: Mapping[str, Any],
-    refilled: Mapping[str, Any],
-    unit: _Unit,
-) -> list[Difference]:
+def _among(outcomes: Sequence[Mapping[str, Any]], unit: _Unit) -> list[Difference]:
+    """Compare by name what the four outcomes of `differences` have, in its order."""
+    expected, found, again, refilled = outcomes
     differing = []
     for name in dict.fromkeys((*expected, *found)):
         one, other, second = (values.get(name) for values in (expected, found, again))

@@ -41,6 +41,7 @@ class Proof:
         tried_without: Positions of the gradients that did not come, for each kind of backward that was proved, or that
             could not be.
         rounded: The values that differ by rounding, in words.
+        why_unproved: Why it was not proved when that was tried last, in words; "" before.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Proof:
         self.runs, self.rests = 0, False
         self.tried_without: set[frozenset[int]] = set()
         self.rounded: tuple[str, ...] = ()
+        self.why_unproved = ""
         self._run, self._prove = captured, prove
 
     def __call__(self, *arguments: Any) -> Any:
@@ -71,6 +73,11 @@ class Proof:
     def gradients(self) -> Verdict:
         """What is known of the gradients of all backwards that have run."""
         return self.backward if self.written is None or self.next_without() is None else Verdict.UNKNOWN
+
+    @property
+    def unproved(self) -> str:
+        """What is not proved of code that runs as captured: "outputs" and what follows from them, or "gradients"."""
+        return "outputs" if self.forward is Verdict.UNKNOWN else "gradients" * (self.gradients is Verdict.UNKNOWN)
 
     def refuse(self, proofs: Proofs) -> None:
         """Run the code as it was written, from now on, and count its runs."""
@@ -138,7 +145,8 @@ class Proofs:
             return ""
         counts = [_count([p.forward for p in proofs], "forward", " graph" + "s" * (len(proofs) > 1))]
         counts += [_count([p.gradients for p in trained], "gradients")] if trained else []
-        return ", ".join(counts)
+        reasons = sorted({p.why_unproved for p in proofs if p.unproved} - {""})
+        return ", ".join(counts) + (f"; not more, since {'; '.join(reasons)}" if reasons else "")
 
     def rounded(self) -> tuple[str, ...]:
         """The values that differ from eager PyTorch's by rounding, in words."""

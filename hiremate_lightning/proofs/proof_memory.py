@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..capturing.capture import Captured
+from ..measuring.files import HAS_FILES
 from ..records.costs import Profile
 from ..records.graph import Graph, StorageKind, bytes_of
 from ..records.simulation import forward_peak_bytes, simulate, simulate_plain
@@ -24,6 +25,7 @@ class ProofMemory:
         changed_bytes: Copies of what the code changes in place.
         kept_bytes: What a run gave, in memory until another one gave the same; 0 where that is not the device's memory.
         free_bytes: What is there.
+        has_room_aside: Whether values can be put aside.
     """
 
     plain_bytes: int
@@ -34,6 +36,7 @@ class ProofMemory:
     changed_bytes: int
     kept_bytes: int
     free_bytes: int
+    has_room_aside: bool = True
 
     @property
     def needs_files(self) -> bool:
@@ -57,6 +60,11 @@ class ProofMemory:
         if self.own_bytes + self.changed_bytes > self.free_bytes:
             return 0
         return max(0, self.free_bytes - self.beside_bytes - self.changed_bytes)
+
+    @property
+    def aside_bytes(self) -> int:
+        """Bytes that saved values may take, in the forward too, where others are put aside; 0 where they can't be."""
+        return max(0, min(self.values_bytes, self.free_bytes - self.forward_bytes)) if self.has_room_aside else 0
 
 
 def proof_memory(
@@ -82,6 +90,7 @@ def proof_memory(
         changed_bytes=2 * bytes_of(graph, captured.mutated),
         kept_bytes=bytes_of(graph, (*graph.outputs, *graph.gradients)) if captured.device.type == "cpu" else 0,
         free_bytes=max(free_bytes, own.peak_bytes),  # what the step takes in any case
+        has_room_aside=HAS_FILES or captured.device.type != "cpu",
     )
 
 

@@ -41,7 +41,7 @@ from ..torch_private import backward_pass, checkpoints, double_backward, failure
 from .differences import Difference, differences
 from .proof import Proof, Proofs, Verdict
 from .proof_memory import ProofMemory, proof_memory
-from .segments import Observed, cut
+from .segments import Observed, cut, keeping_little
 from .trials import Outcome, Trial
 from .unused import Unused, likely_unused, unused_at
 
@@ -95,6 +95,7 @@ class Prover:
 
     def __init__(self, session: Proving, proofs: Proofs) -> None:
         self._session, self._proofs = session, proofs
+        self._has_said_unproved = False
 
     def prove(self, proof: Proof, arguments: Sequence[Any]) -> None:
         """Prove captured code that is about to run, as far as it was not and the memory is there.
@@ -181,7 +182,7 @@ class Prover:
             return
         nodes = () if proof.part is None else proof.part.captured.joint.graph.nodes
         if any(map(tensor_state.has_parts, arguments)) or any(is_collective(str(node.target)) for node in nodes):
-            proof.end()  # other processes would wait for what it sends once more
+            self._leave_unproved(proof, "other processes would wait for what it sends once more")
             return
         proof.begin_again()
         self._session.tracing.close()
@@ -190,13 +191,15 @@ class Prover:
         if made is None and proof.part is not None:
             program = self._session.program_of(proof.part)
         if proof.part is not None and _may_differ_from_itself(proof.part, arguments):
-            proof.end()
+            self._leave_unproved(proof, "it may give other numbers when it runs once more")
             return
         with self._session.stages.stage("prove_s", "proving"), unmeasured(device), collecting_what_it_leaves():
             memory, without = self._memory_of(proof.part, program, device), proof.next_without()
             if memory is None or memory.has_plain or memory.has_forward:
+                proof.why_unproved = ""
                 with trying(proof.part, program), failures.not_printed():
                     self._try(proof, arguments, memory, without, needs_numbers=made is not None)
+            proof.why_unproved = proof.why_unproved or "the budget leaves no memory to compute them as written"
         self._conclude(proof, without)
 
     def _conclude(self, proof: Proof, without: frozenset[int] | None) -> None:
@@ -206,7 +209,23 @@ class Prover:
         if Verdict.REFUSED in (proof.forward, proof.backward):
             proof.end()
         elif (is_known and runs >= asked) or runs >= max(TRIES, asked):
+            self._say_unproved(proof)
             proof.rest(without)
+
+    def _leave_unproved(self, proof: Proof, why: str) -> None:
+        proof.why_unproved = why
+        self._say_unproved(proof)
+        proof.end()
+
+    def _say_unproved(self, proof: Proof) -> None:
+        """Log, once for a session, that code runs unproved; for made code another proof may hold."""
+        is_made = proof.part is not None and proof.part.captured.template is not None
+        if proof.unproved and not is_made and not self._has_said_unproved:
+            self._has_said_unproved = True
+            log.warning(
+                "%s: %s of captured code are not proved against eager PyTorch, since %s. The plan says how much is.",
+                *(self._session.name, proof.unproved, proof.why_unproved),
+            )
 
     def _try(
         self,
@@ -228,7 +247,7 @@ class Prover:
         try:
             trial, expected = run_written(trial)
         except Exception as error:  # whatever the user's code may raise: it will raise it when it runs
-            log.info("Code could not be proved, since it fails as it was written: %s", error)
+            proof.why_unproved = f"it fails as it was written: {error}"
             return
         if needs_numbers and expected.has_nan:
             return
@@ -237,7 +256,7 @@ class Prover:
         except (HiRemateError, torch.OutOfMemoryError):
             raise
         except OSError as error:
-            log.info("Code could not be proved, since there is no room to keep what it gives: %s", error)
+            proof.why_unproved = f"there is no room to keep what it gives: {error}"
             return
         except Exception as error:  # of PyTorch's own machinery: the code runs as it was written, and that is said
             self._refuse(proof, f"torch.compile's capture of it fails when it runs: {type(error).__name__}: {error}")
@@ -262,7 +281,7 @@ class Prover:
             return _first_outcome(trial, saving_aside(written), keeps_all=True)
         if memory is None or is_plain or proof.backward is not Verdict.UNKNOWN:
             return _first_outcome(trial, written)
-        return _outcome_in_segments(trial, written, memory)
+        return _outcome_in_little_memory(proof, trial, written, memory)
 
     def _judge(
         self, proof: Proof, of_values: list[Difference], of_gradients: list[Difference], with_gradients: bool
@@ -308,23 +327,24 @@ class Prover:
         return proof_memory(part.captured, profile, program, alone.plain_bytes, free_bytes)
 
 
-def _outcome_in_segments(trial: Trial, written: fx.GraphModule, memory: ProofMemory) -> tuple[Trial, Outcome]:
-    """Run code as written without gradients; then, where they fit so, with these segment by segment."""
+def _outcome_in_little_memory(
+    proof: Proof, trial: Trial, written: fx.GraphModule, memory: ProofMemory
+) -> tuple[Trial, Outcome]:
+    """Run code as written without gradients; then, where they fit so, with these in little memory."""
     observed = Observed(written)
     trial, expected = _first_outcome(trial, observed, tell=observed.wrote)
-    segmented = cut(written, observed, memory.values_bytes)
-    if segmented is None:
-        return trial, expected
-    try:
-        outcome = replace(trial, with_gradients=True).run(segmented)
-    except Exception as error:  # whatever the user's code may raise when it runs twice
-        log.info("Gradients could not be proved, since code fails when it runs segment by segment: %s", error)
-        return trial, expected
-    of_values, _ = differences(expected, outcome)
-    if not all(difference.is_rounding for difference in of_values):  # kernels that add in any order differ by rounding
-        log.info("Gradients could not be proved, since code gives other numbers when it runs segment by segment")
-        return trial, expected
-    return replace(trial, with_gradients=True), outcome
+    ways = cut(written, observed, memory.values_bytes), keeping_little(written, observed, memory.aside_bytes)
+    for run in (way for way in ways if way is not None):
+        try:
+            outcome = replace(trial, with_gradients=True).run(run)
+        except Exception as error:  # whatever the user's code may raise when it runs twice; no room for files
+            proof.why_unproved = f"it fails when it runs in little memory: {error}"
+            continue
+        of_values, _ = differences(expected, outcome)
+        if all(difference.is_rounding for difference in of_values):  # kernels that add in any order round otherwise
+            return replace(trial, with_gradients=True), outcome
+        proof.why_unproved = "it gives other numbers when it runs in little memory"
+    return trial, expected
 
 
 def _first_outcome(

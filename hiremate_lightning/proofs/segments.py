@@ -5,7 +5,7 @@ A plain backward keeps all that a forward saves. Where that does not fit, the co
 Autograd's graph is that of the code itself, so gradients are added in the same order.
 
 `Observed` runs the code once without gradients, and sees what each node saves, makes and writes to. `cut` chooses the
-segments by that, and `Segmented` runs them.
+segments by that, and `Segmented` runs them. Where none fit, `keeping_little` puts aside all that autograd saves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import checkpoint
 
-from ..measuring.aside import SavedAside
+from ..measuring.aside import LEAST_ASIDE, SavedAside, saving_aside
 from ..torch_private import tensor_state
 
 COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of segments that are tried
@@ -204,6 +204,20 @@ def cut(module: fx.GraphModule, observed: Observed, free_bytes: int) -> Segmente
             segments = [shape.segment(module, first, end) for first, end in bounds]
             return Segmented(module, segments, is_aside)
     return None
+
+
+def keeping_little(module: fx.GraphModule, observed: Observed, free_bytes: int) -> Callable[..., Any] | None:
+    """Have all that autograd saves put aside, but what is small; None where what one node saves does not fit.
+
+    Args:
+        module: The code.
+        observed: What was seen of it.
+        free_bytes: What saved values may take at any moment.
+    """
+    of_nodes = [[observed.sizes[block] for block in seen.saved] for seen in observed.seen.values()]
+    small_bytes = sum(size for sizes in of_nodes for size in sizes if size < LEAST_ASIDE)
+    needed_bytes = small_bytes + max(map(sum, of_nodes), default=0)
+    return saving_aside(module) if needed_bytes <= free_bytes else None
 
 
 class _Shape:

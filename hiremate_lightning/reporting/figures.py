@@ -6,6 +6,8 @@ schedules that were found for other budgets, the bound below which none exists, 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +20,7 @@ from ..records.simulation import Simulation
 from ..units import format_ratio
 from .lifetimes import Band, Lifetime, band_bytes, lifetimes
 
+TINY = 1e-9  # of a column: what rounding may add to an end
 RESIDENT = "resident before the step"
 OTHER = "other, resident"
 # Told apart also without red and green; resident bytes are grey.
@@ -76,6 +79,31 @@ class DrawnStep:
         for moment in self.simulation.timeline:
             clock += self.plan.profile.time_ms[moment.node]
             found.append(clock)
+        return found
+
+    def spans(self, columns: int, end_ms: float) -> Iterator[tuple[int, float, float]]:
+        """Go through the operations; yield the position of each, and where it starts and ends.
+
+        Args:
+            columns: Columns of the drawing.
+            end_ms: Time at its right edge; where that is 0, all operations are as wide.
+        """
+        count = len(self.simulation.timeline)
+        starts = (
+            [start / end_ms for start in self.starts_ms] if end_ms else [i / max(1, count) for i in range(count + 1)]
+        )
+        yield from ((i, starts[i] * columns, starts[i + 1] * columns) for i in range(count))
+
+    def by_column(self, columns: int, end_ms: float) -> list[int]:
+        """For each column up to the end of the step, find the operation in it that has the most memory."""
+        spans, timeline = list(self.spans(columns, end_ms)), self.simulation.timeline
+        last = max(1, min(columns, math.ceil(spans[-1][2] - TINY))) if spans else 0
+        found = [-1] * last
+        for position, start, end in spans:
+            first = int(start + TINY)
+            for column in range(min(first, last - 1), min(max(first + 1, math.ceil(end - TINY)), last)):
+                if found[column] < 0 or timeline[position].peak_bytes > timeline[found[column]].peak_bytes:
+                    found[column] = position
         return found
 
     def is_again(self, position: int) -> bool:

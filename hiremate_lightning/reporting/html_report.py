@@ -1,6 +1,6 @@
 """One plan as one HTML page that opens from disk, without a network: pictures, tables, and the numbers as JSON.
 
-The pictures are those of `svg_report` and `frontier_svg`; a script of some lines says what runs under the pointer.
+The pictures are those of `svg_report` and `budget_svg`; a script of some lines says what runs under the pointer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..planning.solvers.curve import Curve, curve
 from ..planning.solvers.worker import apart
 from ..units import format_bytes, format_ratio, format_time
 from .breakdown import ModuleRow, advice_lines, module_rows, node_words, place_words, total_row, use_cells
+from .budget_svg import frontier_svg
 from .figures import COLOURS, DrawnStep, frontier_of, frontier_words, planned_run, resident_bands, short_source
-from .frontier_svg import frontier_svg
 from .lifetimes import Band, Lifetime
 from .plan_summary import all_numbers, summary_rows, verdict
 from .svg_report import LEFT, PANEL, RIGHT, Timeline, check_plan, writable

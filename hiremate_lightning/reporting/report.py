@@ -72,6 +72,7 @@ class Reporter:
         self._progress: Progress | None = None
         self._tasks: list[TaskID] = []
         self._planning_s = 0.0  # that were said
+        self._open: list[str] = []  # stages under way, where no progress can be drawn
         self._stages_s = 0.0  # of the stages since the latest plan
         self._largest_bytes = 0  # peak of the largest step whose plan was shown, without it
 
@@ -119,6 +120,7 @@ class Reporter:
     @contextmanager
     def _named_if_long(self, name: str) -> Iterator[None]:
         """Write a line once the stages since the latest plan have taken some seconds, and after twice as many each."""
+        self._open.append(name)
         is_done, start, before_s = threading.Event(), time.monotonic(), self._stages_s
 
         def tell() -> None:
@@ -126,15 +128,16 @@ class Reporter:
             while due_s <= before_s:
                 due_s *= 2
             while not is_done.wait(due_s - before_s - (time.monotonic() - start)):
-                self._write([f"HiRemate: still {name}, after {due_s:g} s of planning"])
+                self._write([f"HiRemate: still {(self._open or [name])[-1]}, after {due_s:g} s of planning"])
                 due_s *= 2
 
-        teller = threading.Thread(target=tell, daemon=True)
-        teller.start()
+        if len(self._open) == 1:  # stages within it are named by its thread
+            threading.Thread(target=tell, daemon=True).start()
         try:
             yield
         finally:
             is_done.set()
+            self._open.remove(name)
             self._stages_s = before_s + time.monotonic() - start
 
     def progress(self, description: str, completed: float, total: float | None = None) -> None:

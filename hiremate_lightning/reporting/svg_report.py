@@ -174,7 +174,7 @@ class Timeline:
             yield f'<path d="M{LEFT} {y}H{self.width - RIGHT}" class="grid" stroke="#eceef1"/>'
             yield f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>'
         yield f'<text x="{LEFT - 6}" y="{top - 8}" text-anchor="end" class="faint" fill="{FAINT}">{unit}</text>'
-        moments = self._moments(run)
+        moments = run.by_column(self.columns, self.end_ms)
         floor = [0] * len(moments)
         for colour, sizes in self._layers(run):
             ceiling = [low + sizes[moment] for low, moment in zip(floor, moments, strict=True)]
@@ -201,18 +201,6 @@ class Timeline:
             yield colour, [size_bytes] * len(run.simulation.timeline)
         for band, sizes in run.bands.items():
             yield COLOURS[band], sizes
-
-    def _moments(self, run: DrawnStep) -> list[int]:
-        """For each column, the operation that stands for it, to the end of the step."""
-        timeline = run.simulation.timeline
-        last = max(1, min(self.columns, math.ceil(run.starts_ms[-1] / self.end_ms * self.columns)))
-        found = [-1] * last
-        for position, moment in enumerate(timeline):
-            start, end = (run.starts_ms[position + i] / self.end_ms * self.columns for i in (0, 1))
-            for column in range(min(int(start), last - 1), min(max(int(start) + 1, math.ceil(end)), last)):
-                if found[column] < 0 or moment.peak_bytes > timeline[found[column]].peak_bytes:
-                    found[column] = position
-        return found
 
     def _area(self, floor: Sequence[int], ceiling: Sequence[int], top: int) -> str:
         """Outline what is between two lines of steps: the upper one to the right, the lower one back."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -22,11 +22,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ..planning.plan import Plan, plan_title
-from ..records.graph import Direction
-from ..records.simulation import Simulation
 from ..units import format_bytes, format_time
 from .breakdown import ModuleRow, advice_lines, module_rows, place_words, total_row, use_cells
-from .figures import planned_run
+from .figures import TINY, DrawnStep, plain_run, planned_run
 from .lifetimes import Band
 from .plan_summary import summary_rows
 
@@ -265,8 +263,7 @@ class _Timeline:
         return max(20, self.width - max(len(label) for label in self.labels) - 2)
 
     def draw(self) -> Text:
-        plain, _ = self._columns(self.plan.unplanned, [])
-        planned, again = self._columns(self.plan.planned, planned_run(self.plan).bands.get(Band.AWAY, []))
+        plain, planned, again = self._levels(plain_run(self.plan)), self._levels(self.run), self._recomputes
         rows = max(math.ceil(self.top_bytes / self.row_bytes - 1e-9), self.budget_row or 0)
         top, budget, _ = self.labels
         lines = [self._legend(any(again), any(level.away_bytes for level in planned))]
@@ -278,31 +275,39 @@ class _Timeline:
             lines.append(self._line(label, cells))
         return Text("\n").join([*lines, self._axis(again), self._phases()])
 
-    def _columns(self, simulation: Simulation, away: Sequence[int]) -> tuple[list[_Level], list[bool]]:
-        """Return for each column the most bytes of its time, and whether much of that time runs something again."""
-        peaks, again = [_Level(0, 0)] * self.columns, [0.0] * self.columns
-        clock = 0.0
-        for position, moment in enumerate(simulation.timeline):
-            start, clock = clock, clock + self._duration(moment.node)
-            level = _Level(moment.peak_bytes, away[position] if away else 0)
-            for column in range(int(start), max(int(start) + 1, math.ceil(clock - 1e-9))):
-                at = min(column, self.columns - 1)
-                peaks[at] = max(peaks[at], level)
-                if position >= simulation.turn and self.plan.graph.nodes[moment.node].direction is Direction.FORWARD:
-                    again[at] += min(clock, column + 1) - max(start, column)
-        return peaks, [share > 0.25 for share in again]
+    @cached_property
+    def run(self) -> DrawnStep:
+        """The planned step."""
+        return planned_run(self.plan)
 
-    def _duration(self, node: int) -> float:
-        """Return the time of a node, in columns."""
-        total_ms = max(self.plan.planned.time_ms, self.plan.unplanned.time_ms)
-        if not total_ms:
-            return self.columns / max(1, len(self.plan.planned.timeline))
-        return self.plan.profile.time_ms[node] / total_ms * self.columns
+    @property
+    def end_ms(self) -> float:
+        """Time at the right edge."""
+        return max(self.plan.planned.time_ms, self.plan.unplanned.time_ms)
+
+    def _levels(self, run: DrawnStep) -> list[_Level]:
+        """Return for each column the most bytes of its time; nothing after the end of the step."""
+        away = run.bands.get(Band.AWAY) if run is self.run else None
+        found = [
+            _Level(run.simulation.timeline[position].peak_bytes, away[position] if away else 0)
+            for position in run.by_column(self.columns, self.end_ms)
+        ]
+        return [*found, *[_Level(0, 0)] * (self.columns - len(found))]
+
+    @property
+    def _recomputes(self) -> list[bool]:
+        """Whether much of the time of each column runs something again."""
+        again = [0.0] * self.columns
+        for position, start, end in self.run.spans(self.columns, self.end_ms):
+            if self.run.is_again(position):
+                for column in range(int(start), min(math.ceil(end - TINY), self.columns)):
+                    again[column] += min(end, column + 1) - max(start, column)
+        return [share > 0.25 for share in again]
 
     @property
     def _turn(self) -> int:
-        planned = self.plan.planned
-        return min(self.columns - 1, int(sum(self._duration(m.node) for m in planned.timeline[: planned.turn])))
+        starts = [start for _, start, _ in self.run.spans(self.columns, self.end_ms)]
+        return min(self.columns - 1, int(starts[self.run.simulation.turn])) if starts else 0
 
     def _cell(self, row: int, planned: _Level, plain: _Level) -> tuple[str, str]:
         filled = planned.size_bytes / self.row_bytes - row
@@ -326,7 +331,7 @@ class _Timeline:
 
     def _phases(self) -> Text:
         plan = self.plan
-        forward_ms = sum(plan.profile.time_ms[m.node] for m in plan.planned.timeline[: plan.planned.turn])
+        forward_ms = self.run.starts_ms[plan.planned.turn]
         forward = f"forward {format_time(forward_ms)}"
         backward = f"backward {format_time(plan.planned.time_ms - forward_ms)}"
         indent = " " * (self.width - self.columns)
@@ -366,6 +371,17 @@ class Output(Console):
             self.on_broken_pipe()
 
 
-def plain_table() -> Table:
-    """Make a table without a frame, of ASCII alone where what is printed is not shown on a terminal."""
-    return Table(box=box.SIMPLE_HEAD if Console().is_terminal else box.ASCII2, show_edge=False, pad_edge=False)
+def plain_table(headers: Iterable[str], rows: Iterable[Iterable[str]], words: Container[str] = ()) -> Table:
+    """Make a table without a frame, of ASCII alone where what is printed is not shown on a terminal.
+
+    Args:
+        headers: Of the columns.
+        rows: Their cells.
+        words: Headers of columns of words, which begin at the left; numbers end at the right.
+    """
+    table = Table(box=box.SIMPLE_HEAD if Console().is_terminal else box.ASCII2, show_edge=False, pad_edge=False)
+    for header in headers:
+        table.add_column(header, justify="left" if header in words else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -18,7 +18,10 @@ from .contributions import arrivals
 
 aten = torch.ops.aten
 
-def share(joint: fx.GraphModule, forward_outputs: int, parameters: Collection[int], blocks: Mapping[aot.Source, int]) -> None:
+
+def share(
+    joint: fx.GraphModule, forward_outputs: int, parameters: Collection[int], blocks: Mapping[aot.Source, int]
+) -> None:
     """Cast each parameter once in a block of autocast, and add up its gradients in that type.
 
     Args:

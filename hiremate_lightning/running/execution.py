@@ -55,12 +55,15 @@ class Conductor(Protocol):
 
     def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
         """Hear of values that code outside has overwritten between forward and backward."""
+        return  # here and below: nothing to do for most
 
     def settings_changed(self) -> None:
         """Hear that code is computed again in other settings of PyTorch than it was computed in."""
+        return
 
     def must_return(self, part: Part, positions: Collection[int]) -> None:
         """Hear of gradients that exist, but that a backward could not add to."""
+        return
 
     def backward_done(self, run: Any) -> None:
         """Hear that the backward has run."""
@@ -70,6 +73,7 @@ class Conductor(Protocol):
 
     def ran_out(self, error: torch.OutOfMemoryError) -> None:
         """Hear that memory has run out, and add what is known to the error."""
+        return
 
 
 class Part:
@@ -239,8 +243,8 @@ def missing_gradients(tangents: Sequence[Any]) -> frozenset[int]:
 def _detach(program: Program, saved: list[Any]) -> None:
     """Detach what is also returned, and views; copy what others overwrite.
 
-    A returned tensor gets a grad_fn that holds the token; the token must not hold the tensor. And a view holds what it
-    was taken of, which may be returned: nobody could tell any more whether others hold that too.
+    A returned tensor gets a grad_fn that holds the token; the token must not hold the tensor, nor a view, which holds
+    what it was taken of. And before a gradient takes memory, nobody could tell whether others hold what it is of.
     """
     for position in program.saved.returned:
         saved[position] = saved[position].detach()

@@ -26,7 +26,7 @@ class SavedValues:
     Attributes:
         names: Name of each.
         returned: Those that the forward also returns.
-        views: Those that may be views.
+        views: Those that may be views of what others hold, or of memory that a gradient may take.
         watched: Those whose change in place between forward and backward is an error, each with the position of an
             output on its memory, through which code outside may change it, or with None where there is none.
         borrowed: Those that plain training would not need, and that code outside may overwrite.
@@ -49,17 +49,28 @@ def saved_values(captured: Captured, schedule: Schedule) -> SavedValues:
     outputs, shown = set(captured.forward_outputs), _outputs_on(captured)
     seen, unread = _seen(captured), _unread_plainly(captured)
     finished = {finish.result for finish in captured.finishes.values()}
+    unviewable = _unviewable(captured)
+    shared = [i for i in tensors if storages[i] in unviewable]
     borrowed = [i for i in tensors if storages[i] in seen and storages[i] in unread]
     copied = [i for i in borrowed if storages[i] in captured.overwritten]
     watched = (i for i in tensors if storages[i] in seen and i not in copied)
     return SavedValues(
         names=tuple(value.name for value in saved),
         returned=tuple(i for i in tensors if saved[i] in outputs),
-        views=tuple(i for i in tensors if _may_be_view(captured, schedule.saved[i], finished)),
+        views=tuple(i for i in shared if _may_be_view(captured, schedule.saved[i], finished)),
         watched=tuple((i, output) for i in watched for output in shown.get(storages[i], [None])),
         borrowed=tuple(borrowed),
         copied=tuple(copied),
     )
+
+
+def _unviewable(captured: Captured) -> set[int | None]:
+    """List the storages of which no view may be saved: a gradient may take them, or a grad_fn may come to hold them."""
+    graph = captured.graph
+    taken = {graph.tensors[node.takes].storage for node in graph.nodes if node.takes is not None}
+    returned = {graph.tensors[t].storage for t in graph.outputs}
+    resident = {i for i, s in enumerate(graph.storages) if s.kind.is_resident and s.kind is not StorageKind.PARAMETER}
+    return taken | returned | resident | {None}
 
 
 def _may_be_view(captured: Captured, tensor: int, finished: Collection[fx.Node]) -> bool:

@@ -221,14 +221,16 @@ class PlanMaker:
         return self._stages.reporter.solving(step_time_ms(step.graph, step.profile))
 
     def _finish(self, recorded: RecordedStep, step: Step, plan: Plan) -> tuple[Plan, dict[int, Program]]:
-        plan = plan.changed(
-            resident_parts=recorded.resident.kinds,
-            proved=self._proofs.words(),
-            rounded=self._proofs.rounded(),
-            planning=self._stages.total,
-        )
+        plan = self.with_proofs(plan.changed(resident_parts=recorded.resident.kinds, planning=self._stages.total))
         programs = self._model.offloading.build(step, [call.captured for call in recorded.calls], plan.solution)
         return plan, {call.place: program for call, program in zip(recorded.calls, programs, strict=True)}
+
+    def with_proofs(self, plan: Plan) -> Plan:
+        """Return a plan with what is proved by now; the plan itself where that is what it says."""
+        proved, rounded = self._proofs.words(), self._proofs.rounded()
+        return (
+            plan if (plan.proved, plan.rounded) == (proved, rounded) else plan.changed(proved=proved, rounded=rounded)
+        )
 
     def host(self, recorded: RecordedStep) -> Host | None:
         """Return the memory of the host that values of a step may go away to; None where all stays on the device."""

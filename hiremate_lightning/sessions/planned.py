@@ -468,10 +468,15 @@ class PlannedKinds:
 
     def update(self, kind: StepKind, **measured: Any) -> None:
         """Note on the plan of a kind of step what was measured."""
-        plan = kind.plan = kind.own_plan.with_measured(**measured)
+        plan = kind.plan = self.maker.with_proofs(kind.own_plan).with_measured(**measured)
         if plan.measured.step_ms is not None:
             self._reports.measured(kind, plan)
         self._tell(plan)
+
+    def note_proofs(self) -> None:
+        """Note on all plans what is proved by now: where memory is missing, code is proved in later steps."""
+        for kind in self.history.planned:
+            kind.plan = self.maker.with_proofs(kind.own_plan)
 
     def confused(self, expected: StepKind, kind: StepKind, is_by_plans: bool) -> None:
         """Learn that a step turned out another kind than it began as.

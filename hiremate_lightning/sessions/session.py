@@ -26,6 +26,7 @@ from ..capturing.backend import planning_backend
 from ..capturing.capture import Captured
 from ..errors import CaptureError
 from ..kinds.step_kind import GraphNumbers
+from ..kinds.varying_sizes import VaryingSizes
 from ..kinds.watching import WatchPolicy
 from ..measuring.runs import Run
 from ..options import SessionOptions
@@ -34,7 +35,6 @@ from ..planning.plan import Plan, describe_peak
 from ..planning.solvers import worker
 from ..proofs.proof import Proof, Proofs
 from ..proofs.proving import Prover
-from ..records.dimensions import VaryingSizes
 from ..rewriting.joint import updates_under_checkpoint
 from ..running.accumulation import Leaves
 from ..running.execution import Part
@@ -109,11 +109,13 @@ class Session:
     @property
     def plan(self) -> Plan | None:
         """The plan of the latest kind of step, None before there is one."""
+        self.planned.note_proofs()
         return self.planned.latest
 
     @property
     def plans(self) -> Mapping[GraphNumbers, Plan]:
         """The plans so far, by the captured graphs of their steps."""
+        self.planned.note_proofs()
         return self.planned.plans
 
     @property
@@ -297,6 +299,7 @@ class Session:
         self._runs += 1
         self._tracing.close()
         step = self._current
+        self.steps.watch.forward_starts()
         if not step.forwards:
             self.steps.first_forward(self.parts.prepare(part)[0], arguments)
         forward = self._graph_programs.choose(step, part)
@@ -308,8 +311,10 @@ class Session:
 
     def forward_done(self, run: Run | None, outputs: Sequence[Any]) -> None:
         """Note the end of a forward."""
-        if run is not None and self._current.record is not None:
-            self._current.record.forward_done(run, outputs)
+        step = self._current
+        if run is not None and step.record is not None:
+            step.record.forward_done(run, outputs)
+        self.steps.watch.forward_done(step)
 
     def backward_starts(self, run: Run | None, tangents: Sequence[Any], leaves: Leaves, retains: bool) -> None:
         """Note the start of a backward."""

@@ -1,16 +1,15 @@
-"""What is watched of a step: what is expected of it, and the measurement that begins with it."""
+"""What is watched of a step: what is expected of it, the measurement that begins with it, and what grows beside it."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 
 from ..kinds.step_kind import StepKind
-from ..kinds.watching import Expected, Watch, WatchPolicy
+from ..kinds.watching import Expected, WatchPolicy
+from ..measuring.between import Between, DevicePeak
 from ..measuring.profiling import TimedRun
 from ..measuring.recording import Existing, StepRecord
-from ..measuring.resident_memory import ALL, LITTERED_STEPS, YOUNG
+from ..measuring.resident_memory import LITTERED_STEPS
 from ..memory.metering import MemoryMeter
 from ..planning.planner import GUARD_BYTES, guard_bytes
 from ..torch_private import backward_pass
@@ -35,6 +34,7 @@ class StepWatch:
         self._memory, self._history, self._announcements = model.memory, model.history, model.announcements
         self._unplanned, self._watching = unplanned, watching
         self.next_is_timed = False
+        self._between, self._device_peak = Between(), DevicePeak()
 
     def begin(self, step: CurrentStep, arguments: list[torch.Tensor]) -> None:
         """Choose by whose plan a step begins, and begin to watch it."""
@@ -49,45 +49,79 @@ class StepWatch:
             step.record = self._begin_record(step, arguments)
         if step.look.is_timed or self.next_is_timed:
             step.timed, self.next_is_timed = TimedRun(self._memory.device), False
+        peak_bytes = None if step.expected is None or step.is_watched else step.expected.own_plan.measured.peak_bytes
+        if peak_bytes is not None and self._memory.device.type == "cuda":
+            self._device_peak.begin(self._memory.device, peak_bytes)
+
+    # ---------------------------------------------------------------- what steps take outside of their plan
+
+    def forward_starts(self) -> None:
+        """Learn that a forward starts: what was seen since the one before is not all of its step."""
+        self._between.forget()
+
+    def forward_done(self, step: CurrentStep) -> None:
+        """Learn that a forward has ended: where it is the last of a planned step, look at what follows."""
+        is_last = step.expected is not None and step.graphs == step.expected.graphs and not step.is_watched
+        if is_last and self._memory.device.type == "cpu":
+            self._between.begin()
+
+    def backward_starts(self) -> None:
+        """Learn that a captured backward starts."""
+        self._device_peak.backward_starts()
+
+    def failed(self) -> None:
+        """Learn that a step has failed."""
+        self._between.forget()
+        self._device_peak.take()
+
+    def ended(self, step: CurrentStep, kind: StepKind) -> None:
+        """Learn of a captured step that has ended: whether it took more outside of its plan than measured ones."""
+        allocated_bytes, peak_bytes, own = self._between.take(), self._device_peak.take(), kind.watched
+        if step.record is not None:
+            if step.record.is_measured and step.record.is_whole:
+                own.allocated_bytes = max(own.allocated_bytes or 0, step.record.allocated_bytes)
+            return
+        if kind.plan is None or kind is not step.expected or own.allocated_bytes is None:
+            return
+        guard = guard_bytes(kind.plan.budget_bytes)
+        if allocated_bytes is not None and allocated_bytes > own.allocated_bytes + guard:
+            own.allocated_bytes, own.has_grown = allocated_bytes, True
+        own.has_grown = own.has_grown or peak_bytes > max(kind.plan.budget_bytes, kind.plan.measured.peak_bytes or 0)
 
     def _expect(self, step: CurrentStep) -> Expected:
         """Return what is known of a step that begins."""
-        kind, following = self._history.likely(step.foreseen), self._history.following(step.foreseen)
-        foreseen = next(iter(step.foreseen), None)
+        kind, foreseen = self._history.likely(step.foreseen), next(iter(step.foreseen), None)
         if kind is None:
             is_on_host = self._memory.device.type == "cpu"
             return Expected(None, foreseen, step.size_bytes, is_on_host=is_on_host)
-        next_one = None if following is None else self._expect_planned(following, following, 0)
-        return replace(self._expect_planned(kind, foreseen, step.size_bytes), following=next_one)
-
-    def _expect_planned(self, kind: StepKind, foreseen: StepKind | None, size_bytes: int) -> Expected:
-        """Return what is known of a step of a planned kind."""
         plan = kind.own_plan
         higher_bytes = 0 if kind.seen_bytes is None else plan.planned_peak_bytes - kind.seen_bytes
         may_grow = kind.recorded.outside_bytes > GUARD_BYTES
         is_higher = higher_bytes > guard_bytes(plan.budget_bytes)  # and not by a loss that is kept
         is_piece = self._memory.iterations.needs_measured_steps
-        is_free = (may_grow or is_higher or is_piece) and not MemoryMeter.is_running(self._memory.device)
+        has_grown = kind.watched.has_grown
+        is_any = may_grow or has_grown or is_higher or is_piece
+        is_free = is_any and not MemoryMeter.is_running(self._memory.device)
         return Expected(
             kind,
             foreseen,
-            size_bytes,
+            step.size_bytes,
             kind.state,
             may_grow=is_free and may_grow,
+            has_grown=is_free and has_grown,
             is_higher=is_free and is_higher,
             is_piece=is_free and is_piece,
         )
 
     def _begin_record(self, step: CurrentStep, arguments: list[torch.Tensor]) -> StepRecord:
         """Begin to measure a step."""
-        generation = YOUNG if step.look is not None and step.look.watch is Watch.GLANCE else ALL
-        if self._memory.collect_garbage(LITTERED_STEPS, generation) or step.resident is None:
-            step.resident = self._memory.count_before_step(arguments, generation)
+        if self._memory.collect_garbage(LITTERED_STEPS) or step.resident is None:
+            step.resident = self._memory.count_before_step(arguments)
         resident = step.resident
         sees_frees = self._memory.sees_frees(resident)
         existing = Existing(resident.size_bytes, resident.stale_bytes, resident.left_bytes, sees_frees)
         record = StepRecord(self._memory.device, existing, self._memory.root)
-        self._memory.watch_releases(record, arguments, generation)
+        self._memory.watch_releases(record, arguments)
         if not record.is_measured and not backward_pass.is_running():
             self._announcements.profiled()
         return record

@@ -51,6 +51,7 @@ class Steps:
         current: The step under way, None between two steps.
         ended: The step that ended last, until the next one begins; None where none has, or it failed.
         count: The number of steps that have begun.
+        watch: Watches steps.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Steps:
         self._watching, self._largest, self._announcements = watching, largest, model.announcements
         self._memory, self._parts, self._history = model.memory, model.parts, model.history
         self._is_passed_by = False  # by steps that ran since the latest one
-        self._watch = StepWatch(model, unplanned, watching)
+        self.watch = StepWatch(model, unplanned, watching)
 
     @property
     def plain(self) -> AsWritten | None:
@@ -99,7 +100,7 @@ class Steps:
 
     def time_next(self) -> None:
         """Time the operations of the next step, whatever else is watched in it."""
-        self._watch.next_is_timed = True
+        self.watch.next_is_timed = True
 
     def take_record(self) -> StepRecord | None:
         """Return the record of the step that has ended, where it was to be planned; it won't be any more."""
@@ -132,7 +133,6 @@ class Steps:
         self._end_unseen_steps()
         finished = before if before is not None and before.is_to_be_planned else None
         step = self.current = self._new_step(arguments, calls)
-        self._watching.account_for_last_step()
         self._memory.step_begins(arguments)
         self._announcements.step_begins(len(self._parts.retained()))
         if finished is not None or self._counts_resident(step):
@@ -140,7 +140,7 @@ class Steps:
         if before is not None and before.timing is not None:
             self._unplanned.note_release(before.timing)
         gainless = self._unplanned.step_begins(step)
-        self._watch.begin(step, arguments)
+        self.watch.begin(step, arguments)
         if gainless is not None:
             step.timing = self._unplanned.releases.step_begins(gainless, step.plain is not None, step.is_watched)
 
@@ -245,6 +245,7 @@ class Steps:
     def backward_starts(self) -> None:
         """Learn that a backward starts."""
         step = self.current
+        self.watch.backward_starts()
         if step is None or not step.has_backward:  # there is none for a backward of one that failed, or has ended
             self._memory.backward_starts(self.count)
         if step is not None:
@@ -253,6 +254,7 @@ class Steps:
     def fail(self) -> None:
         """Drop the step under way, after an exception."""
         step, self.current, self.ended = self.current, None, None
+        self.watch.failed()
         self._memory.batch = []
         if step is not None:
             step.drop()
@@ -301,8 +303,9 @@ class Steps:
         self._graph_programs.step_ended(step)
         saw = self._learn_from(step, kind, is_own)
         if step.look is not None:
-            self._watching.step_ended(step.look, kind, saw, captured_nothing)
+            self._watching.step_ended(step.look, kind, saw)
         is_missed = kind.plan is None and (record is None or not record.is_whole)
+        self.watch.ended(step, kind)
         if is_missed and self._planned.decide_to_plan(kind) is Decision.FIRST:
             self._watching.missed(kind)
 

@@ -98,10 +98,21 @@ class UnplannedSteps:
             return  # the budget is what plain training takes
         if plain.released is not None and (released := plain.released.own_plan).saves_nothing:
             plan_bytes = released.measured.peak_bytes or released.planned_peak_bytes
-            self.releases.measured(plain.released, peak_bytes, plan_bytes)
+            self._say_measured(self.releases.measured(plain.released, peak_bytes, plan_bytes), peak_bytes)
             return
         if peak_bytes is not None and plan is not None and peak_bytes > plan.budget_bytes:
             self._handle_over_budget(plain, peak_bytes, plan.budget_bytes)
+
+    def _say_measured(self, is_released: bool | None, peak_bytes: int | None) -> None:
+        """Say what becomes of a plan that saves no memory, as soon as it is known."""
+        if is_released is None:
+            return
+        text = f"A plan of {self._name} saves no memory: such steps run without it from now on."
+        if not is_released:
+            found = "was not seen" if peak_bytes is None else f"is {format_bytes(peak_bytes)}"
+            text = f"A plan of {self._name} saves little memory, and stays: the peak without it {found}."
+        log.info(text)
+        self._reporter.note(text)
 
     def _handle_over_budget(self, plain: AsWritten, peak_bytes: int, budget_bytes: int) -> None:
         """Learn that a step that ran plain took more than the budget, and warn, once for each reason."""
@@ -128,7 +139,7 @@ class UnplannedSteps:
     def learn_from_taken_over(self, step: CurrentStep, kind: StepKind) -> None:
         """Learn of the step that ends, where it ran by the plan of another size and has none of its own."""
         foreseen = step.comparison.foreseen
-        if foreseen is not None and kind.plan is None and self._may_run_plain and not step.is_from_template:
+        if foreseen is not None and kind.plan is None and self._may_run_plain:
             planned, at_sizes = foreseen
             self._plain.learn_foreseen(describe(at_sizes, step.calls, self._history.same_code(planned)))
 
@@ -142,10 +153,9 @@ class UnplannedSteps:
         """Learn that the step after one that was timed begins; announce where its kind runs without its plan now."""
         ratio = self.releases.next_begins(timing)
         if ratio is not None:
-            gains = "saves no memory" if timing.kind.own_plan.saves_nothing else "recomputes nothing"
             text = (
-                f"A plan of {self._name} {gains} and takes {ratio:.2f} times as long as the code without it: such "
-                "steps run without it from now on."
+                f"A plan of {self._name} recomputes nothing and takes {ratio:.2f} times as long as the code without "
+                "it: such steps run without it from now on."
             )
             log.info(text)
             self._reporter.note(text)

@@ -1,8 +1,8 @@
 """Every private API of torch that the package uses, each in the module of what it is about, and nothing else.
 
-`CHECKED_VERSIONS` are those whose private names were read, and on which the tests of this folder passed: 2.13 in all tests,
-2.14 and 2.15 in those that may differ (`make test-latest`), 2.11 and 2.12 in parts. `test_torch_private.py` fails loudly
-when a name moves. On any other release code is captured plainly: see `hacks`.
+`CHECKED_VERSIONS` are those whose private names were read, and on which tests passed: all of them on 2.13, those that
+may differ on 2.14 and 2.15 (`make test-latest`), a part on 2.11 and 2.12. `test_torch_private.py` fails loudly when a
+name moves. On any other release code is captured plainly: see `hacks`.
 """
 
 CHECKED_VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -136,8 +136,7 @@ def take_over_results() -> tuple[int, ...]:
     return found
 
 
-@contextmanager
-def returning_the_right_values() -> Iterator[None]:
+def returning_the_right_values() -> AbstractContextManager[None]:
     """Mend what AOTAutograd of torch 2.13 makes of results that are inputs, for a while.
 
     Code may change an input in place and return it. Where the graph holds that change, the input itself is returned, at
@@ -145,8 +144,7 @@ def returning_the_right_values() -> Iterator[None]:
     values of inputs that are changed after it. So the input took the place of one of those, and another input, or
     another result, got its value: where a metric inside of what is planned is updated with the loss, say.
     """
-    with replaced((graph_capture, "create_functionalized_fn", _trace_with_inputs_in_place)):
-        yield
+    return replaced((graph_capture, "create_functionalized_fn", _trace_with_inputs_in_place))
 
 
 _trace = graph_capture.create_functionalized_fn
@@ -175,8 +173,7 @@ def _trace_with_inputs_in_place(*given: Any, meta: Any, trace_joint: bool, **opt
     return trace, *rest
 
 
-@contextmanager
-def not_looking_for_aliases() -> Iterator[None]:
+def not_looking_for_aliases() -> AbstractContextManager[None]:
     """Keep what is traced meanwhile from looking, at its first run, for custom operators that return their inputs.
 
     AOTAutograd looks by a mode that refuses every subclass of tensors, those too that only carry metadata with them.
@@ -185,12 +182,10 @@ def not_looking_for_aliases() -> Iterator[None]:
     def begin(context: Any) -> None:
         context._is_first = False
 
-    with replaced((runtime_wrappers._FirstInvocationContext, "__init__", begin)):
-        yield
+    return replaced((runtime_wrappers._FirstInvocationContext, "__init__", begin))
 
 
-@contextmanager
-def taking_gradients_with_metadata() -> Iterator[None]:
+def taking_gradients_with_metadata() -> AbstractContextManager[None]:
     """Make backwards traced meanwhile accept gradients of a class that only carries metadata.
 
     AOTAutograd refuses those where it expects a plain tensor: the class has to say how it becomes one.
@@ -204,8 +199,7 @@ def taking_gradients_with_metadata() -> Iterator[None]:
             gradient = plain(gradient) if carries else gradient
         return process(gradient, meta, *others)
 
-    with replaced((runtime_wrappers.AOTDispatchAutograd, "process_runtime_tangent", staticmethod(take))):
-        yield
+    return replaced((runtime_wrappers.AOTDispatchAutograd, "process_runtime_tangent", staticmethod(take)))
 
 
 class _Anything:

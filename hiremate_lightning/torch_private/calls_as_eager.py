@@ -1,4 +1,4 @@
-"""Calls that Dynamo captures otherwise than eager PyTorch runs them: of logs, generators, and checkpoints."""
+"""Calls that Dynamo captures otherwise than eager PyTorch runs them: of logs, generators, checkpoints, backwards."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._dynamo import _trace_wrapped_higher_order_op
 from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
@@ -57,6 +58,15 @@ def _without_gradients(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
 
 
+def _for_contiguous(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the backward of an autograd function to get contiguous gradients, as Dynamo does; but some may be None."""
+
+    def run(ctx: Any, *gradients: Any) -> Any:
+        return backward(ctx, *[g if g is None else g.contiguous() for g in gradients])
+
+    return run
+
+
 _break_graph, _draw = LoggingLoggerVariable.call_method, RandomVariable.call_method
 _checkpoint = CheckpointHigherOrderVariable._call_function
 MESSAGES = (
@@ -65,3 +75,4 @@ MESSAGES = (
 )
 GENERATORS = ((RandomVariable, "call_method", _draw_outside),)
 CHECKPOINT = ((CheckpointHigherOrderVariable, "_call_function", _checkpoint_as_asked),)
+BACKWARDS = ((_trace_wrapped_higher_order_op, "autograd_function_backward_rewritten", _for_contiguous),)

@@ -1,4 +1,4 @@
-"""Changes in place that Dynamo has seen, and whether its graph still makes them."""
+"""Changes in place that Dynamo has seen, whether its graph still makes them, and those that it would not capture."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables import builder
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.weak import WeakIdKeyDictionary
@@ -57,9 +58,33 @@ def _noting_changes(*arguments: Any, **options: Any) -> Any:
     return stand_in
 
 
+def _write_by_copying(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """Capture a call with an `out=` that is not contiguous, where Dynamo ends its graph, as a result that is copied.
+
+    That gives the same numbers, where types and shapes are the same.
+    """
+    out = kwargs.get("out")
+    if out is None or not out.is_tensor() or _example_of(out).is_contiguous():
+        return _call(function, tx, args, kwargs)
+    result = _call(function, tx, args, {name: value for name, value in kwargs.items() if name != "out"})
+    if not result.is_tensor() or not _is_like(_example_of(result), _example_of(out)):
+        return _call(function, tx, args, kwargs)
+    return out.call_method(tx, "copy_", [result], {})
+
+
+def _example_of(variable: Any) -> Any:
+    return variable.as_proxy().node.meta["example_value"]
+
+
+def _is_like(value: torch.Tensor, other: torch.Tensor) -> bool:
+    return (value.shape, value.dtype, value.device) == (other.shape, other.dtype, other.device)
+
+
+_call = TorchInGraphFunctionVariable.call_function
 _stand_in = builder.wrap_to_fake_tensor_and_record
 _made_with: WeakIdKeyDictionary = WeakIdKeyDictionary()  # changes that stand-ins for inputs were made with
 NOTED = ((builder, "wrap_to_fake_tensor_and_record", _noting_changes),)
+COPIED = ((TorchInGraphFunctionVariable, "call_function", _write_by_copying),)
 
 
 def _drop_unread_numbers(output: Any) -> None:

@@ -55,19 +55,10 @@ def capturing_for_plans(
       anew. Where it is written into a string, it is not.
     * So are dimensions whose size is one of those that are known to `vary`, in graphs after a break too.
     * A function is compiled as often as it takes: beyond its limits Dynamo would run it uncaptured in silence.
-    * NumPy draws its own random numbers, or Dynamo would let torch draw them. So does a `random.Random` of the user's,
-      which Dynamo takes for one that always gives the same.
+    * NumPy draws its own random numbers, or Dynamo would let torch draw them.
     * A hook that a module gets later, or loses, is seen: its call is captured anew.
-    * What `checkpoint(use_reentrant=True)` computes has no gradient where none of its inputs has one.
-    * A tuple whose class has a `__len__` of its own is looked into as any other.
-    * What changes a number in double precision on the CPU in place is captured: a counter, say. Dynamo drops it.
-    * What its author compiled within planned code is captured, or compiled, as its author asked for: see
-      `user_compiled`.
-    * Modules that are alike are traced once: see `repeated_modules`.
-    * Branches on positions, masks and other integers do not break graphs: see `decided_branches`.
     * What is in `torch.compiler.nested_compile_region` is captured as any other code.
-    * Under DistributedDataParallel graphs end where buckets of gradients do, but no bucket is too small for Dynamo.
-    * A log's message does not end a graph if it is said only once, or not at all.
+    * What Dynamo reads otherwise than it would, and why, is in the table of `hacks`.
     * What ends a graph is not logged, nor warned of, unless a user has asked torch for its logs: see `graph_breaks`.
     * Code that Dynamo or AOTAutograd fail on runs as it is, and what it calls is captured on its own. The error is told
       or, where there is no one to tell, raised. Code that fails as it is traced may be wrong itself: then it raises

@@ -33,12 +33,9 @@ from .replacing import replaced, replaced_entries
 def traced_as_eager() -> Iterator[None]:
     """Trace what eager PyTorch would run, where torch's tracing departs from it, for a while.
 
-    Departures: Python decompositions that round otherwise than the kernels that they stand for, or draw random numbers
-    where eager doesn't; random operations whose result nobody uses are dropped, and with them their draws; strides of
-    some results are not those that the CPU's kernels give; the backward is taken to run under the forward's autocast,
-    which training ends before it: products in single precision would lose theirs; an input that is written to is taken
-    to overlap for ever with the inputs that it overlapped with; a changed input that is returned takes the place of
-    another result; and the first run refuses tensors that carry metadata. What is traced is not written as text.
+    Departures are in the table of `hacks`. Two are mended by settings: random operations whose result nobody uses are
+    dropped, and with them their draws; and the backward is taken to run under the forward's autocast, which training
+    ends before it: products in single precision would lose theirs.
     """
     with (
         inductor_config.patch(fallback_random=True),

@@ -101,6 +101,20 @@ HACKS = (
         mends=True,
     ),
     Hack(
+        "backwards without a gradient",
+        "a backward of an autograd function is captured where some of its gradients are None",
+        "such code runs uncaptured",
+        (Stage.CAPTURING,),
+        "calls_as_eager.BACKWARDS",
+    ),
+    Hack(
+        "out by copying",
+        "a call whose out= is not contiguous is captured as a result that is copied",
+        "graphs end at these",
+        (Stage.CAPTURING,),
+        "changes.COPIED",
+    ),
+    Hack(
         "own generators",
         "a random.Random that outlives the call draws outside of graphs",
         "it draws what it drew when it was captured",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import product
 from typing import Any, TypeGuard
 
@@ -27,6 +28,7 @@ from torch.utils._pytree import tree_leaves as leaves
 from torch.utils._pytree import tree_map as map_leaves
 
 from ..objects import attempt, is_of
+from .replacing import replaced
 
 __all__ = ["leaves", "map_leaves"]
 
@@ -73,6 +75,11 @@ def fake_mode_of(values: Sequence[Any]) -> FakeTensorMode:
 def fake_mode() -> FakeTensorMode:
     """Make a mode in which tensors have shapes, types and devices, and no memory; it copies real ones that it meets."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def without_log_of_fakes() -> AbstractContextManager[None]:
+    """Keep torch from logging a traceback where an operation fails on fake tensors: its error says enough."""
+    return replaced((logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
 
 
 def is_fake(value: Any) -> bool:
@@ -309,12 +316,10 @@ def at_release(tensor: torch.Tensor, function: Callable[[], None]) -> Callable[[
     return release.detach
 
 
-def plain_tensors_of_python(are_young: bool = False) -> list[torch.Tensor]:
-    """List dense tensors that are Python objects, without subclasses and wrappers: all of them, or those of late."""
+def plain_tensors_of_python() -> list[torch.Tensor]:
+    """List dense tensors that are Python objects, without subclasses and wrappers."""
     kinds = torch.Tensor, torch.nn.Parameter  # each object refers to its class
-    lists = map(gc.get_objects, (0, 1)) if are_young else [gc.get_referrers(*kinds)]
-    # No list takes all of a generation: it is itself of the youngest one, so it would hold itself and all of them.
-    found = [thing for things in lists for thing in things if type(thing) in kinds]
+    found = [thing for thing in gc.get_referrers(*kinds) if type(thing) in kinds]
     return [t for t in found if not _is_wrapper(t) and t.layout is torch.strided]
 
 

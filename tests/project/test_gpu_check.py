@@ -19,7 +19,7 @@ import rival_worker
 from gpu_parts import PARTS, headline, processes, raw, records, trials, truth
 from zoo import large
 
-from hiremate_lightning.planning import found_before
+from hiremate_lightning.planning import solutions
 
 COMMAND = [sys.executable, str(Path(gpu_check.__file__))]
 WAIT_S = 120
@@ -163,7 +163,7 @@ def test_a_second_call_neither_profiles_nor_solves(tmp_path, monkeypatch):
         )
         calls.append((rows, sorted(path.name for path in (tmp_path / records.PLANS).iterdir())))
         torch.compiler.reset()
-        found_before.forget()
+        solutions.forget()
     (first, files), (second, files_after) = calls
     assert first.keys() == second.keys() >= {"ours-least", "ours-100"}
     assert files == files_after

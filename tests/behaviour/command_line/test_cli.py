@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -405,6 +406,21 @@ def test_what_ends_graphs_is_one_sentence_with_its_line(models, capfd, monkeypat
     output, error = capfd.readouterr()
     assert re.search(r"without memory\. torch\.compile ends graphs, and .*zoo_of_models\.py:\d+, in forward", output)
     assert not error
+
+
+def test_a_wrong_shape_is_told_without_the_log_of_torch(models, capsys):
+    """It has a traceback for each operation that fails on tensors without memory."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(handler)
+    try:
+        assert main(["plan", f"{models}:Net", "--input", "5x31", "--budget", "50%"]) == 2
+    finally:
+        log.removeHandler(handler)
+    assert not records
+    assert capsys.readouterr().err.startswith("hiremate: Net can't be called with --input 5x31: ")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.solvers.base import Problem, Solution, Status
 from hiremate_lightning.planning.solvers.curve import Curve
+from hiremate_lightning.reporting.budget_svg import frontier_svg
 from hiremate_lightning.reporting.figures import (
     BUDGET,
     OTHER,
@@ -22,7 +23,6 @@ from hiremate_lightning.reporting.figures import (
     resident_bands,
     short_source,
 )
-from hiremate_lightning.reporting.frontier_svg import frontier_svg
 from hiremate_lightning.reporting.lifetimes import Band
 from tests.tiny import KB, blocks_plan, mixed_plan
 

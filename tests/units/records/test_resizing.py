@@ -163,6 +163,12 @@ def test_a_dimension_that_a_weight_may_have_does_not_shrink():
     assert high([*known, step((4, 100, 256), weight=(688, 256), sizes=(4, 100))], (4, 86)) == 4 * 4 * 86 * 256
 
 
+def test_a_size_of_one_may_be_in_any_dimension():
+    """A first batch of one row: more rows take as many times more, whatever dimension they are in."""
+    assert high([step((1, 172, 256), sizes=(1, 172))], (4, 172)) >= 4 * 4 * 172 * 256
+    assert high([step((172, 256), sizes=(1, 172))], (4, 172)) >= 4 * 4 * 172 * 256
+
+
 def test_half_sizes_shrink_only_once_two_captures_show_them():
     known = [step((48, 80), sizes=(96, 160))]
     assert high(known, (48, 160)) == 4 * 48 * 80

@@ -34,11 +34,10 @@ def test_without_any_hack_training_is_right_and_in_budget(name):
         trains_within(name, 0.8)
 
 
-@pytest.mark.parametrize("name", ["gpt", pytest.param("bert", marks=pytest.mark.models)])
-def test_on_a_release_that_nobody_tried_it_is_right_too(name):
+def test_on_a_release_that_nobody_tried_it_is_right_too():
     with hacks.as_on("9.9"):
         assert {hack.name for hack in hacks.off()} == {hack.name for hack in HACKS if not hack.mends}
-        trains_within(name, 0.8)
+        trains_within("gpt", 0.8)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -171,12 +171,11 @@ def test_all_plain_tensors_of_python_are_found():
     assert [id(tensor) in found for tensor in (*tensors, *others)] == [True, True, False, False]
 
 
-@pytest.mark.parametrize("are_young", [False, True])
-def test_a_look_at_tensors_keeps_none_of_them_alive(are_young, without_collections):
+def test_a_look_at_tensors_keeps_none_of_them_alive(without_collections):
     """No garbage is collected meanwhile: what the look held in a cycle would stay."""
     tensor = torch.zeros(2)
     lives = tensor_state.watch_storage(tensor)
-    assert any(found is tensor for found in tensor_state.plain_tensors_of_python(are_young))
+    assert any(found is tensor for found in tensor_state.plain_tensors_of_python())
     del tensor
     assert not lives()
 

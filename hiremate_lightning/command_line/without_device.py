@@ -1,0 +1,206 @@
+"""What stands in for a device: tensors without memory, a count of what they would take, a GPU's blocks and kernels."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from ..calls.refusals import refuse
+from ..errors import ConfigurationError
+from ..memory.allocator import allocated_bytes
+from ..memory.metering import LiveBytes
+from ..records.costs import HALF_TYPES
+from ..records.graph import Graph
+from ..rewriting.joint import is_order_dependent_on_gpu
+from ..torch_private import tensor_state
+from ..torch_private.storage_events import StorageEvents
+from .factory import ModelCall, Workload
+
+log = logging.getLogger("hiremate_lightning")
+aten = torch.ops.aten
+
+# ---------------------------------------------------------------- a module on tensors without memory
+
+
+def build_on_fakes(workload: Workload, device: torch.device, size: int | None, mode: Any) -> ModelCall:
+    """Build a workload, and replace each tensor that is not a fake one on the device by such a one.
+
+    Args:
+        workload: What to build.
+        device: Where its tensors are to be.
+        size: Batch size; None for that of its inputs.
+        mode: The mode in which tensors are fake.
+
+    Raises:
+        ConfigurationError: If the module can't be planned.
+    """
+    built = _built(workload, device, size, mode)
+    refuse(built.module)
+    with mode:
+        return _on_fakes(built, device)
+
+
+def _built(workload: Workload, device: torch.device, size: int | None, mode: Any) -> ModelCall:
+    """Build a workload with as little memory as it lets us.
+
+    Fake tensors can't have their type changed once they are parameters, and tensors of the meta device can't be read.
+    A factory that needs both is given memory, on the CPU, for its weights and inputs.
+    """
+    for context in ((mode, device), (torch.device("meta"),)):
+        with ExitStack() as stack:
+            for manager in context:
+                stack.enter_context(manager)
+            try:
+                return workload.build(size)
+            except ConfigurationError:
+                raise
+            except Exception as error:  # of the factory; the next attempt may suit it, and the last one raises
+                log.debug("%s can't be built in %s: %s", workload.name, context, error)
+    return workload.build(size)
+
+
+def _on_fakes(call: ModelCall, device: torch.device) -> ModelCall:
+    """Replace each tensor that is not a fake one on the device by such a one, in a copy of the module."""
+    memo: dict[int, Any] = {}
+    for value in _tensors_of(call.module):
+        if not _is_fake_on(value, device) and id(value) not in memo:
+            memo[id(value)] = _fake_of(value, device)
+
+    def as_fake(value: Any) -> Any:
+        is_real = isinstance(value, torch.Tensor) and not _is_fake_on(value, device)
+        return _fake_of(value, device) if is_real else value
+
+    module = copy.deepcopy(call.module, memo) if memo else call.module
+    return ModelCall(module, *call.changed(as_fake))
+
+
+def same_tensors(module: nn.Module) -> nn.Module:
+    """Copy a module, but for its tensors: what a call changes in the copy by Python stays there."""
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in _tensors_of(module)})
+
+
+def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Go through all tensors of a module: parameters, buffers, and plain attributes."""
+    yield from module.parameters()
+    yield from module.buffers()
+    for inner in module.modules():
+        yield from tensor_state.tensors_among(list(vars(inner).values()))
+
+
+def _fake_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+
+def _is_fake_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    return tensor_state.is_fake(tensor) and tensor.device.type == device.type
+
+
+# ---------------------------------------------------------------- what they would take
+
+
+class CountingMeter(LiveBytes):
+    """Live bytes and peaks of tensors without memory, by what operations make; workspaces are not counted.
+
+    Args:
+        device: Whose allocator would hand out the memory.
+        resized: Tensors whose storages others resize, see `StorageEvents`.
+
+    Attributes:
+        intervals: One for each mark.
+        lost_marks: Never: nothing interrupts it.
+        is_counting: Always.
+        events: What it counts by.
+    """
+
+    def __init__(self, device: torch.device, resized: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.lost_marks, self.is_counting = False, True
+        self.events = StorageEvents(self._changed, resized)
+        self._device = device
+
+    def start(self) -> None:
+        """Begin to count; the first mark is called "start"."""
+        self.events.__enter__()  # type: ignore[no-untyped-call]
+        self.mark("start")
+
+    def mark(self, label: str) -> None:
+        """Begin a new interval."""
+        self.events.look_at_resized()
+        super().mark(label)
+
+    def stop(self) -> None:
+        """End the count."""
+        self.events.look_at_resized()
+        self.events.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _changed(self, before_bytes: int, after_bytes: int) -> None:
+        self.add(allocated_bytes(after_bytes, self._device) - allocated_bytes(before_bytes, self._device))
+
+
+# ---------------------------------------------------------------- a GPU that is not there
+
+
+def on_gpu(graph: Graph, device: torch.device) -> Graph:
+    """Account a graph that was captured on CPU tensors as on a GPU."""
+    storages = [replace(s, size_bytes=allocated_bytes(s.size_bytes, device)) for s in graph.storages]
+    for mask in (n.outputs[1] for n in graph.nodes if n.op == "aten.native_dropout.default"):
+        if (storage := graph.tensors[mask].storage) is not None:
+            storages[storage] = replace(storages[storage], plain_times=1)  # a GPU's kernel gives booleans
+    nodes = tuple(replace(n, is_random=n.is_random or is_order_dependent_on_gpu(n.op)) for n in graph.nodes)
+    return replace(graph, storages=tuple(storages), nodes=nodes)
+
+
+def with_gpu_attention(module: fx.GraphModule) -> fx.GraphModule:
+    """Replace attention, whose kernel depends on the device, in a graph that Dynamo captured."""
+    for node in module.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
+        node.target = _gpu_attention
+    module.recompile()
+    return module
+
+
+def _gpu_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Stand in for F.scaled_dot_product_attention with the kernel that a GPU would choose; tensors are fake.
+
+    Args:
+        query: Batch x heads x length x width.
+        key: As the query, of its own length; fewer heads with `enable_gqa`.
+        value: As the key.
+        attn_mask: Booleans or biases, expandable to batch x heads x length x length of the keys.
+        dropout_p: Probability of dropout.
+        is_causal: Whether to mask what is later.
+        scale: Factor of the scores, None for the default.
+        enable_gqa: Whether several heads of the query share one of the key.
+    """
+    if enable_gqa:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = (t.repeat_interleave(repeats, -3) for t in (key, value))
+    if attn_mask is None and str(query.dtype).removeprefix("torch.") in HALF_TYPES:
+        flash = aten._scaled_dot_product_flash_attention.default
+        return cast("torch.Tensor", flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0])
+    bias = attn_mask
+    if bias is not None:
+        if bias.dtype == torch.bool:
+            bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(bias.logical_not(), -torch.inf)
+        bias = bias.expand(*query.shape[:-1], key.shape[-2])
+    efficient = aten._scaled_dot_product_efficient_attention.default
+    return cast("torch.Tensor", efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0])
