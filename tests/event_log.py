@@ -76,7 +76,8 @@ class Recorder:
                 f"{len(plan.schedule.recomputed(plan.graph))} operations again{_measured(plan)}"
                 for plan in testing.plans(model)
             ]
-            remove_hiremate(model)
+        for model in self._models.values():
+            remove_hiremate(model)  # for all that are planned together
         return found
 
 

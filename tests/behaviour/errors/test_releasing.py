@@ -46,7 +46,7 @@ def run(releases: Releases, kind: StepKind, clock: Clock, planned_s: float, step
     return found
 
 
-@pytest.mark.parametrize(("planned_s", "is_released"), [(1.5, True), (1.1, False), (0.9, False)])
+@pytest.mark.parametrize(("planned_s", "is_released"), [(1.5, True), (1.1, True), (1.04, False), (0.9, False)])
 def test_a_kind_with_a_slower_plan_is_given_back_once(planned_s, is_released, kind):
     clock = Clock()
     found = run(Releases(clock), kind, clock, planned_s, DECIDED + 20)
