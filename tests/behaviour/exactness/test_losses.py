@@ -20,7 +20,7 @@ from hiremate_lightning.torch_private import inductor
 from tests.exact import added_peaks, captured_by, simple_loop, train_both
 
 aten = torch.ops.aten
-WIDTH, ROWS, CLASSES = 32, 200, 301
+WIDTH, ROWS, CLASSES, CHUNK = 32, 200, 301, 128
 
 
 @pytest.fixture(autouse=True)
@@ -402,15 +402,13 @@ def test_logits_are_there_for_another_backward():
 class InChunks(torch.autograd.Function):
     """Log-probabilities by tiles of a buffer, as trl computes them: no tile of the last chunk is contiguous."""
 
-    CHUNK = 128
-
     @staticmethod
     def forward(ctx, hidden, weight, at):
         ctx.set_materialize_grads(False)
-        buffer = hidden.new_empty(len(hidden), InChunks.CHUNK)
+        buffer = hidden.new_empty(len(hidden), CHUNK)
         total, found = hidden.new_zeros(len(hidden)), hidden.new_zeros(len(hidden))
-        for start in range(0, len(weight), InChunks.CHUNK):
-            part = weight[start : start + InChunks.CHUNK]
+        for start in range(0, len(weight), CHUNK):
+            part = weight[start : start + CHUNK]
             tile = buffer[:, : len(part)]
             torch.mm(hidden, part.t(), out=tile)
             total += tile.exp().sum(-1)
@@ -423,9 +421,9 @@ class InChunks(torch.autograd.Function):
     def backward(ctx, gradient, _):
         hidden, weight, at, total = ctx.saved_tensors
         of_hidden, of_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
-        buffer = hidden.new_empty(len(hidden), InChunks.CHUNK)
-        for start in range(0, len(weight), InChunks.CHUNK):
-            part = weight[start : start + InChunks.CHUNK]
+        buffer = hidden.new_empty(len(hidden), CHUNK)
+        for start in range(0, len(weight), CHUNK):
+            part = weight[start : start + CHUNK]
             tile = buffer[:, : len(part)]
             torch.mm(hidden, part.t(), out=tile)
             is_target = torch.arange(start, start + len(part)) == at[:, None]
