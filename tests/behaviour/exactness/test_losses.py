@@ -20,7 +20,7 @@ from hiremate_lightning.torch_private import inductor
 from tests.exact import added_peaks, captured_by, simple_loop, train_both
 
 aten = torch.ops.aten
-WIDTH, ROWS, CLASSES = 32, 200, 301
+WIDTH, ROWS, CLASSES, CHUNK = 32, 200, 301, 128
 
 
 @pytest.fixture(autouse=True)
@@ -397,3 +397,58 @@ def test_logits_are_there_for_another_backward():
         loss.backward()
         found.append([p.grad for p in module.parameters()])
     assert all(map(torch.equal, *found))
+
+
+class InChunks(torch.autograd.Function):
+    """Log-probabilities by tiles of a buffer, as trl computes them: no tile of the last chunk is contiguous."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, at):
+        ctx.set_materialize_grads(False)
+        buffer = hidden.new_empty(len(hidden), CHUNK)
+        total, found = hidden.new_zeros(len(hidden)), hidden.new_zeros(len(hidden))
+        for start in range(0, len(weight), CHUNK):
+            part = weight[start : start + CHUNK]
+            tile = buffer[:, : len(part)]
+            torch.mm(hidden, part.t(), out=tile)
+            total += tile.exp().sum(-1)
+            here = (at >= start) & (at < start + len(part))
+            found.copy_(torch.where(here, tile.gather(1, (at - start).clamp(0, len(part) - 1)[:, None])[:, 0], found))
+        ctx.save_for_backward(hidden, weight, at, total)
+        return found - total.log(), None
+
+    @staticmethod
+    def backward(ctx, gradient, _):
+        hidden, weight, at, total = ctx.saved_tensors
+        of_hidden, of_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        buffer = hidden.new_empty(len(hidden), CHUNK)
+        for start in range(0, len(weight), CHUNK):
+            part = weight[start : start + CHUNK]
+            tile = buffer[:, : len(part)]
+            torch.mm(hidden, part.t(), out=tile)
+            is_target = torch.arange(start, start + len(part)) == at[:, None]
+            tile.copy_(gradient[:, None] * (is_target.float() - tile.exp() / total[:, None]))
+            of_hidden.addmm_(tile, part)
+            of_weight[start : start + len(part)].addmm_(tile.t(), hidden)
+        return of_hidden, of_weight, None
+
+
+class ChunkedModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+        self.register_buffer("at", targets(ROWS).abs())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return -InChunks.apply(x, self.head.weight, self.at)[0].mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_loss_that_writes_its_tiles_by_out_is_planned_whole():
+    """Its second result is None, and tiles are parts of a buffer, both of which end Dynamo's graph by themselves."""
+    loop = simple_loop(lambda index: numbers(ROWS, WIDTH).roll(index, 0) / 9, loss_of=lambda loss: loss)
+    plan = train_both(ChunkedModel, loop, "80%")
+    assert plan.proved == "forward 1 of 1 graph, gradients 1 of 1"

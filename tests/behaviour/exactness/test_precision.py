@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import lightning.pytorch as pl
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from hiremate_lightning import get_plan, hiremate
@@ -137,6 +139,52 @@ def test_gradients_of_a_layer_that_autocast_casts_once_are_exact(dtype, remember
 @pytest.mark.parametrize(("blocks", "remembers"), [(1, True), (1, False), (2, True)])
 def test_a_layer_that_is_used_again_in_blocks_of_autocast_is_exact(blocks, remembers):
     train_both(lambda: SharedInside(blocks, remembers), simple_loop(rows))
+
+
+class SharedInCheckpoints(nn.Module):
+    """Calls a layer in each of several checkpoints, without gradients too where that is asked for."""
+
+    blocks, enters, without_gradients = 1, False, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.own = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def block(self, x: Tensor, own: nn.Module) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16) if self.enters else nullcontext():
+            if self.without_gradients:
+                with torch.no_grad():
+                    x = x + self.shared(x)
+            return self.shared(own(F.gelu(self.shared(x)))) + x
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(self.blocks):
+            with torch.autocast("cpu", torch.bfloat16, enabled=not self.enters):
+                for own in self.own[number :: self.blocks]:
+                    x = checkpoint(self.block, x.float(), own, use_reentrant=False)
+        return self.last(x.float())
+
+
+class SharedInTwoBlocks(SharedInCheckpoints):
+    blocks = 2
+
+
+class EnteredInCheckpoints(SharedInCheckpoints):
+    enters = True
+
+
+class SharedWithoutGradients(SharedInCheckpoints):
+    without_gradients = True
+
+
+@pytest.mark.filterwarnings("error:Code of")
+@pytest.mark.parametrize("budget", ["100%", "1 KiB"])
+@pytest.mark.parametrize("make", [SharedInCheckpoints, SharedInTwoBlocks, EnteredInCheckpoints, SharedWithoutGradients])
+def test_a_weight_of_several_checkpoints_is_exact(make, budget):
+    """Gradients are added up in half precision in a block of autocast, across the calls of checkpoint in it."""
+    plan = train_both(make, simple_loop(rows), budget, time_limit_s=2)
+    assert plan.proved.startswith("forward 1 of 1 graph")
 
 
 def test_autocast_inside_the_call_is_exact():

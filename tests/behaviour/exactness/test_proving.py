@@ -310,6 +310,36 @@ def test_wrong_gradients_are_seen_where_no_plain_backward_fits(monkeypatch):
     assert all(made)
 
 
+def test_wrong_gradients_are_seen_at_the_least_memory(monkeypatch):
+    """No segments fit beside the least memory: what autograd saves is put aside, and the first step is proved."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, WIDTH)) for _ in range(8)])
+
+    def act(module: nn.Module) -> list[Tensor | None]:
+        module(torch.ones(1024, WIDTH)).square().sum().backward()
+        return [p.grad for p in module.parameters()]
+
+    expected, backward = act(make()), Part.backward
+    found = hiremate(make(), "1 KiB", verbose=False, on_infeasible="warn")
+    monkeypatch.setattr(
+        Part, "backward", lambda self, arguments: [g if g is None else 2 * g for g in backward(self, arguments)]
+    )
+    with pytest.warns(HiRemateWarning, match="as captured it gives other numbers: the gradient of"):
+        assert not differing(act(found), expected)
+
+
+def test_code_that_is_not_proved_is_told_of(caplog, monkeypatch):
+    """The plan, its page and one line of the log say so, with the reason, though nothing else is shown."""
+    monkeypatch.setattr(proving, "_may_differ_from_itself", lambda *_: True)
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    simple_loop(rows)(hiremate(module, "100%", verbose=False))
+    plan, why = get_plan(module), "since it may give other numbers when it runs once more"
+    assert f"proved: forward 0 of 1 graph, gradients 0 of 1; not more, {why}" in str(plan)
+    assert len([record for record in caplog.records if why in record.getMessage()]) == 1
+
+
 # ---------------------------------------------------------------- faults of PyTorch, their mendings taken out
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.targets.modules import targets_of
-from hiremate_lightning.torch_private import checkpoints
+from hiremate_lightning.torch_private import autocasting, checkpoints
 from hiremate_lightning.units import parse_budget
 from tests.exact import simple_loop, square_error, train_both
 
@@ -122,6 +122,20 @@ def test_gradients_behind_a_dropout_are_proved(block):
     hiremate(model, "1 GiB", verbose=False)
     square_error(model(x)).backward()
     assert targets_of(model).session.proofs.words() == "forward 1 of 1 graph, gradients 1 of 1"
+
+
+class _Entering(_Block):
+    def inner(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.norm(self.down(functional.gelu(self.up(x)))).float()
+
+
+def test_autocast_ends_with_a_second_run_that_stops_early():
+    """Checkpoint ends a second run by an error as soon as all is computed, inside of the block of autocast."""
+    model, x = _net(_Entering), torch.randn(ROWS, SIZE)
+    code = torch.compile(model, backend=lambda module, _: checkpoints.as_written(module))
+    square_error(code(x)).backward()
+    assert autocasting.open_blocks() == 0
 
 
 @pytest.mark.parametrize("block", [*KINDS.values(), _Unequal, _Counting])
