@@ -31,14 +31,14 @@ def _log_early(variable: Any, tracer: Any, name: str, values: list[Any], named: 
 
 def _draw_outside(variable: Any, tracer: Any, name: str, values: list[Any], named: dict[str, Any]) -> Any:
     """End a graph where a generator is asked that lives longer than the call."""
-    if variable.source is None:
-        return _draw(variable, tracer, name, values, named)
-    unimplemented(
-        gb_type="A generator of random numbers that outlives the call",
-        context=name,
-        explanation="it draws outside of captured graphs, as it goes on from call to call",
-        hints=[],
-    )
+    if variable.source is not None:
+        unimplemented(
+            gb_type="A generator of random numbers that outlives the call",
+            context=name,
+            explanation="it draws outside of captured graphs, as it goes on from call to call",
+            hints=[],
+        )
+    return _draw(variable, tracer, name, values, named)
 
 
 def _checkpoint_as_asked(variable: Any, tracer: Any, arguments: list[Any], named: dict[str, Any]) -> Any:
