@@ -36,7 +36,8 @@ from provenance import provenance
 from zoo.models import Built, gpt2_of, llama_of, t5_of, vit_of
 
 from hiremate_lightning import get_plan, hiremate
-from hiremate_lightning.torch_private import dynamo, module_traces
+from hiremate_lightning.torch_private import dynamo
+from hiremate_lightning.torch_private.regions import module_traces
 
 OF_DEPTH: dict[str, Callable[..., Built]] = {"gpt2": gpt2_of, "llama": llama_of, "vit": vit_of, "t5": t5_of}
 TEXTS, PICTURES = {"batch": 2, "width": 128, "length": 64}, {"batch": 2, "width": 128, "size": 128}

@@ -27,7 +27,6 @@ from ..torch_private import (
     aot,
     autocasting,
     backward_pass,
-    block_templates,
     double_backward,
     hacks,
     tensor_state,
@@ -36,6 +35,7 @@ from ..torch_private import (
 from ..torch_private.changes import lost_changes
 from ..torch_private.each_size import EachSize, Runner, Samples, Smaller, TraceAhead, sizes_among
 from ..torch_private.eager_tracing import traced_as_eager
+from ..torch_private.regions import block_templates
 from ..torch_private.result_nodes import give_own_nodes
 from ..torch_private.same_captures import SameCaptures
 from .capture import Captured, capture, order_of_gradients
@@ -144,9 +144,9 @@ def planning_backend(
 
 def _folded(module: fx.GraphModule) -> Any:
     """Return captured code in which one node stands for each block that is alike; None where that is switched off."""
-    if not hacks.is_on("alike blocks"):
+    if not hacks.is_on("regions"):
         return None
-    from ..torch_private import alike_blocks  # a release of torch that was not tried may lack names that it needs
+    from ..torch_private.regions import alike_blocks  # an untried release of torch may lack names that it needs
 
     return alike_blocks.fold(module)
 

@@ -196,7 +196,9 @@ class Resizing:
         size, is_own = column[0], any(c[0] == dim and self._is_sure(c) for c in self._columns)
         if is_own or not dim % max(1, size):
             return False
-        return (dim >= LEAST_SIZE and not any(width % dim == 0 for width in self._widths)) or _is_fraction(dim, size)
+        is_model = dim in self._widths
+        is_free = dim >= LEAST_SIZE and not any(width % dim == 0 for width in self._widths)
+        return is_free or _is_fraction(dim, size, ROUNDED if is_model else TAKEN_OFF)
 
     def _on_line(self, dims: Sizes, column: Sizes, ranges: Mapping[Sizes, Bounds]) -> Bounds | None:
         """Bound what a dimension becomes that lies on a line over one size; None where it does not."""
@@ -280,7 +282,7 @@ def _most(line: Line, size: float) -> float:
     return max(0.0, line.straight(size))
 
 
-def _is_fraction(dim: int, size: int) -> bool:
+def _is_fraction(dim: int, size: int, taken_off: int) -> bool:
     """Whether a dimension is about a half, a quarter, ... of a size, as strides of convolutions make it."""
     halvings = round(math.log2(size / max(1, dim)))
-    return 0 <= halvings < size and abs(size / 2**halvings - dim) <= (TAKEN_OFF if dim >= LEAST_SIZE else 0) and dim > 1
+    return 0 <= halvings < size and abs(size / 2**halvings - dim) <= (taken_off if dim >= LEAST_SIZE else 0) and dim > 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._dynamo import _trace_wrapped_higher_order_op
+from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
@@ -30,9 +31,14 @@ def _log_early(variable: Any, tracer: Any, name: str, values: list[Any], named: 
 
 def _draw_outside(variable: Any, tracer: Any, name: str, values: list[Any], named: dict[str, Any]) -> Any:
     """End a graph where a generator is asked that lives longer than the call."""
-    if variable.source is None:
-        return _draw(variable, tracer, name, values, named)
-    return VariableTracker.call_method(variable, tracer, name, values, named)
+    if variable.source is not None:
+        unimplemented(
+            gb_type="A generator of random numbers that outlives the call",
+            context=name,
+            explanation="it draws outside of captured graphs, as it goes on from call to call",
+            hints=[],
+        )
+    return _draw(variable, tracer, name, values, named)
 
 
 def _checkpoint_as_asked(variable: Any, tracer: Any, arguments: list[Any], named: dict[str, Any]) -> Any:

@@ -49,7 +49,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import tensor_state
-from .module_calls import note_unseen, realized
+from .regions.module_calls import note_unseen, realized
 from .replacing import StandIn
 from .tensor_state import storage_id, storages_among
 

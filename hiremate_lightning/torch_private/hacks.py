@@ -184,11 +184,11 @@ HACKS = (
         mends=True,
     ),
     Hack(
-        "repeated modules",
-        "modules that are alike are captured once",
+        "regions",
+        "modules and blocks that are alike are captured once, and traced once, forward and backward",
         "the first step takes longer",
         (Stage.CAPTURING,),
-        "repeated_modules.copied",
+        "regions.repeated_modules.copied",
         checked=_SINCE_2_13,
     ),
     Hack(
@@ -292,13 +292,6 @@ HACKS = (
         mends=True,
     ),
     Hack(
-        "alike blocks",
-        "blocks that are alike are traced once, forward and backward",
-        "the first step takes longer",
-        (Stage.ASKED,),
-        checked=_SINCE_2_13,
-    ),
-    Hack(
         "same captures",
         "code that is captured again without a difference runs by what was made before",
         "it is traced, and planned, again",
@@ -377,7 +370,7 @@ def _enter(in_place: ExitStack, hack: Hack) -> None:
 
 
 def _context_of(hack: Hack) -> AbstractContextManager[Any]:
-    module, _, name = hack.place.partition(".")
+    module, _, name = hack.place.rpartition(".")
     found = getattr(importlib.import_module(f".{module}", __package__), name)
     given = found if isinstance(found, tuple) else found()
     return replaced(*given) if isinstance(given, (tuple, list)) else given

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.torch_private import module_traces, repeated_modules
+from hiremate_lightning.torch_private.regions import module_traces, repeated_modules
 from tests.exact import TORCH, simple_loop, train_both
 
 WIDTH, DEPTH = 16, 5

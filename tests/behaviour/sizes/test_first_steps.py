@@ -17,7 +17,7 @@ from hiremate_lightning.targets.modules import targets_of
 from tests.exact import simple_loop, train_both
 
 WIDTH, LONG = 32, 200
-MEASURED = watching.Look(0.0, watching.Watch.MEASURE, None, is_timed=False, for_next=None)
+MEASURED = watching.Look(watching.Watch.MEASURE, None, is_timed=False)
 
 
 class Broken(nn.Module):

@@ -13,7 +13,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from hiremate_lightning.capturing import backend
-from hiremate_lightning.torch_private import alike_blocks, block_templates, tensor_state
+from hiremate_lightning.torch_private import tensor_state
+from hiremate_lightning.torch_private.regions import alike_blocks, block_templates
 from tests.exact import TORCH, captured_by, quiet, simple_loop, train_both
 from tests.units.torch_private.test_repeated_modules import (
     WIDTH,

@@ -15,7 +15,8 @@ from torch import Tensor, fx, nn
 from torch._guards import TracingContext
 from torch.nn import functional as F
 
-from hiremate_lightning.torch_private import dynamo, module_traces, repeated_modules
+from hiremate_lightning.torch_private import dynamo
+from hiremate_lightning.torch_private.regions import module_traces, repeated_modules
 from tests.exact import TORCH
 
 pytestmark = pytest.mark.skipif(TORCH < (2, 13), reason="all is traced before PyTorch 2.13")

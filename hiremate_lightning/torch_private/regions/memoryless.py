@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from ..tensor_state import changes_uncounted, is_symbolic, map_leaves, storage_id
 from .likeness import expect
-from .tensor_state import changes_uncounted, is_symbolic, map_leaves, storage_id
 
 
 def kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import Source
 from torch._ops import HigherOrderOperator
 
-from . import tensor_state
+from .. import tensor_state
 from .likeness import Likeness, Read, UnlikeError, expect, facts_of, facts_of_inner, is_plain
 from .memoryless import Memory, can_be_made
 from .module_calls import Call, Leaves, is_constant, realized

@@ -21,11 +21,11 @@ from torch import fx
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from . import autocasting, double_backward, tensor_state
+from .. import autocasting, double_backward, tensor_state
+from ..size_symbols import NUMBERS, at_numbers
 from .block_templates import BlockCall, Stacks, Strides, Template, call_block, hand_over
 from .likeness import UnlikeError, equal, expect, facts_of, is_plain
 from .module_traces import MARK, Mark
-from .size_symbols import NUMBERS, at_numbers
 
 log = logging.getLogger("hiremate_lightning")
 

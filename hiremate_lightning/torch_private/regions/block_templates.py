@@ -32,11 +32,11 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import aot
+from .. import aot
+from ..replacing import replaced
+from ..tensor_state import fake_mode_of, leaves, storages_among
 from .likeness import UnlikeError, expect
 from .memoryless import Memory, kind_of, layout_of
-from .replacing import replaced
-from .tensor_state import fake_mode_of, leaves, storages_among
 
 Stacks = dict[tuple[Any, ...], dict[str, Any]]  # the modules that a node is in, by those of the same node of a template
 Strides = tuple[tuple[int, ...] | None, ...]  # of the gradients of a block's results; None for one without
