@@ -31,8 +31,8 @@ from .run import main as run_script
 OK, PROBLEM, USAGE, STOPPED = 0, 1, 2, 130
 RUN = "run"  # what follows is a script's, up to its last argument
 SOLVERS = (
-    "leave it at the default; to compare, segments, none, or a method of a paper: hilp, rockmate, rotor, pofo, "
-    "min_memory, twremat, checkmate, checkmate_lp, chen, dtr"
+    "leave it at the default, portfolio; to compare, segments, none, or a method of a paper: hilp, rockmate, rotor, "
+    "pofo, min_memory, twremat, checkmate, checkmate_lp, chen, dtr"
 )
 LABEL_WIDTH = 12
 

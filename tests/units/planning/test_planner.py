@@ -101,7 +101,8 @@ def test_an_infeasible_budget_names_what_it_would_take():
     assert f"({smallest - 1:,} bytes) is too small for Net" in text
     assert f"({smallest:,} bytes)" in text
     assert "Raise the budget" in text
-    assert "CUDA out of memory." in text
+    assert "CUDA out of memory." not in text, "people read it"
+    assert error.args[0].endswith("CUDA out of memory."), "batch-size finders look for these words there"
 
 
 def test_the_budget_that_an_error_names_is_feasible():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hiremate_lightning.memory.counting import CountingMeter
+from hiremate_lightning.command_line.without_device import CountingMeter
 from hiremate_lightning.memory.metering import MemoryMeter
 from hiremate_lightning.torch_private import tensor_state
 
