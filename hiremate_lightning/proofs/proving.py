@@ -199,7 +199,8 @@ class Prover:
                 proof.why_unproved = ""
                 with trying(proof.part, program), failures.not_printed():
                     self._try(proof, arguments, memory, without, needs_numbers=made is not None)
-            proof.why_unproved = proof.why_unproved or "the budget leaves no memory to compute them as written"
+            if Verdict.UNKNOWN in (proof.forward, proof.backward):
+                proof.why_unproved = proof.why_unproved or "the budget leaves no memory to compute them as written"
         self._conclude(proof, without)
 
     def _conclude(self, proof: Proof, without: frozenset[int] | None) -> None:
@@ -220,7 +221,7 @@ class Prover:
     def _say_unproved(self, proof: Proof) -> None:
         """Log, once for a session, that code runs unproved; for made code another proof may hold."""
         is_made = proof.part is not None and proof.part.captured.template is not None
-        if proof.unproved and not is_made and not self._has_said_unproved:
+        if proof.unproved and proof.why_unproved and not is_made and not self._has_said_unproved:
             self._has_said_unproved = True
             log.warning(
                 "%s: %s of captured code are not proved against eager PyTorch, since %s. The plan says how much is.",

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.utils import proxy_args_kwargs
 from torch._dynamo.variables import builder
+from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import aot, tensor_state
+from . import aot, foreign_code, tensor_state
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -59,21 +62,52 @@ def _noting_changes(*arguments: Any, **options: Any) -> Any:
 
 
 def _write_by_copying(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """Capture a call with an `out=` that is not contiguous, where Dynamo ends its graph, as a result that is copied.
+    """Capture a call with an `out=` that is not contiguous, where Dynamo ends its graph.
 
-    That gives the same numbers, where types and shapes are the same.
+    AOTAutograd traces the call as a result that is copied. The graph itself makes the call as the user wrote it, so
+    that a proof sees where the copy has other numbers. Calls that draw random numbers or need gradients are left to
+    Dynamo: the first draw others without `out=`, the second are errors.
     """
     out = kwargs.get("out")
-    if out is None or not out.is_tensor() or _example_of(out).is_contiguous():
+    if out is None or not out.is_tensor() or foreign_code.draws(function.value):
         return _call(function, tx, args, kwargs)
-    result = _call(function, tx, args, {name: value for name, value in kwargs.items() if name != "out"})
-    if not result.is_tensor() or not _is_like(_example_of(result), _example_of(out)):
+    proxies = proxy_args_kwargs(args, {name: value for name, value in kwargs.items() if name != "out"})
+    if not _is_result_like(out.as_proxy().node.meta.get("example_value"), tx.fake_mode, function.value, *proxies):
         return _call(function, tx, args, kwargs)
-    return out.call_method(tx, "copy_", [result], {})
+    named = {**proxies[1], "out": out.as_proxy()}
+    proxy = tx.output.create_proxy("call_function", _writing(function.value), proxies[0], named)
+    return wrap_fx_proxy(tx=tx, proxy=proxy)
 
 
-def _example_of(variable: Any) -> Any:
-    return variable.as_proxy().node.meta["example_value"]
+def _is_result_like(out: Any, mode: FakeTensorMode, function: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call gives a tensor that a stand-in which is not contiguous takes as it is, with no gradients."""
+    if not isinstance(out, torch.Tensor) or out.is_contiguous():
+        return False
+    values = fx.node.map_aggregate((args, kwargs), _example_of)
+    try:
+        with mode:
+            result = function(*values[0], **values[1])
+    except Exception as error:  # whatever the call may raise: Dynamo will raise it again
+        log.debug("A call with out= can not be traced without it: %s", error)
+        return False
+    needs_gradients = isinstance(result, torch.Tensor) and (result.requires_grad or out.requires_grad)
+    return isinstance(result, torch.Tensor) and not needs_gradients and _is_like(result, out)
+
+
+@cache
+def _writing(function: Any) -> Any:
+    """Return a function that calls another one with `out=`; where it is traced, its result is copied."""
+
+    def write(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        if is_fake(out):
+            return out.copy_(function(*args, **kwargs))
+        return function(*args, out=out, **kwargs)  # type: ignore[no-any-return]
+
+    return write
+
+
+def _example_of(value: Any) -> Any:
+    return value.node.meta["example_value"] if isinstance(value, fx.Proxy) else value
 
 
 def _is_like(value: torch.Tensor, other: torch.Tensor) -> bool:

@@ -50,8 +50,13 @@ def _changes(tracer: Any) -> tuple[int, int]:
 
 
 def _draws(node: fx.Node) -> bool:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    operator = getattr(torch.ops.aten, name, None) if node.op in ("call_function", "call_method") else None
+    return node.op in ("call_function", "call_method") and draws(node.target)
+
+
+def draws(function: Any) -> bool:
+    """Whether a function of torch, or a method of this name, draws random numbers."""
+    name = function if isinstance(function, str) else getattr(function, "__name__", "")
+    operator = getattr(torch.ops.aten, name, None)
     overloads = operator.overloads() if operator is not None else ()
     return any(torch.Tag.nondeterministic_seeded in getattr(operator, overload).tags for overload in overloads)
 

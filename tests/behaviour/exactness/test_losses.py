@@ -16,7 +16,7 @@ from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.rewriting import kernels, losses
 from hiremate_lightning.rewriting.losses import cross_entropy, cross_entropy_gradient
-from hiremate_lightning.torch_private import inductor
+from hiremate_lightning.torch_private import hacks, inductor
 from tests.exact import added_peaks, captured_by, simple_loop, train_both
 
 aten = torch.ops.aten
@@ -452,3 +452,55 @@ def test_a_loss_that_writes_its_tiles_by_out_is_planned_whole():
     loop = simple_loop(lambda index: numbers(ROWS, WIDTH).roll(index, 0) / 9, loss_of=lambda loss: loss)
     plan = train_both(ChunkedModel, loop, "80%")
     assert plan.proved == "forward 1 of 1 graph, gradients 1 of 1"
+
+
+class Tiled(nn.Module):
+    """Writes every other column of a buffer by `out=`."""
+
+    def __init__(self, write: Callable[[Tensor, Tensor], Any], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.write, self.dtype = write, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        tile = x.new_zeros(len(x), 2 * WIDTH, dtype=self.dtype)[:, ::2]
+        self.write(x, tile)
+        return self.last(x + tile.to(x.dtype))
+
+
+WRITES: dict[str, tuple[Callable[[Tensor, Tensor], Any], torch.dtype]] = {
+    "a product": (lambda x, tile: torch.mm(x.detach(), x.detach()[:WIDTH], out=tile), torch.float32),
+    "a sum of another type": (lambda x, tile: torch.add(x.detach(), x.detach(), out=tile), torch.float64),
+    "drawn": (lambda x, tile: torch.randn(x.shape, out=tile), torch.float32),
+    "drawn in another type": (lambda x, tile: torch.randn(x.shape, out=tile), torch.float64),
+}
+
+
+@pytest.mark.parametrize(("write", "dtype"), WRITES.values(), ids=WRITES)
+def test_a_result_that_out_takes_is_exact(write, dtype):
+    """Random numbers are drawn in another order into columns than into rows, and just once."""
+    train_both(lambda: Tiled(write, dtype), simple_loop(lambda index: numbers(ROWS, WIDTH).roll(index, 0) / 9), "100%")
+
+
+def test_a_result_with_gradients_that_out_takes_is_an_error():
+    module = Tiled(lambda x, tile: torch.mm(x, x[:WIDTH], out=tile), torch.float32)
+    hiremate(module, "100%", verbose=False)
+    with pytest.raises(
+        RuntimeError, match=r"functions with out=\.\.\. arguments don't support automatic differentiation"
+    ):
+        module(numbers(ROWS, WIDTH))
+
+
+def test_a_result_that_is_traced_by_copying_is_proved_as_written():
+    """The proof runs the call with `out=` itself, so that it sees where the copy has other numbers."""
+    seen = []
+
+    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
+        seen.extend(node for node in module.graph.nodes if "out" in node.kwargs)
+        return module
+
+    write, dtype = WRITES["a product"]
+    with hacks.applied(hacks.Stage.CAPTURING):
+        torch.compile(Tiled(write, dtype), backend=backend)(numbers(ROWS, WIDTH))
+    assert len(seen) == 1

@@ -178,13 +178,20 @@ class SharedWithoutGradients(SharedInCheckpoints):
     without_gradients = True
 
 
+ALL_PROVED = "forward 1 of 1 graph, gradients 1 of 1"
+NO_MEMORY = f"{ALL_PROVED[:-6]}0 of 1; not more, since the budget leaves no memory to compute them as written"
+
+
 @pytest.mark.filterwarnings("error:Code of")
-@pytest.mark.parametrize("budget", ["100%", "1 KiB"])
+@pytest.mark.parametrize(("budget", "proved"), [("100%", {ALL_PROVED}), ("1 KiB", {ALL_PROVED, NO_MEMORY})])
 @pytest.mark.parametrize("make", [SharedInCheckpoints, SharedInTwoBlocks, EnteredInCheckpoints, SharedWithoutGradients])
-def test_a_weight_of_several_checkpoints_is_exact(make, budget):
-    """Gradients are added up in half precision in a block of autocast, across the calls of checkpoint in it."""
+def test_a_weight_of_several_checkpoints_is_exact(make, budget, proved):
+    """Gradients are added up in half precision in a block of autocast, across the calls of checkpoint in it.
+
+    At the least memory some can't be computed as written beside the step; the plan says so.
+    """
     plan = train_both(make, simple_loop(rows), budget, time_limit_s=2)
-    assert plan.proved.startswith("forward 1 of 1 graph")
+    assert plan.proved in proved
 
 
 def test_autocast_inside_the_call_is_exact():
