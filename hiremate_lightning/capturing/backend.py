@@ -67,7 +67,7 @@ MakePart = Callable[[Captured], Replacement]
 Prove = Callable[[fx.GraphModule, Runner, Any, Smaller | None], Runner]
 
 
-class Templates(Protocol):
+class TemplateSource(Protocol):
     """Makes what runs in the place of joint graphs at sizes that were not traced."""
 
     def may_make(self, code: object) -> bool:
@@ -93,7 +93,7 @@ def planning_backend(
     prove: Prove | None = None,
     say: Callable[[str], None] = log.warning,
     trace_ahead: TraceAhead = lambda code, sizes, trace: None,
-    templates: Templates | None = None,
+    templates: TemplateSource | None = None,
     same: SameCaptures | None = None,
 ) -> Any:
     """Build a backend that hands each captured graph to a session.
@@ -133,7 +133,7 @@ def planning_backend(
                 "torch.compile."
             )
         sizes = sizes_among(module, inputs)
-        code = _Code(likely_terms(module), _Makers(make_part, kernels, prove, templates), bool(sizes))
+        code = _SizedCode(likely_terms(module), _Makers(make_part, kernels, prove, templates), bool(sizes))
         if not sizes:
             return code.trace(module, inputs)
         maker = None if templates is None else code
@@ -187,10 +187,10 @@ class _Makers:
     make_part: MakePart
     kernels: FusedKernels | None
     prove: Prove | None
-    templates: Templates | None
+    templates: TemplateSource | None
 
 
-class _Code:
+class _SizedCode:
     """Captured code that is traced for definite sizes, or made from traces of others.
 
     Args:
@@ -233,7 +233,7 @@ class _Code:
         return self._proved(module, first.compilation.running(part, first.run), part, smaller)
 
     @property
-    def _templates(self) -> Templates:
+    def _templates(self) -> TemplateSource:
         templates = self._makers.templates
         assert templates is not None, "it is asked where something makes parts"
         return templates

@@ -56,7 +56,7 @@ from .comparisons import (
 )
 from .counts import Count, answer, count_line, count_of, counts_table, look_at
 from .curve_table import CurvePoint, curve_table, points_of
-from .doctor import Verdict, examine
+from .doctor import Grade, examine
 from .factory import Workload, find_factory, parse_inputs
 from .host import host_use
 from .offline import OfflineOptions, OfflineStep, capture_offline
@@ -431,10 +431,10 @@ def _nothing_fits(forecast: Forecast, accepted: float) -> InfeasibleBudgetError:
 def doctor(asked: argparse.Namespace) -> int:
     """Check the installation; 1 where something is wrong."""
     findings = examine(asked.factory, asked.script)
-    is_bad = any(finding.verdict is Verdict.BAD for finding in findings)
+    is_bad = any(finding.verdict is Grade.BAD for finding in findings)
     if not _write_json(asked.json, {"ok": not is_bad, "findings": [asdict(finding) for finding in findings]}):
         console = Output()
-        styles = {Verdict.GOOD: "green", Verdict.KNOW: "magenta", Verdict.BAD: "bold red"}
+        styles = {Grade.GOOD: "green", Grade.KNOW: "magenta", Grade.BAD: "bold red"}
         for finding in findings:
             line = Text.assemble((f"{finding.verdict.value:<5}", styles[finding.verdict]), finding.name, ": ")
             console.print(line.append(finding.words), soft_wrap=True)

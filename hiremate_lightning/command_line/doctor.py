@@ -42,7 +42,7 @@ WITHOUT = ("dev", "docs")  # extras that only this repository needs
 STEPS = 4  # the first is recorded, the second planned; two more run the plan
 
 
-class Verdict(str, Enum):
+class Grade(str, Enum):
     """What a finding means."""
 
     GOOD = "ok"
@@ -61,7 +61,7 @@ class Finding:
     """
 
     name: str
-    verdict: Verdict
+    verdict: Grade
     words: str
 
 
@@ -85,10 +85,10 @@ def examine(factory: str | None = None, script: Sequence[str] = ()) -> list[Find
 def _attempt(name: str, look: Callable[[], str]) -> Finding:
     """Run a check that fails by raising."""
     try:
-        return Finding(name, Verdict.GOOD, look())
+        return Finding(name, Grade.GOOD, look())
     except Exception as error:  # whatever is wrong with the installation is what is to be found
         line = next(iter(str(error).splitlines()), "")
-        return Finding(name, Verdict.BAD, f"{type(error).__name__}: {line}")
+        return Finding(name, Grade.BAD, f"{type(error).__name__}: {line}")
 
 
 # ---------------------------------------------------------------- versions
@@ -96,7 +96,7 @@ def _attempt(name: str, look: Callable[[], str]) -> Finding:
 
 def _python() -> Finding:
     words = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    return Finding("python", Verdict.GOOD if sys.version_info >= (3, 10) else Verdict.BAD, words)
+    return Finding("python", Grade.GOOD if sys.version_info >= (3, 10) else Grade.BAD, words)
 
 
 def _torch() -> Finding:
@@ -104,10 +104,10 @@ def _torch() -> Finding:
     names = ", ".join(hack.name for hack in hacks.off())
     if hacks.is_tried():
         words = f"all private interfaces are there{f'; off in this release: {names}' * bool(names)}"
-        return Finding("torch", Verdict.GOOD, f"{torch.__version__}; {words}")
+        return Finding("torch", Grade.GOOD, f"{torch.__version__}; {words}")
     checked = ", ".join(torch_private.CHECKED_VERSIONS)
     words = f"{torch.__version__} was not tried (only {checked}); code is captured plainly, without: {names}"
-    return Finding("torch", Verdict.KNOW, words)
+    return Finding("torch", Grade.KNOW, words)
 
 
 def _requirements() -> Iterator[Finding]:
@@ -115,7 +115,7 @@ def _requirements() -> Iterator[Finding]:
     try:
         asked_for = _asked_for()
     except PackageNotFoundError:
-        yield Finding(PACKAGE, Verdict.KNOW, "used from a checkout, not installed: requirements are not known")
+        yield Finding(PACKAGE, Grade.KNOW, "used from a checkout, not installed: requirements are not known")
         return
     for requirement, extra in asked_for:
         if requirement.name != "torch":
@@ -135,7 +135,7 @@ def _asked_for() -> list[tuple[Requirement, str]]:
 
 def _requirement(requirement: Requirement, extra: str) -> Finding:
     name, wanted = requirement.name, requirement.specifier
-    lacking = Verdict.KNOW if extra else Verdict.BAD
+    lacking = Grade.KNOW if extra else Grade.BAD
     for_extra = f", for the extra {extra}" if extra else ""
     mending = "" if extra else f'; mend it with: pip install "{name}{wanted}"'
     try:
@@ -144,7 +144,7 @@ def _requirement(requirement: Requirement, extra: str) -> Finding:
         return Finding(name, lacking, f"not installed{for_extra} (wanted {wanted or 'any version'}){mending}")
     if not wanted.contains(found, prereleases=True):
         return Finding(name, lacking, f"{found}, but {wanted} is wanted{for_extra}{mending}")
-    return Finding(name, Verdict.GOOD, found)
+    return Finding(name, Grade.GOOD, found)
 
 
 def _importable(findings: list[Finding]) -> Iterator[Finding]:
@@ -157,9 +157,9 @@ def _importable(findings: list[Finding]) -> Iterator[Finding]:
     if CALLBACKS in failures:
         is_alone = len(failures) == 1
         mending = f"mend it with: {_mending(PACKAGE)}" if is_alone else "mend what is BAD above"
-        yield Finding(CALLBACKS, Verdict.BAD, f"can't be imported: {failures[CALLBACKS]}; {mending}")
+        yield Finding(CALLBACKS, Grade.BAD, f"can't be imported: {failures[CALLBACKS]}; {mending}")
     else:
-        yield Finding(CALLBACKS, Verdict.GOOD, "can be imported")
+        yield Finding(CALLBACKS, Grade.GOOD, "can be imported")
 
 
 def _not_importable(finding: Finding, reason: str) -> Finding:
@@ -167,8 +167,8 @@ def _not_importable(finding: Finding, reason: str) -> Finding:
     words = f"{finding.words}, but can't be imported: {reason}"
     optional = {requirement.name for requirement, extra in _asked_for() if extra}
     if finding.name in optional and reason.startswith(ModuleNotFoundError.__name__):
-        return Finding(finding.name, Verdict.KNOW, words)
-    return Finding(finding.name, Verdict.BAD, f"{words}; mend it with: {_mending(finding.name)}")
+        return Finding(finding.name, Grade.KNOW, words)
+    return Finding(finding.name, Grade.BAD, f"{words}; mend it with: {_mending(finding.name)}")
 
 
 def _is_installed(name: str) -> bool:
@@ -210,7 +210,7 @@ def _known_bad_pairs() -> Iterator[Finding]:
         with suppress(PackageNotFoundError):
             if all(bound.specifier.contains(version(bound.name), prereleases=True) for bound in bounds):
                 names = " and ".join(f"{bound.name} {version(bound.name)}" for bound in bounds)
-                yield Finding(names, Verdict.KNOW, words)
+                yield Finding(names, Grade.KNOW, words)
 
 
 # ---------------------------------------------------------------- solvers and devices
@@ -219,26 +219,26 @@ def _known_bad_pairs() -> Iterator[Finding]:
 def _solvers() -> Iterator[Finding]:
     """Solve a small integer program with each MIP solver, in the process that solves; planning needs one of them."""
     failures = {name: backend_failure(name) for name in BACKENDS}
-    lacking = Verdict.BAD if all(failures.values()) else Verdict.KNOW
+    lacking = Grade.BAD if all(failures.values()) else Grade.KNOW
     for name, failure in failures.items():
         if failure:
             mending = f"; mend it with: {MENDING}" if name == BACKENDS[0] else ""
             yield Finding(f"solver {name}", lacking, f"{failure}{mending}")
         else:
-            yield Finding(f"solver {name}", Verdict.GOOD, "solves a small integer program")
+            yield Finding(f"solver {name}", Grade.GOOD, "solves a small integer program")
 
 
 def _devices() -> Iterator[Finding]:
     free, threads = format_bytes(free_host_bytes()), torch.get_num_threads()
-    yield Finding("cpu", Verdict.GOOD, f"{threads} thread{'s' * (threads > 1)}, {free} free")
+    yield Finding("cpu", Grade.GOOD, f"{threads} thread{'s' * (threads > 1)}, {free} free")
     if not torch.backends.cuda.is_built():
-        yield Finding("cuda", Verdict.KNOW, "this torch is built without it; `hiremate plan --device cuda` still works")
+        yield Finding("cuda", Grade.KNOW, "this torch is built without it; `hiremate plan --device cuda` still works")
     elif not torch.cuda.is_available():
-        yield Finding("cuda", Verdict.KNOW, "no device")
+        yield Finding("cuda", Grade.KNOW, "no device")
     for index in range(torch.cuda.device_count()):
         free_bytes, all_bytes = torch.cuda.mem_get_info(index)
         memory = f"{format_bytes(free_bytes)} of {format_bytes(all_bytes)} free"
-        yield Finding(f"cuda:{index}", Verdict.GOOD, f"{torch.cuda.get_device_name(index)}, {memory}")
+        yield Finding(f"cuda:{index}", Grade.GOOD, f"{torch.cuda.get_device_name(index)}, {memory}")
 
 
 def small_plan(device: str) -> str:
@@ -285,11 +285,11 @@ def _model(factory: str) -> Finding:
             module = Workload(find_factory(factory), factory).module()
             refuse(module)
     except ConfigurationError as error:
-        return Finding(factory, Verdict.BAD, str(error))
+        return Finding(factory, Grade.BAD, str(error))
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     if not trained:
-        return Finding(factory, Verdict.BAD, f"{type(module).__name__} has no parameter to train")
-    return Finding(factory, Verdict.GOOD, f"{type(module).__name__}, {trained:,} parameters to train: not refused")
+        return Finding(factory, Grade.BAD, f"{type(module).__name__} has no parameter to train")
+    return Finding(factory, Grade.GOOD, f"{type(module).__name__}, {trained:,} parameters to train: not refused")
 
 
 # ---------------------------------------------------------------- a script
@@ -330,13 +330,13 @@ def _script(given: Sequence[str]) -> Finding:
             Script(given, is_module=False).run()
     except _SeenEnough:
         assert finder.words is not None, "it was raised with them"
-        return Finding(given[0], Verdict.GOOD, finder.words)
+        return Finding(given[0], Grade.GOOD, finder.words)
     except HiRemateError as error:
-        return Finding(given[0], Verdict.BAD, str(error))
+        return Finding(given[0], Grade.BAD, str(error))
     except SystemExit as stop:
         if stop.code:
-            return Finding(given[0], Verdict.BAD, f"it ended before its first training step, with code {stop.code}")
+            return Finding(given[0], Grade.BAD, f"it ended before its first training step, with code {stop.code}")
     except Exception as error:  # the script's own code may raise anything
         words = f"it failed before its first training step, {type(error).__name__}: {error}"
-        return Finding(given[0], Verdict.BAD, words)
-    return Finding(given[0], Verdict.KNOW, f"no training step was seen: {finder.seen.reason}")
+        return Finding(given[0], Grade.BAD, words)
+    return Finding(given[0], Grade.KNOW, f"no training step was seen: {finder.seen.reason}")

@@ -50,7 +50,7 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(USAGE, f"{self.prog}: {message.rstrip('.')}. See: {self.prog} --help\n")
 
 
-class _Parser(OneLineParser):
+class _RunParser(OneLineParser):
     """Answers a misspelt option with the nearest one."""
 
     def error(self, message: str) -> Any:
@@ -74,7 +74,7 @@ class _Refused(argparse.Action):
 
 def parser() -> argparse.ArgumentParser:
     """Make the parser of the command's own options; it ends at the script."""
-    made = _Parser(
+    made = _RunParser(
         prog=PROGRAM,
         usage=_USAGE,
         description="Run a training script, unchanged, within a memory budget.",

@@ -194,14 +194,14 @@ def _is_interactive() -> bool:
 # ---------------------------------------------------------------- the programs that it starts
 
 
-class Program(NamedTuple):
+class ScriptProgram(NamedTuple):
     """A program of Python: its script, or its module with `-m` before it, or a launcher; and what to start instead."""
 
     name: str
     instead: str
 
 
-def launcher_of(words: Sequence[str]) -> Program | None:
+def launcher_of(words: Sequence[str]) -> ScriptProgram | None:
     """Return the launcher that a command calls, None where it calls none.
 
     Args:
@@ -209,13 +209,13 @@ def launcher_of(words: Sequence[str]) -> Program | None:
     """
     text = " ".join([Path(words[0]).name, *words[1:], ""]) if words else ""
     name = next((name for name in LAUNCHERS if text.startswith(f"{name} ")), None)
-    return None if name is None else Program(name, f"{LAUNCHERS[name]} train.py ...")
+    return None if name is None else ScriptProgram(name, f"{LAUNCHERS[name]} train.py ...")
 
 
 @contextmanager
 def naming_programs(say: Callable[[str], None]) -> Iterator[None]:
     """Name, once, each Python script that is started in the block: it has no plan. The line says how it gets one."""
-    start, known, process = subprocess.Popen.__init__, set[Program](), os.getpid()
+    start, known, process = subprocess.Popen.__init__, set[ScriptProgram](), os.getpid()
 
     @wraps(start)
     def init(self: Any, args: Any, *rest: Any, **kwargs: Any) -> None:
@@ -245,7 +245,7 @@ def _words_of(arguments: Any) -> list[str]:
         return []
 
 
-def _program_of(words: list[str], environment: Mapping[str, str]) -> Program | None:
+def _program_of(words: list[str], environment: Mapping[str, str]) -> ScriptProgram | None:
     """Find the script or module of Python in a command; None where there is none that might train."""
     if words and INTERPRETER.fullmatch(Path(words[0]).name):
         words = _after_options(words[1:])
@@ -260,7 +260,7 @@ def _program_of(words: list[str], environment: Mapping[str, str]) -> Program | N
     start = "hiremate run [options]"
     if any(launched):
         start = f"{'accelerate launch' if launched[0] else 'torchrun'} [its options] {RUN}"
-    return launcher_of(words) or Program(name, f"{start} {name} ...")
+    return launcher_of(words) or ScriptProgram(name, f"{start} {name} ...")
 
 
 def _after_options(words: list[str]) -> list[str]:

@@ -52,7 +52,7 @@ class DryRunEnds(SystemExit):
     """Ends a script, with exit code 0, once its plans were made and measured."""
 
 
-class Way(Enum):
+class PlannedWay(Enum):
     """How to call a module: as it is, also without looking at what it calls, or as it is after a plan was made."""
 
     AS_IT_IS = auto()
@@ -240,9 +240,9 @@ class Finder:
         if self._has_ended or self._is_apart or not torch.is_grad_enabled() or _is_special():
             return own(*args, **kwargs)
         way = self._way_of(module)
-        if way is Way.APART:
+        if way is PlannedWay.APART:
             return self._call_apart(own, *args, **kwargs)
-        return (_planned_call(module) if way is Way.PLANNED else own)(*args, **kwargs)
+        return (_planned_call(module) if way is PlannedWay.PLANNED else own)(*args, **kwargs)
 
     def compiled_in_place(self, module: nn.Module, before: Any, compiled: Callable[..., Any]) -> Any:
         """Choose what stands in for the call of a module that is compiled in place: a plan that it has goes on."""
@@ -254,32 +254,32 @@ class Finder:
                 return before
         return call
 
-    def _way_of(self, module: nn.Module) -> Way:
+    def _way_of(self, module: nn.Module) -> PlannedWay:
         """Decide how to call a module in which a plan may be needed, and make the plan.
 
         Raises:
             ConfigurationError: If it is trained, and can't be planned.
         """
         if is_inside_planned():
-            return Way.AS_IT_IS
+            return PlannedWay.AS_IT_IS
         if not module.training and _trains(module):
             if not self.seen.unplanned[Unplanned.EVAL]:  # the outermost of the first call
                 self.seen.unplanned[Unplanned.EVAL].add(_name(module))
-            return Way.AS_IT_IS
+            return PlannedWay.AS_IT_IS
         if not _trains(module):
             is_frozen = any(True for _ in module.parameters())  # else what it calls may train, a list of layers say
-            return Way.APART if is_frozen else Way.AS_IT_IS
+            return PlannedWay.APART if is_frozen else PlannedWay.AS_IT_IS
         if self._is_settled(module):
-            return Way.APART
+            return PlannedWay.APART
         if tensor_state.is_transforming():
             self.seen.unplanned[Unplanned.TRANSFORMED].add(_name(module))
-            return Way.APART
+            return PlannedWay.APART
         if not self._plan_around(module):
             self._settled[module] = len(self._optimizers), self._settled.get(module, (0, 0))[1] + 1
-            return Way.APART
+            return PlannedWay.APART
         if not is_ours(hooks.get_call(module)):
             self._around.add(module)  # no need to look at it again: it calls what is planned
-        return Way.PLANNED
+        return PlannedWay.PLANNED
 
     def _is_settled(self, module: nn.Module) -> bool:
         """Whether a module was found not to be trained, again and again, and no other optimizer has appeared since."""

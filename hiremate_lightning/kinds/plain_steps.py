@@ -81,7 +81,7 @@ class Prediction:
         return self.aside_bytes / ASIDE_BYTES_PER_MS
 
 
-class _Code:
+class _PlainCode:
     """Steps of the same code, as far as their first calls tell them apart."""
 
     def __init__(self, steps: Sequence[CapturedStep], count: int) -> None:
@@ -159,7 +159,7 @@ class PlainSteps:
     def __init__(self) -> None:
         self._learned: list[StepKind] = []  # the kinds whose steps predictions are made from
         self._foreseen = deque[CapturedStep](maxlen=SAMPLES)
-        self._codes: dict[tuple[Hashable, int], tuple[tuple[CapturedStep, ...], _Code]] = {}
+        self._codes: dict[tuple[Hashable, int], tuple[tuple[CapturedStep, ...], _PlainCode]] = {}
         self._predicted: dict[tuple[object, ...], Prediction | None] = {}
         self._measured: dict[PlainWay, list[_Measured]] = {}
         self._largest_bytes: dict[PlainWay, int] = {}  # that were measured
@@ -229,13 +229,13 @@ class PlainSteps:
         """Return what a plain step takes, of which the captured graph takes so many bytes."""
         return ceil(added_bytes * self._ratio(PlainWay.AS_IT_IS, RANDOM_RATIO))
 
-    def _takes(self, code: _Code, sizes: tuple[int, ...], way: PlainWay) -> Prediction:
+    def _takes(self, code: _PlainCode, sizes: tuple[int, ...], way: PlainWay) -> Prediction:
         captured_bytes = code.peaks(sizes, way)[1]
         excess_bytes = (self._ratio(way, code.unmeasured_ratio) - 1) * code.growing(sizes, way)[1]
         added_bytes = ceil(ROUNDING * (captured_bytes + excess_bytes)) + code.margin_bytes
         return Prediction(way, added_bytes, captured_bytes, code.aside_bytes(sizes, way))
 
-    def _codes_called(self, calls: tuple[ModuleCall, ...], likely: StepKind) -> list[_Code]:
+    def _codes_called(self, calls: tuple[ModuleCall, ...], likely: StepKind) -> list[_PlainCode]:
         """List the codes whose first calls have the form of these, that of the likely kind first; none without it."""
         form, count = _form(calls), len(calls)
         steps_of = dict[Hashable, list[CapturedStep]]()
@@ -249,10 +249,10 @@ class PlainSteps:
         codes = [first, *(code for code in steps_of if code != first)]
         return [self._code(code, _some_of(steps_of[code]), count) for code in codes]
 
-    def _code(self, code: Hashable, steps: tuple[CapturedStep, ...], count: int) -> _Code:
+    def _code(self, code: Hashable, steps: tuple[CapturedStep, ...], count: int) -> _PlainCode:
         read = self._codes.get((code, count))
         if read is None or read[0] != steps:
-            self._codes[code, count] = read = steps, _Code(steps, count)
+            self._codes[code, count] = read = steps, _PlainCode(steps, count)
         return read[1]
 
     # ---------------------------------------------------------------- measured steps

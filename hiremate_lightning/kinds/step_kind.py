@@ -67,7 +67,7 @@ class Watched:
 
 
 @dataclass
-class Trial:
+class PlainTrial:
     """What steps of one kind take with and without their plan (`releasing`).
 
     Attributes:
@@ -170,7 +170,7 @@ class StepKind:
     backwards_vary: bool = False
     sights: Sights = field(default_factory=Sights)
     watched: Watched = field(default_factory=Watched)
-    trial: Trial = field(default_factory=Trial)
+    trial: PlainTrial = field(default_factory=PlainTrial)
     captured: CapturedStep | None = None
     told: Told | None = None
     ladder: Ladder[RecordedStep] = field(default_factory=Ladder)

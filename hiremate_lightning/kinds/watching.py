@@ -34,7 +34,7 @@ class Saw(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class LookSchedule:
     """When to look for a reason.
 
     Attributes:
@@ -51,14 +51,14 @@ class Schedule:
 
 
 SCHEDULES = {
-    Reason.PLAN: Schedule(at_once=16),
-    Reason.PEAK: Schedule(at_once=4),
-    Reason.TIME: Schedule(at_once=2),
-    Reason.GROWN: Schedule(at_once=8),
-    Reason.AGAIN: Schedule(at_once=0, first=8),
-    Reason.ITERATION: Schedule(at_once=8),
+    Reason.PLAN: LookSchedule(at_once=16),
+    Reason.PEAK: LookSchedule(at_once=4),
+    Reason.TIME: LookSchedule(at_once=2),
+    Reason.GROWN: LookSchedule(at_once=8),
+    Reason.AGAIN: LookSchedule(at_once=0, first=8),
+    Reason.ITERATION: LookSchedule(at_once=8),
 }
-TO_PLAN = Schedule(at_once=64)  # of all kinds and sizes
+TO_PLAN = LookSchedule(at_once=64)  # of all kinds and sizes
 OF_NEW_PLAN = 2  # looks at the peak and the time of a plan, at once
 
 

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from .trials import Outcome
+from .trials import TrialOutcome
 
 ROUNDINGS, HALF_ROUNDINGS = 512, 4
 TIMES_OWN = 4  # two pairs of runs that add in any order are rarely so unlike
 PIECE_VALUES = 2**22  # compared at once: a few hundred MiB of doubles at most
-CPU, NOTHING = torch.device("cpu"), Outcome({}, {})
+CPU, NOTHING = torch.device("cpu"), TrialOutcome({}, {})
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -44,11 +44,11 @@ class Difference:
 
 
 def differences(
-    expected: Outcome,
-    found: Outcome,
+    expected: TrialOutcome,
+    found: TrialOutcome,
     half: torch.dtype | None = None,
-    again: Outcome = NOTHING,
-    refilled: Outcome = NOTHING,
+    again: TrialOutcome = NOTHING,
+    refilled: TrialOutcome = NOTHING,
     device: torch.device = CPU,
 ) -> tuple[list[Difference], list[Difference]]:
     """List the values in which two outcomes differ in any bit, then the gradients; NaN equals NaN.

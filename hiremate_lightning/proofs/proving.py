@@ -42,7 +42,7 @@ from .differences import Difference, differences
 from .proof import Proof, Proofs, Verdict
 from .proof_memory import ProofMemory, proof_memory
 from .segments import Observed, cut, keeping_little
-from .trials import Outcome, Trial
+from .trials import Trial, TrialOutcome
 from .unused import Unused, likely_unused, unused_at
 
 log = logging.getLogger("hiremate_lightning")
@@ -274,7 +274,7 @@ class Prover:
 
     def _run_written(
         self, proof: Proof, written: fx.GraphModule, memory: ProofMemory | None, trial: Trial
-    ) -> tuple[Trial, Outcome]:
+    ) -> tuple[Trial, TrialOutcome]:
         """Run code as written, with gradients where they fit; return the trial that did so."""
         is_plain = memory is not None and memory.has_plain
         if not is_plain and double_backward.takes_gradients(written):  # by itself: it needs what it saves
@@ -330,7 +330,7 @@ class Prover:
 
 def _outcome_in_little_memory(
     proof: Proof, trial: Trial, written: fx.GraphModule, memory: ProofMemory
-) -> tuple[Trial, Outcome]:
+) -> tuple[Trial, TrialOutcome]:
     """Run code as written without gradients; then, where they fit so, with these in little memory."""
     observed = Observed(written)
     trial, expected = _first_outcome(trial, observed, tell=observed.wrote)
@@ -353,7 +353,7 @@ def _first_outcome(
     written: Callable[..., Any],
     keeps_all: bool = False,
     tell: Callable[[torch.Tensor], None] = lambda tensor: None,
-) -> tuple[Trial, Outcome]:
+) -> tuple[Trial, TrialOutcome]:
     """Run code as written; where it changes an input in place that needs a gradient, on copies of these."""
     keeps_nothing = not (trial.with_gradients or keeps_all)
     try:

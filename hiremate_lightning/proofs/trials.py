@@ -1,6 +1,6 @@
 """Run code once to see what it gives, and leave inputs, random numbers and gradients as they were found.
 
-An `Outcome` holds what two runs of the same code must agree on: the outputs, the inputs that the code has changed, the
+An `TrialOutcome` holds what two runs of the same code must agree on: the outputs, the inputs that the code has changed, the
 states of the generators, and, where asked for, the gradients of the inputs. What lies on another device is kept on the
 host, so that one outcome takes no memory while the other is made.
 """
@@ -25,7 +25,7 @@ SEED = 0  # of the gradients that a trial begins its backward with
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """What a run of code gave.
 
     Attributes:
@@ -74,7 +74,7 @@ class Trial:
         function: Callable[..., Any],
         keeps_nothing: bool = False,
         tell: Callable[[torch.Tensor], None] = lambda tensor: None,
-    ) -> Outcome:
+    ) -> TrialOutcome:
         """Run code on the inputs, and leave them and the generators as they were found.
 
         The tensors that the code gets are no parameters: neither hooks nor `.grad` nor optimizers see them.
@@ -114,7 +114,7 @@ class Trial:
                     values |= _states(devices)
             finally:
                 restoring.restore()
-        return Outcome(values, gradients, watching.has_filled)
+        return TrialOutcome(values, gradients, watching.has_filled)
 
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor_state.apart(tensor).requires_grad_(tensor.requires_grad)

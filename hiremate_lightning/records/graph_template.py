@@ -1,6 +1,6 @@
 """A captured graph and its costs at sizes that were never traced: its numbers follow from those of a few samples.
 
-The same code at a few sizes is the same graph, node for node, with other numbers. `Expressions` or `Lines` tell how
+The same code at a few sizes is the same graph, node for node, with other numbers. `Expressions` or `FittedLines` tell how
 these follow from the sizes (`sized_numbers`). A storage has the bytes of the tensor that fills it, so these are exact
 also where they grow with the square of a length. Times are on a line through those measured: over the work that an
 operation does, or over the size where only one varies.
@@ -17,7 +17,7 @@ from .costs import Profile
 from .expressions import NoTemplateError, Sizes
 from .graph import OUTSIDE, Graph, Node, Storage, Tensor, item_bytes
 from .same_code import difference
-from .sized_numbers import Expressions, Line, Lines, Number, Values
+from .sized_numbers import Expressions, FittedLines, Line, Number, Values
 
 Costed = tuple[Graph, Profile]
 GrowingNode = tuple[Callable[..., Node], Values, Values]  # what makes it, its arithmetic, what plain PyTorch needs
@@ -37,7 +37,7 @@ class GraphTemplate:
         NoTemplateError: If the samples are other code, or a shape or a storage does not follow from the sizes.
     """
 
-    def __init__(self, samples: Sequence[Costed], numbers: Expressions | Lines, block_bytes: int = 1) -> None:
+    def __init__(self, samples: Sequence[Costed], numbers: Expressions | FittedLines, block_bytes: int = 1) -> None:
         graphs = [graph for graph, _ in samples]
         self._base, self._profile = samples[0]
         self._numbers, self._block_bytes = numbers, block_bytes

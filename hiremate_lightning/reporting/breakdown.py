@@ -162,7 +162,7 @@ def total_row(rows: Iterable[ModuleRow]) -> ModuleRow:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _PeakBlock:
     """Modules that go into one row.
 
     Attributes:
@@ -204,12 +204,12 @@ class _Modules:
     def rows(self, limit: int) -> tuple[ModuleRow, ...]:
         if not self.uses:
             return ()
-        shown = self._fold(self._children(_Block("", (), ("",))), limit)
+        shown = self._fold(self._children(_PeakBlock("", (), ("",))), limit)
         while (opened := self._open_one(shown, limit)) is not None:
             shown = opened
         return tuple(self._row(block) for block in shown)
 
-    def _children(self, block: _Block) -> list[_Block]:
+    def _children(self, block: _PeakBlock) -> list[_PeakBlock]:
         """Break a block up into the modules in it, equal ones together, and its own operations."""
         depth = block.depth + block.is_group
         above = "" if block.is_group else block.label
@@ -217,10 +217,10 @@ class _Modules:
         for names in self._equal_names(block.roots[0]):
             roots = tuple(_join(root, name) for root in block.roots for name in names)
             members = tuple(tuple(self.below[root]) for root in roots)
-            found.append(_Block(_join(above, _range_label(names)), members, roots, len(names), depth))
+            found.append(_PeakBlock(_join(above, _range_label(names)), members, roots, len(names), depth))
         if block.roots[0] in self.uses:
             label = f"{above} (itself)".strip()
-            found.append(_Block(label, tuple((root,) for root in block.roots), depth=depth))
+            found.append(_PeakBlock(label, tuple((root,) for root in block.roots), depth=depth))
         return found
 
     def _equal_names(self, path: str) -> list[list[str]]:
@@ -237,7 +237,7 @@ class _Modules:
     def _work(self, path: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
         return tuple((p[len(path) :], tuple(self.keys[p])) for p in self.below[path])
 
-    def _open_one(self, shown: list[_Block], limit: int) -> list[_Block] | None:
+    def _open_one(self, shown: list[_PeakBlock], limit: int) -> list[_PeakBlock] | None:
         """Open the largest block that can be opened and has room; None if there is none."""
         for block in sorted(shown, key=self._weight, reverse=True):
             at = shown.index(block)
@@ -251,10 +251,10 @@ class _Modules:
                 return [*shown[: at + block.is_group], *children, *shown[at + 1 :]]
         return None
 
-    def _has_parts(self, block: _Block) -> bool:
+    def _has_parts(self, block: _PeakBlock) -> bool:
         return bool(block.roots) and self.below[block.roots[0]] != [block.roots[0]]
 
-    def _fold(self, blocks: list[_Block], limit: int) -> list[_Block]:
+    def _fold(self, blocks: list[_PeakBlock], limit: int) -> list[_PeakBlock]:
         """Sum up the small blocks, and those for which the limit leaves no room, in one row."""
         ranked = sorted(blocks, key=self._weight, reverse=True)
         shown = [b for b in ranked if self._weight(b) >= _SMALL]
@@ -263,19 +263,19 @@ class _Modules:
         shown = shown[: limit - 1]
         rest = [b for b in blocks if b not in shown]
         paths = tuple(path for b in rest for member in b.members for path in member)
-        others = _Block(f"{sum(b.count for b in rest)} others", (paths,), depth=rest[0].depth)
+        others = _PeakBlock(f"{sum(b.count for b in rest)} others", (paths,), depth=rest[0].depth)
         return [*(b for b in blocks if b in shown), others]
 
-    def _weight(self, block: _Block) -> float:
+    def _weight(self, block: _PeakBlock) -> float:
         """Share of the bytes, or of the extra time, of the whole: the larger of the two."""
         use, total = add_uses(self._member_uses(block)), self.total
         size = (use.kept_bytes + use.dropped_bytes) / max(1, total.kept_bytes + total.dropped_bytes)
         return max(size, use.extra_ms / total.extra_ms if total.extra_ms else 0.0)
 
-    def _member_uses(self, block: _Block) -> list[ModuleUse]:
+    def _member_uses(self, block: _PeakBlock) -> list[ModuleUse]:
         return [add_uses(self.uses[path] for path in member) for member in block.members]
 
-    def _row(self, block: _Block) -> ModuleRow:
+    def _row(self, block: _PeakBlock) -> ModuleRow:
         members = self._member_uses(block)
         decided_alike = len({(u.kept_bytes, u.dropped_bytes, u.recomputed) for u in members}) == 1
         shares = () if decided_alike else tuple(u.kept_share for u in members)

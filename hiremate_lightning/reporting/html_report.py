@@ -26,7 +26,7 @@ from .budget_svg import frontier_svg
 from .figures import COLOURS, DrawnStep, frontier_of, frontier_words, planned_run, resident_bands, short_source
 from .lifetimes import Band, Lifetime
 from .plan_summary import all_numbers, summary_rows, verdict
-from .svg_report import LEFT, PANEL, RIGHT, Timeline, check_plan, writable
+from .svg_report import LEFT, PANEL, RIGHT, TimelineDrawing, check_plan, writable
 
 MAX_MODULE_ROWS = 40
 MAX_BLOCKS = 12  # listed of those that are live at the peak
@@ -74,8 +74,8 @@ class _Page:
     frontier: Curve | None
 
     @cached_property
-    def timeline(self) -> Timeline:
-        return Timeline(self.plan, WIDTH)
+    def timeline(self) -> TimelineDrawing:
+        return TimelineDrawing(self.plan, WIDTH)
 
     @cached_property
     def numbers(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class _Page:
 
     def _timeline(self) -> str:
         def draw(width: int) -> str:
-            return Timeline(self.plan, width).text().replace("<svg ", '<svg tabindex="0" ', 1)
+            return TimelineDrawing(self.plan, width).text().replace("<svg ", '<svg tabindex="0" ', 1)
 
         return (
             f'<div class="wide" id="timeline">{_for_screens(draw)}</div><pre id="note" aria-live="polite">{_HINT}</pre>'

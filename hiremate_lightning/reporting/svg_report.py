@@ -53,7 +53,7 @@ def write_svg(plan: Plan, path: str | Path, width: int = 860) -> Path:
         raise ValueError(f"width must be at least {MIN_WIDTH} pixels, found {width}")
     check_plan(plan)
     path = writable(path)
-    path.write_text(Timeline(plan, width).text(), encoding="utf-8")
+    path.write_text(TimelineDrawing(plan, width).text(), encoding="utf-8")
     return path
 
 
@@ -96,7 +96,7 @@ def open_svg(width: int, height: int, title: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class TimelineDrawing:
     """The picture of one plan.
 
     Attributes:

@@ -77,10 +77,10 @@ def find_finishes(
     Returns:
         By operation, what finishes one of its results, at once: all else that the steps read is there before it runs.
     """
-    return _Search(operations, outputs, overwritten).run()
+    return _FinishSearch(operations, outputs, overwritten).run()
 
 
-class _Search:
+class _FinishSearch:
     """Goes through the forward once; what finishes one operation is none that another could finish."""
 
     def __init__(

@@ -68,7 +68,7 @@ class Followed:
 
 
 @dataclass(eq=False)
-class Comparison:
+class StepComparison:
     """The planned kinds that run the same code as the step under way.
 
     Attributes:
@@ -129,7 +129,7 @@ class CurrentStep:
     record: StepRecord | None = None
     timed: TimedRun | None = None
     forwards: list[Forward] = field(default_factory=list)
-    comparison: Comparison = field(default_factory=Comparison)
+    comparison: StepComparison = field(default_factory=StepComparison)
     is_replanned: bool = False
     is_to_be_planned: bool = False
     has_captured: bool = False

@@ -36,7 +36,7 @@ from .current_step import CurrentStep, Followed, Forward
 from .ladders import Ladders
 from .plan_maker import PlanMaker
 from .planned_model import PlannedModel
-from .ways import ByProgram, Choices, LeastMemory, OwnPlan, PlanOfOtherSizes, Way, choose_way
+from .ways import ByProgram, LeastMemory, OwnPlan, PlanOfOtherSizes, Way, WayChoices, choose_way
 
 REMEMBERED = 64  # searches, whose result may serve at another size: a step may have dozens of graphs
 KEPT = 64  # programs of a part, by what ran before it in its step
@@ -298,7 +298,7 @@ class GraphPrograms:
         return kind.code or kind
 
 
-class GraphChoices(Choices):
+class GraphChoices(WayChoices):
     """What there is to choose from for a captured graph that is about to run.
 
     Args:

@@ -26,7 +26,7 @@ from .current_step import CurrentStep
 from .planned import PlannedKinds
 from .planned_model import PlannedModel
 from .templates import Templates
-from .ways import BY_GRAPHS, AsWritten, Choices, PutAside, Way, choose_way
+from .ways import BY_GRAPHS, AsWritten, PutAside, Way, WayChoices, choose_way
 
 log = logging.getLogger("hiremate_lightning")
 WORTH_A_PLAN = 1.0  # of the time that a plan takes to make, spent on saving memory at one size without a plan
@@ -242,7 +242,7 @@ class UnplannedSteps:
         return None if prediction is None else AsWritten(prediction, kind, kind)
 
 
-class StepChoices(Choices):
+class StepChoices(WayChoices):
     """What there is to choose from for a step.
 
     Args:

@@ -146,7 +146,7 @@ class PutAside(AsWritten):
 # -------------------------------------------------------------------- the choice
 
 
-class Choices:
+class WayChoices:
     """What there is to choose from for a step, or for a captured graph: each rule returns a way, or None."""
 
     def given_back(self) -> Way | None:
@@ -166,7 +166,7 @@ class Choices:
         return BY_GRAPHS
 
 
-def choose_way(choices: Choices) -> Way:
+def choose_way(choices: WayChoices) -> Way:
     """Choose how a step runs, or a captured graph of one: by the first of these rules that has a way."""
     rules = (
         choices.given_back,

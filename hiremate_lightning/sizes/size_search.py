@@ -20,7 +20,7 @@ from ..planning.planner import make_plan
 from ..planning.solvers import UNLIMITED, smallest_budget
 from ..planning.solvers.base import Problem
 from ..records.graph_template import GraphTemplate
-from ..records.sized_numbers import Line, Lines
+from ..records.sized_numbers import FittedLines, Line
 from ..records.step import Step
 from ..units import Budget
 
@@ -100,7 +100,7 @@ class Forecast:
         """Refit the step from its samples, the largest one first."""
         sizes = sorted(self.samples, reverse=True)
         costed = [(self.samples[size].graph, self.samples[size].profile) for size in sizes]
-        self._template, self._base = GraphTemplate(costed, Lines(sizes), self.block_bytes), self.samples[sizes[0]]
+        self._template, self._base = GraphTemplate(costed, FittedLines(sizes), self.block_bytes), self.samples[sizes[0]]
 
     def step_at(self, size: int) -> Step:
         """Return the step at a size; at the size of a sample, that sample."""

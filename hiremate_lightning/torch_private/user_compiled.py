@@ -28,7 +28,7 @@ from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
 from . import foreign_code, questions
-from .user_kernels import KernelCall, NotCompiledError, Operation, context_of, end_graph_at, ended
+from .user_kernels import KernelCall, KernelOperation, NotCompiledError, context_of, end_graph_at, ended
 
 __all__ = ["NotCompiledError", "cut_out", "is_authors", "opaque_words"]
 
@@ -141,7 +141,7 @@ def _autocast() -> tuple[tuple[tuple[str, bool, torch.dtype], ...], bool]:
 # ---------------------------------------------------------------- what is cut out
 
 
-def cut_out(module: fx.GraphModule) -> list[Operation]:
+def cut_out(module: fx.GraphModule) -> list[KernelOperation]:
     """Put one call in the place of what Dynamo captured of each call of a compiled function; return these.
 
     Args:
@@ -165,7 +165,7 @@ def _calls(graph: fx.Graph) -> dict[KernelCall, list[fx.Node]]:
     return calls
 
 
-def _cut(module: fx.GraphModule, call: KernelCall, nodes: list[fx.Node]) -> Operation | None:
+def _cut(module: fx.GraphModule, call: KernelCall, nodes: list[fx.Node]) -> KernelOperation | None:
     inside = set(nodes)
     read = list(dict.fromkeys(a for node in nodes for a in node.all_input_nodes if a not in inside))
     given = [node for node in nodes if any(user not in inside for user in node.users)]
@@ -180,7 +180,7 @@ def _cut(module: fx.GraphModule, call: KernelCall, nodes: list[fx.Node]) -> Oper
         values[node] = graph.node_copy(node, values.__getitem__)
         values[node].meta = {}
     graph.output(tuple(values[node] for node in given))
-    operation = Operation(call, fx.GraphModule(module, graph), len(_modules_of(nodes)) > 1)
+    operation = KernelOperation(call, fx.GraphModule(module, graph), len(_modules_of(nodes)) > 1)
     with module.graph.inserting_after(nodes[-1]):
         whole = module.graph.call_function(operation, tuple(read))
     origin = {name: value for name, value in nodes[-1].meta.items() if name != _MARK}

@@ -74,7 +74,7 @@ def end_graph_at(function: Any) -> None:
 class NotCompiledError(Exception):
     """A compiled function was traced with inputs for which there are no kernels yet; make them, and trace again."""
 
-    def __init__(self, operation: Operation, shown: _Shown) -> None:
+    def __init__(self, operation: KernelOperation, shown: _Shown) -> None:
         super().__init__(f"{operation.name} is not compiled yet")
         self.operation, self.shown = operation, shown
 
@@ -83,7 +83,7 @@ class NotCompiledError(Exception):
         self.operation.compile(self.shown)
 
 
-class Operation:
+class KernelOperation:
     """A call of a compiled function, as one operation of a captured graph.
 
     Args:

@@ -29,7 +29,7 @@ MODULE_WEIGHT = 0.8  # factor on the bytes of a cut for each level of modules th
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class ChainLink:
     """One link of a chain.
 
     Attributes:
@@ -67,7 +67,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ChainSpan:
     """What is in memory in a part of the backward.
 
     Attributes:
@@ -79,22 +79,24 @@ class Span:
     own: frozenset[int]
 
 
-def links(model: StepModel, count: int) -> list[Link]:
+def links(model: StepModel, count: int) -> list[ChainLink]:
     """Cut a step into at most so many links."""
     cuts = _cuts(model.graph, count)
-    made: list[Link] = []
+    made: list[ChainLink] = []
     free, crossing = deque(s for s in model.choices if s in model.producer), set[int]()
     for first, last in pairwise(cuts):
         crossing = {s for s in crossing if model.last_forward_use(s) >= first}
         tape = []
         while free and model.made_at[free[0]] < last:
             tape.append(free.popleft())
-        made.append(Link(model.graph.forward[first:last], first, frozenset(crossing), tuple(tape), frozenset(), 0, 0))
+        made.append(
+            ChainLink(model.graph.forward[first:last], first, frozenset(crossing), tuple(tape), frozenset(), 0, 0)
+        )
         crossing.update(tape)
     return _with_backwards(model, made)
 
 
-def _with_backwards(model: StepModel, chain: Sequence[Link]) -> list[Link]:
+def _with_backwards(model: StepModel, chain: Sequence[ChainLink]) -> list[ChainLink]:
     """Assign to each link its part of the backward, and what that part reads of the link's tape."""
     count, link_of = len(model.reads), {s: number for number, link in enumerate(chain) for s in link.tape}
     latest = [max((link_of[s] for s in reads if s in link_of), default=-1) for reads in model.reads]
@@ -118,7 +120,7 @@ def _with_backwards(model: StepModel, chain: Sequence[Link]) -> list[Link]:
     return made
 
 
-def chains_of(search: Search, name: str, lengths: Iterable[int]) -> list[list[Link]]:
+def chains_of(search: Search, name: str, lengths: Iterable[int]) -> list[list[ChainLink]]:
     """Cut a step into chains of several lengths; note it where it is none.
 
     Args:
@@ -141,7 +143,7 @@ def chains_of(search: Search, name: str, lengths: Iterable[int]) -> list[list[Li
     return chains
 
 
-def _width(model: StepModel, link: Link) -> int:
+def _width(model: StepModel, link: ChainLink) -> int:
     """Count the values that cross the cut before a link and are not small beside the largest of them, as masks are."""
     sizes = [model.sizes[s] for s in link.input]
     return sum(size >= LARGE_SHARE * max(sizes) for size in sizes)
@@ -209,7 +211,7 @@ def last_needs(model: StepModel) -> dict[int, int]:
     return found
 
 
-def policy_of(model: StepModel, spans: Mapping[int, Span]) -> Policy:
+def policy_of(model: StepModel, spans: Mapping[int, ChainSpan]) -> Policy:
     """Return the policy that holds what each span of the backward says, from its first position on.
 
     Args:
@@ -263,7 +265,7 @@ class ChainBytes:
         again: For each link, most bytes beside choices as it runs again.
     """
 
-    def __init__(self, model: StepModel, chain: Sequence[Link]) -> None:
+    def __init__(self, model: StepModel, chain: Sequence[ChainLink]) -> None:
         """Add them up.
 
         Args:

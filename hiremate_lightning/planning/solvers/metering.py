@@ -71,7 +71,7 @@ class Price:
         return min(max(1, int((limit_s - self.fixed_s) / self.iteration_s)), MOST_ITERATIONS)
 
 
-class Meter:
+class SolverMeter:
     """Counts the work of solving one program, and ends it at a limit.
 
     Args:

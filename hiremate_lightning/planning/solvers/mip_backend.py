@@ -18,7 +18,7 @@ from functools import cache
 import mip
 
 from .base import SolveOptions, Status
-from .metering import Meter, Price
+from .metering import Price, SolverMeter
 from .work import Work
 
 log = logging.getLogger("hiremate_lightning")
@@ -157,7 +157,7 @@ def solve(
         model.start = list(zip(variables, start, strict=True))
     if relax and backend_name(options) == "CBC":  # without an integer, CBC takes a way that writes to the console
         model.add_var(lb=0.0, ub=0.0, var_type=mip.INTEGER)
-    work, meter = work or Work(time_limit_s), Meter(price_of(program, relax), time_limit_s)
+    work, meter = work or Work(time_limit_s), SolverMeter(price_of(program, relax), time_limit_s)
     status = meter.optimize(model, work.clock_left_s)
     work.add(meter.work_s)
     return _read(model, variables, program, status, relax)

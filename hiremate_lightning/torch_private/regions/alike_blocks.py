@@ -1,6 +1,6 @@
 """One joint trace for blocks that are alike: what AOTAutograd traces of one of them is written out for each.
 
-Where Dynamo's trace of a module was copied (`module_traces`), the nodes of each copy carry a `Mark`. `fold` puts one
+Where Dynamo's trace of a module was copied (`module_traces`), the nodes of each copy carry a `TraceMark`. `fold` puts one
 node in the place of each such block, after it was compared with the first one: the same operations on inputs of the
 same kind. The joint graph of a block is traced once, apart (`block_templates`), and `block_templates.write_out` puts it
 into the joint graph of everything. Blocks that nothing shows to be safe are traced as they are.
@@ -23,9 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from .. import autocasting, double_backward, tensor_state
 from ..size_symbols import NUMBERS, at_numbers
-from .block_templates import BlockCall, Stacks, Strides, Template, call_block, hand_over
+from .block_templates import BlockCall, BlockTemplate, Stacks, Strides, call_block, hand_over
 from .likeness import UnlikeError, equal, expect, facts_of, is_plain
-from .module_traces import MARK, Mark
+from .module_traces import MARK, TraceMark
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -40,7 +40,7 @@ _MODES: dict[Any, Callable[..., int]] = {  # what each node adds to the modes th
 
 
 @dataclass(frozen=True)
-class Block:
+class AlikeBlock:
     """Some nodes of captured code that follow each other, and what they read and give.
 
     Attributes:
@@ -54,7 +54,7 @@ class Block:
     outputs: tuple[int, ...]
 
     @classmethod
-    def of(cls, nodes: Sequence[fx.Node]) -> Block:
+    def of(cls, nodes: Sequence[fx.Node]) -> AlikeBlock:
         """Find out what some nodes read and give."""
         inner = set(nodes)
         read = (value for node in nodes for value in _nodes_in(node))
@@ -62,7 +62,7 @@ class Block:
         outputs = tuple(i for i, node in enumerate(nodes) if not inner.issuperset(node.users))
         return cls(tuple(nodes), inputs, outputs)
 
-    def expect_like(self, other: Block) -> None:
+    def expect_like(self, other: AlikeBlock) -> None:
         """Compare with another block.
 
         Raises:
@@ -118,7 +118,7 @@ def fold(code: fx.GraphModule) -> Folded:
     Returns:
         The code with such nodes; the code itself where there are none.
     """
-    calls = dict[Block, BlockCall]()
+    calls = dict[AlikeBlock, BlockCall]()
     context = TracingContext.try_get()
     if context is not None and context.fake_mode is not None:
         for blocks in _blocks_of(code):
@@ -129,7 +129,7 @@ def fold(code: fx.GraphModule) -> Folded:
     return Folded(_with_calls(code, calls), tuple(calls.values())) if calls else Folded(code)
 
 
-def _blocks_of(code: fx.GraphModule) -> Iterator[list[Block]]:
+def _blocks_of(code: fx.GraphModule) -> Iterator[list[AlikeBlock]]:
     """List the blocks that Dynamo's traces were copied for, those of a trace together.
 
     There are none in code that may set modes other than those of gradients and autocast, and none where these are set.
@@ -147,12 +147,12 @@ def _blocks_of(code: fx.GraphModule) -> Iterator[list[Block]]:
             log.debug("Blocks that are alike are traced one by one: %s is no plain operation", node)
             return
         elif MARK in node.meta and not changed:
-            mark: Mark = node.meta[MARK]
+            mark: TraceMark = node.meta[MARK]
             marked[mark.trace][mark.call].append((index, node))
     for by_call in marked.values():
         nodes = [[node for _, node in places] for _, places in sorted(by_call.items()) if _is_whole(places)]
         if nodes and len(nodes[0]) >= FEWEST_NODES:
-            yield [Block.of(block) for block in nodes]
+            yield [AlikeBlock.of(block) for block in nodes]
 
 
 def _is_whole(places: Sequence[tuple[int, fx.Node]]) -> bool:
@@ -173,7 +173,9 @@ def _is_plain_operation(node: fx.Node, numbers: Mapping[Any, int]) -> bool:
     return is_of_values and is_static and "example_value" in node.meta and "_functorch" not in where
 
 
-def _calls_of(blocks: Sequence[Block], mode: FakeTensorMode, numbers: Mapping[Any, int]) -> dict[Block, BlockCall]:
+def _calls_of(
+    blocks: Sequence[AlikeBlock], mode: FakeTensorMode, numbers: Mapping[Any, int]
+) -> dict[AlikeBlock, BlockCall]:
     """Trace the first one of some blocks, and list those for which that trace holds."""
     first = blocks[0]
     expect(not first.changes_inputs(), "what a block does to its inputs")
@@ -184,8 +186,8 @@ def _calls_of(blocks: Sequence[Block], mode: FakeTensorMode, numbers: Mapping[An
     shared = {p for p in set[int]().union(*(block.shared() for block in alike)) if inputs[p].requires_grad}
 
     @functools.cache
-    def make(strides: Strides = ()) -> Template:
-        return Template.of(_code_of(first, sorted(shared), strides), inputs, sorted(shared), mode)
+    def make(strides: Strides = ()) -> BlockTemplate:
+        return BlockTemplate.of(_code_of(first, sorted(shared), strides), inputs, sorted(shared), mode)
 
     template = make()
     given = {p for p, value in enumerate(first.inputs) if value.op == "placeholder"}
@@ -196,7 +198,7 @@ def _calls_of(blocks: Sequence[Block], mode: FakeTensorMode, numbers: Mapping[An
     return {block: BlockCall(template, _stacks(first, block), make) for block in alike}
 
 
-def _is_like(first: Block, block: Block) -> bool:
+def _is_like(first: AlikeBlock, block: AlikeBlock) -> bool:
     try:
         first.expect_like(block)
     except UnlikeError as error:
@@ -241,7 +243,7 @@ def _compare_arguments(one: Any, other: Any, pairs: dict[fx.Node, fx.Node]) -> N
             expect(is_plain(value) and (value is another or equal(value, another)), "a constant of a block")
 
 
-def _code_of(block: Block, shared: Sequence[int], strides: Strides) -> fx.GraphModule:
+def _code_of(block: AlikeBlock, shared: Sequence[int], strides: Strides) -> fx.GraphModule:
     """Make code of a block, which also returns copies of some inputs.
 
     Args:
@@ -264,14 +266,14 @@ def _code_of(block: Block, shared: Sequence[int], strides: Strides) -> fx.GraphM
     return fx.GraphModule({}, graph)
 
 
-def _stacks(first: Block, block: Block) -> Stacks:
+def _stacks(first: AlikeBlock, block: AlikeBlock) -> Stacks:
     """List the modules that the nodes of a block are in, by those of the first one's."""
     pairs = zip(first.nodes, block.nodes, strict=True)
     stacks = [(node.meta.get("nn_module_stack"), another.meta.get("nn_module_stack")) for node, another in pairs]
     return {tuple(stack.items()): another for stack, another in stacks if stack and another}
 
 
-def _with_calls(code: fx.GraphModule, calls: dict[Block, BlockCall]) -> fx.GraphModule:
+def _with_calls(code: fx.GraphModule, calls: dict[AlikeBlock, BlockCall]) -> fx.GraphModule:
     """Copy captured code, with one node for each block."""
     graph, copies = fx.Graph(), dict[fx.Node, Any]()
     block_at = {block.nodes[0]: block for block in calls}

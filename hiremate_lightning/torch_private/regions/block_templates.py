@@ -53,7 +53,7 @@ class _TracedError(Exception):
     """A joint graph is there: nothing is compiled."""
 
 
-class Template:
+class BlockTemplate:
     """The joint graph of a block.
 
     Args:
@@ -166,7 +166,7 @@ class Template:
     @classmethod
     def of(
         cls, code: fx.GraphModule, inputs: Sequence[torch.Tensor], shared: Sequence[int], mode: FakeTensorMode
-    ) -> Template:
+    ) -> BlockTemplate:
         """Trace a block.
 
         Args:
@@ -178,7 +178,7 @@ class Template:
         Raises:
             UnlikeError: It has no gradients, or its joint graph can't be written into another one.
         """
-        made: list[Template] = []
+        made: list[BlockTemplate] = []
         metadata: list[ViewAndMutationMeta] = []
         trace = graph_capture.create_functionalized_fn
 
@@ -227,7 +227,7 @@ class BlockCall:
         strides: Of the gradients as they came; None before that.
     """
 
-    def __init__(self, template: Template, stacks: Stacks, make: Callable[[Strides], Template]) -> None:
+    def __init__(self, template: BlockTemplate, stacks: Stacks, make: Callable[[Strides], BlockTemplate]) -> None:
         self.template, self.stacks, self.number = template, stacks, next(_numbers)
         self.strides: list[tuple[int, ...]] | None = None
         self._make = make
@@ -258,11 +258,11 @@ class BlockCall:
 
 def call_block(number: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Run what stands in for a block while it is traced."""
-    results: tuple[torch.Tensor, ...] = _Block.apply(number, *inputs)  # type: ignore[no-untyped-call]
+    results: tuple[torch.Tensor, ...] = _TracedBlock.apply(number, *inputs)  # type: ignore[no-untyped-call]
     return results
 
 
-class _Block(torch.autograd.Function):
+class _TracedBlock(torch.autograd.Function):
     """Stands in for a block: one operator forward, and one backward."""
 
     @staticmethod
@@ -417,7 +417,7 @@ class _Writing:
         self._move(sums, call.template, copies)
         self._graph.erase_node(place)
 
-    def _move(self, sums: dict[fx.Node, fx.Node], template: Template, copies: dict[fx.Node, Any]) -> None:
+    def _move(self, sums: dict[fx.Node, fx.Node], template: BlockTemplate, copies: dict[fx.Node, Any]) -> None:
         """Add terms of gradients where the trace of everything adds them: as soon as they are there."""
         last = dict[fx.Node | None, fx.Node]()
         for term, before in template.added_after.items():  # in the order in which they are added

@@ -82,7 +82,7 @@ def _frames(tx: Any) -> Iterator[Any]:
 
 
 @dataclass(frozen=True)
-class Call:
+class TracedCall:
     """A call of a module: the module, and what it is called with."""
 
     module: UnspecializedNNModuleVariable

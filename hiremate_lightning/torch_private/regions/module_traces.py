@@ -25,7 +25,7 @@ from torch._ops import HigherOrderOperator
 from .. import tensor_state
 from .likeness import Likeness, Read, UnlikeError, expect, facts_of, facts_of_inner, is_plain
 from .memoryless import Memory, can_be_made
-from .module_calls import Call, Leaves, is_constant, realized
+from .module_calls import Leaves, TracedCall, is_constant, realized
 
 FEWEST_NODES = 4  # in a trace: less is traced as fast as it is compared
 MARK = "hiremate_block"  # in the metadata of nodes
@@ -44,7 +44,7 @@ class CopyError(Exception):
 
 
 @dataclass(frozen=True)
-class Mark:
+class TraceMark:
     """What a node is a copy of, or is copied as.
 
     Attributes:
@@ -90,7 +90,7 @@ class Trace:
         copies: How many there are.
     """
 
-    def __init__(self, call: Call, result: Any, added: Added, changes_before: int, age: int) -> None:
+    def __init__(self, call: TracedCall, result: Any, added: Added, changes_before: int, age: int) -> None:
         self.call, self.result = call, result
         self.nodes, self.inputs = added.nodes, added.inputs
         self.calls_before, self.calls = added.calls_before, added.calls
@@ -119,7 +119,7 @@ class Trace:
             self._read = Read(self.call.tx.output, self.call.source, aliases)
         return self._read
 
-    def compare(self, other: Call) -> Leaves:
+    def compare(self, other: TracedCall) -> Leaves:
         """Compare what another call gets, and when it comes, with those of the traced one.
 
         Raises:
@@ -132,7 +132,7 @@ class Trace:
             leaves.compare(one, another, other.tx.output.side_effects)
         return leaves
 
-    def copy_for(self, other: Call, leaves: Leaves, aliases: Sequence[tuple[Source, Source]]) -> Any:
+    def copy_for(self, other: TracedCall, leaves: Leaves, aliases: Sequence[tuple[Source, Source]]) -> Any:
         """Return what another call returns, with the nodes for it in the graph.
 
         Args:
@@ -182,7 +182,7 @@ class Copy:
     def __init__(
         self,
         trace: Trace,
-        call: Call,
+        call: TracedCall,
         leaves: Leaves,
         likeness: Likeness,
         inputs: dict[fx.Node, Source | None],
@@ -208,8 +208,8 @@ class Copy:
         for position, node in enumerate(self._trace.nodes):
             copy = self._others[node] = self._node(node, calls_before)
             self._value(node, copy, memory)
-            node.meta[MARK] = Mark(self._trace.number, 0, position)
-            copy.meta[MARK] = Mark(self._trace.number, self._trace.copies, position)
+            node.meta[MARK] = TraceMark(self._trace.number, 0, position)
+            copy.meta[MARK] = TraceMark(self._trace.number, self._trace.copies, position)
         for name, count in self._trace.calls.items():
             other = self._renamed(name)
             self._tx.num_calls[other] = self._tx.num_calls.get(other, 0) + count

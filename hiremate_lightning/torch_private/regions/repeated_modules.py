@@ -43,7 +43,7 @@ from torch._guards import Source
 
 from ..replacing import replaced
 from .likeness import UnlikeError, expect, is_plain
-from .module_calls import Call, Circumstances, note_unseen, realized, unseen
+from .module_calls import Circumstances, TracedCall, note_unseen, realized, unseen
 from .module_traces import Added, CopyError, Trace, can_be_copied, nodes_after, taking_gradients
 
 log = logging.getLogger("hiremate_lightning")
@@ -126,7 +126,7 @@ class _Traces:
         self._by_class: defaultdict[type, list[Trace]] = defaultdict(list)
         self._misses = Counter[type]()
 
-    def call(self, call: Call) -> Any:
+    def call(self, call: TracedCall) -> Any:
         """Copy a trace that holds for a call, or else trace it."""
         kind = type(call.module.value)
         if self._misses[kind] == _MOST_MISSES:
@@ -152,7 +152,7 @@ class _Traces:
         self._misses[kind] += is_missed
         return self._trace(call)
 
-    def _trace(self, call: Call) -> Any:
+    def _trace(self, call: TracedCall) -> Any:
         output, tx = call.tx.output, call.tx
         age, changes_before, hidden_before = next(_ages), len(self.changes), self._hidden()
         last, inputs_before, calls_before = output.graph._root.prev, len(output.placeholders), dict(tx.num_calls)
@@ -183,7 +183,7 @@ def _call_or_copy(module: UnspecializedNNModuleVariable, tx: Any, arguments: lis
     if not is_plain or is_whole or source is None or not value._modules:
         return _call(module, tx, arguments, named)
     try:
-        call = Call(module, source, tx, tuple(arguments), dict(named), Circumstances.of(tx))
+        call = TracedCall(module, source, tx, tuple(arguments), dict(named), Circumstances.of(tx))
     except UnlikeError:
         return _call(module, tx, arguments, named)
     return _traces_of(tx.output).call(call)

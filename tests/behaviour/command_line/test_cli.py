@@ -18,7 +18,7 @@ import torch
 from hiremate_lightning.command_line import commands, doctor
 from hiremate_lightning.command_line.arguments import HALF_TYPES, OPTIMIZERS, TYPES, check_factory
 from hiremate_lightning.command_line.cli import main
-from hiremate_lightning.command_line.doctor import Verdict
+from hiremate_lightning.command_line.doctor import Grade
 from hiremate_lightning.command_line.factory import Workload, find_factory, parse_inputs
 from hiremate_lightning.command_line.importing import import_failures
 from hiremate_lightning.errors import ConfigurationError
@@ -715,10 +715,10 @@ class TestDoctor:
 
         monkeypatch.setattr(doctor, "version", version_of)
         found = {f.name: f for f in doctor.examine()}
-        assert found["accelerate"].verdict is Verdict.BAD
-        assert found["lightning"].verdict is Verdict.BAD
+        assert found["accelerate"].verdict is Grade.BAD
+        assert found["lightning"].verdict is Grade.BAD
         assert "2.4.1, but " in found["lightning"].words
-        assert found["timm"].verdict is Verdict.KNOW
+        assert found["timm"].verdict is Grade.KNOW
         assert "lightning 2.4.1 and torch 99.0" in found  # they fail together
 
     @pytest.mark.usefixtures("_no_small_plan")
@@ -742,7 +742,7 @@ class TestDoctor:
         asked = []
         monkeypatch.setattr(doctor, "small_plan", lambda device: "left out")
         monkeypatch.setattr(doctor, "import_failures", lambda names: asked.extend(names) or {})
-        found = [f.name for f in doctor.examine() if f.verdict is Verdict.GOOD and re.fullmatch(r"[a-z-]+", f.name)]
+        found = [f.name for f in doctor.examine() if f.verdict is Grade.GOOD and re.fullmatch(r"[a-z-]+", f.name)]
         assert {doctor.MODULES.get(name, name) for name in found} - {"python", "torch", "cpu"} <= {*asked}
         assert {"lightning", "accelerate", "mip", "rich", "hiremate_lightning.callbacks"} <= {*asked}
 
@@ -774,7 +774,7 @@ class TestDoctor:
     def test_a_torch_that_was_not_tried_is_told(self):
         with hacks.as_on("9.9"):
             found = {f.name: f for f in doctor.examine()}
-        assert found["torch"].verdict is Verdict.KNOW
+        assert found["torch"].verdict is Grade.KNOW
         assert "was not tried (only 2.11, " in found["torch"].words
         assert "code is captured plainly, without: small buckets, messages once, guards once" in found["torch"].words
 

@@ -18,7 +18,7 @@ from hiremate_lightning.measuring.profiling import CostCache
 from hiremate_lightning.records.costs import estimate, step_time_ms
 from hiremate_lightning.records.graph_template import GraphTemplate
 from hiremate_lightning.records.simulation import simulate_plain
-from hiremate_lightning.records.sized_numbers import Lines
+from hiremate_lightning.records.sized_numbers import FittedLines
 from hiremate_lightning.rewriting.replays import DRAW_MASK
 from hiremate_lightning.torch_private import tensor_state
 from tests.exact import TORCH
@@ -303,7 +303,7 @@ def test_costs_can_be_measured_where_the_device_is():
 
 def test_a_step_scales_from_two_sizes_to_what_is_captured_at_a_third():
     steps = {size: estimated(capture(Mixed, size=size)) for size in (4, 8, 96)}
-    template = GraphTemplate([(steps[size].graph, steps[size].profile) for size in (4, 8)], Lines((4, 8)))
+    template = GraphTemplate([(steps[size].graph, steps[size].profile) for size in (4, 8)], FittedLines((4, 8)))
 
     assert template.at((96,))[0].storages == steps[96].graph.storages
 

@@ -23,7 +23,7 @@ from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.options import make_options
 from hiremate_lightning.proofs import proving, trials
 from hiremate_lightning.proofs.differences import differences
-from hiremate_lightning.proofs.trials import Outcome, Trial
+from hiremate_lightning.proofs.trials import Trial, TrialOutcome
 from hiremate_lightning.reporting.html_report import write_html
 from hiremate_lightning.reporting.terminal import plan_table
 from hiremate_lightning.rewriting import assignments, casts, finishing, kernels, losses, pooling, views
@@ -226,8 +226,8 @@ def test_a_proof_keeps_the_first_step_within_its_budget(monkeypatch, share):
     """
     peaks, run = [], Trial.run
 
-    def measured(*arguments: Any, **options: Any) -> Outcome:
-        found = list[Outcome]()
+    def measured(*arguments: Any, **options: Any) -> TrialOutcome:
+        found = list[TrialOutcome]()
         peaks.append(measure_peak(lambda: found.append(run(*arguments, **options))))
         return found[0]
 

@@ -16,7 +16,7 @@ from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.proofs import trials
 from hiremate_lightning.proofs.differences import differences
 from hiremate_lightning.proofs.segments import Observed, Segmented, cut
-from hiremate_lightning.proofs.trials import Outcome, Trial
+from hiremate_lightning.proofs.trials import Trial, TrialOutcome
 
 WIDTH, ROWS, DEPTH = 64, 512, 8
 LEAST_BLOCKS = 4  # of the size of a layer's output, for values of the forward: 8 to 34 in a plain step
@@ -132,7 +132,7 @@ def test_values_between_segments_are_moved_to_files(monkeypatch, make):
     segmented = in_segments(code, trial, LEAST_BLOCKS * block_bytes)
     assert segmented is not None
     assert segmented.is_aside
-    found = list[Outcome]()
+    found = list[TrialOutcome]()
     in_files = replace(trial, files=Files())
     peak_bytes = measure_peak(lambda: found.append(in_files.run(segmented)))
     assert peak_bytes <= (LEAST_BLOCKS + GRADIENT_BLOCKS) * block_bytes

@@ -16,7 +16,7 @@ from hiremate_lightning import hiremate
 from hiremate_lightning.capturing.absent import Absence
 from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.proofs.trials import Outcome
+from hiremate_lightning.proofs.trials import TrialOutcome
 from hiremate_lightning.running import program
 from hiremate_lightning.running.template import ProgramTemplate
 from hiremate_lightning.testing import captured_count, is_from_template, is_plain
@@ -141,7 +141,7 @@ def test_decisions_are_proved_at_half_a_length_or_there(
     """At the length itself where the outcome at half of it has NaN: these equal each other."""
     torch._dynamo.reset()
     if tells_nothing:
-        monkeypatch.setattr(Outcome, "has_nan", property(lambda _: True))
+        monkeypatch.setattr(TrialOutcome, "has_nan", property(lambda _: True))
     budget_bytes, _ = budget_of(FIRST, 0.75)
     plain, planned = Training(small_gpt()), Training(hiremate(small_gpt(), budget_bytes, verbose=False))
     for length in [FIRST, FIRST, SHORT, LONG, *NEW]:

@@ -10,7 +10,7 @@ import pytest
 
 from hiremate_lightning.kinds.history import History, Order
 from hiremate_lightning.kinds.step_kind import PlanState, Reason
-from hiremate_lightning.kinds.watching import IN_A_ROW, TO_PLAN, Expected, Saw, Schedule, Watch, WatchPolicy
+from hiremate_lightning.kinds.watching import IN_A_ROW, TO_PLAN, Expected, LookSchedule, Saw, Watch, WatchPolicy
 
 KIND, OTHER, SIZE = (0,), (1,), 100
 
@@ -102,7 +102,7 @@ def test_each_step_has_its_reason_to_be_watched(expected, reason):
 
 
 def test_a_schedule_has_looks_at_once_and_then_at_doubled_steps():
-    schedule, looks, found = Schedule(at_once=2, first=8), 0, []
+    schedule, looks, found = LookSchedule(at_once=2, first=8), 0, []
     for steps in range(100):
         if schedule.is_due(looks, steps):
             looks += 1

@@ -18,7 +18,7 @@ from hiremate_lightning import hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.command_line.cli import SOLVERS
 from hiremate_lightning.planning.solvers import base, get_strategy, strategy_names
-from hiremate_lightning.planning.solvers.chain import ChainBytes, Link, Span, links, policy_of
+from hiremate_lightning.planning.solvers.chain import ChainBytes, ChainLink, ChainSpan, links, policy_of
 from hiremate_lightning.planning.solvers.incumbent import Search
 from hiremate_lightning.planning.solvers.methods import checkmate, chen, dtr, min_memory, rockmate, rotor, twremat
 from hiremate_lightning.planning.solvers.model import StepModel
@@ -173,10 +173,12 @@ def test_blocks_are_cut_where_modules_end():
 # ---------------------------------------------------------------- rotor
 
 
-def persistent_schedules(chain: list[Link], s: int, t: int, outer: frozenset[int]) -> Iterator[dict[int, Span]]:
+def persistent_schedules(
+    chain: list[ChainLink], s: int, t: int, outer: frozenset[int]
+) -> Iterator[dict[int, ChainSpan]]:
     """Enumerate the persistent schedules of links s to t: hold what s saves, or run up to q and keep its input."""
     here = outer | chain[s].input
-    own = {chain[s].begins: Span(here | chain[s].own, frozenset(chain[s].tape))}
+    own = {chain[s].begins: ChainSpan(here | chain[s].own, frozenset(chain[s].tape))}
     if s == t:
         yield own
         return
@@ -310,20 +312,20 @@ def test_chen_keeps_the_inputs_of_sqrt_n_segments():
 @given(st.integers(0, 10**6), st.integers(3, 14))
 def test_the_cost_of_an_evicted_neighbourhood_follows_each_change(seed: int, length: int):
     model, rng = StepModel(problem_of(random_graph(seed, length), 0)), random.Random(seed)
-    near = dtr.Neighbourhoods(model)
+    near = dtr.EvictedNeighbours(model)
     for _ in range(30):
         storage = rng.choice(model.choices or (0,))
         if storage not in model.producer:
             continue
         near.change(storage, is_evicted=storage not in near.evicted)
-        afresh = dtr.Neighbourhoods(model)
+        afresh = dtr.EvictedNeighbours(model)
         afresh.evicted.update(near.evicted)
         others = [s for s in model.choices if s not in near.evicted]
         assert [near.cost_ms(s) for s in others] == [afresh.cost_ms(s) for s in others]
 
 
 def test_dtr_gives_up_what_is_large_old_and_cheap_first():
-    run = dtr.Run(StepModel(problem_of(uneven_chain(3, 8), 0)), limit_bytes=10**9, deadline=math.inf)
+    run = dtr.DtrRun(StepModel(problem_of(uneven_chain(3, 8), 0)), limit_bytes=10**9, deadline=math.inf)
     assert run.policy() is not None
     run.live = set(run._model.producer)
     run._read_ms = dict.fromkeys(run.live, 0.0)

@@ -7,12 +7,12 @@ import torch
 
 from hiremate_lightning.proofs import differences as module
 from hiremate_lightning.proofs.differences import differences
-from hiremate_lightning.proofs.trials import Outcome
+from hiremate_lightning.proofs.trials import TrialOutcome
 
 
-def gradients(count: int, factor: float = 1.0) -> Outcome:
+def gradients(count: int, factor: float = 1.0) -> TrialOutcome:
     drawn = torch.Generator().manual_seed(0)
-    return Outcome({}, {f"gradient {i}": factor * torch.randn(100, generator=drawn) for i in range(count)})
+    return TrialOutcome({}, {f"gradient {i}": factor * torch.randn(100, generator=drawn) for i in range(count)})
 
 
 def test_all_gradients_are_looked_at_a_few_times_where_all_differ(monkeypatch):
@@ -26,8 +26,8 @@ def test_all_gradients_are_looked_at_a_few_times_where_all_differ(monkeypatch):
     assert len(looked_at) <= 3 * 50
 
 
-def rounded(expected: Outcome, factor: float) -> Outcome:
-    return Outcome({}, {name: factor * value for name, value in expected.gradients.items()})
+def rounded(expected: TrialOutcome, factor: float) -> TrialOutcome:
+    return TrialOutcome({}, {name: factor * value for name, value in expected.gradients.items()})
 
 
 def test_values_may_be_as_far_apart_as_two_eager_runs():
@@ -59,7 +59,7 @@ def test_pieces_find_the_largest_difference_wherever_it_is(monkeypatch, size):
         found = expected.clone()
         found.view(-1)[place] = 2.0
         found.view(-1)[(place + 5) % 12] = -1.0
-        (difference,), _ = differences(Outcome({"output 0": expected}, {}), Outcome({"output 0": found}, {}))
+        (difference,), _ = differences(TrialOutcome({"output 0": expected}, {}), TrialOutcome({"output 0": found}, {}))
         assert difference.words == "output 0 has 2 where eager PyTorch has 0, 2 of 12 values differ"
         assert not difference.is_rounding
 
@@ -79,7 +79,7 @@ def test_what_is_the_same_is_no_difference(name):
     one, other = ALIKE[name]
     if name.startswith("NaN of"):
         one, other = one.view(torch.float32), other.view(torch.float32)
-    assert differences(Outcome({"x": one}, {}), Outcome({"x": other}, {})) == ([], [])
+    assert differences(TrialOutcome({"x": one}, {}), TrialOutcome({"x": other}, {})) == ([], [])
 
 
 APART = {
@@ -96,5 +96,5 @@ APART = {
 @pytest.mark.parametrize("name", APART)
 def test_what_differs_is_told_from_rounding(name):
     one, other, is_rounding = APART[name]
-    (difference,), _ = differences(Outcome({"x": one}, {}), Outcome({"x": other}, {}))
+    (difference,), _ = differences(TrialOutcome({"x": one}, {}), TrialOutcome({"x": other}, {}))
     assert difference.is_rounding == is_rounding

@@ -13,7 +13,7 @@ from hiremate_lightning.records.graph_template import GraphTemplate
 from hiremate_lightning.records.same_code import difference
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.simulation import simulate
-from hiremate_lightning.records.sized_numbers import Expressions, Lines
+from hiremate_lightning.records.sized_numbers import Expressions, FittedLines
 from tests.tiny import Builder, chain, shaped, transformer
 
 SIZES = [(5,), (9,), (13,)]
@@ -79,7 +79,7 @@ def test_other_code_at_another_size_means_no_template():
 
 
 def on_lines(samples: dict[int, tuple[Graph, Profile]], block_bytes: int = 1) -> GraphTemplate:
-    return GraphTemplate(list(samples.values()), Lines(list(samples)), block_bytes)
+    return GraphTemplate(list(samples.values()), FittedLines(list(samples)), block_bytes)
 
 
 @pytest.mark.parametrize("build", [lambda n: chain(4, 100 * n), lambda n: transformer(2, size=64 * n)])

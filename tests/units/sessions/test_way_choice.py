@@ -10,7 +10,7 @@ from hiremate_lightning.kinds.plain_steps import PlainWay, Prediction
 from hiremate_lightning.kinds.step_kind import StepKind
 from hiremate_lightning.sessions.current_step import CurrentStep
 from hiremate_lightning.sessions.unplanned import StepChoices
-from hiremate_lightning.sessions.ways import BY_GRAPHS, AsWritten, Choices, PutAside, Way, choose_way
+from hiremate_lightning.sessions.ways import BY_GRAPHS, AsWritten, PutAside, Way, WayChoices, choose_way
 
 RULES = ("given_back", "own_plan", "without_plan", "plan_of_other_sizes", "least_memory")
 KIND = StepKind((0,))
@@ -25,7 +25,7 @@ def test_the_first_rule_that_has_a_way_decides(first):
         return lambda: (asked.append(number), None if number < first else ways[number])[1]
 
     ways = [Way() for _ in RULES]
-    choices = Choices()
+    choices = WayChoices()
     for number, name in enumerate(RULES):
         setattr(choices, name, rule(number))
     assert choose_way(choices) is ways[first]
@@ -33,7 +33,7 @@ def test_the_first_rule_that_has_a_way_decides(first):
 
 
 def test_where_no_rule_has_a_way_graphs_choose():
-    assert choose_way(Choices()) is BY_GRAPHS
+    assert choose_way(WayChoices()) is BY_GRAPHS
 
 
 def without_plan(way: PlainWay, released: StepKind | None = None) -> AsWritten:

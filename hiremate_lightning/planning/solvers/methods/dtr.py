@@ -39,7 +39,7 @@ def propose(search: Search) -> Iterator[Policy]:
     """Propose what the heuristic does under the budget, and under smaller ones until that fits."""
     deadline = search.within(PROPOSING_SHARE)
     for share in WORKING_BUDGETS:
-        policy = Run(search.model, int(share * search.limit), deadline).policy()
+        policy = DtrRun(search.model, int(share * search.limit), deadline).policy()
         if policy is None:
             return
         yield policy
@@ -47,7 +47,7 @@ def propose(search: Search) -> Iterator[Policy]:
             return
 
 
-class Run:
+class DtrRun:
     """One step under the heuristic.
 
     Attributes:
@@ -65,7 +65,7 @@ class Run:
         """
         self._model, self._limit, self._deadline = model, limit_bytes, deadline
         self._last_need = last_needs(self._model)
-        self._near = Neighbourhoods(self._model)
+        self._near = EvictedNeighbours(self._model)
         self.live, self.evicted = set[int](), self._near.evicted
         self._live_bytes, self._clock_ms = 0, 0.0
         self._read_ms: dict[int, float] = {}
@@ -160,7 +160,7 @@ class Run:
         return self._near.cost_ms(storage) / (self._model.sizes[storage] * staleness_ms)
 
 
-class Neighbourhoods:
+class EvictedNeighbours:
     """The evicted neighbourhoods e*.
 
     Attributes:

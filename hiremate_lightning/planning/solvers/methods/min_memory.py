@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
-from ..chain import ChainBytes, Link, Span, chains_of, policy_of
+from ..chain import ChainBytes, ChainLink, ChainSpan, chains_of, policy_of
 from ..incumbent import Search
 from ..policies import Policy
 from ..proposals import method
@@ -105,13 +105,13 @@ def propose(search: Search) -> Iterator[Policy]:
         yield policy_of(model, spans_between(chain, chosen))
 
 
-def spans_between(chain: Sequence[Link], chosen: Sequence[int]) -> dict[int, Span]:
+def spans_between(chain: Sequence[ChainLink], chosen: Sequence[int]) -> dict[int, ChainSpan]:
     """Return what the backward holds: the inputs of the checkpoints so far, and all of the segment that it is in."""
-    spans: dict[int, Span] = {}
+    spans: dict[int, ChainSpan] = {}
     held = frozenset[int]()
     for first, end in pairwise([*chosen, len(chain)]):
         held |= chain[first].input
         own = frozenset(s for link in chain[first:end] for s in link.tape)
         held |= own if end == len(chain) else frozenset()
-        spans.setdefault(chain[end - 1].begins, Span(held, own))
+        spans.setdefault(chain[end - 1].begins, ChainSpan(held, own))
     return spans

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 
 from ...partition import structural_key
 from ..base import Status
-from ..chain import ChainBytes, Link
+from ..chain import ChainBytes, ChainLink
 from ..incumbent import Search
 from ..mip_backend import solve
 from ..model import StepModel
@@ -51,7 +51,7 @@ def options_of_blocks(search: Search, sizes: ChainBytes) -> Tapes:
     return tapes
 
 
-def _options(search: Search, link: Link, handed_on: frozenset[int]) -> list[Sequence[int]]:
+def _options(search: Search, link: ChainLink, handed_on: frozenset[int]) -> list[Sequence[int]]:
     """Solve the turn-point program of a block under several limits; options that save as much appear once."""
     model = search.model
     used = [s for s in link.tape if s in model.uses]

@@ -33,7 +33,7 @@ from operator import itemgetter
 import numpy as np
 import numpy.typing as npt
 
-from ..chain import ChainBytes, Link, Span, chains_of, policy_of
+from ..chain import ChainBytes, ChainLink, ChainSpan, chains_of, policy_of
 from ..incumbent import Search
 from ..model import StepModel
 from ..policies import Policy
@@ -141,7 +141,7 @@ class Table:
                 self._take(cost, choice, total, need, q)
             self.cost[s, t], self.choice[s, t] = cost, choice
 
-    def _run(self, link: Link, is_last: bool) -> tuple[int, float]:
+    def _run(self, link: ChainLink, is_last: bool) -> tuple[int, float]:
         """Return the bytes and the time of a link that runs again and keeps what its backward reads.
 
         Args:
@@ -172,9 +172,9 @@ class Table:
         """The time of what the best schedule recomputes, infinite where none fits."""
         return float(self.cost[0, len(self.chain) - 1][self._count])
 
-    def spans(self) -> dict[int, Span]:
+    def spans(self) -> dict[int, ChainSpan]:
         """Trace back what is in memory in the backward of each link; nothing where no schedule fits."""
-        spans: list[tuple[int, Span]] = []
+        spans: list[tuple[int, ChainSpan]] = []
         if not np.isfinite(self.least_ms):
             return {}
         stack = [(0, len(self.chain) - 1, self._count, frozenset[int]())]
@@ -188,7 +188,7 @@ class Table:
                 if s < t:
                     later = held | self.chain[s + 1].input
                     stack.append((s + 1, t, slots - self._taken(s, later - option.away), here | later))
-                spans.append((s, Span(here | held, frozenset(link.tape))))
+                spans.append((s, ChainSpan(here | held, frozenset(link.tape))))
             else:
                 later = self.chain[choice].input
                 stack.append((s, choice - 1, slots, outer))

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
-from ..chain import Span, policy_of
+from ..chain import ChainSpan, policy_of
 from ..incumbent import Search
 from ..model import StepModel
 from ..policies import Policy
@@ -165,7 +165,7 @@ def _middle(near: list[list[int]], taken: set[int], first: int) -> int:
 # ---------------------------------------------------------------- the schedule
 
 
-def spans(model: StepModel, separators: list[Separator], leaf_bytes: float, gap: int = 0) -> dict[int, Span]:
+def spans(model: StepModel, separators: list[Separator], leaf_bytes: float, gap: int = 0) -> dict[int, ChainSpan]:
     """Return what is held in each part of the backward: the separators on the way to what it reads, and its leaf.
 
     Args:
@@ -188,11 +188,11 @@ def spans(model: StepModel, separators: list[Separator], leaf_bytes: float, gap:
             last[number] = position
     for number, position in last.items():
         ends.setdefault(position + 1, []).append(number)
-    found, now = {0: Span(frozenset(), frozenset())}, set[int]()
+    found, now = {0: ChainSpan(frozenset(), frozenset())}, set[int]()
     for position in sorted({*begins, *ends}):
         now = now.difference(ends.get(position, ())).union(begins.get(position, ()))
         if now:
-            found[position] = Span(frozenset().union(*(own[number] for number in now)), frozenset())
+            found[position] = ChainSpan(frozenset().union(*(own[number] for number in now)), frozenset())
     return found
 
 
