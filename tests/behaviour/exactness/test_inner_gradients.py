@@ -223,8 +223,7 @@ def test_one_through_an_earlier_graph_can_not_be_trained_on(ask):
     model = hiremate(Interrupted(ask, create_graph=True), "100%", verbose=False, on_infeasible="warn")
 
     with pytest.raises(CaptureError, match="with create_graph=True: they can't be differentiated once more"):
-        for index in range(3):
-            model(positions(index)).square().mean().backward()
+        model(positions(0)).square().mean().backward()
 
 
 def penalized(model: nn.Module, x: Tensor) -> Tensor:
