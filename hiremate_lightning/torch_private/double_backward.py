@@ -41,11 +41,11 @@ def _read_whole_grad(variable: Any, tracer: Any, *arguments: Any, **named: Any) 
     for name in ("outputs", "inputs")[len(arguments) :]:
         if name in named:
             arguments = (*arguments, named.pop(name))
-    if len(arguments) > 1 and _may_lead_to_each_other(arguments[1]):
+    if len(arguments) > 1 and (_may_lead_to_each_other(arguments[1]) or _have_hooks(arguments[1])):
         unimplemented(
-            gb_type="torch.autograd.grad of tensors that were computed outside of the graph",
+            gb_type="torch.autograd.grad of tensors from outside of the graph",
             context="",
-            explanation="one may have been computed of another, which the graph does not show",
+            explanation="they have hooks, or one may have been computed of another: the graph does not show it",
             hints=[],
         )
     assert _read_grad is not None, "it is in its place"
@@ -56,6 +56,12 @@ def _may_lead_to_each_other(inputs: Any) -> bool:
     """Whether one of the tensors that a gradient is of may have been computed of another before the captured code."""
     found = [tensor for tensor, source in dynamo_torch._collect_tensors_with_sources(inputs) if source]
     return len(found) > 1 and any(tensor.grad_fn is not None for tensor in found)
+
+
+def _have_hooks(inputs: Any) -> bool:
+    """Whether hooks from outside of the captured code change what a gradient is, as it is captured."""
+    given = (node.meta.get("grapharg") for node in dynamo_torch._collect_placeholder_nodes(inputs))
+    return any(bool(getattr(argument.example, "_backward_hooks", None)) for argument in given if argument is not None)
 
 
 def takes_gradients(code: fx.GraphModule) -> bool:

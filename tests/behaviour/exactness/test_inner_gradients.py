@@ -218,6 +218,21 @@ def test_a_gradient_goes_through_what_an_earlier_graph_gave(ask):
     train_both(lambda: Interrupted(ask), simple_loop(positions, steps=5), "100%")
 
 
+class Hooked(Interrupted):
+    """Changes the gradient by a hook."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_(True)
+        x.register_hook(lambda gradient: 2 * gradient)
+        torch._dynamo.graph_break()
+        energy = self.second(self.first(x)).sum()
+        return energy - grad(energy, x, retain_graph=True)[0]
+
+
+def test_a_gradient_of_what_has_hooks_runs_them():
+    train_both(lambda: Hooked(None), simple_loop(positions, steps=5), "100%")
+
+
 @pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS)
 def test_one_through_an_earlier_graph_can_not_be_trained_on(ask):
     model = hiremate(Interrupted(ask, create_graph=True), "100%", verbose=False, on_infeasible="warn")
