@@ -36,6 +36,11 @@ def refuse(root: nn.Module) -> None:
         )
     if not isinstance(root, nn.Module):
         raise ConfigurationError(f"Expected a torch.nn.Module to plan, found {type(root).__name__}.")
+    if isinstance(root, torch.jit.ScriptModule):
+        raise ConfigurationError(
+            f"Can't plan {type(root).__name__}: it is a TorchScript module, which has no Python to capture. Pass the "
+            "module that it was made from."
+        )
     refuse_each(root, lambda module: _reason_to_refuse(module) or reason_of_others(module))
 
 
@@ -77,6 +82,4 @@ def _reason_to_refuse(module: nn.Module) -> str | None:
         return "DataParallel copies modules at every step. Use DistributedDataParallel, one process for each device."
     if any(nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
         return "its parameters have no shape yet. Call the model once with a batch under torch.no_grad() first."
-    if isinstance(module, torch.jit.ScriptModule):
-        return "it is a TorchScript module, which has no Python to capture. Pass the module that it was made from."
     return None

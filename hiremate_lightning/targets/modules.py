@@ -404,7 +404,7 @@ class Targets:
         return any(_has_weights(m) and id(m) not in inner for m in others)
 
     def _trains(self, name: str, module: nn.Module, arguments: Any) -> bool:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or isinstance(module, torch.jit.ScriptModule):
             return False
         if not _has_weights(module) and not (module is self.root and self._is_reached(arguments)):
             return False

@@ -4,17 +4,64 @@ With `torch.autograd.grad(..., create_graph=True)` the backward of a `torch.auto
 more. Dynamo reads that backward as code without gradients, so that terms of the second derivative are missing, without
 a word. Eager PyTorch runs it with gradients where its own backward is to be differentiated, and without them elsewhere;
 both follow where captured code leaves that mode as autograd sets it.
+
+A gradient must go through a graph that began before the captured code where something was computed there. Dynamo ends
+its graph then, but does not see this of arguments that are passed by keyword, nor of one that was computed of another.
+It would leave those parts of the gradient out, without a word.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.exc import unimplemented
+from torch._dynamo.variables import torch as dynamo_torch
+
+from .replacing import replaced_entries
 
 _APPLY = torch.ops.higher_order.autograd_function_apply
 _SET_MODE = torch._C._set_grad_enabled
+_handlers = dynamo_torch.TorchInGraphFunctionVariable._get_handlers()
+_read_grad = _handlers.get(torch.autograd.grad)  # None before 2.13, where it ends graphs
+
+
+@contextmanager
+def seeing_what_began_before() -> Iterator[None]:
+    """End graphs, for a while, where a gradient must go through what was computed before the captured code."""
+    with replaced_entries(_handlers, {} if _read_grad is None else {torch.autograd.grad: _read_whole_grad}):
+        yield
+
+
+def _read_whole_grad(variable: Any, tracer: Any, *arguments: Any, **named: Any) -> Any:
+    """Pass outputs and inputs by position, where Dynamo looks for what was computed before."""
+    for name in ("outputs", "inputs")[len(arguments) :]:
+        if name in named:
+            arguments = (*arguments, named.pop(name))
+    if len(arguments) > 1 and (_may_lead_to_each_other(arguments[1]) or _have_hooks(arguments[1])):
+        unimplemented(
+            gb_type="torch.autograd.grad of tensors from outside of the graph",
+            context="",
+            explanation="they have hooks, or one may have been computed of another: the graph does not show it",
+            hints=[],
+        )
+    assert _read_grad is not None, "it is in its place"
+    return _read_grad(variable, tracer, *arguments, **named)
+
+
+def _may_lead_to_each_other(inputs: Any) -> bool:
+    """Whether one of the tensors that a gradient is of may have been computed of another before the captured code."""
+    found = [tensor for tensor, source in dynamo_torch._collect_tensors_with_sources(inputs) if source]
+    return len(found) > 1 and any(tensor.grad_fn is not None for tensor in found)
+
+
+def _have_hooks(inputs: Any) -> bool:
+    """Whether hooks from outside of the captured code change what a gradient is, as it is captured."""
+    given = (node.meta.get("grapharg") for node in dynamo_torch._collect_placeholder_nodes(inputs))
+    return any(bool(getattr(argument.example, "_backward_hooks", None)) for argument in given if argument is not None)
 
 
 def takes_gradients(code: fx.GraphModule) -> bool:

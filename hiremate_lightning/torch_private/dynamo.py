@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import logging
 import re
@@ -220,7 +221,7 @@ def _wrapped_by(function: Any) -> Iterator[types.FunctionType | types.MethodType
 
 def _is_of_torch(module: torch.nn.Module) -> bool:
     """Whether torch itself wrote a module's forward; that of code which was generated is of no module."""
-    function = type(module).forward
+    function = inspect.getattr_static(type(module), "forward", None)  # that of TorchScript can't be asked for
     return type(function) is types.FunctionType and str(function.__module__).startswith("torch.nn.")
 
 

@@ -101,6 +101,14 @@ HACKS = (
         mends=True,
     ),
     Hack(
+        "gradients from before",
+        "graphs end at gradients that must go through what was computed before them, however these are asked for",
+        "such a gradient lacks those parts, in silence",
+        (Stage.CAPTURING,),
+        "double_backward.seeing_what_began_before",
+        mends=True,
+    ),
+    Hack(
         "backwards without a gradient",
         "a backward of an autograd function is captured where some of its gradients are None",
         "such code runs uncaptured",

@@ -42,7 +42,15 @@ _inline_call = _inline_call.__func__
 
 
 def _call_function(variable: Any, tracer: Any, arguments: list[Any], named: dict[str, Any]) -> Any:
-    """Read through a wrapper; mark what is captured of it where torch.compile made it."""
+    """Read through a wrapper; mark what is captured of it where torch.compile made it, end the graph at TorchScript."""
+    if isinstance(variable.wrapper_obj, torch.jit.ScriptFunction):
+        name = str(variable.wrapper_obj.name)
+        unimplemented(
+            gb_type=f"{name} is TorchScript",
+            context=name,
+            explanation="it runs as its author scripted it, outside of captured graphs",
+            hints=[],
+        )
     if hasattr(variable.wrapper_obj, "cache_info"):
         return foreign_code.call_cached(variable, tracer, arguments, named)
     if variable.attr_to_trace != "_torchdynamo_inline" or not _is_compiled(variable.wrapper_obj):

@@ -186,6 +186,61 @@ def test_a_gradient_between_captured_graphs_is_none_of_what_is_captured(recwarn)
     assert not any("get_ident" in str(w.message) for w in recwarn)
 
 
+class Interrupted(nn.Module):
+    """Energies and forces of a potential whose code ends a graph before it takes them."""
+
+    def __init__(self, ask, create_graph: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = network(3, WIDTH), network(WIDTH)
+        self.ask, self.create_graph = ask, create_graph
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_(True)
+        h = self.first(x)
+        torch._dynamo.graph_break()
+        energy = self.second(h).sum() + x.square().sum()
+        return energy - self.ask(energy, x, h, retain_graph=True, create_graph=self.create_graph)
+
+
+ASKS = {
+    "by position": lambda e, x, h, **how: grad(e, x, **how)[0],
+    "by keyword": lambda e, x, h, **how: grad(outputs=e, inputs=x, **how)[0],
+    "by both": lambda e, x, h, **how: grad(e, inputs=[x], **how)[0],
+    "where unused": lambda e, x, h, **how: grad(outputs=[e], inputs=[x], allow_unused=True, **how)[0],
+    "of two": lambda e, x, h, **how: sum(g.sum() for g in grad(e, [x, h], **how)),
+    "of a dict": lambda e, x, h, **how: grad(e, {"x": x, "h": h}, **how)["x"],
+}
+
+
+@pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS)
+def test_a_gradient_goes_through_what_an_earlier_graph_gave(ask):
+    """Dynamo would leave that part of it out, in silence, where it does not see that the graph began before."""
+    train_both(lambda: Interrupted(ask), simple_loop(positions, steps=5), "100%")
+
+
+class Hooked(Interrupted):
+    """Changes the gradient by a hook."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_(True)
+        x.register_hook(lambda gradient: 2 * gradient)
+        torch._dynamo.graph_break()
+        energy = self.second(self.first(x)).sum()
+        return energy - grad(energy, x, retain_graph=True)[0]
+
+
+def test_a_gradient_of_what_has_hooks_runs_them():
+    train_both(lambda: Hooked(None), simple_loop(positions, steps=5), "100%")
+
+
+@pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS)
+def test_one_through_an_earlier_graph_can_not_be_trained_on(ask):
+    model = hiremate(Interrupted(ask, create_graph=True), "100%", verbose=False, on_infeasible="warn")
+
+    with pytest.raises(CaptureError, match="with create_graph=True: they can't be differentiated once more"):
+        model(positions(0)).square().mean().backward()
+
+
 def penalized(model: nn.Module, x: Tensor) -> Tensor:
     (slope,) = grad(model(x).sum(), x, create_graph=True)
     return model(x).mean() + slope.square().mean()
