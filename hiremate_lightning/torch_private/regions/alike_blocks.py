@@ -1,7 +1,7 @@
 """One joint trace for blocks that are alike: what AOTAutograd traces of one of them is written out for each.
 
-Where Dynamo's trace of a module was copied (`module_traces`), the nodes of each copy carry a `TraceMark`. `fold` puts one
-node in the place of each such block, after it was compared with the first one: the same operations on inputs of the
+Where Dynamo's trace of a module was copied (`module_traces`), the nodes of each copy carry a `TraceMark`. `fold` puts
+one node in the place of each such block, after it was compared with the first one: the same operations on inputs of the
 same kind. The joint graph of a block is traced once, apart (`block_templates`), and `block_templates.write_out` puts it
 into the joint graph of everything. Blocks that nothing shows to be safe are traced as they are.
 """
