@@ -1,8 +1,8 @@
 """Run code once to see what it gives, and leave inputs, random numbers and gradients as they were found.
 
 A `TrialOutcome` holds what two runs of the same code must agree on: the outputs, the inputs that the code has changed,
-the states of the generators, and, where asked for, the gradients of the inputs. What lies on another device is kept on the
-host, so that one outcome takes no memory while the other is made.
+the states of the generators, and, where asked for, the gradients of the inputs. What lies on another device is kept on
+the host, so that one outcome takes no memory while the other is made.
 """
 
 from __future__ import annotations

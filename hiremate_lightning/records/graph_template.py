@@ -1,9 +1,9 @@
 """A captured graph and its costs at sizes that were never traced: its numbers follow from those of a few samples.
 
 The same code at a few sizes is the same graph, node for node, with other numbers. `Expressions` or `FittedLines` tell
-how these follow from the sizes (`sized_numbers`). A storage has the bytes of the tensor that fills it, so these are exact
-also where they grow with the square of a length. Times are on a line through those measured: over the work that an
-operation does, or over the size where only one varies.
+how these follow from the sizes (`sized_numbers`). A storage has the bytes of the tensor that fills it, so these are
+exact also where they grow with the square of a length. Times are on a line through those measured: over the work that
+an operation does, or over the size where only one varies.
 """
 
 from __future__ import annotations

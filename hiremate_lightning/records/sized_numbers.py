@@ -2,8 +2,9 @@
 
 `Expressions` serve where nothing checks a number before it counts: what has no expression is refused, or bounded from
 above. `FittedLines` serve where a real step proves what was foreseen, as a search for the largest batch does. They need
-two samples, and one size that varies. A dimension lies on a line through its values. What was measured follows the samples
-beside it; beyond the last two it follows these, by their line or, where it grew faster than the size, by that power.
+two samples, and one size that varies. A dimension lies on a line through its values. What was measured follows the
+samples beside it; beyond the last two it follows these, by their line or, where it grew faster than the size, by that
+power.
 """
 
 from __future__ import annotations
