@@ -26,6 +26,7 @@ from .stand_ins import runner
 log = logging.getLogger("hiremate_lightning")
 
 _TORCHS_OWN = ("aten", "prims", "prim")
+_KERNELS_OF_USERS = "hiremate::"  # operators that run what users compiled: their Python code reads no variables
 
 
 def without_unsteady(captured: Captured, recomputable: Collection[str] = ()) -> Captured:
@@ -65,7 +66,9 @@ def _log_once(captured: Captured, nodes: Sequence[int], why: str) -> None:
 
 def _may_read_variables(node: fx.Node, recomputable: Collection[str]) -> bool:
     operator = _operator_of(node)
-    return custom_code.has_python_code(operator) and custom_code.name_of(operator) not in recomputable
+    name = custom_code.name_of(operator)
+    is_known = name in recomputable or name.startswith(_KERNELS_OF_USERS)
+    return custom_code.has_python_code(operator) and not is_known
 
 
 def _operator_of(node: fx.Node) -> Any:

@@ -188,6 +188,11 @@ class CurrentStep:
         return bool(self.forwards) and self.forwards[0].way.kind is kind
 
     @property
+    def began_again(self) -> bool:
+        """Whether its first graph ran once more: the model was called again, maybe after a forward without a backward."""
+        return bool(self.graphs) and self.graphs[0] in self.graphs[1:]
+
+    @property
     def is_by_plans(self) -> bool:
         """Whether it ran by plans throughout, be they of other kinds."""
         return all(forward.way.is_planned for forward in self.forwards)

@@ -295,7 +295,8 @@ class Steps:
         self._history.ended(kind, step.start, step.is_by_plans)
         kind.sights.fits_nothing = kind.sights.fits_nothing or step.comparison.fits_nothing
         self._unplanned.learn_from_taken_over(step, kind)
-        if not is_own and expected is not None and expected is not kind and step.began_by(expected):
+        is_other = not is_own and expected is not None and expected is not kind and step.began_by(expected)
+        if is_other and expected is not None and (kind.plan is not None or not step.began_again):
             self._planned.confused(expected, kind, step.is_by_plans)
         self._memory.step_ended(record, kind.graphs, step.has_captured)
         if record is not None:

@@ -529,7 +529,8 @@ def test_deterministic_custom_backwards_are_proved(backward, count):
     hiremate(module, "100%", verbose=False)
     simple_loop(wide, steps=2)(module)
 
-    assert get_plan(module).proved == f"forward {count} of 1 graph, gradients {count} of 1"
+    reason = "" if count else "; not more, since it may give other numbers when it runs once more"
+    assert get_plan(module).proved == f"forward {count} of 1 graph, gradients {count} of 1{reason}"
 
 
 def step_in_place(self, x):
