@@ -189,7 +189,7 @@ class CurrentStep:
 
     @property
     def began_again(self) -> bool:
-        """Whether its first graph ran once more: the model was called again, maybe after a forward without a backward."""
+        """Whether its first graph ran once more, as after a forward without a backward."""
         return bool(self.graphs) and self.graphs[0] in self.graphs[1:]
 
     @property
