@@ -180,7 +180,7 @@ def plan_and_measure(trainer: Trainer, task: Task, budget: Budget, plans: Path) 
     options |= {"time_limit_s": task.setup.time_limit_s, "cache_dir": plans, "verbose": False}
     if budget.method.endswith("offload"):
         options["offload"] = "auto"
-    allowed: int | str = trainer.resident_bytes() + budget.added_bytes
+    allowed = f"{trainer.resident_bytes() + budget.added_bytes} B"  # toy models have less than the least plain number
     if not budget.added_bytes:
         allowed = "1%" if budget.method.endswith("least") else "100%"
     start = time.perf_counter()

@@ -776,7 +776,7 @@ class TestDoctor:
             found = {f.name: f for f in doctor.examine()}
         assert found["torch"].verdict is Grade.KNOW
         assert "was not tried (only 2.11, " in found["torch"].words
-        assert "code is captured plainly, without: small buckets, messages once, guards once" in found["torch"].words
+        assert "code is captured plainly, without: small buckets, backwards without a gradient" in found["torch"].words
 
     @pytest.mark.usefixtures("_no_small_plan")
     @pytest.mark.parametrize(
