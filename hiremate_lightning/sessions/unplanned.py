@@ -104,7 +104,7 @@ class UnplannedSteps:
             self._handle_over_budget(plain, peak_bytes, plan.budget_bytes)
 
     def _say_measured(self, is_released: bool | None, peak_bytes: int | None) -> None:
-        """Say what becomes of a plan that saves no memory, as soon as it is known."""
+        """Announce whether a plan that saves no memory stays, as soon as that is known."""
         if is_released is None:
             return
         text = f"A plan of {self._name} saves no memory: such steps run without it from now on."

@@ -53,7 +53,7 @@ def _file_of(tracer: Any) -> str:
 
 
 def _answer(question: Any, tracer: Any, *arguments: Any, **named: Any) -> Any:
-    """Say no, except to code that asks in order to be traceable."""
+    """Answer no, except to code that asks in order to be traceable."""
     if question.value in _of_dynamo and (
         is_of_tools(_file_of(tracer)) or _file_of(tracer.parent).endswith(SAME_EITHER_WAY)
     ):

@@ -303,5 +303,5 @@ def test_steps_that_leave_out_layers_stay_within_the_budget(is_share):
     assert all(counts[index] > known[index] for index in over), (over, counts)
     assert len(set(counts)) > 3
     assert min(counts[known.index(max(counts)) :]) < max(counts), "smaller ones come after the largest"
-    assert max(peaks) > 0.85 * budget_bytes  # how much the fastest plan uses depends on measured times
+    assert max(peaks) > 0.87 * budget_bytes  # how much the fastest plan uses depends on measured times
     assert not over or any("began by the wrong plan" in text for text in said)
