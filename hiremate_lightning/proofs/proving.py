@@ -181,8 +181,12 @@ class Prover:
         if backward_pass.is_running():
             return
         nodes = () if proof.part is None else proof.part.captured.joint.graph.nodes
-        if any(map(tensor_state.has_parts, arguments)) or any(is_collective(str(node.target)) for node in nodes):
+        if any(is_collective(str(node.target)) for node in nodes):
             self._leave_unproved(proof, "other processes would wait for what it sends once more")
+            return
+        made_of_others = next(filter(tensor_state.has_parts, arguments), None)
+        if made_of_others is not None:
+            self._leave_unproved(proof, f"it gets a {type(made_of_others).__name__}, a tensor that is made of others")
             return
         proof.begin_again()
         self._session.tracing.close()
