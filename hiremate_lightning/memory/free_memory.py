@@ -8,7 +8,6 @@ import psutil
 import torch
 
 CONTAINER = Path("/sys/fs/cgroup")
-_NO_LIMIT = 2**62
 
 
 def free_bytes(device: torch.device) -> int:
@@ -22,15 +21,14 @@ def free_bytes(device: torch.device) -> int:
 
 
 def free_host_bytes() -> int:
-    """Return the bytes of memory that this process could still be handed, what would be taken from caches included."""
-    return min(int(psutil.virtual_memory().available), _free_bytes_of_container())
+    """Return the bytes of memory that the host could still give this process, including what caches would give up.
 
-
-def _free_bytes_of_container() -> int:
-    """Read what the limit of a container leaves, as Linux shows it inside (control groups, version 2)."""
+    The limit of a container is read as Linux shows it inside (control groups, version 2).
+    """
+    free = int(psutil.virtual_memory().available)
     try:
         limit, used = (int((CONTAINER / f"memory.{name}").read_text()) for name in ("max", "current"))
         kinds = dict(line.split() for line in (CONTAINER / "memory.stat").read_text().splitlines())
-        return max(0, limit - used + int(kinds["inactive_file"]))
-    except (OSError, ValueError, KeyError):  # there is none, or its limit is "max"
-        return _NO_LIMIT
+        return min(free, max(0, limit - used + int(kinds["inactive_file"])))
+    except (OSError, ValueError, KeyError):  # there is no container, or its limit is "max"
+        return free

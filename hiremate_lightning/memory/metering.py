@@ -25,8 +25,8 @@ class Interval:
         label: The mark at its start.
         start_bytes: Live at the mark.
         peak_bytes: Most that lived until the next mark.
-        released_bytes: What was released at the mark, where it is that of a release that the allocator told of.
-        allocated_bytes: All that was allocated until the next mark, on a CPU.
+        released_bytes: Bytes that were released at the mark, where a release set it.
+        allocated_bytes: Bytes that were allocated until the next mark, on a CPU.
     """
 
     label: str
@@ -49,7 +49,7 @@ class LiveBytes:
         self._releases: list[str] = []  # marks to set at releases to come
 
     def mark(self, label: str) -> None:
-        """Begin a new interval, after those of releases that the allocator did not tell of."""
+        """Begin a new interval, after those of releases that did not come."""
         for release in (*self._releases, label):
             self._begin(release)
         self._releases.clear()

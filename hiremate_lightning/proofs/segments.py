@@ -11,7 +11,7 @@ segments by that, and `Segmented` runs them. Where none fit, `keeping_little` pu
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate, product
@@ -46,13 +46,10 @@ class Seen:
 
 
 class Observed(fx.Interpreter):
-    """Runs code once, and sees what its nodes do.
-
-    Args:
-        module: The code.
+    """Runs code once, and records what its nodes do.
 
     Attributes:
-        seen: What was seen of each node that was called.
+        seen: What each called node did.
         blocks_of: Numbers of the blocks of memory that the result of each node lies on.
         sizes: Bytes of each block of memory.
         given: Numbers of the blocks that were there before.
@@ -207,7 +204,7 @@ def cut(module: fx.GraphModule, observed: Observed, free_bytes: int) -> Segmente
 
 
 def keeping_little(module: fx.GraphModule, observed: Observed, free_bytes: int) -> Callable[..., Any] | None:
-    """Have all that autograd saves put aside, but what is small; None where what one node saves does not fit.
+    """Offload all that autograd saves, except small values; None where the values of one node don't fit.
 
     Args:
         module: The code.
@@ -221,11 +218,7 @@ def keeping_little(module: fx.GraphModule, observed: Observed, free_bytes: int) 
 
 
 class _Shape:
-    """Nodes in their order, and what passes between them.
-
-    Args:
-        observed: What was seen of them.
-    """
+    """Nodes in their order, and what passes between them."""
 
     def __init__(self, observed: Observed) -> None:
         self._nodes, self._seen = list(observed.seen), list(observed.seen.values())
@@ -250,9 +243,10 @@ class _Shape:
             self._may_cut[made[block] + 1 : index + 1] = [False] * (index - made[block])
 
     def bounds(self, count: int) -> list[tuple[int, int]] | None:
-        """Cut into about so many segments, where little passes; None where that can't be around what sets state.
+        """Cut into about `count` segments, at places where few bytes pass.
 
-        Where that sets state inside of a transformation, the whole transformation is a segment.
+        A node that sets state is a segment of its own. One inside of a transformation makes the whole transformation
+        a segment. Returns None where there is no place to cut around such a node.
         """
         forced = self._around_state()
         if forced is None:
@@ -276,7 +270,7 @@ class _Shape:
         return list(zip(cuts, [*cuts[1:], len(self._nodes)], strict=True))
 
     def _around_state(self) -> set[int] | None:
-        """Return the nearest places before and after what sets state; None where there is none to cut at."""
+        """Return the places to cut before and after each node that sets state; None where one has no such place."""
         allowed, forced = [place for place, may_cut in enumerate(self._may_cut) if may_cut], set[int]()
         for index, seen in enumerate(self._seen):
             if seen.sets_state:
@@ -294,7 +288,7 @@ class _Shape:
         passed, kept_bytes, peak_bytes = set[int](), 0, 0
         for start, end in bounds:
             passed = set() if is_aside else passed
-            passed.update(self._passing(start))
+            passed.update(block for block, last in self._read.items() if self._made[block] < start <= last)
             passed_bytes = sum(self._sizes[block] for block in passed)
             peak_bytes = max(peak_bytes, passed_bytes + kept_bytes + self._own_bytes(start, end, passed))
             is_kept = not is_aside and self._runs_once(start, end)
@@ -316,12 +310,8 @@ class _Shape:
         saved = set[int]().union(*(seen.saved for seen in self._seen[start:end]))
         return sum(self._sizes[block] for block in saved if block not in beside)
 
-    def _passing(self, place: int) -> Iterator[int]:
-        """List the blocks that are made before a place and read after it."""
-        return (block for block, last in self._read.items() if self._made[block] < place <= last)
-
     def _runs_once(self, start: int, end: int) -> bool:
-        """Whether nodes set state, or are given memory twice that the code changes: a second run would go wrong."""
+        """Whether a second run would go wrong: nodes set state, or get the same memory twice and change it."""
         if any(seen.sets_state for seen in self._seen[start:end]):
             return True
         own = set(self._nodes[start:end])

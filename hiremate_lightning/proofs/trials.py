@@ -85,7 +85,11 @@ class Trial:
                 training, and values die as they are read.
             tell: Called with each dense tensor that an operator may be about to write to.
         """
-        leaves = {i: self._leaf(a) for i, a in enumerate(self.arguments) if isinstance(a, torch.Tensor)}
+        leaves = {
+            i: tensor_state.apart(a).requires_grad_(a.requires_grad)
+            for i, a in enumerate(self.arguments)
+            if isinstance(a, torch.Tensor)
+        }
         given = [self._given(i, leaves.get(i, a)) for i, a in enumerate(self.arguments)]
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
         devices = sorted({t.device for t in tensors if t.device.type == "cuda"}, key=str)
@@ -99,7 +103,8 @@ class Trial:
         clearing = _cleared_casts({t.device.type for t in tensors})
         with torch.random.fork_rng(devices=devices), clearing, autocasting.as_found_on_error():
             try:
-                keeping = _dropping() if keeps_nothing else nullcontext()
+                dropping = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
+                keeping = dropping if keeps_nothing else nullcontext()
                 with watching, torch.enable_grad(), hooks.no_saved_tensor_hooks(), keeping:
                     results = function(*given)
                     outputs = list(results) if isinstance(results, (tuple, list)) else [results]
@@ -116,9 +121,6 @@ class Trial:
                 restoring.restore()
         return TrialOutcome(values, gradients, watching.has_filled)
 
-    def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor_state.apart(tensor).requires_grad_(tensor.requires_grad)
-
     def _used(self, outputs: Sequence[Any]) -> list[Any]:
         unused = frozenset[int]() if self.unused is None else self.unused(outputs)
         return [value for i, value in enumerate(outputs) if i not in unused]
@@ -134,19 +136,22 @@ class Trial:
             for i, leaf in leaves.items()
             if leaf.requires_grad and leaf.is_leaf
         }
-        found: dict[str, Any] = dict.fromkeys(own)
+        gradients: dict[str, Any] = dict.fromkeys(own)
 
         def keep(name: str, leaf: torch.Tensor) -> None:
             """Keep a gradient as it comes: it takes no memory while the backward goes on."""
             gradient, leaf.grad = leaf.grad, None
-            found[name] = self._kept(gradient, ())
+            gradients[name] = self._kept(gradient, ())
 
         for name, leaf in own.items():
             leaf.register_post_accumulate_grad_hook(partial(keep, name))
-        with _no_autocast({leaf.device.type for leaf in own.values()}):
+        device_types = sorted({leaf.device.type for leaf in own.values()})
+        active = [kind for kind in device_types if torch.is_autocast_enabled(kind)]
+        # Training leaves autocast before it calls the backward.
+        with torch.autocast(active[0], enabled=False) if active else nullcontext():
             roots.run_backward(list(own.values()))
         _let_threads_finish({leaf.device for leaf in own.values()})
-        return found
+        return gradients
 
     def _kept(self, value: Any, inputs: Sequence[torch.Tensor]) -> Any:
         """Keep a value on the host, apart from the memory of inputs, which is put back."""
@@ -155,11 +160,7 @@ class Trial:
 
 
 class _Roots:
-    """Where a backward begins: in results that autograd has computed, whose memory does not stay for that.
-
-    Args:
-        results: All results.
-    """
+    """The start of a backward: results that autograd has computed, whose memory need not stay for that."""
 
     def __init__(self, results: Sequence[Any]) -> None:
         own = [r for r in results if isinstance(r, torch.Tensor) and r.grad_fn is not None]
@@ -184,7 +185,8 @@ class _End(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:
-        return _drawn_like(ctx.shape, ctx.device)
+        generator = torch.Generator(ctx.device).manual_seed(SEED)  # the same for each run, and none of the user's
+        return torch.empty_like(ctx.shape, device=ctx.device).normal_(generator=generator)
 
 
 def _let_threads_finish(devices: set[torch.device]) -> None:
@@ -192,16 +194,6 @@ def _let_threads_finish(devices: set[torch.device]) -> None:
     for device in devices:
         nothing = torch.empty(0, device=device, requires_grad=True)
         torch.autograd.grad(nothing * 1, nothing, torch.empty(0, device=device))
-
-
-def _dropping() -> torch.autograd.graph.saved_tensors_hooks:
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
-
-
-def _drawn_like(shape: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Draw the gradient of a result: the same one for each run, and no number from the user's generators."""
-    generator = torch.Generator(device).manual_seed(SEED)
-    return torch.empty_like(shape, device=device).normal_(generator=generator)
 
 
 def _kept(value: Any, inputs: Sequence[torch.Tensor]) -> Any:
@@ -221,14 +213,6 @@ def _kept(value: Any, inputs: Sequence[torch.Tensor]) -> Any:
 def _states(devices: Sequence[torch.device]) -> dict[str, Any]:
     states = {"the random state of cpu": torch.get_rng_state()}
     return states | {f"the random state of {device}": torch.cuda.get_rng_state(device) for device in devices}
-
-
-@contextmanager
-def _no_autocast(device_types: set[str]) -> Iterator[None]:
-    """Leave autocast, as training does before it calls the backward."""
-    active = [kind for kind in sorted(device_types) if torch.is_autocast_enabled(kind)]
-    with torch.autocast(active[0], enabled=False) if active else nullcontext():
-        yield
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """Which outputs of code get no gradients in a proof: those whose gradients do not come in training either.
 
-Autograd computes the backward of code whose loss depends on some of its outputs in another way than where all get
-gradients: terms of sums are left out, and what remains may lie otherwise in memory. So what is proved is the backward
-that runs. Before the first one has run, it is guessed: code that returns its loss, and what the loss was computed from,
-gets a gradient for its loss alone.
+Where the loss depends on some outputs only, autograd computes another backward than where all outputs get gradients:
+it leaves out terms of sums, and the rest may lie otherwise in memory. So the backward that runs is the one to prove.
+Before the first backward has run it is guessed: code that returns its loss, and what the loss was computed from, gets a
+gradient for its loss alone.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def unused_at(captured: Captured, missing: frozenset[int]) -> frozenset[int] | N
         missing: Positions of these gradients among all that its backward takes.
     """
     positions = (aot.output_position(captured.tangents[gradient]) for gradient in missing)
-    found = [position for position in positions if position is not None]
-    return frozenset(found) if len(found) == len(missing) else None
+    outputs = [position for position in positions if position is not None]
+    return frozenset(outputs) if len(outputs) == len(missing) else None
 
 
 def likely_unused(written: fx.GraphModule) -> Unused:
-    """Return what guesses the outputs whose gradients do not come, for code that has not run yet."""
+    """Return a function that guesses which outputs get no gradients, for code that has not run yet."""
 
     def guess(outputs: Sequence[Any]) -> frozenset[int]:
         returned: Any = written.graph.output_node().args[0]
@@ -51,9 +51,9 @@ def likely_unused(written: fx.GraphModule) -> Unused:
 
 def _sources(value: fx.Node) -> set[fx.Node]:
     """List a value and all that it is computed from."""
-    found, open_ends = {value}, [value]
+    sources, open_ends = {value}, [value]
     while open_ends:
-        new = set(open_ends.pop().all_input_nodes) - found
-        found |= new
+        new = set(open_ends.pop().all_input_nodes) - sources
+        sources |= new
         open_ends.extend(new)
-    return found
+    return sources

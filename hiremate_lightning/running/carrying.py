@@ -75,27 +75,27 @@ def hand_on(gradients: Sequence[Any], shared: Mapping[int, Shared], summed: Coll
     for position, own in shared.items():
         own.awaited -= 1
         if own.awaited:
-            given, results[position] = results[position], None
-            is_own = own.total is not None or position in summed or given is None
-            own.total = given if is_own else given.clone()
+            gradient, results[position] = results[position], None
+            is_own = own.total is not None or position in summed or gradient is None
+            own.total = gradient if is_own else gradient.clone()
     return results
 
 
 def _find_shared(run: SavedRun, ran: set[int]) -> dict[int, Shared]:
-    """Find the leaves to whose gradients none but captured graphs contribute, all still to come, one of them a sum.
+    """Return, by identity, the leaves for whose gradients the order of additions counts.
 
-    Gives them by their identities.
+    Only captured graphs contribute to such a gradient, none has done so yet, and one contributes a sum of terms.
     """
     tokens = (getattr(tensor, "hiremate", None) for tensor in backward_pass.saved_by_captured())
-    runs = {id(found): found for found in (run, *tokens) if found is not None and id(found) not in ran}
+    runs = {id(other): other for other in (run, *tokens) if other is not None and id(other) not in ran}
     if len(runs) == 1:
         return {}
     leaves: dict[int, torch.Tensor] = {}
     counts: defaultdict[int, list[int]] = defaultdict(list)  # of the terms that each run contributes
-    for found in runs.values():
-        for position, leaf in found.leaves.items():
+    for other in runs.values():
+        for position, leaf in other.leaves.items():
             leaves[id(leaf)] = leaf
-            counts[id(leaf)].append(found.terms.get(position, 1))
+            counts[id(leaf)].append(other.terms.get(position, 1))
     several = {leaf: len(terms) for leaf, terms in counts.items() if len(terms) > 1 and max(terms) > 1}
     return {
         leaf: Shared(number)

@@ -262,11 +262,11 @@ def pinned_storages(captured: Captured) -> frozenset[int]:
     of another device; and those with a tensor that is more than its bytes, shape and strides.
     """
     graph = captured.graph
-    found = {graph.tensors[t].storage for t, v in enumerate(captured.fx_values) if not _is_plain(v, captured)}
+    pinned = {graph.tensors[t].storage for t, v in enumerate(captured.fx_values) if not _is_plain(v, captured)}
     for node in graph.nodes:
         if is_collective(node.op) or node.compiled:
-            found.update(graph.tensors[t].storage for t in (*node.inputs, *node.outputs))
-    return frozenset(storage for storage in found.union(staying(graph)) if storage is not None)
+            pinned.update(graph.tensors[t].storage for t in (*node.inputs, *node.outputs))
+    return frozenset(storage for storage in pinned.union(staying(graph)) if storage is not None)
 
 
 def _is_plain(value: Any, captured: Captured) -> bool:

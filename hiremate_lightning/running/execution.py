@@ -104,7 +104,7 @@ class Part:
     def forward(self, arguments: list[Any]) -> list[Any]:
         """Run the forward: inputs in, outputs and the token out."""
         conductor = self._listener()
-        program, run = (self.trial, None) if self.trial else self._start(arguments)
+        program, run = (self.trial, None) if self.trial else self.conductor.start(self, arguments)
         leaves = find_leaves(self.captured, arguments)  # the program empties the list
         results = list(self._run(program.forward, arguments))
         outputs, saved = results[: self._count], results[self._count :]
@@ -134,9 +134,6 @@ class Part:
         """Return the conductor, None where it is gone or nothing of a step runs."""
         return None if self.trial else self._conductor()
 
-    def _start(self, arguments: Sequence[Any]) -> tuple[Program, Any]:
-        return self.conductor.start(self, arguments)
-
     def backward(self, arguments: list[Any]) -> Sequence[Any]:
         """Run the backward: the token and tangents in, gradients out."""
         saved, tangents = _what_was_saved(arguments), arguments[1:]
@@ -160,8 +157,8 @@ class Part:
             raise HiRemateError(REPLACED.format(name=name))
         values, overwritten = saved.take(program.unread, keep=keep)
         if overwritten and conductor is not None:
-            found = (self.captured.graph.tensors[saved.program.schedule.saved[i]].storage for i in overwritten)
-            conductor.was_overwritten(self, [storage for storage in found if storage is not None])
+            storages = (self.captured.graph.tensors[saved.program.schedule.saved[i]].storage for i in overwritten)
+            conductor.was_overwritten(self, [storage for storage in storages if storage is not None])
         is_other = saved.settings != tensor_state.kernel_settings()
         if is_other and conductor is not None and saved.program.schedule.recomputed(self.captured.graph):
             conductor.settings_changed()
@@ -190,14 +187,14 @@ class Part:
 
     def _find_totals(self, leaves: Leaves) -> dict[int, torch.Tensor]:
         """Return the gradients that exist and to which the backward adds, by position."""
-        found = existing(leaves)
-        if not found:
+        gradients = existing(leaves)
+        if not gradients:
             return {}
-        added = addable(self.captured, {position: leaves[position] for position in found})
+        added = addable(self.captured, {position: leaves[position] for position in gradients})
         conductor = self._listener()
-        if conductor is not None and len(added) < len(found):
-            conductor.must_return(self, found.keys() - added)
-        return {position: found[position] for position in sorted(added)}
+        if conductor is not None and len(added) < len(gradients):
+            conductor.must_return(self, gradients.keys() - added)
+        return {position: gradients[position] for position in sorted(added)}
 
     def _run(self, code: aot.Boxed, values: list[Any]) -> Sequence[Any]:
         """Run code; let the conductor add what it knows to an error that says that memory has run out."""
@@ -241,10 +238,10 @@ def missing_gradients(tangents: Sequence[Any]) -> frozenset[int]:
 
 
 def _detach(program: Program, saved: list[Any]) -> None:
-    """Detach what is also returned, and views; copy what others overwrite.
+    """Detach saved values that are also returned, and views; copy those that others overwrite.
 
-    A returned tensor gets a grad_fn that holds the token; the token must not hold the tensor, nor a view, which holds
-    what it was taken of. And before a gradient takes memory, nobody could tell whether others hold what it is of.
+    A returned tensor gets a grad_fn that holds the token. So the token must not hold that tensor, nor a view, which
+    holds its base. A view would also hide whether others hold memory that a gradient is about to take.
     """
     for position in program.saved.returned:
         saved[position] = saved[position].detach()
@@ -350,12 +347,12 @@ class Saved:
         if versions == self.versions:
             return []
         overwritten = dict[int, None]()
-        for (index, _), found, expected in zip(self.program.saved.watched, versions, self.versions, strict=True):
-            if found == expected:
+        for (index, _), version, expected in zip(self.program.saved.watched, versions, self.versions, strict=True):
+            if version == expected:
                 continue
             if index in self.copies:
                 overwritten[index] = None
             elif index not in unread:
                 name = self.program.saved.names[index]
-                raise RuntimeError(CHANGED.format(name=name, found=found, expected=expected))
+                raise RuntimeError(CHANGED.format(name=name, found=version, expected=expected))
         return list(overwritten)

@@ -113,19 +113,14 @@ def _outputs_on(captured: Captured) -> dict[int | None, Sequence[int | None]]:
 
 
 def _unread_plainly(captured: Captured) -> set[int | None]:
-    """List the storages, no parameters', that plain training would not read again."""
-    graph, needed = captured.graph, _needed_plainly(captured)
-    return {
-        i for i, storage in enumerate(graph.storages) if i not in needed and storage.kind is not StorageKind.PARAMETER
-    }
-
-
-def _needed_plainly(captured: Captured) -> set[int | None]:
-    """List the storages that a plain backward reads."""
+    """List the storages, except parameters', that a plain backward would not read."""
     graph = captured.graph
-    found = set(graph.gradients)
+    read = set(graph.gradients)
     for index in graph.backward:
         node = captured.fx_nodes[index]
         ours_alone = operation_named(node.target).plain_only_reads(node)
-        found.update(t for t in graph.nodes[index].inputs if captured.fx_values[t] not in ours_alone)
-    return {graph.tensors[t].storage for t in found}
+        read.update(t for t in graph.nodes[index].inputs if captured.fx_values[t] not in ours_alone)
+    needed = {graph.tensors[t].storage for t in read}
+    return {
+        i for i, storage in enumerate(graph.storages) if i not in needed and storage.kind is not StorageKind.PARAMETER
+    }

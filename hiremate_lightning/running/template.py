@@ -5,9 +5,9 @@ but whole numbers: shapes, strides, offsets. Here one source has an expression o
 that differs, and a program for other sizes is that source with these sizes bound to it. No operator is chosen anew
 and nothing is traced, so that takes microseconds.
 
-What a trace decides by looking at a size is decided as in the samples: whether the code is for other sizes at all is
-for the guards of who captured it to say. Where samples differ in anything else, where a number is no such expression,
-or where too few sizes were traced to tell, there is no template.
+What a trace decides by looking at a size is decided as in the samples. Whether the code serves other sizes at all is
+decided by the guards of the capture. There is no template where samples differ in anything but numbers, where a number
+is no such expression, or where too few sizes were traced.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..records.step import Decisions
 from ..rewriting.straight_line import Writer, compile_lines
 from ..torch_private import aot
 from .copies import HostMemory
-from .program import Program, Variant, build
+from .program import Program, build
 
 KEPT = 32  # templates of one captured code, by schedule
 _PLACE = "\0"  # what is around the place of a number in a source
@@ -86,10 +86,7 @@ class ProgramTemplate:
 
     def at(self, sizes: Sizes) -> Program:
         """Return the program for some sizes."""
-        forward, backward = self._forward.at(sizes), self._backward.at(sizes)
-        return replace(self._programs[0], forward=forward, backward=backward, variant=self._variants_at(sizes))
 
-    def _variants_at(self, sizes: Sizes) -> Variant:
         def variant(
             missing: frozenset[int], added: frozenset[int], carried: frozenset[int], overwrites: bool = True
         ) -> Program:
@@ -99,14 +96,15 @@ class ProgramTemplate:
             program, template = self._variants[key]
             return replace(program, backward=template.at(sizes))
 
-        return variant
+        forward, backward = self._forward.at(sizes), self._backward.at(sizes)
+        return replace(self._programs[0], forward=forward, backward=backward, variant=variant)
 
     def _make_variant(
         self, missing: frozenset[int], added: frozenset[int], carried: frozenset[int]
     ) -> tuple[Program, _Template]:
-        """Make the backward for some changes; where samples differ in what may be overwritten then, nothing is.
+        """Make the backward for some changes. It overwrites nothing where samples differ in what may be overwritten.
 
-        This is asked in a backward, where nothing can be traced. All numbers that it may need have expressions, see
+        It is made in a backward, where nothing can be traced. All numbers that it may need have expressions, see
         `CodeTemplate`.
         """
         changes = missing, added, carried
