@@ -30,7 +30,7 @@ _KERNELS_OF_USERS = "hiremate::"  # operators that run what users compiled: thei
 
 
 def without_unsteady(captured: Captured, recomputable: Collection[str] = ()) -> Captured:
-    """Return the captured code, with each custom operator running once that may not give the same numbers again.
+    """Return the captured code, in which custom operators that may give other numbers again run once only.
 
     Args:
         captured: The code.

@@ -74,18 +74,19 @@ class ResidentMemory:
     @property
     def device(self) -> torch.device:
         """Where most of the model is, or its input: it may have moved since the last step."""
-        found = [self._inputs_on, *(p.device for p in (seen() for seen in self._samples) if p is not None)]
-        if self._device is None or self._device[0] != found:
-            sizes = dict.fromkeys(found, 0)
+        devices = [self._inputs_on, *(p.device for p in (seen() for seen in self._samples) if p is not None)]
+        if self._device is None or self._device[0] != devices:
+            sizes = dict.fromkeys(devices, 0)
             for parameter in self.root.parameters():
                 sizes[parameter.device] = sizes.get(parameter.device, 0) + parameter.nbytes
-            self._device = found, max(sizes, key=lambda device: sizes[device])
+            self._device = devices, max(sizes, key=lambda device: sizes[device])
         return self._device[1]
 
     def _parameters(self) -> list[torch.Tensor]:
-        """List the parameters, those included in whose place `torch.func.functional_call` has put other tensors.
+        """List the parameters, and those that `torch.func.functional_call` has replaced by other tensors.
 
-        Of sharded ones that is the shard and what stands in its place while a unit runs, which is empty in between.
+        Of a sharded parameter that is its shard, and the whole one that replaces it while a unit runs. That is empty in
+        between.
         """
         trained = (p for p in (seen() for seen in self._trained) if p is not None)
         sharded = (p for pair in sharding.whole_parameters(self.root) for p in pair)
@@ -135,16 +136,16 @@ class ResidentMemory:
         return all(p in o.state for o in used for group in o.param_groups for p in group["params"])
 
     def _updates(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer has parameters of the model; looked up once for so many groups of them."""
-        count, found = self._updating.get(optimizer, (-1, False))
+        """Whether an optimizer has parameters of the model; looked up again where it has other groups of them."""
+        count, has_own = self._updating.get(optimizer, (-1, False))
         if count != len(optimizer.param_groups):
             own = {id(p) for p in self._parameters()}
-            found = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
-            self._updating[optimizer] = len(optimizer.param_groups), found
-        return found
+            has_own = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+            self._updating[optimizer] = len(optimizer.param_groups), has_own
+        return has_own
 
     def has_grown(self) -> bool:
-        """Whether there is more optimizer state, or more gradients, than whenever a step was counted."""
+        """Whether there is more optimizer state, or more gradients, than before any step that was counted."""
         return any(now > before for now, before in zip(self._held(), self._most, strict=True))
 
     def _held(self) -> tuple[int, int]:
@@ -153,7 +154,7 @@ class ResidentMemory:
         return states, sum(p.grad is not None for p in (seen() for seen in self._samples) if p is not None)
 
     def retained_bytes(self) -> int:
-        """Count what is retained for another backward, parameters that it reads included."""
+        """Return the bytes of all that is retained for another backward, parameters included."""
         retained = self._find_retained()
         return self._bytes_of(held_by(retained)) if retained else 0
 
@@ -170,12 +171,12 @@ class ResidentMemory:
         self._before = None, None
 
     def collect_garbage(self, steps: int = 1) -> bool:
-        """Collect garbage of so many steps or more: it would pass for what stays, or in a step for what that frees.
+        """Collect garbage, which would count as memory that stays, or that a step frees.
 
-        What is traced and planned is collected as it ends, see `garbage`.
+        Garbage of tracing and planning is collected as these end, see `garbage`.
 
         Args:
-            steps: Begun since it was collected.
+            steps: Fewest steps since the last collection; after fewer ones nothing is collected.
 
         Returns:
             Whether it was collected.
@@ -225,12 +226,12 @@ class ResidentMemory:
     def watch_releases(self, record: StepRecord, arguments: Sequence[torch.Tensor]) -> None:
         """Watch, in a record that begins, for the release of tensors from before a step with these arguments.
 
-        That is outputs of the step before, and on the host what is not counted as resident: its release would pass for
-        memory that the step gives back.
+        These are outputs of the step before and, on the host, tensors that are not counted as resident: their release
+        would count as memory that the step gives back.
 
         Args:
             record: The record.
-            arguments: What the step is called with.
+            arguments: The arguments of the step.
         """
         self._left.watch(record)
         record.counted = self._present(arguments) | self._left.storages
@@ -286,7 +287,7 @@ class ResidentMemory:
         )
 
     def as_seen(self, resident: Resident) -> Resident:
-        """Correct what was counted before the step that has just ended: gradients it should free may have stayed."""
+        """Correct the count from before the step that has just ended: gradients that it should free may have stayed."""
         size_bytes, kept = resident.used
         if self._frees_gradients or not kept:
             return resident
@@ -303,7 +304,11 @@ class ResidentMemory:
             "parameters": self._parameters(),
             "buffers": [*self.root.buffers(), *sharding.buffers_between_units(self.root)],
             "gradients": gradients,
-            "optimizer state": list(self._optimizer_state()),
+            "optimizer state": [
+                tensor
+                for optimizer in self._optimizers
+                for tensor in tensor_state.tensors_among(list(optimizer.state.values()))
+            ],
             "batch": [*self.batch, *arguments],
         }
 
@@ -323,10 +328,6 @@ class ResidentMemory:
             f"{format_bytes(free)} free on the device: name a smaller budget if others use it."
         )
 
-    def _optimizer_state(self) -> Iterator[torch.Tensor]:
-        for optimizer in self._optimizers:
-            yield from tensor_state.tensors_among(list(optimizer.state.values()))
-
     def _on_device(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         device = self.device
         return (tensor for tensor in tensors if tensor.device == device)
@@ -337,7 +338,7 @@ class ResidentMemory:
 
 
 def more_kept_plainly(graph: Graph, schedule: Schedule) -> int:
-    """Count the bytes by which plain training, which computes nothing again, saves more than a schedule of a graph."""
+    """Return the bytes that plain training, which recomputes nothing, saves beyond those of a schedule of a graph."""
     plain, own, inputs = lower(graph, keep_all(graph)).saved, schedule.saved_on_device(graph), set(graph.inputs)
     plain_bytes, own_bytes = (bytes_of(graph, [t for t in s if t not in inputs]) for s in (plain, own))
     return max(0, plain_bytes - own_bytes)
