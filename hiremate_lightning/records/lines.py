@@ -1,7 +1,7 @@
 """Three lines of work: a device computes, copies to the host, and copies from the host, all at once.
 
-Each line does one thing after the other. A copy begins when all is done that was computed before it, and so are the
-copies before it in its direction. Computing goes on meanwhile, and stands still only where the program waits.
+Each line does one thing after the other. A copy begins when all operations before it are done, and all copies before it
+in its direction. Computing goes on meanwhile, and stops only where the program waits.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Numbers of a step at other sizes, by what they are at a few: exact by expressions of the sizes, or near by lines.
+"""Numbers of a step at other sizes, from their values at a few: exact by expressions of the sizes, or near by lines.
 
-`Expressions` serve where nothing checks a number before it counts: what has no expression is refused, or bounded from
-above. `FittedLines` serve where a real step proves what was foreseen, as a search for the largest batch does. They need
-two samples, and one size that varies. A dimension lies on a line through its values. What was measured follows the
-samples beside it; beyond the last two it follows these, by their line or, where it grew faster than the size, by that
-power.
+`Expressions` serve where nothing checks a number before it counts: a number without an expression is refused, or
+bounded from above. `FittedLines` serve where a real step checks the prediction, as a search for the largest batch does.
+They need two samples, and one size that varies. A dimension lies on a line through its values. A measured number lies
+on the line between the samples beside it. Beyond the last sample it follows the last two, by their line or, where it
+grew faster than the size, by that power.
 """
 
 from __future__ import annotations
