@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..memory.free_memory import free_bytes
+from ..memory.allocator import free_bytes
 from ..records.costs import Link
 from .apart import undisturbed
 

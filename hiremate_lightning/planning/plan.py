@@ -1,6 +1,7 @@
-"""The plan: everything decided for one training step, what it predicts, and what was measured since.
+"""The plan: everything decided for one training step, its predictions, and later measurements; and how to plan.
 
-`Plan` is pure and serialisable: what is needed to run it on a captured graph, to report it, and to keep it on disk.
+`Plan` is pure and serialisable: it has all that is needed to run it on a captured graph, to report it, and to keep it
+on disk. `PlanOptions` says how to plan.
 """
 
 from __future__ import annotations
@@ -19,13 +20,37 @@ from ..records.graph import Graph
 from ..records.schedule import Schedule, lower
 from ..records.simulation import Simulation, simulate_plain
 from ..units import Budget, format_bytes, format_ratio, format_time
+from .solutions import Solutions
 from .solvers.base import Problem, Solution, Status, replay_solution
 
 Numbers = Mapping[str, Any]  # of a plan, as `Plan.to_dict` names them
 
-
 NO_GAP = 0.0005  # of a step's time: it is written as 0.0%
-SAVES_NOTHING = 0.99  # of what a step adds without its plan: a plan that takes as much, or more, saves no memory
+SAVES_NOTHING = 0.99  # share of the bytes that a step adds without its plan: a plan that takes more saves no memory
+DEFAULT_SOLVER = "portfolio"
+DEFAULT_TIME_LIMIT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """How to plan.
+
+    Attributes:
+        solver: Name of the strategy, see `solvers`.
+        time_limit_s: Seconds for solving one plan, counted in work, see `solvers.work`.
+        on_infeasible: "raise" to stop where no schedule fits, "warn" to train on with the least memory found.
+        cache_dir: Folder for solutions, reused by later runs; None for no files.
+    """
+
+    solver: str = DEFAULT_SOLVER
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S
+    on_infeasible: str = "raise"
+    cache_dir: Path | None = None
+
+    @property
+    def solutions(self) -> Solutions:
+        """The solutions that are known, in this process and in the folder."""
+        return Solutions(self.cache_dir)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,17 +174,17 @@ class Plan:
         )
 
     def changed(self, **changes: Any) -> Plan:
-        """Return the plan with fields replaced; what was simulated stays where its step is the same."""
-        found = replace(self, **changes)
+        """Return the plan with fields replaced; its simulations stay where the step is the same."""
+        plan = replace(self, **changes)
         simulated = ("graph", "profile", "solution")
-        if all(getattr(found, name) is getattr(self, name) for name in simulated):
+        if all(getattr(plan, name) is getattr(self, name) for name in simulated):
             known = ("schedule", "planned", "unplanned")
-            vars(found).update((name, value) for name, value in vars(self).items() if name in known)
-        return found
+            vars(plan).update((name, value) for name, value in vars(self).items() if name in known)
+        return plan
 
     @property
     def saves_nothing(self) -> bool:
-        """Whether nothing fits the budget, and the plan takes what its step takes without it, or nearly."""
+        """Whether nothing fits the budget, and the plan takes as much memory as no plan, or nearly."""
         is_over = self.planned_peak_bytes > self.budget_bytes
         return is_over and self.planned.peak_bytes >= SAVES_NOTHING * self.unplanned.peak_bytes
 

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..choices import Policy
 from ..incumbent import Search
 from ..mip_backend import solve
 from ..phases import Checks, PhasedProgram
-from ..policies import Policy
 from ..proposals import method
 from ..refine import refine
 

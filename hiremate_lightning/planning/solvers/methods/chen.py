@@ -1,4 +1,4 @@
-"""Chen: segments of equal length, of which only what crosses from one to the next is kept.
+"""Chen: segments of equal length, between which only the values that cross from one to the next are kept.
 
 Source: T. Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016, arXiv 1604.06174. A chain
 of n layers is cut into sqrt(n) segments; the forward keeps their inputs, and the backward of a segment computes it
@@ -19,9 +19,9 @@ import math
 from collections.abc import Iterator
 from itertools import pairwise
 
+from ..choices import Policy
 from ..incumbent import Search
 from ..model import StepModel
-from ..policies import Policy
 from ..proposals import method
 from ..segments import lives_of
 
@@ -47,7 +47,7 @@ def equal_cuts(model: StepModel) -> list[int]:
 
 
 def cuts_by_bytes(model: StepModel, most_bytes: float) -> list[int]:
-    """Return the forward positions at which a segment has made more than so many bytes."""
+    """Return the forward positions at which a segment has made more than `most_bytes`."""
     cuts, made = list[int](), 0
     for position, node in enumerate(model.graph.forward):
         if made > most_bytes:
@@ -67,7 +67,7 @@ def _balanced_bytes(model: StepModel) -> float:
 
 
 def keep_crossing(model: StepModel, cuts: list[int]) -> Policy:
-    """Return the policy that keeps what crosses some cuts of the forward."""
+    """Return the policy that keeps the values that cross some cuts of the forward."""
     choices, lives = set(model.choices), lives_of(model.graph)
     crossing = (s for s, (made, last) in lives.items() if any(made < cut <= last for cut in cuts))
     return Policy(frozenset(s for s in crossing if s in choices))

@@ -31,11 +31,11 @@ from collections.abc import Iterator, Sequence
 
 from ...partition import Cluster, partition
 from ..base import Status
+from ..choices import Policy
 from ..incumbent import Search
 from ..mip_backend import solve
 from ..model import StepModel
 from ..phases import PhasedProgram
-from ..policies import Policy
 from ..proposals import method
 from ..refine import Restriction, refine
 from ..segments import try_segments

@@ -32,8 +32,8 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
 from ..chain import ChainBytes, ChainLink, ChainSpan, chains_of, policy_of
+from ..choices import Policy
 from ..incumbent import Search
-from ..policies import Policy
 from ..proposals import method
 
 LENGTHS = (2000, 100, 50, 24, 12, 6)  # of the chains that are tried

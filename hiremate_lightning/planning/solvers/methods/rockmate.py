@@ -22,10 +22,10 @@ from collections.abc import Iterator, Sequence
 from ...partition import structural_key
 from ..base import Status
 from ..chain import ChainBytes, ChainLink
+from ..choices import Policy
 from ..incumbent import Search
 from ..mip_backend import solve
 from ..model import StepModel
-from ..policies import Policy
 from ..proposals import method
 from ..turn_point import keeping_program
 from .rotor import Tape, Tapes, over_chains
