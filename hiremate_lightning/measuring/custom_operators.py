@@ -101,11 +101,13 @@ def _random_states(device: torch.device) -> tuple[Any, ...]:
 
 
 def _are_equal(first: Any, run: Callable[[], Any]) -> bool:
-    one, other = (tensor_state.leaves(values) for values in (first, run()))
-    return len(one) == len(other) and all(map(_is_equal, one, other))
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    if not isinstance(one, torch.Tensor):
-        return bool(one == other)
-    return bool(((one == other) | ((one != one) & (other != other))).all())
+    ones, others = (tensor_state.leaves(values) for values in (first, run()))
+    if len(ones) != len(others):
+        return False
+    for one, other in zip(ones, others, strict=True):
+        equal = one == other
+        if isinstance(one, torch.Tensor):
+            equal = (equal | ((one != one) & (other != other))).all()  # NaN equals NaN
+        if not bool(equal):
+            return False
+    return True

@@ -209,13 +209,7 @@ class _Description:
         return (stages, called_at) if dead == sizes.keys() else ([], None)
 
     def _gap_before_backward(self, previous: Run, run: Run, released_bytes: int) -> Gap:
-        """Describe the memory that outside code takes, and holds or gives back, between two backwards.
-
-        Args:
-            previous: The run whose backward has ended.
-            run: The run whose backward is next.
-            released_bytes: Bytes of outputs that outside code releases.
-        """
+        """Describe the memory that outside code takes, holds, and gives back between the backwards of two runs."""
         gap = self._between(Event.BACKWARD_DONE.of(previous.index), Event.BACKWARD.of(run.index))
         if gap is None:
             return Gap()

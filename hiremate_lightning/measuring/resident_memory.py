@@ -56,6 +56,7 @@ class ResidentMemory:
         self.optimizer_steps = self.growths = 0
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._have_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        # Number of each optimizer's groups when it was looked up last, and whether it has parameters of the model.
         self._updating: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self.iterations = Iterations()
         self._left = LeftOutputs(lambda: tensor_state.storage_sizes(self._on_device(held_by(retained()))))
@@ -102,7 +103,12 @@ class ResidentMemory:
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Record the step of an optimizer; return whether it used gradients of the model."""
-        if not self._updates(optimizer):
+        count, has_own = self._updating.get(optimizer, (-1, False))
+        if count != len(optimizer.param_groups):
+            own = {id(p) for p in self._parameters()}
+            has_own = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+            self._updating[optimizer] = len(optimizer.param_groups), has_own
+        if not has_own:
             return False
         self.watch(optimizer)
         self._have_stepped.add(optimizer)
@@ -134,15 +140,6 @@ class ResidentMemory:
         """Whether each optimizer that has stepped has state of each of its parameters, or none; L-BFGS has neither."""
         used = (o for o in self._have_stepped if o.state)
         return all(p in o.state for o in used for group in o.param_groups for p in group["params"])
-
-    def _updates(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer has parameters of the model; looked up again where it has other groups of them."""
-        count, has_own = self._updating.get(optimizer, (-1, False))
-        if count != len(optimizer.param_groups):
-            own = {id(p) for p in self._parameters()}
-            has_own = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
-            self._updating[optimizer] = len(optimizer.param_groups), has_own
-        return has_own
 
     def has_grown(self) -> bool:
         """Whether there is more optimizer state, or more gradients, than before any step that was counted."""

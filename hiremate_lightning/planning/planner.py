@@ -231,13 +231,12 @@ class FirstSolution:
     step: Step
     solution: Solution
 
-
-def _serves_as_well(first: FirstSolution, problem: Problem) -> bool:
-    """Whether the solution for one size saves as much at another, and fits the budget."""
-    before = Problem(first.step.graph, first.step.profile, 0)
-    if _saved_share(problem, first.solution) + SAVES_AS_MUCH < _saved_share(before, first.solution):
-        return False
-    return replay_solution(problem, first.solution).peak_bytes <= problem.budget_bytes
+    def serves_as_well(self, problem: Problem) -> bool:
+        """Whether the solution saves as much for the same part at another size, and fits the budget."""
+        before = Problem(self.step.graph, self.step.profile, 0)
+        if _saved_share(problem, self.solution) + SAVES_AS_MUCH < _saved_share(before, self.solution):
+            return False
+        return replay_solution(problem, self.solution).peak_bytes <= problem.budget_bytes
 
 
 def _saved_share(problem: Problem, solution: Solution) -> float:
@@ -287,7 +286,7 @@ def first_solution(
         host,
     )
     at_other_sizes = (first for first in known if difference(first.step.graph, step.graph) is None)
-    solution = next((first.solution for first in at_other_sizes if _serves_as_well(first, problem)), None)
+    solution = next((first.solution for first in at_other_sizes if first.serves_as_well(problem)), None)
     if solution is not None:
         return solution
     smallest = _least_at_once(problem, options.solutions)

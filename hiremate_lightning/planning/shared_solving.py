@@ -143,23 +143,12 @@ class SharedSolving:
         return problem
 
     def __call__(self, problem: Problem) -> Solution:
-        """Solve a problem, or take the answer of the first rank where it is for the agreed problem."""
+        """Solve a problem. Where it is the agreed one, the first rank tells its answer, and others take it."""
         if self._agreed is None or self._agreed[1].graph is not problem.graph:
             return self._strategy(problem)
         key, _, leader = self._agreed
-        if self._rank == leader:
-            return self._lead(problem, key)
-        return self._adopted(problem, key, leader) or self._strategy(problem)
-
-    def _next_key(self, graph: Graph) -> str:
-        """Name the solve by the step, and by the number of times that this rank has planned it."""
-        name = digest(graph)
-        while True:
-            key = f"{name}/{self._store.add(f'{name}/rank{self._rank}', 1)}"
-            if not self._store.check([f"{key}/closed"]):
-                return key
-
-    def _lead(self, problem: Problem, key: str) -> Solution:
+        if self._rank != leader:
+            return self._adopted(problem, key, leader) or self._strategy(problem)
         answer = ""
         try:
             solution = self._strategy(problem)
@@ -168,6 +157,14 @@ class SharedSolving:
         finally:
             self._tell(f"{key}/answer{self._count(key)}", answer)
         return solution
+
+    def _next_key(self, graph: Graph) -> str:
+        """Name the solve by the step, and by the number of times that this rank has planned it."""
+        name = digest(graph)
+        while True:
+            key = f"{name}/{self._store.add(f'{name}/rank{self._rank}', 1)}"
+            if not self._store.check([f"{key}/closed"]):
+                return key
 
     def _tell(self, key: str, value: str) -> None:
         try:
@@ -215,26 +212,19 @@ def _needs(problem: Problem) -> list[int]:
 
 def _meeting(problem: Problem, needs: Sequence[Sequence[int]]) -> Problem:
     """Return the problem with the smallest budget, host and link of several, and the most bytes of everything else."""
-    budget_bytes, *of_host = (min(values) for values in zip(*(own[:4] for own in needs), strict=True))
+    budget_bytes, host_bytes, *speeds = (min(values) for values in zip(*(own[:4] for own in needs), strict=True))
     most = [max(values) for values in zip(*(own[4:] for own in needs), strict=True)]
-    graph, count = problem.graph, len(problem.graph.nodes)
-    pairs = zip(graph.storages, most[count:], strict=True)
-    problem = _meeting_host(problem, *of_host)
-    return replace(
-        problem,
-        graph=replace(graph, storages=tuple(replace(storage, size_bytes=size) for storage, size in pairs)),
-        profile=replace(problem.profile, workspace_bytes=tuple(most[:count])),
-        budget_bytes=budget_bytes,
-    )
-
-
-def _meeting_host(problem: Problem, size_bytes: int, out_bytes_per_ms: int, in_bytes_per_ms: int) -> Problem:
-    """Return the problem with less memory of the host, and a slower link to it."""
-    host, link = problem.host, problem.profile.link
-    if host is None or link is None or not size_bytes:
-        return replace(problem, host=None)
-    slower = replace(link, out_bytes_per_ms=float(out_bytes_per_ms), in_bytes_per_ms=float(in_bytes_per_ms))
-    return replace(problem, host=replace(host, size_bytes=size_bytes), profile=replace(problem.profile, link=slower))
+    count = len(problem.graph.nodes)
+    pairs = zip(problem.graph.storages, most[count:], strict=True)
+    graph = replace(problem.graph, storages=tuple(replace(storage, size_bytes=size) for storage, size in pairs))
+    profile, host = replace(problem.profile, workspace_bytes=tuple(most[:count])), problem.host
+    if host is None or profile.link is None or not host_bytes:
+        host = None
+    else:
+        out_bytes_per_ms, in_bytes_per_ms = map(float, speeds)
+        link = replace(profile.link, out_bytes_per_ms=out_bytes_per_ms, in_bytes_per_ms=in_bytes_per_ms)
+        profile, host = replace(profile, link=link), replace(host, size_bytes=host_bytes)
+    return replace(problem, graph=graph, profile=profile, budget_bytes=budget_bytes, host=host)
 
 
 def _written(needs: Sequence[int]) -> str:

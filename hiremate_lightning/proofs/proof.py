@@ -11,7 +11,7 @@ from torch import fx
 
 from ..running.execution import Part
 from ..torch_private import checkpoints, tensor_state
-from .unused import unused_at
+from .trials import unused_at
 
 
 class Verdict(Enum):

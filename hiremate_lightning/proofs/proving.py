@@ -41,8 +41,7 @@ from .differences import Difference, differences
 from .proof import Proof, Proofs, Verdict
 from .proof_memory import ProofMemory, proof_memory
 from .segments import Observed, cut, keeping_little
-from .trials import Trial, TrialOutcome
-from .unused import Unused, likely_unused, unused_at
+from .trials import Trial, TrialOutcome, Unused, likely_unused, unused_at
 
 log = logging.getLogger("hiremate_lightning")
 

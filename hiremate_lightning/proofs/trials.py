@@ -3,6 +3,11 @@
 A `TrialOutcome` holds what two runs of the same code must agree on: the outputs, the inputs that the code has changed,
 the states of the generators, and, where asked for, the gradients of the inputs. What lies on another device is kept on
 the host, so that one outcome takes no memory while the other is made.
+
+Some outputs get no gradients: those whose gradients do not come in training either. Where the loss depends on some
+outputs only, autograd computes another backward than where all outputs get gradients: it leaves out terms of sums, and
+the rest may lie otherwise in memory. So the backward that runs is the one to prove. Before the first backward has run
+it is guessed: code that returns its loss, and what the loss was computed from, gets a gradient for its loss alone.
 """
 
 from __future__ import annotations
@@ -14,13 +19,15 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import fx
 
+from ..capturing.capture import Captured
 from ..measuring.aside import in_file
 from ..measuring.files import Files
-from ..torch_private import autocasting, hooks, tensor_state
+from ..torch_private import aot, autocasting, hooks, tensor_state
 from ..torch_private.restoring import Restoring, Watching
-from .unused import Unused
 
+Unused = Callable[[Sequence[Any]], frozenset[int]]  # returns the positions of outputs that get no gradients
 SEED = 0  # of the gradients that a trial begins its backward with
 
 
@@ -108,10 +115,10 @@ class Trial:
                 with watching, torch.enable_grad(), hooks.no_saved_tensor_hooks(), keeping:
                     results = function(*given)
                     outputs = list(results) if isinstance(results, (tuple, list)) else [results]
-                    roots = _Roots([*self._used(outputs), *tensors]) if self.with_gradients else None
+                    ends = _ends([*self._used(outputs), *tensors]) if self.with_gradients else None
                     values = {f"output {i}": self._kept(value, tensors) for i, value in enumerate(outputs)}
                     del results, outputs
-                    gradients = self._gradients(leaves, roots) if roots is not None else {}
+                    gradients = self._gradients(leaves, ends) if ends is not None else {}
                 with torch.no_grad():
                     for name, value in zip(self.names, given, strict=True):
                         if isinstance(value, torch.Tensor) and restoring.changed(value):
@@ -129,8 +136,8 @@ class Trial:
         is_copied = self.copies and isinstance(value, torch.Tensor) and not self.arguments[position].is_leaf
         return value.clone() if is_copied else value
 
-    def _gradients(self, leaves: dict[int, torch.Tensor], roots: _Roots) -> dict[str, Any]:
-        """Compute gradients of the leaves, for drawn gradients of the results that autograd has computed."""
+    def _gradients(self, leaves: dict[int, torch.Tensor], ends: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """Compute gradients of the leaves, for drawn gradients of the results that lead to the ends."""
         own = {  # without what the code has changed in place, which is not what it was given any more
             f"the gradient of {self.names[i]}": leaf
             for i, leaf in leaves.items()
@@ -149,7 +156,8 @@ class Trial:
         active = [kind for kind in device_types if torch.is_autocast_enabled(kind)]
         # Training leaves autocast before it calls the backward.
         with torch.autocast(active[0], enabled=False) if active else nullcontext():
-            roots.run_backward(list(own.values()))
+            if ends and own:
+                torch.autograd.backward(ends, inputs=list(own.values()))
         _let_threads_finish({leaf.device for leaf in own.values()})
         return gradients
 
@@ -159,17 +167,10 @@ class Trial:
         return kept if self.files is None or not isinstance(kept, torch.Tensor) else in_file(kept, self.files)
 
 
-class _Roots:
-    """The start of a backward: results that autograd has computed, whose memory need not stay for that."""
-
-    def __init__(self, results: Sequence[Any]) -> None:
-        own = [r for r in results if isinstance(r, torch.Tensor) and r.grad_fn is not None]
-        self._ends = [_End.apply(root) for root in own]  # type: ignore[no-untyped-call]
-
-    def run_backward(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Compute gradients of leaves, for drawn gradients of the results."""
-        if self._ends and leaves:
-            torch.autograd.backward(self._ends, inputs=leaves)
+def _ends(results: Sequence[Any]) -> list[torch.Tensor]:
+    """Return numbers at which a backward begins in place of results that autograd has computed; these need not stay."""
+    own = (r for r in results if isinstance(r, torch.Tensor) and r.grad_fn is not None)
+    return [_End.apply(result) for result in own]  # type: ignore[no-untyped-call]
 
 
 class _End(torch.autograd.Function):
@@ -223,3 +224,45 @@ def _cleared_casts(device_types: set[str]) -> Iterator[None]:
     finally:
         if any(torch.is_autocast_enabled(kind) for kind in device_types):
             torch.clear_autocast_cache()
+
+
+# ---------------------------------------------------------------- outputs without gradients
+
+
+def unused_at(captured: Captured, missing: frozenset[int]) -> frozenset[int] | None:
+    """Return the positions of the outputs whose gradients do not come; None where these are of more than outputs.
+
+    Args:
+        captured: The code.
+        missing: Positions of these gradients among all that its backward takes.
+    """
+    positions = (aot.output_position(captured.tangents[gradient]) for gradient in missing)
+    outputs = [position for position in positions if position is not None]
+    return frozenset(outputs) if len(outputs) == len(missing) else None
+
+
+def likely_unused(written: fx.GraphModule) -> Unused:
+    """Return a function that guesses which outputs get no gradients, for code that has not run yet."""
+
+    def guess(outputs: Sequence[Any]) -> frozenset[int]:
+        returned: Any = written.graph.output_node().args[0]
+        if not isinstance(returned, (tuple, list)) or len(returned) != len(outputs):
+            return frozenset()
+        own = {i for i, value in enumerate(outputs) if isinstance(value, torch.Tensor) and value.grad_fn is not None}
+        for loss in (i for i in sorted(own) if outputs[i].dim() == 0):
+            others, sources = own - {loss}, _sources(returned[loss])
+            if all(returned[other] in sources for other in others):
+                return frozenset(others)
+        return frozenset()
+
+    return guess
+
+
+def _sources(value: fx.Node) -> set[fx.Node]:
+    """List a value and all that it is computed from."""
+    sources, open_ends = {value}, [value]
+    while open_ends:
+        new = set(open_ends.pop().all_input_nodes) - sources
+        sources |= new
+        open_ends.extend(new)
+    return sources

@@ -16,8 +16,7 @@ import torch
 from ..capturing.capture import Captured
 from ..errors import CaptureError, HiRemateError
 from ..torch_private import aot, backward_pass, data_parallel, tensor_state
-from . import carrying
-from .accumulation import Leaves, addable, existing, find_leaves
+from .accumulation import Leaves, addable, existing, find_leaves, hand_on, shared_leaves
 from .program import Program
 
 FREED = (
@@ -144,7 +143,7 @@ class Part:
         if conductor is not None:
             conductor.backward_starts(saved.run, tangents, saved.leaves, keep)
         totals = self._find_totals(saved.leaves)
-        shared = carrying.shared_leaves(saved)
+        shared = shared_leaves(saved)
         sums = {position: own.total for position, own in sorted(shared.items()) if own.total is not None}
         missing = missing_gradients(tangents)
         (self.tried_without if self.trial else self.ran_without).add(missing)
@@ -172,7 +171,7 @@ class Part:
         if saved.fills_buckets:
             data_parallel.put_in_order([saved.leaves[p] for p in self.captured.finished if p in saved.leaves])
         if shared:
-            gradients = carrying.hand_on(gradients, shared, () if missing else saved.terms)
+            gradients = hand_on(gradients, shared, () if missing else saved.terms)
         if conductor is not None:
             conductor.backward_done(saved.run)
         return gradients

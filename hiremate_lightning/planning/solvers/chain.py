@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from ...records.graph import Graph
-from .choices import Policy
+from .choices import Policy, alive_bytes
 from .incumbent import Search
 from .model import StepModel
 from .segments import crossing_bytes
@@ -273,16 +273,19 @@ class ChainBytes:
             chain: Its links.
         """
         self._model, self.chain = model, chain
-        fixed_after = self._fixed_after()
+        last, sizes = last_needs(model), model.sizes
+        fixed_after = alive_bytes(((0, last.get(s, 0), sizes[s]) for s in model.fixed), len(model.reads) + 1)
         gradients = [size + fixed_after[p] for p, size in enumerate(model.gradients)]
         self.tape = [self.of(link.tape) for link in chain]
         self.own = [self.of(link.own) for link in chain]
         self.rest = [max(gradients[link.begins : link.ends], default=0) for link in chain]
         self.start = [model.live_gradients[link.begins] + fixed_after[link.begins] for link in chain]
-        self._alive = self._lives(s for s in model.choices if s not in model.fixed)
+        free = (s for s in model.choices if s not in model.fixed)
+        lives = ((model.made_at[s], model.last_forward_use(s), sizes[s]) for s in free)
+        self._alive = alive_bytes(lives, len(model.graph.forward))  # of choices that were made and will be read
         kept = [0] * (len(model.graph.forward) + 1)
         for storage in model.fixed:
-            kept[model.made_at[storage]] += model.sizes[storage]
+            kept[model.made_at[storage]] += sizes[storage]
         fixed_before = accumulate(kept)
         self._forward = [rest + fixed for rest, fixed in zip(model.forward_rest, fixed_before, strict=False)]
         self.forward = [max(self._forward[link.first :][: len(link.nodes)], default=0) for link in chain]
@@ -296,24 +299,6 @@ class ChainBytes:
     def others(self) -> Iterator[int]:
         """Yield all bytes that are not those of choices."""
         yield from (*self.rest, *self.start, *self._forward, *self.again)
-
-    def _lives(self, storages: Iterable[int]) -> list[int]:
-        """Return, for each forward position, the bytes of choices that were made and will be read."""
-        model = self._model
-        change = [0] * (len(model.graph.forward) + 2)
-        for storage in storages:
-            change[model.made_at[storage]] += model.sizes[storage]
-            change[model.last_forward_use(storage) + 1] -= model.sizes[storage]
-        return list(accumulate(change))
-
-    def _fixed_after(self) -> list[int]:
-        """Return, for each backward position and the end, the bytes of fixed choices that are still needed."""
-        model, last = self._model, last_needs(self._model)
-        change = [0] * (len(model.reads) + 2)
-        for storage in model.fixed:
-            change[0] += model.sizes[storage]
-            change[last.get(storage, 0) + 1] -= model.sizes[storage]
-        return list(accumulate(change))
 
     def sweeps(self, start: int) -> list[tuple[int, int]]:
         """Return the bytes that running each link takes beyond the input of a link that is held.

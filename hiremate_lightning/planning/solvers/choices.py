@@ -53,6 +53,20 @@ def at_node(position: int) -> int:
     return position << ROW | LAST
 
 
+def alive_bytes(values: Iterable[tuple[int, int, int]], count: int) -> list[int]:
+    """Return the bytes that are alive at each place.
+
+    Args:
+        values: The first place, the last place, and the bytes of each value.
+        count: Number of places.
+    """
+    change = [0] * (count + 1)
+    for first, last, size_bytes in values:
+        change[first] += size_bytes
+        change[last + 1] -= size_bytes
+    return list(accumulate(change[:count]))
+
+
 class Choices:
     """Arrays made once from a problem.
 
@@ -294,11 +308,8 @@ class Choices:
     @cached_property
     def forward_bytes(self) -> list[int]:
         """For each forward position, bytes while its node runs if nothing is kept."""
-        change = [0] * (len(self.graph.forward) + 1)
-        for storage in self.choices:
-            change[self.made_at[storage]] += self.sizes[storage]
-            change[self.last_forward_use(storage) + 1] -= self.sizes[storage]
-        return list(map(add, accumulate(change), self.forward_rest))
+        values = ((self.made_at[s], self.last_forward_use(s), self.sizes[s]) for s in self.choices)
+        return list(map(add, alive_bytes(values, len(self.graph.forward)), self.forward_rest))
 
     @cached_property
     def use_keys(self) -> dict[int, tuple[int, ...]]:

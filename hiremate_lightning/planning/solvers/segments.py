@@ -10,10 +10,9 @@ optimal in memory nor in time; fast and never far off.
 from __future__ import annotations
 
 from bisect import bisect_right
-from itertools import accumulate
 
 from ...records.graph import Graph
-from .choices import Policy
+from .choices import Policy, alive_bytes
 from .greedy import ReplayedPolicy, keep_more
 from .incumbent import Search, searching
 from .model import StepModel
@@ -47,12 +46,8 @@ def lives_of(graph: Graph) -> dict[int, tuple[int, int]]:
 
 def crossing_bytes(graph: Graph) -> list[int]:
     """Return, for each forward position, the bytes made before it that it or a later one reads."""
-    length = len(graph.forward)
-    change = [0] * (length + 1)
-    for storage, (made, last) in lives_of(graph).items():
-        change[made + 1] += graph.sizes[storage]
-        change[last + 1] -= graph.sizes[storage]
-    return list(accumulate(change[:length]))
+    lives = ((made + 1, last, graph.sizes[storage]) for storage, (made, last) in lives_of(graph).items())
+    return alive_bytes(lives, len(graph.forward))
 
 
 def _narrowest(crossing: list[int], middle: int, reach: int) -> int:
