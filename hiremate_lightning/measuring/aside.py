@@ -129,7 +129,7 @@ class SavedAside(torch.autograd.graph.saved_tensors_hooks):
         return copy
 
     def _leave(self, tensor: torch.Tensor) -> Leaving:
-        """Copy a storage to the host. What is computed next waits for the copy: it may change the storage in place."""
+        """Copy a storage to the host. Later operations wait for it, since they may change the storage in place."""
         leaving = Leaving(tensor, self._host)
         leaving.wait()
         return leaving

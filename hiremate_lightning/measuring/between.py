@@ -19,7 +19,7 @@ REST = 99  # a look is followed by this many times its own duration without one
 
 
 class Between:
-    """Looks at what code between the forwards and the backward of a step allocates, on a CPU.
+    """Measures the allocations of code between the forwards and the backward of a step, on a CPU.
 
     Args:
         clock: Tells the seconds.
@@ -55,7 +55,7 @@ class Between:
         self._due_at = now + REST * (self._took_s + now - began_at)
 
     def forget(self) -> None:
-        """End the look, where one is under way, and forget what it has seen: the step has more forwards, or failed."""
+        """End the look, where one is under way, and forget its result: the step has more forwards, or failed."""
         self.backward_called()
         self._allocated_bytes = None
 

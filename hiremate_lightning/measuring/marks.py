@@ -1,4 +1,4 @@
-"""Marks in the memory measurement of a step, and what was measured between them."""
+"""Marks in the memory measurement of a step, and the memory between them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..memory.metering import Interval
 
 
 class Event(Enum):
-    """What happens at a mark."""
+    """The event at a mark."""
 
     START = "the step begins"
     FORWARD = "a forward starts"
@@ -37,10 +37,10 @@ class Mark:
     """A mark.
 
     Attributes:
-        event: What happens.
+        event: The event.
         run: The run to which it happens, 0 for none.
         tensor: The output that is released.
-        size_bytes: Bytes of what is released, of a tensor of the batch or one that was counted nowhere.
+        size_bytes: Bytes of a released tensor of the batch, or of one that was counted nowhere.
     """
 
     event: Event

@@ -58,7 +58,7 @@ class ProfileOptions:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one operation costs."""
+    """The costs of one operation."""
 
     time_ms: float
     workspace_bytes: int
@@ -79,7 +79,7 @@ class CostCache:
     _links: dict[str, Link] = field(default_factory=dict)
 
     def costs_on(self, device: torch.device) -> dict[str, Cost]:
-        """Return the costs known for a device; what is added to them is kept."""
+        """Return the known costs of a device; costs that are added to them are kept."""
         name = describe_device(device)
         if name not in self._costs:
             self._costs[name] = self._read(name)
@@ -283,7 +283,7 @@ def as_laid_out(captured: Captured, profile: Profile, strides: Sequence[tuple[in
     return replace(profile, workspace_bytes=tuple(workspace))
 
 
-_VIEW_MS = 0.002  # what a view costs the interpreter; kernels on top of it are what matters
+_VIEW_MS = 0.002  # time of the interpreter for a view, which runs no kernel
 
 
 def _storage_bytes(result: Any, device: torch.device) -> int:
@@ -319,7 +319,7 @@ def _time_once_ms(run: Callable[[], Any], device: torch.device) -> float:
 
 
 class TimedRun:
-    """Runs a program node by node and adds up its time, and that of what it recomputes or waits for.
+    """Runs a program node by node and adds up its time, and that of recomputation and waits.
 
     Attributes:
         total_ms: Time of all nodes.

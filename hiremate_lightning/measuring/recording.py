@@ -101,7 +101,7 @@ class StepRecord:
         meter: Meter | None = None,
     ) -> None:
         self._sharded = root if root is not None and sharding.has_units(root) else None
-        self._watched: tuple[int, bool] | None = None  # what the step before left: bytes, and whether taken for stale
+        self._watched: tuple[int, bool] | None = None  # bytes that the step before left, and whether they are stale
         self._left = set[Mark]()  # of this step's outputs, those that the next one has not seen released
         self._next: weakref.ref[StepRecord] | None = None
         self._thread = threading.get_ident()

@@ -31,7 +31,7 @@ class Resident:
             frees, and outputs of the step before.
         left_bytes: Outputs of the step before that are freed as the last forward returns: new ones take their place.
         kept: Storages of the parameters whose gradients are part of `size_bytes`.
-        kinds: What makes up `size_bytes`: names and bytes.
+        kinds: The parts of `size_bytes`: names and bytes.
         waiting_bytes: The part of `size_bytes` that graphs hold whose backward is still to come, with the values that
             an iteration has made beside them.
         plain_waiting_bytes: Bytes of these graphs in plain training, with the values beside them.
@@ -81,7 +81,7 @@ class Resident:
 
 
 class LeftOutputs:
-    """What a step leaves to the next one: outputs still held, inputs that these hold, and retained graphs.
+    """The memory that a step leaves to the next one: outputs still held, inputs that these hold, and retained graphs.
 
     In the next step all of this stays, or new outputs take its place. A step that was not measured is taken to leave
     as many bytes of outputs and inputs as the latest measured step of its kind.
@@ -167,7 +167,7 @@ class LeftOutputs:
         return bool(self._returning) and self._stay is False and not self._retained_bytes
 
     def _are_stale(self) -> bool:
-        """Whether the next step frees what is left before its backward: a retained graph goes with its loss."""
+        """Whether the next step frees left memory before its backward: a retained graph goes with its loss."""
         return self._retained_bytes > 0 if self._stay is None else not self._stay
 
     def _look(self, present: Collection[int]) -> None:

@@ -1,4 +1,4 @@
-"""Counts what is in memory before a step begins: parameters, buffers, gradients, optimizer state, and the batch."""
+"""Counts the memory that exists before a step: parameters, buffers, gradients, optimizer state, and the batch."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ WATCHED_STEPS = 16  # number of first steps in which gradients are seen to be fr
 
 
 class ResidentMemory:
-    """Counts what exists before the steps of a model.
+    """Counts the memory that exists before the steps of a model.
 
     Args:
         root: The model.
-        waiting: Lists what captured forwards have saved whose backward has not run yet.
-        retained: Lists what captured forwards have saved that stays for another backward, after one has run.
+        waiting: Lists the saved values of captured forwards whose backward has not run yet.
+        retained: Lists the saved values of captured forwards that stay for another backward, after one has run.
 
     Attributes:
         root: The model.
         batch: Tensors of the batch of the step under way, where the caller names it.
         optimizer_steps: Number of optimizer steps that have used gradients of the model.
         growths: How often optimizers' state, or gradients, were more than before any step that was counted.
-        iterations: What iterations have made in which graphs wait.
+        iterations: Counts the memory of iterations in which graphs wait.
     """
 
     def __init__(
@@ -205,10 +205,10 @@ class ResidentMemory:
         self._stepped = False
 
     def count_before_step(self, arguments: Sequence[torch.Tensor]) -> Resident:
-        """Count what exists before a step that begins now, outputs of the one before included.
+        """Count the memory that exists before a step that begins now, including outputs of the step before.
 
         Args:
-            arguments: What the step is called with.
+            arguments: The arguments of the step.
         """
         if self._left.are_some(self._present(arguments)):
             self.collect_garbage()
@@ -238,7 +238,7 @@ class ResidentMemory:
             record.watch_uncounted(self.iterations.note_uncounted(self._uncounted(record.counted)))
 
     def _present(self, arguments: Sequence[torch.Tensor]) -> frozenset[int]:
-        """List the storages that exist before a step with these arguments, without what the step before left."""
+        """List the storages that exist before a step with these arguments, except those that the step before left."""
         groups = self._groups(list(self._gradients().values()), [*arguments, *held_by(self._waiting())])
         return frozenset(tensor_state.storage_sizes(tensor for tensors in groups.values() for tensor in tensors))
 
@@ -256,11 +256,11 @@ class ResidentMemory:
                 yield tensor
 
     def sees_frees(self, resident: Resident) -> bool:
-        """Whether a measurement of the step that begins sees all that it frees of what existed before."""
+        """Whether a measurement of the step that begins sees all frees of memory from before it."""
         return not (resident.stale_bytes or resident.left_bytes) or self.device.type == "cuda" or self._left.are_known
 
     def count(self, arguments: Sequence[torch.Tensor]) -> Resident:
-        """Count what exists now, and the arguments of a step."""
+        """Count the memory that exists now, and the arguments of a step."""
         gradients_of = self._gradients()
         gradients = list(gradients_of.values())
         stale = self._bytes_of(gradients) if self._stepped and self._frees_gradients else 0
@@ -296,7 +296,7 @@ class ResidentMemory:
     def _groups(
         self, gradients: list[torch.Tensor], arguments: Sequence[torch.Tensor]
     ) -> dict[str, list[torch.Tensor]]:
-        """List what is counted, by kind."""
+        """List the tensors that are counted, by kind."""
         return {
             "parameters": self._parameters(),
             "buffers": [*self.root.buffers(), *sharding.buffers_between_units(self.root)],
@@ -315,7 +315,7 @@ class ResidentMemory:
         return hashlib.sha256(repr(parameters).encode()).hexdigest()[:32]
 
     def describe(self) -> str:
-        """Describe what the device has handed out, "" where that is not known."""
+        """Describe the memory that the device has handed out, "" where that is not known."""
         if self.device.type != "cuda":
             return ""
         allocated, reserved = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)

@@ -21,7 +21,7 @@ class Run:
     """One run of a part.
 
     Attributes:
-        part: What runs.
+        part: The part that runs.
         number: Number of the part within its session.
         index: Position among the forwards of the step.
         program: The program that runs it.
@@ -41,7 +41,7 @@ class Run:
             residual connection.
         accumulated_bytes: Bytes of the gradients that autograd has added to existing ones, and freed.
         added: Gradients that autograd only adds to those of parameters, with the storages of these parameters.
-        is_retained: Whether a backward has left what was saved to another backward.
+        is_retained: Whether a backward has left the saved values to another backward.
         trained: Inputs that get gradients and are no parameters: the autograd graph of the outputs holds them.
     """
 
@@ -77,7 +77,7 @@ class Run:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether what it saved still exists, and no backward has run yet."""
+        """Whether its saved values still exist, and no backward has run yet."""
         return any(saved.run is self for saved in self.part.waiting())
 
     @property

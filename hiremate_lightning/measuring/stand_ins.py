@@ -88,7 +88,7 @@ def runner(
         return lambda: target(*args, **kwargs)
     for value in finish.reads:
         argument(value)
-    for step in finish.steps:  # what they finish is not there yet: it looks as it was traced
+    for step in finish.steps:  # the result that they finish is not there yet: it looks as it was traced
         _make_valid(str(step.target), fx.node.map_arg(step.args, lambda value: made.get(value, value.meta["val"])))
     return lambda: _finished(target(*args, **kwargs), finish, made)
 

@@ -85,7 +85,7 @@ def _written(expected: Any, captured: Any, again: Any, refilled: Any, unit: _Uni
 
 
 class _Unit:
-    """What counts as rounding.
+    """The largest difference that counts as rounding.
 
     Args:
         others: Values whose largest one counts beside that of the tensor.
@@ -114,7 +114,7 @@ def _is_half(dtype: torch.dtype) -> bool:
 
 
 def _among(outcomes: Sequence[Mapping[str, Any]], unit: _Unit) -> list[Difference]:
-    """Compare by name what the four outcomes of `differences` have, in its order."""
+    """Compare the values of the four outcomes of `differences` by name, in its order."""
     expected, captured, again, refilled = outcomes
     differing = []
     for name in dict.fromkeys((*expected, *captured)):

@@ -1,4 +1,4 @@
-"""What is proved of captured code (`proving`), and how each code runs: as captured, or as the user wrote it."""
+"""The state of the proof of captured code (`proving`), and how it runs: as captured, or as the user wrote it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .trials import unused_at
 
 
 class Verdict(Enum):
-    """What is known of captured code beside the same code as it was written."""
+    """The result of comparing captured code with the same code as it was written."""
 
     UNKNOWN = "they were not compared yet"
     PROVED = "both give the same bits"
@@ -34,8 +34,8 @@ class Proof:
         prove: Called before each run, as long as there is something to prove.
 
     Attributes:
-        forward: What is known of outputs, changed inputs and generators.
-        backward: What is known of gradients.
+        forward: The verdict on outputs, changed inputs and generators.
+        backward: The verdict on gradients.
         runs: How often it has run while there was something to prove.
         rests: Whether there is nothing to prove until other gradients come.
         tried_without: Positions of the gradients that did not come, for each kind of backward that was proved, or that
@@ -72,12 +72,12 @@ class Proof:
 
     @property
     def gradients(self) -> Verdict:
-        """What is known of the gradients of all backwards that have run."""
+        """The verdict on the gradients of all backwards that have run."""
         return self.backward if self.written is None or self.next_without() is None else Verdict.UNKNOWN
 
     @property
     def unproved(self) -> str:
-        """What is not proved of code that runs as captured: "outputs" and what follows from them, or "gradients"."""
+        """The unproved part of code that runs as captured: "outputs", which include all else, "gradients", or ""."""
         return "outputs" if self.forward is Verdict.UNKNOWN else "gradients" * (self.gradients is Verdict.UNKNOWN)
 
     def refuse(self, proofs: Proofs) -> None:

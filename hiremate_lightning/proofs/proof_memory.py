@@ -14,7 +14,7 @@ from ..running.program import Program
 
 @dataclass(frozen=True, slots=True)
 class ProofMemory:
-    """Bytes that the runs of a proof take beside what exists before the step.
+    """Bytes that the runs of a proof take beside the memory that exists before the step.
 
     Attributes:
         plain_bytes: Of a plain forward and backward.
@@ -89,7 +89,7 @@ def proof_memory(
         own_forward_bytes=max((moment.peak_bytes for moment in own.timeline[: own.turn]), default=0),
         changed_bytes=2 * bytes_of(graph, captured.mutated),
         kept_bytes=bytes_of(graph, (*graph.outputs, *graph.gradients)) if captured.device.type == "cpu" else 0,
-        free_bytes=max(free_bytes, own.peak_bytes),  # what the step takes in any case
+        free_bytes=max(free_bytes, own.peak_bytes),  # the step takes them in any case
         has_room_aside=HAS_FILES or captured.device.type != "cpu",
     )
 

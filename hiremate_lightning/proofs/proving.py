@@ -50,7 +50,7 @@ _NOT_PARTS = re.compile(r"_(?:modules|parameters|buffers)_")
 
 
 class Proving(Protocol):
-    """What proofs ask of the session whose code they prove.
+    """The session whose code is proved, as far as proofs need it.
 
     Attributes:
         name: Of the model.
@@ -80,15 +80,15 @@ class Proving(Protocol):
         """Return the costs of the operations of a part."""
 
     def free_bytes(self, step: Step, device: torch.device) -> int:
-        """Return the bytes that the budget of a step, and the device, leave beside what is there."""
+        """Return the bytes that the budget of a step, and the device, leave beside existing memory."""
 
 
 class Prover:
     """Proves the captured code of one session.
 
     Args:
-        session: What is asked of the session.
-        proofs: What is proved so far.
+        session: The session.
+        proofs: The proofs so far.
     """
 
     def __init__(self, session: Proving, proofs: Proofs) -> None:
@@ -100,7 +100,7 @@ class Prover:
 
         Args:
             proof: The code.
-            arguments: What it is about to run with; they stay as they are.
+            arguments: Arguments of the run that is about to start; they stay as they are.
 
         Raises:
             NoTemplateError: If the code was made from traces of other sizes, and can't be proved.

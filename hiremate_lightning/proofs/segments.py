@@ -30,10 +30,10 @@ _NUMBERS = (bool, int, float, torch.SymInt)
 
 @dataclass
 class Seen:
-    """What a node did.
+    """The effects of a node.
 
     Attributes:
-        saved: Numbers of the blocks that autograd would keep for its backward, beside what the code is given.
+        saved: Numbers of the blocks that autograd would keep for its backward, beside those that the code is given.
         written: Numbers of the blocks that it has written to.
         sets_state: Whether it returns neither tensors nor numbers, as autocast does when it is entered.
         is_inside: Whether a transform of torch.func is under way after it.
@@ -46,10 +46,10 @@ class Seen:
 
 
 class Observed(fx.Interpreter):
-    """Runs code once, and records what its nodes do.
+    """Runs code once, and records the effects of its nodes.
 
     Attributes:
-        seen: What each called node did.
+        seen: Effects of each called node.
         blocks_of: Numbers of the blocks of memory that the result of each node lies on.
         sizes: Bytes of each block of memory.
         given: Numbers of the blocks that were there before.
@@ -116,12 +116,12 @@ class Segment:
     """Some nodes that follow each other.
 
     Attributes:
-        module: Their code: what passes in as arguments, what passes out as a tuple.
-        inputs: What passes in.
-        outputs: What passes out.
+        module: Their code: inputs as arguments, outputs as a tuple.
+        inputs: Values that pass in.
+        outputs: Values that pass out.
         changing: Positions of the inputs that the code changes in place. A second run gets copies that were made
             before the first one.
-        once: Whether it runs once, and keeps what it saves.
+        once: Whether it runs once, and keeps its saved tensors.
     """
 
     module: fx.GraphModule
@@ -137,7 +137,7 @@ class Segmented:
     Args:
         module: The code.
         segments: All of its nodes.
-        is_aside: Whether what passes from one segment to the next is put aside for the backward.
+        is_aside: Whether values that pass from one segment to the next are offloaded until the backward.
     """
 
     def __init__(self, module: fx.GraphModule, segments: Sequence[Segment], is_aside: bool) -> None:
@@ -189,7 +189,7 @@ def cut(module: fx.GraphModule, observed: Observed, free_bytes: int) -> Segmente
     Args:
         module: The code.
         observed: What was seen of it.
-        free_bytes: What values of the forward may take at any moment of a backward.
+        free_bytes: Most bytes of values of the forward at any moment of a backward.
 
     Returns:
         The code in segments; None where no cut that was tried fits.
@@ -209,7 +209,7 @@ def keeping_little(module: fx.GraphModule, observed: Observed, free_bytes: int) 
     Args:
         module: The code.
         observed: What was seen of it.
-        free_bytes: What saved values may take at any moment.
+        free_bytes: Most bytes of saved values at any moment.
     """
     of_nodes = [[observed.sizes[block] for block in seen.saved] for seen in observed.seen.values()]
     small_bytes = sum(size for sizes in of_nodes for size in sizes if size < LEAST_ASIDE)
@@ -218,7 +218,7 @@ def keeping_little(module: fx.GraphModule, observed: Observed, free_bytes: int) 
 
 
 class _Shape:
-    """Nodes in their order, and what passes between them."""
+    """Nodes in their order, and the values that pass between them."""
 
     def __init__(self, observed: Observed) -> None:
         self._nodes, self._seen = list(observed.seen), list(observed.seen.values())
@@ -236,10 +236,10 @@ class _Shape:
             if last > made[block]:
                 steps[made[block] + 1] += self._sizes[block]
                 steps[last + 1] -= self._sizes[block]
-        self._passing_bytes = list(accumulate(steps))  # by place: what is made before and read after it
+        self._passing_bytes = list(accumulate(steps))  # by place, of values that are made before and read after it
         self._changed = {block for seen in self._seen for block in seen.written} & given
         self._may_cut = [True, *(not seen.is_inside for seen in self._seen)]
-        for block, index in written.items():  # what is changed in place must be made in the same segment
+        for block, index in written.items():  # a value that is changed in place must be made in the same segment
             self._may_cut[made[block] + 1 : index + 1] = [False] * (index - made[block])
 
     def bounds(self, count: int) -> list[tuple[int, int]] | None:
@@ -281,9 +281,9 @@ class _Shape:
         return forced
 
     def peak_bytes(self, bounds: Sequence[tuple[int, int]], is_aside: bool) -> int:
-        """Return the most bytes of the forward that live in a backward: what has passed, and a segment's own.
+        """Return the most bytes of the forward that live in a backward: of passed values, and of a segment's own.
 
-        Of what has passed and is put aside only what passes at the segment lives with it.
+        Where values that pass are offloaded, only those that pass at the segment live with it.
         """
         passed, kept_bytes, peak_bytes = set[int](), 0, 0
         for start, end in bounds:

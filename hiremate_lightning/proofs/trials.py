@@ -1,7 +1,7 @@
-"""Run code once to see what it gives, and leave inputs, random numbers and gradients as they were found.
+"""Run code once to collect its results, and leave inputs, random numbers and gradients as they were.
 
-A `TrialOutcome` holds what two runs of the same code must agree on: the outputs, the inputs that the code has changed,
-the states of the generators, and, where asked for, the gradients of the inputs. What lies on another device is kept on
+A `TrialOutcome` holds the results in which two runs of the same code must agree: outputs, inputs that it has changed,
+the states of the generators, and, where asked for, the gradients of the inputs. Results of another device are kept on
 the host, so that one outcome takes no memory while the other is made.
 
 Some outputs get no gradients: those whose gradients do not come in training either. Where the loss depends on some
@@ -33,11 +33,11 @@ SEED = 0  # of the gradients that a trial begins its backward with
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """What a run of code gave.
+    """The results of a run of code.
 
     Attributes:
-        values: Outputs, changed inputs and states of generators, by what they are.
-        gradients: Gradients of the inputs, by what they are; None for one that does not come.
+        values: Outputs, changed inputs and states of generators, by name.
+        gradients: Gradients of the inputs, by name; None for one that does not come.
         has_fills: Whether the code got memory that nobody had written to, and that the trial filled.
     """
 
@@ -58,11 +58,11 @@ class Trial:
 
     Attributes:
         arguments: The inputs.
-        names: What each of them is called.
+        names: Their names.
         constants: Other tensors that the code may write to.
         with_gradients: Whether to compute gradients of the inputs that require them.
         copies: Whether inputs that other code has computed are copies: autograd refuses to change a leaf in place.
-        files: Temporary files for what is kept on the host; None to keep it in memory.
+        files: Temporary files for results on the host; None to keep these in memory.
         fill: The byte in memory that nobody has written to.
         unused: Returns the positions of the outputs that get no gradients; None where all get some.
     """
@@ -88,8 +88,8 @@ class Trial:
 
         Args:
             function: The code.
-            keeps_nothing: Whether autograd drops what it would keep for a backward: the operators are those of
-                training, and values die as they are read.
+            keeps_nothing: Whether autograd drops the tensors that it would keep for a backward: the operators are those
+                of training, and values die as they are read.
             tell: Called with each dense tensor that an operator may be about to write to.
         """
         leaves = {
@@ -138,7 +138,7 @@ class Trial:
 
     def _gradients(self, leaves: dict[int, torch.Tensor], ends: Sequence[torch.Tensor]) -> dict[str, Any]:
         """Compute gradients of the leaves, for drawn gradients of the results that lead to the ends."""
-        own = {  # without what the code has changed in place, which is not what it was given any more
+        own = {  # without inputs that the code has changed in place, which are leaves no more
             f"the gradient of {self.names[i]}": leaf
             for i, leaf in leaves.items()
             if leaf.requires_grad and leaf.is_leaf

@@ -58,7 +58,7 @@ class SizedStep:
 
     Attributes:
         step: The step.
-        outline: What does not depend on its size.
+        outline: The parts that do not depend on its size.
     """
 
     step: Step

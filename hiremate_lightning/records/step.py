@@ -21,12 +21,12 @@ LEFT_OUTPUTS = "left_outputs"  # tensor that stands for outputs of the step befo
 STALE_GRADIENTS = "stale_gradients"  # tensor that stands for the gradients that `zero_grad` frees after the forward
 
 Decisions = tuple[tuple[int, ...], ...]
-Output = tuple[int, int]  # a call, and what it returns
+Output = tuple[int, int]  # a call, and an output of it
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Outside code between two captured calls, in bytes above what was live when it started.
+    """Outside code between two captured calls, in bytes above those that were live when it started.
 
     Attributes:
         held_bytes: Live when the next call starts, and taken to live to the end of the step unless it is given back.

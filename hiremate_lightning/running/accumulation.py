@@ -68,7 +68,7 @@ def on_default_stream(device: torch.device) -> bool:
 
 
 class SavedRun(Protocol):
-    """What a run of a captured graph keeps for its backward.
+    """The values that a run of a captured graph keeps for its backward.
 
     Attributes:
         leaves: The leaves among its inputs, by position.
@@ -84,7 +84,7 @@ class Shared:
 
     Attributes:
         awaited: How many of them have not contributed yet.
-        total: What the others have contributed, None before there is anything.
+        total: The sum of the others' contributions, None before there is any.
     """
 
     def __init__(self, awaited: int) -> None:
@@ -113,7 +113,7 @@ def hand_on(gradients: Sequence[Any], shared: Mapping[int, Shared], summed: Coll
     What is kept is changed in place: what others may hold is copied.
 
     Args:
-        gradients: What a backward gave.
+        gradients: Gradients that a backward returned.
         shared: The leaves whose gradients the order counts for, by position.
         summed: Positions of the gradients that were added up for themselves alone.
     """

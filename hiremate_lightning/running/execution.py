@@ -71,7 +71,7 @@ class Conductor(Protocol):
         """Return the name of a parameter or a buffer, or else describe a tensor, to begin a sentence with."""
 
     def ran_out(self, error: torch.OutOfMemoryError) -> None:
-        """Hear that memory has run out, and add what is known to the error."""
+        """Hear that memory has run out, and add known facts to the error."""
         return
 
 
@@ -124,7 +124,7 @@ class Part:
 
     @property
     def conductor(self) -> Conductor:
-        """What chooses its programs, while its model is called."""
+        """The conductor that chooses its programs, which lives while its model is called."""
         conductor = self._conductor()
         assert conductor is not None, "a model is alive while it is called"
         return conductor
@@ -177,11 +177,11 @@ class Part:
         return gradients
 
     def waiting(self) -> list[Saved]:
-        """List what its forwards saved whose backward has not run yet."""
+        """List the saved values of its forwards whose backward has not run yet."""
         return [saved for saved in self._saved if saved.is_waiting]
 
     def retained(self) -> list[Saved]:
-        """List what its forwards saved that stays for another backward, after one has run."""
+        """List the saved values of its forwards that stay for another backward, after one has run."""
         return [saved for saved in self._saved if saved.is_retained]
 
     def _find_totals(self, leaves: Leaves) -> dict[int, torch.Tensor]:
@@ -196,7 +196,7 @@ class Part:
         return {position: gradients[position] for position in sorted(added)}
 
     def _run(self, code: aot.Boxed, values: list[Any]) -> Sequence[Any]:
-        """Run code; let the conductor add what it knows to an error that says that memory has run out."""
+        """Run code; let the conductor add facts to an error that says that memory has run out."""
         try:
             return code(values)
         except torch.OutOfMemoryError as error:
@@ -207,7 +207,7 @@ class Part:
 
 
 def _what_was_saved(arguments: Sequence[Any]) -> Saved:
-    """Return what rides on the token, and refuse the backwards that can't be run."""
+    """Return the saved values that ride on the token, and refuse backwards that can't be run."""
     token, *tangents = arguments
     saved: Saved | None = getattr(token, "hiremate", None)
     if saved is None:

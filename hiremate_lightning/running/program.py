@@ -55,14 +55,14 @@ class Program:
     """A schedule, ready to run on a captured graph.
 
     Attributes:
-        schedule: What it does.
+        schedule: The schedule.
         forward: Takes the inputs in a list, returns outputs followed by saved values.
         backward: Takes saved values followed by tangents in a list, returns gradients.
         forward_module: FX module of the forward.
         backward_module: FX module of the backward.
-        unread: Positions of what the backward takes and does not read: generated code would hold it to its end.
-        saved: What is known of the saved values.
-        protects: Whether the forward copies what is borrowed.
+        unread: Positions of values that the backward takes but never reads: generated code would hold them to its end.
+        saved: Facts about the saved values.
+        protects: Whether the forward copies borrowed values.
         variant: Makes the programs of other backwards.
     """
 
@@ -124,7 +124,7 @@ def build(captured: Captured, schedule: Schedule, host: HostMemory | None = None
 
 
 def _check(captured: Captured, schedule: Schedule) -> None:
-    """Refuse a schedule that moves or repeats a collective, or puts away what must stay on the device.
+    """Refuse a schedule that moves or repeats a collective, or offloads a value that must stay on the device.
 
     Ranks with other plans wait for each collective, in the order of the graph.
     """
@@ -246,14 +246,14 @@ class _Sum:
         return self._total
 
     def finish(self, graph: fx.Graph, gradient: fx.Node | None) -> fx.Node:
-        """Return the sum with all terms, where the gradient is a single term or what they came to."""
+        """Return the sum with all terms; the gradient is a single term, or the sum so far."""
         if gradient is not None and not self.terms:
             self.add(graph, gradient)
         return self._total
 
 
 class _Copies:
-    """Appends what brings storages to the host and back, for one half of a step.
+    """Appends the copies of storages to the host and back, for one half of a step.
 
     From the wait for its copy out to the wait for its copy in, what stands for a saved value is a `Parked`.
     """
@@ -275,7 +275,7 @@ class _Copies:
         self._on_the_way: dict[int, fx.Node] = {}
 
     def append(self, operation: Copying, graph: fx.Graph, values: dict[fx.Node, fx.Node]) -> None:
-        """Append one operation, and let values stand for what there is after it."""
+        """Append one operation, and map each value to its node after the operation."""
         storage = operation.storage
         saved = self._saved[storage]
         if isinstance(operation, CopyOut):
@@ -347,7 +347,7 @@ class _Emitter:
                 self.values[node] = own.add(self._graph, self.values[term])
 
     def _replay(self, record: Node, node: fx.Node) -> None:
-        """Bring back what a captured node gave, by another operation."""
+        """Compute the results of a captured node again, by another operation."""
         function, args, kwargs = call_of(record.op, node, [self._captured.fx_values[t] for t in record.inputs])
         args, kwargs = fx.node.map_arg((args, kwargs), self._value_of)
         copy = self._graph.call_function(function, args, kwargs)
@@ -360,7 +360,7 @@ class _Emitter:
         self._finish(node, outputs, copy)
 
     def _compute(self, record: Node, node: fx.Node) -> None:
-        """Compute what a captured node does, by the kernel of eager PyTorch."""
+        """Compute a captured node by the kernel of eager PyTorch."""
         needs_layout = record.direction is Direction.BACKWARD and needs_traced_layout(node.target)
         value_of = self._laid_out if needs_layout else self._value_of
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
@@ -386,7 +386,7 @@ class _Emitter:
         self._finish(node, outputs, copy)
 
     def _value_of(self, value: fx.Node) -> fx.Node:
-        """Return what stands for a value: zeros for a gradient that has not arrived."""
+        """Return the node of a value: zeros for a gradient that has not arrived."""
         if value not in self._absence.values:
             return self.values[value]
         shown: torch.Tensor = value.meta["val"]
@@ -402,13 +402,13 @@ class _Emitter:
         return self._graph.call_function(tensor_state.with_strides, (self._value_of(value), strides))
 
     def _outputs(self, record: Node, node: fx.Node) -> list[fx.Node]:
-        """List what an operation makes: of a result that is finished, what is finished."""
+        """List the results of an operation; for a result that is finished later, the unfinished one."""
         finish = self._captured.finishes.get(node)
         made = (self._captured.fx_values[t] for t in record.outputs)
         return [finish.value if finish is not None and value is finish.result else value for value in made]
 
     def _hand_on(self, node: fx.Node, copy: fx.Node, outputs: Sequence[fx.Node]) -> None:
-        """Store what the copy of a captured node computes: its value, or the parts of it."""
+        """Store the results of a captured node's copy: its value, or the parts of it."""
         for value in outputs:
             if value is node:
                 self.values[value] = copy
@@ -418,7 +418,7 @@ class _Emitter:
                 self.values[value] = part
 
     def _finish(self, node: fx.Node, outputs: Sequence[fx.Node], made: fx.Node) -> None:
-        """Append what finishes a result, if it is among those that were just computed."""
+        """Append the operations that finish a result, if it is among those that were just computed."""
         finish = self._captured.finishes.get(node)
         if finish is None or finish.value not in outputs:
             return

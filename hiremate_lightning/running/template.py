@@ -30,7 +30,7 @@ from .copies import HostMemory
 from .program import Program, build
 
 KEPT = 32  # templates of one captured code, by schedule
-_PLACE = "\0"  # what is around the place of a number in a source
+_PLACE = "\0"  # marks the place of a number in a source, on both sides
 
 
 class ProgramTemplate:
@@ -39,10 +39,10 @@ class ProgramTemplate:
     Args:
         samples: The same code as it was captured at a few sizes.
         sizes: The sizes of each, at least `LEAST_SAMPLES`; those that are equal in all samples are one size.
-        decisions: What is computed again.
+        decisions: Nodes that are computed again.
 
     Attributes:
-        schedule: What each of the programs does.
+        schedule: The schedule of each of the programs.
 
     Raises:
         NoTemplateError: If programs of the samples don't tell the programs of other sizes.
@@ -126,7 +126,7 @@ def program_of(captured: Captured, schedule: Schedule, host: HostMemory | None =
     Args:
         captured: The captured code.
         schedule: A valid schedule of its graph.
-        host: Memory of the host for what goes away.
+        host: Memory of the host for offloaded values.
 
     Raises:
         NoTemplateError: If traces of other sizes don't tell the program.
@@ -136,7 +136,7 @@ def program_of(captured: Captured, schedule: Schedule, host: HostMemory | None =
 
 
 def template_of(captured: Captured, schedule: Schedule) -> ProgramTemplate | None:
-    """Return what the programs of a schedule are made from; None where captured code was traced for its sizes.
+    """Return the template of a schedule's programs; None where captured code was traced for its sizes.
 
     Raises:
         NoTemplateError: If traces of other sizes don't tell the programs.
@@ -168,7 +168,7 @@ def is_proved_by_another(captured: Captured) -> bool:
 
 
 def _program_for_all_sizes(captured: Captured, decisions: Decisions) -> Program:
-    """Build a program that does for small values what it does for large ones."""
+    """Build a program that treats small values as it treats large ones."""
     finishes = {node: replace(finish, at_all_sizes=True) for node, finish in captured.finishes.items()}
     return build(replace(captured, finishes=finishes), lower(captured.graph, decisions))
 
@@ -200,7 +200,7 @@ class _Template:
         self._run = compile_lines(lines, dict(sources[0].known), "arguments, sizes")
 
     def _texts(self, sources: Sequence[_WithPlaces], sizes: Sequence[Sizes]) -> list[str]:
-        """Return what stands in each place."""
+        """Return the text for each place."""
         known: dict[tuple[int, ...], Expression | None] = {}
         texts = []
         for values in zip(*(source.numbers for source in sources), strict=True):
