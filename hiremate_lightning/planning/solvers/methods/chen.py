@@ -32,9 +32,14 @@ SEARCHED = 6  # segment sizes on either side of the best guess
 @method("chen")
 def propose(search: Search) -> Iterator[Policy]:
     """Propose sqrt(n) segments of equal length, then segments of equal bytes."""
-    model = search.model
-    yield keep_crossing(model, equal_cuts(model))
-    guess = _balanced_bytes(model)
+    model, forward = search.model, search.model.graph.forward
+    cuts = equal_cuts(model)
+    equal = keep_crossing(model, cuts)
+    yield equal
+    made = [sum(model.sizes[s] for s in model.graph.allocates[node]) for node in forward]
+    kept = sum(model.sizes[s] for s in equal.kept)
+    largest = max((sum(made[a:b]) for a, b in pairwise([0, *cuts, len(forward)])), default=0)
+    guess = math.sqrt(max(1, kept) * max(1, largest))  # b = sqrt(x y) of the segments of equal length
     for step in range(-SEARCHED, SEARCHED + 1):
         yield keep_crossing(model, cuts_by_bytes(model, guess * ROOT_TWO ** (step / SEARCHED)))
 
@@ -55,15 +60,6 @@ def cuts_by_bytes(model: StepModel, most_bytes: float) -> list[int]:
             made = 0
         made += sum(model.sizes[s] for s in model.graph.allocates[node])
     return cuts
-
-
-def _balanced_bytes(model: StepModel) -> float:
-    """Return b = sqrt(x y) of the segments of equal length."""
-    cuts = [0, *equal_cuts(model), len(model.graph.forward)]
-    kept = sum(model.sizes[s] for s in keep_crossing(model, cuts[1:-1]).kept)
-    made = [sum(model.sizes[s] for s in model.graph.allocates[node]) for node in model.graph.forward]
-    largest = max((sum(made[a:b]) for a, b in pairwise(cuts)), default=0)
-    return math.sqrt(max(1, kept) * max(1, largest))
 
 
 def keep_crossing(model: StepModel, cuts: list[int]) -> Policy:
