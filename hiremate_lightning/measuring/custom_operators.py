@@ -26,7 +26,7 @@ from .stand_ins import runner
 log = logging.getLogger("hiremate_lightning")
 
 _TORCHS_OWN = ("aten", "prims", "prim")
-_KERNELS_OF_USERS = "hiremate::"  # operators that run what users compiled: their Python code reads no variables
+_KERNELS_OF_USERS = "hiremate::"  # operators that run kernels of users: their Python code reads no variables
 
 
 def without_unsteady(captured: Captured, recomputable: Collection[str] = ()) -> Captured:
@@ -53,7 +53,7 @@ def has_unsteady(captured: Captured) -> bool:
     """Whether a custom operator may give other numbers when it runs again at once, or change its inputs.
 
     Args:
-        captured: What `without_unsteady` has returned.
+        captured: Code that `without_unsteady` has returned.
     """
     pairs = zip(captured.graph.nodes, captured.fx_nodes, strict=False)
     return any((record.is_random or record.is_mutating) and _is_custom(node) for record, node in pairs)

@@ -16,7 +16,7 @@ from .resident import Resident
 
 GraphNumbers = tuple[int, ...]  # of the parts that a kind of step runs
 PartIds = tuple[int, ...]  # of parts whose graphs wait
-Place = tuple[GraphNumbers | None, PartIds]  # of a step in its iteration: the kind of the step before, and what waits
+Place = tuple[GraphNumbers | None, PartIds]  # the kind of the step before, and the parts that wait
 
 
 class Iterations:
@@ -37,7 +37,7 @@ class Iterations:
         self._begins = True  # with this step
         self._existing_bytes: int | None = None  # before this step; None where the iteration was not seen so far
         self._place: Place = (None, ())  # of this step
-        self._sizes: dict[Place, int] = {}  # of what was found, when that was seen last
+        self._sizes: dict[Place, int] = {}  # bytes beside, when they were seen last
         self._own_sizes: dict[Place, int] = {}  # those of this iteration
         self._storages_before: dict[int, Callable[[], bool]] = {}  # the iteration, and whether each lives
 
@@ -66,7 +66,7 @@ class Iterations:
             self.needs_measured_steps = True
 
     def note_and_add(self, resident: Resident) -> Resident:
-        """Note what the iteration has made, and return a count of the rest with it, before the step that begins."""
+        """Note the memory of the iteration, and return a count with it added, before the step that begins."""
         counted_bytes = resident.size_bytes + resident.stale_bytes + resident.left_bytes
         if self._begins:
             self._existing_bytes = counted_bytes

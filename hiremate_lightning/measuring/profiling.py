@@ -278,7 +278,7 @@ def as_laid_out(captured: Captured, profile: Profile, strides: Sequence[tuple[in
                     workspace[index] = max(workspace[index], size_bytes)
                 else:
                     layouts[node] = runner(captured, index, layouts=layouts, device=torch.device("meta"))()
-            except Exception as error:  # as in `_measure_node`: what was measured with the traced strides stays
+            except Exception as error:  # as in `_measure_node`: the workspace with the traced strides stays
                 log.debug("Could not measure %s as laid out (%s: %s)", node, type(error).__name__, error)
     return replace(profile, workspace_bytes=tuple(workspace))
 

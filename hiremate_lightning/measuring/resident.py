@@ -147,7 +147,7 @@ class LeftOutputs:
         self._record, self._kind = record if record is not None and record.is_measured else None, kind
 
     def add_to(self, resident: Resident, present: Collection[int]) -> Resident:
-        """Add what is left, beside some storages, to a count without it, after a garbage collection.
+        """Add left memory, beside some storages, to a count without it, after a garbage collection.
 
         Inputs that outputs hold count as staying: the allocator may not report their release.
         """
@@ -160,7 +160,7 @@ class LeftOutputs:
         return resident.with_more(LEFT, self._outputs_bytes).with_more(RETAINED, self._retained_bytes)
 
     def sort_out(self, resident: Resident, present: Collection[int]) -> Resident:
-        """Subtract what is left and will be freed, beside some storages, from a count of all that exists."""
+        """Subtract left memory that will be freed, beside some storages, from a count of all that exists."""
         self._look(present)
         gone = self._return() or self._are_stale()
         left_bytes = min(self._size_bytes, resident.size_bytes) if gone else 0
@@ -178,7 +178,7 @@ class LeftOutputs:
         return self._retained_bytes > 0 if self._stay is None else not self._stay
 
     def _look(self, present: Collection[int]) -> None:
-        """Measure what is left beside some storages: outputs, retained graphs, and inputs that outputs keep alive."""
+        """Measure left memory beside some storages: outputs, retained graphs, and inputs that outputs keep alive."""
         outputs_bytes, self._retained_bytes = self._living_bytes(present)
         if self._record is None:
             sizes = self._sizes_after.get(self._kind, (self._outputs_bytes, self._inputs_bytes))

@@ -138,7 +138,7 @@ class MemoryMeter:
         ours = MemoryMeter._current(_measured_thread(device)) is not None
         if device.type == "cuda":
             return True
-        # A profiler that begins or ends inside of a backward does so until its end: autograd restores what was.
+        # A profiler that begins or ends inside of a backward does so until its end: autograd restores its state.
         return not backward_pass.is_running() and (ours or not host_events.profiler_is_running())
 
     @staticmethod

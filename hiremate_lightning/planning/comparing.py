@@ -23,7 +23,7 @@ class Outcome:
     """The result of one method under one budget.
 
     Attributes:
-        budget_bytes: Bytes that the step may add to what is resident.
+        budget_bytes: Bytes that the step may add to resident ones.
         method: Name of the strategy.
         fits: Whether the simulated peak is within the budget.
         recompute_ms: Simulated time of recomputation, 0 where nothing was found.

@@ -250,7 +250,7 @@ class _Contraction:
         self.groups[new] = _Item(parts, first, last, sum(i.size for i in items), made, read)
 
     def _in_order(self) -> list[_Item]:
-        """Sort the groups so that each comes after what it reads, the earlier one first."""
+        """Sort the groups so that each comes after those that it reads from, the earlier one first."""
         missing = {g: len(self._predecessors(g)) for g in self.groups}
         ready = [(self.groups[g].first, g) for g, count in missing.items() if not count]
         heapq.heapify(ready)

@@ -111,7 +111,7 @@ class SharedSolving:
         self._patience_s = patience_s
         self._patience_again_s = patience_s if patience_again_s is None else patience_again_s
         self._model = model
-        self._agreed: tuple[str, Problem, int] | None = None  # the latest agreement: its key, on what, and who solves
+        self._agreed: tuple[str, Problem, int] | None = None  # the latest key, problem, and rank that solves
 
     def _peers(self) -> list[int]:
         """List the ranks that train the same model, or may do so."""

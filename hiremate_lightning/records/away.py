@@ -46,7 +46,7 @@ class Host:
 
 
 def round_block(size_bytes: int) -> int:
-    """Round bytes up to a power of two, as PyTorch does with what it pins."""
+    """Round bytes up to a power of two, as PyTorch does with pinned memory."""
     return 1 << (size_bytes - 1).bit_length()
 
 

@@ -22,7 +22,7 @@ from functools import cached_property
 from typing import Any
 
 FORMAT_VERSION = 2
-OUTSIDE = "outside"  # op of the node that stands for what runs between the captured forward and its backward
+OUTSIDE = "outside"  # op of the node that stands for code outside of captured graphs, as between forward and backward
 
 
 class Direction(str, Enum):
@@ -33,10 +33,10 @@ class Direction(str, Enum):
 
 
 class StorageKind(str, Enum):
-    """What a storage holds; only `ACTIVATION`, `GRADIENT` and `TANGENT` bytes come and go within a step."""
+    """The contents of a storage; only `ACTIVATION`, `GRADIENT` and `TANGENT` bytes come and go within a step."""
 
     PARAMETER = "parameter"
-    INPUT = "input"  # buffers, the batch, and what else exists before the step
+    INPUT = "input"  # buffers, the batch, and other tensors that exist before the step
     ACTIVATION = "activation"  # allocated by a forward node
     GRADIENT = "gradient"  # allocated by a backward node
     TANGENT = "tangent"  # gradient of an output, handed in by the caller's backward
@@ -53,7 +53,7 @@ class Storage:
 
     Attributes:
         size_bytes: Bytes of the block as its allocator hands it out, 0 if it is not on the planned device.
-        kind: What it holds.
+        kind: Its contents.
         plain_times: How many times as large the block is that plain PyTorch holds.
     """
 
@@ -195,7 +195,7 @@ class Graph:
 
         Args:
             random: Nodes that give other numbers each time.
-            reading: Nodes that may read what changes until the backward.
+            reading: Nodes that may read variables which change until the backward.
         """
         once = (replace(n, is_random=True) if i in random else n for i, n in enumerate(self.nodes))
         nodes = tuple(replace(n, reads_mutated=True) if i in reading else n for i, n in enumerate(once))
@@ -245,7 +245,7 @@ class Graph:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes by storage that a step allocates: 0 for what is resident before it."""
+        """Bytes by storage that a step allocates: 0 for resident ones."""
         return tuple(0 if storage.kind.is_resident else storage.size_bytes for storage in self.storages)
 
     @cached_property

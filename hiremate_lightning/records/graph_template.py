@@ -29,7 +29,7 @@ class GraphTemplate:
     """A graph and its costs at all sizes.
 
     Args:
-        samples: The graph and its costs as they are at a few sizes. What does not depend on sizes is the first one's.
+        samples: The graph and its costs at a few sizes. Fields that do not depend on sizes are the first one's.
         numbers: How numbers follow from the sizes of these samples.
         block_bytes: The allocator hands out multiples of it.
 

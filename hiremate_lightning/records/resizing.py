@@ -136,7 +136,7 @@ class Resizing:
         least, most = self._workspaces[0] * measured.low, self._workspaces[0] * measured.high
         for sample, own, workspaces in zip(self._samples, self._bytes, self._workspaces, strict=True):
             if own.shape != high.shape or workspaces.shape != most.shape:
-                continue  # what runs outside differs
+                continue  # the code outside differs
             if all(map(operator.le, sizes, sample.sizes)):
                 high, most = np.minimum(high, own), np.minimum(most, workspaces)
             if all(map(operator.ge, sizes, sample.sizes)):
@@ -189,7 +189,7 @@ class Resizing:
     def _may_be_near(self, dim: int, column: Sizes) -> bool:
         """Whether a dimension may be a size without its borders, or a part of it, and not a number of the model.
 
-        Such numbers are widths, and what these are split into, as heads.
+        Such numbers are widths, and parts of these, as heads are.
         """
         size, is_own = column[0], any(c[0] == dim and self._is_sure(c) for c in self._columns)
         if is_own or not dim % max(1, size):

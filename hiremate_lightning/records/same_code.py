@@ -76,7 +76,7 @@ def at_size(call: Call, graph: Graph, profile: Profile) -> Call | None:
     growth = max([1.0, *(new / max(1, old) for old, new in zip(*counts, strict=True))])
 
     def grown(gap: Gap) -> Gap:
-        held_bytes = max(gap.held_bytes, math.ceil(growth * gap.held_bytes))  # what is given back does not grow
+        held_bytes = max(gap.held_bytes, math.ceil(growth * gap.held_bytes))  # bytes that are given back do not grow
         return replace(gap, held_bytes=held_bytes, peak_bytes=math.ceil(growth * gap.peak_bytes))
 
     return replace(

@@ -30,7 +30,7 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class CopyOut:
-    """Begin to copy a storage to the host, beside what is computed; meanwhile it can be read."""
+    """Begin to copy a storage to the host while the device computes; meanwhile it can be read."""
 
     storage: int
 
@@ -62,7 +62,7 @@ Operation = Compute | Free | Copying
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Operations of the forward and of the backward, and what is handed from one to the other.
+    """Operations of the forward and of the backward, and the tensors handed from one to the other.
 
     Attributes:
         forward: Operations up to the turn.
@@ -159,7 +159,7 @@ def keep_all(graph: Graph) -> tuple[tuple[int, ...], ...]:
 
 
 def as_written(graph: Graph) -> tuple[tuple[int, ...], ...]:
-    """Return the decisions of the user's own code: `torch.utils.checkpoint` runs again what it calls, all else is kept.
+    """Return the decisions of the user's own code: calls of `torch.utils.checkpoint` run again, all else is kept.
 
     A call runs again, up to its last value that is needed, before the first operation of the backward that reads such a
     value. Values that other code reads in the forward were handed on, and are kept.

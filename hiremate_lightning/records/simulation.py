@@ -36,8 +36,8 @@ class Moment:
 
     Attributes:
         node: The node that ran.
-        peak_bytes: Bytes while it ran: what lived before, its outputs and its workspace.
-        live_bytes: Bytes after it, and after what follows it is freed; copies in that follow count to the next one.
+        peak_bytes: Bytes while it ran: those that lived before, its outputs and its workspace.
+        live_bytes: Bytes after it and the frees that follow it; copies in that follow count to the next moment.
     """
 
     node: int
@@ -126,7 +126,7 @@ class _Memory:
         self.storage_of_block: list[int] = []
         self.events: list[tuple[int, int]] = []  # blocks, and 1 where they are allocated, -1 where freed
         self.to_hold = set(graph.held)
-        self.copied: dict[int, tuple[int, type[Copying]]] = {}  # storage on its way -> block, and what was done last
+        self.copied: dict[int, tuple[int, type[Copying]]] = {}  # storage on its way -> block, and its last operation
         self.not_there: set[int] = set()  # blocks whose values are away, or on the way back
         self.host_bytes = self.host_peak_bytes = 0
 
@@ -270,7 +270,7 @@ def simulate(graph: Graph, profile: Profile, schedule: Schedule) -> Simulation:
         schedule: The schedule.
 
     Returns:
-        The timeline and its peak, in bytes above what is resident, and times in milliseconds.
+        The timeline and its peak, in bytes above resident ones, and times in milliseconds.
 
     Raises:
         ScheduleError: If a node reads, or a free drops, a tensor that is not in memory; if a node that must run once

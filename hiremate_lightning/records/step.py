@@ -54,7 +54,7 @@ class GapPart:
 
     Attributes:
         alive: Those outputs, of this call and of earlier ones.
-        peak_bytes: Most that lived meanwhile, in bytes above what lived when the forward ended, without the others.
+        peak_bytes: Most bytes that lived meanwhile, above those when the forward ended, without the other outputs.
     """
 
     alive: tuple[Output, ...]
@@ -70,24 +70,24 @@ class Call:
         profile: Its costs.
         links: For each input that an earlier call's output shares its storage with: that call and that output.
         alive: Outputs that someone still holds when the backward of this call starts.
-        died: Outputs whose memory was free again when what runs outside after the forward ended.
+        died: Outputs whose memory was free again at the end of the outside code after the forward.
         lingering: Outputs that code outside holds into the backward, each with the number of calls whose backwards have
             run when it is released.
-        beside_after: Outputs of earlier calls that still lived when what runs outside after this forward ended.
+        beside_after: Outputs of earlier calls that still lived at the end of the outside code after this forward.
         passed_on: Gradients that outside code or another call consumes; the others stay to the end of the step.
         released_bytes: Of inputs that code outside has made in the step, and that are given back during the backward.
         outlasting: Gradients of outputs that code outside holds until it runs again after the backward.
-        is_retained: Whether its backward frees nothing of what was saved for it, since it will run again.
-        before_deaths: What runs outside after the forward until the last output dies that does so, earlier calls' too,
-            and until the backward is called.
-        called_at: How many of `before_deaths` run before the backward is called, which is when stale bytes are gone;
-            None where that was not seen.
-        before_forward: What runs outside before the first forward; nothing for the others.
-        after_forward: What runs outside between this forward, or `before_deaths`, and the next call, above what lives
-            without those that died.
-        before_backward: What runs outside between the previous backward and this one; nothing for the first backward.
-            It may give back what was held before.
-        after_backward: What runs outside after the last backward; nothing for the others.
+        is_retained: Whether its backward frees none of its saved values, since it will run again.
+        before_deaths: Outside code after the forward, until the last death of an output, those of earlier calls
+            included, and until the backward is called.
+        called_at: How many of `before_deaths` run before the backward is called, when stale bytes are gone; None where
+            that was not seen.
+        before_forward: Outside code before the first forward; empty for the others.
+        after_forward: Outside code between this forward, or `before_deaths`, and the next call, in bytes above those
+            that live without the outputs that died.
+        before_backward: Outside code between the previous backward and this one; empty for the first backward.
+            It may give back bytes that were held before.
+        after_backward: Outside code after the last backward; empty for the others.
     """
 
     graph: Graph

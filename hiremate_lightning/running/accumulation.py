@@ -110,7 +110,7 @@ def shared_leaves(run: SavedRun) -> dict[int, Shared]:
 def hand_on(gradients: Sequence[Any], shared: Mapping[int, Shared], summed: Collection[int]) -> Sequence[Any]:
     """Keep the gradients that others are to contribute to, and give the rest to autograd.
 
-    What is kept is changed in place: what others may hold is copied.
+    Kept gradients are changed in place, so those that others may hold are copied.
 
     Args:
         gradients: Gradients that a backward returned.

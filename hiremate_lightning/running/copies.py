@@ -28,7 +28,7 @@ from ..units import format_bytes
 class HostMemory:
     """Blocks of the host's memory that copies lie in: pinned for a GPU, and used again from step to step.
 
-    PyTorch rounds what it pins up to a power of two. So blocks that are pinned have such sizes, and serve all smaller
+    PyTorch rounds pinned memory up to a power of two. So blocks that are pinned have such sizes, and serve all smaller
     values. Where a new block would exceed the most bytes, blocks in which no value lies are freed first.
 
     Attributes:

@@ -50,7 +50,7 @@ class Conductor(Protocol):
     def backward_starts(self, run: Any, tangents: Sequence[Any], leaves: Leaves, retains: bool) -> None:
         """Hear that the backward is about to run, and to which inputs its gradients belong.
 
-        Where it retains what was saved for it, it will run again.
+        Where it retains its saved values, it will run again.
         """
 
     def was_overwritten(self, part: Part, storages: Collection[int]) -> None:

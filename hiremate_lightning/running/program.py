@@ -255,7 +255,7 @@ class _Sum:
 class _Copies:
     """Appends the copies of storages to the host and back, for one half of a step.
 
-    From the wait for its copy out to the wait for its copy in, what stands for a saved value is a `Parked`.
+    From the wait for its copy out to the wait for its copy in, a saved value is represented by a `Parked`.
     """
 
     def __init__(self, captured: Captured, schedule: Schedule, host: HostMemory | None = None) -> None:

@@ -224,7 +224,7 @@ def away_bound(model: StepModel, budget_bytes: int, deadline: float) -> float | 
         Milliseconds of recomputation and waits, or None where no schedule fits.
     """
     link, excess = _link(model.problem), max(0, model.keep_all_bytes - budget_bytes)
-    if budget_bytes < model.least_bytes:  # what a node reads and makes is on the device while it runs
+    if budget_bytes < model.least_bytes:  # values that a node reads and makes are on the device while it runs
         return None
     host_bytes = host_of(model.problem).size_bytes
     most = min(host_bytes, excess)

@@ -58,7 +58,7 @@ class Problem:
     Attributes:
         graph: The step.
         profile: Its costs.
-        budget_bytes: Bytes that the step may add to what is resident.
+        budget_bytes: Bytes that the step may add to resident ones.
         options: Limits of the solve.
         host: Memory of the host that values may go away to; None where all stays on the device.
     """

@@ -35,7 +35,7 @@ class ChainLink:
     Attributes:
         nodes: Its forward nodes.
         first: Forward position of the first of them.
-        input: Choices made before it that it, or what follows, reads in the forward.
+        input: Choices made before it that it, or a later link, reads in the forward.
         tape: Choices that it makes, in order.
         own: Those of them that its own part of the backward reads.
         begins: First position of its part of the backward.
@@ -51,7 +51,7 @@ class ChainLink:
     ends: int
 
     def handed_on(self, model: StepModel) -> frozenset[int]:
-        """Return what it makes that later links read in the forward."""
+        """Return the choices that it makes and later links read in the forward."""
         end = self.first + len(self.nodes)
         return frozenset(s for s in self.tape if model.last_forward_use(s) >= end)
 
@@ -193,7 +193,7 @@ def _cheapest_cuts(works: Sequence[int], weights: Sequence[float], most: int) ->
     return cuts[::-1]
 
 
-# ---------------------------------------------------------------- from what is held to a policy
+# ---------------------------------------------------------------- from held values to a policy
 
 
 def last_needs(model: StepModel) -> dict[int, int]:

@@ -298,7 +298,7 @@ class Choices:
 
     @cached_property
     def order(self) -> dict[int, int]:
-        """Number the producers as the forward runs them, each after what it reads."""
+        """Number the producers as the forward runs them, each after those that it reads from."""
         live, row = set(self.fixed), list[int]()
         for storage in self.choices:
             if storage not in live:

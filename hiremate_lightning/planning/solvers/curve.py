@@ -37,7 +37,7 @@ class Curve:
         """Return the fastest known solution within a budget, with the best bound that holds for it.
 
         Args:
-            budget_bytes: Bytes that the step may add to what is resident.
+            budget_bytes: Bytes that the step may add to resident ones.
 
         Returns:
             A solution; INFEASIBLE where that is proven, NOT_FOUND where no known one fits.

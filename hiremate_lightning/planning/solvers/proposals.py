@@ -18,8 +18,8 @@ from .incumbent import Search, searching
 from .segments import try_evictions, try_segments
 
 PROPOSING_SHARE = 0.6  # of the time limit; the rest is for repairs, or to fill up
-REPAIR_SHARE = 0.5  # of what is left then, for each policy that is repaired
-FILL_SHARE = 0.8  # of what is left in the end
+REPAIR_SHARE = 0.5  # of the time left then, for each policy that is repaired
+FILL_SHARE = 0.8  # of the time left in the end
 MOST_REPAIRED = 4  # policies, those of the smallest peak
 
 Method = Callable[[Search], Iterator[Policy]]

@@ -37,7 +37,7 @@ class RowMemory:
     def __init__(
         self, model: StepModel, program: LinearProgram, position: int, run: Mapping[int, int], held: Mapping[int, int]
     ) -> None:
-        """Number what may be recomputed.
+        """Number the nodes that may be recomputed.
 
         Args:
             model: The step.

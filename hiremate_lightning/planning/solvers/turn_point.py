@@ -128,7 +128,7 @@ def roundings(search: Search, deadline: float) -> list[Policy]:
 
 
 def _under_limits(search: Search, shares: Sequence[float], relax: bool, deadline: float) -> Iterator[Policy]:
-    """Solve the program for several limits of the bytes at the turn, shares of what the budget leaves there."""
+    """Solve the program for several limits at the turn, shares of the bytes that the budget leaves there."""
     model = search.model
     at_turn = model.gradients[0] if model.gradients else 0
     for share in shares:

@@ -124,7 +124,7 @@ class Worker:
             self._process.kill()
             self._process.wait()
             for stream in (self._process.stdin, self._process.stdout):
-                with suppress(OSError):  # what was not sent has nobody to go to
+                with suppress(OSError):  # an unsent question has no receiver any more
                     if stream is not None:
                         stream.close()
 

@@ -36,7 +36,7 @@ SCORED_TIMES = 2  # work of scoring a value, in operations that are gone through
 
 @method("dtr")
 def propose(search: Search) -> Iterator[Policy]:
-    """Propose what the heuristic does under the budget, and under smaller ones until that fits."""
+    """Propose the heuristic's schedule under the budget, and under smaller budgets until one fits."""
     deadline = search.within(PROPOSING_SHARE)
     for share in WORKING_BUDGETS:
         policy = DtrRun(search.model, int(share * search.limit), deadline).policy()
@@ -183,7 +183,7 @@ class EvictedNeighbours:
                 self._results[source].append(storage)
 
     def cost_ms(self, storage: int) -> float:
-        """Return c(s), and c of what is in e*(s)."""
+        """Return c(s), with c of the values in e*(s)."""
         if storage not in self._known:
             near = {storage, *self._reach(storage, self._sources), *self._reach(storage, self._results)}
             nodes = {self._model.producer[s] for s in near if s in self._model.producer}

@@ -98,7 +98,7 @@ def _options(model: StepModel, inside: Sequence[int]) -> list[frozenset[int]]:
 
 
 def restriction(options: Sequence[tuple[list[int], Frontier]]) -> Restriction:
-    """Return what adds (7) and (8) to a phased program, for the values and options of each cluster."""
+    """Return a function that adds (7) and (8) to a phased program, for the values and options of each cluster."""
 
     def restrict(phased: PhasedProgram) -> None:
         program = phased.program

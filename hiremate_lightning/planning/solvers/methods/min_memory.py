@@ -106,7 +106,7 @@ def propose(search: Search) -> Iterator[Policy]:
 
 
 def spans_between(chain: Sequence[ChainLink], chosen: Sequence[int]) -> dict[int, ChainSpan]:
-    """Return what the backward holds: the inputs of the checkpoints so far, and all of the segment that it is in."""
+    """Return the choices that the backward holds: inputs of the checkpoints so far, and all of its present segment."""
     spans: dict[int, ChainSpan] = {}
     held = frozenset[int]()
     for first, end in pairwise([*chosen, len(chain)]):

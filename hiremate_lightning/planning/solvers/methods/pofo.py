@@ -59,7 +59,7 @@ def schedules(problem: Problem) -> Iterator[Decisions]:
 
 
 def priced(search: Search, sizes: ChainBytes, price: float) -> Tapes:
-    """Return the options of each link: to hold what backwards read of it on the device, or away at a price."""
+    """Return the options of each link: to hold the values that backwards read on the device, or away at a price."""
     link = search.problem.profile.link
     assert link is not None, "where values may go away there is a link"
     tapes = whole_tapes(search, sizes)

@@ -164,11 +164,11 @@ class Table:
 
     @property
     def least_ms(self) -> float:
-        """The time of what the best schedule recomputes, infinite where none fits."""
+        """The time that the best schedule recomputes, infinite where none fits."""
         return float(self.cost[0, len(self.chain) - 1][self._count])
 
     def spans(self) -> dict[int, ChainSpan]:
-        """Trace back what is in memory in the backward of each link; nothing where no schedule fits."""
+        """Trace back the values in memory in the backward of each link; none where no schedule fits."""
         spans: list[tuple[int, ChainSpan]] = []
         if not np.isfinite(self.least_ms):
             return {}
@@ -192,7 +192,7 @@ class Table:
         return {self.chain[s].begins: span for s, span in sorted(spans, key=itemgetter(0), reverse=True)}
 
     def _taken(self, s: int, held: frozenset[int]) -> int:
-        """Return the slots of what is held beside the input of a link."""
+        """Return the slots of held values beside the input of a link."""
         return self._slots(self._sizes.of(held - self.chain[s].input))
 
 

@@ -166,7 +166,7 @@ def _middle(near: list[list[int]], taken: set[int], first: int) -> int:
 
 
 def spans(model: StepModel, separators: list[Separator], leaf_bytes: float, gap: int = 0) -> dict[int, ChainSpan]:
-    """Return what is held in each part of the backward: the separators on the way to what it reads, and its leaf.
+    """Return the values held in each part of the backward: the separators on the way to its reads, and its leaf.
 
     Args:
         model: The step.
