@@ -5,7 +5,7 @@
 - `set_budget`: the user has named another budget.
 - `leave`: code without a plan needs room, so all plans are dropped.
 - `see_backwards`: a step ran more backwards than the recorded one.
-- `check_plans`, `learn`: graphs that wait run at another level.
+- `check_plans`, `learn`: graphs that wait come to hold more, or less.
 - `must_return`: gradients stay that the plan counts as freed; this arrives as `LESS_ROOM`.
 - `meet`: what needed more than the budget has gone.
 """

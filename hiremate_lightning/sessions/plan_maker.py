@@ -32,7 +32,7 @@ from ..telling.first_wait import FirstWait
 from ..torch_private import runtime
 from ..units import Budget
 from .planned_model import PlannedModel
-from .waiting import WaitingGraphs
+from .waiting import Holds, WaitingGraphs
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -95,17 +95,17 @@ class PlanMaker:
         step = kind.recorded
         if not step.waits:
             return kind.own_plan.unplanned.peak_bytes
-        return self.waiting.at(kind, step, 0).merge().plain_bytes + step.resident.plain_waiting_bytes
+        return self.waiting.at(kind, step, Holds.EVERYTHING).merge().plain_bytes + step.resident.plain_waiting_bytes
 
     def limits(self, kind: StepKind, step: RecordedStep) -> Limits:
         """Return the budgets of a kind of step with that of one such step."""
-        plain = self.waiting.at(kind, step, 0)
+        plain = self.waiting.at(kind, step, Holds.EVERYTHING)
         own_bytes = self._own_budget_bytes(plain.merge(), plain.resident, kind)
         limits = replace(step.limits, of_others=self._others_budget_bytes(kind))
         return limits.meeting(step.resident, own_bytes)
 
-    def choose_level(self, resident: Resident | None = None) -> list[StepKind]:
-        """Choose the level of graphs that wait; return the kinds of steps that are to be planned anew by it.
+    def choose_waiting(self, resident: Resident | None = None) -> list[StepKind]:
+        """Choose what graphs that wait hold; return the kinds of steps that are to be planned anew for that.
 
         Args:
             resident: What exists now: optimizers' state that has appeared exists before the other steps too.
@@ -113,7 +113,7 @@ class PlanMaker:
         concerned = [kind for kind in self._history.recorded if self.waiting.concerns(kind, kind.recorded)]
         state_bytes = 0 if resident is None else resident.state_bytes
         grown = [(kind, self.waiting.with_most(kind, state_bytes)) for kind in concerned]
-        if not self.waiting.choose_level([(kind, step, self.limits(kind, step).budget_bytes) for kind, step in grown]):
+        if not self.waiting.choose([(kind, step, self.limits(kind, step).budget_bytes) for kind, step in grown]):
             return []
         for kind in concerned:
             kind.step = self.waiting.at(kind, kind.recorded)

@@ -31,7 +31,7 @@ from .graph_programs import GraphPrograms
 from .largest import LargestSizes, given_at
 from .plan_maker import PlanMaker
 from .planned_model import PlannedModel
-from .waiting import LAST
+from .waiting import Holds
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -88,17 +88,17 @@ class PlannedKinds:
         Raises:
             InfeasibleBudgetError: If nothing fits it; then all is as it was.
         """
-        before, level = self._model.options, self.maker.waiting.level
+        before, holds = self._model.options, self.maker.waiting.holds
         steps = {kind: kind.recorded for kind in self.history.recorded}
         self._model.options = replace(before, budget=budget)
         for kind, step in steps.items():
             kind.step = replace(step, limits=self.maker.new_limits())
         try:
-            self.maker.choose_level()
+            self.maker.choose_waiting()
             made = {kind: new for kind in steps if (new := self.maker.make(kind)) is not None}
         except BaseException as error:  # Ctrl-C too: budgets change for all kinds of steps or for none
             enough = self._error_of_all() if isinstance(error, InfeasibleBudgetError) else None
-            self._model.options, self.maker.waiting.level = before, level
+            self._model.options, self.maker.waiting.holds = before, holds
             for kind, step in steps.items():
                 kind.step = None if kind.sights.has_no_template else step
             raise enough or error from None
@@ -158,7 +158,7 @@ class PlannedKinds:
         with self._holding():
             self.maker.waiting.note_before(resident, kinds)
             if self.maker.waiting.is_due:
-                self._plan(*self.maker.choose_level(resident))
+                self._plan(*self.maker.choose_waiting(resident))
             for kind in kinds:
                 self.check_plan(kind, resident)
 
@@ -172,7 +172,7 @@ class PlannedKinds:
             self.shortage.hold(error)
 
     def _error_of_all(self) -> InfeasibleBudgetError | None:
-        steps = [(kind, self.maker.waiting.at(kind, kind.recorded, LAST)) for kind in self.history.recorded]
+        steps = [(kind, self.maker.waiting.at(kind, kind.recorded, Holds.LEAST)) for kind in self.history.recorded]
         return self.shortage.error(steps, self._model.options, self.maker.budget_bytes, self.maker.host, self._name)
 
     def see_backwards(self, kind: StepKind, record: StepRecord) -> None:
@@ -235,7 +235,7 @@ class PlannedKinds:
         if self.shortage.is_held:
             return
         try:
-            self._plan(*(self.maker.choose_level(resident) if waiting.concerns(kind, step) else ()), *ahead, kind)
+            self._plan(*(self.maker.choose_waiting(resident) if waiting.concerns(kind, step) else ()), *ahead, kind)
         except InfeasibleBudgetError as error:
             if self._may_be_small_by_chance(kind):
                 log.info("%s waits for larger steps: %s", self._name, error)
@@ -269,7 +269,7 @@ class PlannedKinds:
 
     def _note_before(self, kind: StepKind, resident: Resident) -> None:
         """Note what existed before a step of a kind, in place of what did before one with the same gradients."""
-        resident = self.maker.waiting.resident_at(resident, LAST)
+        resident = self.maker.waiting.resident_at(resident, Holds.LEAST)
         kind.before = {**kind.before, resident.kept: resident}
 
     def warn_of_first_step(self, kind: StepKind, peak_bytes: int) -> None:
@@ -356,16 +356,16 @@ class PlannedKinds:
     def check_plan(self, kind: StepKind, resident: Resident) -> None:
         """Check a plan against the memory that exists before this step; plan anew where it no longer fits."""
         plan, step = kind.own_plan, kind.recorded
-        at_level = self.maker.waiting.resident_at(resident)
-        is_met = at_level == step.resident and not kind.counts_on_freed_gradients
+        resident_now = self.maker.waiting.resident_at(resident)
+        is_met = resident_now == step.resident and not kind.counts_on_freed_gradients
         if is_met and not self._has_risen(kind):
             return
         self._note_before(kind, resident)
         if self.shortage.is_held:
             return
-        has_more_state = at_level.state_bytes > step.resident.state_bytes
+        has_more_state = resident_now.state_bytes > step.resident.state_bytes
         limits = step.limits.without_least() if kind.counts_on_freed_gradients else step.limits
-        met = self.maker.waiting.at(kind, replace(step, resident=at_level, limits=limits))
+        met = self.maker.waiting.at(kind, replace(step, resident=resident_now, limits=limits))
         merged, limits = met.merge(), self.maker.limits(kind, met)
         is_outdated = (
             has_more_state or (plan.measured.peak_bytes or 0) > limits.budget_bytes
@@ -376,14 +376,14 @@ class PlannedKinds:
             graph=merged.graph,
             profile=merged.profile,
             budget_bytes=limits.budget_bytes,
-            resident_bytes=at_level.size_bytes,
-            resident_parts=at_level.kinds,
+            resident_bytes=resident_now.size_bytes,
+            resident_parts=resident_now.kinds,
         )
         adapted = adapted.with_measured(peak_bytes=None) if is_outdated else adapted  # measured again
         peak_bytes = adapted.planned_peak_bytes + met.margin_bytes
         decision = decide_beside(
-            stays=limits.stays(at_level, peak_bytes, is_least=plan.planned_peak_bytes > plan.budget_bytes),
-            is_risen=limits.have_risen(at_level, peak_bytes),
+            stays=limits.stays(resident_now, peak_bytes, is_least=plan.planned_peak_bytes > plan.budget_bytes),
+            is_risen=limits.have_risen(resident_now, peak_bytes),
             recomputes=not plan.solution.is_plain,
         )
         self._carry_out(kind, adapted, peak_bytes, decision)
@@ -452,7 +452,7 @@ class PlannedKinds:
             tries.append(replace(corrected, margin_bytes=0, keeps_on_device=True))
         for kind.step in tries:
             with suppress(InfeasibleBudgetError):
-                self._plan(*(self.maker.choose_level() if step.waits else ()), kind)
+                self._plan(*(self.maker.choose_waiting() if step.waits else ()), kind)
                 log.info("%s: planned again, with less", text)
                 return
         kind.step = corrected
