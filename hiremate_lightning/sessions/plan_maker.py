@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..kinds.limits import Limits
 from ..kinds.recorded_step import RecordedCall, RecordedStep
+from ..kinds.shortage import ADVICE, Shortage
 from ..kinds.step_kind import StepKind
 from ..measuring.describing import describe
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..memory.free_memory import free_bytes
+from ..planning.headroom import resolve
+from ..planning.outcome import Need, Short, least_need, unless_short
 from ..planning.plan import Plan
-from ..planning.planner import make_plan, resolve
+from ..planning.planner import make_plan
 from ..planning.shared_solving import announce, shared
 from ..planning.solvers import worker
-from ..planning.solvers.base import Solution, Strategy
+from ..planning.solvers.base import Problem, Solution, SolveOptions, Strategy
 from ..planning.solvers.curve import Remembering
 from ..proofs.proof import Proofs
 from ..records.away import Host
@@ -35,6 +38,19 @@ from .planned_model import PlannedModel
 from .waiting import Holds, WaitingGraphs
 
 log = logging.getLogger("hiremate_lightning")
+
+
+@dataclass(frozen=True, slots=True)
+class Fits:
+    """A plan within the budget, or of the least memory where training goes on with that.
+
+    Attributes:
+        plan: The plan.
+        programs: The program for each place among the forwards of its step.
+    """
+
+    plan: Plan
+    programs: Mapping[int, Program]
 
 
 class PlanMaker:
@@ -166,15 +182,12 @@ class PlanMaker:
         solver = Remembering(worker.apart(self._model.options.plan.solver))
         return shared(solver, runtime.process_group_store(), self._model_description)
 
-    def make(self, kind: StepKind) -> tuple[Plan, dict[int, Program]] | None:
+    def make(self, kind: StepKind) -> Fits | Short | None:
         """Plan a recorded kind of step, and build its programs; its limits are set also where nothing fits.
 
         Returns:
-            The plan, and the program for each place among its forwards; None, and the kind is dropped, where it is made
-            from traces of other sizes and these do not tell its programs.
-
-        Raises:
-            InfeasibleBudgetError: If nothing fits the budget.
+            The plan with its programs; what the step needs, where nothing fits the budget; None, and the kind is
+            dropped, where it is made from traces of other sizes and these do not tell its programs.
         """
         recorded, options = kind.recorded, self._model.options
         step, before = recorded.merge(), recorded.resident
@@ -194,6 +207,8 @@ class PlanMaker:
                 decided=step.join(recorded.decided) if recorded.decided else None,
                 host=self.host(recorded),
             )
+        if isinstance(plan, Short):
+            return plan
         self._first_wait.took(self._stages.total)
         try:
             return self._finish(recorded, step, plan)
@@ -202,6 +217,30 @@ class PlanMaker:
             kind.sights.has_no_template = True
             self._history.drop(kind)
             return None
+
+    def short_of_all(self, shortage: Shortage) -> Short | None:
+        """Return what is enough for all steps seen, with all that may come; None where all fit the budget after all."""
+        needs, budgets = list[Need](), dict[int, int]()
+        for kind in self._history.recorded:
+            step = self.waiting.at(kind, kind.recorded, Holds.LEAST)
+            states = [replace(step, resident=shortage.with_all(seen)) for seen in kind.before.values()]
+            of_kind = [self._need(state, shortage.less_bytes) for state in states]
+            budget_bytes = max((self.budget_bytes(s.merge(), s.resident, kind) for s in states), default=0)
+            budgets.update((need.peak_bytes, budget_bytes) for need in of_kind if need.peak_bytes > budget_bytes)
+            needs += of_kind
+        if not budgets:
+            return None
+        budget, budget_bytes = self._model.options.budget, budgets[max(budgets)]
+        return Short(tuple(needs), budget, budget_bytes, self._model.name, shortage.words, ADVICE)
+
+    def _need(self, recorded: RecordedStep, less_bytes: int) -> Need:
+        step, resident, options = recorded.merge(), recorded.resident, self._model.options.plan
+        limits = SolveOptions(options.time_limit_s)
+        problem = Problem(step.graph, step.profile, 0, limits, self.host(recorded))
+        decided = step.join(recorded.decided) if recorded.decided else None
+        need = least_need(problem, resident.size_bytes, decided, options.solutions)
+        waiting_bytes = resident.waiting_bytes, resident.plain_waiting_bytes
+        return replace(need, waiting_bytes=waiting_bytes, is_guarded=True, less_bytes=less_bytes)
 
     def decide(self, step: Step, room_bytes: int, limit_s: float) -> Solution:
         """Solve a step that gets no plan of its own; where nothing fits, find its least memory.
@@ -214,16 +253,17 @@ class PlanMaker:
         asked, options = self._model.options, self._model.options.plan
         options = replace(options, on_infeasible="warn", time_limit_s=min(limit_s, options.time_limit_s))
         progress, name = self.progress(step), self._model.name
-        return make_plan(step, asked.budget, room_bytes, 0, options, target=name, progress=progress).solution
+        plan = make_plan(step, asked.budget, room_bytes, 0, options, target=name, progress=progress)
+        return unless_short(plan).solution
 
     def progress(self, step: Step) -> Callable[[float, float], None] | None:
         """Return what shows how solving a step goes on."""
         return self._stages.reporter.solving(step_time_ms(step.graph, step.profile))
 
-    def _finish(self, recorded: RecordedStep, step: Step, plan: Plan) -> tuple[Plan, dict[int, Program]]:
+    def _finish(self, recorded: RecordedStep, step: Step, plan: Plan) -> Fits:
         plan = self.with_proofs(plan.changed(resident_parts=recorded.resident.kinds, planning=self._stages.total))
         programs = self._model.offloading.build(step, [call.captured for call in recorded.calls], plan.solution)
-        return plan, {call.place: program for call, program in zip(recorded.calls, programs, strict=True)}
+        return Fits(plan, {call.place: program for call, program in zip(recorded.calls, programs, strict=True)})
 
     def with_proofs(self, plan: Plan) -> Plan:
         """Return a plan with what is proved by now; the plan itself where that is what it says."""
@@ -239,3 +279,15 @@ class PlanMaker:
         captured = [call.captured for call in recorded.calls]
         waits = recorded.waits or bool(recorded.decided)
         return self._model.offloading.host(recorded.merge(), captured, waits)
+
+
+def adapted_to(step: RecordedStep, plan: Plan) -> Plan:
+    """Return a plan as it is beside what exists before a step, within the budget of that."""
+    merged, resident = step.merge(), step.resident
+    return plan.changed(
+        graph=merged.graph,
+        profile=merged.profile,
+        budget_bytes=step.limits.budget_bytes,
+        resident_bytes=resident.size_bytes,
+        resident_parts=resident.kinds,
+    )

@@ -23,7 +23,7 @@ from ..kinds.step_kind import StepKind
 from ..measuring.resident import WAITING, Resident
 from ..memory.allocator import in_blocks
 from ..options import SessionOptions
-from ..planning.planner import guard_bytes
+from ..planning.headroom import guard_bytes, headroom_bytes
 from ..planning.solvers import UNLIMITED, smallest_budget
 from ..planning.solvers.base import Problem, SolveOptions, replay
 from ..records.costs import Profile
@@ -170,9 +170,9 @@ class WaitingGraphs:
         """Whether a step fits with what waits beside it, its own calls at the least memory unless they are decided."""
         step = recorded.merge()
         decided = recorded.decided or tuple(self._of(call.part, Holds.LEAST).decisions for call in recorded.calls)
-        size_bytes = budget_bytes - recorded.resident.size_bytes - recorded.margin_bytes
+        size_bytes = headroom_bytes(budget_bytes, recorded.resident.size_bytes, recorded.margin_bytes)
         peak_bytes = replay(Problem(step.graph, step.profile, size_bytes), step.join(decided)).peak_bytes
-        return peak_bytes + guard_bytes(max(0, size_bytes)) <= size_bytes
+        return peak_bytes + guard_bytes(size_bytes) <= size_bytes
 
     def at(self, kind: StepKind, step: RecordedStep, holds: Holds | None = None) -> RecordedStep:
         """Return the step of a kind where all that waits holds so much, by default what it holds now."""
