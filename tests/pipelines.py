@@ -112,9 +112,7 @@ def train(case: Pipeline, rank: int, planned: bool) -> Left:
     left.resident_bytes = sum(t.nbytes for t in modules.parameters())
     left.resident_bytes += sum(v.nbytes for s in optimizer.state.values() for v in s.values())
     if planned:
-        planned_kinds = targets_of(modules).session.planned.history.planned
-        left.plans = [kind.own_plan for kind in planned_kinds]
-        left.foreseen_bytes = max(kind.seen_bytes or 0 for kind in planned_kinds)
+        left.plans = list(targets_of(modules).session.plans.values())
     return left
 
 

@@ -88,7 +88,6 @@ class Left:
         weights: Local weights at the end.
         peak_bytes: Of the last step: that of the micro-batch that adds most to what was there before it.
         plans: The plans that were made.
-        foreseen_bytes: The largest peak that was predicted for a measured piece.
         said: Warnings of hiremate.
         resident_bytes: Of local weights and the optimizer's state.
         evaluated: What the model returned in evaluations.
@@ -100,7 +99,6 @@ class Left:
     weights: dict[str, Tensor] = field(default_factory=dict)
     peak_bytes: int = 0
     plans: list[Plan] = field(default_factory=list)
-    foreseen_bytes: int = 0
     said: list[str] = field(default_factory=list)
     resident_bytes: int = 0
     evaluated: list[Tensor] = field(default_factory=list)

@@ -299,7 +299,7 @@ class PlannedKinds:
     def _note_before(self, kind: StepKind, resident: Resident) -> None:
         """Note what existed before a step of a kind, in place of what did before one with the same gradients."""
         resident = self.maker.waiting.resident_at(resident, Holds.LEAST)
-        kind.before = {**kind.before, resident.kept: resident}
+        kind.before = {**kind.before, resident.gradients: resident}
 
     def warn_of_first_step(self, kind: StepKind, peak_bytes: int) -> None:
         """Warn where the first step of another kind, which ran before it was planned, took more than its budget."""
@@ -389,7 +389,7 @@ class PlannedKinds:
         limits = self.maker.limits(kind, met)
         kind.step, kind.counts_on_freed_gradients = replace(met, limits=limits), False
         if has_more_state or (plan.measured.peak_bytes or 0) > limits.budget_bytes:
-            kind.seen_bytes, plan = None, plan.with_measured(peak_bytes=None)  # it was measured beside other bytes
+            plan = plan.with_measured(peak_bytes=None, predicted_bytes=None)  # it was measured beside other bytes
         adapted = adapted_to(kind.recorded, plan)
         peak_bytes = adapted.planned_peak_bytes + met.margin_bytes
         if not limits.stays(resident_now, peak_bytes, is_least=plan.planned_peak_bytes > plan.budget_bytes):
@@ -421,10 +421,11 @@ class PlannedKinds:
         if kind.plan is None or kind.plan.solution is not solution:
             return  # planned anew, or dropped: the step ran by the plan before
         plan = kind.plan
-        kind.seen_bytes = max(kind.seen_bytes or 0, plan.planned_peak_bytes)
+        predicted_bytes = max(plan.measured.predicted_bytes or 0, plan.planned_peak_bytes)
         if peak_bytes <= (plan.measured.peak_bytes or 0):
+            kind.plan = plan.with_measured(predicted_bytes=predicted_bytes)
             return
-        self.update(kind, peak_bytes=peak_bytes)
+        self.update(kind, peak_bytes=peak_bytes, predicted_bytes=predicted_bytes)
         if plan.planned_peak_bytes > plan.budget_bytes:
             self._reports.say_least(kind, peak_bytes)
         elif peak_bytes > plan.budget_bytes:
