@@ -6,6 +6,7 @@ A planner returns a plan, or `Short`. Whoever can't go on with `Short` raises it
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -155,6 +156,11 @@ def unless_short(outcome: T | Short) -> T:
     if isinstance(outcome, Short):
         raise outcome.error()
     return outcome
+
+
+def first_short(outcomes: Iterable[Short | None]) -> Short | None:
+    """Return the first that is short; what follows it is not tried."""
+    return next((outcome for outcome in outcomes if outcome is not None), None)
 
 
 def _place_of(simulation: Simulation, graph: Graph) -> str:

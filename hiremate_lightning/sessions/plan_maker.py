@@ -63,12 +63,14 @@ class PlanMaker:
 
     Attributes:
         waiting: What forwards run whose backward comes in a later step.
+        state_bytes: The most that optimizers were seen to keep.
     """
 
     def __init__(self, model: PlannedModel, proofs: Proofs, first_wait: FirstWait) -> None:
         self._model, self._proofs, self._first_wait = model, proofs, first_wait
         self._history, self._parts, self._stages = model.history, model.parts, model.stages
-        self.waiting = WaitingGraphs(model.options, model.parts, model.stages)
+        self.waiting = WaitingGraphs(model.options, model.parts)
+        self.state_bytes = 0
         self._auto_bytes: int | None = None  # what was free at first
 
     def new_limits(self) -> Limits:
@@ -120,16 +122,22 @@ class PlanMaker:
         limits = replace(step.limits, of_others=self._others_budget_bytes(kind))
         return limits.meeting(step.resident, own_bytes)
 
-    def choose_waiting(self, resident: Resident | None = None) -> list[StepKind]:
+    def choose_waiting(self, may_hold_more: bool) -> list[StepKind]:
         """Choose what graphs that wait hold; return the kinds of steps that are to be planned anew for that.
 
         Args:
-            resident: What exists now: optimizers' state that has appeared exists before the other steps too.
+            may_hold_more: Whether they may hold everything from now on where they held the least: budgets are others.
         """
         concerned = [kind for kind in self._history.recorded if self.waiting.concerns(kind, kind.recorded)]
-        state_bytes = 0 if resident is None else resident.state_bytes
-        grown = [(kind, self.waiting.with_most(kind, state_bytes)) for kind in concerned]
-        if not self.waiting.choose([(kind, step, self.limits(kind, step).budget_bytes) for kind, step in grown]):
+        if not concerned or (self.waiting.holds is Holds.LEAST and not may_hold_more):
+            return []
+        residents = (kind.recorded.resident.with_state(self.state_bytes) for kind in concerned)
+        steps = [replace(kind.recorded, resident=before) for kind, before in zip(concerned, residents, strict=True)]
+        with self._stages.stage("solve_s", "solving"):
+            budgets = [self.limits(kind, step).budget_bytes for kind, step in zip(concerned, steps, strict=True)]
+            fit = all(map(self.waiting.fits, concerned, steps, budgets))
+        before, self.waiting.holds = self.waiting.holds, Holds.EVERYTHING if fit else Holds.LEAST
+        if self.waiting.holds is before:
             return []
         for kind in concerned:
             kind.step = self.waiting.at(kind, kind.recorded)

@@ -21,13 +21,13 @@ from ..calls.given import ModuleCall
 from ..garbage import collecting_what_it_leaves
 from ..kinds.history import CERTAIN, starts_so
 from ..kinds.shortage import HELD_STEPS, Shortage
-from ..kinds.step_kind import GraphNumbers, StepKind
+from ..kinds.step_kind import StepKind
 from ..kinds.watching import WatchPolicy
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..out_of_memory import explain
 from ..planning.headroom import GUARD_BYTES
-from ..planning.outcome import Short
+from ..planning.outcome import Short, first_short
 from ..planning.plan import Plan
 from ..rewriting.joint import may_choose_anew
 from ..running.execution import Part
@@ -80,11 +80,6 @@ class PlannedKinds:
         self._dropped: Plan | None = None  # the latest one of those that were dropped
 
     @property
-    def plans(self) -> Mapping[GraphNumbers, Plan]:
-        """The plans so far, by the captured graphs of their steps."""
-        return self.history.plans
-
-    @property
     def latest(self) -> Plan | None:
         """The plan of the latest kind of step, None before there is one."""
         return self._dropped if self.history.latest is None else self.history.latest.own_plan
@@ -117,7 +112,7 @@ class PlannedKinds:
             InfeasibleBudgetError: If nothing fits the budget; it names what is enough for all steps seen.
         """
         made = dict[StepKind, Fits]()
-        self.maker.choose_waiting()
+        self.maker.choose_waiting(may_hold_more=True)
         for kind in kinds:
             outcome = self.maker.make(kind)
             if isinstance(outcome, Short):
@@ -163,20 +158,12 @@ class PlannedKinds:
     def _end_shortage(self) -> None:
         """Plan all kinds of steps anew, where what needed more than the budget has gone.
 
-        Where nothing leaves the margin of a kind, it is planned without: a peak above the budget is measured, and said.
-
         Raises:
             InfeasibleBudgetError: If nothing fits the budget.
         """
         self.shortage.is_held = False
-        short = self.maker.short_of_all(self.shortage)
-        for kind in () if short is not None else self.history.recorded:
-            short = self._plan(kind)
-            if short is not None and kind.recorded.margin_bytes:
-                kind.step = replace(kind.recorded, margin_bytes=0)
-                short = self._plan(kind)
-            if short is not None:
-                break
+        planned = (self._plan_somehow(kind) for kind in self.history.recorded)
+        short = self.maker.short_of_all(self.shortage) or first_short(planned)
         if short is None:
             return
         error = short.error()
@@ -186,14 +173,23 @@ class PlannedKinds:
             explain(error, f"hiremate: the budget is to be enough for the largest sizes: {named}.")
         raise error
 
+    def _plan_somehow(self, kind: StepKind) -> Short | None:
+        """Plan a step; where nothing leaves its margin, without: a peak above the budget is measured, and said."""
+        short = self._plan(kind)
+        if short is None or not kind.recorded.margin_bytes:
+            return short
+        kind.step = replace(kind.recorded, margin_bytes=0)
+        return self._plan(kind)
+
     def check_plans(self, kinds: Sequence[StepKind], resident: Resident) -> None:
         """Check the plans of kinds of steps against the memory that exists; where none fits, train on for a while."""
-        waiting = self.maker.waiting
-        waiting.note_before(resident, kinds)
-        short = self._plan(*self.maker.choose_waiting(resident)) if waiting.is_due else None
-        for kind in kinds:
-            short = short or self.check_plan(kind, resident)
-        self._hold(short)
+        alike = [kind for kind in self.history.recorded if kind.backwards_vary and not kind.recorded.decided]
+        for kind in alike:  # its calls run as graphs that wait from now on
+            kind.step = self.maker.waiting.at(kind, kind.recorded)
+        has_more_state = resident.state_bytes > self.maker.state_bytes  # which exists before all pieces of an iteration
+        self.maker.state_bytes = max(self.maker.state_bytes, resident.state_bytes)
+        short = self._plan(*alike) if alike or has_more_state else None
+        self._hold(short or first_short(self.check_plan(kind, resident) for kind in kinds))
 
     def _hold(self, short: Short | None) -> None:
         """Let training go on where a step does not fit, until it is known what all of its steps need."""
@@ -210,7 +206,7 @@ class PlannedKinds:
         step, backwards = kind.step, tuple(sorted(set(record.backwards)))
         waits = any(run.is_waiting for run in record.unfinished)
         if waits and (not backwards or (step is not None and backwards != step.places)):
-            self.maker.waiting.found_alike(kind)
+            kind.backwards_vary = True
             return
         dropped_less = step is not None and step.is_provisional and not record.has_dropped_by_plan
         if step is not None and (dropped_less or set(step.places) < set(backwards)):
@@ -255,16 +251,15 @@ class PlannedKinds:
         if before is not None:
             residents = sorted((before, resident), key=lambda seen: seen.size_bytes)
             resident = before if before.waiting or resident.waiting else resident
-        step, waiting = self.maker.describe(record, resident), self.maker.waiting
-        self.history.record(kind, waiting.at(kind, step))
+        self.history.record(kind, self.maker.waiting.at(kind, self.maker.describe(record, resident)))
         for seen in residents:
             self._note_before(kind, seen)
         ahead = self._foresee_largest(kind, resident)
         self.shortage.are_measured = self.shortage.are_measured and record.is_measured
         if self.shortage.is_held:
             return None
-        of_waiting = self.maker.choose_waiting(resident) if waiting.concerns(kind, step) else ()
-        short = self._plan(*of_waiting, *ahead, kind)
+        self.maker.state_bytes = max(self.maker.state_bytes, resident.state_bytes)
+        short = self._plan(*ahead, kind, may_hold_more=True)
         if short is not None and self._may_be_small_by_chance(kind):
             log.info("%s waits for larger steps: %s", self._name, short)
             kind.step = None
@@ -317,9 +312,16 @@ class PlannedKinds:
 
     # ---------------------------------------------------------------- plans take over
 
-    def _plan(self, *kinds: StepKind) -> Short | None:
-        """Plan recorded steps, for the first time or anew, until nothing fits one of them; return what that needs."""
-        for kind in dict.fromkeys(kinds):
+    def _plan(self, *kinds: StepKind, may_hold_more: bool = False) -> Short | None:
+        """Plan recorded steps, for the first time or anew, until nothing fits one of them; return what that needs.
+
+        Where one does not fit beside graphs that wait and hold everything, these hold the least from now on.
+
+        Args:
+            kinds: Of the steps.
+            may_hold_more: Whether graphs that wait may hold everything again.
+        """
+        for kind in dict.fromkeys((*self.maker.choose_waiting(may_hold_more), *kinds)):
             outcome = self.maker.make(kind)
             if isinstance(outcome, Short):
                 return outcome
@@ -366,8 +368,7 @@ class PlannedKinds:
         """Let the other kinds of steps have the budget too that came with some: a share is of the largest step."""
         is_share = self._model.options.budget.share is not None
         others = [kind for kind in self.history.planned if is_share and kind not in known]
-        shorts = (self.check_plan(kind, kind.recorded.resident) for kind in others)
-        return next((short for short in shorts if short is not None), None)
+        return first_short(self.check_plan(kind, kind.recorded.resident) for kind in others)
 
     def check_plan(self, kind: StepKind, resident: Resident) -> Short | None:
         """Check a plan against the memory that exists before this step; plan anew where it no longer fits.
@@ -447,7 +448,7 @@ class PlannedKinds:
         if plan.solution.aways:  # the allocator rounds less up where nothing goes away
             tries.append(replace(corrected, margin_bytes=0, keeps_on_device=True))
         for kind.step in tries:
-            if self._plan(*(self.maker.choose_waiting() if step.waits else ()), kind) is None:
+            if self._plan(kind) is None:
                 log.info("%s: planned again, with less", text)
                 return
         kind.step = corrected

@@ -116,7 +116,7 @@ class Session:
     def plans(self) -> Mapping[GraphNumbers, Plan]:
         """The plans so far, by the captured graphs of their steps."""
         self.planned.note_proofs()
-        return self.planned.plans
+        return self.planned.history.plans
 
     @property
     def options(self) -> SessionOptions:

@@ -12,7 +12,6 @@ middle and at the end of a pipeline's iteration, run so too: nobody knows which 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -31,7 +30,6 @@ from ..records.graph import Graph, StorageKind, bytes_of
 from ..records.schedule import Schedule, keep_all, lower
 from ..records.simulation import simulate
 from ..records.step import Call, Decisions, merge
-from ..reporting.report import Stages
 from ..running.execution import Part
 from ..running.program import Program
 from ..running.template import program_of
@@ -97,77 +95,26 @@ class WaitingGraphs:
     Args:
         options: What was asked for.
         parts: The captured graphs.
-        stages: Shows solving, and adds up its seconds.
 
     Attributes:
         holds: What the forwards hold that run now.
     """
 
-    def __init__(self, options: SessionOptions, parts: Parts, stages: Stages) -> None:
-        self._options, self._parts, self._stages = options.plan, parts, stages
+    def __init__(self, options: SessionOptions, parts: Parts) -> None:
+        self._options, self._parts = options.plan, parts
         self._graphs: weakref.WeakKeyDictionary[Part, dict[Holds, _Waiting]] = weakref.WeakKeyDictionary()
-        self._most_bytes = 0  # that were resident beside what waits
-        self._is_due = False  # since pieces look alike, or more waits beside a kind than ever
-        self._has_grown = False
         self.holds = Holds.LEAST
-
-    def note_before(self, resident: Resident, kinds: Iterable[StepKind]) -> None:
-        """Note what exists before a step, and whether that is more than ever.
-
-        Args:
-            resident: What exists.
-            kinds: That the step may be of.
-        """
-        for kind in kinds:
-            self._see(kind, resident)
-        size_bytes = resident.size_bytes - resident.waiting_bytes
-        self._has_grown, self._most_bytes = size_bytes > self._most_bytes, max(size_bytes, self._most_bytes)
-
-    @property
-    def is_due(self) -> bool:
-        """Whether to choose now: pieces are known to look alike, or more exists than ever."""
-        return self._is_due or self._has_grown
-
-    def _see(self, kind: StepKind, resident: Resident) -> None:
-        """Learn what existed before a step of a kind, and remember the most."""
-        most = kind.most_before
-        is_more = most is not None and _plain_bytes(resident) > _plain_bytes(most)
-        if most is None or is_more:
-            kind.most_before = resident
-        self._is_due = self._is_due or (is_more and bool(resident.waiting))
-
-    def with_most(self, kind: StepKind, state_bytes: int) -> RecordedStep:
-        """Return the step of a kind where most waits beside it, and optimizers keep so many bytes, or more."""
-        step = kind.recorded
-        most = max(kind.most_before or step.resident, step.resident, key=_plain_bytes)
-        return replace(step, resident=most.with_state(state_bytes))
 
     def concerns(self, kind: StepKind, step: RecordedStep) -> bool:
         """Whether graphs wait beside a step of a kind, or what it runs has to fit such steps too."""
         return step.waits or kind.backwards_vary
 
-    def found_alike(self, kind: StepKind) -> None:
-        """Learn that steps of a kind have other backwards than others of the same kind."""
-        self._is_due = self._is_due or not kind.backwards_vary
-        kind.backwards_vary = True
+    def fits(self, kind: StepKind, recorded: RecordedStep, budget_bytes: int) -> bool:
+        """Whether a step of a kind fits where all that waits beside it holds everything.
 
-    def choose(self, steps: Sequence[tuple[StepKind, RecordedStep, int]]) -> bool:
-        """Choose what graphs that wait hold; return whether anything has changed.
-
-        Args:
-            steps: Each kind of step beside which graphs wait, with what it runs then and its budget.
+        Its own calls run at the least memory then, unless it is decided what they compute again.
         """
-        was_due, before = self._is_due, self.holds
-        self._is_due = False
-        if not steps:
-            return False
-        with self._stages.stage("solve_s", "solving"):
-            fit = all(self._fits(self.at(kind, step, Holds.EVERYTHING), budget) for kind, step, budget in steps)
-        self.holds = Holds.EVERYTHING if fit else Holds.LEAST
-        return was_due or self.holds is not before
-
-    def _fits(self, recorded: RecordedStep, budget_bytes: int) -> bool:
-        """Whether a step fits with what waits beside it, its own calls at the least memory unless they are decided."""
+        recorded = self.at(kind, recorded, Holds.EVERYTHING)
         step = recorded.merge()
         decided = recorded.decided or tuple(self._of(call.part, Holds.LEAST).decisions for call in recorded.calls)
         size_bytes = headroom_bytes(budget_bytes, recorded.resident.size_bytes, recorded.margin_bytes)
@@ -222,11 +169,6 @@ class WaitingGraphs:
         step = merge([Call(in_blocks(captured.graph, captured.device), profile)], [0])
         options = SolveOptions(time_limit_s=self._options.time_limit_s)
         return step.split(smallest_budget(Problem(step.graph, step.profile, UNLIMITED, options)).recompute)[0]
-
-
-def _plain_bytes(resident: Resident) -> int:
-    """Count what exists before a step in plain training, without optimizers' state."""
-    return resident.size_bytes - resident.waiting_bytes + resident.plain_waiting_bytes - resident.state_bytes
 
 
 def _is_parameter(graph: Graph, position: int) -> bool:

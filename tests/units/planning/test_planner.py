@@ -9,7 +9,7 @@ import pytest
 from hiremate_lightning.out_of_memory import InfeasibleBudgetError
 from hiremate_lightning.planning import planner
 from hiremate_lightning.planning.headroom import AUTO_MARGIN, resolve
-from hiremate_lightning.planning.outcome import Need, unless_short
+from hiremate_lightning.planning.outcome import Need, Short, unless_short
 from hiremate_lightning.planning.planner import FirstSolution, PlanOptions, first_solution, make_plan
 from hiremate_lightning.planning.solvers import base, smallest_budget
 from hiremate_lightning.planning.solvers.base import Problem, Solution, Status, get_strategy, strategy
@@ -83,6 +83,14 @@ def test_a_margin_is_left_free():
 
 def test_a_generous_budget_recomputes_nothing():
     assert plan_of(step_of(*transformer(2)), MANY).predicted_overhead == 0
+
+
+def test_what_nothing_fits_is_an_outcome_that_can_raise():
+    step = step_of(*transformer(2))
+    outcome = make_plan(step, Budget(size_bytes=1), 1, 0, PlanOptions())
+    assert isinstance(outcome, Short)
+    assert outcome.need.peak_bytes == outcome.error().smallest_bytes == smallest_of(step)
+    assert str(outcome) == str(outcome.error())
 
 
 def test_an_infeasible_budget_names_what_it_would_take():
