@@ -134,15 +134,20 @@ class Short:
     def __str__(self) -> str:
         need = self.need
         simulation, needed = replay_solution(need.problem, need.smallest), need.peak_bytes
-        share = ""
+        share = whose = offloads = ""
+        if need.less_bytes:
+            less = format_bytes(need.less_bytes)
+            whose = f"Another process of this training has {less} less than this one for its step. "
+        if need.smallest.aways:
+            offloads = f"puts {format_bytes(simulation.host_bytes)} in the host's memory and "
         if self.budget.share is not None:
             share = f", {100 * max(need.share for need in self.needs):.1f}% of what the unplanned step adds"
         return (
             f"The budget {self.budget} ({self.budget_bytes:,} bytes) is too small for {self.target or 'this model'}. "
             f"{self.words} {format_bytes(needed, up=True)} ({needed:,} bytes{share}), "
             f"of which {format_bytes(need.resident_bytes)} are resident (parameters, gradients, optimizer state, "
-            f"batch). {_whose(need.less_bytes)}"
-            f"Such a plan {_offloads(need.smallest, simulation)}takes at most {simulation.overhead:.0%} more time. "
+            f"batch). {whose}"
+            f"Such a plan {offloads}takes at most {simulation.overhead:.0%} more time. "
             f"The peak is {_place_of(simulation, need.problem.graph)}. {self.advice}"
         )
 
@@ -171,13 +176,3 @@ def _place_of(simulation: Simulation, graph: Graph) -> str:
     if node.op == OUTSIDE or 2 * sum(graph.sizes[s] for s in held if s is not None) > simulation.peak_bytes:
         return "in the code outside of the planned modules"
     return f"at {node.op} in {f'module {node.module!r}' if node.module else 'the code of the planned module itself'}"
-
-
-def _offloads(solution: Solution, simulation: Simulation) -> str:
-    return f"puts {format_bytes(simulation.host_bytes)} in the host's memory and " if solution.aways else ""
-
-
-def _whose(less_bytes: int) -> str:
-    if not less_bytes:
-        return ""
-    return f"Another process of this training has {format_bytes(less_bytes)} less than this one for its step. "

@@ -12,7 +12,7 @@ middle and at the end of a pipeline's iteration, run so too: nobody knows which 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
@@ -50,7 +50,6 @@ class _Waiting:
     captured: Captured
     profile: Profile
     decisions: Decisions
-    work_bytes: dict[bool, int] = field(default_factory=dict)  # by whether gradients are added
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -68,15 +67,10 @@ class _Waiting:
         graph = self.captured.graph
         return bytes_of(graph, set(schedule.saved_on_device(graph)).difference(graph.inputs))
 
-    def backward_bytes(self, is_added: bool) -> int:
-        """Count what its backward takes beyond what it holds.
-
-        Args:
-            is_added: Whether gradients of parameters are added to those that exist.
-        """
-        if is_added not in self.work_bytes:
-            self.work_bytes[is_added] = self._backward_bytes(is_added)
-        return self.work_bytes[is_added]
+    @cached_property
+    def backward_bytes(self) -> dict[bool, int]:
+        """What its backward takes beyond what it holds, by whether gradients of parameters are added to others."""
+        return {is_added: self._backward_bytes(is_added) for is_added in (False, True)}
 
     def _backward_bytes(self, is_added: bool) -> int:
         graph, outputs = self.captured.graph, self.captured.backward_outputs
@@ -133,7 +127,7 @@ class WaitingGraphs:
             step,
             resident=resident,
             unfinished_bytes=sum(self._of(part, holds).more_bytes(schedule) for part, schedule in step.unfinished),
-            others_bytes=max((graph.backward_bytes(bool(resident.kept)) for graph in waiting), default=0),
+            others_bytes=max((graph.backward_bytes[bool(resident.kept)] for graph in waiting), default=0),
             decided=tuple(self._of(call.part, holds).decisions for call in of_pieces),
         )
 
