@@ -73,7 +73,7 @@ def make_plan(
         solve: What solves, by default the strategy that the options name, in a process of its own.
         progress: Told of what is found while solving, see `SolveOptions`.
         decided: What is computed again, where that is not to be chosen.
-        host: Memory of the host that values may go away to; None where all stays on the device.
+        host: Memory of the host that values may be offloaded to; None where all stays on the device.
 
     Returns:
         A plan whose simulated peak is within the budget. Where no schedule within the budget was found, the smallest
@@ -230,7 +230,7 @@ def first_solution(
         progress: Told of what is found while solving, see `SolveOptions`.
         known: What was found for other parts.
         free_bytes: Returns the bytes that the part may add beyond the budget.
-        host: Memory of the host that values may go away to; None where all stays on the device.
+        host: Memory of the host that values may be offloaded to; None where all stays on the device.
 
     Returns:
         How it runs; where it can't run, the least that it needs.

@@ -259,7 +259,8 @@ class PlannedKinds:
         if self.shortage.is_held:
             return None
         self.maker.state_bytes = max(self.maker.state_bytes, resident.state_bytes)
-        short = self._plan(*ahead, kind, may_hold_more=True)
+        is_share = self._model.options.budget.share is not None  # of the largest step, which may be this one
+        short = self._plan(*ahead, kind, may_hold_more=is_share)
         if short is not None and self._may_be_small_by_chance(kind):
             log.info("%s waits for larger steps: %s", self._name, short)
             kind.step = None
@@ -445,7 +446,7 @@ class PlannedKinds:
         margin_bytes = peak_bytes - plan.planned_peak_bytes  # more than the last one, which was left free
         corrected = replace(step, corrections=step.corrections + 1)
         tries = [replace(corrected, margin_bytes=margin_bytes)]
-        if plan.solution.aways:  # the allocator rounds less up where nothing goes away
+        if plan.solution.aways:  # the allocator rounds less up where nothing is offloaded
             tries.append(replace(corrected, margin_bytes=0, keeps_on_device=True))
         for kind.step in tries:
             if self._plan(kind) is None:

@@ -97,7 +97,7 @@ class WaitingGraphs:
     def __init__(self, options: SessionOptions, parts: Parts) -> None:
         self._options, self._parts = options.plan, parts
         self._graphs: weakref.WeakKeyDictionary[Part, dict[Holds, _Waiting]] = weakref.WeakKeyDictionary()
-        self.holds = Holds.LEAST
+        self.holds = Holds.EVERYTHING
 
     def concerns(self, kind: StepKind, step: RecordedStep) -> bool:
         """Whether graphs wait beside a step of a kind, or what it runs has to fit such steps too."""
