@@ -281,7 +281,7 @@ class PlanMaker:
         )
 
     def host(self, recorded: RecordedStep) -> Host | None:
-        """Return the memory of the host that values of a step may be offloaded to; None where all stays on the device."""
+        """Return the memory of the host that values may be offloaded to; None where all stays on the device."""
         if recorded.keeps_on_device:
             return None
         captured = [call.captured for call in recorded.calls]
