@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..units import Budget
 
-AUTO_MARGIN = 0.08  # share of the free bytes that "auto" leaves for fragmentation and for what runs outside
+AUTO_MARGIN = 0.08  # share of the free bytes that "auto" leaves for fragmentation and for code outside
 GUARD_BYTES = 2**16  # left free for scalars that come and go outside of the planned modules,
 GUARD_PARTS = 200  # and at most this part of the budget
 

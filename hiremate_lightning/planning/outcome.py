@@ -23,7 +23,7 @@ from .solvers.least_memory import SEARCH_S
 from .solvers.putting_away import least_with_aways
 
 DECIDED = "decided"  # in place of a strategy's name, where nothing is to be chosen
-NAMING_SHARE = 0.5  # of the work of a search: a run that is given a named budget back does all of it
+NAMING_SHARE = 0.5  # of the work of a search: a run that is given the named budget does all of it
 SMALLEST, AT_LEAST = "The smallest budget found is", "It needs at least"
 ADVICE = "Raise the budget, or make the batch smaller."
 
@@ -42,11 +42,12 @@ class Need:
 
     Attributes:
         problem: The step.
-        smallest: How it runs then.
+        smallest: The solution of least memory.
         resident_bytes: Bytes that exist before it.
-        waiting_bytes: Of these, what graphs hold that wait for a later backward, and the same in plain training.
+        waiting_bytes: The part of these that graphs hold which wait for a later backward, and its size in plain
+            training.
         is_guarded: Whether to add bytes for scalars that come and go outside of the planned modules.
-        less_bytes: How much less another process of the training has for the same step, within the same budget.
+        less_bytes: Bytes that another process of the training has less for the same step, within the same budget.
     """
 
     problem: Problem
@@ -65,9 +66,9 @@ class Need:
 
     @property
     def share(self) -> float:
-        """The share of what the unplanned step adds that is enough, rounded up to a tenth of a per cent.
+        """The needed share of the bytes that the unplanned step adds, rounded up to a tenth of a per cent.
 
-        All of it is enough in any case, unless another process has less.
+        It is at most 1, unless another process has less.
         """
         waiting_bytes, plain_waiting_bytes = self.waiting_bytes
         added_bytes = self.peak_bytes - self.resident_bytes + waiting_bytes
@@ -79,10 +80,10 @@ class Need:
 def least_need(
     problem: Problem, resident_bytes: int, decided: Decisions | None = None, solutions: Solutions = Solutions()
 ) -> Need:
-    """Find the least memory of a step for an error to name; where all is decided, what that takes.
+    """Find the least memory of a step for an error to name; where all is decided, the memory of that.
 
-    What is named is found again: a run that is given it back does the same search and more, and remembers it in this
-    process and in the folder of plans.
+    A run that is given the named budget finds this solution again: it does the same search and more. The solution is
+    also remembered, in this process and in the folder of plans.
     """
     if decided is not None:
         return Need(problem, as_decided(problem, decided), resident_bytes)
@@ -98,7 +99,7 @@ class Short:
     """Nothing fits the budget.
 
     Attributes:
-        needs: What each step needs that is to fit.
+        needs: The needs of all steps that are to fit.
         budget: The budget as asked for.
         budget_bytes: The same in bytes, resident bytes included.
         target: Path of the planned module.
@@ -119,7 +120,7 @@ class Short:
         return max(self.needs, key=lambda need: need.peak_bytes)
 
     def error(self) -> InfeasibleBudgetError:
-        """Build the error that says which budget would do, and what stands in the way."""
+        """Build the error that names the budget that is enough, and the place of the peak."""
         need = self.need
         simulation = replay_solution(need.problem, need.smallest)
         return InfeasibleBudgetError(
@@ -169,7 +170,7 @@ def first_short(outcomes: Iterable[Short | None]) -> Short | None:
 
 
 def _place_of(simulation: Simulation, graph: Graph) -> str:
-    """Describe where a peak is: what runs, or what holds the most."""
+    """Describe where a peak is: at the node that runs, or in the code outside that holds the most."""
     node = graph.nodes[simulation.peak_moment.node]
     outside = {n for n, other in enumerate(graph.nodes) if other.op == OUTSIDE}
     held = {graph.tensors[t].storage for t in graph.held if graph.tensors[t].producer in outside}

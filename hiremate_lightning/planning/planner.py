@@ -1,4 +1,4 @@
-"""From a step and a budget to a plan: solve, lower, simulate, and refuse what does not fit.
+"""From a step and a budget to a plan: solve, lower, simulate, and refuse solutions that do not fit.
 
 No plan leaves this module unless its simulated peak is within the budget, whichever strategy proposed it.
 """
@@ -18,9 +18,8 @@ from ..records.schedule import keep_all
 from ..records.step import Decisions, Step
 from ..units import Budget
 from .headroom import guard_bytes, headroom_bytes
-from .options import PlanOptions
 from .outcome import AT_LEAST, Need, Short, as_decided, least_need
-from .plan import Plan, PlanningTime
+from .plan import Plan, PlanningTime, PlanOptions
 from .shared_solving import agreed
 from .solutions import Solutions
 from .solvers import UNLIMITED, smallest_budget
@@ -42,7 +41,7 @@ log = logging.getLogger("hiremate_lightning")
 TIGHTENINGS = 4  # of the budget, where a strategy's own memory model was too coarse
 LEAST = "least memory at once"  # in place of a strategy's name, in a folder of plans
 ANY_GAP = 1e6  # where any schedule that fits will do
-SAVES_AS_MUCH = 0.02  # saved shares of the peak up to this difference are taken for the same
+SAVES_AS_MUCH = 0.02  # saved shares of the peak up to this difference count as the same
 
 
 def make_plan(
@@ -70,9 +69,9 @@ def make_plan(
         target: Path of the planned module, for reports.
         planning: Seconds that the stages before took.
         margin_bytes: Bytes of the budget to leave free, because an earlier plan was measured that much above it.
-        solve: What solves, by default the strategy that the options name, in a process of its own.
-        progress: Told of what is found while solving, see `SolveOptions`.
-        decided: What is computed again, where that is not to be chosen.
+        solve: The strategy, by default the one that the options name, in a process of its own.
+        progress: Called with solutions while solving, see `SolveOptions`.
+        decided: The nodes that are computed again, where they are not to be chosen.
         host: Memory of the host that values may be offloaded to; None where all stays on the device.
 
     Returns:
@@ -118,7 +117,7 @@ def make_plan(
 
 @cache
 def _announce(note: str) -> None:
-    """Log once what a method of a paper could not serve, and what it took instead."""
+    """Log, once, what a method of a paper could not serve, and the substitute that it took."""
     log.warning("%s", note)
 
 
@@ -134,10 +133,10 @@ def _say_cut(solution: Solution, time_limit_s: float) -> None:
 
 
 def _solve(problem: Problem, options: PlanOptions, strategy: Strategy, is_alone: bool) -> tuple[Solution, Profile]:
-    """Solve, or take the solution that an earlier run has left; its profile comes with it.
+    """Solve, or take the solution that an earlier run has left, with its profile.
 
-    Where the search ends without a proof, what was found for the step before is taken where that is better, but not
-    where several processes have agreed on the step: they run by one plan.
+    Where the search ends without a proof, an earlier solution of the same step is taken if it is better. But not where
+    several processes have agreed on the step: they run by one plan.
     """
     solutions = options.solutions
     if (known := solutions.read(problem, options.solver)) is not None:
@@ -153,9 +152,9 @@ def _solve(problem: Problem, options: PlanOptions, strategy: Strategy, is_alone:
 
 
 def _solve_until_it_fits(problem: Problem, strategy: Strategy) -> Solution:
-    """Solve, with less and less of the budget while the simulated peak passes it; the first bound stays the bound.
+    """Solve, with a smaller budget each time that the simulated peak exceeds it; the first bound stays the bound.
 
-    The time limit is that of all solves together; each gets at least a second.
+    The time limit is that of all solves together. Each gets at least a second.
     """
     solution = first = strategy(problem)
     tighter, left_s = problem, problem.options.time_limit_s
@@ -183,18 +182,17 @@ def _solve_until_it_fits(problem: Problem, strategy: Strategy) -> Solution:
 
 @dataclass(frozen=True, slots=True)
 class FirstSolution:
-    """How a captured part was run for the first time."""
+    """The solution by which a captured part first ran."""
 
     step: Step
     solution: Solution
 
-
-def _serves_as_well(first: FirstSolution, problem: Problem) -> bool:
-    """Whether what was found at one size saves as much at another, and fits the budget."""
-    before = Problem(first.step.graph, first.step.profile, 0)
-    if _saved_share(problem, first.solution) + SAVES_AS_MUCH < _saved_share(before, first.solution):
-        return False
-    return replay_solution(problem, first.solution).peak_bytes <= problem.budget_bytes
+    def serves_as_well(self, problem: Problem) -> bool:
+        """Whether the solution saves as much for the same part at another size, and fits the budget."""
+        before = Problem(self.step.graph, self.step.profile, 0)
+        if _saved_share(problem, self.solution) + SAVES_AS_MUCH < _saved_share(before, self.solution):
+            return False
+        return replay_solution(problem, self.solution).peak_bytes <= problem.budget_bytes
 
 
 def _saved_share(problem: Problem, solution: Solution) -> float:
@@ -216,9 +214,10 @@ def first_solution(
 ) -> Solution | Short:
     """Find how to run a captured part for the first time.
 
-    It is the schedule of least memory that is found at once, or was found for the same part at another size; a solve is
-    spent only where that passes the budget, and ends with the first schedule that fits. Where none fits the budget, the
-    part runs all the same if the device has the memory: only a step that has run shows which budget is enough.
+    That is the schedule of least memory that is found at once, or the solution for the same part at another size. Only
+    where this exceeds the budget a solve follows, which ends with the first schedule that fits. Where none fits the
+    budget, the part runs all the same if the device has the memory: only a step that has run shows which budget is
+    enough.
 
     Args:
         step: The part.
@@ -227,8 +226,8 @@ def first_solution(
         resident_bytes: Bytes that exist before the step.
         options: How to plan.
         target: Path of the planned module, for reports.
-        progress: Told of what is found while solving, see `SolveOptions`.
-        known: What was found for other parts.
+        progress: Called with solutions while solving, see `SolveOptions`.
+        known: Solutions of other parts.
         free_bytes: Returns the bytes that the part may add beyond the budget.
         host: Memory of the host that values may be offloaded to; None where all stays on the device.
 
@@ -243,7 +242,7 @@ def first_solution(
         host,
     )
     at_other_sizes = (first for first in known if difference(first.step.graph, step.graph) is None)
-    solution = next((first.solution for first in at_other_sizes if _serves_as_well(first, problem)), None)
+    solution = next((first.solution for first in at_other_sizes if first.serves_as_well(problem)), None)
     if solution is not None:
         return solution
     smallest = _least_at_once(problem, options.solutions)
@@ -273,7 +272,7 @@ def _least_at_once(problem: Problem, solutions: Solutions) -> Solution:
 
 
 def _fits(problem: Problem, solution: Solution) -> bool:
-    """Replay a solution with the independent simulator: what a strategy says of itself doesn't count."""
+    """Whether a solution fits by the independent simulator: the strategy's own claim doesn't count."""
     return solution.is_feasible and replay_solution(problem, solution).peak_bytes <= problem.budget_bytes
 
 

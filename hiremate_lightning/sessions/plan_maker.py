@@ -14,7 +14,7 @@ from ..kinds.step_kind import StepKind
 from ..measuring.describing import describe
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
-from ..memory.free_memory import free_bytes
+from ..memory.allocator import free_bytes
 from ..planning.headroom import resolve
 from ..planning.outcome import Need, Short, least_need, unless_short
 from ..planning.plan import Plan

@@ -20,7 +20,7 @@ from ..kinds.captured_step import describe
 from ..kinds.plain_steps import PlainSteps, PlainWay
 from ..kinds.releasing import Releases, Timing, gains_nothing
 from ..kinds.step_kind import StepKind
-from ..memory.free_memory import free_bytes
+from ..memory.allocator import free_bytes
 from ..planning.headroom import headroom_bytes
 from ..units import format_bytes
 from .aside_room import AsideRoom

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
-from hiremate_lightning.planning.options import PlanOptions
 from hiremate_lightning.planning.outcome import unless_short
+from hiremate_lightning.planning.plan import PlanOptions
 from hiremate_lightning.planning.planner import make_plan
 from hiremate_lightning.planning.solutions import Solutions
 from hiremate_lightning.planning.solvers import get_strategy
