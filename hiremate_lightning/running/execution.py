@@ -16,7 +16,7 @@ import torch
 
 from ..capturing.capture import Captured
 from ..errors import CaptureError, HiRemateError
-from ..torch_private import aot, backward_pass, data_parallel, tensor_state
+from ..torch_private import aot, autocasting, backward_pass, data_parallel, tensor_state
 from .accumulation import Leaves, addable, existing, find_leaves, hand_on, shared_leaves
 from .program import Program
 
@@ -159,8 +159,7 @@ class Part:
         if overwritten and conductor is not None:
             storages = (self.captured.graph.tensors[saved.program.schedule.saved[i]].storage for i in overwritten)
             conductor.was_overwritten(self, [storage for storage in storages if storage is not None])
-        is_other = saved.settings != tensor_state.kernel_settings()
-        if is_other and conductor is not None and saved.program.schedule.recomputed(self.captured.graph):
+        if conductor is not None and self._runs_in_other_settings(saved):
             conductor.settings_changed()
         values.extend(tangents)
         values.extend(totals.values())
@@ -168,7 +167,7 @@ class Part:
         for position in program.unread:
             values[position] = None
         del tangents, totals, sums
-        with _default_dtype(saved.dtype):
+        with _default_dtype(saved.dtype), autocasting.disabled():  # casts are in the graph
             gradients = self._run(program.backward, values)
         if saved.fills_buckets:
             data_parallel.put_in_order([saved.leaves[p] for p in self.captured.finished if p in saved.leaves])
@@ -177,6 +176,13 @@ class Part:
         if conductor is not None:
             conductor.backward_done(saved.run)
         return gradients
+
+    def _runs_in_other_settings(self, saved: Saved) -> bool:
+        """Whether gradients may differ from eager ones, since the forward ran in other settings of PyTorch."""
+        if autocasting.is_enabled():
+            return True  # PyTorch disables it for a backward whose forward was under autocast
+        is_other = saved.settings != tensor_state.kernel_settings()
+        return is_other and bool(saved.program.schedule.recomputed(self.captured.graph))
 
     def waiting(self) -> list[Saved]:
         """List the saved values of its forwards whose backward has not run yet."""
