@@ -26,6 +26,7 @@ from provenance import provenance
 from solvers import load, names_of
 
 from hiremate_lightning.planning import solutions
+from hiremate_lightning.planning.outcome import unless_short
 from hiremate_lightning.planning.plan import Plan, PlanOptions
 from hiremate_lightning.planning.planner import make_plan
 from hiremate_lightning.planning.solvers import UNLIMITED, Problem, get_strategy, smallest_budget
@@ -58,9 +59,8 @@ def plan_once(step: Step, share: float) -> Planned:
 
     budget_bytes = int(share * simulate_plain(step.graph, step.profile).peak_bytes)
     options = PlanOptions(on_infeasible="warn")
-    plan = make_plan(
-        step, Budget(share=share), budget_bytes, 0, options, solve=get_strategy(options.solver), progress=note
-    )
+    solve = get_strategy(options.solver)
+    plan = unless_short(make_plan(step, Budget(share=share), budget_bytes, 0, options, solve=solve, progress=note))
     assert plan.planned.peak_bytes <= budget_bytes or not plan.solution.is_feasible
     seconds = time.process_time() - start
     return Planned(plan, close[0] if close else seconds, seconds)

@@ -27,7 +27,7 @@ from hiremate_lightning.sizes.batch_size import SizeFinder
 from hiremate_lightning.sizes.size_result import BatchSizeResult
 from hiremate_lightning.sizes.size_trials import SizeTask, TrialSession
 from hiremate_lightning.sizes.training_state import TrainingState
-from hiremate_lightning.targets.modules import Target
+from hiremate_lightning.targets.candidates import Target
 from hiremate_lightning.units import Budget, parse_budget
 
 MODE = "plan"

@@ -16,7 +16,8 @@ from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.reporting.metrics import plan_metrics
 from hiremate_lightning.reporting.report import calls_for
 from hiremate_lightning.sessions.session import Session
-from hiremate_lightning.targets.modules import Target, Targets, give_way
+from hiremate_lightning.targets.candidates import Target
+from hiremate_lightning.targets.modules import Targets, give_way
 from hiremate_lightning.targets.training_step import StepTarget
 
 UNSUPPORTED_STRATEGIES = {

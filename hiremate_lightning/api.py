@@ -15,7 +15,8 @@ from .options import Sizes, make_options, refuse_changes
 from .planning.plan import Plan
 from .sessions.session import Session
 from .targets import compiled
-from .targets.modules import Target, Targets, give_way, targets_of
+from .targets.candidates import Target
+from .targets.modules import Targets, give_way, targets_of
 from .torch_private import compiled_by_torch
 
 Planned = TypeVar("Planned", bound=nn.Module | Callable[..., Any])
@@ -123,7 +124,7 @@ def hiremate(
         known = targets_of(root)
     if known is not None and any(root is module for module in known.root.modules()):
         refuse_changes(known.session.options, options)
-        known.refuse_other_target(root, target)
+        known.candidates.refuse_others(root, target)
         known.session.set_budget(options.budget)
         if optimizer is not None:
             known.session.watch_optimizer(optimizer)

@@ -22,8 +22,10 @@ from ..options import Objective
 from ..out_of_memory import InfeasibleBudgetError
 from ..planning.comparing import Comparison, Outcome, proven_ms
 from ..planning.comparing import compare as solve_by_each
+from ..planning.headroom import guard_bytes, resolve
+from ..planning.outcome import unless_short
 from ..planning.plan import Plan, PlanningTime, PlanOptions
-from ..planning.planner import guard_bytes, make_plan, resolve
+from ..planning.planner import make_plan
 from ..planning.solvers import Problem, SolveOptions, smallest_budget
 from ..planning.solvers.curve import curve as solve_curve
 from ..planning.solvers.worker import apart, check_strategy
@@ -205,7 +207,7 @@ def _plan_on(work: _Work, budget: Budget, shards: int, on_infeasible: str = "rai
     use = host_use(captured, step, work.asked)
 
     def solve(step: Step, on_infeasible: str, host: Host | None = None) -> Plan:
-        return make_plan(
+        outcome = make_plan(
             step,
             budget,
             budget_bytes,
@@ -216,6 +218,7 @@ def _plan_on(work: _Work, budget: Budget, shards: int, on_infeasible: str = "rai
             progress=work.reporter.solving(step_time_ms(step.graph, step.profile)),
             host=host,
         )
+        return unless_short(outcome)
 
     with work.reporter.stage("solving"):
         if use is None:

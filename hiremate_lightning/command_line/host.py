@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..measuring.links import measure_link
+from ..planning.outcome import least_need
 from ..planning.plan import Plan
-from ..planning.planner import least_need
 from ..planning.solvers import UNLIMITED, Problem, SolveOptions
 from ..records.away import Host, storages_in
 from ..records.costs import Link

@@ -19,7 +19,8 @@ from ..errors import BudgetError, ConfigurationError
 from ..options import ENVIRONMENT_BUDGET, make_options
 from ..planning.plan import Plan
 from ..reporting.metrics import plan_metrics
-from ..targets.modules import Target, Targets, targets_of
+from ..targets.candidates import Target
+from ..targets.modules import Targets, targets_of
 
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 REASONS = {

@@ -16,7 +16,8 @@ from transformers import TrainerCallback
 from ..api import get_plan, hiremate, remove_hiremate
 from ..options import make_options
 from ..planning.plan import Plan
-from ..targets.modules import Target, targets_of
+from ..targets.candidates import Target
+from ..targets.modules import targets_of
 
 
 class HiRemateTrainerCallback(TrainerCallback):

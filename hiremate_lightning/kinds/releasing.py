@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
+from ..planning.headroom import headroom_bytes
 from .step_kind import StepKind
 
 SETTLED_STEPS = 8  # of a kind that ran by its plan before plain steps are tried
@@ -35,6 +36,26 @@ class Timing:
     began_at: float
     kind: StepKind
     is_plain: bool
+
+
+def gains_nothing(kind: StepKind, plain_bytes: int, is_whole: bool, free_bytes: Callable[[], int]) -> bool:
+    """Whether a plan that was measured and timed is not what its step fits the budget by.
+
+    It recomputes nothing where the step fits without it, or nothing fits and it saves no memory either.
+
+    Args:
+        kind: The kind of step.
+        plain_bytes: What it adds without its plan.
+        is_whole: Whether the budget is what plain training adds.
+        free_bytes: Returns what the device could still hand out.
+    """
+    plan, step = kind.own_plan, kind.recorded
+    if plan.measured.step_ms is None or step.waits:
+        return False
+    if plan.planned_peak_bytes > plan.budget_bytes:
+        return plan.saves_nothing and plain_bytes - plan.planned.peak_bytes < free_bytes()
+    fits = is_whole or plain_bytes <= headroom_bytes(plan.budget_bytes, plan.resident_bytes, step.margin_bytes)
+    return plan.solution.is_plain and fits
 
 
 class Releases:

@@ -7,28 +7,16 @@ that was seen, at most a few; the error then names what is enough for each of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from ..measuring.resident import Resident
 from ..measuring.resident_memory import ResidentMemory
-from ..options import SessionOptions
-from ..out_of_memory import InfeasibleBudgetError
-from ..planning.plan import PlanOptions
-from ..planning.planner import AT_LEAST, Need, infeasible, least_need
-from ..planning.solvers.base import Problem, SolveOptions
-from ..records.away import Host
-from ..records.step import Step
-from .recorded_step import RecordedStep
-from .step_kind import StepKind
+from ..planning.outcome import AT_LEAST, Short
 
 HELD_STEPS = 8  # that may run above a budget, to see what others need
 SILENT_STEPS = 2  # of them, after which it is said: mostly the error comes before
 SO_FAR = "The smallest budget found for the steps seen so far is"
 ADVICE = "Raise the budget, make the batch smaller, or pass on_infeasible='warn' to train with the least memory."
-
-BudgetOf = Callable[[Step, Resident, StepKind], int]  # of a step of a kind, and what exists before it
-HostOf = Callable[[RecordedStep], Host | None]
 
 
 class Shortage:
@@ -64,10 +52,10 @@ class Shortage:
         self._held_steps += self.is_held
         self._waits = memory.has_optimizers and not self._has_settled
 
-    def hold(self, error: InfeasibleBudgetError) -> None:
+    def hold(self, short: Short) -> None:
         """Let training go on, though a step does not fit."""
         self.is_held = True
-        self.less_bytes = max(self.less_bytes, error.less_bytes)
+        self.less_bytes = max(self.less_bytes, short.need.less_bytes)
 
     @property
     def is_to_be_announced(self) -> bool:
@@ -79,47 +67,12 @@ class Shortage:
         """Whether training stops now: all was seen that may need more, or enough steps have run."""
         return not self._waits or self._held_steps >= HELD_STEPS
 
-    def error(
-        self,
-        steps: Iterable[tuple[StepKind, RecordedStep]],
-        options: SessionOptions,
-        budget_of: BudgetOf,
-        host_of: HostOf,
-        name: str,
-    ) -> InfeasibleBudgetError | None:
-        """Build the error that names what is enough for the steps seen; None where all fit the budget after all.
+    @property
+    def words(self) -> str:
+        """How to begin the sentence that names the bytes."""
+        return SO_FAR if self._has_settled and self.are_measured else AT_LEAST
 
-        Args:
-            steps: The kinds of steps, and what each runs.
-            options: What was asked for.
-            budget_of: Returns the budget of a step.
-            host_of: Returns the memory of the host that values of a step may go away to.
-            name: What is planned.
-        """
-        needs, short = list[Need](), dict[int, int]()
-        for kind, step in steps:
-            if not kind.before:
-                continue
-            states = [replace(step, resident=self._with_all(seen)) for seen in kind.before.values()]
-            budget_bytes = max(budget_of(state.merge(), state.resident, kind) for state in states)
-            of_kind = [_need(state, host_of(state), options.plan, self.less_bytes) for state in states]
-            short.update((need.peak_bytes, budget_bytes) for need in of_kind if need.peak_bytes > budget_bytes)
-            needs += of_kind
-        if not short:
-            return None
-        is_known = self._has_settled and self.are_measured
-        return infeasible(needs, options.budget, short[max(short)], name, SO_FAR if is_known else AT_LEAST, ADVICE)
-
-    def _with_all(self, resident: Resident) -> Resident:
+    def with_all(self, resident: Resident) -> Resident:
         """Add to what existed what optimizers keep now, and what the largest batch takes more."""
         more_bytes = max(0, self._updated[1] - resident.state_bytes) + max(0, self._batch_bytes - resident.batch_bytes)
         return replace(resident, size_bytes=resident.size_bytes + more_bytes)
-
-
-def _need(recorded: RecordedStep, host: Host | None, options: PlanOptions, less_bytes: int) -> Need:
-    step, resident = recorded.merge(), recorded.resident
-    problem = Problem(step.graph, step.profile, 0, SolveOptions(options.time_limit_s), host)
-    decided = step.join(recorded.decided) if recorded.decided else None
-    need = least_need(problem, resident.size_bytes, decided, options.solutions)
-    waiting_bytes = resident.waiting_bytes, resident.plain_waiting_bytes
-    return replace(need, waiting_bytes=waiting_bytes, is_guarded=True, less_bytes=less_bytes)

@@ -135,7 +135,6 @@ class StepKind:
         code: The first kind that runs the same code, at whatever sizes; None before it is planned.
         largest: The kind that was foreseen from it at the largest sizes, and what its sizes become there.
         before: What existed before its steps, by the state of the gradients.
-        most_before: What existed before the step of it before which most did, without optimizers' state.
         checked_at: How often the memory before steps had grown, and what was retained, as its plan was checked last.
         plan: Its plan, None before there is one.
         programs: The program for each place in its sequence of forwards.
@@ -158,7 +157,6 @@ class StepKind:
     code: StepKind | None = None
     largest: tuple[StepKind, Mapping[int, int]] | None = None
     before: Mapping[GradientState, Resident] = field(default_factory=dict)
-    most_before: Resident | None = None
     checked_at: tuple[int, int] = (0, 0)
     plan: Plan | None = None
     programs: Mapping[int, Program] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from ..records.outline import SizedStep
 from ..records.step import Decisions
-from .planner import guard_bytes
+from .headroom import guard_bytes
 from .solvers import Solution
 
 REMEMBERED = 16  # steps that lost time, the latest ones

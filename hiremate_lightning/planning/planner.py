@@ -6,21 +6,19 @@ No plan leaves this module unless its simulated peak is within the budget, which
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from ..out_of_memory import InfeasibleBudgetError
 from ..records.away import Host
 from ..records.costs import Profile
-from ..records.graph import OUTSIDE, Graph
 from ..records.same_code import difference
 from ..records.schedule import keep_all
-from ..records.simulation import Simulation, simulate_plain
 from ..records.step import Decisions, Step
-from ..units import Budget, format_bytes
+from ..units import Budget
+from .headroom import guard_bytes, headroom_bytes
+from .outcome import AT_LEAST, Need, Short, as_decided, least_need
 from .plan import Plan, PlanningTime, PlanOptions
 from .shared_solving import agreed
 from .solutions import Solutions
@@ -36,41 +34,14 @@ from .solvers.base import (
     replay,
     replay_solution,
 )
-from .solvers.least_memory import SEARCH_S
 from .solvers.putting_away import least_with_aways
 from .solvers.worker import apart
 
 log = logging.getLogger("hiremate_lightning")
-DECIDED = "decided"  # in place of a strategy's name, where nothing is to be chosen
 TIGHTENINGS = 4  # of the budget, where a strategy's own memory model was too coarse
-GUARD_BYTES = 2**16  # left free for scalars that come and go outside of the planned modules,
-GUARD_PARTS = 200  # and at most this part of the budget
 LEAST = "least memory at once"  # in place of a strategy's name, in a folder of plans
 ANY_GAP = 1e6  # where any schedule that fits will do
 SAVES_AS_MUCH = 0.02  # saved shares of the peak up to this difference count as the same
-AUTO_MARGIN = 0.08  # share of the free bytes that "auto" leaves for fragmentation and for code outside
-NAMING_SHARE = 0.5  # of the work of a search: a run that is given the named budget back does all of it
-SMALLEST, AT_LEAST = "The smallest budget found is", "It needs at least"
-ADVICE = "Raise the budget, or make the batch smaller."
-
-
-def resolve(budget: Budget, resident_bytes: int, unplanned_bytes: int, free_bytes: int) -> int:
-    """Turn a budget into bytes. In training `PlanMaker.budget_bytes` asks, with the largest step that is known.
-
-    Args:
-        budget: The budget as asked for.
-        resident_bytes: Bytes that exist before the step.
-        unplanned_bytes: Bytes that the unplanned step adds at its peak.
-        free_bytes: Bytes that the device could still hand out before the step.
-
-    Returns:
-        The most bytes that may be allocated at any moment of a step, resident bytes included.
-    """
-    if budget.size_bytes is not None:
-        return budget.size_bytes
-    if budget.share is not None:
-        return resident_bytes + int(budget.share * unplanned_bytes)
-    return resident_bytes + int(free_bytes * (1 - AUTO_MARGIN))
 
 
 def make_plan(
@@ -86,7 +57,7 @@ def make_plan(
     progress: Callable[[float, float], None] | None = None,
     decided: Decisions | None = None,
     host: Host | None = None,
-) -> Plan:
+) -> Plan | Short:
     """Solve a step under a budget.
 
     Args:
@@ -101,28 +72,25 @@ def make_plan(
         solve: The strategy, by default the one that the options name, in a process of its own.
         progress: Called with solutions while solving, see `SolveOptions`.
         decided: The nodes that are computed again, where they are not to be chosen.
-        host: Memory of the host that values may go away to; None where all stays on the device.
+        host: Memory of the host that values may be offloaded to; None where all stays on the device.
 
     Returns:
-        A plan whose simulated peak is within the budget; with `on_infeasible="warn"` the one with the smallest peak
-        found.
-
-    Raises:
-        InfeasibleBudgetError: If no schedule within the budget was found. It names the smallest budget found.
+        A plan whose simulated peak is within the budget. Where no schedule within the budget was found, the smallest
+        budget found; with `on_infeasible="warn"` the plan with the smallest peak found.
     """
     start = time.perf_counter()
     strategy = solve or apart(options.solver)
     own = Problem(
         step.graph,
         step.profile,
-        max(0, budget_bytes - margin_bytes - resident_bytes),
+        headroom_bytes(budget_bytes, resident_bytes, margin_bytes),
         SolveOptions(time_limit_s=options.time_limit_s, progress=progress),
         None if decided is not None else host,
     )
     problem = agreed(own, strategy)
     profile = problem.profile
     if decided is not None:
-        solution = _as_decided(problem, decided)
+        solution = as_decided(problem, decided)
     elif replay(problem, keep_all(step.graph)).peak_bytes <= problem.budget_bytes:
         solution = get_strategy("none")(problem)
     else:
@@ -134,7 +102,7 @@ def make_plan(
             less_bytes = own.budget_bytes - problem.budget_bytes
             need = least_need(problem, resident_bytes, decided, options.solutions)
             if need.smallest.peak_bytes > problem.budget_bytes:
-                raise infeasible([replace(need, less_bytes=less_bytes)], budget, budget_bytes - less_bytes, target)
+                return Short((replace(need, less_bytes=less_bytes),), budget, budget_bytes - less_bytes, target)
             solution = replace(need.smallest, status=Status.FEASIBLE, stopped_by=solution.stopped_by)
         if decided is None:
             solution, profile = _fastest_within_its_peak(problem, solution, options, strategy, problem is own)
@@ -161,13 +129,6 @@ def _say_cut(solution: Solution, time_limit_s: float) -> None:
         round(solution.solve_s),
         round(solution.work_s),
         time_limit_s,
-    )
-
-
-def _as_decided(problem: Problem, decided: Decisions) -> Solution:
-    simulation = replay(problem, decided)
-    return Solution(
-        DECIDED, Status.FEASIBLE, decided, simulation.recompute_ms, simulation.peak_bytes, stopped_by="decided before"
     )
 
 
@@ -219,11 +180,6 @@ def _solve_until_it_fits(problem: Problem, strategy: Strategy) -> Solution:
     )
 
 
-def guard_bytes(budget_bytes: int) -> int:
-    """Return the bytes of a budget that are left free for scalars outside of the planned modules."""
-    return min(GUARD_BYTES, budget_bytes // GUARD_PARTS)
-
-
 @dataclass(frozen=True, slots=True)
 class FirstSolution:
     """The solution by which a captured part first ran."""
@@ -255,8 +211,8 @@ def first_solution(
     known: Iterable[FirstSolution] = (),
     free_bytes: Callable[[], int] = lambda: 0,
     host: Host | None = None,
-) -> Solution:
-    """Find how to run a captured part for the first time, or stop where it can't run.
+) -> Solution | Short:
+    """Find how to run a captured part for the first time.
 
     That is the schedule of least memory that is found at once, or the solution for the same part at another size. Only
     where this exceeds the budget a solve follows, which ends with the first schedule that fits. Where none fits the
@@ -273,15 +229,15 @@ def first_solution(
         progress: Called with solutions while solving, see `SolveOptions`.
         known: Solutions of other parts.
         free_bytes: Returns the bytes that the part may add beyond the budget.
-        host: Memory of the host that values may go away to; None where all stays on the device.
+        host: Memory of the host that values may be offloaded to; None where all stays on the device.
 
-    Raises:
-        InfeasibleBudgetError: If no schedule of the captured part was found that fits.
+    Returns:
+        How it runs; where it can't run, the least that it needs.
     """
     problem = Problem(
         step.graph,
         step.profile,
-        max(0, budget_bytes - resident_bytes) if budget_bytes else UNLIMITED,
+        headroom_bytes(budget_bytes, resident_bytes) if budget_bytes else UNLIMITED,
         SolveOptions(time_limit_s=options.time_limit_s, gap=ANY_GAP, progress=progress),
         host,
     )
@@ -299,7 +255,7 @@ def first_solution(
     if smallest.peak_bytes > room_bytes:
         smallest = least_with_aways(problem, smallest)
     if replay_solution(problem, smallest).peak_bytes > room_bytes:
-        raise infeasible([Need(problem, smallest, resident_bytes)], budget, budget_bytes, target, AT_LEAST)
+        return Short((Need(problem, smallest, resident_bytes),), budget, budget_bytes, target, AT_LEAST)
     return smallest
 
 
@@ -337,108 +293,3 @@ def _fastest_within_its_peak(
     if _fits(enough, solution) and solution.extra_ms < smallest.extra_ms:
         return solution, profile
     return smallest, problem.profile
-
-
-def _place_of(simulation: Simulation, graph: Graph) -> str:
-    """Describe where a peak is: at the node that runs, or in the code outside that holds the most."""
-    node = graph.nodes[simulation.peak_moment.node]
-    outside = {n for n, other in enumerate(graph.nodes) if other.op == OUTSIDE}
-    held = {graph.tensors[t].storage for t in graph.held if graph.tensors[t].producer in outside}
-    if node.op == OUTSIDE or 2 * sum(graph.sizes[s] for s in held if s is not None) > simulation.peak_bytes:
-        return "in the code outside of the planned modules"
-    return f"at {node.op} in {f'module {node.module!r}' if node.module else 'the code of the planned module itself'}"
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """The least memory that was found for a step.
-
-    Attributes:
-        problem: The step.
-        smallest: The solution of least memory.
-        resident_bytes: Bytes that exist before it.
-        waiting_bytes: The part of these that graphs hold which wait for a later backward, and its size in plain
-            training.
-        is_guarded: Whether to add bytes for scalars that come and go outside of the planned modules.
-        less_bytes: Bytes that another process of the training has less for the same step, within the same budget.
-    """
-
-    problem: Problem
-    smallest: Solution
-    resident_bytes: int
-    waiting_bytes: tuple[int, int] = (0, 0)
-    is_guarded: bool = False
-    less_bytes: int = 0
-
-    @property
-    def peak_bytes(self) -> int:
-        """Bytes allocated at its peak, resident bytes included."""
-        added_bytes = replay_solution(self.problem, self.smallest).peak_bytes
-        guard = guard_bytes(added_bytes) if self.is_guarded else 0
-        return self.resident_bytes + added_bytes + self.less_bytes + guard
-
-    @property
-    def share(self) -> float:
-        """The needed share of the bytes that the unplanned step adds, rounded up to a tenth of a per cent.
-
-        It is at most 1, unless another process has less.
-        """
-        waiting_bytes, plain_waiting_bytes = self.waiting_bytes
-        added_bytes = self.peak_bytes - self.resident_bytes + waiting_bytes
-        plain_bytes = simulate_plain(self.problem.graph, self.problem.profile).peak_bytes + plain_waiting_bytes
-        share = (added_bytes + 1) / plain_bytes
-        return math.ceil(1000 * (share if self.less_bytes else min(share, 1.0))) / 1000
-
-
-def least_need(
-    problem: Problem, resident_bytes: int, decided: Decisions | None = None, solutions: Solutions = Solutions()
-) -> Need:
-    """Find the least memory of a step for an error to name; where all is decided, the memory of that.
-
-    A run that is given the named budget finds this solution again: it does the same search and more. The solution is
-    also remembered, in this process and in the folder of plans.
-    """
-    if decided is not None:
-        return Need(problem, _as_decided(problem, decided), resident_bytes)
-    limit_s = NAMING_SHARE * min(problem.options.time_limit_s, SEARCH_S)
-    hurried = replace(problem, budget_bytes=0, options=replace(problem.options, time_limit_s=limit_s))
-    smallest = smallest_budget(hurried)
-    solutions.remember(problem, smallest.recompute)
-    return Need(problem, least_with_aways(problem, smallest), resident_bytes)
-
-
-def infeasible(
-    needs: Sequence[Need], budget: Budget, budget_bytes: int, target: str, words: str = SMALLEST, advice: str = ADVICE
-) -> InfeasibleBudgetError:
-    """Build the error that names the budget that is enough, and the place of the peak.
-
-    Args:
-        needs: The needs of all steps that are to fit.
-        budget: The budget as asked for.
-        budget_bytes: The same in bytes, resident bytes included.
-        target: Path of the planned module, for reports.
-        words: How to begin the sentence that names the bytes.
-        advice: What to do.
-    """
-    need = max(needs, key=lambda need: need.peak_bytes)
-    simulation, needed = replay_solution(need.problem, need.smallest), need.peak_bytes
-    node = need.problem.graph.nodes[simulation.peak_moment.node]
-    share = less = away = ""
-    if budget.share is not None:
-        share = f", {100 * max(need.share for need in needs):.1f}% of what the unplanned step adds"
-    if need.less_bytes:
-        less = f"Another process of this training has {format_bytes(need.less_bytes)} less than this one for its step. "
-    if need.smallest.aways:
-        away = f"puts {format_bytes(simulation.host_bytes)} in the host's memory and "
-    return InfeasibleBudgetError(
-        f"The budget {budget} ({budget_bytes:,} bytes) is too small for {target or 'this model'}. "
-        f"{words} {format_bytes(needed, up=True)} ({needed:,} bytes{share}), "
-        f"of which {format_bytes(need.resident_bytes)} are resident (parameters, gradients, optimizer state, batch). "
-        f"{less}Such a plan {away}takes at most {simulation.overhead:.0%} more time. "
-        f"The peak is {_place_of(simulation, need.problem.graph)}. {advice}",
-        budget_bytes=budget_bytes,
-        smallest_bytes=needed,
-        module=node.module,
-        less_bytes=need.less_bytes,
-        device=need.problem.profile.device,
-    )

@@ -2,6 +2,5 @@
 
 Begin with `session`, which others call. `steps` begins and ends each step, and `current_step` keeps what lasts for one.
 `graph_programs` chooses the program of each captured graph. `history` keeps one record for each kind of step; `planned`
-checks plans against what happens, `deciding` decides what becomes of them, and `plan_maker` makes them. `watching`
-decides what is measured and timed.
+checks plans against what happens, and `plan_maker` makes them. `watching` decides what is measured and timed.
 """

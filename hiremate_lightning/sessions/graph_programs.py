@@ -18,7 +18,9 @@ from ..kinds.recorded_step import RecordedStep
 from ..kinds.step_kind import GraphNumbers, StepKind
 from ..measuring.resident import Resident
 from ..memory.allocator import free_bytes, in_blocks
+from ..planning.headroom import headroom_bytes
 from ..planning.ladder import Chosen, Loss, fastest_that_fits
+from ..planning.outcome import unless_short
 from ..planning.planner import FirstSolution, first_solution
 from ..planning.solvers.base import Problem, replay
 from ..records.costs import Profile, step_time_ms
@@ -125,8 +127,9 @@ class GraphPrograms:
             before = [begun[place].decisions(step.forwards[place].captured.graph) for place in places]
             decisions = _going_on(whole, before, plan.solution.recompute)
             peak_bytes = replay(Problem(whole.graph, whole.profile, 0), decisions).peak_bytes
-            most_bytes = max(plan.budget_bytes, plan.planned_peak_bytes) - recorded.margin_bytes
-            self._fits[kind, begun] = recorded.resident.size_bytes + peak_bytes <= most_bytes
+            most_bytes = max(plan.budget_bytes, plan.planned_peak_bytes)
+            room_bytes = headroom_bytes(most_bytes, recorded.resident.size_bytes, recorded.margin_bytes)
+            self._fits[kind, begun] = peak_bytes <= room_bytes
         return self._fits[kind, begun]
 
     def find_least(self, step: CurrentStep, part: Part, profile: Profile) -> Program:
@@ -145,7 +148,7 @@ class GraphPrograms:
                 captured, before = part.captured, step.resident_in(self._model.memory)
                 graph, costs = _without_doubtful(captured, profile)
                 alone = merge([Call(in_blocks(graph, captured.device), costs)], [0])
-                least = first_solution(
+                outcome = first_solution(
                     alone,
                     options.budget,
                     self.maker.budget_bytes(alone, before) if is_checked else 0,
@@ -157,6 +160,7 @@ class GraphPrograms:
                     self._spare_bytes_or_announce_full,
                     self._model.offloading.host(alone, [captured]),
                 )
+                least = unless_short(outcome)
                 self._searches.append(FirstSolution(alone, least))
                 (program,) = self._model.offloading.build(alone, [captured], least)
                 programs[part] = replace(program, protects=True)  # see `_build`
@@ -238,8 +242,10 @@ class GraphPrograms:
         whole = foreseen.merge()
         sized = self._outlines.at_size(whole, [recorded.code for recorded in foreseen.calls])
         traced_bytes = TRACING_BYTES if len(foreseen.calls) > 1 else 0  # graphs are traced while values of others live
-        room_bytes = self.maker.budget_bytes(sized, resident) - resident.size_bytes - traced_bytes
-        room_bytes -= self._margin_bytes(step, room_bytes, captured.template is not None)
+        budget_bytes, existing_bytes = self.maker.budget_bytes(sized, resident), resident.size_bytes + traced_bytes
+        room_bytes = headroom_bytes(budget_bytes, existing_bytes)
+        margin_bytes = self._margin_bytes(step, room_bytes, captured.template is not None)
+        room_bytes = headroom_bytes(budget_bytes, existing_bytes, margin_bytes)
         before = [forward.program.schedule.decisions(forward.captured.graph) for forward in begun]
         chosen = self._choose_among(step, sized, room_bytes, before, captured.template is not None)
         if call + 1 == len(foreseen.calls):

@@ -10,8 +10,8 @@ import logging
 
 from ..garbage import collecting_what_it_leaves
 from ..kinds.recorded_step import RecordedStep
+from ..planning.headroom import guard_bytes
 from ..planning.ladder import Ladder, Loss
-from ..planning.planner import guard_bytes
 from ..planning.solvers import Problem, Solution, SolveOptions, smallest_budget
 from ..records.costs import step_time_ms
 from ..records.outline import SizedStep

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..kinds.limits import Limits
 from ..kinds.recorded_step import RecordedCall, RecordedStep
+from ..kinds.shortage import ADVICE, Shortage
 from ..kinds.step_kind import StepKind
 from ..measuring.describing import describe
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..memory.allocator import free_bytes
+from ..planning.headroom import resolve
+from ..planning.outcome import Need, Short, least_need, unless_short
 from ..planning.plan import Plan
-from ..planning.planner import make_plan, resolve
+from ..planning.planner import make_plan
 from ..planning.shared_solving import announce, shared
 from ..planning.solvers import worker
-from ..planning.solvers.base import Solution, Strategy
+from ..planning.solvers.base import Problem, Solution, SolveOptions, Strategy
 from ..planning.solvers.curve import Remembering
 from ..proofs.proof import Proofs
 from ..records.away import Host
@@ -32,9 +35,22 @@ from ..telling.first_wait import FirstWait
 from ..torch_private import runtime
 from ..units import Budget
 from .planned_model import PlannedModel
-from .waiting import WaitingGraphs
+from .waiting import Holds, WaitingGraphs
 
 log = logging.getLogger("hiremate_lightning")
+
+
+@dataclass(frozen=True, slots=True)
+class Fits:
+    """A plan within the budget, or of the least memory where training goes on with that.
+
+    Attributes:
+        plan: The plan.
+        programs: The program for each place among the forwards of its step.
+    """
+
+    plan: Plan
+    programs: Mapping[int, Program]
 
 
 class PlanMaker:
@@ -47,12 +63,14 @@ class PlanMaker:
 
     Attributes:
         waiting: What forwards run whose backward comes in a later step.
+        state_bytes: The most that optimizers were seen to keep.
     """
 
     def __init__(self, model: PlannedModel, proofs: Proofs, first_wait: FirstWait) -> None:
         self._model, self._proofs, self._first_wait = model, proofs, first_wait
         self._history, self._parts, self._stages = model.history, model.parts, model.stages
-        self.waiting = WaitingGraphs(model.options, model.parts, model.stages)
+        self.waiting = WaitingGraphs(model.options, model.parts)
+        self.state_bytes = 0
         self._auto_bytes: int | None = None  # what was free at first
 
     def new_limits(self) -> Limits:
@@ -95,25 +113,31 @@ class PlanMaker:
         step = kind.recorded
         if not step.waits:
             return kind.own_plan.unplanned.peak_bytes
-        return self.waiting.at(kind, step, 0).merge().plain_bytes + step.resident.plain_waiting_bytes
+        return self.waiting.at(kind, step, Holds.EVERYTHING).merge().plain_bytes + step.resident.plain_waiting_bytes
 
     def limits(self, kind: StepKind, step: RecordedStep) -> Limits:
         """Return the budgets of a kind of step with that of one such step."""
-        plain = self.waiting.at(kind, step, 0)
+        plain = self.waiting.at(kind, step, Holds.EVERYTHING)
         own_bytes = self._own_budget_bytes(plain.merge(), plain.resident, kind)
         limits = replace(step.limits, of_others=self._others_budget_bytes(kind))
         return limits.meeting(step.resident, own_bytes)
 
-    def choose_level(self, resident: Resident | None = None) -> list[StepKind]:
-        """Choose the level of graphs that wait; return the kinds of steps that are to be planned anew by it.
+    def choose_waiting(self, may_hold_more: bool) -> list[StepKind]:
+        """Choose what graphs that wait hold; return the kinds of steps that are to be planned anew for that.
 
         Args:
-            resident: What exists now: optimizers' state that has appeared exists before the other steps too.
+            may_hold_more: Whether they may hold everything from now on where they held the least: budgets are others.
         """
         concerned = [kind for kind in self._history.recorded if self.waiting.concerns(kind, kind.recorded)]
-        state_bytes = 0 if resident is None else resident.state_bytes
-        grown = [(kind, self.waiting.with_most(kind, state_bytes)) for kind in concerned]
-        if not self.waiting.choose_level([(kind, step, self.limits(kind, step).budget_bytes) for kind, step in grown]):
+        if not concerned or (self.waiting.holds is Holds.LEAST and not may_hold_more):
+            return []
+        residents = (kind.recorded.resident.with_state(self.state_bytes) for kind in concerned)
+        steps = [replace(kind.recorded, resident=before) for kind, before in zip(concerned, residents, strict=True)]
+        with self._stages.stage("solve_s", "solving"):
+            budgets = [self.limits(kind, step).budget_bytes for kind, step in zip(concerned, steps, strict=True)]
+            fit = all(map(self.waiting.fits, concerned, steps, budgets))
+        before, self.waiting.holds = self.waiting.holds, Holds.EVERYTHING if fit else Holds.LEAST
+        if self.waiting.holds is before:
             return []
         for kind in concerned:
             kind.step = self.waiting.at(kind, kind.recorded)
@@ -166,15 +190,12 @@ class PlanMaker:
         solver = Remembering(worker.apart(self._model.options.plan.solver))
         return shared(solver, runtime.process_group_store(), self._model_description)
 
-    def make(self, kind: StepKind) -> tuple[Plan, dict[int, Program]] | None:
+    def make(self, kind: StepKind) -> Fits | Short | None:
         """Plan a recorded kind of step, and build its programs; its limits are set also where nothing fits.
 
         Returns:
-            The plan, and the program for each place among its forwards; None, and the kind is dropped, where it is made
-            from traces of other sizes and these do not tell its programs.
-
-        Raises:
-            InfeasibleBudgetError: If nothing fits the budget.
+            The plan with its programs; what the step needs, where nothing fits the budget; None, and the kind is
+            dropped, where it is made from traces of other sizes and these do not tell its programs.
         """
         recorded, options = kind.recorded, self._model.options
         step, before = recorded.merge(), recorded.resident
@@ -194,6 +215,8 @@ class PlanMaker:
                 decided=step.join(recorded.decided) if recorded.decided else None,
                 host=self.host(recorded),
             )
+        if isinstance(plan, Short):
+            return plan
         self._first_wait.took(self._stages.total)
         try:
             return self._finish(recorded, step, plan)
@@ -202,6 +225,30 @@ class PlanMaker:
             kind.sights.has_no_template = True
             self._history.drop(kind)
             return None
+
+    def short_of_all(self, shortage: Shortage) -> Short | None:
+        """Return what is enough for all steps seen, with all that may come; None where all fit the budget after all."""
+        needs, budgets = list[Need](), dict[int, int]()
+        for kind in self._history.recorded:
+            step = self.waiting.at(kind, kind.recorded, Holds.LEAST)
+            states = [replace(step, resident=shortage.with_all(seen)) for seen in kind.before.values()]
+            of_kind = [self._need(state, shortage.less_bytes) for state in states]
+            budget_bytes = max((self.budget_bytes(s.merge(), s.resident, kind) for s in states), default=0)
+            budgets.update((need.peak_bytes, budget_bytes) for need in of_kind if need.peak_bytes > budget_bytes)
+            needs += of_kind
+        if not budgets:
+            return None
+        budget, budget_bytes = self._model.options.budget, budgets[max(budgets)]
+        return Short(tuple(needs), budget, budget_bytes, self._model.name, shortage.words, ADVICE)
+
+    def _need(self, recorded: RecordedStep, less_bytes: int) -> Need:
+        step, resident, options = recorded.merge(), recorded.resident, self._model.options.plan
+        limits = SolveOptions(options.time_limit_s)
+        problem = Problem(step.graph, step.profile, 0, limits, self.host(recorded))
+        decided = step.join(recorded.decided) if recorded.decided else None
+        need = least_need(problem, resident.size_bytes, decided, options.solutions)
+        waiting_bytes = resident.waiting_bytes, resident.plain_waiting_bytes
+        return replace(need, waiting_bytes=waiting_bytes, is_guarded=True, less_bytes=less_bytes)
 
     def decide(self, step: Step, room_bytes: int, limit_s: float) -> Solution:
         """Solve a step that gets no plan of its own; where nothing fits, find its least memory.
@@ -214,16 +261,17 @@ class PlanMaker:
         asked, options = self._model.options, self._model.options.plan
         options = replace(options, on_infeasible="warn", time_limit_s=min(limit_s, options.time_limit_s))
         progress, name = self.progress(step), self._model.name
-        return make_plan(step, asked.budget, room_bytes, 0, options, target=name, progress=progress).solution
+        plan = make_plan(step, asked.budget, room_bytes, 0, options, target=name, progress=progress)
+        return unless_short(plan).solution
 
     def progress(self, step: Step) -> Callable[[float, float], None] | None:
         """Return what shows how solving a step goes on."""
         return self._stages.reporter.solving(step_time_ms(step.graph, step.profile))
 
-    def _finish(self, recorded: RecordedStep, step: Step, plan: Plan) -> tuple[Plan, dict[int, Program]]:
+    def _finish(self, recorded: RecordedStep, step: Step, plan: Plan) -> Fits:
         plan = self.with_proofs(plan.changed(resident_parts=recorded.resident.kinds, planning=self._stages.total))
         programs = self._model.offloading.build(step, [call.captured for call in recorded.calls], plan.solution)
-        return plan, {call.place: program for call, program in zip(recorded.calls, programs, strict=True)}
+        return Fits(plan, {call.place: program for call, program in zip(recorded.calls, programs, strict=True)})
 
     def with_proofs(self, plan: Plan) -> Plan:
         """Return a plan with what is proved by now; the plan itself where that is what it says."""
@@ -233,9 +281,21 @@ class PlanMaker:
         )
 
     def host(self, recorded: RecordedStep) -> Host | None:
-        """Return the memory of the host that values of a step may go away to; None where all stays on the device."""
+        """Return the memory of the host that values may be offloaded to; None where all stays on the device."""
         if recorded.keeps_on_device:
             return None
         captured = [call.captured for call in recorded.calls]
         waits = recorded.waits or bool(recorded.decided)
         return self._model.offloading.host(recorded.merge(), captured, waits)
+
+
+def adapted_to(step: RecordedStep, plan: Plan) -> Plan:
+    """Return a plan as it is beside what exists before a step, within the budget of that."""
+    merged, resident = step.merge(), step.resident
+    return plan.changed(
+        graph=merged.graph,
+        profile=merged.profile,
+        budget_bytes=step.limits.budget_bytes,
+        resident_bytes=resident.size_bytes,
+        resident_parts=resident.kinds,
+    )

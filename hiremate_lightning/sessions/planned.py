@@ -1,41 +1,49 @@
-"""What is planned for the kinds of steps that a session has seen: made, adapted, and corrected by what is measured."""
+"""What is planned for the kinds of steps that a session has seen: made, adapted, and corrected by what is measured.
+
+A plan is made anew where
+
+- the user names another budget (`set_budget`), or the budget has clearly risen (`check_plan`);
+- more exists before the step than it was made for, or gradients stay that it counts as freed (`check_plan`);
+- graphs that wait come to hold more, or less (`check_plans`, `learn`);
+- a step ran more backwards than the recorded one (`see_backwards`);
+- its peak is measured above the budget (`peak_measured`), a few times at most;
+- what needed more than the budget has gone (`meet`).
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..calls.given import ModuleCall
 from ..garbage import collecting_what_it_leaves
-from ..kinds.deciding import Decision, decide_beside, decide_first, decide_measured
 from ..kinds.history import CERTAIN, starts_so
 from ..kinds.shortage import HELD_STEPS, Shortage
-from ..kinds.step_kind import GraphNumbers, StepKind
+from ..kinds.step_kind import StepKind
 from ..kinds.watching import WatchPolicy
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
-from ..memory.allocator import free_bytes
-from ..out_of_memory import InfeasibleBudgetError
+from ..out_of_memory import explain
+from ..planning.headroom import GUARD_BYTES
+from ..planning.outcome import Short, first_short
 from ..planning.plan import Plan
-from ..planning.planner import GUARD_BYTES
 from ..rewriting.joint import may_choose_anew
 from ..running.execution import Part
-from ..running.program import Program
 from ..telling.plan_reports import PlanReports
 from ..units import Budget, format_bytes
 from .current_step import CurrentStep
 from .graph_programs import GraphPrograms
 from .largest import LargestSizes, given_at
-from .plan_maker import PlanMaker
+from .plan_maker import Fits, PlanMaker, adapted_to
 from .planned_model import PlannedModel
-from .waiting import LAST
+from .waiting import Holds
 
 log = logging.getLogger("hiremate_lightning")
 
-CLEARLY_MORE = 1.1  # than was said of steps in which nothing fits: it is said again
+
+CORRECTIONS = 3  # of a plan whose peak is measured above the budget: where code outside varies, none may be enough
 
 
 class PlannedKinds:
@@ -64,18 +72,12 @@ class PlannedKinds:
         largest: LargestSizes,
     ) -> None:
         self._model, self._name, self.history = model, model.name, model.history
-        self.maker, self._graph_programs = maker, graph_programs
-        self._memory, self._watching, self._announcements = model.memory, watching, model.announcements
-        self._reports, self._largest = PlanReports(model.stages.reporter), largest
-        self.listeners: list[Callable[[Plan], None]] = []
+        self.maker, self._memory, self._announcements = maker, model.memory, model.announcements
+        self._graph_programs, self._watching, self._largest = graph_programs, watching, largest
+        self._reports = PlanReports(model.stages.reporter, model.announcements)
+        self.listeners = self._reports.listeners
         self.shortage = Shortage()
         self._dropped: Plan | None = None  # the latest one of those that were dropped
-        self._said_bytes = 0  # the largest peak that was announced, where nothing fits
-
-    @property
-    def plans(self) -> Mapping[GraphNumbers, Plan]:
-        """The plans so far, by the captured graphs of their steps."""
-        return self.history.plans
 
     @property
     def latest(self) -> Plan | None:
@@ -88,27 +90,36 @@ class PlannedKinds:
         Raises:
             InfeasibleBudgetError: If nothing fits it; then all is as it was.
         """
-        before, level = self._model.options, self.maker.waiting.level
-        steps = {kind: kind.recorded for kind in self.history.recorded}
+        before, waiting = self._model.options, self.maker.waiting
+        holds, steps = waiting.holds, {kind: kind.recorded for kind in self.history.recorded}
         self._model.options = replace(before, budget=budget)
         for kind, step in steps.items():
             kind.step = replace(step, limits=self.maker.new_limits())
         try:
-            self.maker.choose_level()
-            made = {kind: new for kind in steps if (new := self.maker.make(kind)) is not None}
-        except BaseException as error:  # Ctrl-C too: budgets change for all kinds of steps or for none
-            enough = self._error_of_all() if isinstance(error, InfeasibleBudgetError) else None
-            self._model.options, self.maker.waiting.level = before, level
+            made = self._make_all(steps)
+        except BaseException:  # Ctrl-C too: budgets change for all kinds of steps or for none
+            self._model.options, waiting.holds = before, holds
             for kind, step in steps.items():
                 kind.step = None if kind.sights.has_no_template else step
-            raise enough or error from None
-        self._said_bytes = 0
-        for kind, (plan, programs) in made.items():
-            self._install(kind, plan, programs)
-        for kind, (plan, _) in made.items():
-            self._announce(kind, plan)
-        for plan, _ in made.values():
-            self._tell(plan)
+            raise
+        self._reports.budget_changed()
+        self._install(made)
+
+    def _make_all(self, kinds: Iterable[StepKind]) -> dict[StepKind, Fits]:
+        """Make the plans of kinds of steps; nothing runs by them yet.
+
+        Raises:
+            InfeasibleBudgetError: If nothing fits the budget; it names what is enough for all steps seen.
+        """
+        made = dict[StepKind, Fits]()
+        self.maker.choose_waiting(may_hold_more=True)
+        for kind in kinds:
+            outcome = self.maker.make(kind)
+            if isinstance(outcome, Short):
+                raise (self.maker.short_of_all(self.shortage) or outcome).error()
+            if outcome is not None:
+                made[kind] = outcome
+        return made
 
     def likely(self, step: CurrentStep) -> list[StepKind]:
         """List the planned kinds by whose plan a step may begin."""
@@ -133,47 +144,58 @@ class PlannedKinds:
                 enough for all steps seen.
         """
         self.shortage.begin_step(resident, self._memory)
-        with self._holding():
-            if finished is not None:
-                with collecting_what_it_leaves():
-                    self.learn(finished, resident, before and before.with_state(resident.state_bytes))
+        if finished is not None:
+            with collecting_what_it_leaves():
+                self._hold(self.learn(finished, resident, before and before.with_state(resident.state_bytes)))
         likely = self.likely(step)
         self.check_plans(likely, resident)
         if self.shortage.is_held and self.shortage.is_to_be_raised:
-            self.shortage.is_held = False
-            error_of_all = self._error_of_all()
-            if error_of_all is not None:
-                raise error_of_all
-            for kind in self.history.recorded:  # what needed more has gone
-                try:
-                    self._plan(kind)
-                except InfeasibleBudgetError as error:
-                    self._plan_without_margin(kind, error)
+            self._end_shortage()
         if self.shortage.is_to_be_announced:
             self._announcements.held(self._model.options.budget, HELD_STEPS)
         return likely
 
+    def _end_shortage(self) -> None:
+        """Plan all kinds of steps anew, where what needed more than the budget has gone.
+
+        Raises:
+            InfeasibleBudgetError: If nothing fits the budget.
+        """
+        self.shortage.is_held = False
+        planned = (self._plan_somehow(kind) for kind in self.history.recorded)
+        short = self.maker.short_of_all(self.shortage) or first_short(planned)
+        if short is None:
+            return
+        error = short.error()
+        if reasons := self._announcements.why_over():
+            explain(error, f"hiremate:{reasons}")
+        if named := str(self._largest):
+            explain(error, f"hiremate: the budget is to be enough for the largest sizes: {named}.")
+        raise error
+
+    def _plan_somehow(self, kind: StepKind) -> Short | None:
+        """Plan a step; where nothing leaves its margin, without: a peak above the budget is measured, and said."""
+        short = self._plan(kind)
+        if short is None or not kind.recorded.margin_bytes:
+            return short
+        kind.step = replace(kind.recorded, margin_bytes=0)
+        return self._plan(kind)
+
     def check_plans(self, kinds: Sequence[StepKind], resident: Resident) -> None:
         """Check the plans of kinds of steps against the memory that exists; where none fits, train on for a while."""
-        with self._holding():
-            self.maker.waiting.note_before(resident, kinds)
-            if self.maker.waiting.is_due:
-                self._plan(*self.maker.choose_level(resident))
-            for kind in kinds:
-                self.check_plan(kind, resident)
+        alike = [kind for kind in self.history.recorded if kind.backwards_vary and not kind.recorded.decided]
+        for kind in alike:  # its calls run as graphs that wait from now on
+            kind.step = self.maker.waiting.at(kind, kind.recorded)
+        has_more_state = resident.state_bytes > self.maker.state_bytes  # which exists before all pieces of an iteration
+        self.maker.state_bytes = max(self.maker.state_bytes, resident.state_bytes)
+        short = self._plan(*alike) if alike or has_more_state else None
+        self._hold(short or first_short(self.check_plan(kind, resident) for kind in kinds))
 
-    @contextmanager
-    def _holding(self) -> Iterator[None]:
+    def _hold(self, short: Short | None) -> None:
         """Let training go on where a step does not fit, until it is known what all of its steps need."""
-        try:
-            yield
-        except InfeasibleBudgetError as error:
-            log.info("%s goes on, to find out what all of its steps need: %s", self._name, error)
-            self.shortage.hold(error)
-
-    def _error_of_all(self) -> InfeasibleBudgetError | None:
-        steps = [(kind, self.maker.waiting.at(kind, kind.recorded, LAST)) for kind in self.history.recorded]
-        return self.shortage.error(steps, self._model.options, self.maker.budget_bytes, self.maker.host, self._name)
+        if short is not None:
+            log.info("%s goes on, to find out what all of its steps need: %s", self._name, short)
+            self.shortage.hold(short)
 
     def see_backwards(self, kind: StepKind, record: StepRecord) -> None:
         """See whether a step has other backwards than the one that was seen of its kind.
@@ -184,7 +206,7 @@ class PlannedKinds:
         step, backwards = kind.step, tuple(sorted(set(record.backwards)))
         waits = any(run.is_waiting for run in record.unfinished)
         if waits and (not backwards or (step is not None and backwards != step.places)):
-            self.maker.waiting.found_alike(kind)
+            kind.backwards_vary = True
             return
         dropped_less = step is not None and step.is_provisional and not record.has_dropped_by_plan
         if step is not None and (dropped_less or set(step.places) < set(backwards)):
@@ -201,16 +223,16 @@ class PlannedKinds:
 
     # ---------------------------------------------------------------- which kinds get a plan
 
-    def decide_to_plan(self, kind: StepKind) -> Decision:
-        """Decide whether a kind of step gets a plan that has none; announce it where there are too many."""
-        is_worth_it = kind.sights.is_worth_a_plan(self._model.parts.are_made(kind.graphs))
-        has_place = is_worth_it and (self.maker.captured_before(kind) is not None or self._model.has_place)
-        decision = decide_first(is_worth_it, has_place)
-        if decision is Decision.FULL:
+    def gets_plan(self, kind: StepKind) -> bool:
+        """Whether a kind of step gets a plan that has none; announce it where there are too many."""
+        if not kind.sights.is_worth_a_plan(self._model.parts.are_made(kind.graphs)):
+            return False
+        has_place = self.maker.captured_before(kind) is not None or self._model.has_place
+        if not has_place:
             self._model.announce_full()
-        return decision
+        return has_place
 
-    def learn(self, record: StepRecord, resident: Resident, before: Resident | None = None) -> None:
+    def learn(self, record: StepRecord, resident: Resident, before: Resident | None = None) -> Short | None:
         """Plan a kind of step that was not seen before; one that may be small by chance waits where nothing fits.
 
         It is planned beside what exists now, as before the next step of a loop of one kind: gradients may exist by now,
@@ -221,29 +243,32 @@ class PlannedKinds:
             record: What the step ran.
             resident: What exists now.
             before: What existed before the step, with the state that optimizers have now; None where that is not known.
+
+        Returns:
+            What the step needs, where nothing fits the budget.
         """
-        kind, found = self.history[record.graphs], [resident]
+        kind, residents = self.history[record.graphs], [resident]
         if before is not None:
-            found = sorted((before, resident), key=lambda seen: seen.size_bytes)
+            residents = sorted((before, resident), key=lambda seen: seen.size_bytes)
             resident = before if before.waiting or resident.waiting else resident
-        step, waiting = self.maker.describe(record, resident), self.maker.waiting
-        self.history.record(kind, waiting.at(kind, step))
-        for seen in found:
+        self.history.record(kind, self.maker.waiting.at(kind, self.maker.describe(record, resident)))
+        for seen in residents:
             self._note_before(kind, seen)
         ahead = self._foresee_largest(kind, resident)
         self.shortage.are_measured = self.shortage.are_measured and record.is_measured
         if self.shortage.is_held:
-            return
-        try:
-            self._plan(*(self.maker.choose_level(resident) if waiting.concerns(kind, step) else ()), *ahead, kind)
-        except InfeasibleBudgetError as error:
-            if self._may_be_small_by_chance(kind):
-                log.info("%s waits for larger steps: %s", self._name, error)
-                kind.step = None
-                return
-            self._plan_without_margin(kind, error)
-        self._share_budget(*ahead, kind)
-        self.warn_of_first_step(kind, record.peak_bytes or 0)
+            return None
+        self.maker.state_bytes = max(self.maker.state_bytes, resident.state_bytes)
+        is_share = self._model.options.budget.share is not None  # of the largest step, which may be this one
+        short = self._plan(*ahead, kind, may_hold_more=is_share)
+        if short is not None and self._may_be_small_by_chance(kind):
+            log.info("%s waits for larger steps: %s", self._name, short)
+            kind.step = None
+            return None
+        short = short or self._share_budget(*ahead, kind)
+        if short is None:
+            self.warn_of_first_step(kind, record.peak_bytes or 0)
+        return short
 
     def note_given(self, kind: StepKind, calls: Sequence[ModuleCall]) -> None:
         """Learn what the calls of a kind are given that has a plan now: steps of other sizes are predicted from it."""
@@ -269,7 +294,7 @@ class PlannedKinds:
 
     def _note_before(self, kind: StepKind, resident: Resident) -> None:
         """Note what existed before a step of a kind, in place of what did before one with the same gradients."""
-        resident = self.maker.waiting.resident_at(resident, LAST)
+        resident = self.maker.waiting.resident_at(resident, Holds.LEAST)
         kind.before = {**kind.before, resident.gradients: resident}
 
     def warn_of_first_step(self, kind: StepKind, peak_bytes: int) -> None:
@@ -286,124 +311,99 @@ class PlannedKinds:
         has_dropped = len(kind.recorded.calls) < len(kind.graphs)
         return self._model.options.budget.share is not None and has_dropped and kind.sights.count == 1
 
-    # ---------------------------------------------------------------- plans are made
+    # ---------------------------------------------------------------- plans take over
 
-    def _plan(self, *kinds: StepKind) -> None:
-        """Plan recorded steps, for the first time or anew, and let their programs take over."""
-        for kind in dict.fromkeys(kinds):
-            if (made := self.maker.make(kind)) is not None:
-                self._take(kind, *made)
+    def _plan(self, *kinds: StepKind, may_hold_more: bool = False) -> Short | None:
+        """Plan recorded steps, for the first time or anew, until nothing fits one of them; return what that needs.
 
-    def _plan_without_margin(self, kind: StepKind, error: InfeasibleBudgetError) -> None:
-        """Plan a step in which nothing leaves its margin: a peak above the budget is measured, and said."""
-        if not kind.recorded.margin_bytes:
-            raise error
-        kind.step = replace(kind.recorded, margin_bytes=0)
-        self._plan(kind)
+        Where one does not fit beside graphs that wait and hold everything, these hold the least from now on.
 
-    def _take(self, kind: StepKind, plan: Plan, programs: Mapping[int, Program]) -> None:
-        self._install(kind, plan, programs)
-        self._announce(kind, plan)
-        self._tell(plan)
+        Args:
+            kinds: Of the steps.
+            may_hold_more: Whether graphs that wait may hold everything again.
+        """
+        for kind in dict.fromkeys((*self.maker.choose_waiting(may_hold_more), *kinds)):
+            outcome = self.maker.make(kind)
+            if isinstance(outcome, Short):
+                return outcome
+            if outcome is not None:
+                self._install({kind: outcome})
+        return None
+
+    def _install(self, made: Mapping[StepKind, Fits]) -> None:
+        """Let the programs of plans take over; users and listeners hear of them."""
+        for kind, fits in made.items():
+            self._take(kind, fits)
+        for kind, fits in made.items():
+            self._reports.planned(kind, fits.plan, f"ahead: {self._largest}" if kind.is_ahead else "")
+        for fits in made.values():
+            self._reports.tell(fits.plan)
+
+    def _take(self, kind: StepKind, fits: Fits) -> None:
+        step, plan = kind.recorded, fits.plan
+        limits = step.limits.with_plan(plan.planned_peak_bytes + step.margin_bytes)
+        if plan.planned_peak_bytes > plan.budget_bytes:
+            limits = limits.with_least(step.resident, plan.planned_peak_bytes)
+        recomputed = {plan.graph.nodes[node].op for node in plan.schedule.recomputed(plan.graph)}
+        searches = may_choose_anew(recomputed, self._memory.device)
+        kind.step, kind.is_searching = replace(step, limits=limits), searches or kind.is_searching
+        self.history.install(kind, plan, fits.programs)
+        self._watching.planned(kind)
+        self._graph_programs.forget_plans()
+
+    def update(self, kind: StepKind, **measured: Any) -> None:
+        """Note on the plan of a kind of step what was measured."""
+        plan = kind.plan = self.maker.with_proofs(kind.own_plan).with_measured(**measured)
+        if plan.measured.step_ms is not None:
+            self._reports.measured(kind, plan)
+        self._reports.tell(plan)
+
+    # ---------------------------------------------------------------- plans are checked, and made anew
 
     def _has_risen(self, kind: StepKind) -> bool:
         """Whether the budget is another one now than that of a plan, since another kind of steps has come."""
         is_share = self._model.options.budget.share is not None
         return is_share and self.maker.limits(kind, kind.recorded).budget_bytes != kind.own_plan.budget_bytes
 
-    def _share_budget(self, *known: StepKind) -> None:
+    def _share_budget(self, *known: StepKind) -> Short | None:
         """Let the other kinds of steps have the budget too that came with some: a share is of the largest step."""
-        for kind in self.history.planned if self._model.options.budget.share is not None else ():
-            if kind not in known:
-                self.check_plan(kind, kind.recorded.resident)
+        is_share = self._model.options.budget.share is not None
+        others = [kind for kind in self.history.planned if is_share and kind not in known]
+        return first_short(self.check_plan(kind, kind.recorded.resident) for kind in others)
 
-    def _install(self, kind: StepKind, plan: Plan, programs: Mapping[int, Program]) -> None:
-        """Let the programs of a plan take over."""
-        step = kind.recorded
-        limits = step.limits.with_plan(plan.planned_peak_bytes + step.margin_bytes)
-        if plan.planned_peak_bytes > plan.budget_bytes:
-            limits = limits.with_least(step.resident, plan.planned_peak_bytes)
-        again = {plan.graph.nodes[node].op for node in plan.schedule.recomputed(plan.graph)}
-        searches = may_choose_anew(again, self._memory.device)
-        kind.step, kind.is_searching = replace(step, limits=limits), searches or kind.is_searching
-        self.history.install(kind, plan, programs)
-        self._watching.planned(kind)
-        self._graph_programs.forget_plans()
+    def check_plan(self, kind: StepKind, resident: Resident) -> Short | None:
+        """Check a plan against the memory that exists before this step; plan anew where it no longer fits.
 
-    def _announce(self, kind: StepKind, plan: Plan) -> None:
-        """Report a plan, and warn of what it brings."""
-        self._reports.planned(kind, plan, f"ahead: {self._largest}" if kind.is_ahead else "")
-        if split := self._announcements.split():
-            self._reports.note(f"  {split}")
-        if kind.is_searching:
-            self._announcements.algorithms()
-        if plan.planned_peak_bytes > plan.budget_bytes:
-            self._say_least(kind, plan.planned_peak_bytes)
-        self._announcements.checkpointing(plan)
-
-    def _say_least(self, kind: StepKind, peak_bytes: int) -> None:
-        """Warn of what a step takes in which nothing fits, planned or measured, clearly more than was said of any."""
-        if not kind.recorded.is_provisional and peak_bytes > CLEARLY_MORE * self._said_bytes:
-            self._said_bytes = peak_bytes
-            self._announcements.least(peak_bytes, kind.own_plan.budget_bytes)
-
-    def _tell(self, plan: Plan) -> None:
-        for listener in self.listeners:
-            listener(plan)
-
-    # ---------------------------------------------------------------- plans are checked, and made anew
-
-    def check_plan(self, kind: StepKind, resident: Resident) -> None:
-        """Check a plan against the memory that exists before this step; plan anew where it no longer fits."""
+        Returns:
+            What the step needs, where nothing fits the budget.
+        """
         plan, step = kind.own_plan, kind.recorded
-        at_level = self.maker.waiting.resident_at(resident)
-        is_met = at_level == step.resident and not kind.counts_on_freed_gradients
+        resident_now = self.maker.waiting.resident_at(resident)
+        is_met = resident_now == step.resident and not kind.counts_on_freed_gradients
         if is_met and not self._has_risen(kind):
-            return
+            return None
         self._note_before(kind, resident)
         if self.shortage.is_held:
-            return
-        has_more_state = at_level.state_bytes > step.resident.state_bytes
+            return None
+        has_more_state = resident_now.state_bytes > step.resident.state_bytes
         limits = step.limits.without_least() if kind.counts_on_freed_gradients else step.limits
-        met = self.maker.waiting.at(kind, replace(step, resident=at_level, limits=limits))
-        merged, limits = met.merge(), self.maker.limits(kind, met)
-        is_outdated = (
-            has_more_state or (plan.measured.peak_bytes or 0) > limits.budget_bytes
-        )  # it was measured beside other resident bytes
+        met = self.maker.waiting.at(kind, replace(step, resident=resident_now, limits=limits))
+        limits = self.maker.limits(kind, met)
         kind.step, kind.counts_on_freed_gradients = replace(met, limits=limits), False
-        adapted = plan.changed(
-            graph=merged.graph,
-            profile=merged.profile,
-            budget_bytes=limits.budget_bytes,
-            resident_bytes=at_level.size_bytes,
-            resident_parts=at_level.kinds,
-        )
-        if is_outdated:  # measured again
-            adapted = adapted.with_measured(peak_bytes=None, predicted_bytes=None)
+        if has_more_state or (plan.measured.peak_bytes or 0) > limits.budget_bytes:
+            plan = plan.with_measured(peak_bytes=None, predicted_bytes=None)  # it was measured beside other bytes
+        adapted = adapted_to(kind.recorded, plan)
         peak_bytes = adapted.planned_peak_bytes + met.margin_bytes
-        decision = decide_beside(
-            stays=limits.stays(at_level, peak_bytes, is_least=plan.planned_peak_bytes > plan.budget_bytes),
-            is_risen=limits.have_risen(at_level, peak_bytes),
-            recomputes=not plan.solution.is_plain,
-        )
-        self._carry_out(kind, adapted, peak_bytes, decision)
-
-    def _carry_out(self, kind: StepKind, adapted: Plan, peak_bytes: int, decision: Decision) -> None:
-        """Let a plan stay that meets what exists, or make another one."""
-        if decision is Decision.LESS_ROOM:
-            log.info("%s is planned anew: resident bytes are now %s", self._name, format_bytes(adapted.resident_bytes))
-            self._plan(kind)
-            return
+        if not limits.stays(resident_now, peak_bytes, is_least=plan.planned_peak_bytes > plan.budget_bytes):
+            log.info("%s is planned anew: resident bytes are now %s", self._name, format_bytes(resident_now.size_bytes))
+            return self._plan(kind)
         kind.plan = adapted
         self._reports.kept(kind, adapted)
-        self._tell(adapted)
-        if adapted.planned_peak_bytes > adapted.budget_bytes:
-            self._say_least(kind, adapted.planned_peak_bytes)
-        if decision is Decision.MORE_ROOM:
-            log.info("%s is planned anew: the budget is now %s", self._name, format_bytes(adapted.budget_bytes))
-            kind.step = replace(kind.recorded, limits=kind.recorded.limits.with_plan(peak_bytes))  # tried once
-            with suppress(InfeasibleBudgetError):  # then the plan stays
-                self._plan(kind)
+        if limits.have_risen(resident_now, peak_bytes) and not plan.solution.is_plain:
+            log.info("%s is planned anew: the budget is now %s", self._name, format_bytes(limits.budget_bytes))
+            kind.step = replace(kind.recorded, limits=limits.with_plan(peak_bytes))  # tried once
+            self._plan(kind)  # where nothing fits, the plan stays
+        return None
 
     def peak_measured(self, kind: StepKind, peak_bytes: int, resident: Resident) -> None:
         """Compare a measured peak with the budget; where it is over, plan with less, a few times at most.
@@ -417,9 +417,7 @@ class PlannedKinds:
             kind.is_searching = False
             return
         solution, step, counts_on_freed_gradients = kind.own_plan.solution, kind.step, kind.counts_on_freed_gradients
-        try:
-            self.check_plan(kind, resident)
-        except InfeasibleBudgetError:  # to be raised where such a step begins: this one has run
+        if self.check_plan(kind, resident) is not None:  # to be raised where such a step begins: this one has run
             kind.step, kind.counts_on_freed_gradients = step, counts_on_freed_gradients
             return
         if kind.plan is None or kind.plan.solution is not solution:
@@ -430,30 +428,28 @@ class PlannedKinds:
             kind.plan = plan.with_measured(predicted_bytes=predicted_bytes)
             return
         self.update(kind, peak_bytes=peak_bytes, predicted_bytes=predicted_bytes)
-        is_least, corrections = plan.planned_peak_bytes > plan.budget_bytes, kind.recorded.corrections
-        if is_least:
-            self._say_least(kind, peak_bytes)
-        self._correct(kind, peak_bytes, decide_measured(peak_bytes - plan.budget_bytes, is_least, corrections))
+        if plan.planned_peak_bytes > plan.budget_bytes:
+            self._reports.say_least(kind, peak_bytes)
+        elif peak_bytes > plan.budget_bytes:
+            self._correct(kind, peak_bytes)
 
-    def _correct(self, kind: StepKind, peak_bytes: int, decision: Decision) -> None:
+    def _correct(self, kind: StepKind, peak_bytes: int) -> None:
         """Plan with a margin where a peak was measured above the budget, or say why not."""
         plan, step = kind.own_plan, kind.recorded
         excess_bytes = peak_bytes - plan.budget_bytes
         text = f"The measured peak {format_bytes(peak_bytes)} is {format_bytes(excess_bytes)} above the budget"
-        if decision is Decision.HOPELESS:
+        if step.corrections >= CORRECTIONS:
             self._announcements.say_over(
                 f"{text}, after planning with a margin: something outside of the planned modules takes the memory."
             )
-        if decision is not Decision.ABOVE_BUDGET:
             return
         margin_bytes = peak_bytes - plan.planned_peak_bytes  # more than the last one, which was left free
         corrected = replace(step, corrections=step.corrections + 1)
         tries = [replace(corrected, margin_bytes=margin_bytes)]
-        if plan.solution.aways:  # the allocator rounds less up where nothing goes away
+        if plan.solution.aways:  # the allocator rounds less up where nothing is offloaded
             tries.append(replace(corrected, margin_bytes=0, keeps_on_device=True))
         for kind.step in tries:
-            with suppress(InfeasibleBudgetError):
-                self._plan(*(self.maker.choose_level() if step.waits else ()), kind)
+            if self._plan(kind) is None:
                 log.info("%s: planned again, with less", text)
                 return
         kind.step = corrected
@@ -466,13 +462,6 @@ class PlannedKinds:
         said_bytes = max((plan.planned_peak_bytes for plan in plans), default=0)  # where nothing fits
         if peak_bytes > max(budget_bytes, said_bytes):
             self._announcements.piece(peak_bytes, peak_bytes - budget_bytes)
-
-    def update(self, kind: StepKind, **measured: Any) -> None:
-        """Note on the plan of a kind of step what was measured."""
-        plan = kind.plan = self.maker.with_proofs(kind.own_plan).with_measured(**measured)
-        if plan.measured.step_ms is not None:
-            self._reports.measured(kind, plan)
-        self._tell(plan)
 
     def note_proofs(self) -> None:
         """Note on all plans what is proved by now: where memory is missing, code is proved in later steps."""
@@ -492,25 +481,3 @@ class PlannedKinds:
         plan = max((p for p in plans if p is not None), key=lambda plan: plan.unplanned_peak_bytes)
         if not (plan.solution.is_plain or is_by_plans):
             self._announcements.confused(plan.budget_bytes, CERTAIN)
-
-    # ---------------------------------------------------------------- what others ask
-
-    def gains_nothing(self, kind: StepKind, plain_bytes: int) -> bool:
-        """Whether a plan that was measured and timed is not what its step fits the budget by.
-
-        It recomputes nothing where the step fits without it, or nothing fits and it saves no memory either.
-
-        Args:
-            kind: The kind of step.
-            plain_bytes: What it adds without its plan.
-        """
-        plan, step = kind.own_plan, kind.recorded
-        if plan.measured.step_ms is None or step.waits:
-            return False
-        if plan.planned_peak_bytes > plan.budget_bytes:
-            more_bytes = plain_bytes - plan.planned.peak_bytes
-            return plan.saves_nothing and more_bytes < free_bytes(self._memory.device)
-        if not plan.solution.is_plain:
-            return False
-        is_whole = self._model.options.budget.share == 1  # of what plain training adds
-        return is_whole or plan.resident_bytes + plain_bytes + step.margin_bytes <= plan.budget_bytes

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 import torch
 
 from ..memory.allocator import free_bytes
+from ..planning.headroom import headroom_bytes
 from ..records.costs import Profile
 from ..records.step import Step
 from ..running.execution import Part
@@ -68,4 +69,4 @@ class ProvedCode:
         live_bytes = resident.size_bytes + self._steps.under_way.live_bytes
         if device.type == "cuda":
             live_bytes = max(live_bytes, torch.cuda.memory_allocated(device))
-        return min(budget_bytes - live_bytes, free_bytes(device))
+        return min(headroom_bytes(budget_bytes, live_bytes), free_bytes(device))

@@ -96,7 +96,7 @@ class Session:
         self.planned = PlannedKinds(model, maker, self._graph_programs, watching, self.largest)
         self._templates = Templates(model, self.largest)
         self.unplanned = UnplannedSteps(model, self.planned, self._templates)
-        self.steps = Steps(model, self.planned, self.unplanned, self._graph_programs, watching, self.largest)
+        self.steps = Steps(model, self.planned, self.unplanned, self._graph_programs, watching)
         self._without_gradients = CallsWithoutGradients(model)
         self._checkpointing, self._compiling = ReplacedCheckpointing(root), ReplacedCompiling(root)
         self.planned.listeners.append(self._say_replaced)
@@ -116,7 +116,7 @@ class Session:
     def plans(self) -> Mapping[GraphNumbers, Plan]:
         """The plans so far, by the captured graphs of their steps."""
         self.planned.note_proofs()
-        return self.planned.plans
+        return self.planned.history.plans
 
     @property
     def options(self) -> SessionOptions:

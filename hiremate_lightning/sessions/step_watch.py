@@ -11,7 +11,7 @@ from ..measuring.profiling import TimedRun
 from ..measuring.recording import Existing, StepRecord
 from ..measuring.resident_memory import LITTERED_STEPS
 from ..memory.metering import MemoryMeter
-from ..planning.planner import GUARD_BYTES, guard_bytes
+from ..planning.headroom import GUARD_BYTES, guard_bytes
 from ..torch_private import backward_pass
 from .current_step import CurrentStep
 from .planned_model import PlannedModel

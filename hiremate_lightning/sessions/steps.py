@@ -14,18 +14,15 @@ from typing import Any
 import torch
 
 from ..calls.given import ModuleCall
-from ..kinds.deciding import Decision
 from ..kinds.step_kind import StepKind
 from ..kinds.watching import Saw, WatchPolicy
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..measuring.resident_memory import WATCHED_STEPS
-from ..out_of_memory import InfeasibleBudgetError, explain
-from ..planning.planner import guard_bytes
+from ..planning.headroom import guard_bytes
 from ..torch_private.tensor_state import tensors_among
 from .current_step import CurrentStep
 from .graph_programs import GraphPrograms
-from .largest import LargestSizes
 from .planned import PlannedKinds
 from .planned_model import PlannedModel
 from .step_watch import StepWatch
@@ -45,7 +42,6 @@ class Steps:
         unplanned: Decides which steps run as the user wrote them.
         graph_programs: Chooses the program of each captured graph.
         watching: Decides which steps are measured.
-        largest: Foresees steps of the largest sizes.
 
     Attributes:
         current: The step under way, None between two steps.
@@ -61,13 +57,12 @@ class Steps:
         unplanned: UnplannedSteps,
         graph_programs: GraphPrograms,
         watching: WatchPolicy,
-        largest: LargestSizes,
     ) -> None:
         self.current: CurrentStep | None = None
         self.ended: CurrentStep | None = None
         self.count = 0
         self._planned, self._unplanned, self._graph_programs = planned, unplanned, graph_programs
-        self._watching, self._largest, self._announcements = watching, largest, model.announcements
+        self._watching, self._announcements = watching, model.announcements
         self._memory, self._parts, self._history = model.memory, model.parts, model.history
         self._is_passed_by = False  # by steps that ran since the latest one
         self.watch = StepWatch(model, unplanned, watching)
@@ -223,15 +218,8 @@ class Steps:
         resident = step.resident = self._memory.count_before_step(arguments)
         self._graph_programs.note_resident(resident)
         record = None if finished is None else finished.record
-        try:
-            before = None if finished is None else finished.resident
-            self._note_checked(self._planned.meet(record, resident, before, step))
-        except InfeasibleBudgetError as error:
-            if reasons := self._announcements.why_over():
-                explain(error, f"hiremate:{reasons}")
-            if named := str(self._largest):
-                explain(error, f"hiremate: the budget is to be enough for the largest sizes: {named}.")
-            raise
+        before = None if finished is None else finished.resident
+        self._note_checked(self._planned.meet(record, resident, before, step))
         if finished is None:
             return
         kind = self._history[finished.graphs]
@@ -307,7 +295,7 @@ class Steps:
             self._watching.step_ended(step.look, kind, saw)
         is_missed = kind.plan is None and (record is None or not record.is_whole)
         self.watch.ended(step, kind)
-        if is_missed and self._planned.decide_to_plan(kind) is Decision.FIRST:
+        if is_missed and self._planned.gets_plan(kind):
             self._watching.missed(kind)
 
     def _learn_margin(self, step: CurrentStep, record: StepRecord) -> None:
@@ -341,7 +329,7 @@ class Steps:
             if record.backwards:
                 self._learn_margin(step, record)
                 record.timed = step.timed
-                step.is_to_be_planned = self._planned.decide_to_plan(kind) is Decision.FIRST
+                step.is_to_be_planned = self._planned.gets_plan(kind)
                 self._watching.found(kind)
             elif step.has_backward and not step.has_captured and record.peak_bytes is not None:
                 self._planned.piece_measured(record.peak_bytes)

@@ -12,14 +12,16 @@ import sys
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from ..calls.given import ModuleCall
 from ..kinds.captured_step import describe
 from ..kinds.plain_steps import PlainSteps, PlainWay
-from ..kinds.releasing import Releases, Timing
+from ..kinds.releasing import Releases, Timing, gains_nothing
 from ..kinds.step_kind import StepKind
+from ..memory.allocator import free_bytes
+from ..planning.headroom import headroom_bytes
 from ..units import format_bytes
 from .aside_room import AsideRoom
 from .current_step import CurrentStep
@@ -165,7 +167,8 @@ class UnplannedSteps:
         plans = [kind.own_plan for kind in self._history.planned]
         is_share = self._model.options.budget.share is not None
         most_resident_bytes = max(plan.resident_bytes for plan in plans)
-        return max(plan.budget_bytes - (plan.resident_bytes if is_share else most_resident_bytes) for plan in plans)
+        existing = ((plan, plan.resident_bytes if is_share else most_resident_bytes) for plan in plans)
+        return max(headroom_bytes(plan.budget_bytes, existing_bytes) for plan, existing_bytes in existing)
 
     def _is_to_be_captured(self, step: CurrentStep, likely: StepKind) -> bool:
         """Whether saving memory has taken more time, in steps called like this one or in all, than plans would have.
@@ -199,7 +202,9 @@ class UnplannedSteps:
         if alike != [likely]:
             return None
         plain_bytes = self._plain.with_margin(likely.own_plan.unplanned.peak_bytes)
-        return likely if self._planned.gains_nothing(likely, plain_bytes) else None
+        is_whole = self._model.options.budget.share == 1
+        free = partial(free_bytes, self._model.memory.device)
+        return likely if gains_nothing(likely, plain_bytes, is_whole, free) else None
 
     def has_own_plan(self, step: CurrentStep) -> bool:
         """Whether a kind that is called like a step has a plan of use: it recomputes, or all steps run by plans."""

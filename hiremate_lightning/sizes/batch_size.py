@@ -33,7 +33,8 @@ from ..planning.solvers.base import Problem
 from ..records.graph import OUTSIDE, Graph
 from ..records.same_code import difference
 from ..reporting.report import Reporter
-from ..targets.modules import Target, Targets, targets_of
+from ..targets.candidates import Target
+from ..targets.modules import Targets, targets_of
 from ..units import Budget, format_bytes, format_ratio, parse_budget
 from .size_result import BatchSizeResult, result_table
 from .size_search import Forecast, FoundSize, Limit, SizeTrial, search, trial_of

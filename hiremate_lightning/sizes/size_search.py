@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from ..options import Objective
+from ..planning.outcome import unless_short
 from ..planning.plan import Plan, PlanOptions
 from ..planning.planner import make_plan
 from ..planning.solvers import UNLIMITED, smallest_budget
@@ -129,25 +130,19 @@ class Forecast:
     def trial(self, size: int) -> SizeTrial:
         """Plan a size; once."""
         if size not in self.trials:
-            budget = Budget(size_bytes=self.limit_bytes)
-            plan = make_plan(
-                self.step_at(size),
-                budget,
-                self.limit_bytes,
-                self.resident.whole(size),
-                self.options,
-                target=str(size),
-            )
-            self.trials[size] = trial_of(size, plan, self.fixed_ms)
+            self.trials[size] = trial_of(size, self._plan(size, self.limit_bytes), self.fixed_ms)
         return self.trials[size]
+
+    def _plan(self, size: int, budget_bytes: int) -> Plan:
+        budget, step, resident_bytes = Budget(size_bytes=budget_bytes), self.step_at(size), self.resident.whole(size)
+        return unless_short(make_plan(step, budget, budget_bytes, resident_bytes, self.options, target=str(size)))
 
     def enough_bytes(self, size: int, max_overhead: float) -> int:
         """Return a budget under which a plan fits at a size and takes no more overhead, near the least such one."""
         low, high = self.least_bytes(size) - 1, self.unplanned_bytes(size)
-        step, resident_bytes = self.step_at(size), self.resident.whole(size)
         tried = low + 1
         for _ in range(HALVINGS):
-            plan = make_plan(step, Budget(size_bytes=tried), tried, resident_bytes, self.options, target=str(size))
+            plan = self._plan(size, tried)
             if plan.planned_peak_bytes <= tried and plan.predicted_overhead <= max_overhead:
                 high = tried
             else:

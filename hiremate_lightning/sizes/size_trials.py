@@ -17,8 +17,9 @@ from ..measuring.describing import describe
 from ..memory.allocator import allocated_bytes, free_bytes, storage_bytes
 from ..memory.metering import measure_peak
 from ..options import SessionOptions
+from ..planning.headroom import resolve
+from ..planning.outcome import unless_short
 from ..planning.plan import Plan
-from ..planning.planner import resolve
 from ..records.sized_numbers import Line
 from ..records.step import Call, Step, merge
 from ..sessions.session import Session
@@ -79,7 +80,7 @@ class TrialSession(Session):
         calls, order = describe(record, self.parts.profiles)
         self.calls = tuple(calls), tuple(order)
         if self.plans_first:
-            self.planned.learn(record, self.resident)
+            unless_short(self.planned.learn(record, self.resident))
 
     def peak_of(self, function: Callable[[], Any], batch: Any) -> int:
         """Run a function, and give its peak with all that exists beside it, gradients included."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -67,10 +68,16 @@ _entry_points = _EntryPoints()
 
 
 class Compiler:
-    """Compiles the calls of one session."""
+    """Compiles the calls of one session.
+
+    Attributes:
+        replaced: How often another forward took the place of one that somebody had put into a module.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._forwards: dict[nn.Module, tuple[Any, Callable[..., Any]]] = {}
+        self.replaced: Counter[nn.Module] = Counter()
         self._taken: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
         weakref.finalize(self, _entry_points.give_back, self._taken)
 
@@ -80,6 +87,20 @@ class Compiler:
         self._taken.append((function, copy))
         return functools.partial(torch.compile(copy, backend=self._session.backend()), first)
 
+    def forward_of(self, module: nn.Module, forward: Callable[..., Any] | None) -> Callable[..., Any]:
+        """Return the compiled forward of a module: that of its class, or one that somebody has put there."""
+        before, compiled = self._forwards.get(module, (None, None))
+        if compiled is None or before is not forward:
+            self.replaced[module] += before is not None and forward is not None
+            compiled = self.compile(call_forward, module) if forward is None else self.compile(call_found, forward)
+            self._forwards[module] = forward, compiled
+        return compiled
+
+    def forget(self, module: nn.Module) -> None:
+        """Compile the forward of a module anew where it is called next."""
+        self._forwards.pop(module, None)
+
     def close(self) -> None:
         """Forget all that was compiled."""
+        self._forwards.clear()
         _entry_points.give_back(self._taken)

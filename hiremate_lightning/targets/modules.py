@@ -13,8 +13,7 @@ import itertools
 import threading
 import warnings
 import weakref
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,10 +22,11 @@ from torch import nn
 
 from ..calls.refusals import reason_of_others, refuse, refuse_each
 from ..calls.slots import Slot, WaitingSlots, slot_for
-from ..errors import ConfigurationError, HiRemateWarning, did_you_mean
+from ..errors import HiRemateWarning
 from ..sessions.session import Session
 from ..torch_private import backward_pass, dynamo, hooks, sharding, tensor_state
-from .entry_points import Compiler, call_forward, call_found
+from .candidates import Candidates, Target, has_weights, parts_with_weights
+from .entry_points import Compiler
 from .overseeing import (
     announced,
     check_captured,
@@ -37,8 +37,6 @@ from .overseeing import (
     without_labels,
 )
 from .together import options_together, together
-
-Target = str | Sequence[str] | None
 
 REPLACED = 2  # forwards in the place of others, after which a module's parts are planned instead
 
@@ -52,6 +50,7 @@ class Targets:
     Attributes:
         root: The model.
         session: Plans what is called.
+        candidates: Its modules that may be planned.
         adopted: Modules whose calls are planned, by path, in the order in which they were first called.
         is_inside: Whether one of their calls is under way.
         number: In the order in which models were asked for, the same in all processes.
@@ -63,11 +62,8 @@ class Targets:
         self.root = root
         self.session = session
         self.adopted: dict[str, nn.Module] = {}
-        self._target = target
-        self._candidates()
+        self.candidates = Candidates(root, target)
         self._compiler = Compiler(session)
-        self._compiled: dict[nn.Module, tuple[Any, Callable[..., Any]]] = {}
-        self._replaced: Counter[nn.Module] = Counter()  # how often another forward took the place of one put there
         self._captured: set[str] = set()  # modules of which something was captured
         self._passed_by: set[str] = set()  # modules of which nothing was
         self._hooked: dict[str, frozenset[str]] = {}  # the kinds of hooks that were there then
@@ -92,8 +88,8 @@ class Targets:
         _attached.add(self)
         if self._hook is None:
             self._hook = listen_to_optimizers(self.session)
-        self._around = self._holders()
-        for name, module in (self._candidates() | self._around).items():
+        self._around = self.candidates.holders()
+        for name, module in (self.candidates.by_path() | self._around).items():
             is_free = name not in self._passed_by and not self._is_inside_adopted(name)
             if is_free and hooks.get_call(module) is None:
                 hooks.set_call(module, slot_for(self, name, module))
@@ -103,7 +99,6 @@ class Targets:
         _attached.discard(self)
         self.session.close()
         self._waiting.clear()
-        self._compiled.clear()
         self._compiler.close()
         for module in self.root.modules():
             if isinstance(hooks.get_call(module), Slot):
@@ -111,33 +106,6 @@ class Targets:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-
-    def refuse_other_target(self, asked: nn.Module, target: Target) -> None:
-        """Refuse a second request, for the root or a part of it, that names other modules than the first.
-
-        Raises:
-            ConfigurationError: If it names any.
-        """
-        if target is not None and set(_named(asked, target).values()) != set(self._candidates().values()):
-            raise ConfigurationError(
-                f"A model that is planned keeps its targets: expected target={self._target!r} as at first, found "
-                f"{target!r}. Call remove_hiremate(model) first."
-            )
-
-    def _candidates(self) -> dict[str, nn.Module]:
-        """List the modules that may be planned: those named, or all."""
-        return dict(self.root.named_modules()) if self._target is None else _named(self.root, self._target)
-
-    def _holders(self) -> dict[str, nn.Module]:
-        """List the modules around those named, where one of them may be sharded: their calls begin the step.
-
-        A unit gathers its own parameters before the first module in it is called.
-        """
-        if self._target is None or not sharding.may_shard():
-            return {}
-        paths, modules = [f"{name}." for name in self._candidates()], dict(self.root.named_modules())
-        outer = (name for name in modules if any(path.startswith(f"{name}." if name else "") for path in paths))
-        return {name: modules[name] for name in outer if f"{name}." not in paths}
 
     @property
     def inner(self) -> set[nn.Module]:
@@ -223,14 +191,14 @@ class Targets:
     def _is_beside(self, other: Targets) -> bool:
         """Whether its forwards wait for their backward while another model is called, and one plan serves both."""
         is_free = self is not other and not self.is_inside and self._thread == other._thread
-        are_whole = self._target is None is other._target and self.gives_way is None is other.gives_way
+        are_whole = self.candidates.are_all and other.candidates.are_all and self.gives_way is None is other.gives_way
         if not (is_free and are_whole and self.session.holds_graphs):
             return False
         return options_together(self.session.options, other.session.options) is not None
 
     def call_copy(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a copy of a candidate as the user wrote it: its weights are its own."""
-        if torch.is_grad_enabled() and _has_weights(module):
+        if torch.is_grad_enabled() and has_weights(module):
             self.session.say(
                 f"A copy of {name or type(module).__name__} was called that shares its attributes, as learn2learn's "
                 "clone makes it: copies run without a plan, in the memory of plain PyTorch. Call the model itself, "
@@ -270,7 +238,7 @@ class Targets:
             self._uncaptured += 1
             is_due = self._uncaptured.bit_count() == 1  # after 1, 2, 4, 8 such calls: what is in the way may be gone
             if is_due and not classes_with_code(result):
-                self._compiled.pop(module, None)
+                self._compiler.forget(module)
             check_captured(self.session, name or type(module).__name__, result)
         elif not self._plan_parts_of(name, module, result):
             check_captured(self.session, name or type(module).__name__, result)
@@ -320,7 +288,7 @@ class Targets:
         paths = {m: path for path, m in self.root.named_modules()}
         for outer in [m for m in module.modules() if dynamo.gave_up(m, self._latest_break)]:
             below = (m for m in outer.modules() if m is not outer and hooks.get_call(m) is None)
-            missed = [m for m in below if m not in self._uncaptured_parts and _has_weights(m, besides=read)]
+            missed = [m for m in below if m not in self._uncaptured_parts and has_weights(m, besides=read)]
             for inner in missed:
                 hooks.set_call(inner, slot_for(self, paths[inner], inner))
             if missed:
@@ -333,9 +301,9 @@ class Targets:
 
         Each of them would be captured anew; what it wraps around the module's class's forward runs as it is.
         """
-        if self._replaced[module] < REPLACED:
+        if self._compiler.replaced[module] < REPLACED:
             return
-        parts = self._weighty_parts(name, module)
+        parts = parts_with_weights(name, module)
         if parts:
             where = name or type(module).__name__
             self.session.say(
@@ -354,11 +322,11 @@ class Targets:
         """
         if not requires_gradient(result):
             return True
-        parts = self._weighty_parts(name, module)
+        parts = parts_with_weights(name, module)
         where = name or type(module).__name__
         if parts:
             self._say_split(f"Nothing of {where} was captured", type(module))
-        elif self._passed_by or self._has_others_than(module):
+        elif self._passed_by or self.candidates.has_others_than(module):
             self._say_uncaptured(where, type(module))
         else:
             return False
@@ -367,14 +335,10 @@ class Targets:
         self._plan_instead(name, module, parts)
         return True
 
-    def _say_split(self, found: str, kind: type[nn.Module]) -> None:
+    def _say_split(self, what: str, kind: type[nn.Module]) -> None:
         """Say, once for each class, that parts of a module are planned in its place."""
-        text = f"{found} as a whole; from the next step on its parts are planned.{self.session.why_uncaptured()}"
+        text = f"{what} as a whole; from the next step on its parts are planned.{self.session.why_uncaptured()}"
         self.session.say(text, topic=f"split {kind.__qualname__}")
-
-    def _weighty_parts(self, name: str, module: nn.Module) -> dict[str, nn.Module]:
-        """List what may be planned below a module."""
-        return {n: m for n, m in module.named_modules(prefix=name) if m is not module and _has_weights(m)}
 
     def _plan_instead(self, name: str, module: nn.Module, parts: Mapping[str, nn.Module]) -> None:
         """Pass by a module, and plan what is below it."""
@@ -394,20 +358,14 @@ class Targets:
             return
         self._hooked[name] = frozenset()
         self._passed_by.discard(name)
-        self._compiled.pop(module, None)
+        self._compiler.forget(module)
         inner = set(module.modules())
         self.adopted = {path: part for path, part in self.adopted.items() if part not in inner}
-
-    def _has_others_than(self, module: nn.Module) -> bool:
-        """Whether there are candidates that may still be called and planned, where one was called first."""
-        others = [m for m in self._candidates().values() if m is not module and m is not self.root]
-        inner = set(map(id, module.modules()))
-        return any(_has_weights(m) and id(m) not in inner for m in others)
 
     def _trains(self, name: str, module: nn.Module, arguments: Any) -> bool:
         if not torch.is_grad_enabled() or isinstance(module, torch.jit.ScriptModule):
             return False
-        if not _has_weights(module) and not (module is self.root and self._is_reached(arguments)):
+        if not has_weights(module) and not (module is self.root and self._is_reached(arguments)):
             return False
         where = name or type(module).__name__
         if tensor_state.is_transforming():
@@ -431,7 +389,7 @@ class Targets:
     def _is_watched_without_gradients(self, module: nn.Module) -> bool:
         """Whether a call without gradients is one of training; inside of a transform tensors have no memory."""
         is_outermost = not (torch.is_grad_enabled() or self.is_inside or tensor_state.is_transforming())
-        return is_outermost and module.training and _has_weights(module)
+        return is_outermost and module.training and has_weights(module)
 
     def _is_reached(self, arguments: Any) -> bool:
         """Whether gradients go through the root, though it may have no weights."""
@@ -439,7 +397,7 @@ class Targets:
 
     def _learn_of_others_weights(self, arguments: Any, result: Any) -> None:
         """Plan from the next call on what trains without having trained parameters: it can't be seen before it ran."""
-        if not (self.root.training and requires_gradient(result)) or _has_weights(self.root):
+        if not (self.root.training and requires_gradient(result)) or has_weights(self.root):
             return
         if not self._is_reached(arguments):
             self._trains_others = True
@@ -464,36 +422,20 @@ class Targets:
     @contextmanager
     def _in_place(self, module: nn.Module) -> Iterator[None]:
         """Let the compiled forward stand in for the module's forward during one call; where it calls itself, too."""
-        found, slot, was_inside = module.__dict__.get("forward"), hooks.get_call(module), self.is_inside
+        forward, slot, was_inside = module.__dict__.get("forward"), hooks.get_call(module), self.is_inside
         self.is_inside = True
         hooks.set_call(module, None)
-        module.__dict__["forward"] = self._compiled_forward(module, found)
+        module.__dict__["forward"] = self._compiler.forward_of(module, forward)
         try:
             yield
         finally:
             self.is_inside = was_inside
             if self in _attached:
                 hooks.set_call(module, slot)
-            if found is None:
+            if forward is None:
                 module.__dict__.pop("forward", None)
             else:
-                module.__dict__["forward"] = found
-
-    def _compiled_forward(self, module: nn.Module, found: Callable[..., Any] | None) -> Callable[..., Any]:
-        known = self._compiled.get(module)
-        if known is not None and known[0] is found:
-            return known[1]
-        self._replaced[module] += known is not None and None not in (known[0], found)
-        if found is None:
-            compiled = self._compiler.compile(call_forward, module)
-        else:
-            compiled = self._compiler.compile(call_found, found)
-        self._compiled[module] = (found, compiled)
-        return compiled
-
-
-def _has_weights(module: nn.Module, besides: Collection[int] = ()) -> bool:
-    return any(p.requires_grad and id(p) not in besides for p in module.parameters())
+                module.__dict__["forward"] = forward
 
 
 def planned_module_with(parameters: Sequence[torch.Tensor]) -> nn.Module | None:
@@ -527,25 +469,3 @@ def targets_of(module: nn.Module) -> Targets | None:
     callers = [slot.targets for slot in slots if isinstance(slot, Slot)]
     callers += [planned for planned in list(_attached) if not planned.inner.isdisjoint(own)]
     return next((caller for caller in callers if isinstance(caller, Targets)), None)
-
-
-def _named(root: nn.Module, target: str | Sequence[str]) -> dict[str, nn.Module]:
-    """Look up modules by their paths.
-
-    Raises:
-        ConfigurationError: If there is no module of that path; the text names the nearest ones.
-    """
-    modules = dict(root.named_modules())
-    names = [target] if isinstance(target, str | nn.Module) or not isinstance(target, Iterable) else [*target]
-    found = {}
-    for name in names:
-        if not isinstance(name, str):
-            raise ConfigurationError(
-                "target takes paths of submodules, such as 'encoder' or ['encoder', 'decoder'], "
-                f"found {type(name).__name__}."
-            )
-        if name not in modules:
-            hint = did_you_mean(name, [m for m in modules if m])
-            raise ConfigurationError(f"{type(root).__name__} has no submodule {name!r} to plan (target=).{hint}")
-        found[name] = modules[name]
-    return found

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from ..kinds.step_kind import StepKind, Told
 from ..planning.plan import Plan, plan_title
 from ..reporting.report import Reporter
 from ..units import format_bytes
+from .announcements import Announcements
 
+CLEARLY_MORE = 1.1  # than was said of steps in which nothing fits: it is said again
 CLEARLY = 0.002  # of a budget: smaller changes are not said
 BATCH = "batch"  # the part of what exists before a step that comes with it
 
@@ -20,23 +23,50 @@ class PlanReports:
 
     Args:
         reporter: Shows what is said.
+        announcements: Warns.
+
+    Attributes:
+        listeners: Called with each plan when it is made, and again when it has been measured.
     """
 
-    def __init__(self, reporter: Reporter) -> None:
-        self._reporter = reporter
+    def __init__(self, reporter: Reporter, announcements: Announcements) -> None:
+        self._reporter, self._announcements = reporter, announcements
+        self.listeners: list[Callable[[Plan], None]] = []
+        self._said_bytes = 0  # the largest peak that was announced, where nothing fits
+
+    def tell(self, plan: Plan) -> None:
+        """Let listeners hear of a plan."""
+        for listener in self.listeners:
+            listener(plan)
 
     def planned(self, kind: StepKind, plan: Plan, remark: str = "") -> None:
-        """Show a new plan; before it, what came since the one before."""
+        """Show a new plan, after what came since the one before, and warn of what it brings."""
         self._say_why(kind, plan, is_new=True)
         self._reporter.planned(plan, remark)
-
-    def note(self, text: str) -> None:
-        """Print a line that belongs to the plan shown last."""
-        self._reporter.note(text)
+        if split := self._announcements.split():
+            self._reporter.note(f"  {split}")
+        if kind.is_searching:
+            self._announcements.algorithms()
+        if plan.planned_peak_bytes > plan.budget_bytes:
+            self.say_least(kind, plan.planned_peak_bytes)
+        self._announcements.checkpointing(plan)
 
     def kept(self, kind: StepKind, plan: Plan) -> None:
-        """Print why the budget changed under a plan that stays."""
+        """Tell of a plan that stays, and print why its budget changed."""
         self._say_why(kind, plan, is_new=False)
+        self.tell(plan)
+        if plan.planned_peak_bytes > plan.budget_bytes:
+            self.say_least(kind, plan.planned_peak_bytes)
+
+    def say_least(self, kind: StepKind, peak_bytes: int) -> None:
+        """Warn of what a step takes in which nothing fits, planned or measured, clearly more than was said of any."""
+        if not kind.recorded.is_provisional and peak_bytes > CLEARLY_MORE * self._said_bytes:
+            self._said_bytes = peak_bytes
+            self._announcements.least(peak_bytes, kind.own_plan.budget_bytes)
+
+    def budget_changed(self) -> None:
+        """Forget what was said of a budget that nothing fits."""
+        self._said_bytes = 0
 
     def measured(self, kind: StepKind, plan: Plan) -> None:
         """Show what was measured of a plan, once; again where it takes more than the budget, and did not before."""

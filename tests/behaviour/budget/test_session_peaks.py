@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
-from hiremate_lightning.kinds import deciding
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.sessions import planned as planning
+from hiremate_lightning.sessions.planned import CORRECTIONS
 from hiremate_lightning.targets.modules import targets_of
 from tests.life import ROWS, WIDTH, batch, planned, recorded, session_of, step, warm_up
 
@@ -197,7 +197,7 @@ def test_a_plan_is_corrected_three_times_at_most():
     life = targets_of(model).session
     ((kind, plan),) = life.plans.items()
     resident = life.planned.history[kind].recorded.resident
-    for correction in range(1, deciding.CORRECTIONS + 1):
+    for correction in range(1, CORRECTIONS + 1):
         peak_bytes = plan.budget_bytes + 1000  # what runs outside takes more, whatever is planned
         life.planned.peak_measured(life.planned.history[kind], peak_bytes, resident)
         margin_bytes = plan.budget_bytes + 1000 - plan.planned_peak_bytes

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from hiremate_lightning.out_of_memory import InfeasibleBudgetError
+from hiremate_lightning.planning.outcome import unless_short
 from hiremate_lightning.planning.plan import PlanOptions
 from hiremate_lightning.planning.planner import make_plan
 from hiremate_lightning.planning.shared_solving import SharedSolving, agreed, announce, digest, shared
@@ -150,7 +151,7 @@ def test_a_budget_too_small_for_one_rank_is_an_error_on_all(ranks, rank):
     def plan(index):
         budget = Budget(size_bytes=1_000 if index == rank else 100 * BUDGET)
         with pytest.raises(InfeasibleBudgetError) as caught:
-            make_plan(step, budget, budget.size_bytes, 0, PlanOptions(), solve=ranks[index].solve)
+            unless_short(make_plan(step, budget, budget.size_bytes, 0, PlanOptions(), solve=ranks[index].solve))
         return str(caught.value)
 
     texts = together(lambda: plan(0), lambda: plan(1))
@@ -166,7 +167,8 @@ def test_ranks_that_solve_several_times_do_so_together(store):
     step = merge([Call(*transformer(4))], [0])
 
     def plan(index):
-        return make_plan(step, Budget(size_bytes=BUDGET), BUDGET, 0, PlanOptions(), solve=ranks[index].solve)
+        budget = Budget(size_bytes=BUDGET)
+        return unless_short(make_plan(step, budget, BUDGET, 0, PlanOptions(), solve=ranks[index].solve))
 
     first, second = together(lambda: plan(0), lambda: plan(1))
 

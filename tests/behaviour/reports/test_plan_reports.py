@@ -15,6 +15,7 @@ from hiremate_lightning import hiremate
 from hiremate_lightning.kinds.step_kind import StepKind
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.reporting.report import Reporter
+from hiremate_lightning.telling.announcements import Announcements
 from hiremate_lightning.telling.plan_reports import PlanReports
 from tests.behaviour.reports.test_report import blocks_plan
 
@@ -33,7 +34,7 @@ def console() -> Console:
 
 @pytest.fixture
 def reports(console: Console) -> PlanReports:
-    return PlanReports(Reporter(console=console))
+    return PlanReports(Reporter(console=console), Announcements("net"))
 
 
 def said(console: Console) -> list[str]:
@@ -92,7 +93,7 @@ def test_a_smaller_budget_names_what_is_gone(reports: PlanReports, console: Cons
 
 def test_no_line_names_a_budget_that_reads_the_same(reports: PlanReports, console: Console, kind: StepKind):
     plan = blocks_plan(2)
-    for budget_bytes in (1_433_000, 1_437_000):
+    for budget_bytes in (10_590_000, 10_630_000):
         reports.kept(kind, plan.changed(budget_bytes=budget_bytes))
     assert said(console) == []
 

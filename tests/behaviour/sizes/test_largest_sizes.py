@@ -11,7 +11,7 @@ from torch import nn
 from hiremate_lightning import ConfigurationError, InfeasibleBudgetError, get_plan, hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.options import make_options
-from hiremate_lightning.planning.planner import GUARD_BYTES
+from hiremate_lightning.planning.headroom import GUARD_BYTES
 from tests.life import recorded, session_of
 
 WIDTH, ROWS, SHORT, LONG = 24, 2, 40, 3200

@@ -8,14 +8,9 @@ import pytest
 
 from hiremate_lightning.out_of_memory import InfeasibleBudgetError
 from hiremate_lightning.planning import planner
-from hiremate_lightning.planning.planner import (
-    AUTO_MARGIN,
-    FirstSolution,
-    PlanOptions,
-    first_solution,
-    make_plan,
-    resolve,
-)
+from hiremate_lightning.planning.headroom import AUTO_MARGIN, resolve
+from hiremate_lightning.planning.outcome import Need, Short, unless_short
+from hiremate_lightning.planning.planner import FirstSolution, PlanOptions, first_solution, make_plan
 from hiremate_lightning.planning.solvers import base, smallest_budget
 from hiremate_lightning.planning.solvers.base import Problem, Solution, Status, get_strategy, strategy
 from hiremate_lightning.records.schedule import lower
@@ -33,7 +28,7 @@ def step_of(graph, profile, held=0):
 
 def plan_of(step, budget_bytes, resident_bytes=0, **options):
     budget = Budget(size_bytes=budget_bytes)
-    return make_plan(step, budget, budget_bytes, resident_bytes, PlanOptions(**options), target="Net")
+    return unless_short(make_plan(step, budget, budget_bytes, resident_bytes, PlanOptions(**options), target="Net"))
 
 
 def smallest_of(step):
@@ -82,12 +77,20 @@ def test_resident_bytes_are_part_of_the_budget():
 def test_a_margin_is_left_free():
     step = step_of(*transformer(2))
     most = step.plain_bytes
-    plan = make_plan(step, Budget(size_bytes=most), most, 0, PlanOptions(), margin_bytes=KB)
+    plan = unless_short(make_plan(step, Budget(size_bytes=most), most, 0, PlanOptions(), margin_bytes=KB))
     assert plan.planned_peak_bytes <= most - KB
 
 
 def test_a_generous_budget_recomputes_nothing():
     assert plan_of(step_of(*transformer(2)), MANY).predicted_overhead == 0
+
+
+def test_what_nothing_fits_is_an_outcome_that_can_raise():
+    step = step_of(*transformer(2))
+    outcome = make_plan(step, Budget(size_bytes=1), 1, 0, PlanOptions())
+    assert isinstance(outcome, Short)
+    assert outcome.need.peak_bytes == outcome.error().smallest_bytes == smallest_of(step)
+    assert str(outcome) == str(outcome.error())
 
 
 def test_an_infeasible_budget_names_what_it_would_take():
@@ -135,14 +138,14 @@ def test_an_infeasible_budget_may_be_due_to_the_planned_module_s_own_code():
 def test_a_share_that_is_too_small_is_named_as_a_share():
     step = step_of(*transformer(2))
     with pytest.raises(InfeasibleBudgetError, match=r"The budget 1% .*% of what the unplanned step adds"):
-        make_plan(step, Budget(share=0.01), 10, 0, PlanOptions())
+        unless_short(make_plan(step, Budget(share=0.01), 10, 0, PlanOptions()))
 
 
 def test_a_share_that_is_named_is_never_above_all_of_the_step():
     step = step_of(*chain(3))
     smallest = plan_of(step, MANY).solution
     problem = Problem(step.graph, step.profile, MANY)
-    need = planner.Need(problem, smallest, 0, is_guarded=True)
+    need = Need(problem, smallest, 0, is_guarded=True)
     assert need.peak_bytes > step.plain_bytes
     assert need.share == 1.0
     assert replace(need, less_bytes=KB).share > 1.0
@@ -177,7 +180,8 @@ def test_a_strategy_that_lies_about_its_peak_is_not_believed(monkeypatch):
 
 
 def first_of(step, budget, budget_bytes, free_bytes=0):
-    return first_solution(step, budget, budget_bytes, 0, PlanOptions(), "Net", free_bytes=lambda: free_bytes)
+    outcome = first_solution(step, budget, budget_bytes, 0, PlanOptions(), "Net", free_bytes=lambda: free_bytes)
+    return unless_short(outcome)
 
 
 def test_a_part_that_fits_neither_the_budget_nor_the_device_is_refused():

@@ -10,6 +10,7 @@ import pytest
 
 from hiremate_lightning.out_of_memory import InfeasibleBudgetError
 from hiremate_lightning.planning import solutions
+from hiremate_lightning.planning.outcome import unless_short
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.planner import PlanOptions, make_plan
 from hiremate_lightning.planning.shared_solving import SharedSolving
@@ -58,7 +59,7 @@ def drawn_once(length: int = 8) -> Step:
 
 def plan_of(step: Step, budget_bytes: int, host: Host | None = HOST, **options) -> Plan:
     options = PlanOptions(time_limit_s=2.0, **options)
-    return make_plan(step, Budget(size_bytes=budget_bytes), budget_bytes, 0, options, host=host)
+    return unless_short(make_plan(step, Budget(size_bytes=budget_bytes), budget_bytes, 0, options, host=host))
 
 
 def share_of(step: Step, share: float) -> int:
@@ -129,7 +130,7 @@ def test_what_is_decided_stays_on_the_device():
     step = step_of(transformer(2))
     budget = Budget(size_bytes=share_of(step, 1.0))
     options = PlanOptions(on_infeasible="warn")
-    plan = make_plan(step, budget, 1, 0, options, decided=keep_all(step.graph), host=HOST)
+    plan = unless_short(make_plan(step, budget, 1, 0, options, decided=keep_all(step.graph), host=HOST))
     assert plan.solution.aways == ()
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning.planning.outcome import unless_short
 from hiremate_lightning.planning.plan import PlanOptions
 from hiremate_lightning.planning.planner import make_plan
 from hiremate_lightning.planning.solutions import Solutions
@@ -116,7 +117,7 @@ def test_the_planner_solves_once(tmp_path, monkeypatch):
     options = PlanOptions(cache_dir=tmp_path)
 
     def plan():
-        return make_plan(step, parse_budget(budget), budget, 0, options)
+        return unless_short(make_plan(step, parse_budget(budget), budget, 0, options))
 
     first = plan()
     monkeypatch.setattr("hiremate_lightning.planning.planner.get_strategy", None)

@@ -14,8 +14,9 @@ from dataclasses import replace
 import pytest
 
 from hiremate_lightning.planning import solutions
+from hiremate_lightning.planning.outcome import least_need, unless_short
 from hiremate_lightning.planning.plan import PlanOptions
-from hiremate_lightning.planning.planner import least_need, make_plan
+from hiremate_lightning.planning.planner import make_plan
 from hiremate_lightning.planning.solvers import Problem, Solution, SolveOptions, Status, get_strategy, metering, work
 from hiremate_lightning.planning.solvers.base import CLOCK
 from hiremate_lightning.planning.solvers.metering import Price
@@ -158,7 +159,7 @@ def test_a_plan_that_the_clock_cut_short_says_so(caplog: pytest.LogCaptureFixtur
         return replace(get_strategy("segments")(asked), status=Status.FEASIBLE, stopped_by=CLOCK, solve_s=130.0)
 
     with caplog.at_level(logging.WARNING, "hiremate_lightning"):
-        make_plan(step, budget, budget.size_bytes, 0, PlanOptions(), solve=cut)
+        unless_short(make_plan(step, budget, budget.size_bytes, 0, PlanOptions(), solve=cut))
 
     assert "Solving was cut short after 130 s" in caplog.text
     assert "pass a time_limit_s above 30" in caplog.text
@@ -221,7 +222,7 @@ def test_a_plan_is_never_slower_than_the_one_before_it():
     step = merge([Call(problem.graph, problem.profile)], [0])
     budget = parse_budget(f"{problem.budget_bytes + 2**16} B")
     first, second = (
-        make_plan(step, budget, budget.size_bytes, 0, PlanOptions(), solve=get_strategy(name))
+        unless_short(make_plan(step, budget, budget.size_bytes, 0, PlanOptions(), solve=get_strategy(name)))
         for name in ("portfolio", "least_memory")
     )
     assert second.solution.recompute == first.solution.recompute
