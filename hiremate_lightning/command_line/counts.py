@@ -10,8 +10,8 @@ from rich.table import Table
 
 from ..planning.plan import Plan
 from ..records.costs import step_time_ms
-from ..reporting.lifetimes import Band, band_bytes, lifetimes
 from ..reporting.terminal import plain_table
+from ..reporting.timeline import Band, band_bytes, lifetimes
 from ..units import format_bytes, format_ratio, format_time
 from .offline import ACCUMULATED, OfflineStep
 from .rates import Rates

@@ -18,7 +18,7 @@ from ..api import hiremate, remove_hiremate
 from ..errors import BudgetError, ConfigurationError
 from ..options import ENVIRONMENT_BUDGET, make_options
 from ..planning.plan import Plan
-from ..reporting.metrics import plan_metrics
+from ..reporting.plan_summary import plan_metrics
 from ..targets.modules import Target, Targets, targets_of
 
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)

@@ -104,7 +104,15 @@ class Reporter:
         outermost = self._progress is None
         if self._progress is None:
             _clear_bars()
-            self._progress = _stage_progress(self.console)
+            self._progress = Progress(
+                SpinnerColumn(),
+                TextColumn("HiRemate: {task.description}", markup=False),
+                BarColumn(bar_width=20),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[detail]}", markup=False, style=FAINT),
+                console=self.console,
+                transient=True,
+            )
             self._progress.start()
         progress = self._progress
         self._tasks.append(progress.add_task(name, total=None, detail=""))
@@ -219,7 +227,10 @@ class Reporter:
             self.console.print(table)
             _draw_bars()
         else:
-            self._write(_in_ascii(table))
+            with io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="replace") as file:
+                Console(file=file, width=LOG_WIDTH).print(table)
+                file.seek(0)
+                self._write(file.read().splitlines())
 
     def measured(self, plan: Plan) -> None:
         """Show what was measured of a plan beside what it predicted, and where to read more of the largest step."""
@@ -297,14 +308,6 @@ class Stages:
         return self._seconds
 
 
-def _in_ascii(table: RenderableType) -> list[str]:
-    """Write a table as lines for a log."""
-    with io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="replace") as file:
-        Console(file=file, width=LOG_WIDTH).print(table)
-        file.seek(0)
-        return file.read().splitlines()
-
-
 def _bars() -> list[Any]:
     """List the progress bars of tqdm that are on the screen, where tqdm is in use; Lightning's are among them."""
     tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
@@ -326,18 +329,6 @@ def _draw_bars() -> None:
     for bar in _bars():
         if bar.fp.isatty():
             bar.refresh(nolock=True)
-
-
-def _stage_progress(console: Console) -> Progress:
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("HiRemate: {task.description}", markup=False),
-        BarColumn(bar_width=20),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[detail]}", markup=False, style=FAINT),
-        console=console,
-        transient=True,
-    )
 
 
 def is_rank_zero() -> bool:
