@@ -59,7 +59,8 @@ class ReplacedCheckpointing:
     def paths(self) -> list[str]:
         """List the modules whose calls would be checkpointed without the plan, none of them around another."""
         on = [path for path, module, name in self._places or () if _is_on(module, name)]
-        return [path for path in on if not any(_is_below(other, path) for other in on)]
+        around = {path: f"{path}." if path else "" for path in on}
+        return [path for path in on if not any(other != path and other.startswith(around[path]) for other in on)]
 
     def describe(self, plan: Plan) -> str | None:
         """Describe what the plan replaces, once, with the peak that it has with it and without; None for nothing."""
@@ -104,9 +105,9 @@ class ReplacedCompiling:
         Args:
             aside: Give back what was taken away inside of the model already.
         """
-        found = [*aside, *map(run_as_written, compiled_around(self._root))]
-        self._undo += found
-        return bool(found)
+        undo = [*aside, *map(run_as_written, compiled_around(self._root))]
+        self._undo += undo
+        return bool(undo)
 
     def take_over(self, other: ReplacedCompiling) -> None:
         """Put back, from now on, what another one has replaced."""
@@ -127,11 +128,13 @@ class _OnlyCalls:
 
     def __init__(self, replaced: Callable[..., Any]) -> None:
         self.replaced = replaced
-        self._needs_gradients = _is_reentrant(replaced)
+        # A reentrant one is an autograd function, which has no gradients where none of its tensors has one.
+        self._is_reentrant = getattr(replaced, "keywords", {}).get("use_reentrant", False) in (True, None)
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         kwargs = {name: value for name, value in kwargs.items() if name not in OPTIONS}
-        with torch.no_grad() if self._needs_gradients and not _any_needs_gradient(args) else nullcontext():
+        has_gradients = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        with torch.no_grad() if self._is_reentrant and not has_gradients else nullcontext():
             return function(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
@@ -143,16 +146,6 @@ class _OnlyCalls:
 
 def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
-
-
-def _is_reentrant(function: Callable[..., Any]) -> bool:
-    """Whether it is an autograd function, which has no gradients where none of the tensors it is given has one."""
-    is_asked = getattr(function, "keywords", {}).get("use_reentrant", False)
-    return is_asked in (True, None)
-
-
-def _any_needs_gradient(arguments: Sequence[Any]) -> bool:
-    return any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments)
 
 
 def _places(root: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -186,7 +179,3 @@ def _ends_of(path: str) -> Iterator[str]:
     """List the ends of a path that name a module; a number alone names none."""
     parts = path.split(".") if path else []
     return (".".join(parts[first:]) for first in range(len(parts)) if not parts[first].isdigit())
-
-
-def _is_below(path: str, outer: str) -> bool:
-    return path != outer and path.startswith(f"{outer}." if outer else "")

@@ -197,8 +197,8 @@ def order_of_gradients(joint: fx.GraphModule, num_forward: int) -> tuple[int, ..
     place: dict[Any, int] = {node: index for index, node in enumerate(joint.graph.nodes)}
     inputs = joint.graph.find_nodes(op="placeholder")
     first_reads = [min((place[user] for user in node.users), default=0) for node in inputs]
-    found = [position for position, gradient in enumerate(gradients) if isinstance(gradient, fx.Node)]
-    return tuple(sorted(found, key=lambda at: (place[gradients[at]], -first_reads[at])))
+    positions = [position for position, gradient in enumerate(gradients) if isinstance(gradient, fx.Node)]
+    return tuple(sorted(positions, key=lambda at: (place[gradients[at]], -first_reads[at])))
 
 
 @dataclass
@@ -305,7 +305,7 @@ class _Builder:
         return self.storage_of[identity]
 
     def _take_size(self, tensor: int, source: int) -> None:
-        """Let a result be as large as what lies around the view that it is a copy of."""
+        """Let a copy of a view be as large as what lies around the view."""
         to, of = self.tensors[tensor].storage, self.tensors[source].storage
         if to is not None and of is not None:
             size_bytes = max(self.storages[to].size_bytes, self.storages[of].size_bytes)
@@ -488,5 +488,5 @@ def _source(node: fx.Node) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _line_in(stack_trace: str) -> str:
-    found = _SOURCE.findall(stack_trace)
-    return next((f"{file}:{line}" for file, line in reversed(found) if not questions.is_of_tools(file)), "")
+    places = _SOURCE.findall(stack_trace)
+    return next((f"{file}:{line}" for file, line in reversed(places) if not questions.is_of_tools(file)), "")

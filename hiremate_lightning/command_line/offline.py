@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..calls.opaque import capture_opaque
-from ..capturing.backend import planning_backend
+from ..capturing.backend import capture_opaque, planning_backend
 from ..capturing.capture import Captured
 from ..errors import CaptureError, ConfigurationError, did_you_mean, place_of
 from ..measuring.describing import describe

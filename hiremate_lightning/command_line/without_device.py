@@ -1,4 +1,4 @@
-"""What stands in for a device: tensors without memory, a count of their bytes, a GPU's blocks and kernels, its rates."""
+"""What stands in for a device: tensors without memory, a count of their bytes, a GPU's blocks and kernels, rates."""
 
 from __future__ import annotations
 
