@@ -42,7 +42,6 @@ from ..rewriting.joint import (
     subgraphs_of,
     values_of,
 )
-from ..rewriting.normalizing import can_normalize
 from ..rewriting.operations import operation_named
 from ..rewriting.overwriting import find_takes, overwrite
 from ..rewriting.replays import (
@@ -53,6 +52,7 @@ from ..rewriting.replays import (
     add_state,
     can_draw_again,
     can_draw_mask,
+    can_normalize,
     draw_mask_of,
 )
 from ..torch_private import aot, questions, tensor_state, user_kernels

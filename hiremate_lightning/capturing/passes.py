@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ..rewriting import assignments, casts, losses, mixed_norms, pooling, views
+from ..rewriting import assignments, casts, losses, pooling, views
 from ..rewriting.contributions import Contributions
 from ..rewriting.fused_kernel import FusedKernels
 from ..rewriting.fusion import fuse
@@ -44,7 +44,7 @@ class Traced:
 
 PASSES: tuple[Callable[[Traced], object], ...] = (
     lambda traced: traced.joint.graph.eliminate_dead_code(lambda node: bool(node.users) or node.is_impure()),
-    lambda traced: mixed_norms.correct(traced.joint),
+    lambda traced: casts.show_types_of_norms(traced.joint),
     lambda traced: traced.contributions.hand_over(traced.joint, traced.forward_count),
     lambda traced: casts.share(traced.joint, traced.forward_count, traced.parameters, traced.blocks),
     lambda traced: assignments.gather(traced.joint),

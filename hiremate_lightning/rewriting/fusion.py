@@ -193,15 +193,15 @@ class _Fuser:
 
     def consumers(self, value: fx.Node) -> set[fx.Node]:
         """Find the operations that read a value, directly or through views of it; the output is one of them."""
-        found: set[fx.Node] = set()
+        readers: set[fx.Node] = set()
         stack = list(value.users)
         while stack:
             user = stack.pop()
             if user in self.transparent:
                 stack.extend(user.users)
             else:
-                found.add(user)
-        return found
+                readers.add(user)
+        return readers
 
     # ---------------------------------------------------------------- forward
 
@@ -406,11 +406,11 @@ class _Body:
 
 def _tangents_of(graph: fx.Graph, tangents: Sequence[fx.Node]) -> dict[fx.Node, frozenset[fx.Node]]:
     """Find on which incoming gradients each value depends."""
-    found = {tangent: frozenset([tangent]) for tangent in tangents}
+    tangents_of = {tangent: frozenset([tangent]) for tangent in tangents}
     for node in graph.nodes:
-        if node not in found:
-            found[node] = frozenset().union(*(found[a] for a in node.all_input_nodes))
-    return found
+        if node not in tangents_of:
+            tangents_of[node] = frozenset().union(*(tangents_of[a] for a in node.all_input_nodes))
+    return tangents_of
 
 
 def _is_elementwise(node: fx.Node) -> bool:
