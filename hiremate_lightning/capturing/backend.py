@@ -37,7 +37,6 @@ from ..torch_private.changes import lost_changes
 from ..torch_private.each_size import EachSize, Runner, Samples, Smaller, TraceAhead, sizes_among
 from ..torch_private.eager_tracing import traced_as_eager
 from ..torch_private.regions import block_templates
-from ..torch_private.result_nodes import give_own_nodes
 from ..torch_private.same_captures import SameCaptures
 from .capture import Captured, capture, order_of_gradients
 from .passes import Traced, rewrite, stub_modules
@@ -176,7 +175,7 @@ def _giving_own_nodes(run: Runner) -> Runner:
 
     def run_apart(*arguments: Any) -> Any:
         results = run(*arguments)
-        give_own_nodes(results)
+        aot.give_own_nodes(results)
         return results
 
     return run_apart

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..errors import ConfigurationError, did_you_mean
 from ..torch_private import sharding
-from ..torch_private.storage_events import StorageEvents
+from .without_device import StorageEvents
 
 SHARDS, PARTS = "shards", "parts"  # dimensions of the mesh
 DIMENSIONS = {"colwise": 0, "colwise_gather_output": 0, "rowwise": 1}  # of a weight that a style divides

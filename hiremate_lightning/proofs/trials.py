@@ -18,7 +18,7 @@ import torch
 from ..measuring.aside import in_file
 from ..measuring.files import Files
 from ..torch_private import autocasting, hooks, tensor_state
-from ..torch_private.restoring import Restoring, Watching
+from .restoring import Restoring, Watching
 from .unused import Unused
 
 SEED = 0  # of the gradients that a trial begins its backward with

@@ -15,7 +15,7 @@ import torch
 
 from ..capturing.capture import Captured
 from ..errors import CaptureError, HiRemateError
-from ..torch_private import aot, backward_pass, data_parallel, tensor_state
+from ..torch_private import aot, backward_pass, sharding, tensor_state
 from . import carrying
 from .accumulation import Leaves, addable, existing, find_leaves
 from .program import Program
@@ -119,7 +119,7 @@ class Part:
         if self._takes_absent:
             aot.let_gradients_be_absent(token)
         if conductor is not None:
-            kept.fills_buckets = data_parallel.fills_buckets()
+            kept.fills_buckets = sharding.fills_buckets()
             conductor.forward_done(run, outputs)
         return [*outputs, token]
 
@@ -173,7 +173,7 @@ class Part:
         del tangents, totals, sums
         gradients = self._run(program.backward, values)
         if saved.fills_buckets:
-            data_parallel.put_in_order([saved.leaves[p] for p in self.captured.finished if p in saved.leaves])
+            sharding.put_in_order([saved.leaves[p] for p in self.captured.finished if p in saved.leaves])
         if shared:
             gradients = carrying.hand_on(gradients, shared, () if missing else saved.terms)
         if conductor is not None:

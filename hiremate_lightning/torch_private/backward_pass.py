@@ -53,10 +53,10 @@ class _Running:
             nodes = [r.node if isinstance(r, GradientEdge) else get_gradient_edge(r).node for r in self.roots]
             self.edges, seen = Counter(nodes), set(nodes)
             while nodes:
-                found = nodes.pop()
-                if type(found) is _AccumulateGrad:
-                    self.accumulating[id(found.variable)] = found  # type: ignore[attr-defined]
-                for node, _ in found.next_functions:
+                reached = nodes.pop()
+                if type(reached) is _AccumulateGrad:
+                    self.accumulating[id(reached.variable)] = reached  # type: ignore[attr-defined]
+                for node, _ in reached.next_functions:
                     if node is None:
                         continue
                     self.edges[node] += 1

@@ -49,8 +49,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import tensor_state
+from .hacks import StandIn
 from .regions.module_calls import note_unseen, realized
-from .replacing import StandIn
 from .tensor_state import storage_id, storages_among
 
 log = logging.getLogger("hiremate_lightning")

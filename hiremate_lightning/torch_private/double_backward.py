@@ -21,7 +21,7 @@ from torch import fx
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import torch as dynamo_torch
 
-from .replacing import replaced_entries
+from .hacks import replaced_entries
 
 _APPLY = torch.ops.higher_order.autograd_function_apply
 _SET_MODE = torch._C._set_grad_enabled
@@ -54,8 +54,8 @@ def _read_whole_grad(variable: Any, tracer: Any, *arguments: Any, **named: Any) 
 
 def _may_lead_to_each_other(inputs: Any) -> bool:
     """Whether one of the tensors that a gradient is of may have been computed of another before the captured code."""
-    found = [tensor for tensor, source in dynamo_torch._collect_tensors_with_sources(inputs) if source]
-    return len(found) > 1 and any(tensor.grad_fn is not None for tensor in found)
+    tensors = [tensor for tensor, source in dynamo_torch._collect_tensors_with_sources(inputs) if source]
+    return len(tensors) > 1 and any(tensor.grad_fn is not None for tensor in tensors)
 
 
 def _have_hooks(inputs: Any) -> bool:

@@ -21,7 +21,7 @@ from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-from .replacing import StandIn, replaced_entries
+from .hacks import StandIn, replaced_entries
 
 _QUESTIONS = (
     torch.compiler.is_compiling,

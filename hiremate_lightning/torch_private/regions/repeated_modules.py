@@ -41,7 +41,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._guards import Source
 
-from ..replacing import replaced
+from ..hacks import replaced
 from .likeness import UnlikeError, expect, is_plain
 from .module_calls import Circumstances, TracedCall, note_unseen, realized, unseen
 from .module_traces import Added, CopyError, Trace, can_be_copied, nodes_after, taking_gradients
