@@ -343,7 +343,7 @@ class _Builder:
                 reads_mutated=reads_mutated,
                 flops=_flops(node),
                 module=_module_path(node),
-                source=_source(node),
+                source=_line_in(node.meta.get("stack_trace") or ""),
                 plain_bytes=operation.plain_bytes(node),
                 plain_inputs=tuple(self.tensor_of[v] for v in operation.plain_reads(node)),
                 checkpoint=self._checkpoint(node, index) if direction is Direction.FORWARD else None,
@@ -481,12 +481,8 @@ def _shortened(path: str) -> str:
     return _SUBSCRIPT.sub(r".\1", _ROOT.sub("", path)).lstrip(".")
 
 
-def _source(node: fx.Node) -> str:
-    """Return the user's own line that a node comes from, as FILE:LINE; "" where torch alone has called it."""
-    return _line_in(node.meta.get("stack_trace") or "")
-
-
 @functools.lru_cache(maxsize=4096)
 def _line_in(stack_trace: str) -> str:
+    """Return the user's own line that a node comes from, as FILE:LINE; "" where torch alone has called it."""
     places = _SOURCE.findall(stack_trace)
     return next((f"{file}:{line}" for file, line in reversed(places) if not questions.is_of_tools(file)), "")

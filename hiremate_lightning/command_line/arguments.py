@@ -97,7 +97,8 @@ def read_overhead(text: str) -> float:
 
 def _check_step(asked: argparse.Namespace) -> None:
     get_strategy(asked.solver)
-    _check_host(asked)
+    if getattr(asked, "offload", False):
+        _check_host(asked)
     _check_name("--autocast", asked.autocast, HALF_TYPES)
     _check_name("--param-dtype", asked.param_dtype, HALF_TYPES)
     check_choices(asked.device, asked.loss, asked.zero_grad)
@@ -126,8 +127,6 @@ def check_choices(device: str, loss: str, zero_grad: str) -> None:
 
 
 def _check_host(asked: argparse.Namespace) -> None:
-    if not getattr(asked, "offload", False):
-        return
     if asked.device.partition(":")[0] != "cuda":
         raise ConfigurationError(
             f"--offload puts values of a GPU into the host's memory, which device {asked.device!r} has already. "

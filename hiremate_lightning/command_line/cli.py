@@ -145,7 +145,7 @@ def _one_line(error: BaseException) -> str:
 
 @contextmanager
 def _quiet(debug: bool) -> Iterator[None]:
-    """Keep back what packages say of the model's code, and our own lesser notes, unless asked for."""
+    """Silence warnings about the model's code, and our own notes below errors, unless `--debug` asks for them."""
     logger = logging.getLogger("hiremate_lightning")
     level = logger.level
     with warnings.catch_warnings():

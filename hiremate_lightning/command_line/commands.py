@@ -197,7 +197,16 @@ def plan(asked: argparse.Namespace) -> int:
     if asked.svg is not None:
         write_svg(made, asked.svg)
     notes = [*work.notes(captured), *work.host_notes]
-    if not _write_json(asked.json, _plan_numbers(work, made, captured, notes)):
+    count = asdict(count_of(made, captured, work.rates))
+    numbers = {
+        **{name: count[name] for name in ("gpus", "fsdp", "tp", "fits", "peak_parts", "sent_bytes", "sending_ms")},
+        **all_numbers(made),
+        "device": str(captured.options.device),
+        "batch_size": captured.size,
+        "resident": dict(captured.resident),
+        "notes": notes,
+    }
+    if not _write_json(asked.json, numbers):
         _show(plan_table(made), notes)
     return 0
 
@@ -251,18 +260,6 @@ def _plan_on_several(work: _Work, budget: Budget) -> int:
         console.print(counts_table(counts))
         _say_notes(console, ["The notes below are about the largest number of GPUs.", *notes])
     return 0 if any(count.fits for count in counts) else 1
-
-
-def _plan_numbers(work: _Work, made: Plan, captured: OfflineStep, notes: list[str]) -> dict[str, Any]:
-    numbers = asdict(count_of(made, captured, work.rates))
-    return {
-        **{name: numbers[name] for name in ("gpus", "fsdp", "tp", "fits", "peak_parts", "sent_bytes", "sending_ms")},
-        **all_numbers(made),
-        "device": str(captured.options.device),
-        "batch_size": captured.size,
-        "resident": dict(captured.resident),
-        "notes": notes,
-    }
 
 
 # ---------------------------------------------------------------- curve

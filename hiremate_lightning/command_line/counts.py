@@ -16,8 +16,8 @@ from .offline import ACCUMULATED, OfflineStep
 from .without_device import Rates
 
 MOST = 1024  # GPUs that "auto" looks at
-ENOUGH = 8  # from here on "auto" ends where more GPUs don't help:
-FALLS = 0.98  # where the peak of plain training is more than this part of that with half as many
+ENOUGH = 8  # GPUs from which on "auto" ends where more of them don't help
+FALLS = 0.98  # more GPUs help where the peak of plain training falls to this share of that on half as many
 # What a peak is made of: its name, and the resident parts or bands that it sums up.
 PARTS = {
     "parameters": ("parameters",),

@@ -320,7 +320,7 @@ class _Looking(Finder):
 
 
 def _script(given: Sequence[str]) -> Finding:
-    """Run a script up to its first training step, and say whether what it trains would be refused."""
+    """Run a script up to its first training step, and report whether what it trains would be refused."""
     finder = _Looking("auto")
     try:
         with finder.in_place():

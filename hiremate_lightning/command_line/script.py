@@ -1,8 +1,8 @@
 """A script, run as `python` runs it: what is `__main__`, `sys.argv` and `sys.path` to it, and when it has ended.
 
-What it starts by itself has no plan, which is said: launchers do so, and commands that call one (`torchrun`,
-`accelerate launch`, `trl sft`, `axolotl train`). What they start is to run under hiremate, not they. Workers of
-torch.multiprocessing start in another way, and are not seen here.
+Programs that the script starts have no plan, and a line says so. Launchers start such programs (`torchrun`,
+`accelerate launch`), and so do commands that call one (`trl sft`, `axolotl train`): what they start is to run under
+hiremate, not they. Workers of torch.multiprocessing start in another way, and are not seen here.
 """
 
 from __future__ import annotations

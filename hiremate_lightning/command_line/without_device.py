@@ -152,8 +152,12 @@ class StorageEvents(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         given = _dense_among((args, kwargs))
         existing = {tensor_state.storage_id(tensor) for tensor in given}
-        self._count_communication(func.name().partition(".")[0], given, _dense_among(result))
-        for tensor in _dense_among(result):
+        made, name = _dense_among(result), func.name().partition(".")[0]
+        sizes = [tensor.nbytes for tensor in (*given, *made)]
+        self.gathered_bytes += max(sizes) if name in _GATHERS else 0
+        self.scattered_bytes += max(sizes) if name in _SCATTERS else 0
+        self.reduced_bytes += max(sizes) if name in _REDUCES else 0
+        for tensor in made:
             storage = tensor_state.storage_id(tensor)
             if storage not in existing and storage not in self._known:
                 self._begin(storage, tensor)
@@ -177,12 +181,6 @@ class StorageEvents(TorchDispatchMode):
         self._known.add(storage)
         tensor_state.at_release(tensor, end)
         self._changed(0, size_bytes)
-
-    def _count_communication(self, name: str, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
-        sizes = [tensor.nbytes for tensor in (*given, *made)]
-        self.gathered_bytes += max(sizes) if name in _GATHERS else 0
-        self.scattered_bytes += max(sizes) if name in _SCATTERS else 0
-        self.reduced_bytes += max(sizes) if name in _REDUCES else 0
 
 
 def _dense_among(values: Any) -> list[torch.Tensor]:

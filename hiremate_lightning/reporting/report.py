@@ -32,7 +32,7 @@ from .terminal import FAINT, plan_table
 
 LOGGER = logging.getLogger("hiremate_lightning")
 LONG_S = 5.0  # a stage that takes longer is named where no progress can be drawn
-CLEARLY_LONGER = 1.1  # than the seconds of planning that were said: they are said again
+CLEARLY_LONGER = 1.1  # report the seconds of planning again where they are this many times those reported before
 LOG_WIDTH = 100  # columns of a table in a log
 PAGE = "hiremate_plan.html"
 
@@ -71,7 +71,7 @@ class Reporter:
         self._console = console
         self._progress: Progress | None = None
         self._tasks: list[TaskID] = []
-        self._planning_s = 0.0  # that were said
+        self._planning_s = 0.0  # seconds of planning that were reported
         self._open: list[str] = []  # stages under way, where no progress can be drawn
         self._stages_s = 0.0  # of the stages since the latest plan
         self._largest_bytes = 0  # peak of the largest step whose plan was shown, without it
@@ -127,7 +127,7 @@ class Reporter:
 
     @contextmanager
     def _named_if_long(self, name: str) -> Iterator[None]:
-        """Write a line once the stages since the latest plan have taken some seconds, and after twice as many each."""
+        """Write a line when the stages since the latest plan have taken `LONG_S`, and whenever that has doubled."""
         self._open.append(name)
         is_done, start, before_s = threading.Event(), time.monotonic(), self._stages_s
 

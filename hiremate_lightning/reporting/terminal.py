@@ -184,7 +184,7 @@ def _bar(share: float | None, width: int, glyphs: Glyphs) -> Text:
 
 
 def _columns_bar(shares: Sequence[float | None], width: int, glyphs: Glyphs) -> Text:
-    """Draw one column for each share; neighbours go into one column, at their mean, where the width does not do."""
+    """Draw one column for each share. Where there are more shares than columns, neighbours share one, at their mean."""
     size = -(-len(shares) // width)
     text = Text()
     for start in range(0, len(shares), size):

@@ -74,7 +74,7 @@ def _block_of(node: fx.Node, blocks: Mapping[aot.Source, int]) -> int | None:
 
 
 def _add_up_before_casting(graph: fx.Graph, terms: Sequence[fx.Node], total: fx.Node) -> bool:
-    """Add up gradients before they are cast, not after; say whether that is how it is now.
+    """Add up gradients before they are cast, not after; return whether that is how it is now.
 
     What is not just a sum of them and others is left alone.
 

@@ -227,7 +227,7 @@ def _count_readers(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tenso
 def additions(total: Any, count: int) -> list[tuple[fx.Node, fx.Node]]:
     """List the terms of a sum as they arrive, each with the node that adds it; the first two have the same.
 
-    There are so many at most: the first is a sum of others then.
+    Where more than `count` arrive, the first one is the sum of those before.
     """
     arrived = arrivals(total)
     inner = len(arrived) - count  # additions before the first reader's term was complete

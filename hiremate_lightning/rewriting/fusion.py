@@ -144,7 +144,10 @@ class _Fuser:
         for node in reversed(self.backward):
             if node in self.fusible:
                 self._place_backward(node)
-        self._leave_out_single_operations()
+        for operation, group in list(self.group_of.items()):  # it stays as it is, unless it derives what it reads
+            reads = (self.origin(a) for a in operation.all_input_nodes)
+            if len(group.members) == 1 and not any(a in self.derived for a in reads):
+                del self.group_of[operation]
         return _Writer(self).write()
 
     # ---------------------------------------------------------------- what may be fused
@@ -287,13 +290,6 @@ class _Fuser:
         """Whether nothing waits for a group: sums over a batch that are the gradients of parameters."""
         last = group.members[-1]
         return all(self._is_small(last, v) and {c.op for c in self.consumers(v)} == {"output"} for v in values_of(last))
-
-    def _leave_out_single_operations(self) -> None:
-        """Leave a group of one operation as it is, unless it has to derive what it reads."""
-        for node, group in list(self.group_of.items()):
-            reads = (self.origin(a) for a in node.all_input_nodes)
-            if len(group.members) == 1 and not any(a in self.derived for a in reads):
-                del self.group_of[node]
 
 
 class _Writer:

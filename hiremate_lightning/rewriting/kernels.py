@@ -128,7 +128,7 @@ def _as_operand(scale: float, source: fx.Node) -> float:
 
 
 def dropout(source: torch.Tensor, probability: float, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a mask and apply it; gives both, as `native_dropout` does."""
+    """Draw a mask and apply it; return both, as `native_dropout` does."""
     mask = draw_mask(source, probability, source.device)
     return apply_dropout_mask(source, mask, scale), mask
 

@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 
 def _in_place(change: Any) -> Callable[..., torch.Tensor]:
-    """Call an operator that changes its first argument as one that is told where to write its result: there."""
+    """Wrap an operator that changes its first argument, so that it is given this argument as `out` too."""
 
     def into(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         result: torch.Tensor = change(*args, **kwargs)

@@ -288,20 +288,15 @@ class _Autocasts:
                 self._remembers.pop()
             elif self._is_inside and self._remembers[-1] and (node.op, node.target) not in _CASTS_BY_HAND:
                 blocks[id(module.graph), node.name] = self._number
-            for body in _bodies_of(node, module):
-                blocks |= self.walk(body)
+            names = [str(value.target) for value in node.all_input_nodes if value.op == "get_attr"]
+            for body in (getattr(module, name, None) for name in names):
+                if isinstance(body, fx.GraphModule):  # the code that an operator is called with
+                    blocks |= self.walk(body)
         return blocks
 
     @property
     def _is_inside(self) -> bool:
         return self._outside + len(self._remembers) > 1
-
-
-def _bodies_of(node: fx.Node, module: fx.GraphModule) -> list[fx.GraphModule]:
-    """List the code that an operator is called with."""
-    names = [str(value.target) for value in node.all_input_nodes if value.op == "get_attr"]
-    bodies = (getattr(module, name, None) for name in names)
-    return [body for body in bodies if isinstance(body, fx.GraphModule)]
 
 
 def mark_boxed(function: Boxed) -> Boxed:

@@ -128,7 +128,7 @@ def taking_one(leaves: Mapping[int, torch.Tensor]) -> frozenset[int]:
 
 
 def _will_run(accumulating: Node, if_returned: bool) -> bool:
-    """Whether the running backward will add to the `.grad` of a leaf; what to say where it returns the gradient."""
+    """Whether the running backward will add to the `.grad` of a leaf; `if_returned` where it returns the gradient."""
     try:
         return bool(torch._C._will_engine_execute_node(accumulating))
     except RuntimeError:  # autograd.grad() asks for the gradient of a leaf: it is returned, not added

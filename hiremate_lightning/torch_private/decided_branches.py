@@ -323,13 +323,7 @@ def _on_the_cpu(value: Any) -> Any:
 
 
 def _decide(tracer: InstructionTranslatorBase, variable: VariableTracker, read: Callable[[torch.Tensor], Any]) -> Any:
-    """Read a tensor while its code is traced, and guard the value; return None for any other object.
-
-    Args:
-        tracer: Dynamo's translator of the code.
-        variable: The tensor, or any other object.
-        read: Returns the value of a tensor.
-    """
+    """Read a tensor while its code is traced, and guard the value; return None for any other object."""
     variable = realized(variable)
     if not isinstance(variable, TensorVariable):
         return None

@@ -234,7 +234,7 @@ class BlockCall:
         _calls[self.number] = self
 
     def meet_gradients(self) -> bool:
-        """Take the template for the gradients that came; say whether what was traced with the last one holds.
+        """Take the template for the gradients that came; return whether what was traced with the last one holds.
 
         Raises:
             UnlikeError: No template is there for these gradients.

@@ -31,7 +31,7 @@ MARK = "hiremate_block"  # in the metadata of nodes
 _KNOWN_OF_NODES = frozenset(  # a node of which more is known has a mark that is its own
     ("example_value", "stack_trace", "nn_module_stack", "source_fn_stack", "creation_timestamp", MARK)
 )
-taking_gradients: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that does so itself: copies are run
+taking_gradients: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that takes them itself: copies are run
 _numbers = itertools.count(1)
 _WITH_MORE_INSIDE = HigherOrderOperator, types.MethodType, functools.partial
 _NUMBER_AT_END = re.compile(r"_\d+$")

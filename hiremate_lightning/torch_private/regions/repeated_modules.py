@@ -139,7 +139,7 @@ class _Traces:
                 expect(not self.changes.may_be_read(trace.changes_before, trace.age), "something was changed")
                 result = trace.copy_for(call, leaves, self.aliases)
                 self.has_copies = True
-                self._misses[kind] = -sys.maxsize  # it pays here
+                self._misses[kind] = -sys.maxsize  # to compare calls of this class pays
                 return result
             except TorchDynamoException:
                 raise
