@@ -4,12 +4,16 @@ transformers and diffusers keep the function that checkpoints in each module wit
 `checkpoint_wrapper` of torch keeps it in the wrapper. A plan puts what only calls in the place of that function. The
 flag stays, and so does all that a library does beside: a model of transformers makes no cache while it is on. Where a
 module calls torch.utils.checkpoint by itself there is nothing to replace: that is captured, and the plan decides.
+
+Code that torch.compile made stands aside too, of a whole model or of one of its parts. `module.compile()` puts the
+compiled call in the place of the module's own. `torch.compile(module)` returns a module, maybe a part of a model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +23,8 @@ from ..planning.plan import Plan
 from ..records.graph import Graph
 from ..records.schedule import with_checkpoints
 from ..records.simulation import simulate_plain
-from ..torch_private.compiled_by_torch import compiled_around, run_as_written
+from ..torch_private import hooks
+from ..torch_private.compiled_by_torch import compiled_around, compiled_inside, run_as_written
 from ..units import format_bytes
 
 FLAG, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
@@ -117,6 +122,46 @@ class ReplacedCompiling:
         """Put what torch.compile returned for the model back into its place."""
         while self._undo:
             self._undo.pop()()
+
+
+class CompiledCall:
+    """Stands in for the call of a module that was compiled in place, where a `Finder` would not see it.
+
+    Args:
+        call: Is given the module, the compiled call, and arguments: calls the module by a plan, or else the latter.
+        module: The module.
+        compiled: The compiled call.
+
+    Attributes:
+        compiled: The compiled call.
+    """
+
+    def __init__(self, call: Callable[..., Any], module: nn.Module, compiled: Callable[..., Any]) -> None:
+        self._call, self._module, self.compiled = call, module, compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, by a plan or compiled; what is compiled around it has it in its own code."""
+        if torch.compiler.is_compiling():
+            return hooks.plain_call(self._module, *args, **kwargs)
+        return self._call(self._module, self.compiled, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Leave copies of a module as they were written, as those of compiled modules are."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave pickled modules as they were written."""
+        return (type(None), ())
+
+
+def take_aside(model: nn.Module) -> list[Callable[[], None]]:
+    """Take the compiled code out of a model that is to be planned; return what puts each of it back."""
+    put_back = [run_as_written(inner) for inner in compiled_inside(model)]
+    for module in model.modules():
+        call = hooks.get_call(module)
+        if isinstance(call, CompiledCall):
+            hooks.set_call(module, None)
+            put_back.append(partial(hooks.set_call, module, call))
+    return put_back
 
 
 class _OnlyCalls:

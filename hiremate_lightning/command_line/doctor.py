@@ -21,10 +21,9 @@ from torch import nn
 from .. import torch_private
 from ..api import get_plan, hiremate, remove_hiremate
 from ..calls.refusals import refuse
-from ..calls.replaced import checkpointed_modules
+from ..calls.replaced import checkpointed_modules, take_aside
 from ..errors import ConfigurationError, HiRemateError
 from ..integrations.any_script import Alive, Finder
-from ..integrations.compiled_in_place import take_aside
 from ..memory.free_memory import free_host_bytes
 from ..planning.solvers import Status
 from ..planning.solvers.mip_backend import BACKENDS

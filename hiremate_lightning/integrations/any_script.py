@@ -26,6 +26,7 @@ from torch import nn
 
 from ..api import FABRIC_WRAPPER, hiremate, inside_wrappers
 from ..calls.refusals import refuse
+from ..calls.replaced import CompiledCall, take_aside
 from ..calls.slots import is_ours
 from ..errors import ConfigurationError, HiRemateError
 from ..planning.plan import Plan
@@ -35,7 +36,6 @@ from ..targets.together import together
 from ..targets.training_step import plans_step_of
 from ..torch_private import backward_pass, compiled_by_torch, hooks, tensor_state
 from .compile_backend import hiremate as compile_backend
-from .compiled_in_place import CompiledCall, take_aside
 
 DRY_STEPS = 2  # updates of the weights in a dry run: one step is recorded, the next one runs by the plan
 MOST_DRY_STEPS = 8  # where steps of several kinds take turns
