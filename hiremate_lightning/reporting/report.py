@@ -207,16 +207,12 @@ class Reporter:
         if is_largest and self.verbose == "full":
             self.show(plan_table(plan))
         else:
-            advice = advice_lines(plan) if is_largest else []
-            self.note(planned_lines(plan)[0], *(f"  {line}" for line in (*self._time_lines(plan), *advice)))
-
-    def _time_lines(self, plan: Plan) -> list[str]:
-        """Return where the time of planning went, where that is long and more than was said."""
-        seconds = sum(asdict(plan.planning).values())
-        if seconds < max(LONG_S, CLEARLY_LONGER * self._planning_s):
-            return []
-        self._planning_s = seconds
-        return [f"planned in {planning_words(plan.to_dict())}"]
+            lines, seconds = list[str](), sum(asdict(plan.planning).values())
+            if seconds >= max(LONG_S, CLEARLY_LONGER * self._planning_s):  # long, and more than was reported
+                self._planning_s = seconds
+                lines.append(f"planned in {planning_words(plan.to_dict())}")
+            lines += advice_lines(plan) if is_largest else []
+            self.note(planned_lines(plan)[0], *(f"  {line}" for line in lines))
 
     def show(self, table: RenderableType) -> None:
         """Show a table: drawn on a terminal, elsewhere written in lines of ASCII."""

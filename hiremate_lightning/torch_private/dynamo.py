@@ -167,12 +167,6 @@ def _whole(code: types.CodeType) -> types.CodeType:
     return whole
 
 
-def _try_again(code: types.CodeType) -> None:
-    """Let Dynamo capture code that it failed on when that is called next."""
-    _given_up.discard(_whole(code))
-    set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
-
-
 def given_up_count() -> int:
     """Count the functions that Dynamo gave up so far, and the breaks in those that it did not."""
     return len(_given_up) + len(graph_break_reasons)
@@ -285,8 +279,9 @@ def _told_of_failures(tell: Callable[[str], None] | None) -> Iterator[None]:
     try:
         yield
     except BaseException:  # whatever stopped the code: whether it works as it is was not seen
-        for code in _in_doubt:
-            _try_again(code)
+        for code in _in_doubt:  # let Dynamo capture it when it is called next
+            _given_up.discard(_whole(code))
+            set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
         raise
     else:
         if tell is not None:
