@@ -371,8 +371,8 @@ def _enter(in_place: ExitStack, hack: Hack) -> None:
     try:
         place = getattr(importlib.import_module(f".{module}", __package__), name)
         stand_ins = place if isinstance(place, tuple) else place()
-        is_context = not isinstance(stand_ins, (tuple, list))
-        in_place.enter_context(stand_ins if is_context else replaced(*stand_ins))
+        context: Any = replaced(*stand_ins) if isinstance(stand_ins, (tuple, list)) else stand_ins
+        in_place.enter_context(context)
     except Exception as error:
         if _torch.release in hack.checked:
             raise
