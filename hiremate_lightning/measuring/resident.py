@@ -20,6 +20,8 @@ LEFT = "outputs of the step before"
 INPUTS = "inputs that these outputs hold"
 BESIDE = "other values of the iteration"
 
+GradientState = tuple[frozenset[int], bool]
+
 
 @dataclass(frozen=True, slots=True)
 class Resident:
@@ -64,6 +66,11 @@ class Resident:
             waiting_bytes=self.waiting_bytes + size_bytes,
             plain_waiting_bytes=self.plain_waiting_bytes + size_bytes,
         )
+
+    @property
+    def gradients(self) -> GradientState:
+        """The state of the gradients before the step: which of them stay, and whether others are freed in it."""
+        return self.kept, self.stale_bytes > 0
 
     @property
     def state_bytes(self) -> int:

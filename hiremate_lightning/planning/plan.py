@@ -36,11 +36,14 @@ class Measurement:
         peak_bytes: Peak of a whole step by the allocator's events, resident bytes included.
         step_ms: Time of the captured part of a step, recomputation included.
         recompute_ms: Time of what was recomputed within it.
+        predicted_bytes: The largest peak that was predicted for a step whose peak was measured. Steps of one plan may
+            begin with gradients or without.
     """
 
     peak_bytes: int | None = None
     step_ms: float | None = None
     recompute_ms: float | None = None
+    predicted_bytes: int | None = None
 
     @property
     def overhead(self) -> float | None:
@@ -118,6 +121,11 @@ class Plan:
     def planned_peak_bytes(self) -> int:
         """Predicted peak, resident bytes included."""
         return self.resident_bytes + self.planned.peak_bytes
+
+    @property
+    def compared_peak_bytes(self) -> int:
+        """The predicted peak that the measured one is compared with, resident bytes included."""
+        return self.planned_peak_bytes if self.measured.predicted_bytes is None else self.measured.predicted_bytes
 
     @property
     def predicted_overhead(self) -> float:
@@ -236,7 +244,7 @@ def measured_line(plan: Plan) -> str:
     """
     said = []
     if plan.measured.peak_bytes is not None:
-        predicted, budget = format_bytes(plan.planned_peak_bytes), format_bytes(plan.budget_bytes)
+        predicted, budget = format_bytes(plan.compared_peak_bytes), format_bytes(plan.budget_bytes)
         peak = peak_words(plan.to_dict(), "measured_peak_bytes")
         said.append(f"peak {peak}, predicted {predicted}, budget {budget}")
     if (overhead := plan.measured.overhead) is not None:

@@ -8,7 +8,8 @@ and its backward: steps under way finish with what they started with.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -171,7 +172,8 @@ class Part:
         for position in program.unread:
             values[position] = None
         del tangents, totals, sums
-        gradients = self._run(program.backward, values)
+        with _default_dtype(saved.dtype):
+            gradients = self._run(program.backward, values)
         if saved.fills_buckets:
             sharding.put_in_order([saved.leaves[p] for p in self.captured.finished if p in saved.leaves])
         if shared:
@@ -240,6 +242,20 @@ def missing_gradients(tangents: Sequence[Any]) -> frozenset[int]:
     return frozenset(position for position, tangent in enumerate(tangents) if tangent is None)
 
 
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Let code make tensors of the type that was the default in its forward: Lightning's "bf16-true" sets it there."""
+    before = torch.get_default_dtype()
+    if before is dtype:
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _detach(program: Program, saved: list[Any]) -> None:
     """Detach what is also returned, and views; copy what others overwrite.
 
@@ -260,6 +276,7 @@ class Saved:
         "__weakref__",
         "captured",
         "copies",
+        "dtype",
         "fills_buckets",
         "has_run",
         "leaves",
@@ -288,7 +305,7 @@ class Saved:
         self.run = run
         self.leaves = leaves
         self.captured = captured
-        self.settings = tensor_state.kernel_settings()
+        self.settings, self.dtype = tensor_state.kernel_settings(), torch.get_default_dtype()
         self.terms = captured.terms
         self.has_run = self.fills_buckets = False
         self.values: list[Any] | None = values
