@@ -43,7 +43,7 @@ from .passes import Traced, rewrite, stub_modules
 
 log = logging.getLogger("hiremate_lightning")
 
-MOST_LAYOUTS = 3  # traces of code with blocks that are folded: a gradient of another layout may be passed on
+MOST_LAYOUTS = 3  # most traces of code with folded blocks: each may show gradients of another layout
 
 
 class Replacement(Protocol):

@@ -23,7 +23,7 @@ from .absent import without_missing
 from .capture import Captured
 
 NOTHING: frozenset[int] = frozenset()
-REMEMBERED = 4  # sizes: who foresees the calls of a step asks before they come
+REMEMBERED = 4  # sizes whose code is remembered: who foresees a step asks for those of its calls before they come
 
 
 class CodeTemplate:

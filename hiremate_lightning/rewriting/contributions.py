@@ -95,7 +95,7 @@ class Contributions:
         self.terms, self._is_settled = terms, True
 
     def expand(self, values: Sequence[Any]) -> list[Any]:
-        """Add to the inputs those to which all terms of a gradient but the first belong.
+        """Add an input for each term of a gradient but the first.
 
         Autograd runs what is made last first, so they are made in the opposite order of the terms.
         """

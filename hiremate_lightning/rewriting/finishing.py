@@ -20,7 +20,7 @@ from .joint import COPIES_STORAGE, SHAPES, is_part, is_view, operation_of, value
 from .operations import operation_named
 from .overwriting import candidates_of, overwriting, traced_strides
 
-LEAST_BYTES = 2**17  # below it, to look whether memory may be overwritten takes longer than to allocate, which is done
+LEAST_BYTES = 2**17  # below it, to allocate takes less time than to look whether memory may be overwritten
 
 
 @dataclass(frozen=True, slots=True)

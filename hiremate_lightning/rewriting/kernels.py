@@ -19,8 +19,8 @@ from .operations import Operation, register
 
 aten = torch.ops.aten
 
-PARTS = 16  # at most, of what runs some rows at a time
-PART_BYTES = 2**20  # at least: each part takes a few launches
+PARTS = 16  # most parts of an operation that takes some rows at a time
+PART_BYTES = 2**20  # least bytes of a part: each one takes a few launches
 _BY_ROWS = (torch.bernoulli, "bernoulli")  # the function and the method
 
 

@@ -18,7 +18,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 
 
 def _log_early(variable: Any, tracer: Any, name: str, values: list[Any], named: dict[str, Any]) -> Any:
-    """Log what is logged once, as transformers does by `logger.warning_once`, when it is captured; so is what isn't."""
+    """Log at capture what is logged once (transformers' `logger.warning_once`); drop what the logger does not show."""
     level = getattr(logging, name.upper(), None)
     is_constant = all(value.is_python_constant() for value in (*values, *named.values()))
     if name.endswith("_once") and is_constant:

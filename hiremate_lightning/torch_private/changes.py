@@ -52,7 +52,7 @@ def lost_changes(written: fx.GraphModule) -> list[str]:
 
 
 def _noting_changes(*arguments: Any, **options: Any) -> Any:
-    """Make a stand-in, and note the changes that it counts from the first: one if another has its memory already."""
+    """Make a stand-in, and note how many changes it counts already: one where another stand-in has its memory."""
     stand_in = _stand_in(*arguments, **options)
     if isinstance(stand_in, torch.Tensor) and stand_in not in _made_with:
         _made_with[stand_in] = _changes_of(stand_in)

@@ -1,4 +1,4 @@
-"""What `torch.compile` returned: for what, whose calls are under way, and how to run that as it was written.
+"""What `torch.compile` returned: what that was made of, whose calls are under way, and how to run it uncompiled.
 
 `torch.compile(module)` returns a module around the first one, whose `forward` is the compiled call.
 """

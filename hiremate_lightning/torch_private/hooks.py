@@ -44,7 +44,7 @@ def set_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
 def set_call_of_all(call: Callable[..., Any] | None) -> None:
     """Set a function that takes the calls of all modules without a slot of their own; None ends that.
 
-    It is given the module first. It is an attribute of the class, which those of modules hide.
+    The function is given the module first. It is an attribute of the class `Module`, which a module's own slot hides.
     """
     torch.nn.Module._compiled_call_impl = call
 

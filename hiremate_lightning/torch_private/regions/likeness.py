@@ -58,7 +58,7 @@ def unwrapped(source: Source) -> Source:
 
 
 class Read:
-    """What Dynamo read of a module until it had traced a call of it: that, and maybe more, guarded or in order.
+    """What Dynamo has read of a module by the end of a traced call: its guards, and the tables whose order counts.
 
     Args:
         output: Dynamo's graph that is being made.
