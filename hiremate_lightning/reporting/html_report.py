@@ -198,15 +198,14 @@ class _Page:
 
     def _peak(self) -> str:
         run = planned_run(self.plan)
-        timeline = run.simulation.timeline
-        at = timeline.index(run.simulation.peak_moment)
+        at, node = run.peak_position, run.simulation.peak_moment.node
         live = sorted((life for life in run.lives if life.first <= at <= life.last), key=lambda life: -life.size_bytes)
         rows: list[tuple[str, ...]] = [
             (_swatch(colour, name), format_bytes(size), "", "", "") for name, colour, size in resident_bands(self.plan)
         ]
-        workspace = self.plan.profile.workspace_bytes[timeline[at].node]
+        workspace = self.plan.profile.workspace_bytes[node]
         if workspace:
-            name = escape(node_words(self.plan.graph.nodes[timeline[at].node]))
+            name = escape(node_words(self.plan.graph.nodes[node]))
             what = "workspace" if workspace > 0 else "result in the memory of a value"
             size = format_bytes(workspace) if workspace > 0 else f"-{format_bytes(-workspace)}"
             rows.append((_swatch(COLOURS[Band.WORKSPACE], what), size, name, "", ""))

@@ -187,8 +187,7 @@ class TimelineDrawing:
             dashes = f'class="budget" stroke="{BUDGET}" stroke-width="2" stroke-dasharray="6 4"'
             yield f'<path d="M{LEFT} {y}H{self.width - RIGHT}" {dashes}/>'
         # The peak may be at an operation that takes no time.
-        at = run.simulation.timeline.index(run.simulation.peak_moment)
-        x = LEFT + run.starts_ms[at] / self.end_ms * self.columns
+        x = LEFT + run.starts_ms[run.peak_position] / self.end_ms * self.columns
         yield ring(x, self._y(self.plan.resident_bytes + run.simulation.peak_bytes, top))
 
     def _layers(self, run: DrawnStep) -> Iterable[tuple[str, Sequence[int]]]:

@@ -211,6 +211,11 @@ class DrawnStep:
                     highest[column] = position
         return highest
 
+    @property
+    def peak_position(self) -> int:
+        """The operation that has the most memory."""
+        return self.simulation.timeline.index(self.simulation.peak_moment)
+
     def is_again(self, position: int) -> bool:
         """Whether the operation at a position recomputes something."""
         node = self.plan.graph.nodes[self.simulation.timeline[position].node]
