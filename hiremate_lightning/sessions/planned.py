@@ -17,7 +17,7 @@ from ..kinds.step_kind import GraphNumbers, StepKind
 from ..kinds.watching import WatchPolicy
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
-from ..memory.free_memory import free_bytes
+from ..memory.allocator import free_bytes
 from ..out_of_memory import InfeasibleBudgetError
 from ..planning.plan import Plan
 from ..planning.planner import GUARD_BYTES

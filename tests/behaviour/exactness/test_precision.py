@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
-from tests.exact import Log, leave_behind, quiet, simple_loop, square_error, train_both
+from tests.exact import Log, differing, leave_behind, quiet, simple_loop, square_error, train_both
 
 ROWS, WIDTH = 256, 16
 
@@ -340,6 +340,28 @@ class Dithered(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         noise, ramp = torch.rand(WIDTH), torch.linspace(0, 1, WIDTH)
         return torch.sin(self.linear(x) * noise) * torch.cos(x + ramp)
+
+
+def gradients_of(module: nn.Module, is_backward_inside: bool) -> list[Tensor | None]:
+    for index in range(3):
+        module.zero_grad()
+        loss = module(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(index))).square().mean()
+        with torch.autocast("cpu", enabled=is_backward_inside):
+            loss.backward()
+    return [p.grad for p in module.parameters()]
+
+
+def test_a_backward_inside_of_autocast_keeps_the_types_of_its_forward():
+    """PyTorch advises against it, and casts products of such a backward alone: no gradient could be computed again."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(Dithered() for _ in range(4)))
+    torch.manual_seed(1)
+    expected = gradients_of(module, is_backward_inside=False)
+    torch.manual_seed(1)
+    hiremate(module, "50%", verbose=False)
+    with pytest.warns(HiRemateWarning, match="Settings of PyTorch \\(autocast"):
+        gradients = gradients_of(module, is_backward_inside=True)
+    assert not differing(gradients, expected)
 
 
 @pytest.fixture
