@@ -112,10 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USAGE
     if given[:1] == [RUN]:
         return run_script(given[1:], ends_process=arguments is None)
-    script: list[str] = []
-    first = next((i for i, text in enumerate(given) if text.endswith(".py")), None)
-    if given[0] == "doctor" and first is not None:
-        given, script = given[:first], given[first:]
+    given, script = _script_of_doctor(given)
     try:
         asked = parser.parse_args(given)
     except SystemExit as stop:  # of argparse, which has said why: help is no error
@@ -133,6 +130,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise
             sys.stderr.write(f"hiremate: {_one_line(error)}\n")
             return USAGE if isinstance(error, (BudgetError, ConfigurationError)) else PROBLEM
+
+
+def _script_of_doctor(given: list[str]) -> tuple[list[str], list[str]]:
+    """Divide what `doctor` was given into its own and, from a script on, the script's."""
+    first = next((i for i, text in enumerate(given) if text.endswith(".py")), None)
+    return (given, []) if given[:1] != ["doctor"] or first is None else (given[:first], given[first:])
 
 
 def _one_line(error: BaseException) -> str:
