@@ -24,7 +24,7 @@ from zoo.large import OTHERS, TOY_LLAMA, LlamaSize, llama
 
 from hiremate_lightning.command_line.factory import Workload
 from hiremate_lightning.command_line.offline import OfflineOptions, OfflineStep, capture_offline
-from hiremate_lightning.command_line.rates import rates_of
+from hiremate_lightning.command_line.without_device import rates_of
 from hiremate_lightning.planning.solvers import (
     UNLIMITED,
     Problem,

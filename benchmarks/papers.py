@@ -65,7 +65,7 @@ def capture(name: str, folder: Path) -> Network:
     """Trace a network's step and write its graph, its costs and its facts."""
     from hiremate_lightning.command_line.factory import Workload
     from hiremate_lightning.command_line.offline import OfflineOptions, capture_offline
-    from hiremate_lightning.command_line.rates import rates_of
+    from hiremate_lightning.command_line.without_device import rates_of
 
     def build() -> tuple[nn.Module, dict[str, Any]]:
         case = PAPERS[name].build()

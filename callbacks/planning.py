@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from hiremate_lightning.options import Sizes, make_options
 from hiremate_lightning.planning.plan import Plan
-from hiremate_lightning.reporting.metrics import plan_metrics
+from hiremate_lightning.reporting.plan_summary import plan_metrics
 from hiremate_lightning.reporting.report import calls_for
 from hiremate_lightning.sessions.session import Session
 from hiremate_lightning.targets.candidates import Target

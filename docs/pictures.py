@@ -18,8 +18,17 @@ from torch import nn
 
 from hiremate_lightning import Plan, get_plan, hiremate
 from hiremate_lightning.records.graph import Direction
-from hiremate_lightning.reporting.figures import BUDGET, COLOURS, FAINT, INK, DrawnStep, plain_run, planned_run
-from hiremate_lightning.reporting.lifetimes import Band, Lifetime
+from hiremate_lightning.reporting.timeline import (
+    BUDGET,
+    COLOURS,
+    FAINT,
+    INK,
+    Band,
+    DrawnStep,
+    Lifetime,
+    plain_run,
+    planned_run,
+)
 from hiremate_lightning.units import format_bytes, format_ratio, format_time
 
 LAYERS, WIDTH, BATCH = 8, 128, 8192

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .out_of_memory import InfeasibleBudgetError
     from .planning.plan import Plan
     from .reporting.html_report import write_html
-    from .reporting.metrics import plan_metrics
+    from .reporting.plan_summary import plan_metrics
     from .reporting.svg_report import write_svg
     from .sizes.batch_size import find_max_batch_size
     from .sizes.size_result import BatchSizeResult
@@ -61,7 +61,7 @@ _LAZY = {
     "find_max_batch_size": "sizes.batch_size",
     "get_plan": "api",
     "hiremate": "api",
-    "plan_metrics": "reporting.metrics",
+    "plan_metrics": "reporting.plan_summary",
     "remove_hiremate": "api",
     "write_html": "reporting.html_report",
     "write_svg": "reporting.svg_report",

@@ -41,8 +41,8 @@ class ModuleCall:
 
 def tensors_inside(values: Any) -> list[torch.Tensor]:
     """List the tensors in a tree of containers; where there are none, those that its objects hold, modules left out."""
-    found = tensors_among(values)
-    return found or [thing for thing in islice(_things_in(values), MOST_THINGS) if is_of(thing, torch.Tensor)]
+    tensors = tensors_among(values)
+    return tensors or [thing for thing in islice(_things_in(values), MOST_THINGS) if is_of(thing, torch.Tensor)]
 
 
 def _things_in(value: Any) -> Iterator[Any]:

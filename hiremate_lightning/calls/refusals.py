@@ -58,25 +58,23 @@ def refuse_each(root: nn.Module, reason_of: Callable[[nn.Module], str | None]) -
 
 
 def reason_of_others(module: nn.Module) -> str | None:
-    """Say why what another tool did to a module, maybe after it was attached to, is in the way of a plan."""
-    found = next((FOREIGN[c.__name__] for c in type(module).__mro__ if c.__name__ in FOREIGN), None)
-    if found is None and any(p.device.type == "xla" for p in module.parameters(recurse=False)):
+    """Return why what another tool did to a module prevents a plan; it may have done so after we took over."""
+    reason = next((FOREIGN[c.__name__] for c in type(module).__mro__ if c.__name__ in FOREIGN), None)
+    if reason is None and any(p.device.type == "xla" for p in module.parameters(recurse=False)):
         return "XLA decides on memory itself. Train on CUDA devices or on the CPU."
-    if found is None and sharding.offloads(module):
+    if reason is None and sharding.offloads(module):
         return (
             "fully_shard() keeps its parameters on the CPU (CPUOffloadPolicy), which a budget for the device does not "
             "count. Leave offload_policy out."
         )
-    return found
+    return reason
 
 
 def _reason_to_refuse(module: nn.Module) -> str | None:
-    kind = type(module).__name__
-    if (kind == "OptimizedModule" and not compiled_by_torch.runs_as_written(module)) or hooks.get_call(
-        module
-    ) is not None:
-        if isinstance(hooks.get_call(module), Slot):
-            return "it is planned already. Call remove_hiremate(model) first."
+    call, is_optimized = hooks.get_call(module), type(module).__name__ == "OptimizedModule"
+    if isinstance(call, Slot):
+        return "it is planned already. Call remove_hiremate(model) first."
+    if call is not None or (is_optimized and not compiled_by_torch.runs_as_written(module)):
         return "it is compiled already. Pass the module itself, without torch.compile or .compile()."
     if isinstance(module, nn.DataParallel):
         return "DataParallel copies modules at every step. Use DistributedDataParallel, one process for each device."

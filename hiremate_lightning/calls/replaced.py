@@ -4,12 +4,16 @@ transformers and diffusers keep the function that checkpoints in each module wit
 `checkpoint_wrapper` of torch keeps it in the wrapper. A plan puts what only calls in the place of that function. The
 flag stays, and so does all that a library does beside: a model of transformers makes no cache while it is on. Where a
 module calls torch.utils.checkpoint by itself there is nothing to replace: that is captured, and the plan decides.
+
+Code that torch.compile made stands aside too, of a whole model or of one of its parts. `module.compile()` puts the
+compiled call in the place of the module's own. `torch.compile(module)` returns a module, maybe a part of a model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +23,8 @@ from ..planning.plan import Plan
 from ..records.graph import Graph
 from ..records.schedule import with_checkpoints
 from ..records.simulation import simulate_plain
-from ..torch_private.compiled_by_torch import compiled_around, run_as_written
+from ..torch_private import hooks
+from ..torch_private.compiled_by_torch import compiled_around, compiled_inside, run_as_written
 from ..units import format_bytes
 
 FLAG, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
@@ -59,7 +64,8 @@ class ReplacedCheckpointing:
     def paths(self) -> list[str]:
         """List the modules whose calls would be checkpointed without the plan, none of them around another."""
         on = [path for path, module, name in self._places or () if _is_on(module, name)]
-        return [path for path in on if not any(_is_below(other, path) for other in on)]
+        around = {path: f"{path}." if path else "" for path in on}
+        return [path for path in on if not any(other != path and other.startswith(around[path]) for other in on)]
 
     def describe(self, plan: Plan) -> str | None:
         """Describe what the plan replaces, once, with the peak that it has with it and without; None for nothing."""
@@ -104,9 +110,9 @@ class ReplacedCompiling:
         Args:
             aside: Give back what was taken away inside of the model already.
         """
-        found = [*aside, *map(run_as_written, compiled_around(self._root))]
-        self._undo += found
-        return bool(found)
+        undo = [*aside, *map(run_as_written, compiled_around(self._root))]
+        self._undo += undo
+        return bool(undo)
 
     def take_over(self, other: ReplacedCompiling) -> None:
         """Put back, from now on, what another one has replaced."""
@@ -118,6 +124,46 @@ class ReplacedCompiling:
             self._undo.pop()()
 
 
+class CompiledCall:
+    """Stands in for the call of a module that was compiled in place, where a `Finder` would not see it.
+
+    Args:
+        call: Is given the module, the compiled call, and arguments: calls the module by a plan, or else the latter.
+        module: The module.
+        compiled: The compiled call.
+
+    Attributes:
+        compiled: The compiled call.
+    """
+
+    def __init__(self, call: Callable[..., Any], module: nn.Module, compiled: Callable[..., Any]) -> None:
+        self._call, self._module, self.compiled = call, module, compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, by a plan or compiled; what is compiled around it has it in its own code."""
+        if torch.compiler.is_compiling():
+            return hooks.plain_call(self._module, *args, **kwargs)
+        return self._call(self._module, self.compiled, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Leave copies of a module as they were written, as those of compiled modules are."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave pickled modules as they were written."""
+        return (type(None), ())
+
+
+def take_aside(model: nn.Module) -> list[Callable[[], None]]:
+    """Take the compiled code out of a model that is to be planned; return what puts each of it back."""
+    put_back = [run_as_written(inner) for inner in compiled_inside(model)]
+    for module in model.modules():
+        call = hooks.get_call(module)
+        if isinstance(call, CompiledCall):
+            hooks.set_call(module, None)
+            put_back.append(partial(hooks.set_call, module, call))
+    return put_back
+
+
 class _OnlyCalls:
     """Calls what a function would checkpoint. Copies and pickles of a module have that function again.
 
@@ -127,11 +173,13 @@ class _OnlyCalls:
 
     def __init__(self, replaced: Callable[..., Any]) -> None:
         self.replaced = replaced
-        self._needs_gradients = _is_reentrant(replaced)
+        # A reentrant one is an autograd function, which has no gradients where none of its tensors has one.
+        self._is_reentrant = getattr(replaced, "keywords", {}).get("use_reentrant", False) in (True, None)
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         kwargs = {name: value for name, value in kwargs.items() if name not in OPTIONS}
-        with torch.no_grad() if self._needs_gradients and not _any_needs_gradient(args) else nullcontext():
+        has_gradients = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        with torch.no_grad() if self._is_reentrant and not has_gradients else nullcontext():
             return function(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
@@ -143,16 +191,6 @@ class _OnlyCalls:
 
 def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
-
-
-def _is_reentrant(function: Callable[..., Any]) -> bool:
-    """Whether it is an autograd function, which has no gradients where none of the tensors it is given has one."""
-    is_asked = getattr(function, "keywords", {}).get("use_reentrant", False)
-    return is_asked in (True, None)
-
-
-def _any_needs_gradient(arguments: Sequence[Any]) -> bool:
-    return any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments)
 
 
 def _places(root: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -186,7 +224,3 @@ def _ends_of(path: str) -> Iterator[str]:
     """List the ends of a path that name a module; a number alone names none."""
     parts = path.split(".") if path else []
     return (".".join(parts[first:]) for first in range(len(parts)) if not parts[first].isdigit())
-
-
-def _is_below(path: str, outer: str) -> bool:
-    return path != outer and path.startswith(f"{outer}." if outer else "")

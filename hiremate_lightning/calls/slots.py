@@ -19,7 +19,8 @@ WITH_COMPILE = (
 )
 
 
-WATCHED_CALLS = 16  # the first ones, and then each so many-th, after which it is seen what is called alone
+# Slots of inner modules are put back after the first 16 calls, and after each 16th: they see what is called alone.
+WATCHED_CALLS = 16
 
 
 class Caller(Protocol):

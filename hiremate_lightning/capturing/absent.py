@@ -67,8 +67,8 @@ def find_absent(captured: Captured, missing: frozenset[int]) -> Absence:
                 absent.add(node)
             elif (other := _other_term(node, absent)) is not None:
                 replaced[node] = other
-    found = Absence(frozenset(absent), replaced)
-    return replace(found, overwrites=_overwritten(captured, found)[1])
+    absence = Absence(frozenset(absent), replaced)
+    return replace(absence, overwrites=_overwritten(captured, absence)[1])
 
 
 def _other_term(node: fx.Node, absent: set[fx.Node]) -> fx.Node | None:
@@ -175,17 +175,12 @@ def _overwritten(captured: Captured, absence: Absence) -> tuple[Graph, dict[fx.N
             merged[of] = merged.get(into, into)
     tensors = tuple(t if t.storage not in merged else replace(t, storage=merged[t.storage]) for t in graph.tensors)
     unmade = (graph.tensors[tensor_of[value]].storage for value in absence.values if value in tensor_of)
-    terms = set(merged.values()) | _reshaped_storages(captured, tensor_of)
+    values, backward = captured.allocating.tensors, (captured.fx_nodes[index] for index in captured.allocating.backward)
+    pairs = ((read, node) for node in backward if (read := reshaped(node)) is not None)
+    storages = (values[tensor_of[value]].storage for pair in pairs for value in pair if value in tensor_of)
+    terms = set(merged.values()) | {storage for storage in storages if storage is not None}
     absent = {storage for storage in unmade if storage is not None}
     return overwrite(replace(graph, tensors=tensors), captured.fx_nodes, captured.fx_values, terms, absent)
-
-
-def _reshaped_storages(captured: Captured, tensor_of: Mapping[fx.Node, int]) -> set[int]:
-    """List the storages of gradients that are copied into another shape, and those of the copies."""
-    tensors, nodes = captured.allocating.tensors, (captured.fx_nodes[index] for index in captured.allocating.backward)
-    pairs = ((read, node) for node in nodes if (read := reshaped(node)) is not None)
-    storages = (tensors[tensor_of[value]].storage for pair in pairs for value in pair if value in tensor_of)
-    return {storage for storage in storages if storage is not None}
 
 
 def _zeros_bytes(node: fx.Node, absence: Absence, device: torch.device) -> int:

@@ -8,6 +8,7 @@ without gradients runs as it is.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,15 +37,13 @@ from ..torch_private.changes import lost_changes
 from ..torch_private.each_size import EachSize, Runner, Samples, Smaller, TraceAhead, sizes_among
 from ..torch_private.eager_tracing import traced_as_eager
 from ..torch_private.regions import block_templates
-from ..torch_private.result_nodes import give_own_nodes
 from ..torch_private.same_captures import SameCaptures
 from .capture import Captured, capture, order_of_gradients
-from .passes import Traced, rewrite
-from .stubs import stub_modules
+from .passes import Traced, rewrite, stub_modules
 
 log = logging.getLogger("hiremate_lightning")
 
-MOST_LAYOUTS = 3  # traces of code with blocks that are folded: a gradient of another layout may be passed on
+MOST_LAYOUTS = 3  # most traces of code with folded blocks: each may show gradients of another layout
 
 
 class Replacement(Protocol):
@@ -151,6 +150,21 @@ def _folded(module: fx.GraphModule) -> Any:
     return alike_blocks.fold(module)
 
 
+OPAQUE = (("tensorly", "einsum"),)  # module and function: it depends on nothing but its arguments
+
+
+def capture_opaque() -> None:
+    """Let torch.compile capture functions of other packages whole, since it gives up in the middle of them.
+
+    All that they do with tensors can be captured: how tensorly finds the order of a contraction, for neural operators.
+    Only modules that are imported already are looked at; the others can't be called.
+    """
+    for name, function in OPAQUE:
+        opaque = getattr(sys.modules.get(name), function, None)
+        if opaque is not None:
+            torch.compiler.allow_in_graph(opaque)
+
+
 def has_gradients(inputs: Sequence[Any]) -> bool:
     """Whether captured code may get gradients; other code runs as it is, at all sizes: there is nothing to plan."""
     return torch.is_grad_enabled() and any(isinstance(i, torch.Tensor) and i.requires_grad for i in inputs)
@@ -161,7 +175,7 @@ def _giving_own_nodes(run: Runner) -> Runner:
 
     def run_apart(*arguments: Any) -> Any:
         results = run(*arguments)
-        give_own_nodes(results)
+        aot.give_own_nodes(results)
         return results
 
     return run_apart
@@ -175,9 +189,9 @@ def _running_statistics(module: fx.GraphModule) -> list[int]:
     """
     norms = {node for node in module.graph.nodes if node.target in (F.batch_norm, F.instance_norm)}
     named = (node.kwargs.get(name) for node in norms for name in ("running_mean", "running_var"))
-    found = {*(value for node in norms for value in node.args[1:3]), *named}
+    values = {*(value for node in norms for value in node.args[1:3]), *named}
     inputs = enumerate(module.graph.find_nodes(op="placeholder"))
-    return [position for position, value in inputs if value in found and norms.issuperset(value.users)]
+    return [position for position, value in inputs if value in values and norms.issuperset(value.users)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,6 @@ from ..rewriting.joint import (
     subgraphs_of,
     values_of,
 )
-from ..rewriting.normalizing import can_normalize
 from ..rewriting.operations import operation_named
 from ..rewriting.overwriting import find_takes, overwrite
 from ..rewriting.replays import (
@@ -53,6 +52,7 @@ from ..rewriting.replays import (
     add_state,
     can_draw_again,
     can_draw_mask,
+    can_normalize,
     draw_mask_of,
 )
 from ..torch_private import aot, questions, tensor_state, user_kernels
@@ -197,8 +197,8 @@ def order_of_gradients(joint: fx.GraphModule, num_forward: int) -> tuple[int, ..
     place: dict[Any, int] = {node: index for index, node in enumerate(joint.graph.nodes)}
     inputs = joint.graph.find_nodes(op="placeholder")
     first_reads = [min((place[user] for user in node.users), default=0) for node in inputs]
-    found = [position for position, gradient in enumerate(gradients) if isinstance(gradient, fx.Node)]
-    return tuple(sorted(found, key=lambda at: (place[gradients[at]], -first_reads[at])))
+    positions = [position for position, gradient in enumerate(gradients) if isinstance(gradient, fx.Node)]
+    return tuple(sorted(positions, key=lambda at: (place[gradients[at]], -first_reads[at])))
 
 
 @dataclass
@@ -305,7 +305,7 @@ class _Builder:
         return self.storage_of[identity]
 
     def _take_size(self, tensor: int, source: int) -> None:
-        """Let a result be as large as what lies around the view that it is a copy of."""
+        """Let a copy of a view be as large as what lies around the view."""
         to, of = self.tensors[tensor].storage, self.tensors[source].storage
         if to is not None and of is not None:
             size_bytes = max(self.storages[to].size_bytes, self.storages[of].size_bytes)
@@ -343,7 +343,7 @@ class _Builder:
                 reads_mutated=reads_mutated,
                 flops=_flops(node),
                 module=_module_path(node),
-                source=_source(node),
+                source=_line_in(node.meta.get("stack_trace") or ""),
                 plain_bytes=operation.plain_bytes(node),
                 plain_inputs=tuple(self.tensor_of[v] for v in operation.plain_reads(node)),
                 checkpoint=self._checkpoint(node, index) if direction is Direction.FORWARD else None,
@@ -481,12 +481,8 @@ def _shortened(path: str) -> str:
     return _SUBSCRIPT.sub(r".\1", _ROOT.sub("", path)).lstrip(".")
 
 
-def _source(node: fx.Node) -> str:
-    """Return the user's own line that a node comes from, as FILE:LINE; "" where torch alone has called it."""
-    return _line_in(node.meta.get("stack_trace") or "")
-
-
 @functools.lru_cache(maxsize=4096)
 def _line_in(stack_trace: str) -> str:
-    found = _SOURCE.findall(stack_trace)
-    return next((f"{file}:{line}" for file, line in reversed(found) if not questions.is_of_tools(file)), "")
+    """Return the user's own line that a node comes from, as FILE:LINE; "" where torch alone has called it."""
+    places = _SOURCE.findall(stack_trace)
+    return next((f"{file}:{line}" for file, line in reversed(places) if not questions.is_of_tools(file)), "")

@@ -23,7 +23,7 @@ from .absent import without_missing
 from .capture import Captured
 
 NOTHING: frozenset[int] = frozenset()
-REMEMBERED = 4  # sizes: who foresees the calls of a step asks before they come
+REMEMBERED = 4  # sizes whose code is remembered: who foresees a step asks for those of its calls before they come
 
 
 class CodeTemplate:
@@ -51,7 +51,10 @@ class CodeTemplate:
         self._graphs = dict[frozenset[int], GraphTemplate]()
         self._latest = OrderedDict[Sizes, tuple[Captured, Profile]]()
         self._without(NOTHING)
-        _check_facts(self.samples)
+        # What is taken from the first sample has to be the same in all.
+        facts = [(c.terms, c.finished, c.trained, c.alike, c.mutated, c.overwritten, c.device) for c in self.samples]
+        if any(of_sample != facts[0] for of_sample in facts):
+            raise NoTemplateError("The same code hands on other gradients, or changes other inputs, at other sizes")
         _check_layouts(self.samples, self.sizes)
 
     def at(self, sizes: Sizes) -> tuple[Captured, Profile]:
@@ -79,13 +82,6 @@ class CodeTemplate:
             present = [without_missing(captured, missing, profile) for captured, profile in pairs]
             self._graphs[missing] = GraphTemplate(present, Expressions(self.sizes))
         return self._graphs[missing]
-
-
-def _check_facts(samples: Sequence[Captured]) -> None:
-    """Make sure that what is taken from the first sample is the same in all."""
-    facts = [(c.terms, c.finished, c.trained, c.alike, c.mutated, c.overwritten, c.device) for c in samples]
-    if any(of_sample != facts[0] for of_sample in facts):
-        raise NoTemplateError("The same code hands on other gradients, or changes other inputs, at other sizes")
 
 
 def _check_layouts(samples: Sequence[Captured], sizes: Sequence[Sizes]) -> None:

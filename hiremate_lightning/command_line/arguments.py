@@ -97,7 +97,8 @@ def read_overhead(text: str) -> float:
 
 def _check_step(asked: argparse.Namespace) -> None:
     get_strategy(asked.solver)
-    _check_host(asked)
+    if getattr(asked, "offload", False):
+        _check_host(asked)
     _check_name("--autocast", asked.autocast, HALF_TYPES)
     _check_name("--param-dtype", asked.param_dtype, HALF_TYPES)
     check_choices(asked.device, asked.loss, asked.zero_grad)
@@ -126,8 +127,6 @@ def check_choices(device: str, loss: str, zero_grad: str) -> None:
 
 
 def _check_host(asked: argparse.Namespace) -> None:
-    if not getattr(asked, "offload", False):
-        return
     if asked.device.partition(":")[0] != "cuda":
         raise ConfigurationError(
             f"--offload puts values of a GPU into the host's memory, which device {asked.device!r} has already. "
@@ -269,18 +268,18 @@ def no_such_name(place: str, path: str, name: str, known: Iterable[str]) -> Conf
 
 def _names_at_the_top(tree: ast.Module) -> set[str]:
     """List the names that a module may bind at its top level, within branches too."""
-    found, waiting = set[str](), list[ast.AST](tree.body)
+    names, waiting = set[str](), list[ast.AST](tree.body)
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            found.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
+            names.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
+            names.add(node.id)
         else:
             waiting.extend(ast.iter_child_nodes(node))
-    return found
+    return names
 
 
 def _file_of_module(name: str) -> Path | None:

@@ -148,7 +148,7 @@ def _one_line(error: BaseException) -> str:
 
 @contextmanager
 def _quiet(debug: bool) -> Iterator[None]:
-    """Keep back what packages say of the model's code, and our own lesser notes, unless asked for."""
+    """Silence warnings about the model's code, and our own notes below errors, unless `--debug` asks for them."""
     logger = logging.getLogger("hiremate_lightning")
     level = logger.level
     with warnings.catch_warnings():
@@ -175,16 +175,14 @@ class _Parser(OneLineParser):
         else:
             if given and given[0].startswith("--") and given[0] not in ("--help", "--version"):
                 self.error(f"options come after the command, such as plan, found {given[0]!r} before it")
-            self._check_command(next((text for text in given if not text.startswith("-")), None))
+            command = next((text for text in given if not text.startswith("-")), None)
+            if command == "help":
+                self.print_help()
+                self.exit(OK)
+            if command is not None and command not in _EXAMPLES:
+                hint = did_you_mean(command, _EXAMPLES)
+                self.error(f"there is no command {command!r}.{hint} Choose one of: {', '.join(_EXAMPLES)}")
         return super().parse_known_args(given, namespace)
-
-    def _check_command(self, name: str | None) -> None:
-        if name == "help":
-            self.print_help()
-            self.exit(OK)
-        if name is not None and name not in _EXAMPLES:
-            hint = did_you_mean(name, _EXAMPLES)
-            self.error(f"there is no command {name!r}.{hint} Choose one of: {', '.join(_EXAMPLES)}")
 
     def _check_options(self, given: Sequence[str]) -> None:
         known = [name for action in self._actions for name in action.option_strings]
@@ -207,7 +205,10 @@ def _parser() -> argparse.ArgumentParser:
     plan = _command(commands, "plan", _heavy("plan"), "plan a model under a budget, without its memory")
     _add_workload(plan)
     _add_several(plan)
-    _add_host(plan)
+    host = plan.add_argument_group("the host's memory, between forward and backward")
+    host.add_argument("--offload", action="store_true", help="let the plan put values there, from a GPU")
+    host.add_argument("--host-link", type=float, help="copies each way, GB a second (default: 25, PCIe 4; or measured)")
+    host.add_argument("--host-budget", metavar="BYTES", help='most bytes of it, such as "64 GiB" (default: no limit)')
     _add_budget(plan, '"8 GiB", "60%%" of what the step adds, or "auto" for what is free')
     plan.add_argument("--html", metavar="FILE", type=Path, help="write the report as one HTML page")
     plan.add_argument("--svg", metavar="FILE", type=Path, help="draw memory over time as an SVG picture")
@@ -326,14 +327,6 @@ def _add_several(parser: argparse.ArgumentParser) -> None:
     several.add_argument("--link", type=float, help="what a GPU sends, GB a second (default: 300, NVLink of an A100)")
 
 
-def _add_host(parser: argparse.ArgumentParser) -> None:
-    """Add what lets values go away to the host."""
-    host = parser.add_argument_group("the host's memory, between forward and backward")
-    host.add_argument("--offload", action="store_true", help="let the plan put values there, from a GPU")
-    host.add_argument("--host-link", type=float, help="copies each way, GB a second (default: 25, PCIe 4; or measured)")
-    host.add_argument("--host-budget", metavar="BYTES", help='most bytes of it, such as "64 GiB" (default: no limit)')
-
-
 def _add_budget(parser: argparse.ArgumentParser, words: str) -> None:
     parser.add_argument("--budget", required=True, help=words)
 
@@ -372,7 +365,7 @@ def _show(asked: argparse.Namespace) -> int:
         lines = textwrap.wrap(words, max(40, console.width - LABEL_WIDTH))
         for label, line in zip([name, *[""] * len(lines)], lines, strict=False):
             console.print(Text(f"{label:<{LABEL_WIDTH}}{line}"), soft_wrap=True)
-    if (found := rows_of(numbers)) is not None:
+    if (modules := rows_of(numbers)) is not None:
         console.print()
-        console.print(ModuleTable(*found))
+        console.print(ModuleTable(*modules))
     return OK

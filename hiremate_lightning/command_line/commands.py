@@ -45,23 +45,25 @@ from ..sizes.size_search import Forecast, search
 from ..units import Budget, format_bytes, format_time, parse_budget
 from .arguments import read_counts, read_overhead
 from .comparisons import (
+    CurvePoint,
     budget_line,
     comparison_numbers,
     comparison_table,
+    curve_table,
     finished_words,
     method_notes,
     parse_budgets,
     parse_methods,
+    points_of,
     spread,
 )
 from .counts import Count, answer, count_line, count_of, counts_table, look_at
-from .curve_table import CurvePoint, curve_table, points_of
 from .doctor import Grade, examine
 from .factory import Workload, find_factory, parse_inputs
 from .host import host_use
 from .offline import OfflineOptions, OfflineStep, capture_offline
-from .rates import Rates, rates_of
 from .sharded import Layout
+from .without_device import Rates, rates_of
 
 LOOPS = {
     "before": (
@@ -195,7 +197,16 @@ def plan(asked: argparse.Namespace) -> int:
     if asked.svg is not None:
         write_svg(made, asked.svg)
     notes = [*work.notes(captured), *work.host_notes]
-    if not _write_json(asked.json, _plan_numbers(work, made, captured, notes)):
+    count = asdict(count_of(made, captured, work.rates))
+    numbers = {
+        **{name: count[name] for name in ("gpus", "fsdp", "tp", "fits", "peak_parts", "sent_bytes", "sending_ms")},
+        **all_numbers(made),
+        "device": str(captured.options.device),
+        "batch_size": captured.size,
+        "resident": dict(captured.resident),
+        "notes": notes,
+    }
+    if not _write_json(asked.json, numbers):
         _show(plan_table(made), notes)
     return 0
 
@@ -234,34 +245,22 @@ def _plan_on_several(work: _Work, budget: Budget) -> int:
     captured: list[OfflineStep] = []
 
     def look(shards: int) -> Count:
-        made, found = _plan_on(work, budget, shards, on_infeasible="warn")
-        captured.append(found)
-        count = count_of(made, found, work.rates)
+        made, step = _plan_on(work, budget, shards, on_infeasible="warn")
+        captured.append(step)
+        count = count_of(made, step, work.rates)
         work.reporter.note(f"HiRemate: {count_line(count)}")
         return count
 
-    found = list(look_at(work.counts, look))
+    counts = list(look_at(work.counts, look))
     last = captured[-1]
     notes = work.notes(last)
-    numbers = {"target": last.name, "batch_size": last.size, "counts": [asdict(count) for count in found]}
-    if not _write_json(work.asked.json, {**numbers, "answer": answer(found), "notes": notes}):
+    numbers = {"target": last.name, "batch_size": last.size, "counts": [asdict(count) for count in counts]}
+    if not _write_json(work.asked.json, {**numbers, "answer": answer(counts), "notes": notes}):
         console = Output()
-        _say(console, [f"{last.name}, budget {budget} on each GPU, batch size {last.size} on each: {answer(found)}"])
-        console.print(counts_table(found))
+        _say(console, [f"{last.name}, budget {budget} on each GPU, batch size {last.size} on each: {answer(counts)}"])
+        console.print(counts_table(counts))
         _say_notes(console, ["The notes below are about the largest number of GPUs.", *notes])
-    return 0 if any(count.fits for count in found) else 1
-
-
-def _plan_numbers(work: _Work, made: Plan, captured: OfflineStep, notes: list[str]) -> dict[str, Any]:
-    numbers = asdict(count_of(made, captured, work.rates))
-    return {
-        **{name: numbers[name] for name in ("gpus", "fsdp", "tp", "fits", "peak_parts", "sent_bytes", "sending_ms")},
-        **all_numbers(made),
-        "device": str(captured.options.device),
-        "batch_size": captured.size,
-        "resident": dict(captured.resident),
-        "notes": notes,
-    }
+    return 0 if any(count.fits for count in counts) else 1
 
 
 # ---------------------------------------------------------------- curve
@@ -302,31 +301,31 @@ def compare(asked: argparse.Namespace) -> int:
     captured, step = work.capture()
     named = _budgets_in_words(work, budgets, captured.resident_bytes, step.plain_bytes)
     problem = Problem(step.graph, step.profile, step.plain_bytes, SolveOptions(asked.time_limit))
-    found = _solved_by_each(work, problem, named, methods)
+    comparison = _solved_by_each(work, problem, named, methods)
     if asked.svg is not None:
-        panel = panel_of(found, methods, captured.name, captured.resident_bytes, step.plain_bytes)
+        panel = panel_of(comparison, methods, captured.name, captured.resident_bytes, step.plain_bytes)
         asked.svg.write_text(comparison_svg(panel), encoding="utf-8")
     notes = [
-        *finished_words(len(found.outcomes), len(named) * len(methods)),
+        *finished_words(len(comparison.outcomes), len(named) * len(methods)),
         f"Each method did at most the work of {asked.time_limit:g} s of an idle core for each budget. Seconds are by "
         "the clock of this machine as it is now.",
         *work.notes(captured),
     ]
-    numbers = comparison_numbers(found, named, captured.resident_bytes, step.plain_bytes)
+    numbers = comparison_numbers(comparison, named, captured.resident_bytes, step.plain_bytes)
     if not _write_json(asked.json, {"target": captured.name, **numbers, "notes": notes}):
-        _show_comparison(found, named, captured, step.plain_bytes)
+        _show_comparison(comparison, named, captured, step.plain_bytes)
         _say_notes(Output(), notes)
-    return 0 if any(outcome.fits for outcome in found.outcomes) else 1
+    return 0 if any(outcome.fits for outcome in comparison.outcomes) else 1
 
 
-def _show_comparison(found: Comparison, named: dict[int, str], captured: OfflineStep, plain_bytes: int) -> None:
+def _show_comparison(comparison: Comparison, named: dict[int, str], captured: OfflineStep, plain_bytes: int) -> None:
     console, resident = Output(), captured.resident_bytes
-    plain = f"{format_bytes(resident + plain_bytes, up=True)}, {format_time(found.step_ms)}"
+    plain = f"{format_bytes(resident + plain_bytes, up=True)}, {format_time(comparison.step_ms)}"
     _say(console, [f"{captured.name}: plain training takes {plain}"])
-    for budget_bytes in found.budgets:
-        _say(console, ["", budget_line(found, budget_bytes, named[budget_bytes], resident)])
-        console.print(comparison_table(found, budget_bytes, resident))
-        _say_notes(console, method_notes(found, budget_bytes))
+    for budget_bytes in comparison.budgets:
+        _say(console, ["", budget_line(comparison, budget_bytes, named[budget_bytes], resident)])
+        console.print(comparison_table(comparison, budget_bytes, resident))
+        _say_notes(console, method_notes(comparison, budget_bytes))
     _say(console, [""])
 
 
@@ -378,14 +377,14 @@ def fit(asked: argparse.Namespace) -> int:
     limit_bytes = work.budget_bytes(budget, 0, 0)
     forecast = _forecast(work, seen, limit_bytes)
     with work.reporter.stage("solving"):
-        found = search(forecast, asked.max_batch, accepted, Objective.LARGEST, FIT_PLANS)
-        if not found.size:
+        searched = search(forecast, asked.max_batch, accepted, Objective.LARGEST, FIT_PLANS)
+        if not searched.size:
             raise _nothing_fits(forecast, accepted)
-        forecast.trial(found.size)
+        forecast.trial(searched.size)
     result = BatchSizeResult(
-        size=found.size,
-        limited_by=found.limit.value,
-        unplanned_size=found.unplanned_size,
+        size=searched.size,
+        limited_by=searched.limit.value,
+        unplanned_size=searched.unplanned_size,
         objective=Objective.LARGEST.value,
         budget_bytes=limit_bytes,
         max_overhead=accepted,

@@ -1,15 +1,17 @@
-"""What `hiremate compare` takes and shows: budgets, methods, a table for each budget, and all of it as numbers."""
+"""What `hiremate compare` takes and shows: budgets, methods, tables, numbers. The table of `hiremate curve`, too."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
 
 from ..errors import ConfigurationError
 from ..planning.comparing import Comparison, Outcome, methods_to_compare
+from ..planning.solvers import Curve
 from ..planning.solvers.worker import check_strategy
 from ..reporting.terminal import plain_table
 from ..units import Budget, format_bytes, format_ratio, format_time, parse_budget
@@ -137,3 +139,47 @@ def method_notes(comparison: Comparison, budget_bytes: int) -> list[str]:
 def finished_words(done: int, asked: int) -> Sequence[str]:
     """Describe how far an interrupted comparison came; nothing for a complete one."""
     return () if done >= asked else (f"Interrupted: {done} of {asked} solves are done. The rest is left out.",)
+
+
+# ---------------------------------------------------------------- the curve from budget to time
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """One point of the curve: bytes with what is resident, milliseconds, ratios of the time without recomputation."""
+
+    peak_bytes: int
+    step_ms: float
+    overhead: float
+    bound_overhead: float
+    strategy: str
+
+
+def points_of(curve: Curve, resident_bytes: int) -> list[CurvePoint]:
+    """List the points of a curve."""
+    step_ms = curve.problem.step_ms
+    return [
+        CurvePoint(
+            resident_bytes + point.peak_bytes,
+            step_ms + point.recompute_ms,
+            point.recompute_ms / step_ms if step_ms else 0.0,
+            curve.solution(point.peak_bytes).bound_ms / step_ms if step_ms else 0.0,
+            point.strategy,
+        )
+        for point in curve.points
+    ]
+
+
+def curve_table(points: Sequence[CurvePoint]) -> Table:
+    """Put points into a table."""
+    rows = (
+        (
+            format_bytes(point.peak_bytes, up=True),
+            format_time(point.step_ms),
+            format_ratio(point.overhead),
+            format_ratio(point.bound_overhead),
+            point.strategy,
+        )
+        for point in points
+    )
+    return plain_table(("peak memory", "step", "extra time", "no plan below", "found by"), rows, words=("found by",))

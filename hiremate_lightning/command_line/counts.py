@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from rich.table import Table
 
 from ..planning.plan import Plan
 from ..records.costs import step_time_ms
-from ..reporting.lifetimes import Band, band_bytes, lifetimes
 from ..reporting.terminal import plain_table
+from ..reporting.timeline import Band, band_bytes, lifetimes
 from ..units import format_bytes, format_ratio, format_time
 from .offline import ACCUMULATED, OfflineStep
-from .rates import Rates
+from .without_device import Rates
 
 MOST = 1024  # GPUs that "auto" looks at
-ENOUGH = 8  # from here on "auto" ends where more GPUs don't help:
-FALLS = 0.98  # where the peak of plain training is more than this part of that with half as many
+ENOUGH = 8  # GPUs from which on "auto" ends where more of them don't help
+FALLS = 0.98  # more GPUs help where the peak of plain training falls to this share of that on half as many
 # What a peak is made of: its name, and the resident parts or bands that it sums up.
 PARTS = {
     "parameters": ("parameters",),
@@ -81,12 +80,12 @@ def peak_parts(plan: Plan, gradients_bytes: int) -> dict[str, int]:
     kept = [life for life in lives if life.band is Band.OUTSIDE and plan.planned.turn <= life.first <= at <= life.last]
     shards_bytes = min(gradients_bytes, sum(life.size_bytes for life in kept if life.last == len(moments) - 1))
     sizes = {**dict(plan.resident_parts), **bands}
-    found = {name: sum(sizes.get(part, 0) for part in parts) for name, parts in PARTS.items()}
-    found["gradients"] += shards_bytes
-    found["outside"] -= shards_bytes
-    rest = plan.planned_peak_bytes - sum(found.values())
-    found["outside"] += min(0, rest)  # outside code takes memory that dies there for what it makes
-    return {**found, OTHERS: max(0, rest)}
+    parts_bytes = {name: sum(sizes.get(part, 0) for part in parts) for name, parts in PARTS.items()}
+    parts_bytes["gradients"] += shards_bytes
+    parts_bytes["outside"] -= shards_bytes
+    rest = plan.planned_peak_bytes - sum(parts_bytes.values())
+    parts_bytes["outside"] += min(0, rest)  # outside code takes memory that dies there for what it makes
+    return {**parts_bytes, OTHERS: max(0, rest)}
 
 
 def look_at(counts: Sequence[int], look: Callable[[int], Count]) -> Iterator[Count]:
@@ -102,19 +101,19 @@ def look_at(counts: Sequence[int], look: Callable[[int], Count]) -> Iterator[Cou
     before: Count | None = None
     shards = 1
     while shards <= MOST:
-        found = look(shards)
-        yield found
+        count = look(shards)
+        yield count
         least_bytes = 0.0 if before is None else FALLS * before.unplanned_peak_bytes
-        if found.fits or (shards > ENOUGH and found.unplanned_peak_bytes > least_bytes):
+        if count.fits or (shards > ENOUGH and count.unplanned_peak_bytes > least_bytes):
             return
-        before, shards = found, 2 * shards
+        before, shards = count, 2 * shards
 
 
-def answer(found: Sequence[Count]) -> str:
+def answer(counts: Sequence[Count]) -> str:
     """Answer how many GPUs are needed."""
-    fitting = [count for count in found if count.fits]
+    fitting = [count for count in counts if count.fits]
     if not fitting:
-        least = min(found, key=lambda count: count.peak_bytes)
+        least = min(counts, key=lambda count: count.peak_bytes)
         peak, more = format_bytes(least.peak_bytes, up=True), ", or divide activations too (--tp)"
         return (
             f"None of these is enough: the smallest peak found is {peak} on each GPU, with {least.gpus}. "
@@ -142,24 +141,20 @@ def _gpus(count: int) -> str:
     return "1 GPU is" if count == 1 else f"{count} GPUs are"
 
 
-def counts_table(found: Sequence[Count]) -> Table:
+def counts_table(counts: Sequence[Count]) -> Table:
     """Draw a column for each number of GPUs."""
-    gpus = (str(count.gpus) if count.tp == 1 else f"{count.fsdp} x {count.tp}" for count in found)
-    rows: dict[str, Callable[[Count], str]] = {
-        "fits": lambda count: "yes" if count.fits else "no",
-        "peak of plain training": lambda count: format_bytes(count.unplanned_peak_bytes, up=True),
-        "peak of the plan": lambda count: format_bytes(count.peak_bytes, up=True),
-        **{f"  {part}": partial(_part_words, part) for part in (*PARTS, OTHERS)},
-        "extra time": lambda count: format_ratio(count.overhead),
-        "computing": lambda count: format_time(count.step_ms),
-        "sending": lambda count: format_time(count.sending_ms),
-        "sent": lambda count: format_bytes(count.sent_bytes),
+    gpus = (str(count.gpus) if count.tp == 1 else f"{count.fsdp} x {count.tp}" for count in counts)
+    rows = {
+        "fits": ["yes" if count.fits else "no" for count in counts],
+        "peak of plain training": [format_bytes(count.unplanned_peak_bytes, up=True) for count in counts],
+        "peak of the plan": [format_bytes(count.peak_bytes, up=True) for count in counts],
+        **{f"  {part}": [format_bytes(count.peak_parts[part]) for count in counts] for part in (*PARTS, OTHERS)},
+        "extra time": [format_ratio(count.overhead) for count in counts],
+        "computing": [format_time(count.step_ms) for count in counts],
+        "sending": [format_time(count.sending_ms) for count in counts],
+        "sent": [format_bytes(count.sent_bytes) for count in counts],
     }
-    return plain_table(("GPUs", *gpus), ((name, *map(words, found)) for name, words in rows.items()), words=("GPUs",))
-
-
-def _part_words(part: str, count: Count) -> str:
-    return format_bytes(count.peak_parts[part])
+    return plain_table(("GPUs", *gpus), ((name, *cells) for name, cells in rows.items()), words=("GPUs",))
 
 
 def count_of(plan: Plan, captured: OfflineStep, rates: Rates) -> Count:

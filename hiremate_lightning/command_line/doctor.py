@@ -21,10 +21,9 @@ from torch import nn
 from .. import torch_private
 from ..api import get_plan, hiremate, remove_hiremate
 from ..calls.refusals import refuse
-from ..calls.replaced import checkpointed_modules
+from ..calls.replaced import checkpointed_modules, take_aside
 from ..errors import ConfigurationError, HiRemateError
 from ..integrations.any_script import Alive, Finder
-from ..integrations.compiled_in_place import take_aside
 from ..memory.allocator import free_host_bytes
 from ..planning.solvers import Status
 from ..planning.solvers.mip_backend import BACKENDS
@@ -128,8 +127,8 @@ def _asked_for() -> list[tuple[Requirement, str]]:
     Raises:
         PackageNotFoundError: If the package is not installed.
     """
-    found = [(Requirement(line), re.search(r'extra == "(\w+)"', line)) for line in requires(PACKAGE) or []]
-    named = [(requirement, extra[1] if extra else "") for requirement, extra in found]
+    requirements = [(Requirement(line), re.search(r'extra == "(\w+)"', line)) for line in requires(PACKAGE) or []]
+    named = [(requirement, extra[1] if extra else "") for requirement, extra in requirements]
     return [(requirement, extra) for requirement, extra in named if extra not in WITHOUT]
 
 
@@ -139,17 +138,22 @@ def _requirement(requirement: Requirement, extra: str) -> Finding:
     for_extra = f", for the extra {extra}" if extra else ""
     mending = "" if extra else f'; mend it with: pip install "{name}{wanted}"'
     try:
-        found = version(name)
+        installed = version(name)
     except PackageNotFoundError:
         return Finding(name, lacking, f"not installed{for_extra} (wanted {wanted or 'any version'}){mending}")
-    if not wanted.contains(found, prereleases=True):
-        return Finding(name, lacking, f"{found}, but {wanted} is wanted{for_extra}{mending}")
-    return Finding(name, Grade.GOOD, found)
+    if not wanted.contains(installed, prereleases=True):
+        return Finding(name, lacking, f"{installed}, but {wanted} is wanted{for_extra}{mending}")
+    return Finding(name, Grade.GOOD, installed)
 
 
 def _importable(findings: list[Finding]) -> Iterator[Finding]:
     """Import each package that is there, and what needs most of them: Lightning's callbacks."""
-    there = [finding.name for finding in findings if _is_installed(finding.name)]
+    there = []
+    for finding in findings:
+        with suppress(PackageNotFoundError):
+            if finding.name != PACKAGE:
+                version(finding.name)  # raises where it is not installed
+                there.append(finding.name)
     failures = import_failures([*map(_module_of, there), CALLBACKS])
     for finding in findings:
         reason = failures.get(_module_of(finding.name)) if finding.name in there else None
@@ -169,14 +173,6 @@ def _not_importable(finding: Finding, reason: str) -> Finding:
     if finding.name in optional and reason.startswith(ModuleNotFoundError.__name__):
         return Finding(finding.name, Grade.KNOW, words)
     return Finding(finding.name, Grade.BAD, f"{words}; mend it with: {_mending(finding.name)}")
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        version(name)
-    except PackageNotFoundError:
-        return False
-    return name != PACKAGE
 
 
 def _module_of(name: str) -> str:
@@ -323,7 +319,7 @@ class _Looking(Finder):
 
 
 def _script(given: Sequence[str]) -> Finding:
-    """Run a script up to its first training step, and say whether what it trains would be refused."""
+    """Run a script up to its first training step, and report whether what it trains would be refused."""
     finder = _Looking("auto")
     try:
         with finder.in_place():

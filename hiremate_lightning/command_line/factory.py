@@ -79,12 +79,12 @@ class ModelCall:
 
     def changed(self, change: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the inputs with each of them changed; what is handed in twice, as inputs and labels say, stays one."""
-        found: dict[int, Any] = {}
+        changed_by_id: dict[int, Any] = {}
 
         def once(value: Any) -> Any:
-            if id(value) not in found:
-                found[id(value)] = change(value)
-            return found[id(value)]
+            if id(value) not in changed_by_id:
+                changed_by_id[id(value)] = change(value)
+            return changed_by_id[id(value)]
 
         args, kwargs = tensor_state.map_leaves(once, (self.args, self.kwargs))
         return args, kwargs
@@ -207,12 +207,12 @@ def find_factory(text: str) -> Any:
         ConfigurationError: If there is no such file, module or name.
     """
     place, path = split_factory(text)
-    found: Any = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    factory: Any = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     for name in path.split("."):
-        if not hasattr(found, name):
-            raise no_such_name(place, path, name, vars(found))
-        found = getattr(found, name)
-    return found
+        if not hasattr(factory, name):
+            raise no_such_name(place, path, name, vars(factory))
+        factory = getattr(factory, name)
+    return factory
 
 
 def _import_module(name: str) -> Any:

@@ -52,20 +52,17 @@ class HostUse:
         is_within = without.planned_peak_bytes <= without.budget_bytes
         least = min(least, without.planned_peak_bytes)
         away = min(away, made.planned_peak_bytes, least)
+        use = "nothing goes there, since that would not be faster"
+        if made.solution.aways:
+            size, cost = format_bytes(made.planned.host_bytes), format_ratio(made.predicted_overhead)
+            use = f"{size} go there in a step, which takes {cost} more time than a plain one"
         other = f"takes {format_ratio(without.predicted_overhead)} more time" if is_within else "is not possible"
         smallest = f"The smallest budget found is {format_bytes(away, up=True)} with it"
         return (
             f"The host's memory, {link.out_bytes_per_ms / 1e6:.3g} GB/s there and "
-            f"{link.in_bytes_per_ms / 1e6:.3g} GB/s back: {_use(made)}; without it, this budget {other}. "
+            f"{link.in_bytes_per_ms / 1e6:.3g} GB/s back: {use}; without it, this budget {other}. "
             f"{smallest}, {format_bytes(least, up=True)} without."
         )
-
-
-def _use(made: Plan) -> str:
-    if not made.solution.aways:
-        return "nothing goes there, since that would not be faster"
-    size, cost = format_bytes(made.planned.host_bytes), format_ratio(made.predicted_overhead)
-    return f"{size} go there in a step, which takes {cost} more time than a plain one"
 
 
 def host_use(captured: OfflineStep, step: Step, asked: argparse.Namespace) -> HostUse | None:

@@ -32,15 +32,15 @@ def import_failures(names: Sequence[str]) -> dict[str, str]:
     Returns:
         The reason for each of those that can't be imported.
     """
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     waiting = list(names)
     while waiting:
         seen, ending = _import(waiting)
-        found |= seen
+        reasons |= seen
         waiting = waiting[len(seen) :]
         if waiting:  # the process has ended in one of them
-            found[waiting.pop(0)] = ending
-    return {name: reason for name, reason in found.items() if reason}
+            reasons[waiting.pop(0)] = ending
+    return {name: reason for name, reason in reasons.items() if reason}
 
 
 def _import(names: Sequence[str]) -> tuple[dict[str, str], str]:
@@ -58,8 +58,6 @@ def _import(names: Sequence[str]) -> tuple[dict[str, str], str]:
     except subprocess.TimeoutExpired:
         return {}, f"importing it takes more than {LIMIT_S:g} s"
     seen = dict(json.loads(line) for line in result.stdout.splitlines() if line.startswith('["'))
-    return seen, f"importing it ends the process ({_ending(result.returncode)})"
-
-
-def _ending(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    code = result.returncode
+    ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return seen, f"importing it ends the process ({ending})"

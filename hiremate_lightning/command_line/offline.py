@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..calls.opaque import capture_opaque
-from ..capturing.backend import planning_backend
+from ..capturing.backend import capture_opaque, planning_backend
 from ..capturing.capture import Captured
 from ..errors import CaptureError, ConfigurationError, did_you_mean, place_of
 from ..measuring.describing import describe
@@ -40,9 +39,8 @@ from ..running.program import Program, build
 from ..torch_private import dynamo, questions, sharding, tensor_state
 from .arguments import check_choices
 from .factory import ModelCall, Workload
-from .rates import Rates
 from .sharded import ONE, Layout, planned_paths
-from .without_device import CountingMeter, build_on_fakes, on_gpu, same_tensors, with_gpu_attention
+from .without_device import CountingMeter, Rates, build_on_fakes, on_gpu, same_tensors, with_gpu_attention
 
 _CPU = torch.device("cpu")
 LIGHTNING_MODULES = {"lightning.LightningModule", "pytorch_lightning.LightningModule"}
@@ -191,7 +189,10 @@ def _capture(
     mode, layout, device = tensor_state.fake_mode(), options.layout, options.fake_device
     call = build_on_fakes(workload, device, size, mode)
     name = type(call.module).__name__  # fully_shard() gives it another class
-    zero_grad = _zero_grad(call.module, options)
+    zero_grad = options.zero_grad
+    if zero_grad == "auto":  # as the loops do that the module is made for
+        names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(call.module).__mro__}
+        zero_grad = "after-forward" if names & LIGHTNING_MODULES else "before"
     with ExitStack() as undo:
         mesh = undo.enter_context(layout.processes(device))
         undo.enter_context(dynamo.capturing_for_plans(answers=answers))
@@ -237,10 +238,6 @@ def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
-def _call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return type(module).forward(module, *args, **kwargs)
-
-
 class OfflineRun(Conductor):
     """Runs steps of a module through torch.compile with everything kept, and records each in the place of the last.
 
@@ -269,12 +266,18 @@ class OfflineRun(Conductor):
         if "" in paths:
             self._call = self._compiled(_call_module)
             return
-        compiled = self._compiled(_call_forward)
+
+        def call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return type(module).forward(module, *args, **kwargs)
+
+        compiled = self._compiled(call_forward)
         for path in paths:
             module = root.get_submodule(path)
             module.forward = self._along(path, module, compiled)
 
     def _along(self, path: str, module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a forward that notes the path of its module, then runs what is compiled."""
+
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._path = path
             return compiled(module, *args, **kwargs)
@@ -409,11 +412,11 @@ def _loss(result: Any, kind: str) -> torch.Tensor:
         ConfigurationError: If there is none.
     """
     if kind != "sum":
-        found = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", result)
-        if isinstance(found, (tuple, list)) and found:
-            found = found[0]
-        if isinstance(found, torch.Tensor) and found.dim() == 0 and found.requires_grad:
-            return found
+        loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", result)
+        if isinstance(loss, (tuple, list)) and loss:
+            loss = loss[0]
+        if isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.requires_grad:
+            return loss
         if kind == "model":
             kind_found = "a tensor" if isinstance(result, torch.Tensor) else type(result).__name__
             raise ConfigurationError(
@@ -424,14 +427,6 @@ def _loss(result: Any, kind: str) -> torch.Tensor:
     if not outputs:
         raise ConfigurationError("Nothing that the module returns requires a gradient: there is no step to plan.")
     return sum((t.sum() for t in outputs[1:]), outputs[0].sum())
-
-
-def _zero_grad(module: nn.Module, options: OfflineOptions) -> str:
-    """Find when the loop frees gradients: where that was not named, as the loops do that the module is made for."""
-    if options.zero_grad != "auto":
-        return options.zero_grad
-    names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(module).__mro__}
-    return "after-forward" if names & LIGHTNING_MODULES else "before"
 
 
 # ---------------------------------------------------------------- resident bytes

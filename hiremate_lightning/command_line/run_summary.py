@@ -35,12 +35,12 @@ def show(finder: Finder, page: Path | None, numbers: str | None) -> None:
         numbers: Where to write the numbers as JSON; "-" for the output, None for nowhere.
     """
     seen = finder.seen
-    for found in finder.trained:
-        write_line(f"{found.name}: {_words(found.plan, seen.ended_by)}")
+    for trained in finder.trained:
+        write_line(f"{trained.name}: {_words(trained.plan, seen.ended_by)}")
     if not finder.trained:
         write_line(f"no training step was seen: {seen.reason}")
     if is_rank_zero():
-        plans = [found.plan for found in finder.trained if found.plan is not None]
+        plans = [trained.plan for trained in finder.trained if trained.plan is not None]
         for write in (partial(_write_pages, page, plans), partial(_write_numbers, numbers, finder)):
             try:
                 write()

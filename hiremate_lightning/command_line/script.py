@@ -1,8 +1,8 @@
 """A script, run as `python` runs it: what is `__main__`, `sys.argv` and `sys.path` to it, and when it has ended.
 
-What it starts by itself has no plan, which is said: launchers do so, and commands that call one (`torchrun`,
-`accelerate launch`, `trl sft`, `axolotl train`). What they start is to run under hiremate, not they. Workers of
-torch.multiprocessing start in another way, and are not seen here.
+Programs that the script starts have no plan, and a line says so. Launchers start such programs (`torchrun`,
+`accelerate launch`), and so do commands that call one (`trl sft`, `axolotl train`): what they start is to run under
+hiremate, not they. Workers of torch.multiprocessing start in another way, and are not seen here.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Script:
         with self._arguments_and_path():
             if self.is_module:
                 _run_as_main(*_of_module(self.name), self._ends_process)
-            elif _is_archive(self.name):
+            elif Path(self.name).is_dir() or zipfile.is_zipfile(self.name):
                 runpy.run_path(self.name, run_name="__main__")
             else:
                 _run_as_main(*_of_file(Path(self.name).absolute()), self._ends_process)
@@ -103,8 +103,11 @@ def _find(given: Sequence[str]) -> str:
     if Path(name).exists() and not is_package:
         return name
     command = shutil.which(name) if Path(name).name == name else None
-    if command is not None and _is_python(command):
-        return command
+    if command is not None:
+        with Path(command).open("rb") as file:
+            first = file.readline(512)
+        if first.startswith(b"#!") and b"python" in first:
+            return command
     if INTERPRETER.fullmatch(Path(name).name):
         rest = " ".join(given[1:2]) or "train.py"
         raise ConfigurationError(f"{name!r} is the interpreter: leave it out, as in hiremate run [options] {rest} ...")
@@ -117,17 +120,6 @@ def _find(given: Sequence[str]) -> str:
     raise ConfigurationError(
         f"There is no file {name!r} to run, and no command of that name. Options come before the script."
     )
-
-
-def _is_python(command: str) -> bool:
-    """Whether the first line of a command names an interpreter of Python."""
-    with Path(command).open("rb") as file:
-        first = file.readline(512)
-    return first.startswith(b"#!") and b"python" in first
-
-
-def _is_archive(name: str) -> bool:
-    return Path(name).is_dir() or zipfile.is_zipfile(name)
 
 
 def _of_file(path: Path) -> tuple[types.CodeType, types.ModuleType]:
@@ -174,7 +166,8 @@ def _run_as_main(code: types.CodeType, module: types.ModuleType, ends_process: b
             raise
         _wait_for_others(threads)
     finally:
-        if not ends_process or _is_interactive():
+        is_interactive = hasattr(sys, "ps1") or hasattr(builtins, "get_ipython")
+        if not ends_process or is_interactive:
             sys.modules["__main__"] = before
 
 
@@ -185,10 +178,6 @@ def _wait_for_others(threads: set[threading.Thread]) -> None:
     while started := [t for t in threading.enumerate() if t not in threads and not t.daemon]:
         started[0].join()
         threads.add(started[0])
-
-
-def _is_interactive() -> bool:
-    return hasattr(sys, "ps1") or hasattr(builtins, "get_ipython")
 
 
 # ---------------------------------------------------------------- the programs that it starts
@@ -248,7 +237,10 @@ def _words_of(arguments: Any) -> list[str]:
 def _program_of(words: list[str], environment: Mapping[str, str]) -> ScriptProgram | None:
     """Find the script or module of Python in a command; None where there is none that might train."""
     if words and INTERPRETER.fullmatch(Path(words[0]).name):
-        words = _after_options(words[1:])
+        index = 1  # after the options of the interpreter
+        while index < len(words) and words[index].startswith("-") and words[index] not in ("-m", "-c"):
+            index += 2 if words[index] in _TAKE_A_VALUE else 1
+        words = words[index:]
         if not words or words[0] == "-c":
             return None
     elif launcher_of(words) is None:
@@ -261,11 +253,3 @@ def _program_of(words: list[str], environment: Mapping[str, str]) -> ScriptProgr
     if any(launched):
         start = f"{'accelerate launch' if launched[0] else 'torchrun'} [its options] {RUN}"
     return launcher_of(words) or ScriptProgram(name, f"{start} {name} ...")
-
-
-def _after_options(words: list[str]) -> list[str]:
-    """Leave out the options of the interpreter: what remains begins with a script, with -m or with -c."""
-    index = 0
-    while index < len(words) and words[index].startswith("-") and words[index] not in ("-m", "-c"):
-        index += 2 if words[index] in _TAKE_A_VALUE else 1
-    return words[index:]

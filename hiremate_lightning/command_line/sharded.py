@@ -14,7 +14,7 @@ from torch import nn
 
 from ..errors import ConfigurationError, did_you_mean
 from ..torch_private import sharding
-from ..torch_private.storage_events import StorageEvents
+from .without_device import StorageEvents
 
 SHARDS, PARTS = "shards", "parts"  # dimensions of the mesh
 DIMENSIONS = {"colwise": 0, "colwise_gather_output": 0, "rowwise": 1}  # of a weight that a style divides
@@ -150,35 +150,35 @@ def divide(root: nn.Module, mesh: Any) -> None:
 def _styles(root: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """Find the modules that a tensor-parallel plan names; in it, * stands for one part of a path."""
     patterns = {re.compile(re.escape(path).replace(r"\*", "[^.]+")): style for path, style in plan.items()}
-    found = dict[str, str]()
+    styles = dict[str, str]()
     for path, _ in root.named_modules():
         style = next((style for pattern, style in patterns.items() if pattern.fullmatch(path)), None)
         if style is not None:
-            found[path] = style
-    return found
+            styles[path] = style
+    return styles
 
 
 def repeated_blocks(root: nn.Module) -> list[nn.Module]:
     """List the outermost modules with children that have a sibling of the same class: the layers of a transformer."""
-    found = list[nn.Module]()
+    repeated = list[nn.Module]()
     waiting = [root]
     while waiting:
         children = [child for child in waiting.pop(0).children() if next(child.parameters(), None) is not None]
         kinds = Counter(type(child) for child in children if next(child.children(), None) is not None)
         blocks = [child for child in children if kinds[type(child)] > 1]
-        found += blocks
+        repeated += blocks
         waiting += [child for child in children if child not in blocks]
-    return found
+    return repeated
 
 
 def planned_paths(root: nn.Module) -> list[str]:
     """List the outermost modules below which nothing is sharded: the root, or its units and what is between them."""
     if not sharding.has_units_below(root):
         return [""]
-    found = list[str]()
+    paths = list[str]()
     for path, module in root.named_modules():
-        is_inside = any(path.startswith(f"{outer}.") for outer in found)
+        is_inside = any(path.startswith(f"{outer}.") for outer in paths)
         trains = any(p.requires_grad for p in module.parameters())
         if trains and not is_inside and not sharding.has_units_below(module):
-            found.append(path)
-    return found
+            paths.append(path)
+    return paths

@@ -1,12 +1,12 @@
-"""What stands in for a device: tensors without memory, a count of what they would take, a GPU's blocks and kernels."""
+"""What stands in for a device: tensors without memory, a count of their bytes, a GPU's blocks and kernels, rates."""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -17,15 +17,19 @@ from ..calls.refusals import refuse
 from ..errors import ConfigurationError
 from ..memory.allocator import allocated_bytes
 from ..memory.metering import LiveBytes
-from ..records.costs import HALF_TYPES
+from ..records.costs import A100, HALF_TYPES, Machine
 from ..records.graph import Graph
 from ..rewriting.joint import is_order_dependent_on_gpu
 from ..torch_private import tensor_state
-from ..torch_private.storage_events import StorageEvents
+from ..torch_private.tensor_state import TorchDispatchMode
 from .factory import ModelCall, Workload
 
 log = logging.getLogger("hiremate_lightning")
 aten = torch.ops.aten
+
+_GATHERS = ("c10d::_allgather_base_", "_c10d_functional::all_gather_into_tensor")
+_SCATTERS = ("c10d::_reduce_scatter_base_", "_c10d_functional::reduce_scatter_tensor")
+_REDUCES = ("_c10d_functional::all_reduce", "_c10d_functional::all_reduce_")
 
 # ---------------------------------------------------------------- a module on tensors without memory
 
@@ -107,6 +111,80 @@ def _is_fake_on(tensor: torch.Tensor, device: torch.device) -> bool:
 
 
 # ---------------------------------------------------------------- what they would take
+
+
+class StorageEvents(TorchDispatchMode):
+    """Reports each storage that an operation makes, and its release, while the mode is on.
+
+    What kernels allocate inside is not seen, nor what the graphs do that higher-order operators (`torch.cond`) call.
+
+    Args:
+        changed: Called with the bytes before and after: 0 before a storage is made, 0 after its release.
+        resized: Tensors that exist, and whose storages others resize: FSDP2 does so with whole parameters.
+
+    Attributes:
+        gathered_bytes: Results of all-gathers so far.
+        scattered_bytes: Inputs of reduce-scatters so far.
+        reduced_bytes: Inputs of all-reduces so far.
+    """
+
+    def __init__(self, changed: Callable[[int, int], None], resized: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.supports_higher_order_operators = True
+        self.gathered_bytes = self.scattered_bytes = self.reduced_bytes = 0
+        self._changed = changed
+        storages = {tensor_state.storage_id(tensor): tensor.untyped_storage() for tensor in resized}
+        self._resized = [(storage, storage.nbytes()) for storage in storages.values()]
+        self._known = set(storages)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True, so that torch.compile captures code that it has not captured yet."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, and see what it has made."""
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a DTensor: its own operations on local tensors are seen
+        self.look_at_resized()
+        result = func(*args, **(kwargs or {}))
+        given = _dense_among((args, kwargs))
+        existing = {tensor_state.storage_id(tensor) for tensor in given}
+        made, name = _dense_among(result), func.name().partition(".")[0]
+        sizes = [tensor.nbytes for tensor in (*given, *made)]
+        self.gathered_bytes += max(sizes) if name in _GATHERS else 0
+        self.scattered_bytes += max(sizes) if name in _SCATTERS else 0
+        self.reduced_bytes += max(sizes) if name in _REDUCES else 0
+        for tensor in made:
+            storage = tensor_state.storage_id(tensor)
+            if storage not in existing and storage not in self._known:
+                self._begin(storage, tensor)
+        return result
+
+    def look_at_resized(self) -> None:
+        """Report the storages that were resized since."""
+        for position, (storage, before) in enumerate(self._resized):
+            after = storage.nbytes()
+            if after != before:
+                self._resized[position] = (storage, after)
+                self._changed(before, after)
+
+    def _begin(self, storage: int, tensor: torch.Tensor) -> None:
+        size_bytes = tensor.untyped_storage().nbytes()
+
+        def end() -> None:
+            self._known.discard(storage)
+            self._changed(size_bytes, 0)
+
+        self._known.add(storage)
+        tensor_state.at_release(tensor, end)
+        self._changed(0, size_bytes)
+
+
+def _dense_among(values: Any) -> list[torch.Tensor]:
+    return [part for tensor in tensor_state.tensors_among(values) for part in tensor_state.dense_parts(tensor)]
 
 
 class CountingMeter(LiveBytes):
@@ -204,3 +282,56 @@ def _gpu_attention(
         bias = bias.expand(*query.shape[:-1], key.shape[-2])
     efficient = aten._scaled_dot_product_efficient_attention.default
     return cast("torch.Tensor", efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0])
+
+
+# ---------------------------------------------------------------- what it does in a millisecond
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a device does in a millisecond, for estimates.
+
+    Attributes:
+        machine: What it computes, and reads and writes.
+        source: Where the numbers come from.
+        link_bytes_per_ms: What it sends to others, where there are several.
+    """
+
+    machine: Machine
+    source: str
+    link_bytes_per_ms: float
+
+    def __str__(self) -> str:
+        """Write the rates for people."""
+        machine = self.machine
+        flops, half = f"{machine.flops_per_ms / 1e9:g} TFLOP/s", machine.half_flops_per_ms
+        flops = flops if half is None else f"{flops} ({half / 1e9:g} in half precision)"
+        return f"{flops}, {machine.bytes_per_ms / 1e6:g} GB/s: {self.source}"
+
+
+DEFAULT_RATES = {
+    "cpu": Rates(Machine(), "about one core of a server", 10e6),
+    "cuda": Rates(replace(A100, half_flops_per_ms=312e9), "data sheet of an NVIDIA A100", 300e6),
+}
+
+
+def rates_of(
+    device: torch.device, tflops: float | None = None, gb_per_s: float | None = None, link_gb_per_s: float | None = None
+) -> Rates:
+    """Return the rates of a kind of device, with what the user knows better.
+
+    Args:
+        device: The device that is planned for.
+        tflops: Arithmetic, in 10**12 operations a second; None for the default.
+        gb_per_s: Memory traffic, in 10**9 bytes a second; None for the default.
+        link_gb_per_s: What it sends to others, in 10**9 bytes a second; None for the default.
+    """
+    rates = DEFAULT_RATES[device.type]
+    machine, link_bytes_per_ms = rates.machine, rates.link_bytes_per_ms
+    if tflops is not None:
+        machine = replace(machine, flops_per_ms=tflops * 1e9, half_flops_per_ms=None)
+    if gb_per_s is not None:
+        machine = replace(machine, bytes_per_ms=gb_per_s * 1e6)
+    if link_gb_per_s is not None:
+        link_bytes_per_ms = link_gb_per_s * 1e6
+    return Rates(machine, rates.source if machine is rates.machine else "as given", link_bytes_per_ms)

@@ -18,9 +18,9 @@ from ..api import hiremate, remove_hiremate
 from ..errors import BudgetError, ConfigurationError
 from ..options import ENVIRONMENT_BUDGET, make_options
 from ..planning.plan import Plan
-from ..reporting.metrics import plan_metrics
+from ..reporting.plan_summary import plan_metrics
 from ..targets.candidates import Target
-from ..targets.modules import Targets, targets_of
+from ..targets.modules import targets_of
 
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 REASONS = {
@@ -85,7 +85,12 @@ def prepare_hiremate(
     )
     planned = targets_of(modules[0])
     assert planned is not None, "hiremate() has just taken it over"
-    _track(accelerator, planned)
+
+    def log(plan: Plan) -> None:
+        if accelerator.trackers:
+            accelerator.log(plan_metrics(plan, len(planned.session.plans)), step=planned.session.updates)
+
+    planned.session.listeners.append(log)
     try:
         prepared = accelerator.prepare(*objects)
     except BaseException:  # Ctrl-C too: the model is to be left as it was
@@ -93,16 +98,6 @@ def prepare_hiremate(
         raise
     planned.session.replace_compiling()
     return prepared
-
-
-def _track(accelerator: Accelerator, planned: Targets) -> None:
-    """Log each plan, and what is measured of it, to the trackers that the accelerator has by then."""
-
-    def log(plan: Plan) -> None:
-        if accelerator.trackers:
-            accelerator.log(plan_metrics(plan, len(planned.session.plans)), step=planned.session.updates)
-
-    planned.session.listeners.append(log)
 
 
 def _chosen_budget() -> str:

@@ -26,6 +26,7 @@ from torch import nn
 
 from ..api import FABRIC_WRAPPER, hiremate, inside_wrappers
 from ..calls.refusals import refuse
+from ..calls.replaced import CompiledCall, take_aside
 from ..calls.slots import is_ours
 from ..errors import ConfigurationError, HiRemateError
 from ..planning.plan import Plan
@@ -35,7 +36,6 @@ from ..targets.together import together
 from ..targets.training_step import plans_step_of
 from ..torch_private import backward_pass, compiled_by_torch, hooks, tensor_state
 from .compile_backend import hiremate as compile_backend
-from .compiled_in_place import CompiledCall, take_aside
 
 DRY_STEPS = 2  # updates of the weights in a dry run: one step is recorded, the next one runs by the plan
 MOST_DRY_STEPS = 8  # where steps of several kinds take turns
@@ -124,8 +124,8 @@ class Sightings:
             "an optimizer stepped, but no call of a module with its parameters was seen. A plan runs where a module is "
             "called; code that is compiled as a whole, or computes with bare parameters, passes it by"
         )
-        found = [by_script, ended, *others, passed_by if self.passed_by else ""]
-        return next(filter(None, found), NOTHING_CALLED)
+        reasons = [by_script, ended, *others, passed_by if self.passed_by else ""]
+        return next(filter(None, reasons), NOTHING_CALLED)
 
 
 class Finder:
@@ -217,8 +217,8 @@ class Finder:
                 self._stop_planning()
 
     def _stop_planning(self) -> None:
-        for found in self.trained:
-            session = found.session()
+        for trained in self.trained:
+            session = trained.session()
             planned = None if session is None else targets_of(session.root)
             if planned is not None and planned.session is session:
                 session.end_step()
@@ -237,18 +237,26 @@ class Finder:
         """
         if module in self._around:
             return hooks.plain_call(module, *args, **kwargs)
-        if self._has_ended or self._is_apart or not torch.is_grad_enabled() or _is_special():
+        is_training = torch.is_grad_enabled() and not torch.jit.is_tracing()
+        if self._has_ended or self._is_apart or not is_training or backward_pass.is_running():
             return own(*args, **kwargs)
         way = self._way_of(module)
         if way is PlannedWay.APART:
-            return self._call_apart(own, *args, **kwargs)
-        return (_planned_call(module) if way is PlannedWay.PLANNED else own)(*args, **kwargs)
+            self._is_apart = True
+            try:
+                return own(*args, **kwargs)
+            finally:
+                self._is_apart = False
+        if way is PlannedWay.PLANNED:
+            slot = hooks.get_call(module)
+            own = slot if is_ours(slot) else partial(hooks.plain_call, module)  # it is planned, or around what is
+        return own(*args, **kwargs)
 
     def compiled_in_place(self, module: nn.Module, before: Any, compiled: Callable[..., Any]) -> Any:
         """Choose what stands in for the call of a module that is compiled in place: a plan that it has goes on."""
         call = CompiledCall(self.call, module, compiled)
-        for found in self.trained:
-            session = found.session()
+        for trained in self.trained:
+            session = trained.session()
             if session is not None and any(inner is module for inner in session.root.modules()):
                 session.replace_compiling([partial(hooks.set_call, module, call)])
                 return before
@@ -285,13 +293,6 @@ class Finder:
         """Whether a module was found not to be trained, again and again, and no other optimizer has appeared since."""
         optimizers, tries = self._settled.get(module, (0, 0))
         return tries >= TRIES and optimizers == len(self._optimizers)
-
-    def _call_apart(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._is_apart = True
-        try:
-            return call(*args, **kwargs)
-        finally:
-            self._is_apart = False
 
     def _plan_around(self, module: nn.Module) -> bool:
         """Plan the model that a module belongs to; return whether it is planned.
@@ -331,9 +332,9 @@ class Finder:
             session.watch_optimizer(optimizer)
         session.stages.reporter.more = self._more
         session.replace_compiling(aside)
-        found = Trained(_name(root), weakref.ref(session))
-        session.listeners.append(found.note)
-        self.trained.append(found)
+        trained = Trained(_name(root), weakref.ref(session))
+        session.listeners.append(trained.note)
+        self.trained.append(trained)
 
     def _has_targets(self, root: nn.Module) -> bool:
         paths = {path for path, _ in root.named_modules()}
@@ -378,11 +379,11 @@ class Finder:
         Raises:
             DryRunEnds: If so.
         """
-        for found in self.trained:
-            session = found.session()
+        for trained in self.trained:
+            session = trained.session()
             if session is not None:
                 session.end_step()
-        is_known = bool(self.trained) and all(found.is_measured for found in self.trained)
+        is_known = bool(self.trained) and all(trained.is_measured for trained in self.trained)
         if is_known or self.seen.updates >= MOST_DRY_STEPS:
             self.seen.is_stopped = True
             raise DryRunEnds(0)
@@ -405,9 +406,9 @@ class Alive:
 
     def __init__(self) -> None:
         gc.collect()  # what is no longer in use trains nothing
-        found = gc.get_objects()
-        self._modules = [o for o in found if issubclass(type(o), nn.Module)]
-        optimizers = [o for o in found if issubclass(type(o), torch.optim.Optimizer) and hasattr(o, "param_groups")]
+        existing = gc.get_objects()
+        self._modules = [o for o in existing if issubclass(type(o), nn.Module)]
+        optimizers = [o for o in existing if issubclass(type(o), torch.optim.Optimizer) and hasattr(o, "param_groups")]
         self.optimizers = [
             o for o in optimizers if not isinstance(getattr(o, "optimizer", None), torch.optim.Optimizer)
         ]
@@ -451,8 +452,8 @@ class Alive:
 
     def is_compiled_by_script(self, root: nn.Module) -> bool:
         """Whether a script compiles a model with our backend for torch.compile."""
-        found = [*compiled_by_torch.compiled_around(root), *compiled_by_torch.compiled_inside(root)]
-        return any(compiled_by_torch.is_compiled_by(compiled, compile_backend) for compiled in found)
+        compiled_modules = [*compiled_by_torch.compiled_around(root), *compiled_by_torch.compiled_inside(root)]
+        return any(compiled_by_torch.is_compiled_by(compiled, compile_backend) for compiled in compiled_modules)
 
 
 def _may_be_planned(model: nn.Module) -> bool:
@@ -479,19 +480,8 @@ def _unwrapped(module: nn.Module) -> nn.Module:
         module = inner
 
 
-def _planned_call(module: nn.Module) -> Callable[..., Any]:
-    """Return the call of a module that is planned, or is around one that is."""
-    slot = hooks.get_call(module)
-    return slot if is_ours(slot) else partial(hooks.plain_call, module)
-
-
 def _trains(module: nn.Module) -> bool:
     return any(p.requires_grad for p in module.parameters())
-
-
-def _is_special() -> bool:
-    """Whether a call is no step of training: it is traced, or computed again in a backward."""
-    return torch.jit.is_tracing() or backward_pass.is_running()
 
 
 def _name(module: nn.Module) -> str:

@@ -144,17 +144,6 @@ def _name_of(module: fx.GraphModule) -> str:
     return kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__
 
 
-def _refuse_planned(parameters: Sequence[torch.Tensor]) -> None:
-    """Refuse what `hiremate()` plans already: Dynamo goes past its slots, so that its plan would never run.
-
-    Raises:
-        ConfigurationError: If a parameter belongs to a module that is planned.
-    """
-    module = planned_module_with(parameters)
-    if module is not None:
-        raise ConfigurationError(f"{type(module).__name__} is planned already by hiremate(). {WITH_COMPILE}")
-
-
 class _CompiledRoot(nn.Module):
     """Stands for the model in a session: the parameters and buffers of the graphs that have run, not kept alive."""
 
@@ -173,17 +162,19 @@ class _CompiledRoot(nn.Module):
         """Add parameters, and other leaves that train.
 
         At each run: torch runs what it compiled for one model with the parameters of another of the same kind.
+
+        Raises:
+            ConfigurationError: If a parameter belongs to a module that is planned.
         """
-        new = [p for p in parameters if not self._knows(p)]
+        seen = self._parameters_seen
+        new = [p for p in parameters if id(p) not in seen or seen[id(p)]() is not p]
         if any(isinstance(p, nn.Parameter) for p in new):
-            _refuse_planned(new)
+            module = planned_module_with(new)
+            if module is not None:  # Dynamo goes past its slots, so that its plan would never run
+                raise ConfigurationError(f"{type(module).__name__} is planned already by hiremate(). {WITH_COMPILE}")
         if new:
             kept = [*self._alive(self._parameters_seen), *new]
             self._parameters_seen = {id(p): weakref.ref(p) for p in kept}
-
-    def _knows(self, parameter: torch.Tensor) -> bool:
-        reference = self._parameters_seen.get(id(parameter))
-        return reference is not None and reference() is parameter
 
     def see_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
         """Add buffers."""
@@ -204,8 +195,8 @@ class _CompiledRoot(nn.Module):
 
     @staticmethod
     def _alive(seen: _Weak) -> Iterator[Any]:
-        found = (reference() for reference in seen.values())
-        return (tensor for tensor in found if tensor is not None)
+        tensors = (reference() for reference in seen.values())
+        return (tensor for tensor in tensors if tensor is not None)
 
 
 class _Graph:
@@ -214,7 +205,8 @@ class _Graph:
     def __init__(self, session: Session, known: CompiledSession, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         self._session, self._known, self._plain = session, known, module.forward
         self._name = type(session.root).__name__
-        self._buffers = [i for i, name in enumerate(_placeholders(module)) if "_buffers_" in name]
+        placeholders = module.graph.find_nodes(op="placeholder")
+        self._buffers = [position for position, node in enumerate(placeholders) if "_buffers_" in node.name]
         # Where sizes are symbols, it is traced when it runs.
         self._trains = has_gradients(inputs) and any(isinstance(value, torch.SymInt) for value in inputs)
         with session.stages.stage("capture_s", "tracing"):
@@ -246,7 +238,3 @@ class _Graph:
         root.see_buffers([arguments[i] for i in self._buffers])
         if tensors:
             root.see_device(tensors[0].device)
-
-
-def _placeholders(module: fx.GraphModule) -> list[str]:
-    return [node.name for node in module.graph.nodes if node.op == "placeholder"]

@@ -36,7 +36,7 @@ from ..rewriting.joint import is_collective
 from ..running.execution import Part
 from ..running.program import Program
 from ..running.template import ProgramTemplate, is_proved_by_another, template_of
-from ..torch_private import backward_pass, checkpoints, double_backward, failures, saved_hooks, tensor_state
+from ..torch_private import autocasting, backward_pass, checkpoints, double_backward, hooks, tensor_state
 from .differences import Difference, differences
 from .proof import Proof, Proofs, Verdict
 from .proof_memory import ProofMemory, proof_memory
@@ -192,7 +192,7 @@ class Prover:
             memory, without = self._memory_of(proof.part, program, device), proof.next_without()
             if memory is None or memory.has_plain or memory.has_forward:
                 proof.why_unproved = ""
-                with trying(proof.part, program), failures.not_printed():
+                with trying(proof.part, program), autocasting.not_printed():
                     self._try(proof, arguments, memory, without, needs_numbers=made is not None)
             if Verdict.UNKNOWN in (proof.forward, proof.backward):
                 proof.why_unproved = proof.why_unproved or "the budget leaves no memory to compute them as written"
@@ -233,7 +233,7 @@ class Prover:
     ) -> None:
         """Run the code as written, then as captured, and compare; NaN may tell nothing."""
         assert proof.written is not None, "code is tried while it is proved"
-        written = saved_hooks.without_bans(checkpoints.without(proof.written))
+        written = hooks.without_bans(checkpoints.without(proof.written))
         is_plain = memory is not None and memory.has_plain
         files = Files() if memory is not None and memory.needs_files else None
         constants = [*written.parameters(), *written.buffers()]

@@ -25,7 +25,7 @@ from ..capturing.capture import Captured
 from ..measuring.aside import in_file
 from ..measuring.files import Files
 from ..torch_private import aot, autocasting, hooks, tensor_state
-from ..torch_private.restoring import Restoring, Watching
+from .restoring import Restoring, Watching
 
 Unused = Callable[[Sequence[Any]], frozenset[int]]  # returns the positions of outputs that get no gradients
 SEED = 0  # of the gradients that a trial begins its backward with

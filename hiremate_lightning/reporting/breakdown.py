@@ -79,7 +79,7 @@ def uses_by_module(plan: Plan) -> dict[str, ModuleUse]:
     plain, _ = as_plain(graph, plan.profile)
     kept_plainly = _kept_storages(plain, lower(plain, as_written(plain)))
     again = plan.schedule.recomputed(graph)
-    repeated = {_original(graph, node) for node in again}
+    repeated = {node if graph.nodes[node].replays is None else graph.nodes[node].replays for node in again}
     uses: dict[str, ModuleUse] = {}
     counted: set[int] = set()
     for index in graph.forward:
@@ -103,11 +103,6 @@ def uses_by_module(plan: Plan) -> dict[str, ModuleUse]:
 def _kept_storages(graph: Graph, schedule: Schedule) -> set[int | None]:
     """Find the storages that live on the device at the turn."""
     return {graph.tensors[t].storage for t in (*schedule.saved_on_device(graph), *graph.held)}
-
-
-def _original(graph: Graph, index: int) -> int:
-    replays = graph.nodes[index].replays
-    return index if replays is None else replays
 
 
 def _path(graph: Graph, index: int) -> str:
@@ -213,15 +208,15 @@ class _Modules:
         """Break a block up into the modules in it, equal ones together, and its own operations."""
         depth = block.depth + block.is_group
         above = "" if block.is_group else block.label
-        found = []
+        children = []
         for names in self._equal_names(block.roots[0]):
             roots = tuple(_join(root, name) for root in block.roots for name in names)
             members = tuple(tuple(self.below[root]) for root in roots)
-            found.append(_PeakBlock(_join(above, _range_label(names)), members, roots, len(names), depth))
+            children.append(_PeakBlock(_join(above, _range_label(names)), members, roots, len(names), depth))
         if block.roots[0] in self.uses:
             label = f"{above} (itself)".strip()
-            found.append(_PeakBlock(label, tuple((root,) for root in block.roots), depth=depth))
-        return found
+            children.append(_PeakBlock(label, tuple((root,) for root in block.roots), depth=depth))
+        return children
 
     def _equal_names(self, path: str) -> list[list[str]]:
         """Cluster the modules in one: equal are those that do the same work under names that differ in their number."""
@@ -243,16 +238,14 @@ class _Modules:
             at = shown.index(block)
             is_open = any(later.depth > block.depth for later in shown[at + 1 : at + 2])
             is_nested = block.is_group and block.depth
-            if is_open or is_nested or not self._has_parts(block) or self._weight(block) < _WORTH_OPENING:
+            has_parts = block.roots and self.below[block.roots[0]] != [block.roots[0]]
+            if is_open or is_nested or not has_parts or self._weight(block) < _WORTH_OPENING:
                 continue
             room = limit - len(shown) + (not block.is_group)
             children = self._fold(self._children(block), room)
             if len(children) > block.is_group and room > 1:
                 return [*shown[: at + block.is_group], *children, *shown[at + 1 :]]
         return None
-
-    def _has_parts(self, block: _PeakBlock) -> bool:
-        return bool(block.roots) and self.below[block.roots[0]] != [block.roots[0]]
 
     def _fold(self, blocks: list[_PeakBlock], limit: int) -> list[_PeakBlock]:
         """Sum up the small blocks, and those for which the limit leaves no room, in one row."""

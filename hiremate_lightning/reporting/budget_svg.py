@@ -13,10 +13,14 @@ from functools import cached_property, partial
 from html import escape
 
 from ..planning.comparing import Comparison
-from ..planning.plan import Plan
-from .figures import BUDGET, COLOURS, FAINT, INK, Frontier, Point, binary_unit
-from .lifetimes import Band
+from ..planning.plan import Plan, proof_words
+from ..planning.solvers.curve import Curve
+from ..records.costs import step_time_ms
+from ..units import format_ratio
 from .svg_report import LINE, Key, lay_out, open_svg, ring, stroke, ticks
+from .timeline import BUDGET, COLOURS, FAINT, INK, Band, binary_unit
+
+Point = tuple[float, float]  # bytes with resident ones, and extra time over the step's, a ratio
 
 LEFT, RIGHT, TOP, BELOW = 52, 16, 40, 44  # pixels around a drawing
 HEIGHT = 260  # pixels of the drawing of a plan
@@ -117,6 +121,65 @@ class BudgetAxes:
 # ---------------------------------------------------------------- one plan
 
 
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """Extra time against budget.
+
+    Attributes:
+        found: Fastest schedules found, from the least memory to plain training.
+        bounds: Budgets, and the extra time below which nothing exists within them.
+        plain: Plain training.
+        planned: The plan as predicted.
+        measured: The plan as measured, None before that.
+    """
+
+    found: tuple[Point, ...]
+    bounds: tuple[Point, ...]
+    plain: Point
+    planned: Point
+    measured: Point | None
+
+
+def frontier_of(plan: Plan, curve: Curve) -> Frontier:
+    """Put a plan among the schedules that are known for other budgets of its step."""
+    known = curve.with_solution(plan.planned.peak_bytes, plan.solution)  # its bound was proven for at least that much
+    step_ms = step_time_ms(plan.graph, plan.profile) or 1.0
+
+    def place(peak_bytes: int, extra_ms: float) -> Point:
+        return plan.resident_bytes + peak_bytes, extra_ms / step_ms
+
+    most = max([plan.unplanned.peak_bytes, *(point.peak_bytes for point in known.points)])
+    fastest = [place(point.peak_bytes, point.extra_ms) for point in known.points]
+    fastest.append((max(fastest[-1][0], place(most, 0)[0]), fastest[-1][1]) if fastest else place(most, 0))
+    proven = () if plan.solution.aways else _falling(known.bounds)  # of plans in which all stays on the device
+    bounds = [place(budget, bound_ms) for budget, bound_ms in proven if budget <= most]
+    measured = plan.measured
+    return Frontier(
+        tuple(fastest),
+        tuple(bounds),
+        (plan.unplanned_peak_bytes, 0.0),
+        place(plan.planned.peak_bytes, plan.planned.extra_ms),
+        None if measured.peak_bytes is None or measured.overhead is None else (measured.peak_bytes, measured.overhead),
+    )
+
+
+def _falling(bounds: tuple[tuple[int, float], ...]) -> list[tuple[int, float]]:
+    """Return the best bound for each budget: a bound holds for every smaller budget too."""
+    falling: list[tuple[int, float]] = []
+    best = 0.0
+    for budget, bound_ms in reversed(bounds):
+        best = max(best, bound_ms)
+        falling.append((budget, best))
+    return falling[::-1]
+
+
+def frontier_words(plan: Plan) -> str:
+    """Describe how good the plan is proven to be."""
+    if plan.solution.is_plain:
+        return "Nothing is recomputed: no plan is faster."
+    return f"This plan: {format_ratio(plan.predicted_overhead)}, {proof_words(plan.to_dict())}."
+
+
 def frontier_svg(plan: Plan, frontier: Frontier, width: int) -> str:
     """Draw a plan among the schedules that are known for other budgets.
 
@@ -207,9 +270,9 @@ def _line(index: int, name: str, points: Sequence[Point], plain: Point, axes: Bu
     if not points:
         return
     colour, mark = _look(index)
-    found = sorted(points)
-    yield f'<path d="{axes.line([*found, plain])}" stroke="{colour}" fill="none" stroke-width="1.5" opacity="0.8"/>'
-    for size_bytes, extra in found:
+    ordered = sorted(points)
+    yield f'<path d="{axes.line([*ordered, plain])}" stroke="{colour}" fill="none" stroke-width="1.5" opacity="0.8"/>'
+    for size_bytes, extra in ordered:
         words = escape(f"{name}: +{100 * extra:.1f} %")
         shape = mark(*axes.place((size_bytes, extra)))
         yield f'<path d="{shape}" fill="{colour}"><title>{words}</title></path>'

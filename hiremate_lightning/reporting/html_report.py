@@ -22,11 +22,10 @@ from ..planning.solvers.curve import Curve, curve
 from ..planning.solvers.worker import apart
 from ..units import format_bytes, format_ratio, format_time
 from .breakdown import ModuleRow, advice_lines, module_rows, node_words, place_words, total_row, use_cells
-from .budget_svg import frontier_svg
-from .figures import COLOURS, DrawnStep, frontier_of, frontier_words, planned_run, resident_bands, short_source
-from .lifetimes import Band, Lifetime
+from .budget_svg import frontier_of, frontier_svg, frontier_words
 from .plan_summary import all_numbers, summary_rows, verdict
 from .svg_report import LEFT, PANEL, RIGHT, TimelineDrawing, check_plan, writable
+from .timeline import COLOURS, Band, DrawnStep, Lifetime, planned_run, resident_bands, short_source
 
 MAX_MODULE_ROWS = 40
 MAX_BLOCKS = 12  # listed of those that are live at the peak
@@ -81,13 +80,20 @@ class _Page:
     def numbers(self) -> dict[str, Any]:
         return all_numbers(self.plan)
 
+    @cached_property
+    def rows(self) -> tuple[ModuleRow, ...]:
+        return module_rows(self.plan, MAX_MODULE_ROWS)
+
     def text(self) -> str:
         title = escape(plan_title(self.plan))
+        modules = "Bytes that live from forward to backward. Equal blocks share a row"
+        if any(row.shares for row in self.rows):
+            modules += "; where they are planned differently, each has its own bar"
         parts = [
             f"<header><h1>{title}</h1>{self._verdict()}{self._cards()}</header>",
             _section("Memory over the step", self._timeline(), " ".join(advice_lines(self.plan))),
             _section("Predicted and measured", self._comparison()),
-            _section("What each module keeps", self._modules(), self._modules_words()),
+            _section("What each module keeps", self._modules(), f"{modules}."),
             _section("What fills the peak", self._peak(), f"Peak of the planned step: {place_words(self.plan)}."),
         ]
         if self.plan.rounded:
@@ -161,10 +167,10 @@ class _Page:
 
     def _cards(self) -> str:
         cards = []
-        for name, words in summary_rows(self.plan.to_dict())[1:]:
+        for name, value in summary_rows(self.plan.to_dict())[1:]:
             if name != "rounding":
-                is_over = name == "peak" and "OVER" in words
-                body = escape(words).replace("-&gt;", "\u2192")
+                is_over = name == "peak" and "OVER" in value
+                body = escape(value).replace("-&gt;", "\u2192")
                 cards.append(f'<div class="card"><span>{name}</span><p{" class=over" * is_over}>{body}</p></div>')
         return "".join(cards)
 
@@ -186,28 +192,20 @@ class _Page:
         )
 
     def _modules(self) -> str:
-        rows = module_rows(self.plan, MAX_MODULE_ROWS)
         header = ("module", "kept", "not kept", "recomputed", "extra time", "share kept")
-        return _table(
-            "What each module keeps", header, [_module_cells(row) for row in rows], _module_cells(total_row(rows))
-        )
-
-    def _modules_words(self) -> str:
-        words = "Bytes that live from forward to backward. Equal blocks share a row"
-        split = any(row.shares for row in module_rows(self.plan, MAX_MODULE_ROWS))
-        return f"{words}; where they are planned differently, each has its own bar." if split else f"{words}."
+        cells = [_module_cells(row) for row in self.rows]
+        return _table("What each module keeps", header, cells, _module_cells(total_row(self.rows)))
 
     def _peak(self) -> str:
         run = planned_run(self.plan)
-        timeline = run.simulation.timeline
-        at = timeline.index(run.simulation.peak_moment)
+        at, node = run.peak_position, run.simulation.peak_moment.node
         live = sorted((life for life in run.lives if life.first <= at <= life.last), key=lambda life: -life.size_bytes)
         rows: list[tuple[str, ...]] = [
             (_swatch(colour, name), format_bytes(size), "", "", "") for name, colour, size in resident_bands(self.plan)
         ]
-        workspace = self.plan.profile.workspace_bytes[timeline[at].node]
+        workspace = self.plan.profile.workspace_bytes[node]
         if workspace:
-            name = escape(node_words(self.plan.graph.nodes[timeline[at].node]))
+            name = escape(node_words(self.plan.graph.nodes[node]))
             what = "workspace" if workspace > 0 else "result in the memory of a value"
             size = format_bytes(workspace) if workspace > 0 else f"-{format_bytes(-workspace)}"
             rows.append((_swatch(COLOURS[Band.WORKSPACE], what), size, name, "", ""))
@@ -227,9 +225,9 @@ class _Page:
         return swatch, size, *(escape(text) for text in (node_words(node), node.module, short_source(node.source)))
 
     def _footer(self) -> str:
-        made_by = f"Made by hiremate-lightning {package_version()}. Costs: {self._device}. "
-        words = "1 GiB is 2<sup>30</sup> bytes. The numbers are in this file as JSON, in the element with id plan."
-        return f"<footer>{escape(made_by)}{words}</footer>"
+        made_by = escape(f"Made by hiremate-lightning {package_version()}. Costs: {self._device}.")
+        units = "1 GiB is 2<sup>30</sup> bytes. The numbers are in this file as JSON, in the element with id plan."
+        return f"<footer>{made_by} {units}</footer>"
 
 
 def _safe(text: str) -> str:

@@ -1,4 +1,4 @@
-"""A plan in numbers and words: written to files as JSON or in an HTML report, and read back from these."""
+"""A plan in numbers and words: in files of JSON or in an HTML report, read back from these, and as metrics."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ from ..records.graph import StorageKind
 from ..units import format_bytes, format_ratio, format_time
 from .breakdown import ModuleRow, ModuleUse, advice_lines, module_rows, place_words, total_row
 
+PREFIX = "hiremate/"  # of the metrics that experiment trackers get
+METRICS = (
+    "budget_bytes",
+    "resident_bytes",
+    "unplanned_peak_bytes",
+    "planned_peak_bytes",
+    "measured_peak_bytes",
+    "predicted_overhead",
+    "measured_overhead",
+    "gap",
+)
 _MOST_INPUTS = 3  # of a step that are described
 _IN_PAGE = re.compile(r'<script type="application/json" id="plan">(.*?)</script>', re.DOTALL)
 
@@ -31,13 +42,29 @@ def all_numbers(plan: Plan) -> dict[str, Any]:
     }
 
 
+def plan_metrics(plan: Plan, plans: int = 1) -> dict[str, float]:
+    """Name the numbers of a plan.
+
+    Args:
+        plan: A plan.
+        plans: How many plans there are, one for each kind of step.
+
+    Returns:
+        Bytes, ratios and seconds by name; what was not measured yet is left out.
+    """
+    numbers = plan.to_dict()
+    metrics = {name: numbers[name] for name in METRICS}
+    metrics |= {"planning_s": sum(numbers["planning"].values()), "plans": plans}
+    return {f"{PREFIX}{name}": float(value) for name, value in metrics.items() if value is not None}
+
+
 def rows_of(numbers: Numbers) -> tuple[list[ModuleRow], ModuleRow] | None:
     """Read the table of modules, and its sum, back from numbers; None where they have none."""
-    found = [
+    rows = [
         ModuleRow(**{**row, "use": ModuleUse(**row["use"]), "shares": tuple(row["shares"])})
         for row in numbers.get("modules", ())
     ]
-    return (found[:-1], found[-1]) if found else None
+    return (rows[:-1], rows[-1]) if rows else None
 
 
 def batch_words(plan: Plan) -> str:
@@ -106,12 +133,18 @@ def summary_rows(numbers: Numbers, most_rounded: int | None = None) -> list[tupl
     """
     resident, rounded = format_bytes(numbers["resident_bytes"]), numbers["rounded"]
     hidden = len(rounded[most_rounded:]) if most_rounded is not None else 0
+    time = f"{format_time(numbers['step_ms'])} -> {format_time(numbers['planned_step_ms'])}, "
+    time += f"{format_ratio(numbers['predicted_overhead'])} planned"
+    if numbers["measured_overhead"] is not None:
+        time += f", {format_ratio(numbers['measured_overhead'])} measured"
+    if numbers["costs"] == "estimate":
+        time += "; times are estimates"
     rows = [
         ("model", numbers["target"] or "the root module"),
         ("peak", _peak(numbers)),
         ("at", numbers.get("at", "")),
         ("budget", f"{budget_words(numbers)}, {resident} of it resident before the step"),
-        ("time", _time(numbers)),
+        ("time", time),
         ("away", away_words(numbers)),
         ("solver", solver_words(numbers)),
         ("planning", planning_words(numbers)),
@@ -132,11 +165,3 @@ def _peak(numbers: Numbers) -> str:
     if numbers["measured_peak_bytes"] is None:
         return words
     return f"{words}, {peak_words(numbers, 'measured_peak_bytes', ' measured')}"
-
-
-def _time(numbers: Numbers) -> str:
-    words = f"{format_time(numbers['step_ms'])} -> {format_time(numbers['planned_step_ms'])}, "
-    words += f"{format_ratio(numbers['predicted_overhead'])} planned"
-    if numbers["measured_overhead"] is not None:
-        words += f", {format_ratio(numbers['measured_overhead'])} measured"
-    return f"{words}; times are estimates" if numbers["costs"] == "estimate" else words

@@ -32,7 +32,7 @@ from .terminal import FAINT, plan_table
 
 LOGGER = logging.getLogger("hiremate_lightning")
 LONG_S = 5.0  # a stage that takes longer is named where no progress can be drawn
-CLEARLY_LONGER = 1.1  # than the seconds of planning that were said: they are said again
+CLEARLY_LONGER = 1.1  # report the seconds of planning again where they are this many times those reported before
 LOG_WIDTH = 100  # columns of a table in a log
 PAGE = "hiremate_plan.html"
 
@@ -71,7 +71,7 @@ class Reporter:
         self._console = console
         self._progress: Progress | None = None
         self._tasks: list[TaskID] = []
-        self._planning_s = 0.0  # that were said
+        self._planning_s = 0.0  # seconds of planning that were reported
         self._open: list[str] = []  # stages under way, where no progress can be drawn
         self._stages_s = 0.0  # of the stages since the latest plan
         self._largest_bytes = 0  # peak of the largest step whose plan was shown, without it
@@ -104,7 +104,15 @@ class Reporter:
         outermost = self._progress is None
         if self._progress is None:
             _clear_bars()
-            self._progress = _stage_progress(self.console)
+            self._progress = Progress(
+                SpinnerColumn(),
+                TextColumn("HiRemate: {task.description}", markup=False),
+                BarColumn(bar_width=20),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[detail]}", markup=False, style=FAINT),
+                console=self.console,
+                transient=True,
+            )
             self._progress.start()
         progress = self._progress
         self._tasks.append(progress.add_task(name, total=None, detail=""))
@@ -119,7 +127,7 @@ class Reporter:
 
     @contextmanager
     def _named_if_long(self, name: str) -> Iterator[None]:
-        """Write a line once the stages since the latest plan have taken some seconds, and after twice as many each."""
+        """Write a line when the stages since the latest plan have taken `LONG_S`, and whenever that has doubled."""
         self._open.append(name)
         is_done, start, before_s = threading.Event(), time.monotonic(), self._stages_s
 
@@ -199,16 +207,12 @@ class Reporter:
         if is_largest and self.verbose == "full":
             self.show(plan_table(plan))
         else:
-            advice = advice_lines(plan) if is_largest else []
-            self.note(planned_lines(plan)[0], *(f"  {line}" for line in (*self._time_lines(plan), *advice)))
-
-    def _time_lines(self, plan: Plan) -> list[str]:
-        """Return where the time of planning went, where that is long and more than was said."""
-        seconds = sum(asdict(plan.planning).values())
-        if seconds < max(LONG_S, CLEARLY_LONGER * self._planning_s):
-            return []
-        self._planning_s = seconds
-        return [f"planned in {planning_words(plan.to_dict())}"]
+            lines, seconds = list[str](), sum(asdict(plan.planning).values())
+            if seconds >= max(LONG_S, CLEARLY_LONGER * self._planning_s):  # long, and more than was reported
+                self._planning_s = seconds
+                lines.append(f"planned in {planning_words(plan.to_dict())}")
+            lines += advice_lines(plan) if is_largest else []
+            self.note(planned_lines(plan)[0], *(f"  {line}" for line in lines))
 
     def show(self, table: RenderableType) -> None:
         """Show a table: drawn on a terminal, elsewhere written in lines of ASCII."""
@@ -219,7 +223,10 @@ class Reporter:
             self.console.print(table)
             _draw_bars()
         else:
-            self._write(_in_ascii(table))
+            with io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="replace") as file:
+                Console(file=file, width=LOG_WIDTH).print(table)
+                file.seek(0)
+                self._write(file.read().splitlines())
 
     def measured(self, plan: Plan) -> None:
         """Show what was measured of a plan beside what it predicted, and where to read more of the largest step."""
@@ -297,14 +304,6 @@ class Stages:
         return self._seconds
 
 
-def _in_ascii(table: RenderableType) -> list[str]:
-    """Write a table as lines for a log."""
-    with io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="replace") as file:
-        Console(file=file, width=LOG_WIDTH).print(table)
-        file.seek(0)
-        return file.read().splitlines()
-
-
 def _bars() -> list[Any]:
     """List the progress bars of tqdm that are on the screen, where tqdm is in use; Lightning's are among them."""
     tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
@@ -326,18 +325,6 @@ def _draw_bars() -> None:
     for bar in _bars():
         if bar.fp.isatty():
             bar.refresh(nolock=True)
-
-
-def _stage_progress(console: Console) -> Progress:
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("HiRemate: {task.description}", markup=False),
-        BarColumn(bar_width=20),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[detail]}", markup=False, style=FAINT),
-        console=console,
-        transient=True,
-    )
 
 
 def is_rank_zero() -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from ..errors import ConfigurationError
 from ..planning.plan import Plan, plan_title
 from ..units import format_bytes, format_time
-from .figures import BUDGET, COLOURS, FAINT, INK, DrawnStep, binary_unit, plain_run, planned_run, resident_bands
+from .timeline import BUDGET, COLOURS, FAINT, INK, DrawnStep, binary_unit, plain_run, planned_run, resident_bands
 
 MIN_WIDTH = 480
 LEFT, RIGHT, TOP = 52, 12, 34  # pixels around a panel
@@ -135,13 +135,12 @@ class TimelineDrawing:
     def legend(self) -> list[tuple[str, str]]:
         """Colour and name of each band that occurs, in stacking order."""
         bands = {band for run in self.runs for band in run.bands}
-        found = [(colour, name) for name, colour, _ in resident_bands(self.plan)]
-        found += [(COLOURS[band], band.value) for band in COLOURS if band in bands]
-        budget = [(BUDGET, self._budget_words())] if self._shows_budget(self.most_bytes) else []
-        return [*found, (PEAK, "peak"), *budget]
-
-    def _budget_words(self) -> str:
-        return f"budget, {format_bytes(self.plan.budget_bytes)}"
+        parts = [(colour, name) for name, colour, _ in resident_bands(self.plan)]
+        parts += [(COLOURS[band], band.value) for band in COLOURS if band in bands]
+        parts.append((PEAK, "peak"))
+        if self._shows_budget(self.most_bytes):
+            parts.append((BUDGET, f"budget, {format_bytes(self.plan.budget_bytes)}"))
+        return parts
 
     @property
     def tops(self) -> list[int]:
@@ -187,14 +186,9 @@ class TimelineDrawing:
             y = self._y(self.plan.budget_bytes, top)
             dashes = f'class="budget" stroke="{BUDGET}" stroke-width="2" stroke-dasharray="6 4"'
             yield f'<path d="M{LEFT} {y}H{self.width - RIGHT}" {dashes}/>'
-        yield self._peak_mark(run, top)
-
-    def _peak_mark(self, run: DrawnStep, top: int) -> str:
-        """Circle the peak, which may be at an operation that takes no time."""
-        at = run.simulation.timeline.index(run.simulation.peak_moment)
-        x = LEFT + run.starts_ms[at] / self.end_ms * self.columns
-        y = self._y(self.plan.resident_bytes + run.simulation.peak_bytes, top)
-        return ring(x, y)
+        # The peak may be at an operation that takes no time.
+        x = LEFT + run.starts_ms[run.peak_position] / self.end_ms * self.columns
+        yield ring(x, self._y(self.plan.resident_bytes + run.simulation.peak_bytes, top))
 
     def _layers(self, run: DrawnStep) -> Iterable[tuple[str, Sequence[int]]]:
         for _, colour, size_bytes in resident_bands(self.plan):

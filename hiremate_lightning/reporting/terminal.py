@@ -24,9 +24,8 @@ from rich.text import Text
 from ..planning.plan import Plan, plan_title
 from ..units import format_bytes, format_time
 from .breakdown import ModuleRow, advice_lines, module_rows, place_words, total_row, use_cells
-from .figures import TINY, DrawnStep, plain_run, planned_run
-from .lifetimes import Band
 from .plan_summary import summary_rows
+from .timeline import TINY, Band, DrawnStep, plain_run, planned_run
 
 MAX_WIDTH = 110  # columns; wider tables are harder to read along a row
 TIMELINE_ROWS = 8
@@ -185,7 +184,7 @@ def _bar(share: float | None, width: int, glyphs: Glyphs) -> Text:
 
 
 def _columns_bar(shares: Sequence[float | None], width: int, glyphs: Glyphs) -> Text:
-    """Draw one column for each share; neighbours go into one column, at their mean, where the width does not do."""
+    """Draw one column for each share. Where there are more shares than columns, neighbours share one, at their mean."""
     size = -(-len(shares) // width)
     text = Text()
     for start in range(0, len(shares), size):
@@ -273,7 +272,9 @@ class _Timeline:
             label = top if row == rows - 1 and row + 1 != self.budget_row else ""
             cells = [self._cell(row, *levels) for levels in zip(planned, plain, strict=True)]
             lines.append(self._line(label, cells))
-        return Text("\n").join([*lines, self._axis(again), self._phases()])
+        axis = [(self.glyphs.again, _AGAIN) if runs else (self.glyphs.line, FAINT) for runs in again]
+        axis[self._turn] = (self.glyphs.turn, FAINT)
+        return Text("\n").join([*lines, self._line(self.labels[2], axis, self.glyphs.turn), self._phases()])
 
     @cached_property
     def run(self) -> DrawnStep:
@@ -288,11 +289,11 @@ class _Timeline:
     def _levels(self, run: DrawnStep) -> list[_Level]:
         """Return for each column the most bytes of its time; nothing after the end of the step."""
         away = run.bands.get(Band.AWAY) if run is self.run else None
-        found = [
+        levels = [
             _Level(run.simulation.timeline[position].peak_bytes, away[position] if away else 0)
             for position in run.by_column(self.columns, self.end_ms)
         ]
-        return [*found, *[_Level(0, 0)] * (self.columns - len(found))]
+        return [*levels, *[_Level(0, 0)] * (self.columns - len(levels))]
 
     @property
     def _recomputes(self) -> list[bool]:
@@ -323,11 +324,6 @@ class _Timeline:
             text.append("".join(glyph for glyph, _ in run), style)
         text.rstrip()
         return text
-
-    def _axis(self, again: Sequence[bool]) -> Text:
-        cells = [(self.glyphs.again, _AGAIN) if runs else (self.glyphs.line, FAINT) for runs in again]
-        cells[self._turn] = (self.glyphs.turn, FAINT)
-        return self._line(self.labels[2], cells, self.glyphs.turn)
 
     def _phases(self) -> Text:
         plan = self.plan

@@ -212,15 +212,12 @@ def _gather_steps(node: fx.Node) -> None:
             break
         path.append(step)
         scatter, source = source, source.args[1]
-    if path:
-        replace_node(node, assign, (base, tuple(path), _new_values(source, node.meta["val"].dtype)))
-
-
-def _new_values(source: Any, dtype: torch.dtype) -> Any:
-    """Return what a part of a tensor of some type gets: a tensor that can be expanded to its shape, or a number."""
+    if not path:
+        return
+    dtype = node.meta["val"].dtype  # the part gets a tensor that can be expanded to its shape, or a number
     while isinstance(source, fx.Node) and source.target in _NEW_VALUES and source.meta["val"].dtype == dtype:
         source = source.args[1]
-    return source
+    replace_node(node, assign, (base, tuple(path), source))
 
 
 def _leads_to(source: fx.Node, scatter: fx.Node, base: fx.Node, path: Sequence[Any]) -> bool:
@@ -230,11 +227,8 @@ def _leads_to(source: fx.Node, scatter: fx.Node, base: fx.Node, path: Sequence[A
         if view.target not in _NAMES or _step(_NAMES[view.target], view.args[0], (*view.args[1:],)) != step:
             return False
         view = view.args[0]
-    return source.users.keys() == {scatter} and (view is base or _is_same_view(view, base))
-
-
-def _is_same_view(one: fx.Node, other: fx.Node) -> bool:
-    return is_view(one.target) and (one.target, one.args, one.kwargs) == (other.target, other.args, other.kwargs)
+    is_same = is_view(view.target) and (view.target, view.args, view.kwargs) == (base.target, base.args, base.kwargs)
+    return source.users.keys() == {scatter} and (view is base or is_same)
 
 
 def _step(name: str, source: Any, arguments: Sequence[Any]) -> tuple[str, tuple[int, ...]] | None:
@@ -294,5 +288,5 @@ def _lies_as(node: fx.Node, shown: torch.Tensor) -> bool:
     value = node.meta["val"]
     if not _is_plain(value) or not has_definite_strides(value):
         return False
-    found = (value.shape, value.stride(), value.dtype, value.device)
-    return found == (shown.shape, shown.stride(), shown.dtype, shown.device)
+    layout = (value.shape, value.stride(), value.dtype, value.device)
+    return layout == (shown.shape, shown.stride(), shown.dtype, shown.device)

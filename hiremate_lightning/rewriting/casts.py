@@ -1,8 +1,13 @@
-"""Parameters that autocast casts once, however often they are used.
+"""What autocast brings about in eager PyTorch: parameters that it casts once, and norms of mixed types.
 
 In eager PyTorch autocast remembers the parameters that it has cast until its outermost block ends, so that the
 gradients of all uses are added up in half precision, and cast back once. Traced, each use has a cast of its own, and
 the gradients are added up in single precision, as with `torch.compile`. Here the graph is brought into eager's form.
+
+On a CPU there are norms of values in half precision with parameters in single precision. PyTorch's kernels keep their
+statistics in single precision, and give the input a gradient in half precision. Traces say otherwise: the statistics
+are in half precision, a group norm's gradient is in single precision, and is cast. Here each value is shown in the type
+that its kernel makes, and that cast, a copy, is left out.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from torch import fx
 
 from ..torch_private import aot, tensor_state
 from .contributions import arrivals
+from .joint import show_as, values_of
 
 aten = torch.ops.aten
 
@@ -68,7 +74,7 @@ def _block_of(node: fx.Node, blocks: Mapping[aot.Source, int]) -> int | None:
 
 
 def _add_up_before_casting(graph: fx.Graph, terms: Sequence[fx.Node], total: fx.Node) -> bool:
-    """Add up gradients before they are cast, not after; say whether that is how it is now.
+    """Add up gradients before they are cast, not after; return whether that is how it is now.
 
     What is not just a sum of them and others is left alone.
 
@@ -105,3 +111,52 @@ def _add(graph: fx.Graph, total: Any, term: Any, origin: fx.Node) -> fx.Node:
     with tensor_state.fake_mode_of(values):
         node.meta = {**origin.meta, "is_gradient_acc": True, "val": aten.add.Tensor(*values)}
     return node
+
+
+# ---------------------------------------------------------------- norms of mixed types
+
+# Positions of the parameters among the arguments. The first one that is given decides the type of the statistics.
+_PARAMETERS = {
+    aten.native_layer_norm.default: (2, 3),
+    aten.native_group_norm.default: (1, 2),
+    aten.native_batch_norm.default: (1, 2, 3, 4),
+    aten._native_batch_norm_legit_functional.default: (1, 2, 3, 4),
+}
+_STATISTICS = (1, 2)  # positions among the results
+
+
+def show_types_of_norms(joint: fx.GraphModule) -> None:
+    """Correct the types in a joint graph, dead code already removed; it is changed."""
+    for target, positions in _PARAMETERS.items():
+        for norm in joint.graph.find_nodes(op="call_function", target=target):
+            parameters = [norm.args[position] for position in positions]
+            dtype = next((p.meta["val"].dtype for p in parameters if isinstance(p, fx.Node)), None)
+            if dtype is not None and _is_half_on_cpu(norm.args[0]):
+                _show_in(dtype, norm, _STATISTICS)
+    for backward in joint.graph.find_nodes(op="call_function", target=aten.native_group_norm_backward.default):
+        source: Any = backward.args[1]
+        if _is_half_on_cpu(source):
+            for gradient in _show_in(source.meta["val"].dtype, backward, (0,)):
+                _leave_out_casts(gradient)
+
+
+def _is_half_on_cpu(node: Any) -> bool:
+    shown = node.meta["val"]
+    return shown.device.type == "cpu" and shown.dtype in (torch.bfloat16, torch.float16)
+
+
+def _show_in(dtype: torch.dtype, node: fx.Node, positions: Sequence[int]) -> list[fx.Node]:
+    """Show some results of an operation in a type; return those that were shown in another one."""
+    parts = [part for part in values_of(node) if part.args[1] in positions and part.meta["val"].dtype != dtype]
+    for part in parts:
+        with tensor_state.fake_mode_of([part.meta["val"]]):
+            show_as(part, part.meta["val"].to(dtype))
+    return parts
+
+
+def _leave_out_casts(node: fx.Node) -> None:
+    """Replace the casts of a value to the type that it has."""
+    for user in list(node.users):
+        if user.target is aten._to_copy.default and user.kwargs == {"dtype": node.meta["val"].dtype}:
+            user.replace_all_uses_with(node)
+            node.graph.erase_node(user)

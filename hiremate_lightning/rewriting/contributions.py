@@ -95,7 +95,7 @@ class Contributions:
         self.terms, self._is_settled = terms, True
 
     def expand(self, values: Sequence[Any]) -> list[Any]:
-        """Add to the inputs those to which all terms of a gradient but the first belong.
+        """Add an input for each term of a gradient but the first.
 
         Autograd runs what is made last first, so they are made in the opposite order of the terms.
         """
@@ -186,16 +186,16 @@ class Contributions:
             terms = {p: [t for t, _ in additions(results[forward_outputs + p], readers[p])] for p in kept}
             return {position: own for position, own in terms.items() if len(own) > 1}
 
-        found = terms_of(self._computed)
+        computed = terms_of(self._computed)
         if len(results) - forward_outputs == self._count + added:  # else inputs that overlap are one to AOTAutograd
             self.of_leaves = {position: len(terms) for position, terms in terms_of(self._leaves).items()}
-        counts = {position: len(terms) for position, terms in found.items()}
+        counts = {position: len(terms) for position, terms in computed.items()}
         if counts != self.terms:
             if self._is_settled:
                 return  # another trace gave other terms: the sums stay
             raise OtherTermsError(counts)
         others: list[fx.Node] = []
-        for position, (first, *rest) in found.items():
+        for position, (first, *rest) in computed.items():
             results[forward_outputs + position] = first
             others.extend(rest)
         output.args = ((*results[: len(results) - added], *others),)
@@ -227,7 +227,7 @@ def _count_readers(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tenso
 def additions(total: Any, count: int) -> list[tuple[fx.Node, fx.Node]]:
     """List the terms of a sum as they arrive, each with the node that adds it; the first two have the same.
 
-    There are so many at most: the first is a sum of others then.
+    Where more than `count` arrive, the first one is the sum of those before.
     """
     arrived = arrivals(total)
     inner = len(arrived) - count  # additions before the first reader's term was complete
@@ -259,9 +259,9 @@ def accumulates(node: fx.Node) -> bool:
 
 def arrivals(total: Any) -> list[tuple[fx.Node, fx.Node]]:
     """List the terms of a sum as they arrive, each with the node that adds it; the first two have the same."""
-    found: list[tuple[Any, fx.Node]] = []
+    arrived: list[tuple[Any, fx.Node]] = []
     node: Any = total
     while isinstance(node, fx.Node) and accumulates(node) and (node is total or len(node.users) == 1):
-        found.append((node.args[1], node))
+        arrived.append((node.args[1], node))
         node = node.args[0]
-    return [(node, found[-1][1]), *reversed(found)] if found else []
+    return [(node, arrived[-1][1]), *reversed(arrived)] if arrived else []

@@ -20,7 +20,7 @@ from .joint import COPIES_STORAGE, SHAPES, is_part, is_view, operation_of, value
 from .operations import operation_named
 from .overwriting import candidates_of, overwriting, traced_strides
 
-LEAST_BYTES = 2**17  # below it, to look whether memory may be overwritten takes longer than to allocate, which is done
+LEAST_BYTES = 2**17  # below it, to allocate takes less time than to look whether memory may be overwritten
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class _FinishSearch:
         self.position = {node: at for at, node in enumerate(operations)}
 
     def run(self) -> dict[fx.Node, Finish]:
-        found: dict[fx.Node, Finish] = {}
+        finishes_by_node: dict[fx.Node, Finish] = {}
         taken = set[fx.Node]()
         for node in self.operations:
             if node in taken or not _allocates(node):
@@ -98,9 +98,9 @@ class _FinishSearch:
             finishes = (Finish(value, self._steps(node, value)) for value in values_of(node) if _is_fresh(value))
             finish = next((f for f in finishes if f.steps), None)
             if finish is not None:
-                found[node] = finish
+                finishes_by_node[node] = finish
                 taken.update(finish.steps)
-        return found
+        return finishes_by_node
 
     def _steps(self, first: fx.Node, value: fx.Node) -> tuple[fx.Node, ...]:
         steps: list[fx.Node] = []

@@ -58,7 +58,7 @@ class Kernel:
         module = self.module
         shown = [p.meta["val"] for p in module.graph.find_nodes(op="placeholder")]
         try:
-            inputs = [_zeros_like(value) for value in shown]
+            inputs = [torch.empty_strided(s.shape, s.stride(), dtype=s.dtype, device=s.device).zero_() for s in shown]
             run = inductor.compile_graph(module, inputs)
             self._check(run(list(inputs)), inputs)
         except Exception as error:  # whatever a compiler may fail with: the group runs all the same
@@ -73,9 +73,9 @@ class Kernel:
 
     def _check(self, results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         """Hold a compiled kernel to what was traced: what follows relies on layouts, and on results of their own."""
-        found = [_layout(r) for r in results]
-        if found != self._layouts:
-            raise ValueError(f"its results are laid out as {found}, expected {self._layouts}")
+        layouts = [_layout(r) for r in results]
+        if layouts != self._layouts:
+            raise ValueError(f"its results are laid out as {layouts}, expected {self._layouts}")
         storages = [tensor_state.storage_id(t) for t in results]
         if len(set(storages)) < len(storages) or set(storages) & {tensor_state.storage_id(t) for t in inputs}:
             raise ValueError("its results share memory")
@@ -118,10 +118,6 @@ class FusedKernels:
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
-def _zeros_like(shown: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tuple(shown.shape), shown.stride(), dtype=shown.dtype, device=shown.device).zero_()
 
 
 def _describe(graph: fx.Graph) -> str:

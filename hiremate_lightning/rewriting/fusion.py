@@ -144,7 +144,10 @@ class _Fuser:
         for node in reversed(self.backward):
             if node in self.fusible:
                 self._place_backward(node)
-        self._leave_out_single_operations()
+        for operation, group in list(self.group_of.items()):  # it stays as it is, unless it derives what it reads
+            reads = (self.origin(a) for a in operation.all_input_nodes)
+            if len(group.members) == 1 and not any(a in self.derived for a in reads):
+                del self.group_of[operation]
         return _Writer(self).write()
 
     # ---------------------------------------------------------------- what may be fused
@@ -193,15 +196,15 @@ class _Fuser:
 
     def consumers(self, value: fx.Node) -> set[fx.Node]:
         """Find the operations that read a value, directly or through views of it; the output is one of them."""
-        found: set[fx.Node] = set()
+        readers: set[fx.Node] = set()
         stack = list(value.users)
         while stack:
             user = stack.pop()
             if user in self.transparent:
                 stack.extend(user.users)
             else:
-                found.add(user)
-        return found
+                readers.add(user)
+        return readers
 
     # ---------------------------------------------------------------- forward
 
@@ -287,13 +290,6 @@ class _Fuser:
         """Whether nothing waits for a group: sums over a batch that are the gradients of parameters."""
         last = group.members[-1]
         return all(self._is_small(last, v) and {c.op for c in self.consumers(v)} == {"output"} for v in values_of(last))
-
-    def _leave_out_single_operations(self) -> None:
-        """Leave a group of one operation as it is, unless it has to derive what it reads."""
-        for node, group in list(self.group_of.items()):
-            reads = (self.origin(a) for a in node.all_input_nodes)
-            if len(group.members) == 1 and not any(a in self.derived for a in reads):
-                del self.group_of[node]
 
 
 class _Writer:
@@ -406,11 +402,11 @@ class _Body:
 
 def _tangents_of(graph: fx.Graph, tangents: Sequence[fx.Node]) -> dict[fx.Node, frozenset[fx.Node]]:
     """Find on which incoming gradients each value depends."""
-    found = {tangent: frozenset([tangent]) for tangent in tangents}
+    tangents_of = {tangent: frozenset([tangent]) for tangent in tangents}
     for node in graph.nodes:
-        if node not in found:
-            found[node] = frozenset().union(*(found[a] for a in node.all_input_nodes))
-    return found
+        if node not in tangents_of:
+            tangents_of[node] = frozenset().union(*(tangents_of[a] for a in node.all_input_nodes))
+    return tangents_of
 
 
 def _is_elementwise(node: fx.Node) -> bool:

@@ -251,7 +251,7 @@ def forward_nodes(joint: fx.GraphModule, outputs: Sequence[Any]) -> set[fx.Node]
     for node in joint.graph.nodes:
         if aot.is_tangent(node) or any(a in tangent_dependent for a in node.all_input_nodes):
             tangent_dependent.add(node)
-    found: set[fx.Node] = set()
+    forward: set[fx.Node] = set()
     stack = [n for n in outputs if isinstance(n, fx.Node)]
     for node in computations(joint):
         has_effect = bool(mutated_arguments(node)) or is_random(node, None) or returns_nothing(node)
@@ -259,10 +259,10 @@ def forward_nodes(joint: fx.GraphModule, outputs: Sequence[Any]) -> set[fx.Node]
             stack.append(node)
     while stack:
         node = stack.pop()
-        if node not in found:
-            found.add(node)
+        if node not in forward:
+            forward.add(node)
             stack.extend(node.all_input_nodes)
-    return found
+    return forward
 
 
 def sink(backward: list[fx.Node], tangents: Sequence[fx.Node]) -> list[fx.Node]:
@@ -309,10 +309,6 @@ def _named_collective(target: aot.OpOverload) -> bool:
     return is_collective(str(target))
 
 
-def _calls_collective(target: Any) -> bool:
-    return isinstance(target, aot.OpOverload) and _named_collective(target)
-
-
 def may_choose_anew(ops: Iterable[str], device: torch.device) -> bool:
     """Whether cuDNN may run one of these operators by another algorithm than before: it times them, for each thread."""
     return device.type == "cuda" and torch.backends.cudnn.benchmark and "aten.convolution.default" in ops
@@ -320,7 +316,9 @@ def may_choose_anew(ops: Iterable[str], device: torch.device) -> bool:
 
 def is_random(node: fx.Node, device: torch.device | None) -> bool:
     """Whether a second run may give other numbers, or hang."""
-    if _calls_collective(node.target) or operation_named(node.target).is_random:
+    if isinstance(node.target, aot.OpOverload) and _named_collective(node.target):
+        return True
+    if operation_named(node.target).is_random:
         return True
     if isinstance(node.target, aot.HigherOrderOperator):
         return _is_random_inside(node, device)

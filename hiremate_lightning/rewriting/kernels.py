@@ -19,8 +19,8 @@ from .operations import Operation, register
 
 aten = torch.ops.aten
 
-PARTS = 16  # at most, of what runs some rows at a time
-PART_BYTES = 2**20  # at least: each part takes a few launches
+PARTS = 16  # most parts of an operation that takes some rows at a time
+PART_BYTES = 2**20  # least bytes of a part: each one takes a few launches
 _BY_ROWS = (torch.bernoulli, "bernoulli")  # the function and the method
 
 
@@ -128,7 +128,7 @@ def _as_operand(scale: float, source: fx.Node) -> float:
 
 
 def dropout(source: torch.Tensor, probability: float, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a mask and apply it; gives both, as `native_dropout` does."""
+    """Draw a mask and apply it; return both, as `native_dropout` does."""
     mask = draw_mask(source, probability, source.device)
     return apply_dropout_mask(source, mask, scale), mask
 

@@ -190,13 +190,13 @@ def join(joint: fx.GraphModule) -> None:
     Args:
         joint: Forward and backward, dead code already removed; changed.
     """
-    found = joint.graph.find_nodes(op="call_function", target=aten.nll_loss_forward.default)
-    written = written_storages(joint) if found else set()
-    for node in found:
+    losses = joint.graph.find_nodes(op="call_function", target=aten.nll_loss_forward.default)
+    written = written_storages(joint) if losses else set()
+    for node in losses:
         loss = _loss_at(node)
         if loss is not None and tensor_state.storage_id(loss.logits.meta["val"]) not in written:
             _replace(loss)
-    if found:
+    if losses:
         drop_unread(joint.graph)
 
 

@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 
 def _in_place(change: Any) -> Callable[..., torch.Tensor]:
-    """Call an operator that changes its first argument as one that is told where to write its result: there."""
+    """Wrap an operator that changes its first argument, so that it is given this argument as `out` too."""
 
     def into(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         result: torch.Tensor = change(*args, **kwargs)
@@ -135,25 +135,27 @@ class _Search:
         self.barred = _seen_by_others(graph, fx_nodes) | set(spared) | set(absent)
         self.absent = absent
         self.unsettled = _unsettled(graph, fx_nodes)
-        self.views = _views(graph)
+        first: dict[int | None, int] = {}
+        # Tensors on whose storage another one was there before.
+        self.views = {t for t, tensor in enumerate(graph.tensors) if first.setdefault(tensor.storage, t) != t}
         self.returned = {graph.tensors[t].storage for t in graph.gradients}
         self.taken: dict[int | None, int] = {}  # storage of a result -> storage that it takes
 
     def run(self) -> tuple[Graph, dict[fx.Node, int]]:
-        nodes, found = list(self.graph.nodes), dict[fx.Node, int]()
+        nodes, overwrites = list(self.graph.nodes), dict[fx.Node, int]()
         for position, index in enumerate(self.graph.backward):
             if not self._may_overwrite(index):
                 continue
             candidates = ((place, self.tensor_of[a]) for place, a in candidates_of(self.fx_nodes[index]))
             safe = [(place, dying) for place, dying in candidates if self._is_safe(position, index, dying)]
             if safe:
-                found[self.fx_nodes[index]], dying = safe[0]
+                overwrites[self.fx_nodes[index]], dying = safe[0]
                 self._take(index, dying)
                 nodes[index] = replace(nodes[index], is_mutating=True)
         tensors = tuple(replace(t, storage=self.taken.get(t.storage, t.storage)) for t in self.graph.tensors)
         sizes = (0 if i in self.taken else storage.size_bytes for i, storage in enumerate(self.graph.storages))
         storages = tuple(replace(s, size_bytes=size) for s, size in zip(self.graph.storages, sizes, strict=True))
-        return replace(self.graph, nodes=tuple(nodes), tensors=tensors, storages=storages), found
+        return replace(self.graph, nodes=tuple(nodes), tensors=tensors, storages=storages), overwrites
 
     def _may_overwrite(self, index: int) -> bool:
         node, made, fx_node = self.graph.nodes[index], self.graph.allocates[index], self.fx_nodes[index]
@@ -213,7 +215,7 @@ def find_takes(
         for tensor in graph.nodes[index].inputs:
             readers.setdefault(graph.tensors[tensor].storage, set()).add(index)
     returned, unsettled = {graph.tensors[t].storage for t in graph.gradients}, _unsettled(graph, fx_nodes)
-    found: dict[int, int] = {}
+    takes: dict[int, int] = {}
     for index in graph.backward:
         node, made = fx_nodes[index], graph.allocates[index]
         if node in overwrites or len(made) != 1 or made[0] in returned or may_lie_otherwise(node):
@@ -229,8 +231,8 @@ def find_takes(
                 and [graph.tensors[tensor_of[a]].storage for a in node.all_input_nodes].count(storage) == 1
                 and storage not in returned
             ):
-                found[index] = tensor_of[value]
-    return found
+                takes[index] = tensor_of[value]
+    return takes
 
 
 def _last_reads(graph: Graph) -> dict[int | None, int]:
@@ -238,12 +240,6 @@ def _last_reads(graph: Graph) -> dict[int | None, int]:
     last = {graph.tensors[t].storage: at for at, n in enumerate(graph.backward) for t in graph.nodes[n].inputs}
     kept = (*graph.gradients, *graph.outputs, *graph.held)
     return last | {graph.tensors[t].storage: len(graph.backward) for t in kept}
-
-
-def _views(graph: Graph) -> set[int]:
-    """List the tensors on whose storage another one was there before."""
-    first: dict[int | None, int] = {}
-    return {t for t, tensor in enumerate(graph.tensors) if first.setdefault(tensor.storage, t) != t}
 
 
 def _seen_by_others(graph: Graph, fx_nodes: Sequence[fx.Node]) -> set[int | None]:
@@ -269,13 +265,13 @@ def _unsettled(graph: Graph, fx_nodes: Sequence[fx.Node]) -> set[int]:
 
     Overwriting would be planned there and then not done.
     """
-    found = {t for t in graph.tangents if graph.tensors[t].shape}
+    unsettled = {t for t in graph.tangents if graph.tensors[t].shape}
     for index in graph.backward:
         node, target = graph.nodes[index], fx_nodes[index].target
         follows = operation_named(target).follows_strides or follows_strides(target) or not graph.allocates[index]
-        if (follows and not found.isdisjoint(node.inputs)) or may_lie_otherwise(fx_nodes[index]):
-            found.update(node.outputs)
-    return found
+        if (follows and not unsettled.isdisjoint(node.inputs)) or may_lie_otherwise(fx_nodes[index]):
+            unsettled.update(node.outputs)
+    return unsettled
 
 
 def _is_into_first(target: Any) -> bool:
@@ -297,10 +293,10 @@ def candidates_of(node: fx.Node) -> list[tuple[int, fx.Node]]:
         return []
     if isinstance(result, torch.Tensor) and result.dtype.is_complex and not _rounds_alike(node, values):
         return []
-    found = [(i, a) for i, a in enumerate(node.args) if isinstance(a, fx.Node)]
+    arguments = [(i, a) for i, a in enumerate(node.args) if isinstance(a, fx.Node)]
     if is_first and node.args[0] in tensor_state.leaves(node.args[1:]):
         return []  # what is put there is read from there
-    taken = found[:1] if is_first else found
+    taken = arguments[:1] if is_first else arguments
     return [(i, a) for i, a in taken if _look_alike(a.meta["val"], result)]
 
 
@@ -337,12 +333,12 @@ def traced_strides(node: fx.Node, dying: int) -> Strides:
         dying: The position of what it overwrites.
     """
     values = ((i, a.meta["val"]) for i, a in enumerate(node.args) if isinstance(a, fx.Node))
-    found = tuple(
+    positions = tuple(
         (position, tuple(tensor_state.int_hint(s) for s in value.stride()))
         for position, value in values
         if isinstance(value, torch.Tensor)
     )
-    return found if node.target in _INTO else tuple(pair for pair in found if pair[0] == dying)
+    return positions if node.target in _INTO else tuple(pair for pair in positions if pair[0] == dying)
 
 
 @functools.cache

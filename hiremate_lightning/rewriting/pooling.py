@@ -94,11 +94,11 @@ def _first_elements(
 ) -> torch.Tensor:
     """Number, by window, its first element that is none of the padding, as PyTorch numbers the elements of a plane."""
     _, stride, padding, *_ = windows
-    found = torch.zeros((), dtype=torch.int64, device=device)
+    first = torch.zeros((), dtype=torch.int64, device=device)
     for size, count, step, before in zip(plane, pooled, stride, padding, strict=True):
         starts = torch.arange(-before, count * step - before, step, device=device).clamp_(min=0)
-        found = found.unsqueeze(-1) * size + starts
-    return found
+        first = first.unsqueeze(-1) * size + starts
+    return first
 
 
 def join(joint: fx.GraphModule) -> None:
@@ -192,21 +192,21 @@ def _gives_the_same(dims: int, form: torch.memory_format, device: torch.device, 
             gradient = _numbers(tuple(expected.shape), device, dtype).nan_to_num_(1, 2, 3)
             arrived = backward(gradient, source, *windows, whole)
             narrow = _dtype_of_places(source.shape[2:], windows)
-            found, places = max_pool(source, windows, list(expected.shape), form, narrow)
+            values, places = max_pool(source, windows, list(expected.shape), form, narrow)
             spread = max_pool_gradient(gradient, places, windows, list(source.shape), form)
         except (RuntimeError, NotImplementedError):  # no kernel for it here
             return False
-        return torch.equal(found.nan_to_num(), expected.nan_to_num()) and torch.equal(spread, arrived)
+        return torch.equal(values.nan_to_num(), expected.nan_to_num()) and torch.equal(spread, arrived)
 
 
 def _numbers(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Make whole numbers without a generator, some planes of minus infinity, and here and there what is none."""
     count = torch.Size(shape).numel()
-    found = torch.arange(1, count + 1, dtype=torch.float64).mul_(1.7).sin_().mul_(3).round_()
-    found[::41], found[5::101] = torch.nan, torch.inf
-    found = found.view(shape)
-    found[1:, ::4] = -torch.inf
-    return found.to(device, dtype)
+    numbers = torch.arange(1, count + 1, dtype=torch.float64).mul_(1.7).sin_().mul_(3).round_()
+    numbers[::41], numbers[5::101] = torch.nan, torch.inf
+    numbers = numbers.view(shape)
+    numbers[1:, ::4] = -torch.inf
+    return numbers.to(device, dtype)
 
 
 def _windows_of(given: Sequence[Any], dims: int) -> Windows:

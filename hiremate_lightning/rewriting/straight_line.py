@@ -82,11 +82,6 @@ class Writer:
         self.known[name] = value
         return name
 
-    def _callable(self, target: Any) -> str:
-        if target not in self.name_of_known:
-            self.name_of_known[target] = self._constant(target)
-        return self.name_of_known[target]
-
     def _call(self, node: fx.Node) -> str:
         if is_part(node):
             return f"{self._argument(node.args[0])}[{node.args[1]!r}]"
@@ -96,7 +91,9 @@ class Writer:
         if node.op == "call_method":
             return f"{arguments[0]}.{node.target}({', '.join(arguments[1:])})"
         target = self.module.get_submodule(str(node.target)) if node.op == "call_module" else calls.shortest(node)
-        return f"{self._callable(target)}({', '.join(arguments)})"
+        if target not in self.name_of_known:
+            self.name_of_known[target] = self._constant(target)
+        return f"{self.name_of_known[target]}({', '.join(arguments)})"
 
     def _argument(self, value: Any) -> str:
         if isinstance(value, fx.Node):
@@ -120,7 +117,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     last = {node: node for node in graph.nodes}
     for node in graph.nodes:
         last.update(dict.fromkeys(node.all_input_nodes, node))
-    found: dict[fx.Node, list[fx.Node]] = {}
+    dying: dict[fx.Node, list[fx.Node]] = {}
     for value, node in last.items():
-        found.setdefault(node, []).append(value)
-    return found
+        dying.setdefault(node, []).append(value)
+    return dying

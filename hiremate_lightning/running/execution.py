@@ -16,7 +16,7 @@ import torch
 
 from ..capturing.capture import Captured
 from ..errors import CaptureError, HiRemateError
-from ..torch_private import aot, autocasting, backward_pass, data_parallel, tensor_state
+from ..torch_private import aot, autocasting, backward_pass, sharding, tensor_state
 from .accumulation import Leaves, addable, existing, find_leaves, hand_on, shared_leaves
 from .program import Program
 
@@ -119,7 +119,7 @@ class Part:
         if self._takes_absent:
             aot.let_gradients_be_absent(token)
         if conductor is not None:
-            kept.fills_buckets = data_parallel.fills_buckets()
+            kept.fills_buckets = sharding.fills_buckets()
             conductor.forward_done(run, outputs)
         return [*outputs, token]
 
@@ -170,7 +170,7 @@ class Part:
         with _default_dtype(saved.dtype), autocasting.disabled():  # casts are in the graph
             gradients = self._run(program.backward, values)
         if saved.fills_buckets:
-            data_parallel.put_in_order([saved.leaves[p] for p in self.captured.finished if p in saved.leaves])
+            sharding.put_in_order([saved.leaves[p] for p in self.captured.finished if p in saved.leaves])
         if shared:
             gradients = hand_on(gradients, shared, () if missing else saved.terms)
         if conductor is not None:

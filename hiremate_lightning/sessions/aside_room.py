@@ -15,7 +15,7 @@ from ..calls.given import tensors_inside
 from ..measuring.aside import SavedAside
 from ..measuring.files import HAS_FILES, Files
 from ..memory.allocator import free_host_bytes
-from ..torch_private import saved_hooks, sharding, tensor_state
+from ..torch_private import hooks, sharding, tensor_state
 from .planned_model import PlannedModel
 
 SHARE_ASIDE = 0.5  # of what the host could still hand out, and the disk of the temporary files, at most
@@ -54,7 +54,7 @@ class AsideRoom:
         """Put aside what autograd saves in a call with some arguments, these and weights left out."""
         root = self._model.root
         stay = tensor_state.storages_among((*tensors_inside(arguments), *root.parameters(), *root.buffers()))
-        with saved_hooks.giving_way_to_transforms(), SavedAside(stay, self._memory, self._are_full, self.files):
+        with hooks.giving_way_to_transforms(), SavedAside(stay, self._memory, self._are_full, self.files):
             yield
 
     def _are_full(self, error: OSError | MemoryError) -> None:

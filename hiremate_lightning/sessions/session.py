@@ -20,9 +20,8 @@ import torch
 from torch import nn
 
 from ..calls.given import ModuleCall, tensors_inside
-from ..calls.opaque import capture_opaque
 from ..calls.replaced import ReplacedCheckpointing, ReplacedCompiling
-from ..capturing.backend import planning_backend
+from ..capturing.backend import capture_opaque, planning_backend
 from ..capturing.capture import Captured
 from ..errors import CaptureError
 from ..kinds.step_kind import GraphNumbers

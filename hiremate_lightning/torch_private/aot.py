@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -26,12 +27,13 @@ from torch._functorch.partitioners import _extract_fwd_bwd_outputs, _has_tag_is_
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from . import autocasting, hacks
-from .replacing import replaced
-from .tensor_state import plain
+from .hacks import replaced
+from .tensor_state import changes_uncounted, plain
 
 __all__ = ["HigherOrderOperator", "OpOverload"]
 
@@ -122,18 +124,18 @@ def make_views_as_they_come() -> None:
 
 
 def take_over_results() -> tuple[int, ...]:
-    """Keep AOTAutograd from making results of views that a graph returns, which `unviewed` is to do; give where.
+    """Stop AOTAutograd from returning results as views that a graph returned; return the positions of these.
 
-    It would do so where nobody can see any more whether the caller changes them in place.
-    To be called inside the forward compiler.
+    They are returned as tensors of their own by `unviewed` instead. AOTAutograd would do so where nobody can see any
+    more whether the caller changes them in place. To be called inside the forward compiler.
     """
     context = TracingContext.try_get()
     if context is None or context.fw_metadata is None:
         return ()
     meta = context.fw_metadata
-    found = tuple(meta.num_mutated_inp_runtime_indices + i for i in meta.unsafe_view_out_indices)
+    positions = tuple(meta.num_mutated_inp_runtime_indices + i for i in meta.unsafe_view_out_indices)
     meta.unsafe_view_out_indices, meta.num_unsafe_view_outputs = [], 0
-    return found
+    return positions
 
 
 def returning_the_right_values() -> AbstractContextManager[None]:
@@ -265,6 +267,9 @@ def outermost_autocasts(module: fx.GraphModule) -> dict[Source, int]:
     return _Autocasts().walk(module)
 
 
+_CASTS_BY_HAND = tuple(("call_method", name) for name in ("to", "type", "type_as", "bfloat16", "half"))
+
+
 class _Autocasts:
     """Runs through captured code, and follows autocast as eager PyTorch enters and leaves it."""
 
@@ -274,33 +279,24 @@ class _Autocasts:
 
     def walk(self, module: fx.GraphModule) -> dict[Source, int]:
         """Number the nodes of some code, and of the bodies that it calls."""
-        found = dict[Source, int]()
+        blocks = dict[Source, int]()
         for node in module.graph.nodes:
             if node.target is torch.amp.autocast_mode._enter_autocast:
                 self._number += not self._is_inside
                 self._remembers.append(self._remembers[-1] if node.args[-1] is None else node.args[-1])
             elif node.target is torch.amp.autocast_mode._exit_autocast:
                 self._remembers.pop()
-            elif self._is_inside and self._remembers[-1] and not _casts_by_hand(node):
-                found[id(module.graph), node.name] = self._number
-            for body in _bodies_of(node, module):
-                found |= self.walk(body)
-        return found
+            elif self._is_inside and self._remembers[-1] and (node.op, node.target) not in _CASTS_BY_HAND:
+                blocks[id(module.graph), node.name] = self._number
+            names = [str(value.target) for value in node.all_input_nodes if value.op == "get_attr"]
+            for body in (getattr(module, name, None) for name in names):
+                if isinstance(body, fx.GraphModule):  # the code that an operator is called with
+                    blocks |= self.walk(body)
+        return blocks
 
     @property
     def _is_inside(self) -> bool:
         return self._outside + len(self._remembers) > 1
-
-
-def _casts_by_hand(node: fx.Node) -> bool:
-    return node.op == "call_method" and node.target in ("to", "type", "type_as", "bfloat16", "half")
-
-
-def _bodies_of(node: fx.Node, module: fx.GraphModule) -> list[fx.GraphModule]:
-    """List the code that an operator is called with."""
-    names = [str(value.target) for value in node.all_input_nodes if value.op == "get_attr"]
-    bodies = (getattr(module, name, None) for name in names)
-    return [body for body in bodies if isinstance(body, fx.GraphModule)]
 
 
 def mark_boxed(function: Boxed) -> Boxed:
@@ -351,3 +347,39 @@ def input_position(placeholder: fx.Node) -> int | None:
     while isinstance(description, SubclassGetAttrAOTInput):
         description = description.base
     return description.idx if isinstance(description, PlainAOTInput) else None
+
+
+# ---------------------------------------------------------------- results with nodes of their own
+
+
+class _OwnNode(torch.autograd.Function):
+    """Hands a gradient on as it is, None too. The result is the same tensor, with another node."""
+
+    @staticmethod
+    def forward(ctx: Any, result: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+def give_own_nodes(results: Iterable[Any]) -> None:
+    """Where tensors share a node of autograd's graph, give each its own, as eager code does. Views keep theirs.
+
+    AOTAutograd makes one node for all results. A hook on one of them would be called, with None, where only another one
+    gets a gradient. And where a hook holds what was computed from another result, as that of a deep equilibrium model
+    does, the node would hold the hook, and the hook the node: neither would ever be freed.
+    """
+    tensors = list({id(result): result for result in results if isinstance(result, torch.Tensor)}.values())
+    if len(tensors) == 1:
+        return
+    with torch._C.DisableTorchFunction():  # neither modes nor classes of users are to see this
+        tensors = [tensor for tensor in tensors if tensor.grad_fn is not None and not tensor._is_view()]
+        shared = Counter[Node | None](tensor.grad_fn for tensor in tensors)
+        for tensor in tensors:
+            if shared[tensor.grad_fn] > 1:
+                with changes_uncounted([tensor]):
+                    _OwnNode.apply(tensor)  # type: ignore[no-untyped-call]

@@ -1,20 +1,26 @@
-"""Restores autocast, ends transforms of torch.func, and allows hooks again, after an error in captured code.
+"""What errors in captured code leave behind, put right: autocast, transforms of torch.func, bans, text, and guards.
 
 User code enters autocast with a `with` block. What Dynamo captures calls PyTorch's private functions that enter and
 leave it, so an error in between leaves autocast on for whatever runs next. What it has cast is then remembered for
 ever: later steps would use the weights of earlier ones. A transform that was not left makes all later code fail, and
-so does a ban on hooks on what autograd saves, which transforms of torch.func are captured with.
+so does a ban on hooks on what autograd saves, which transforms of torch.func are captured with. Graph modules print
+what failed in them, and frames hold guards of PyTorch's dispatcher.
 `test_torch_private.py` says on which versions this was checked.
 """
 
 from __future__ import annotations
 
+import logging
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx import graph_module
+
+log = logging.getLogger("hiremate_lightning")
 
 DEVICE_TYPES = ("cpu", "cuda")
 
@@ -35,7 +41,7 @@ def as_found_on_error() -> Iterator[None]:
     ban = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
     transforms = torch._C._functorch.get_dynamic_layer_stack_depth()
     depth, remembers = open_blocks(), torch.is_autocast_cache_enabled()
-    found = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in DEVICE_TYPES}
+    settings = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in DEVICE_TYPES}
     try:
         yield
     except BaseException:  # Ctrl-C too: autocast would stay entered for the rest of the process
@@ -44,7 +50,7 @@ def as_found_on_error() -> Iterator[None]:
         if depth == 0:
             torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(remembers)
-        for kind, (is_on, dtype) in found.items():
+        for kind, (is_on, dtype) in settings.items():
             torch.set_autocast_enabled(kind, is_on)
             torch.set_autocast_dtype(kind, dtype)
         _end_transforms(transforms)
@@ -84,3 +90,47 @@ def open_blocks() -> int:
     """Count the blocks of autocast that are open."""
     torch.autocast_increment_nesting()
     return int(torch.autocast_decrement_nesting())
+
+
+@contextmanager
+def not_printed() -> Iterator[None]:
+    """Log at debug level, for a while, what graph modules print of a failure in them."""
+    names = vars(graph_module)
+    before = names.get("print", print)
+
+    def tell(text: str, **_: Any) -> None:
+        log.debug("%s", text)
+
+    names["print"] = tell
+    try:
+        yield
+    finally:
+        if before is print:
+            del names["print"]
+        else:
+            names["print"] = before
+
+
+@contextmanager
+def releasing_frames() -> Iterator[None]:
+    """Clear the frames of an error on its way through.
+
+    A frame may hold a guard of PyTorch's dispatcher (`_tensor_str._str` has one), which sets the keys of its time again
+    whenever it is collected: those of a transform of torch.func that is long over.
+    """
+    try:
+        yield
+    except BaseException as error:
+        with torch._C._PreserveDispatchKeyGuard():
+            for met in _chain(error):
+                traceback.clear_frames(met.__traceback__)
+        raise
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    """List an error with those that it was raised from, or while it handled them."""
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return chain

@@ -53,10 +53,10 @@ class _Running:
             nodes = [r.node if isinstance(r, GradientEdge) else get_gradient_edge(r).node for r in self.roots]
             self.edges, seen = Counter(nodes), set(nodes)
             while nodes:
-                found = nodes.pop()
-                if type(found) is _AccumulateGrad:
-                    self.accumulating[id(found.variable)] = found  # type: ignore[attr-defined]
-                for node, _ in found.next_functions:
+                reached = nodes.pop()
+                if type(reached) is _AccumulateGrad:
+                    self.accumulating[id(reached.variable)] = reached  # type: ignore[attr-defined]
+                for node, _ in reached.next_functions:
                     if node is None:
                         continue
                     self.edges[node] += 1
@@ -128,7 +128,7 @@ def taking_one(leaves: Mapping[int, torch.Tensor]) -> frozenset[int]:
 
 
 def _will_run(accumulating: Node, if_returned: bool) -> bool:
-    """Whether the running backward will add to the `.grad` of a leaf; what to say where it returns the gradient."""
+    """Whether the running backward will add to the `.grad` of a leaf; `if_returned` where it returns the gradient."""
     try:
         return bool(torch._C._will_engine_execute_node(accumulating))
     except RuntimeError:  # autograd.grad() asks for the gradient of a leaf: it is returned, not added

@@ -82,11 +82,11 @@ def _does_the_same(function: Callable[..., Any], node: fx.Node, arguments: tuple
         return False
     made = {a: torch.empty((0,) * a.meta["val"].dim(), device="meta") for a in node.all_input_nodes}
     args, given, kwargs = fx.node.map_arg((node.args, arguments, dict(node.kwargs)), made.__getitem__)
-    expected, found = _first_call(node.target, args, kwargs), _first_call(function, given, kwargs)
+    expected, called = _first_call(node.target, args, kwargs), _first_call(function, given, kwargs)
     target: Any = node.target
     has_one_form = len(target.overloadpacket.overloads()) == 1  # what is called may be one that it is made of
-    is_sure = found is not None and (found[0] is target or has_one_form)
-    return is_sure and _are_equal(found, expected)
+    is_sure = called is not None and (called[0] is target or has_one_form)
+    return is_sure and _are_equal(called, expected)
 
 
 class _FirstCall(TorchDispatchMode):

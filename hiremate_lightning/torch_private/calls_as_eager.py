@@ -18,7 +18,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 
 
 def _log_early(variable: Any, tracer: Any, name: str, values: list[Any], named: dict[str, Any]) -> Any:
-    """Log what is logged once, as transformers does by `logger.warning_once`, when it is captured; so is what isn't."""
+    """Log at capture what is logged once (transformers' `logger.warning_once`); drop what the logger does not show."""
     level = getattr(logging, name.upper(), None)
     is_constant = all(value.is_python_constant() for value in (*values, *named.values()))
     if name.endswith("_once") and is_constant:
@@ -47,16 +47,13 @@ def _checkpoint_as_asked(variable: Any, tracer: Any, arguments: list[Any], named
     That variant is an autograd function: it has a gradient only where a tensor among its own arguments has one.
     """
     is_reentrant = "use_reentrant" not in named or named["use_reentrant"].as_python_constant() in (True, None)
-    tensors = [a.realize() for a in arguments[1:]]
-    if not is_reentrant or any(isinstance(t, TensorVariable) and _needs_gradient(t) for t in tensors):
+    values = [a.realize() for a in arguments[1:]]
+    tensors = (v.as_proxy().node.meta["example_value"] for v in values if isinstance(v, TensorVariable))
+    if not is_reentrant or any(tensor.requires_grad for tensor in tensors):
         return _checkpoint(variable, tracer, arguments, named)
     warnings.warn("None of the inputs have requires_grad=True. Gradients will be None", stacklevel=2)  # as eager does
     plain = VariableTracker.build(tracer, _without_gradients)
     return tracer.inline_user_function_return(plain, arguments, {})
-
-
-def _needs_gradient(tensor: TensorVariable) -> bool:
-    return bool(tensor.as_proxy().node.meta["example_value"].requires_grad)
 
 
 def _without_gradients(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -32,7 +32,9 @@ def lost_changes(written: fx.GraphModule) -> list[str]:
     count each other's changes for Dynamo, and the new ones do not: their counts are added up.
     """
     inputs = list(written.graph.find_nodes(op="placeholder"))
-    counts = [_changes_since_made(node.meta.get("example_value")) for node in inputs]
+    shown = [node.meta.get("example_value") for node in inputs]
+    made_with = [_made_with.get(value, 0) if isinstance(value, torch.Tensor) else 0 for value in shown]
+    counts = [_changes_of(value) - changes for value, changes in zip(shown, made_with, strict=True)]
     if not any(counts):
         return []
     try:
@@ -41,7 +43,7 @@ def lost_changes(written: fx.GraphModule) -> list[str]:
         log.debug("Changes in place could not be counted again: %s", error)
         return []
     is_simple = not any(isinstance(node.target, aot.HigherOrderOperator) for node in written.graph.nodes)
-    storages = [_storage_of(node.meta.get("example_value")) for node in inputs]
+    storages = [tensor_state.storage_id(value) if tensor_state.is_dense(value) else None for value in shown]
     of_storage = Counter[int | None]()
     for storage, count in zip(storages, again, strict=True):
         of_storage[storage] += count
@@ -49,12 +51,8 @@ def lost_changes(written: fx.GraphModule) -> list[str]:
     return [str(node.target) for node, before, now in pairs if before and (not now or (is_simple and now < before))]
 
 
-def _changes_since_made(stand_in: Any) -> int:
-    return _changes_of(stand_in) - _made_with.get(stand_in, 0) if isinstance(stand_in, torch.Tensor) else 0
-
-
 def _noting_changes(*arguments: Any, **options: Any) -> Any:
-    """Make a stand-in, and note the changes that it counts from the first: one if another has its memory already."""
+    """Make a stand-in, and note how many changes it counts already: one where another stand-in has its memory."""
     stand_in = _stand_in(*arguments, **options)
     if isinstance(stand_in, torch.Tensor) and stand_in not in _made_with:
         _made_with[stand_in] = _changes_of(stand_in)
@@ -83,7 +81,9 @@ def _is_result_like(out: Any, mode: FakeTensorMode, function: Any, args: Any, kw
     """Whether a call gives a tensor that a stand-in which is not contiguous takes as it is, with no gradients."""
     if not isinstance(out, torch.Tensor) or out.is_contiguous():
         return False
-    values = fx.node.map_aggregate((args, kwargs), _example_of)
+    values = fx.node.map_aggregate(
+        (args, kwargs), lambda value: value.node.meta["example_value"] if isinstance(value, fx.Proxy) else value
+    )
     try:
         with mode:
             result = function(*values[0], **values[1])
@@ -104,10 +104,6 @@ def _writing(function: Any) -> Any:
         return function(*args, out=out, **kwargs)  # type: ignore[no-any-return]
 
     return write
-
-
-def _example_of(value: Any) -> Any:
-    return value.node.meta["example_value"] if isinstance(value, fx.Proxy) else value
 
 
 def _is_like(value: torch.Tensor, other: torch.Tensor) -> bool:
@@ -139,10 +135,6 @@ def _drop_unread_numbers(output: Any) -> None:
 
 _drop_specialized = OutputGraph.remove_tensorify_specialized_graphargs
 NUMBERS = ((OutputGraph, "remove_tensorify_specialized_graphargs", _drop_unread_numbers),)
-
-
-def _storage_of(value: Any) -> int | None:
-    return tensor_state.storage_id(value) if tensor_state.is_dense(value) else None
 
 
 def _changes_of(value: Any) -> int:

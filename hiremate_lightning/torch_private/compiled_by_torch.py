@@ -1,4 +1,4 @@
-"""What `torch.compile` returned: for what, whose calls are under way, and how to run that as it was written.
+"""What `torch.compile` returned: what that was made of, whose calls are under way, and how to run it uncompiled.
 
 `torch.compile(module)` returns a module around the first one, whose `forward` is the compiled call.
 """
@@ -17,14 +17,14 @@ from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 _WRAPPERS = "torch._dynamo.eval_frame"  # the module whose functions run in the place of what is compiled
 
 
-def original(found: Any) -> Any:
+def original(compiled: Any) -> Any:
     """Return what was given to `torch.compile`; what was not returned by it is its own original."""
-    inside = vars(found) if hasattr(found, "__dict__") else {}
+    inside = vars(compiled) if hasattr(compiled, "__dict__") else {}
     if "dynamo_ctx" in inside:
-        return original(found._orig_mod)
-    if inside.get("_torchdynamo_wrapper_id") == id(found):
-        return original(found._torchdynamo_orig_callable)
-    return found
+        return original(compiled._orig_mod)
+    if inside.get("_torchdynamo_wrapper_id") == id(compiled):
+        return original(compiled._torchdynamo_orig_callable)
+    return compiled
 
 
 def inside_compiled(module: nn.Module) -> nn.Module | None:
@@ -35,13 +35,13 @@ def inside_compiled(module: nn.Module) -> nn.Module | None:
 def compiled_around(module: nn.Module) -> list[nn.Module]:
     """List what torch.compile returned for a module, for parts of it, or for what is wrapped around it."""
     own = set(map(id, module.modules()))
-    compiled = [found for found in gc.get_objects() if type(found) is OptimizedModule and id(found) not in own]
-    return [found for found in compiled if any(id(inner) in own for inner in found.modules())]
+    compiled = [thing for thing in gc.get_objects() if type(thing) is OptimizedModule and id(thing) not in own]
+    return [thing for thing in compiled if any(id(inner) in own for inner in thing.modules())]
 
 
 def compiled_inside(module: nn.Module) -> list[nn.Module]:
     """List the parts of a module that torch.compile returned."""
-    return [found for found in module.modules() if type(found) is OptimizedModule]
+    return [part for part in module.modules() if type(part) is OptimizedModule]
 
 
 def runs_as_written(module: nn.Module) -> bool:
@@ -62,8 +62,8 @@ def run_as_written(compiled: nn.Module) -> Callable[[], None]:
 def is_compiled_by(compiled: nn.Module, backend: Callable[..., Any]) -> bool:
     """Whether torch.compile was asked for a backend."""
     callback = getattr(getattr(compiled, "dynamo_ctx", None), "callback", None)
-    found = innermost_backend(callback) if callable(callback) else None
-    return getattr(found, "compiler_fn", found) is backend
+    innermost = innermost_backend(callback) if callable(callback) else None
+    return getattr(innermost, "compiler_fn", innermost) is backend
 
 
 # ---------------------------------------------------------------- calls
@@ -74,14 +74,14 @@ def under_way() -> list[Any]:
 
     Only the frames of these calls know: a backend is given a graph, and not what the graph is of.
     """
-    found: list[Any] = []
+    owners: list[Any] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         names = frame.f_locals if frame.f_globals.get("__name__") == _WRAPPERS else {}
         if callable(names.get("fn")) and callable(names.get("callback")):  # torch.compiler.disable has no callback
-            found += _owners(names["fn"])
+            owners += _owners(names["fn"])
         frame = frame.f_back
-    return found
+    return owners
 
 
 def _owners(function: Any) -> Iterator[Any]:

@@ -49,8 +49,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import tensor_state
+from .hacks import StandIn
 from .regions.module_calls import note_unseen, realized
-from .replacing import StandIn
 from .tensor_state import storage_id, storages_among
 
 log = logging.getLogger("hiremate_lightning")
@@ -323,13 +323,7 @@ def _on_the_cpu(value: Any) -> Any:
 
 
 def _decide(tracer: InstructionTranslatorBase, variable: VariableTracker, read: Callable[[torch.Tensor], Any]) -> Any:
-    """Read a tensor while its code is traced, and guard the value; return None for any other object.
-
-    Args:
-        tracer: Dynamo's translator of the code.
-        variable: The tensor, or any other object.
-        read: Returns the value of a tensor.
-    """
+    """Read a tensor while its code is traced, and guard the value; return None for any other object."""
     variable = realized(variable)
     if not isinstance(variable, TensorVariable):
         return None

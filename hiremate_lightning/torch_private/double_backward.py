@@ -21,7 +21,7 @@ from torch import fx
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import torch as dynamo_torch
 
-from .replacing import replaced_entries
+from .hacks import replaced_entries
 
 _APPLY = torch.ops.higher_order.autograd_function_apply
 _SET_MODE = torch._C._set_grad_enabled
@@ -41,7 +41,10 @@ def _read_whole_grad(variable: Any, tracer: Any, *arguments: Any, **named: Any) 
     for name in ("outputs", "inputs")[len(arguments) :]:
         if name in named:
             arguments = (*arguments, named.pop(name))
-    if len(arguments) > 1 and (_may_lead_to_each_other(arguments[1]) or _have_hooks(arguments[1])):
+    tensors = dynamo_torch._collect_tensors_with_sources(arguments[1]) if len(arguments) > 1 else []
+    outer = [tensor for tensor, source in tensors if source]
+    may_be_of_each_other = len(outer) > 1 and any(tensor.grad_fn is not None for tensor in outer)
+    if may_be_of_each_other or (len(arguments) > 1 and _have_hooks(arguments[1])):
         unimplemented(
             gb_type="torch.autograd.grad of tensors from outside of the graph",
             context="",
@@ -50,12 +53,6 @@ def _read_whole_grad(variable: Any, tracer: Any, *arguments: Any, **named: Any) 
         )
     assert _read_grad is not None, "it is in its place"
     return _read_grad(variable, tracer, *arguments, **named)
-
-
-def _may_lead_to_each_other(inputs: Any) -> bool:
-    """Whether one of the tensors that a gradient is of may have been computed of another before the captured code."""
-    found = [tensor for tensor, source in dynamo_torch._collect_tensors_with_sources(inputs) if source]
-    return len(found) > 1 and any(tensor.grad_fn is not None for tensor in found)
 
 
 def _have_hooks(inputs: Any) -> bool:

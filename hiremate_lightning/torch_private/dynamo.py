@@ -32,9 +32,8 @@ from torch.nn.modules import module as nn_module
 
 from ..garbage import collecting_what_it_leaves
 from ..objects import attempt, is_of
-from . import failures, hacks, questions, user_compiled
-from .hacks import Stage
-from .replacing import replaced
+from . import autocasting, hacks, questions, user_compiled
+from .hacks import Stage, replaced
 
 __all__ = ["CompileError"]
 
@@ -67,8 +66,9 @@ def capturing_for_plans(
       or, where there is no one to tell, raised. Code that fails as it is traced may be wrong itself: then it raises
       its own error as it runs, nothing is told, and it is captured the next time.
     """
-    if not hacks.is_on("code by code"):
-        with _capturing_whole_calls(tell, sizes_vary, vary):
+    if not hacks.is_on("code by code"):  # settings hold for all code of a call, without any other hack
+        settings = dynamo_config.patch(automatic_dynamic_shapes=sizes_vary, **_SETTINGS)
+        with settings, _marked(vary), _told_of_failures(tell):
             yield
         return
     capture = _capture_with_symbols if sizes_vary else _capture_with_numbers
@@ -82,7 +82,7 @@ def capturing_for_plans(
         hear()
         if user_compiled.is_authors(arguments[4]):
             return _capture(code, *arguments, **options)
-        with answers() if hacks.is_on("answers") else nullcontext(), failures.releasing_frames():
+        with answers() if hacks.is_on("answers") else nullcontext(), autocasting.releasing_frames():
             return capture(code, *arguments, **options)
 
     before = convert_frame._compile, _innermost.hear
@@ -92,14 +92,6 @@ def capturing_for_plans(
             yield
     finally:
         convert_frame._compile, _innermost.hear = before
-
-
-@contextmanager
-def _capturing_whole_calls(tell: Callable[[str], None] | None, sizes_vary: bool, vary: Iterable[int]) -> Iterator[None]:
-    """Let Dynamo capture by settings that hold for all code of a call, without any other hack."""
-    settings = dynamo_config.patch(automatic_dynamic_shapes=sizes_vary, **_SETTINGS)
-    with settings, _marked(vary), _told_of_failures(tell):
-        yield
 
 
 def _marked(sizes: Iterable[int]) -> AbstractContextManager[Any]:
@@ -122,7 +114,9 @@ def _capture_with(
     has_static_shape: Callable[..., Any], fractions_vary: bool, code: types.CodeType, *arguments: Any, **options: Any
 ) -> Any:
     is_static = builder, "tensor_always_has_static_shape", has_static_shape
-    settings, logs_of_breaks = dynamo_config.patch(specialize_float=not fractions_vary, **_SETTINGS), _logs_of_breaks()
+    settings = dynamo_config.patch(specialize_float=not fractions_vary, **_SETTINGS)
+    # These log a break of a graph over many lines: not where nobody asked for that.
+    logs_of_breaks = [(each, "disabled", True) for each in _BREAK_LOGS if not each.isEnabledFor(logging.INFO)]
     with (
         settings,
         replaced(is_static, *logs_of_breaks),
@@ -137,11 +131,6 @@ def _capture_with(
         result = _capture(code, *arguments, **options)
     _captured.add(code)
     return result
-
-
-def _logs_of_breaks() -> list[tuple[Any, str, Any]]:
-    """Return stand-ins that silence what logs a break of a graph over many lines, where nobody asked for that."""
-    return [(break_log, "disabled", True) for break_log in _BREAK_LOGS if not break_log.isEnabledFor(logging.INFO)]
 
 
 def _capture_with_numbers(code: types.CodeType, *arguments: Any, **options: Any) -> Any:
@@ -176,12 +165,6 @@ def _whole(code: types.CodeType) -> types.CodeType:
     rest_of = ContinueExecutionCache.generated_code_metadata.get(code)
     whole: types.CodeType = code if rest_of is None else rest_of.code
     return whole
-
-
-def _try_again(code: types.CodeType) -> None:
-    """Let Dynamo capture code that it failed on when that is called next."""
-    _given_up.discard(_whole(code))
-    set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
 
 
 def given_up_count() -> int:
@@ -296,8 +279,9 @@ def _told_of_failures(tell: Callable[[str], None] | None) -> Iterator[None]:
     try:
         yield
     except BaseException:  # whatever stopped the code: whether it works as it is was not seen
-        for code in _in_doubt:
-            _try_again(code)
+        for code in _in_doubt:  # let Dynamo capture it when it is called next
+            _given_up.discard(_whole(code))
+            set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
         raise
     else:
         if tell is not None:
@@ -322,39 +306,38 @@ def reason_of(error: CompileError) -> str:
     """Return why Dynamo failed: the error of the user's own code and its line, or else Dynamo's own words."""
     if not isinstance(error, TorchRuntimeError):
         return _with_explanation(_in_brief(error))
-    found: BaseException = error
-    while (inner := found.__cause__ or found.__context__) is not None and (
-        isinstance(found, CompileError) or repr(inner) in str(found)
+    cause: BaseException = error
+    while (inner := cause.__cause__ or cause.__context__) is not None and (
+        isinstance(cause, CompileError) or repr(inner) in str(cause)
     ):
-        found = inner
+        cause = inner
     lines = [frame for frame in error.real_stack or () if not questions.is_of_tools(frame.filename)]
     place = f" ({lines[-1].filename}:{lines[-1].lineno}, in {lines[-1].name})" if lines else ""
-    return f"{type(found).__name__}: {found}{place}"
+    return f"{type(cause).__name__}: {cause}{place}"
 
 
 def graph_breaks() -> Counter[str]:
     """Count what has ended graphs in this process: torch.compile's reasons in brief, with their places in the code."""
-    found, placed = Counter[str](), set[str]()
+    breaks, placed = Counter[str](), set[str]()
     for ended in graph_break_reasons:
         if ended.graph_break and ended.user_stack:
             reason, frame = _with_explanation(ended.reason), ended.user_stack[-1]
             placed.add(reason)
-            found[f"{reason} (at {_SITE.sub('', frame.filename)}:{frame.lineno}, in {frame.name})"] += 1
+            breaks[f"{reason} (at {_SITE.sub('', frame.filename)}:{frame.lineno}, in {frame.name})"] += 1
     for text, count in counters["graph_break"].items():
         if _with_explanation(text) not in placed:
-            found[_with_explanation(text)] += count
-    return found
+            breaks[_with_explanation(text)] += count
+    return breaks
 
 
 def failed_guards() -> Counter[str]:
-    """Count what captured code was made for and did not find in this process, by torch.compile's words in brief."""
-    return Counter(_guard_of(reason) for reasons in guard_failures.values() for reason in reasons)
+    """Count what captured code was made for and did not find in this process, by torch.compile's words in brief.
 
-
-def _guard_of(reason: str) -> str:
-    """Shorten a failure to the guard and its place: "0/1: len(module.seen) == 3  # seen.append(...)  # net.py:5"."""
-    line = reason.split("\n")[0]
-    return " ".join(line.partition(": ")[2].split())
+    Those are the guard and its place, of "0/1: len(module.seen) == 3  # seen.append(...)  # net.py:5" what is behind
+    the first colon.
+    """
+    lines = (reason.split("\n")[0] for reasons in guard_failures.values() for reason in reasons)
+    return Counter(" ".join(line.partition(": ")[2].split()) for line in lines)
 
 
 def _with_explanation(reason: str) -> str:

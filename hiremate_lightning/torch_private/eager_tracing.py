@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -25,8 +25,7 @@ from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from . import folding, hacks, tensor_state
-from .hacks import Stage
-from .replacing import replaced, replaced_entries
+from .hacks import Stage, replaced, replaced_entries
 
 
 @contextmanager
@@ -69,7 +68,7 @@ def eager_kernels() -> Iterator[None]:
     """Remove the Python decompositions of some operators from the dispatcher for a while."""
     gru_cell = torch.ops.aten.gru_cell.default
     operators = [*_decomposed_unlike_eager(), gru_cell]
-    found: dict[OpOverload, dict[Any, Any]] = {op: dict(op.py_kernels) for op in operators}
+    kernels_before: dict[OpOverload, dict[Any, Any]] = {op: dict(op.py_kernels) for op in operators}
     for op in operators:
         for key in _IMPLICIT:
             op.py_kernels.pop(key, None)
@@ -81,7 +80,7 @@ def eager_kernels() -> Iterator[None]:
     try:
         yield
     finally:
-        for op, kernels in found.items():
+        for op, kernels in kernels_before.items():
             op.py_kernels.clear()
             op.py_kernels.update(kernels)
             op._dispatch_cache.clear()
@@ -240,3 +239,28 @@ def _with_strides(decomposition: Callable[..., Any], position: int | None) -> Ca
         return (made, *others) if isinstance(results, tuple) else made
 
     return corrected
+
+
+_BYTE_TARGETS = {  # operators, and which argument the classes are
+    torch.ops.aten.nll_loss_forward.default: 1,
+    torch.ops.aten.nll_loss_backward.default: 2,
+}
+
+
+def byte_targets() -> AbstractContextManager[None]:
+    """Trace losses of classes that are given as bytes, for a while, by the shapes that classes of integers have.
+
+    The kernels of `nll_loss` take bytes, torch's tracing of these doesn't.
+    """
+    stand_ins = {op: _with_integers(decomposition_table[op], position) for op, position in _BYTE_TARGETS.items()}
+    return replaced_entries(decomposition_table, stand_ins)
+
+
+def _with_integers(decomposition: Callable[..., Any], position: int) -> Callable[..., Any]:
+    @functools.wraps(decomposition)  # torch looks at its name and module
+    def decompose(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > position and args[position].dtype == torch.uint8:
+            args = (*args[:position], args[position].long(), *args[position + 1 :])
+        return decomposition(*args, **kwargs)
+
+    return decompose

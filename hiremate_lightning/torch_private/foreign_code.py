@@ -2,6 +2,7 @@
 
 Dynamo lets torch compute what NumPy would, which adds in another order and rounds exponentials otherwise. It calls
 functions that `functools.lru_cache` wraps in each step, so that what is drawn or counted once would be so each time.
+And operators that users define: which of them have Python code.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 from torch._dynamo.variables.misc import NumpyVariable
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable
+from torch._library.custom_ops import OPDEFS
+from torch.library import _impls
+
+from .aot import OpOverload
 
 # What rounds nothing, or as IEEE 754 says. A product is taken for one of sizes.
 EXACT = frozenset(
@@ -27,6 +32,7 @@ EXACT = frozenset(
     zeros zeros_like
     """.split()  # noqa: SIM905 - a word a line is sixty lines
 )
+_NO_KERNELS = ("Meta", "Autograd")  # what these dispatch keys run computes no numbers
 _inline = WrapperUserFunctionVariable.call_function
 _call_numpy = NumpyVariable.call_function
 _call_method = NumpyNdarrayVariable.call_method
@@ -82,3 +88,19 @@ WHILE_CAPTURING = (
     (NumpyVariable, "call_function", _numpy_function),
     (NumpyNdarrayVariable, "call_method", _numpy_method),
 )
+
+
+# ---------------------------------------------------------------- operators that users define with `torch.library`
+
+
+def name_of(operator: Any) -> str:
+    """Return the name of an operator, as "library::name"; nothing for a kernel that is no operator."""
+    return str(operator._schema.name) if isinstance(operator, OpOverload) else ""
+
+
+def has_python_code(operator: Any) -> bool:
+    """Whether Python code computes an operator: that of `torch.library.custom_op`, or of `torch.library.impl`."""
+    name = name_of(operator)
+    keys = [key.split("/") for key in _impls if name]
+    own = [dispatch for library, op, dispatch in keys if f"{library}::{op.partition('.')[0]}" == name]
+    return name in OPDEFS or any(not dispatch.startswith(_NO_KERNELS) for dispatch in own)

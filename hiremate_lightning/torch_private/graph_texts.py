@@ -18,7 +18,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _traceback
 
-from .replacing import StandIn, replaced
+from .hacks import StandIn, replaced
 
 _LINE_LOGS = symbolic_convert.trace_call_log, symbolic_convert.trace_source_log
 _GRAPH_LOGS = graph_compile.aot_joint_log, graph_compile.aot_graphs_log

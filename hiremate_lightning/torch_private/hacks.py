@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib
 import logging
 import types
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from . import CHECKED_VERSIONS
-from .replacing import replaced
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -73,7 +72,7 @@ HACKS = (
         "graphs end by buckets of 1 MiB at least, where DistributedDataParallel has smaller ones",
         "Dynamo fails on smaller buckets, and that code runs uncaptured",
         (Stage.CALLING,),
-        "data_parallel.smallest_buckets",
+        "sharding.smallest_buckets",
     ),
     # While Dynamo captures
     Hack(
@@ -188,7 +187,7 @@ HACKS = (
         "a number that varies keeps its format where code writes it into a string",
         "Dynamo before 2.14 forgets the format",
         (Stage.CAPTURING,),
-        "written_numbers.WHILE_CAPTURING",
+        "guards.NUMBERS",
         mends=True,
     ),
     Hack(
@@ -282,7 +281,7 @@ HACKS = (
         "losses of classes that are bytes are traced",
         "such code runs uncaptured",
         (Stage.CAPTURING, Stage.TRACING),
-        "byte_targets.traced",
+        "eager_tracing.byte_targets",
     ),
     Hack(
         "sums of windows",
@@ -368,8 +367,12 @@ def applied(stage: Stage) -> Iterator[None]:
 
 def _enter(in_place: ExitStack, hack: Hack) -> None:
     """Put one hack in place; on a release that it was not checked on it may find other names than it needs."""
+    module, _, name = hack.place.rpartition(".")
     try:
-        in_place.enter_context(_context_of(hack))
+        place = getattr(importlib.import_module(f".{module}", __package__), name)
+        stand_ins = place if isinstance(place, tuple) else place()
+        context: Any = replaced(*stand_ins) if isinstance(stand_ins, (tuple, list)) else stand_ins
+        in_place.enter_context(context)
     except Exception as error:
         if _torch.release in hack.checked:
             raise
@@ -377,8 +380,33 @@ def _enter(in_place: ExitStack, hack: Hack) -> None:
         log.debug("torch %s is used without the hack %r", torch.__version__, hack.name, exc_info=True)
 
 
-def _context_of(hack: Hack) -> AbstractContextManager[Any]:
-    module, _, name = hack.place.rpartition(".")
-    found = getattr(importlib.import_module(f".{module}", __package__), name)
-    given = found if isinstance(found, tuple) else found()
-    return replaced(*given) if isinstance(given, (tuple, list)) else given
+# ---------------------------------------------------------------- how torch is changed
+
+
+StandIn = tuple[Any, str, Any]  # for an attribute: its owner, its name, and what is in its place
+
+
+@contextmanager
+def replaced(*stand_ins: StandIn) -> Iterator[None]:
+    """Put something in the place of attributes for a while."""
+    originals = [getattr(owner, name) for owner, name, _ in stand_ins]
+    for owner, name, stand_in in stand_ins:
+        setattr(owner, name, stand_in)
+    try:
+        yield
+    finally:
+        for (owner, name, _), original in zip(stand_ins, originals, strict=True):
+            setattr(owner, name, original)
+
+
+@contextmanager
+def replaced_entries(table: MutableMapping[Any, Any], stand_ins: Mapping[Any, Any]) -> Iterator[None]:
+    """Put something in the place of entries of a table, or add entries to it, for a while."""
+    originals = {key: table[key] for key in stand_ins if key in table}
+    table.update(stand_ins)
+    try:
+        yield
+    finally:
+        for key in stand_ins:
+            del table[key]
+        table.update(originals)

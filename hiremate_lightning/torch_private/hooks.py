@@ -1,20 +1,26 @@
 """Where code of ours runs without a trace in a model: in the place of a module's call, beside an optimizer's step.
 
 The slot that `nn.Module.compile` uses is the only way to take over a call that keeps state_dict, deepcopy and pickle as
-they are.
+they are. Hooks on what autograd saves give way here, to captured code and to transforms of `torch.func`.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Any
 
 import torch
+from torch import fx
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from .hacks import replaced
+
+_SAVED = torch._C._autograd
+_SAVING = "hiremate_lightning.measuring.aside"  # whose hooks save memory
+_Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 CALL_SLOT = "_compiled_call_impl"
 CALLERS = 3  # functions between a module's call and what stands in for it, and one more
 _CALL = torch.nn.Module._wrapped_call_impl.__code__
@@ -38,7 +44,7 @@ def set_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
 def set_call_of_all(call: Callable[..., Any] | None) -> None:
     """Set a function that takes the calls of all modules without a slot of their own; None ends that.
 
-    It is given the module first. It is an attribute of the class, which those of modules hide.
+    The function is given the module first. It is an attribute of the class `Module`, which a module's own slot hides.
     """
     torch.nn.Module._compiled_call_impl = call
 
@@ -107,7 +113,7 @@ def inner_labels(module: torch.nn.Module) -> list[tuple[dict[int, Any], dict[int
         return []  # it puts them on all modules
     inner = (part for part in module.modules() if part is not module)
     kept = (own for part in inner for own in (part._forward_pre_hooks, part._forward_hooks))
-    return [(own, found) for own in kept if (found := _labels(own))]
+    return [(own, labels) for own in kept if (labels := _labels(own))]
 
 
 def _labels(own: dict[int, Any]) -> dict[int, Any]:
@@ -117,16 +123,16 @@ def _labels(own: dict[int, Any]) -> dict[int, Any]:
 
 
 @contextmanager
-def without(found: list[tuple[dict[int, Any], dict[int, Any]]]) -> Iterator[None]:
+def without(labelled: list[tuple[dict[int, Any], dict[int, Any]]]) -> Iterator[None]:
     """Remove hooks for a while: their labels would end captured graphs."""
-    before = [dict(own) for own, _ in found]
-    for own, labels in found:
+    before = [dict(own) for own, _ in labelled]
+    for own, labels in labelled:
         for number in labels:
             del own[number]
     try:
         yield
     finally:
-        for (own, _), hooks in zip(found, before, strict=True):
+        for (own, _), hooks in zip(labelled, before, strict=True):
             own.clear()
             own.update(hooks)
 
@@ -154,3 +160,41 @@ def no_saved_tensor_hooks() -> Iterator[None]:
     finally:
         for hooks in reversed(taken):
             torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+def giving_way_to_transforms() -> AbstractContextManager[None]:
+    """Remove the hooks that save memory while a transform of `torch.func` runs: its saved tensors stay in memory.
+
+    All others stay, so that such a transform refuses them as it always does.
+    """
+    disable = torch.autograd.graph.disable_saved_tensors_hooks
+
+    @contextmanager
+    def disabled(error_message: str) -> Iterator[None]:
+        taken = list[_Hooks]()
+        try:
+            while (hooks := _SAVED._top_saved_tensors_default_hooks(True)) and hooks[0].__module__ == _SAVING:
+                taken.append(hooks)
+                _SAVED._pop_saved_tensors_default_hooks()
+            with disable(error_message):
+                yield
+        finally:
+            for pack, unpack in reversed(taken):
+                _SAVED._push_saved_tensors_default_hooks(pack, unpack)
+
+    return replaced((torch.autograd.graph, "disable_saved_tensors_hooks", disabled))
+
+
+def without_bans(module: fx.GraphModule) -> fx.GraphModule:
+    """Copy captured code in which a transform bans hooks on what is saved, and leave that out."""
+    targets = _SAVED._saved_tensors_hooks_disable, _SAVED._saved_tensors_hooks_enable
+    if not module.graph.find_nodes(op="call_function", target=targets[0]):
+        return module
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for target in targets:
+        for node in graph.find_nodes(op="call_function", target=target):
+            graph.erase_node(node)
+    copy = fx.GraphModule(module, graph)
+    copy.meta = dict(module.meta)
+    return copy

@@ -2,8 +2,8 @@
 
 Checked on the torch versions in `CHECKED_VERSIONS`; `test_metering.py` fails loudly when it moves.
 It is the older of torch's two profilers: the newer one writes into freed memory where it stops inside an operation that
-began while it ran, and nobody can know what surrounds a training step. Names of operators are not recorded: of sixteen
-events of an addition they would be ten.
+began while it ran, and nobody can know what surrounds a training step. Names of operators are not recorded: they would
+be ten of the sixteen events of an addition.
 """
 
 from __future__ import annotations

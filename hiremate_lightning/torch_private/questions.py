@@ -1,9 +1,9 @@
-"""What captured code hears where it asks whether it is compiled: what it hears in plain PyTorch, which is no.
+"""Answers to captured code that asks whether it is compiled: no, as in plain PyTorch.
 
-Dynamo says yes, and code may then compute something else. torch, this package and a few files of others ask in order
-to be traceable: they hear what Dynamo says. So does what its author compiled (`user_compiled`), as in plain PyTorch.
+Dynamo answers yes, and code may then compute something else. torch, this package and a few files of others ask only to
+be traceable: they get Dynamo's answer. So does what its author compiled (`user_compiled`), as in plain PyTorch.
 
-Nor is planned code captured in a CUDA graph. Some ask that, too, of which Dynamo makes a break of its own graph.
+Some code also asks whether it is captured in a CUDA graph. Planned code never is; Dynamo would end its own graph there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-from .replacing import StandIn, replaced_entries
+from .hacks import StandIn, replaced_entries
 
 _QUESTIONS = (
     torch.compiler.is_compiling,

@@ -1,17 +1,31 @@
-"""What FSDP2 (`fully_shard`) keeps about the modules that it shards.
+"""What FSDP2 (`fully_shard`) keeps about the modules that it shards, and what DDP has to do with captured code.
 
 Each unit lends its modules whole parameters, plain tensors, while it runs; between steps they have DTensors. A whole
 parameter is the same tensor at every use: its storage is resized to nothing in between.
+
+Under DistributedDataParallel captured graphs end where buckets of gradients do, so that these are sent while the
+backward goes on. `DDPOptimizer`, which Dynamo calls for that, refuses buckets that are smaller than the first one may
+be, which DistributedDataParallel itself takes. Buckets are filled anew after the first backward, in the order in which
+that made the gradients. Three processes or more add up a gradient in an order that depends on its place in its bucket,
+and so does what PowerSGD makes of it. A captured graph hands all of its gradients to autograd at once, which then takes
+them in an order of its own: so they are given the order of eager PyTorch as long as buckets are to be filled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.backends import distributed
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
+
+from .hacks import replaced
+
+_FIRST = 2**64 - 1  # what autograd runs first has the highest number: what adds to `.grad` has this one
 
 
 def is_unit(module: nn.Module) -> bool:
@@ -41,8 +55,8 @@ def offloads(module: nn.Module) -> bool:
 
 def whole_parameters(root: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """List the sharded parameters below a module that have been whole: each as the unit lends it, and its shard."""
-    found = ((getattr(p, "_unsharded_param", None), p.sharded_param) for p in _parameters(root))
-    return [(whole, shard) for whole, shard in found if whole is not None]
+    pairs = ((getattr(p, "_unsharded_param", None), p.sharded_param) for p in _parameters(root))
+    return [(whole, shard) for whole, shard in pairs if whole is not None]
 
 
 def resized_tensors(root: nn.Module) -> list[torch.Tensor]:
@@ -76,15 +90,15 @@ def buffers_between_units(root: nn.Module) -> list[torch.Tensor]:
     That is the result of the latest all-gather in a forward, inputs of reduce-scatters under way, and gradients that
     wait for one, in the type that they are reduced in.
     """
-    found = [p.unsharded_accumulated_grad for p in _parameters(root)]
+    held = [p.unsharded_accumulated_grad for p in _parameters(root)]
     contexts = {id(group.comm_ctx): group.comm_ctx for group in _groups(root)}
     for group in _groups(root):
-        found.append(group._partial_reduce_output)
+        held.append(group._partial_reduce_output)
     for context in contexts.values():
         gathered = getattr(context, "all_gather_state", None)  # both come with the first forward
-        found.append(None if gathered is None else gathered.all_gather_result.all_gather_output)
-        found.extend(state.reduce_scatter_input for state in getattr(context, "reduce_scatter_states", ()))
-    return [tensor for tensor in found if tensor is not None]
+        held.append(None if gathered is None else gathered.all_gather_result.all_gather_output)
+        held.extend(state.reduce_scatter_input for state in getattr(context, "reduce_scatter_states", ()))
+    return [tensor for tensor in held if tensor is not None]
 
 
 def _groups_of(module: nn.Module) -> list[Any]:
@@ -98,9 +112,38 @@ def _groups_of(module: nn.Module) -> list[Any]:
 
 def _groups(root: nn.Module) -> list[Any]:
     """List the groups of parameters that are communicated together, each once."""
-    found = (group for module in root.modules() for group in _groups_of(module))
-    return list({id(group): group for group in found}.values())
+    groups = (group for module in root.modules() for group in _groups_of(module))
+    return list({id(group): group for group in groups}.values())
 
 
 def _parameters(root: nn.Module) -> Iterator[Any]:
     return (parameter for group in _groups(root) for parameter in group.fsdp_params)
+
+
+# ---------------------------------------------------------------- DistributedDataParallel
+
+
+def smallest_buckets() -> AbstractContextManager[None]:
+    """Split graphs by buckets of 1 MiB at least: DDPOptimizer fails on smaller ones (`bucket_cap_mb`)."""
+    optimizer = distributed.DDPOptimizer
+
+    def split(bucket_bytes_cap: int, **options: Any) -> distributed.DDPOptimizer:
+        return optimizer(
+            bucket_bytes_cap=max(bucket_bytes_cap, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES), **options
+        )
+
+    return replaced((distributed, "DDPOptimizer", split))
+
+
+def fills_buckets() -> bool:
+    """Whether a forward under DistributedDataParallel is under way whose backward may decide what buckets hold."""
+    module: Any = DistributedDataParallel._active_ddp_module
+    return module is not None and not getattr(module, "_has_rebuilt_buckets", True)
+
+
+def put_in_order(leaves: Sequence[torch.Tensor]) -> None:
+    """Make autograd add gradients to leaves in this order, before anything else, when it gets all of them at once."""
+    for place, leaf in enumerate(leaves):
+        node: Any = get_gradient_edge(leaf).node
+        if hasattr(node, "_set_sequence_nr"):
+            node._set_sequence_nr(_FIRST - place)

@@ -23,14 +23,18 @@ from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._pytree import tree_leaves as leaves
 from torch.utils._pytree import tree_map as map_leaves
 
 from ..objects import attempt, is_of
-from .replacing import replaced
+from .hacks import replaced
 
-__all__ = ["leaves", "map_leaves"]
+__all__ = ["TorchDispatchMode", "leaves", "map_leaves"]
 
 # What is raised where code asks a tensor without memory for its values, or for as many results as these tell.
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
@@ -52,8 +56,8 @@ def tensors_among(values: Any) -> list[torch.Tensor]:
         return [values]
     if kind in _PLAIN:
         return []
-    found: list[Any] = attempt(lambda: leaves(values), [], f"the values in {kind.__name__}")
-    return [value for value in found if is_of(value, torch.Tensor)]
+    values_inside: list[Any] = attempt(lambda: leaves(values), [], f"the values in {kind.__name__}")
+    return [value for value in values_inside if is_of(value, torch.Tensor)]
 
 
 def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
@@ -94,10 +98,10 @@ def unviewed(tensor: torch.Tensor) -> torch.Tensor:
 
 def apart(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same class on the same memory, of which autograd knows nothing; a parameter's is plain."""
-    kind, found = type(tensor), plain(tensor)
-    is_other = type(found) is torch.Tensor and kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    kind, memory = type(tensor), plain(tensor)
+    is_other = type(memory) is torch.Tensor and kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
     with torch._C.DisableTorchFunctionSubclass():
-        return found.as_subclass(kind) if is_other and not issubclass(kind, torch.nn.Parameter) else found
+        return memory.as_subclass(kind) if is_other and not issubclass(kind, torch.nn.Parameter) else memory
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -159,12 +163,12 @@ def function_modes() -> list[Any]:
 @contextmanager
 def in_function_modes(modes: Sequence[Any]) -> Iterator[None]:
     """Put these function modes, and no others, in force for a while: `Tensor.backward` leaves a mode that sees it."""
-    found = function_modes()
+    before = function_modes()
     _put_function_modes(modes)
     try:
         yield
     finally:
-        _put_function_modes(found)
+        _put_function_modes(before)
 
 
 def _put_function_modes(modes: Sequence[Any]) -> None:
@@ -176,8 +180,8 @@ def _put_function_modes(modes: Sequence[Any]) -> None:
 
 def watching_modes() -> list[str]:
     """Name the modes around this call that see each operator (`FlopCounterMode`): Dynamo captures nothing in them."""
-    found = (mode for mode in _get_current_dispatch_mode_stack() if not isinstance(mode, FakeTensorMode))
-    return [type(m).__name__.lstrip("_") for m in found if not (m.is_infra_mode() or m.ignore_compile_internals())]
+    modes = (mode for mode in _get_current_dispatch_mode_stack() if not isinstance(mode, FakeTensorMode))
+    return [type(m).__name__.lstrip("_") for m in modes if not (m.is_infra_mode() or m.ignore_compile_internals())]
 
 
 def kernel_settings() -> tuple[Any, ...]:
@@ -298,8 +302,8 @@ def refer_weakly(storage: torch.UntypedStorage) -> Callable[[], torch.UntypedSto
     reference = StorageWeakRef(storage)
 
     def get() -> torch.UntypedStorage | None:
-        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-        return found
+        alive: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+        return alive
 
     return get
 
@@ -316,15 +320,14 @@ def at_release(tensor: torch.Tensor, function: Callable[[], None]) -> Callable[[
 
 
 def plain_tensors_of_python() -> list[torch.Tensor]:
-    """List dense tensors that are Python objects, without subclasses and wrappers."""
+    """List dense tensors that are Python objects, without subclasses, and without what transforms put in their place.
+
+    What stands for a tensor within torch.func or is_grads_batched has no storage.
+    """
     kinds = torch.Tensor, torch.nn.Parameter  # each object refers to its class
-    found = [thing for thing in gc.get_referrers(*kinds) if type(thing) in kinds]
-    return [t for t in found if not _is_wrapper(t) and t.layout is torch.strided]
-
-
-def _is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a transform (torch.func, is_grads_batched) has put it in the place of a tensor: it has no storage."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor)) or is_batched(tensor)
+    tensors = [thing for thing in gc.get_referrers(*kinds) if type(thing) in kinds]
+    own = [t for t in tensors if not (torch._C._functorch.is_functorch_wrapped_tensor(t) or is_batched(t))]
+    return [tensor for tensor in own if tensor.layout is torch.strided]
 
 
 def int_hint(value: Any) -> int:

@@ -90,9 +90,9 @@ def _wrapper_of(function: Any, arguments: list[Any]) -> Any:
     owner = _type_of(arguments[0]) if arguments and isinstance(function, UserFunctionVariable) else None
     if owner is None:
         return None
-    found = inspect.getattr_static(owner, function.get_name(), None)
-    is_its = _is_compiled(found) and found._torchdynamo_orig_callable is function.get_function()
-    return found if is_its else None
+    wrapper = inspect.getattr_static(owner, function.get_name(), None)
+    is_its = _is_compiled(wrapper) and wrapper._torchdynamo_orig_callable is function.get_function()
+    return wrapper if is_its else None
 
 
 def _type_of(argument: Any) -> type | None:
@@ -155,14 +155,14 @@ def cut_out(module: fx.GraphModule) -> list[KernelOperation]:
     Args:
         module: What Dynamo captured; it is changed.
     """
-    found = []
+    operations = []
     for inner in [m for m in module.modules() if isinstance(m, fx.GraphModule)]:
         for call, nodes in _calls(inner.graph).items():
             if operation := _cut(inner, call, nodes):
-                found.append(operation)
-        if found:
+                operations.append(operation)
+        if operations:
             inner.recompile()
-    return found
+    return operations
 
 
 def _calls(graph: fx.Graph) -> dict[KernelCall, list[fx.Node]]:

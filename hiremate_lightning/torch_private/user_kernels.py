@@ -363,8 +363,10 @@ class _Maker:
         count = len(self._meta.output_info)
         if any(view.is_input or view.layout is not None for view in views[:count]):
             raise _MoreThanKernelsError
+        described = [*(module.code for module, _ in self._made), repr(self._shown), repr(self._call.autocast)]
+        digest = hashlib.sha256("".join(described).encode()).hexdigest()[:12]
         kernels = UserKernels(
-            name=f"{self._call.function.__name__}_{self._digest()}",
+            name=f"{self._call.function.__name__}_{digest}",
             function=self._call.name,
             forward=forward,
             backward=None,
@@ -393,10 +395,6 @@ class _Maker:
             gradients=tuple(_layout(gradients[at]) for at in there),
             gradient_of=tuple(there.index(at) if at in there else None for at in range(len(self._shown))),
         )
-
-    def _digest(self) -> str:
-        described = [*(module.code for module, _ in self._made), repr(self._shown), repr(self._call.autocast)]
-        return hashlib.sha256("".join(described).encode()).hexdigest()[:12]
 
 
 def _find(inputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> tuple[tuple[_View, ...], tuple[int, ...]]:

@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import aot
-from ..replacing import replaced
+from ..hacks import replaced
 from ..tensor_state import fake_mode_of, leaves, storages_among
 from .likeness import UnlikeError, expect
 from .memoryless import Memory, kind_of, layout_of
@@ -234,7 +234,7 @@ class BlockCall:
         _calls[self.number] = self
 
     def meet_gradients(self) -> bool:
-        """Take the template for the gradients that came; say whether what was traced with the last one holds.
+        """Take the template for the gradients that came; return whether what was traced with the last one holds.
 
         Raises:
             UnlikeError: No template is there for these gradients.
@@ -385,12 +385,11 @@ class _Writing:
                 self._give(call, call.template.tangents, tangents)
                 gradients = [gradient for gradient in call.template.gradients if gradient is not None]
                 self._write(node, call, call.template.backward, gradients)
-            elif node not in self._erased and self._is_on_stale(node):
-                with self._mode:
-                    node.meta["val"] = _run(node)  # a view of what is on other memory now
-
-    def _is_on_stale(self, node: fx.Node) -> bool:
-        return not self._stale.isdisjoint(storages_among(leaves(node.meta.get("val"))))
+            elif node not in self._erased:
+                storages = storages_among(leaves(node.meta.get("val")))
+                if not self._stale.isdisjoint(storages):  # a view of what is on other memory now
+                    with self._mode:
+                        node.meta["val"] = _run(node)
 
     def _give(self, call: BlockCall, inputs: Sequence[fx.Node], given: Sequence[fx.Node]) -> None:
         """Hand over what a block gets, before its forward or its backward."""

@@ -58,7 +58,7 @@ def unwrapped(source: Source) -> Source:
 
 
 class Read:
-    """What Dynamo read of a module until it had traced a call of it: that, and maybe more, guarded or in order.
+    """What Dynamo has read of a module by the end of a traced call: its guards, and the tables whose order counts.
 
     Args:
         output: Dynamo's graph that is being made.
@@ -266,17 +266,13 @@ class Likeness:
         expect(pair == (id(other), id(one)), f"{source.name} is another's too")
         for value in (one, other):
             if value in self._known:
-                variable = self._known[value]
-                expect(not _is_modified(variable, self._known), f"{source.name} was changed")
+                variable, known = self._known[value], self._known
+                can_change = variable.mutation_type is not None
+                is_changed = can_change and (known.is_modified(variable) or known.has_pending_mutation(variable))
+                expect(not is_changed, f"{source.name} was changed")
         if other is not one and other in self._known:
             named = self._known[other].source
             expect(named is not None and named.name == self.other_of(source).name, f"{source.name} is known elsewhere")
-
-
-def _is_modified(variable: Any, known: Any) -> bool:
-    if variable.mutation_type is None:
-        return False
-    return bool(known.is_modified(variable) or known.has_pending_mutation(variable))
 
 
 def _links(source: Source) -> Iterator[Source]:
@@ -342,49 +338,28 @@ def _same_object(one: Any, other: Any, **_: Any) -> bool:
     return one is other
 
 
-def _same_type(one: Any, other: Any) -> bool:
-    return type(one) is type(other)
-
-
-def _same_length(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and len(one) == len(other)
+def _equal(one: Any, other: Any, recompile_hint: Any = None) -> bool:
+    return equal(one, other)
 
 
 def _same_keys(one: Any, other: Any) -> bool:
-    keys = [*one]
-    return keys == [*other] and all(isinstance(key, (str, int)) for key in keys)
+    return [*one] == [*other] and all(isinstance(key, (str, int)) for key in one)
 
 
 def _same_key(one: Any, other: Any, key: Any) -> bool:
     return isinstance(key, (str, int)) and (key in one) == (key in other)
 
 
-def _same_attribute(one: Any, other: Any, attr: str) -> bool:
-    return hasattr(one, attr) == hasattr(other, attr)
-
-
-def _without_attribute(one: Any, other: Any, attr: str) -> bool:
-    return attr not in vars(one) and attr not in vars(other)
-
-
-def _empty(one: Any, other: Any) -> bool:
-    return not one and not other
-
-
-def _equal(one: Any, other: Any, recompile_hint: Any = None) -> bool:
-    return equal(one, other)
-
-
-_COMPARISONS: dict[str, Callable[..., bool]] = {
-    "TYPE_MATCH": _same_type,
+_COMPARISONS: dict[str, Callable[..., bool]] = {  # by kinds of guards: whether one holds for another value, too
+    "TYPE_MATCH": lambda one, other: type(one) is type(other),
     **dict.fromkeys(("ID_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "MODULE_MATCH"), _same_object),
     **dict.fromkeys(("CLOSURE_MATCH", "BUILTIN_MATCH", "NONE_MATCH"), _same_object),
     **dict.fromkeys(("BOOL_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH"), _equal),
-    "SEQUENCE_LENGTH": _same_length,
+    "SEQUENCE_LENGTH": lambda one, other: type(one) is type(other) and len(one) == len(other),
     **dict.fromkeys(("DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK"), _same_keys),
     **dict.fromkeys(("DICT_CONTAINS", "DICT_NOT_CONTAINS"), _same_key),
-    "HASATTR": _same_attribute,
-    "NOT_PRESENT_IN_GENERIC_DICT": _without_attribute,
-    "EMPTY_NN_MODULE_HOOKS_DICT": _empty,
+    "HASATTR": lambda one, other, attr: hasattr(one, attr) == hasattr(other, attr),
+    "NOT_PRESENT_IN_GENERIC_DICT": lambda one, other, attr: attr not in vars(one) and attr not in vars(other),
+    "EMPTY_NN_MODULE_HOOKS_DICT": lambda one, other: not one and not other,
     "TENSOR_MATCH": _same_tensor_kind,
 }

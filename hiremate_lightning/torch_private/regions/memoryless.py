@@ -97,7 +97,12 @@ class Memory:
             made = FakeTensor(self._mode, empty, device)
             self._states[device] = dict(vars(made))
             return made.requires_grad_(shown.requires_grad)
-        return _another(empty, shown.requires_grad, device, self._states[device])
+        # As its class makes it, but with known attributes: these take most of the time.
+        made = torch.Tensor._make_subclass(
+            FakeTensor, empty, shown.requires_grad, dispatch_device=True, device_for_backend_keys=device
+        )
+        vars(made).update(self._states[device])
+        return made
 
     def _laid_out(self, shown: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
         if storage._cdata not in self._places:
@@ -111,12 +116,3 @@ class Memory:
         made = torch.empty(0, dtype=shown.dtype, device="meta")
         with changes_uncounted([made]):
             return made.set_(memory, shown.storage_offset() + offset, shown.shape, shown.stride())
-
-
-def _another(empty: torch.Tensor, requires_grad: bool, device: torch.device, state: dict[str, Any]) -> torch.Tensor:
-    """Make a tensor without memory as its class does, but with known attributes: these take most of the time."""
-    made = torch.Tensor._make_subclass(
-        FakeTensor, empty, requires_grad, dispatch_device=True, device_for_backend_keys=device
-    )
-    vars(made).update(state)
-    return made

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import traceback
 import types
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,10 @@ class Circumstances:
         expect(modes.torch_function_subclass_enabled and not modes.mode_stack, "a mode of torch functions")
         expect(not torch.is_inference_mode_enabled() and not tx.output.export, "not in training")
         expect(not len(tx.exn_vt_stack), "while an error is handled")
-        frames = tuple(_frames(tx))
+        frames = []
+        while tx is not None:
+            frames.append(tx)
+            tx = getattr(tx, "parent", None)
         lines = tuple(frame.frame_summary() for frame in frames[::-1] if not frame.is_co_filename_from_nn_modules())
         blocks = tuple(entry.with_context for frame in frames for entry in frame.block_stack if entry.with_context)
         return cls(lines, blocks, GlobalStateGuard())
@@ -62,23 +65,13 @@ class Circumstances:
         Raises:
             UnlikeError: They are others.
         """
-        is_same = len(self.blocks) == len(other.blocks) and all(map(_is, self.blocks, other.blocks))
+        is_same = len(self.blocks) == len(other.blocks) and all(map(operator.is_, self.blocks, other.blocks))
         expect(is_same and self.modes.check(), "other modes")
 
     def stack_text(self) -> str:
         """Write the lines as Dynamo begins the stack of each node with them."""
         shown = [line for line in self.lines if line.filename not in uninteresting_files()]
         return "".join(traceback.StackSummary.from_list(shown).format())
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other
-
-
-def _frames(tx: Any) -> Iterator[Any]:
-    while tx is not None:
-        yield tx
-        tx = getattr(tx, "parent", None)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from torch._dynamo.source import FloatTensorSource, NumpyTensorSource
 from torch._dynamo.utils import get_fake_value, set_example_value
 from torch._dynamo.variables import ConstantVariable, TupleVariable
 from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
-from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import Source
 from torch._ops import HigherOrderOperator
@@ -32,7 +31,7 @@ MARK = "hiremate_block"  # in the metadata of nodes
 _KNOWN_OF_NODES = frozenset(  # a node of which more is known has a mark that is its own
     ("example_value", "stack_trace", "nn_module_stack", "source_fn_stack", "creation_timestamp", MARK)
 )
-taking_gradients: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that does so itself: copies are run
+taking_gradients: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that takes them itself: copies are run
 _numbers = itertools.count(1)
 _WITH_MORE_INSIDE = HigherOrderOperator, types.MethodType, functools.partial
 _NUMBER_AT_END = re.compile(r"_\d+$")
@@ -189,7 +188,9 @@ class Copy:
     ) -> None:
         self._trace, self._tx, self._leaves, self._likeness = trace, call.tx, leaves, likeness
         self._output = call.tx.output
-        self._names = tuple(_name_in_stack(of.module) for of in (trace.call, call))
+        # As Dynamo names modules where it says which modules a node is in.
+        names = (of.module.get_nn_module_stack_source().name for of in (trace.call, call))
+        self._names = tuple(_MEMBER.sub(r".\2", name) for name in names)
         self._lines = tuple(of.circumstances.stack_text() for of in (trace.call, call))
         self._others: dict[fx.Node, fx.Node] = dict(leaves.nodes)
         self._inputs = inputs
@@ -308,12 +309,6 @@ def _names_of(node: fx.Node) -> tuple[str, str]:
     names = made[-1][0] if made else node.name, node.name
     first, last = (_NUMBER_AT_END.sub("", name) for name in names)
     return first, last
-
-
-def _name_in_stack(module: UnspecializedNNModuleVariable) -> str:
-    """Name a module as Dynamo names it where it says which modules a node is in."""
-    name: str = module.get_nn_module_stack_source().name
-    return _MEMBER.sub(r".\2", name)
 
 
 def _facts(value: Any, of_tensor: Callable[[torch.Tensor], Any]) -> Any:

@@ -41,7 +41,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._guards import Source
 
-from ..replacing import replaced
+from ..hacks import replaced
 from .likeness import UnlikeError, expect, is_plain
 from .module_calls import Circumstances, TracedCall, note_unseen, realized, unseen
 from .module_traces import Added, CopyError, Trace, can_be_copied, nodes_after, taking_gradients
@@ -139,7 +139,7 @@ class _Traces:
                 expect(not self.changes.may_be_read(trace.changes_before, trace.age), "something was changed")
                 result = trace.copy_for(call, leaves, self.aliases)
                 self.has_copies = True
-                self._misses[kind] = -sys.maxsize  # it pays here
+                self._misses[kind] = -sys.maxsize  # to compare calls of this class pays
                 return result
             except TorchDynamoException:
                 raise

@@ -23,9 +23,8 @@ from hiremate_lightning.command_line.factory import Workload, find_factory, pars
 from hiremate_lightning.command_line.importing import import_failures
 from hiremate_lightning.errors import ConfigurationError
 from hiremate_lightning.planning.solvers import Solution, Status, worker
-from hiremate_lightning.reporting.figures import COLOURS
 from hiremate_lightning.reporting.html_report import write_html
-from hiremate_lightning.reporting.lifetimes import Band
+from hiremate_lightning.reporting.timeline import COLOURS, Band
 from hiremate_lightning.torch_private import hacks
 from hiremate_lightning.units import format_bytes
 from tests.tiny import blocks_plan

@@ -12,7 +12,7 @@ from hiremate_lightning import get_plan, hiremate, remove_hiremate
 from hiremate_lightning.capturing.backend import planning_backend
 from hiremate_lightning.command_line.factory import Workload, parse_inputs
 from hiremate_lightning.command_line.offline import OfflineOptions, capture_offline
-from hiremate_lightning.command_line.rates import rates_of
+from hiremate_lightning.command_line.without_device import rates_of
 from hiremate_lightning.errors import CaptureError, ConfigurationError
 from hiremate_lightning.measuring.profiling import CostCache
 from hiremate_lightning.records.costs import estimate, step_time_ms

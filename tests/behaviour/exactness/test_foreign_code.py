@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.calls.opaque import OPAQUE
+from hiremate_lightning.capturing.backend import OPAQUE
 from hiremate_lightning.targets.modules import targets_of
 from tests.exact import captured_by, simple_loop, train_both
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hiremate_lightning.rewriting import normalizing
+from hiremate_lightning.rewriting import replays
 from hiremate_lightning.rewriting.replays import NORMALIZE
 from tests.behaviour.exactness.test_execution import compiled, keep_all, nothing_kept, results
 
@@ -106,9 +106,9 @@ def test_a_norm_of_something_transposed_runs_again_itself():
 @pytest.fixture
 def _compared_anew():
     """Forget which kernels were found to agree, before and after."""
-    normalizing._gives_the_same.cache_clear()
+    replays._gives_the_same.cache_clear()
     yield
-    normalizing._gives_the_same.cache_clear()
+    replays._gives_the_same.cache_clear()
 
 
 @pytest.mark.usefixtures("_compared_anew")
@@ -116,7 +116,7 @@ def test_kernels_that_round_otherwise_are_not_used(monkeypatch):
     def slightly_other(*arguments):
         return torch.nextafter(exact(*arguments), torch.tensor(torch.inf))
 
-    exact = normalizing.normalize
-    monkeypatch.setattr(normalizing, "normalize", slightly_other)
+    exact = replays.normalize
+    monkeypatch.setattr(replays, "normalize", slightly_other)
     model, x = make("pictures")
     assert replays_in(model, x) == 0

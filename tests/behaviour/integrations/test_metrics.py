@@ -9,7 +9,7 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from hiremate_lightning.reporting.metrics import plan_metrics
+from hiremate_lightning.reporting.plan_summary import plan_metrics
 from tests.behaviour.integrations.test_callback import CallsItself, batches, planned, trainer
 from tests.tiny import blocks_plan
 

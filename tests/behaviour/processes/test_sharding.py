@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 
 from hiremate_lightning.command_line.factory import Workload
 from hiremate_lightning.command_line.offline import OfflineOptions, capture_offline
-from hiremate_lightning.command_line.rates import rates_of
 from hiremate_lightning.command_line.sharded import PARTS, SHARDS, Layout, divide
+from hiremate_lightning.command_line.without_device import rates_of
 from hiremate_lightning.records.schedule import lower
 from hiremate_lightning.records.simulation import simulate
 from tests.pipelines import BUFFERS_BYTES, PIPELINES, Pipeline

@@ -12,9 +12,8 @@ from torch import nn
 
 from hiremate_lightning import ConfigurationError
 from hiremate_lightning.planning.plan import Plan
-from hiremate_lightning.reporting.figures import BUDGET, COLOURS
-from hiremate_lightning.reporting.lifetimes import Band
 from hiremate_lightning.reporting.svg_report import GAP, PANEL, TOP, write_svg
+from hiremate_lightning.reporting.timeline import BUDGET, COLOURS, Band
 from tests.tiny import mixed_plan
 
 NAMESPACE = {"svg": "http://www.w3.org/2000/svg"}

@@ -15,7 +15,7 @@ from hiremate_lightning.records.graph import Graph
 from hiremate_lightning.records.schedule import Schedule, keep_all, lower
 from hiremate_lightning.records.simulation import simulate
 from hiremate_lightning.records.step import Call, merge
-from hiremate_lightning.reporting.lifetimes import Band, Lifetime, band_bytes, lifetimes
+from hiremate_lightning.reporting.timeline import Band, Lifetime, band_bytes, lifetimes
 from tests.helpers import random_graph, random_policy, retaining
 from tests.tiny import KB, Builder, blocks_plan, chain, mixed_plan
 

@@ -28,7 +28,7 @@ from hiremate_lightning.records.schedule import (
     lower,
 )
 from hiremate_lightning.records.simulation import Simulation, allocations, blocks, simulate
-from hiremate_lightning.reporting.lifetimes import Band, lifetimes
+from hiremate_lightning.reporting.timeline import Band, lifetimes
 from tests.helpers import random_graph
 from tests.lazily import recompute_lazily
 from tests.tiny import Builder, chain

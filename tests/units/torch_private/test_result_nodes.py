@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hiremate_lightning.torch_private.result_nodes import give_own_nodes
+from hiremate_lightning.torch_private.aot import give_own_nodes
 
 
 class _Two(torch.autograd.Function):

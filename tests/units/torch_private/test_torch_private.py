@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from hiremate_lightning import torch_private
+from hiremate_lightning.command_line.without_device import StorageEvents
 from hiremate_lightning.measuring.aside import LEAST_ASIDE, SavedAside
 from hiremate_lightning.rewriting.straight_line import compiled
 from hiremate_lightning.torch_private import (
@@ -27,11 +28,9 @@ from hiremate_lightning.torch_private import (
     dynamo,
     each_size,
     hooks,
-    saved_hooks,
     sharding,
     tensor_state,
 )
-from hiremate_lightning.torch_private.storage_events import StorageEvents
 from tests.exact import TORCH
 
 
@@ -205,11 +204,11 @@ def test_hooks_that_save_memory_give_way_to_transforms_and_no_others():
     def loss(y: torch.Tensor) -> torch.Tensor:
         return (torch.func.grad(lambda z: (z * z * z).sum())(y) * y).sum()
 
-    with saved_hooks.giving_way_to_transforms(), SavedAside(set()):
+    with hooks.giving_way_to_transforms(), SavedAside(set()):
         aside = loss(x)
     assert torch.equal(*(torch.autograd.grad(each, x)[0] for each in (aside, loss(x))))
     raises = pytest.raises(RuntimeError, match="saved tensor hooks")
-    with saved_hooks.giving_way_to_transforms(), torch.autograd.graph.save_on_cpu(), raises:
+    with hooks.giving_way_to_transforms(), torch.autograd.graph.save_on_cpu(), raises:
         loss(x)
     assert torch.autograd.graph.disable_saved_tensors_hooks is found
 

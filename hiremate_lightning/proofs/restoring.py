@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import tensor_state
+from ..torch_private import tensor_state
+from ..torch_private.aot import HigherOrderOperator
+from ..torch_private.tensor_state import TorchDispatchMode
 
 _WRITTEN_UNDECLARED = ("running_mean", "running_var")  # by kernels of batch norms, whose schemas don't tell
 

@@ -11,19 +11,18 @@ import pytest
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.solvers.base import Problem, Solution, Status
 from hiremate_lightning.planning.solvers.curve import Curve
-from hiremate_lightning.reporting.budget_svg import frontier_svg
-from hiremate_lightning.reporting.figures import (
+from hiremate_lightning.reporting.budget_svg import frontier_of, frontier_svg
+from hiremate_lightning.reporting.timeline import (
     BUDGET,
     OTHER,
     RESIDENT,
+    Band,
     DrawnStep,
-    frontier_of,
     plain_run,
     planned_run,
     resident_bands,
     short_source,
 )
-from hiremate_lightning.reporting.lifetimes import Band
 from tests.tiny import KB, blocks_plan, mixed_plan
 
 MIB = 2**20

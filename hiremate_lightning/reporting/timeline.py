@@ -1,0 +1,254 @@
+"""The memory of a step over time, as the terminal, the SVG pictures and the page draw it.
+
+The simulator finds the blocks of memory; `lifetimes` says what each is for. A `DrawnStep` adds them up for each
+operation of the plain or of the planned step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from itertools import accumulate
+
+from ..planning.plan import Plan
+from ..records.costs import as_plain
+from ..records.graph import OUTSIDE, Direction, Graph, StorageKind
+from ..records.schedule import Compute, CopyIn, Schedule, as_written, lower
+from ..records.simulation import Simulation, blocks
+from ..records.step import STALE_GRADIENTS
+
+
+class Band(str, Enum):
+    """What a block is for, in the order in which bands are stacked, the longest-lived below."""
+
+    SAVED = "saved activations"
+    AWAY = "activations that go to the host"
+    PASSING = "activations, not saved"
+    RECOMPUTED = "recomputed activations"
+    OUTSIDE = "outside the plan"
+    GRADIENT = "gradients"
+    WORKSPACE = "workspace"
+
+
+TINY = 1e-9  # of a column: what rounding may add to an end
+RESIDENT = "resident before the step"
+OTHER = "other, resident"
+# Told apart also without red and green; resident bytes are grey.
+COLOURS = {
+    Band.SAVED: "#4477aa",
+    Band.AWAY: "#117a8b",
+    Band.PASSING: "#a6c8e4",
+    Band.RECOMPUTED: "#ee7733",
+    Band.OUTSIDE: "#aa6fb0",
+    Band.GRADIENT: "#3f9b62",
+    Band.WORKSPACE: "#e3c53d",
+}
+GREYS = ("#7d828b", "#959aa2", "#abafb6", "#c0c4ca", "#d3d6db", "#e2e4e8")
+INK, FAINT, BUDGET = "#22262d", "#6b7280", "#c2185b"
+
+
+# ---------------------------------------------------------------- who occupies memory, and when
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetime:
+    """The life of one block.
+
+    Attributes:
+        storage: What it holds; a storage that is computed again has another block.
+        node: Node that allocated it, None for the gradients that the step is handed.
+        band: What it is for.
+        size_bytes: Its bytes.
+        first: First operation during which it is there, as a position in the simulated timeline.
+        last: Last such operation; freed at its end.
+    """
+
+    storage: int
+    node: int | None
+    band: Band
+    size_bytes: int
+    first: int
+    last: int
+
+
+def lifetimes(graph: Graph, schedule: Schedule) -> tuple[Lifetime, ...]:
+    """Follow a schedule, block by block.
+
+    Args:
+        graph: The step.
+        schedule: A valid schedule of it.
+
+    Returns:
+        Every block that the step allocates, those of no bytes left out, in order of allocation.
+    """
+    run = [op.node for op in (*schedule.forward, *schedule.backward) if isinstance(op, Compute)]
+    turn = sum(isinstance(op, Compute) for op in schedule.forward)
+    stale = {tensor.storage for tensor in graph.tensors if tensor.name == STALE_GRADIENTS}
+    away: dict[int, int | None] = {op.storage: None for op in schedule.backward if isinstance(op, CopyIn)}
+    lives = []
+    for storage, first, last in blocks(graph, schedule):
+        if not graph.sizes[storage]:
+            continue
+        node = None if graph.storages[storage].kind is StorageKind.TANGENT else run[first]
+        if storage in stale:
+            band = Band.GRADIENT
+        elif storage in away:  # two blocks, before it goes away and when it is back; later ones are computed again
+            band, maker = Band.AWAY, away.pop(storage)
+            if maker is None:
+                away[storage] = node
+            else:
+                node = maker
+        else:
+            band = _band(graph, storage, node, first >= turn, last >= turn)
+        lives.append(Lifetime(storage, node, band, graph.sizes[storage], first, last))
+    return tuple(lives)
+
+
+def band_bytes(lives: Iterable[Lifetime], length: int) -> dict[Band, list[int]]:
+    """Add up blocks by band, for each operation while it runs.
+
+    Args:
+        lives: Blocks.
+        length: Operations of the timeline.
+
+    Returns:
+        For each band that occurs, in stacking order, bytes by operation.
+    """
+    changes = {band: [0] * (length + 1) for band in Band}
+    for life in lives:
+        if life.first <= life.last:
+            changes[life.band][life.first] += life.size_bytes
+            changes[life.band][life.last + 1] -= life.size_bytes
+    sizes_by_band = {band: list(accumulate(steps[:length])) for band, steps in changes.items()}
+    return {band: sizes for band, sizes in sizes_by_band.items() if any(sizes)}
+
+
+def _band(graph: Graph, storage: int, node: int | None, is_of_backward: bool, is_saved: bool) -> Band:
+    """Find what a block is for."""
+    if node is None:
+        return Band.GRADIENT
+    if graph.nodes[node].op == OUTSIDE:
+        return Band.OUTSIDE
+    if graph.storages[storage].kind is StorageKind.GRADIENT:
+        return Band.GRADIENT
+    if is_of_backward:
+        return Band.RECOMPUTED
+    return Band.SAVED if is_saved else Band.PASSING
+
+
+# ---------------------------------------------------------------- the two steps that are drawn
+
+
+@dataclass(frozen=True)
+class DrawnStep:
+    """One of the two steps that are drawn.
+
+    Attributes:
+        plan: The plan.
+        graph: Its graph, or that of plain PyTorch.
+        name: "plain" or "planned".
+        schedule: What runs.
+        simulation: Its timeline.
+        workspace_bytes: By node.
+    """
+
+    plan: Plan
+    graph: Graph
+    name: str
+    schedule: Schedule
+    simulation: Simulation
+    workspace_bytes: tuple[int, ...]
+
+    @cached_property
+    def lives(self) -> tuple[Lifetime, ...]:
+        """Blocks that it allocates."""
+        return lifetimes(self.graph, self.schedule)
+
+    @cached_property
+    def bands(self) -> dict[Band, list[int]]:
+        """Bytes by band and operation, workspace included."""
+        nodes = [moment.node for moment in self.simulation.timeline]
+        needed = [self.workspace_bytes[node] for node in nodes]
+        bands, workspace = band_bytes(self.lives, len(nodes)), [max(0, size) for size in needed]
+        if Band.GRADIENT in bands:  # one that takes the memory of what it is made of is there once
+            bands[Band.GRADIENT] = [g + min(0, size) for g, size in zip(bands[Band.GRADIENT], needed, strict=True)]
+        return {**bands, Band.WORKSPACE: workspace} if any(workspace) else bands
+
+    @cached_property
+    def starts_ms(self) -> list[float]:
+        """When each operation starts, and when the last one ends."""
+        clock, starts = 0.0, [0.0]
+        for moment in self.simulation.timeline:
+            clock += self.plan.profile.time_ms[moment.node]
+            starts.append(clock)
+        return starts
+
+    def spans(self, columns: int, end_ms: float) -> Iterator[tuple[int, float, float]]:
+        """Go through the operations; yield the position of each, and where it starts and ends.
+
+        Args:
+            columns: Columns of the drawing.
+            end_ms: Time at its right edge; where that is 0, all operations are as wide.
+        """
+        count = len(self.simulation.timeline)
+        starts = (
+            [start / end_ms for start in self.starts_ms] if end_ms else [i / max(1, count) for i in range(count + 1)]
+        )
+        yield from ((i, starts[i] * columns, starts[i + 1] * columns) for i in range(count))
+
+    def by_column(self, columns: int, end_ms: float) -> list[int]:
+        """For each column up to the end of the step, find the operation in it that has the most memory."""
+        spans, timeline = list(self.spans(columns, end_ms)), self.simulation.timeline
+        last = max(1, min(columns, math.ceil(spans[-1][2] - TINY))) if spans else 0
+        highest = [-1] * last
+        for position, start, end in spans:
+            first = int(start + TINY)
+            for column in range(min(first, last - 1), min(max(first + 1, math.ceil(end - TINY)), last)):
+                if highest[column] < 0 or timeline[position].peak_bytes > timeline[highest[column]].peak_bytes:
+                    highest[column] = position
+        return highest
+
+    @property
+    def peak_position(self) -> int:
+        """The operation that has the most memory."""
+        return self.simulation.timeline.index(self.simulation.peak_moment)
+
+    def is_again(self, position: int) -> bool:
+        """Whether the operation at a position recomputes something."""
+        node = self.plan.graph.nodes[self.simulation.timeline[position].node]
+        return position >= self.simulation.turn and node.direction is Direction.FORWARD
+
+
+def plain_run(plan: Plan) -> DrawnStep:
+    """Return the step with everything kept."""
+    graph, profile = as_plain(plan.graph, plan.profile)
+    return DrawnStep(plan, graph, "plain", lower(graph, as_written(graph)), plan.unplanned, profile.workspace_bytes)
+
+
+def planned_run(plan: Plan) -> DrawnStep:
+    """Return the step under the plan."""
+    return DrawnStep(plan, plan.graph, "planned", plan.schedule, plan.planned, plan.profile.workspace_bytes)
+
+
+def resident_bands(plan: Plan) -> tuple[tuple[str, str, int], ...]:
+    """Name and colour the resident bytes, as far as they were counted apart; the parts add up to all of them."""
+    known = [(f"{name}, resident", size_bytes) for name, size_bytes in plan.resident_parts if size_bytes]
+    rest = plan.resident_bytes - sum(size_bytes for _, size_bytes in known)
+    if rest < 0 or not known:
+        known, rest = [], plan.resident_bytes
+    parts = [*known, *([(OTHER if known else RESIDENT, rest)] if rest else [])]
+    return tuple((name, GREYS[min(i, len(GREYS) - 1)], size_bytes) for i, (name, size_bytes) in enumerate(parts))
+
+
+def binary_unit(size_bytes: int) -> tuple[int, str]:
+    """Choose the binary unit in which a size is a handy number."""
+    units = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+    return next(((size, name) for size, name in units if size_bytes >= 2 * size), (1, "B"))
+
+
+def short_source(source: str) -> str:
+    """Shorten a source line's path to its last three parts."""
+    return "/".join(source.replace("\\", "/").split("/")[-3:])
