@@ -11,6 +11,7 @@ What tells symbols apart is private; `test_torch_private.py` says on which versi
 from __future__ import annotations
 
 import logging
+import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from ..garbage import collecting_what_it_leaves
 from ..records.expressions import LEAST_SAMPLES, LEAST_SAMPLES_OF_TWO_TERMS, NoTemplateError, vary_alone
 from . import checkpoints, dynamo, tensor_state
+from .same_captures import SameCaptures
 from .size_symbols import NUMBERS, SizeSymbols, numbers_of
 
 log = logging.getLogger("hiremate_lightning")
@@ -100,6 +102,7 @@ class EachSize:
         trace: Gives what runs in the place of code of definite sizes, from that code and inputs without memory.
         trace_ahead: Called after each trace with this code, the sizes, and what traces it for sizes to come.
         maker: Makes the code run at sizes that were not traced; None to trace each size.
+        same: Knows what runs code that was captured at definite sizes; None where nothing does.
     """
 
     def __init__(
@@ -109,13 +112,14 @@ class EachSize:
         trace: Trace,
         trace_ahead: TraceAhead = lambda code, sizes, trace: None,
         maker: SizeMaker | None = None,
+        same: SameCaptures | None = None,
     ) -> None:
         count = len(module.graph.find_nodes(op="placeholder"))
         self._module = module
         self._written = checkpoints.as_written(module)
         self._sizes = tuple(sizes)
         self._others = tuple(position for position in range(count) if position not in self._sizes)
-        self._trace = trace
+        self._trace, self._same = trace, same or SameCaptures()
         self._trace_ahead = trace_ahead
         self._is_particular = False
         self._traced: OrderedDict[tuple[Any, ...], Runner] = OrderedDict()
@@ -127,7 +131,7 @@ class EachSize:
         sizes = tuple(arguments[position] for position in self._sizes)
         others = [arguments[position] for position in self._others]
         key = sizes, self._particulars(others)
-        run = self._traced.get(key) or self._make_for(sizes, others)
+        run = self._traced.get(key) or self._known_at(sizes, others) or self._make_for(sizes, others)
         if run is None:
             run = self._trace_new(sizes, others)
         if key in self._traced:
@@ -137,6 +141,13 @@ class EachSize:
         except NoTemplateError as error:
             self._failed(error)
         return self._trace_new(sizes, others)(*others)  # it becomes a sample, so that sizes like it can be made
+
+    def _known_at(self, sizes: Sizes, others: Sequence[Any]) -> Runner | None:
+        """Return what runs the same code that was captured at these sizes alone; None where that was not."""
+        run = self._same.find(self._with_numbers(sizes), others)
+        if run is not None:
+            self._keep(sizes, others, run)
+        return run
 
     def _trace_new(self, sizes: Sizes, others: Sequence[Any]) -> Runner:
         run = self._trace_for(sizes, others)
@@ -285,13 +296,24 @@ def _with_numbers(module: fx.GraphModule, numbers: Mapping[int, int]) -> fx.Grap
     }
     for node in module.graph.nodes:
         if node not in values:
-            values[node] = graph.node_copy(node, values.__getitem__)
+            number = _number_of(node, values)
+            values[node] = graph.node_copy(node, values.__getitem__) if number is None else number
             if node.op == "placeholder":
                 values[node]._dynamo_source = node._dynamo_source
     copy = fx.GraphModule(module, graph)
     copy.meta = {**module.meta, NUMBERS: numbers_of(inputs, numbers)}
     copy._param_name_to_source = module._param_name_to_source
     return copy
+
+
+def _number_of(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """Return what a node computes from numbers alone; None where it does something else."""
+    is_of_numbers = node.target is torch.Size or getattr(node.target, "__module__", "") == operator.add.__module__
+    if node.op != "call_function" or not is_of_numbers:
+        return None
+    arguments, named = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    are_numbers = all(type(value) in (int, float, bool) for value in tensor_state.leaves((arguments, named)))
+    return node.target(*arguments, **named) if are_numbers else None
 
 
 def _layouts_at(module: fx.GraphModule, positions: Sequence[int], sizes: Sizes) -> list[Layout | None] | None:
