@@ -102,7 +102,7 @@ class EachSize:
         trace: Gives what runs in the place of code of definite sizes, from that code and inputs without memory.
         trace_ahead: Called after each trace with this code, the sizes, and what traces it for sizes to come.
         maker: Makes the code run at sizes that were not traced; None to trace each size.
-        same: Knows what runs code that was captured at definite sizes; None where nothing does.
+        same: Knows what runs the same code at definite sizes, whoever captured it; None for nothing.
     """
 
     def __init__(
@@ -131,9 +131,7 @@ class EachSize:
         sizes = tuple(arguments[position] for position in self._sizes)
         others = [arguments[position] for position in self._others]
         key = sizes, self._particulars(others)
-        run = self._traced.get(key) or self._known_at(sizes, others) or self._make_for(sizes, others)
-        if run is None:
-            run = self._trace_new(sizes, others)
+        run = self._traced.get(key) or self._run_at(sizes, others)
         if key in self._traced:
             self._traced.move_to_end(key)
         try:
@@ -142,11 +140,18 @@ class EachSize:
             self._failed(error)
         return self._trace_new(sizes, others)(*others)  # it becomes a sample, so that sizes like it can be made
 
-    def _known_at(self, sizes: Sizes, others: Sequence[Any]) -> Runner | None:
-        """Return what runs the same code that was captured at these sizes alone; None where that was not."""
-        run = self._same.find(self._with_numbers(sizes), others)
+    def _run_at(self, sizes: Sizes, others: Sequence[Any]) -> Runner:
+        """Return what runs the code at new sizes: what runs the same code already, or else what is made or traced."""
+        if self._symbols.learn(sizes):
+            self._samples.clear()  # they don't tell apart what is not equal now
+        code = self._with_numbers(sizes)
+        run = self._same.find(code, others)
         if run is not None:
             self._keep(sizes, others, run)
+            return run
+        run = self._make_for(sizes, others) or self._trace_new(sizes, others)
+        if not self._is_particular:
+            self._same.keep(code, others, run)
         return run
 
     def _trace_new(self, sizes: Sizes, others: Sequence[Any]) -> Runner:
@@ -156,8 +161,6 @@ class EachSize:
 
     def _make_for(self, sizes: Sizes, others: Sequence[Any]) -> Runner | None:
         """Make code of some sizes run from samples; None where it is to be traced."""
-        if self._symbols.learn(sizes):
-            self._samples.clear()  # they don't tell apart what is not equal now
         if self._maker is None or self._is_particular or not self._maker.may_make(self):
             return None
         if not self._samples and not self._maker.may_make_first(self):

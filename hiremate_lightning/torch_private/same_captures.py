@@ -46,21 +46,26 @@ class SameCaptures:
         self, make: Callable[[fx.GraphModule, Sequence[Any]], Runner], module: fx.GraphModule, inputs: Sequence[Any]
     ) -> Runner:
         """Return what runs captured code: what was made of the same code before, or else what is made now."""
-        key = _key(module, inputs)
-        run = None if key is None else self._runs.get(key)
+        run = self.find(module, inputs)
         if run is not None:
             self._tell()
             return run
         guards_before = _guards()
         run = make(module, inputs)
-        if key is not None and _guards() == guards_before:
-            self._runs[key] = run
+        if _guards() == guards_before:
+            self.keep(module, inputs, run)
         return run
 
     def find(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Runner | None:
         """Return what was made of the same code before; None where nothing was."""
         key = _key(module, inputs)
         return None if key is None else self._runs.get(key)
+
+    def keep(self, module: fx.GraphModule, inputs: Sequence[Any], run: Runner) -> None:
+        """Learn what was made of code."""
+        key = _key(module, inputs)
+        if key is not None:
+            self._runs[key] = run
 
 
 def _key(module: fx.GraphModule, inputs: Sequence[Any]) -> Hashable:
