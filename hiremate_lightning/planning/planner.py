@@ -16,7 +16,6 @@ from ..out_of_memory import InfeasibleBudgetError
 from ..records.away import Host
 from ..records.costs import Profile
 from ..records.graph import OUTSIDE, Graph
-from ..records.same_code import difference
 from ..records.schedule import keep_all
 from ..records.simulation import Simulation, simulate_plain
 from ..records.step import Decisions, Step
@@ -286,7 +285,7 @@ def first_solution(
         SolveOptions(time_limit_s=options.time_limit_s, gap=ANY_GAP, progress=progress),
         host,
     )
-    at_other_sizes = (first for first in known if difference(first.step.graph, step.graph) is None)
+    at_other_sizes = (first for first in known if first.step.graph.code == step.graph.code)
     found = next((first.solution for first in at_other_sizes if _serves_as_well(first, problem)), None)
     if found is not None:
         return found

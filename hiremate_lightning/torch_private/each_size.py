@@ -11,7 +11,6 @@ What tells symbols apart is private; `test_torch_private.py` says on which versi
 from __future__ import annotations
 
 import logging
-import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,7 @@ from ..garbage import collecting_what_it_leaves
 from ..records.expressions import LEAST_SAMPLES, LEAST_SAMPLES_OF_TWO_TERMS, NoTemplateError, vary_alone
 from . import checkpoints, dynamo, tensor_state
 from .same_captures import SameCaptures
-from .size_symbols import NUMBERS, SizeSymbols, numbers_of
+from .size_symbols import NUMBERS, SizeSymbols, at_numbers, numbers_of
 
 log = logging.getLogger("hiremate_lightning")
 KEPT = 128  # traces of one graph, the latest used ones: each takes megabytes of the host's memory
@@ -297,26 +296,28 @@ def _with_numbers(module: fx.GraphModule, numbers: Mapping[int, int]) -> fx.Grap
     values: dict[fx.Node, Any] = {
         node: numbers[position] for position, node in enumerate(inputs) if position in numbers
     }
+    symbols = numbers_of(inputs, numbers)
     for node in module.graph.nodes:
         if node not in values:
-            number = _number_of(node, values)
-            values[node] = graph.node_copy(node, values.__getitem__) if number is None else number
+            sizes = _numbers_at(node, symbols)
+            values[node] = graph.node_copy(node, values.__getitem__) if sizes is None else sizes
             if node.op == "placeholder":
                 values[node]._dynamo_source = node._dynamo_source
     copy = fx.GraphModule(module, graph)
-    copy.meta = {**module.meta, NUMBERS: numbers_of(inputs, numbers)}
+    copy.meta = {**module.meta, NUMBERS: symbols}
     copy._param_name_to_source = module._param_name_to_source
     return copy
 
 
-def _number_of(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    """Return what a node computes from numbers alone; None where it does something else."""
-    is_of_numbers = node.target is torch.Size or getattr(node.target, "__module__", "") == operator.add.__module__
-    if node.op != "call_function" or not is_of_numbers:
+def _numbers_at(node: fx.Node, numbers: Mapping[Any, int]) -> Any:
+    """Return the size or the sizes that a node computes, as numbers; None where it computes something else."""
+    value = node.meta.get("example_value")
+    if node.op in ("placeholder", "output") or not isinstance(value, (torch.SymInt, torch.Size)):
         return None
-    arguments, named = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-    are_numbers = all(type(value) in (int, float, bool) for value in tensor_state.leaves((arguments, named)))
-    return node.target(*arguments, **named) if are_numbers else None
+    sizes = [value] if isinstance(value, torch.SymInt) else list(value)
+    if any(isinstance(size, torch.SymInt) and not size.node.expr.free_symbols <= numbers.keys() for size in sizes):
+        return None
+    return at_numbers(sizes, numbers)[0] if isinstance(value, torch.SymInt) else torch.Size(at_numbers(sizes, numbers))
 
 
 def _layouts_at(module: fx.GraphModule, positions: Sequence[int], sizes: Sizes) -> list[Layout | None] | None:
