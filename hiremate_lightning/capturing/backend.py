@@ -11,7 +11,6 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -106,11 +105,12 @@ def planning_backend(
         say: Warns.
         trace_ahead: Has code traced for sizes that are to come, see `EachSize`.
         templates: Makes what runs in the place of a joint graph at sizes that were not traced; None to trace each.
-        same: Runs code that is captured once more by what was made of it; None to trace it again.
+        same: Runs code that is captured once more by what was made of it; None for one of its own.
 
     Returns:
         A backend for `torch.compile(..., backend=...)`.
     """
+    same = same or SameCaptures()
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if not double_backward.keep_modes_of_backwards(module):
@@ -121,7 +121,7 @@ def planning_backend(
         for operation in user_compiled.cut_out(module):
             if operation.calls_modules:
                 say(user_compiled.opaque_words(operation.name))
-        return autocasting.leaving_as_found(module, run_in_place(module, inputs))
+        return autocasting.leaving_as_found(module, same.run_of(run_in_place, module, inputs))
 
     def run_in_place(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if not has_gradients(inputs):
@@ -136,9 +136,9 @@ def planning_backend(
         if not sizes:
             return code.trace(module, inputs)
         maker = None if templates is None else code
-        return EachSize(module, sizes, code.trace, trace_ahead, maker).run
+        return EachSize(module, sizes, code.trace, trace_ahead, maker, same).run
 
-    return backend if same is None else partial(same.run_of, backend)
+    return backend
 
 
 def _folded(module: fx.GraphModule) -> Any:

@@ -11,7 +11,7 @@ from ..memory.allocator import in_blocks
 from ..planning.solvers.base import Strategy
 from ..records.costs import Profile
 from ..records.graph import Graph, StorageKind
-from ..records.same_code import at_size, difference, is_no_larger
+from ..records.same_code import at_size, is_no_larger
 from ..records.schedule import Schedule
 from ..records.step import Call, Decisions, Step, holding, merge
 from ..running.execution import Part
@@ -54,7 +54,7 @@ class RecordedCall:
 
     def runs(self, captured: Captured) -> bool:
         """Whether its code is that captured, at whatever size."""
-        return self.captured is captured or difference(self.captured.graph, captured.graph) is None
+        return self.captured.graph.code == captured.graph.code
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from functools import cache
 
 from ..records.away import Host
 from ..records.costs import Profile
-from ..records.same_code import difference
 from ..records.schedule import keep_all
 from ..records.step import Decisions, Step
 from ..units import Budget
@@ -241,7 +240,7 @@ def first_solution(
         SolveOptions(time_limit_s=options.time_limit_s, gap=ANY_GAP, progress=progress),
         host,
     )
-    at_other_sizes = (first for first in known if difference(first.step.graph, step.graph) is None)
+    at_other_sizes = (first for first in known if first.step.graph.code == step.graph.code)
     solution = next((first.solution for first in at_other_sizes if first.serves_as_well(problem)), None)
     if solution is not None:
         return solution

@@ -13,6 +13,7 @@ then the tensor can only be saved.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -207,18 +208,28 @@ class Graph:
         return replace(self, nodes=nodes)
 
     @cached_property
-    def structure(self) -> tuple[object, ...]:
-        """The part of the graph that depends neither on sizes nor on names: operations, values and storages."""
-        nodes = tuple(
+    def code(self) -> int:
+        """The number of its code: graphs have the same one where they differ in nothing but sizes and names.
+
+        Nor does it count what else holds values, which is no part of the code.
+        """
+        nodes = [
             (n.op, n.direction, n.inputs, n.outputs, n.is_random, n.is_mutating, n.reads_mutated, n.replays)
             for n in self.nodes
-        )
-        tensors = tuple((t.storage, t.dtype, t.producer, len(t.shape)) for t in self.tensors)
-        return nodes, tensors, tuple(storage.kind for storage in self.storages)
+        ]
+        tensors = [(t.storage, t.dtype, t.producer, len(t.shape)) for t in self.tensors]
+        ends = self.forward, self.backward, self.inputs, self.tangents, self.outputs, self.gradients
+        text = repr((nodes, tensors, [storage.kind for storage in self.storages], ends))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "big")
+
+    @property
+    def at_sizes(self) -> tuple[int, tuple[tuple[int, ...], ...]]:
+        """Its code and its sizes."""
+        return self.code, tuple(tensor.shape for tensor in self.tensors)
 
     def like(self, graph: Graph) -> Graph:
-        """Take over the structure of another graph, which is the same: it takes long to list."""
-        vars(self)["structure"] = graph.structure
+        """Return this graph, knowing that its code is that of another one: it takes long to number."""
+        vars(self)["code"] = graph.code
         return self
 
     @cached_property

@@ -1,12 +1,8 @@
-"""Whether graphs are the same code, captured at other sizes or again; and a call of the same code at another size.
-
-The front end numbers names as it meets them, so names don't count.
-"""
+"""Where graphs are not the same code, in words (`Graph.code` says whether); and a call of that at another size."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 from .costs import Profile
@@ -19,7 +15,7 @@ def difference(first: Graph, second: Graph) -> str | None:
 
     Names don't count: the front end numbers them as it meets them.
     """
-    if first.structure == second.structure and _orders(first) == _orders(second):
+    if first.code == second.code and first.held == second.held:
         return None
     for one, other in zip(first.nodes, second.nodes, strict=False):
         if _work(one) != _work(other):
@@ -50,14 +46,6 @@ def _orders(graph: Graph) -> tuple[object, ...]:
     return (counts, graph.forward, graph.backward, ends)
 
 
-def are_same(graphs: Sequence[Graph], others: Sequence[Graph]) -> bool:
-    """Whether the same code at the same sizes was captured twice."""
-    return len(graphs) == len(others) and all(
-        [t.shape for t in one.tensors] == [t.shape for t in other.tensors] and difference(one, other) is None
-        for one, other in zip(graphs, others, strict=True)
-    )
-
-
 def is_no_larger(graph: Graph, than: Graph) -> bool:
     """Whether no tensor of a graph is larger in any dimension than in another graph of the same code."""
     pairs = zip(graph.tensors, than.tensors, strict=True)
@@ -70,7 +58,7 @@ def at_size(call: Call, graph: Graph, profile: Profile) -> Call | None:
     The memory of outside code is taken to grow as the input or output that grows most, and never to shrink.
     """
     graph = replace(graph, held=call.graph.held).like(graph)
-    if difference(call.graph, graph) is not None:
+    if call.graph.code != graph.code:
         return None
     counts = [[math.prod(g.tensors[t].shape) for t in (*g.inputs, *g.outputs)] for g in (call.graph, graph)]
     growth = max([1.0, *(new / max(1, old) for old, new in zip(*counts, strict=True))])

@@ -28,7 +28,6 @@ from ..records.away import Host
 from ..records.costs import step_time_ms
 from ..records.expressions import NoTemplateError
 from ..records.outline import SizedStep
-from ..records.same_code import are_same
 from ..records.step import Step
 from ..running.program import Program
 from ..telling.first_wait import FirstWait
@@ -158,9 +157,9 @@ class PlanMaker:
         graphs, count = [part.captured.graph for part in parts], len(kind.graphs)
         if len(graphs) < count:
             return None
+        numbers = [graph.at_sizes for graph in graphs]
         steps = [other.recorded for other in self._history.recorded if len(other.graphs) == count]
-        whole = [step for step in steps if len(step.calls) == count]
-        return next((step for step in whole if are_same([call.captured.graph for call in step.calls], graphs)), None)
+        return next((step for step in steps if [call.captured.graph.at_sizes for call in step.calls] == numbers), None)
 
     def describe(self, record: StepRecord, resident: Resident) -> RecordedStep:
         """Describe a kind of step by the record of one, and by what exists before the next."""

@@ -14,8 +14,6 @@ from ..capturing.template import CodeTemplate
 from ..kinds.recorded_step import RecordedStep
 from ..measuring.profiling import ProfileOptions
 from ..records.expressions import Sizes, WrongTemplateError
-from ..records.graph import Graph
-from ..records.same_code import difference
 from ..records.schedule import lower
 from ..records.simulation import simulate
 from ..running.execution import Part
@@ -32,25 +30,22 @@ class _Code:
     """What is known of one captured code.
 
     Attributes:
-        graph: As it was traced at some sizes; None before anything was to be made of it.
+        number: Its number; None before anything was to be made of it.
         made: For how many sizes it was made.
         failures: For how many it could not be made, or did not run as it was made.
         is_refused: Whether each of its sizes is traced.
     """
 
-    graph: Graph | None = None
+    number: int | None = None
     made: int = 0
     failures: int = 0
     is_refused: bool = False
 
     def is_part_of(self, recorded: RecordedStep | None) -> bool:
         """Whether a step runs it; whether it may, where that is not known."""
-        graph = self.graph
-        return (
-            graph is None
-            or recorded is None
-            or any(difference(graph, call.captured.graph) is None for call in recorded.calls)
-        )
+        if self.number is None or recorded is None:
+            return True
+        return any(self.number == call.captured.graph.code for call in recorded.calls)
 
 
 class Templates:
@@ -108,7 +103,7 @@ class Templates:
             NoTemplateError: If there is no template for them.
         """
         first = samples[0][1]
-        self._of(code).graph = first.captured.graph
+        self._of(code).number = first.captured.graph.code
         captured, profile = self._template_of(samples).at(sizes)
         part = self._parts.add(captured, first.conductor, profile)
         part.own = first.own

@@ -26,7 +26,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from ..garbage import collecting_what_it_leaves
 from ..records.expressions import LEAST_SAMPLES, LEAST_SAMPLES_OF_TWO_TERMS, NoTemplateError, vary_alone
 from . import checkpoints, dynamo, tensor_state
-from .size_symbols import NUMBERS, SizeSymbols, numbers_of
+from .same_captures import SameCaptures
+from .size_symbols import NUMBERS, SizeSymbols, at_numbers, numbers_of
 
 log = logging.getLogger("hiremate_lightning")
 KEPT = 128  # traces of one graph, the latest used ones: each takes megabytes of the host's memory
@@ -100,6 +101,7 @@ class EachSize:
         trace: Gives what runs in the place of code of definite sizes, from that code and inputs without memory.
         trace_ahead: Called after each trace with this code, the sizes, and what traces it for sizes to come.
         maker: Makes the code run at sizes that were not traced; None to trace each size.
+        same: Knows what runs the same code at definite sizes, whoever captured it; None for nothing.
     """
 
     def __init__(
@@ -109,13 +111,14 @@ class EachSize:
         trace: Trace,
         trace_ahead: TraceAhead = lambda code, sizes, trace: None,
         maker: SizeMaker | None = None,
+        same: SameCaptures | None = None,
     ) -> None:
         count = len(module.graph.find_nodes(op="placeholder"))
         self._module = module
         self._written = checkpoints.as_written(module)
         self._sizes = tuple(sizes)
         self._others = tuple(position for position in range(count) if position not in self._sizes)
-        self._trace = trace
+        self._trace, self._same = trace, same or SameCaptures()
         self._trace_ahead = trace_ahead
         self._is_particular = False
         self._traced: OrderedDict[tuple[Any, ...], Runner] = OrderedDict()
@@ -127,9 +130,7 @@ class EachSize:
         sizes = tuple(arguments[position] for position in self._sizes)
         others = [arguments[position] for position in self._others]
         key = sizes, self._particulars(others)
-        run = self._traced.get(key) or self._make_for(sizes, others)
-        if run is None:
-            run = self._trace_new(sizes, others)
+        run = self._traced.get(key) or self._run_at(sizes, others)
         if key in self._traced:
             self._traced.move_to_end(key)
         try:
@@ -138,6 +139,20 @@ class EachSize:
             self._failed(error)
         return self._trace_new(sizes, others)(*others)  # it becomes a sample, so that sizes like it can be made
 
+    def _run_at(self, sizes: Sizes, others: Sequence[Any]) -> Runner:
+        """Return what runs the code at new sizes: what runs the same code already, or else what is made or traced."""
+        if self._symbols.learn(sizes):
+            self._samples.clear()  # they don't tell apart what is not equal now
+        code = self._with_numbers(sizes)
+        run = self._same.find(code, others)
+        if run is not None:
+            self._keep(sizes, others, run)
+            return run
+        run = self._make_for(sizes, others) or self._trace_new(sizes, others)
+        if not self._is_particular:
+            self._same.keep(code, others, run)
+        return run
+
     def _trace_new(self, sizes: Sizes, others: Sequence[Any]) -> Runner:
         run = self._trace_for(sizes, others)
         self._trace_ahead(self, sizes, lambda larger: self._trace_larger(larger, others))
@@ -145,8 +160,6 @@ class EachSize:
 
     def _make_for(self, sizes: Sizes, others: Sequence[Any]) -> Runner | None:
         """Make code of some sizes run from samples; None where it is to be traced."""
-        if self._symbols.learn(sizes):
-            self._samples.clear()  # they don't tell apart what is not equal now
         if self._maker is None or self._is_particular or not self._maker.may_make(self):
             return None
         if not self._samples and not self._maker.may_make_first(self):
@@ -283,15 +296,28 @@ def _with_numbers(module: fx.GraphModule, numbers: Mapping[int, int]) -> fx.Grap
     values: dict[fx.Node, Any] = {
         node: numbers[position] for position, node in enumerate(inputs) if position in numbers
     }
+    symbols = numbers_of(inputs, numbers)
     for node in module.graph.nodes:
         if node not in values:
-            values[node] = graph.node_copy(node, values.__getitem__)
+            sizes = _numbers_at(node, symbols)
+            values[node] = graph.node_copy(node, values.__getitem__) if sizes is None else sizes
             if node.op == "placeholder":
                 values[node]._dynamo_source = node._dynamo_source
     copy = fx.GraphModule(module, graph)
-    copy.meta = {**module.meta, NUMBERS: numbers_of(inputs, numbers)}
+    copy.meta = {**module.meta, NUMBERS: symbols}
     copy._param_name_to_source = module._param_name_to_source
     return copy
+
+
+def _numbers_at(node: fx.Node, numbers: Mapping[Any, int]) -> Any:
+    """Return the size or the sizes that a node computes, as numbers; None where it computes something else."""
+    value = node.meta.get("example_value")
+    if node.op in ("placeholder", "output") or not isinstance(value, (torch.SymInt, torch.Size)):
+        return None
+    sizes = [value] if isinstance(value, torch.SymInt) else list(value)
+    if any(isinstance(size, torch.SymInt) and not size.node.expr.free_symbols <= numbers.keys() for size in sizes):
+        return None
+    return at_numbers(sizes, numbers)[0] if isinstance(value, torch.SymInt) else torch.Size(at_numbers(sizes, numbers))
 
 
 def _layouts_at(module: fx.GraphModule, positions: Sequence[int], sizes: Sizes) -> list[Layout | None] | None:

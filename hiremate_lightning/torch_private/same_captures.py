@@ -1,31 +1,34 @@
-"""Tells that Dynamo captured once more what it had captured before, since what changed in between made no difference.
+"""Tells that Dynamo captured once more what it had captured before: code of another module, or of a later call.
 
-Code may change in its first call what it then asks for: transformers' heads for classification write into the
-configuration which loss to compute. The second call is captured anew, and its graph is that of the first. What was made
-of that runs the second call too.
+A layer that is called late, as where layers are left out at random, is captured apart from the layers before it, though
+its graph is theirs. And code may change in its first call what it then asks for: transformers' heads for classification
+write into the configuration which loss to compute. What was made of the first graph runs the second one too.
 
 What is compared is all that a trace by AOTAutograd depends on: operations and constants of the graph, inputs by kind,
-layout, origin, and what memory they share, and the settings of torch. Where any of it can't be compared, where sizes
-vary, or where AOTAutograd asked for guards of its own, nothing is told.
+layout, and what memory they share, and the settings of torch. Where inputs come from does not count, and symbols for
+sizes count by their place. Where any of it can't be compared, or where AOTAutograd asked for guards of its own, nothing
+is told.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 from torch._guards import TracingContext
 
 from . import hacks, tensor_state
 from .autocasting import DEVICE_TYPES
+from .size_symbols import NUMBERS
 
 Runner = Callable[..., Any]
 _PLAIN = {bool, int, str, bytes, type(None), type(Ellipsis)}
 _PLAIN |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_NO_SIZES = (torch.SymFloat, torch.SymBool)
 
 
 class SameCaptures:
@@ -43,30 +46,48 @@ class SameCaptures:
         self, make: Callable[[fx.GraphModule, Sequence[Any]], Runner], module: fx.GraphModule, inputs: Sequence[Any]
     ) -> Runner:
         """Return what runs captured code: what was made of the same code before, or else what is made now."""
-        if not hacks.is_on("same captures"):
-            return make(module, inputs)
-        try:
-            key: Hashable = _settings(), _described_graph(module), _described_inputs(module, inputs)
-        except _CanNotBeComparedError:
-            return make(module, inputs)
-        run = self._runs.get(key)
+        run = self.find(module, inputs)
         if run is not None:
             self._tell()
             return run
         guards_before = _guards()
         run = make(module, inputs)
         if _guards() == guards_before:
-            self._runs[key] = run
+            self.keep(module, inputs, run)
         return run
+
+    def find(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Runner | None:
+        """Return what was made of the same code before; None where nothing was."""
+        key = _key(module, inputs)
+        return None if key is None else self._runs.get(key)
+
+    def keep(self, module: fx.GraphModule, inputs: Sequence[Any], run: Runner) -> None:
+        """Learn what was made of code."""
+        key = _key(module, inputs)
+        if key is not None:
+            self._runs[key] = run
+
+
+def _key(module: fx.GraphModule, inputs: Sequence[Any]) -> Hashable:
+    """Return what is equal for the same code; None where it can't be told."""
+    if not hacks.is_on("same captures"):
+        return None
+    symbols = _Symbols(module.meta.get(NUMBERS, {}))
+    try:
+        return _settings(), symbols.inputs(inputs), _described_graph(module, symbols)
+    except _CanNotBeComparedError:
+        return None
 
 
 class _CanNotBeComparedError(Exception):
     """Something is no plain value."""
 
 
-def _guards() -> int:
+def _guards() -> tuple[int, int]:
     context = TracingContext.try_get()
-    return 0 if context is None else len(context.guards_context.aotautograd_guards)
+    shapes = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
+    of_code = 0 if context is None else len(context.guards_context.aotautograd_guards)
+    return of_code, 0 if shapes is None else len(shapes.guards)
 
 
 def _settings() -> Hashable:
@@ -75,9 +96,9 @@ def _settings() -> Hashable:
     return (*modes, *autocasts, *tensor_state.kernel_settings(), torch.get_default_dtype())
 
 
-def _described_graph(module: fx.GraphModule) -> Hashable:
+def _described_graph(module: fx.GraphModule, symbols: _Symbols) -> Hashable:
     values = tensor_state.leaves([node.meta.get("example_value") for node in module.graph.nodes])
-    if any(isinstance(value, _SYMBOLS) or tensor_state.is_symbolic(value) for value in values):
+    if any(isinstance(value, _NO_SIZES) for value in values) or not symbols.cover(values):
         raise _CanNotBeComparedError  # a trace may ask which number it is
     numbers = {node: number for number, node in enumerate(module.graph.nodes)}
     nodes = []
@@ -96,7 +117,8 @@ def _described(value: Any, numbers: dict[fx.Node, int]) -> Hashable:
     if type(value) is float:
         return float, value.hex()
     if isinstance(value, (tuple, list)):
-        return type(value), tuple(_described(v, numbers) for v in value)
+        kind = tuple if isinstance(value, torch.Size) else type(value)
+        return kind, tuple(_described(v, numbers) for v in value)
     if isinstance(value, dict):
         return type(value), tuple((_described(k, numbers), _described(v, numbers)) for k, v in value.items())
     if isinstance(value, slice):
@@ -106,18 +128,55 @@ def _described(value: Any, numbers: dict[fx.Node, int]) -> Hashable:
     raise _CanNotBeComparedError
 
 
-def _described_inputs(module: fx.GraphModule, inputs: Sequence[Any]) -> Hashable:
-    sources = [getattr(node, "_dynamo_source", None) for node in module.graph.find_nodes(op="placeholder")]
-    if None in sources or len(sources) != len(inputs) or not all(map(tensor_state.is_dense, inputs)):
-        raise _CanNotBeComparedError
-    storages = dict[int, int]()
-    shared = [storages.setdefault(tensor_state.storage_id(t), len(storages)) for t in inputs]
-    return tuple((source, *_layout(t)) for source, t in zip(sources, inputs, strict=True)), tuple(shared)
+class _Symbols:
+    """The symbols for sizes of one capture, by their place among its inputs.
 
+    Args:
+        numbers: Symbols that are numbers now.
+    """
 
-def _layout(tensor: torch.Tensor) -> tuple[Hashable, ...]:
-    lies = tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
-    if not all(isinstance(number, int) for number in (*tensor.shape, *tensor.stride(), tensor.storage_offset())):
-        raise _CanNotBeComparedError
-    kind = type(tensor), isinstance(tensor, torch.nn.Parameter), tensor.dtype, tensor.device
-    return *kind, *lies, tensor.requires_grad, tensor.is_leaf, tensor._is_view()
+    def __init__(self, numbers: Mapping[Any, int]) -> None:
+        self._numbers = numbers.keys()
+        self._places: dict[Any, Any] = {}
+
+    def cover(self, values: Sequence[Any]) -> bool:
+        """Whether sizes of some values are made of the symbols of the inputs alone."""
+        sizes = [value for value in values if isinstance(value, torch.SymInt)]
+        sizes += [size for value in values if tensor_state.is_symbolic(value) for size in value.shape]
+        symbolic = (size for size in sizes if isinstance(size, torch.SymInt))
+        return all(size.node.expr.free_symbols <= self._places.keys() | self._numbers for size in symbolic)
+
+    def inputs(self, inputs: Sequence[Any]) -> Hashable:
+        """Describe inputs, and what memory they share."""
+        tensors = [value for value in inputs if not isinstance(value, torch.SymInt)]
+        if not all(map(tensor_state.is_dense, tensors)):
+            raise _CanNotBeComparedError
+        storages = dict[int, int]()
+        shared = tuple(storages.setdefault(tensor_state.storage_id(t), len(storages)) for t in tensors)
+        return tuple(self._input(value) for value in inputs), shared
+
+    def _input(self, value: Any) -> Hashable:
+        if isinstance(value, torch.SymInt):
+            return torch.SymInt, self._number(value)
+        kind = type(value), isinstance(value, torch.nn.Parameter), value.dtype, value.device
+        lies = tuple(map(self._number, (*value.shape, *value.stride(), value.storage_offset())))
+        return (
+            *kind,
+            value.dim(),
+            *lies,
+            value.is_conj(),
+            value.is_neg(),
+            value.requires_grad,
+            value.is_leaf,
+            value._is_view(),
+        )
+
+    def _number(self, number: Any) -> Hashable:
+        """Return a number, or what it is made of: symbols by their place, with what they may be."""
+        if not isinstance(number, torch.SymInt):
+            return int(number)
+        expression, ranges = number.node.expr, number.node.shape_env.var_to_range
+        for symbol in sorted(expression.free_symbols, key=str):
+            self._places.setdefault(symbol, sympy.Symbol(f"s{len(self._places)}", integer=True))
+        between = [(ranges[s].lower, ranges[s].upper) for s in sorted(expression.free_symbols, key=str)]
+        return expression.xreplace(self._places), *between
