@@ -507,9 +507,20 @@ class PlannedKinds:
         if plan.measured.step_ms is None or step.waits:
             return False
         if plan.planned_peak_bytes > plan.budget_bytes:
-            more_bytes = plain_bytes - plan.planned.peak_bytes
-            return plan.saves_nothing and more_bytes < free_bytes(self._memory.device)
+            return self.saves_nothing(kind, plain_bytes)
         if not plan.solution.is_plain:
             return False
         is_whole = self._model.options.budget.share == 1  # of what plain training adds
         return is_whole or plan.resident_bytes + plain_bytes + step.margin_bytes <= plan.budget_bytes
+
+    def saves_nothing(self, kind: StepKind, plain_bytes: int) -> bool:
+        """Whether nothing fits, the plan saves no memory either, and there is memory to run without it.
+
+        Args:
+            kind: The kind of step.
+            plain_bytes: What it adds without its plan.
+        """
+        if not kind.own_plan.saves_nothing or kind.recorded.waits:
+            return False
+        more_bytes = plain_bytes - kind.own_plan.planned.peak_bytes
+        return kind.trial.is_released is not None or more_bytes < free_bytes(self._memory.device)

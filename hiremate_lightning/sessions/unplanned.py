@@ -30,6 +30,7 @@ from .ways import BY_GRAPHS, AsWritten, PutAside, Way, WayChoices, choose_way
 
 log = logging.getLogger("hiremate_lightning")
 WORTH_A_PLAN = 1.0  # of the time that a plan takes to make, spent on saving memory at one size without a plan
+SIMILAR = 2.0  # of the bytes of a step whose plan saves none: up to so many more, steps of its code save none either
 WORTH_TEMPLATES = 8.0  # the same, spent at all sizes: code for these takes half of that, and half is saved from then on
 
 
@@ -97,7 +98,9 @@ class UnplannedSteps:
         if plain.released is not None and self._model.options.budget.share == 1:
             return  # the budget is what plain training takes
         if plain.released is not None and (released := plain.released.own_plan).saves_nothing:
-            plan_bytes = released.measured.peak_bytes or released.planned_peak_bytes
+            plan_bytes = step.record.existing.size_bytes + plain.prediction.captured_bytes
+            if self._plain.called_like(step.calls):
+                plan_bytes = released.measured.peak_bytes or released.planned_peak_bytes
             self._say_measured(self.releases.measured(plain.released, peak_bytes, plan_bytes), peak_bytes)
             return
         if peak_bytes is not None and plan is not None and peak_bytes > plan.budget_bytes:
@@ -188,18 +191,17 @@ class UnplannedSteps:
     def _gainless_kind(self, step: CurrentStep) -> StepKind | None:
         """Return the kind of the step that begins, where nothing else is called like it and its plan gains nothing.
 
-        At sizes that no kind has been called with, that is the kind of the same code which has proved so.
+        At sizes that no kind has been called with, that is the likely kind, where nothing fits and it saves no memory.
         """
         likely = self._likely(step)
         if likely is None:
             return None
         alike = self._plain.called_like(step.calls)
-        if not alike and likely.trial.is_released and likely.own_plan.saves_nothing:
-            return likely
-        if alike != [likely]:
+        if alike and alike != [likely]:
             return None
         plain_bytes = self._plain.with_margin(likely.own_plan.unplanned.peak_bytes)
-        return likely if self._planned.gains_nothing(likely, plain_bytes) else None
+        is_gainless = self._planned.gains_nothing if alike else self._planned.saves_nothing
+        return likely if is_gainless(likely, plain_bytes) else None
 
     def has_own_plan(self, step: CurrentStep) -> bool:
         """Whether a kind that is called like a step has a plan of use: it recomputes, or all steps run by plans."""
@@ -235,11 +237,14 @@ class UnplannedSteps:
     def given_back(self, step: CurrentStep, kind: StepKind) -> AsWritten | None:
         """Return how a step of a kind runs whose plan gains nothing; None where its calls are another kind's."""
         alike = self._plain.called_like(step.calls)
-        is_of_new_size = not alike and kind.own_plan.saves_nothing
-        if kind not in alike and not is_of_new_size:
+        if alike and kind not in alike:
             return None
         prediction = self._plain.predict(step.calls, kind, sys.maxsize, (PlainWay.AS_IT_IS,))
-        return None if prediction is None else AsWritten(prediction, kind, kind)
+        most_bytes = SIMILAR * kind.own_plan.unplanned.peak_bytes
+        is_proved = alike or kind.trial.is_released
+        if prediction is None or not (is_proved or prediction.captured_bytes <= most_bytes):
+            return None
+        return AsWritten(prediction, kind, kind)
 
 
 class StepChoices(WayChoices):

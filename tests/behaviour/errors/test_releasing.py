@@ -185,3 +185,25 @@ def test_new_sizes_of_code_whose_plan_gains_nothing_run_unplanned():
     assert not differing(logs[1], logs[0])
     assert session.captured_count == captured
     assert session.is_released
+
+
+def test_sizes_that_never_repeat_run_unplanned_where_no_plan_saves():
+    """Nothing fits, and no size comes twice: no plan is ever measured, so none could be given back by its own steps."""
+    logs = []
+    for is_planned in (False, True):
+        model, log = make(), []
+        if is_planned:
+            hiremate(model, "20%", verbose=False, on_infeasible="warn")
+            session = targets_of(model).session
+        with quiet():
+            for index in range(12):
+                model.zero_grad()
+                x = torch.randn(32 + index * 7 % 12, 16, generator=torch.Generator().manual_seed(index))
+                model(x).square().mean().backward()
+                log += leave_behind(model)
+                if is_planned and index == 5:
+                    captured = session.captured_count
+        logs.append(log)
+    assert not differing(logs[1], logs[0])
+    assert session.captured_count == captured
+    assert session.is_released
