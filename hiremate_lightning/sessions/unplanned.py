@@ -223,7 +223,7 @@ class UnplannedSteps:
             return None
         ways = None if begun is None else (begun.prediction.way,)
         ways = (PlainWay.AS_IT_IS,) if self._plain.called_like(step.calls) else ways
-        prediction = self._plain.predict(step.calls, likely, self._room_bytes(), ways)
+        prediction = self._plain.bound(step.calls, likely, self._room_bytes(), ways)
         if prediction is None:
             return None
         if not prediction.saves_memory:
@@ -239,12 +239,13 @@ class UnplannedSteps:
         alike = self._plain.called_like(step.calls)
         if alike and kind not in alike:
             return None
-        prediction = self._plain.predict(step.calls, kind, sys.maxsize, (PlainWay.AS_IT_IS,))
-        most_bytes = SIMILAR * kind.own_plan.unplanned.peak_bytes
-        is_proved = alike or kind.trial.is_released
-        if prediction is None or not (is_proved or prediction.captured_bytes <= most_bytes):
+        is_known = not alike and kind.trial.is_released
+        predict = self._plain.bound if is_known else self._plain.predict  # what is measured is compared with it
+        prediction = predict(step.calls, kind, sys.maxsize, (PlainWay.AS_IT_IS,))
+        if prediction is None:
             return None
-        return AsWritten(prediction, kind, kind)
+        is_similar = prediction.captured_bytes <= SIMILAR * kind.own_plan.unplanned.peak_bytes
+        return AsWritten(prediction, kind, kind) if alike or is_known or is_similar else None
 
 
 class StepChoices(WayChoices):
