@@ -95,7 +95,7 @@ class UnplannedSteps:
         peak_bytes, plan = step.record.peak_bytes, self._planned.latest
         added_bytes = None if peak_bytes is None else peak_bytes - step.record.existing.size_bytes
         self._plain.measured(step.calls, plain.likely, plain.prediction, added_bytes)
-        if plain.released is not None and self._model.options.budget.share == 1:
+        if self._model.options.budget.share == 1:
             return  # the budget is what plain training takes
         if plain.released is not None and (released := plain.released.own_plan).saves_nothing:
             plan_bytes = step.record.existing.size_bytes + plain.prediction.captured_bytes
@@ -164,7 +164,9 @@ class UnplannedSteps:
             self._reporter.note(text)
 
     def _room_bytes(self) -> int:
-        """Return what a step may add to the resident bytes."""
+        """Return what a step may add to the resident bytes; any, where the budget is what plain training takes."""
+        if self._model.options.budget.share == 1:
+            return sys.maxsize
         plans = [kind.own_plan for kind in self._history.planned]
         is_share = self._model.options.budget.share is not None
         most_resident_bytes = max(plan.resident_bytes for plan in plans)
