@@ -11,7 +11,6 @@ import logging
 import sys
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple
 from functools import cache
 from typing import Any
 
@@ -180,7 +179,7 @@ class UnplannedSteps:
             likely: The kind whose code it is expected to run.
         """
         plan = self._planned.latest
-        planning_ms = 0.0 if plan is None else 1000 * float(sum(astuple(plan.planning)))
+        planning_ms = 0.0 if plan is None else 1000 * plan.planning.all_s
         if self._extra_ms.get(tuple(step.calls), 0.0) > WORTH_A_PLAN * planning_ms:
             return True
         is_worth_it = sum(self._extra_ms.values()) >= WORTH_TEMPLATES * planning_ms
