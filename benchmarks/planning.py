@@ -26,8 +26,7 @@ from provenance import provenance
 from solvers import load, names_of
 
 from hiremate_lightning.planning import solutions
-from hiremate_lightning.planning.options import PlanOptions
-from hiremate_lightning.planning.plan import Plan
+from hiremate_lightning.planning.plan import Plan, PlanOptions
 from hiremate_lightning.planning.planner import make_plan
 from hiremate_lightning.planning.solvers import UNLIMITED, Problem, get_strategy, smallest_budget
 from hiremate_lightning.records.simulation import simulate_plain

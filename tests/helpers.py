@@ -8,9 +8,9 @@ from dataclasses import replace
 from itertools import combinations
 
 from hiremate_lightning.planning.solvers.base import Problem, SolveOptions, replay
+from hiremate_lightning.planning.solvers.choices import Policy, Rows
 from hiremate_lightning.planning.solvers.decisions import decisions
 from hiremate_lightning.planning.solvers.model import StepModel
-from hiremate_lightning.planning.solvers.policies import Policy, Rows
 from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.graph import Graph, StorageKind
 from tests.tiny import Builder

@@ -17,14 +17,12 @@ from rich.text import Text
 
 from ..errors import ConfigurationError
 from ..measuring.profiling import CostCache
-from ..memory.allocator import allocated_bytes
-from ..memory.free_memory import free_host_bytes
+from ..memory.allocator import allocated_bytes, free_host_bytes
 from ..options import Objective
 from ..out_of_memory import InfeasibleBudgetError
 from ..planning.comparing import Comparison, Outcome, proven_ms
 from ..planning.comparing import compare as solve_by_each
-from ..planning.options import PlanOptions
-from ..planning.plan import Plan, PlanningTime
+from ..planning.plan import Plan, PlanningTime, PlanOptions
 from ..planning.planner import guard_bytes, make_plan, resolve
 from ..planning.solvers import Problem, SolveOptions, smallest_budget
 from ..planning.solvers.curve import curve as solve_curve

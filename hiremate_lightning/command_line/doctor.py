@@ -25,7 +25,7 @@ from ..calls.replaced import checkpointed_modules
 from ..errors import ConfigurationError, HiRemateError
 from ..integrations.any_script import Alive, Finder
 from ..integrations.compiled_in_place import take_aside
-from ..memory.free_memory import free_host_bytes
+from ..memory.allocator import free_host_bytes
 from ..planning.solvers import Status
 from ..planning.solvers.mip_backend import BACKENDS
 from ..planning.solvers.worker import MENDING, backend_failure

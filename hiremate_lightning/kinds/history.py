@@ -120,7 +120,7 @@ class History:
         """Take the plan of a kind and its programs; a kind that is planned for the first time has just ended."""
         if kind.plan is None:
             self.latest, self._planned = kind, None
-        kind.plan, kind.programs, kind.seen_bytes = plan, programs, None
+        kind.plan, kind.programs = plan, programs
 
     def drop(self, kind: StepKind) -> None:
         """Drop what a kind runs and its plan: its next step is recorded anew."""

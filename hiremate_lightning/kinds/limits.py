@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from ..measuring.resident import Resident
+from ..measuring.resident import GradientState, Resident
 
 WORTH_A_PLAN = 0.05  # of what a step may add: where the budget rises by more, it is planned once more
 
@@ -28,9 +28,9 @@ class Limits:
     """
 
     is_share: bool
-    budgets: Mapping[frozenset[int], int] = field(default_factory=dict)
+    budgets: Mapping[GradientState, int] = field(default_factory=dict)
     of_others: int = 0
-    least: Mapping[frozenset[int], tuple[int, int]] = field(default_factory=dict)
+    least: Mapping[GradientState, tuple[int, int]] = field(default_factory=dict)
     state_bytes: int = 0
     of_plan: tuple[int, int] = (0, 0)
 
@@ -57,7 +57,7 @@ class Limits:
         """
         more_bytes = resident.state_bytes - self.state_bytes if self.is_share else 0
         budgets = {kept: size_bytes + more_bytes for kept, size_bytes in self.budgets.items()}
-        return replace(self, budgets={**budgets, resident.kept: own_bytes}, state_bytes=resident.state_bytes)
+        return replace(self, budgets={**budgets, resident.gradients: own_bytes}, state_bytes=resident.state_bytes)
 
     def with_plan(self, peak_bytes: int) -> Limits:
         """Return the limits where a plan was made for them that takes so much."""
@@ -68,7 +68,7 @@ class Limits:
 
     def with_least(self, resident: Resident, least_bytes: int) -> Limits:
         """Return the limits where nothing fits in a state, and so much is the least peak that was found."""
-        return replace(self, least={**self.least, resident.kept: (resident.size_bytes, least_bytes)})
+        return replace(self, least={**self.least, resident.gradients: (resident.size_bytes, least_bytes)})
 
     def without_least(self) -> Limits:
         """Return the limits of a step that has changed, so that something may fit."""
@@ -85,7 +85,7 @@ class Limits:
         least = [least_bytes for _, least_bytes in self.least.values()] if is_least else []
         if peak_bytes <= max((self.budget_bytes, *least)):
             return True
-        size_bytes, _ = self.least.get(resident.kept, (resident.size_bytes + 1, 0))
+        size_bytes, _ = self.least.get(resident.gradients, (resident.size_bytes + 1, 0))
         return size_bytes <= resident.size_bytes
 
     def have_risen(self, resident: Resident, peak_bytes: int) -> bool:

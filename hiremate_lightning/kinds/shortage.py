@@ -14,7 +14,7 @@ from ..measuring.resident import Resident
 from ..measuring.resident_memory import ResidentMemory
 from ..options import SessionOptions
 from ..out_of_memory import InfeasibleBudgetError
-from ..planning.options import PlanOptions
+from ..planning.plan import PlanOptions
 from ..planning.planner import AT_LEAST, Need, infeasible, least_need
 from ..planning.solvers.base import Problem, SolveOptions
 from ..records.away import Host

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ..calls.given import ModuleCall
-from ..measuring.resident import Resident
+from ..measuring.resident import GradientState, Resident
 from ..planning.ladder import Ladder
 from ..planning.plan import Plan
 from ..planning.solvers.base import Solution
@@ -134,7 +134,7 @@ class StepKind:
         given: What each call of a planned module is given in it; None before it is planned.
         code: The first kind that runs the same code, at whatever sizes; None before it is planned.
         largest: The kind that was foreseen from it at the largest sizes, and what its sizes become there.
-        before: What existed before its steps, by the parameters whose gradients existed.
+        before: What existed before its steps, by the state of the gradients.
         most_before: What existed before the step of it before which most did, without optimizers' state.
         checked_at: How often the memory before steps had grown, and what was retained, as its plan was checked last.
         plan: Its plan, None before there is one.
@@ -142,7 +142,6 @@ class StepKind:
         is_ahead: Whether it is planned ahead of its first step, at the largest sizes.
         counts_on_freed_gradients: Whether its plan counts gradients as freed that stay allocated.
         is_searching: Whether its next step is the first in which cuDNN chooses algorithms.
-        seen_bytes: The largest predicted peak of the states of its plan whose peak was measured; None for none.
         backwards_vary: Whether some of its steps have other backwards than others.
         sights: How its steps have come.
         watched: What was watched of them.
@@ -158,7 +157,7 @@ class StepKind:
     given: tuple[ModuleCall, ...] | None = None
     code: StepKind | None = None
     largest: tuple[StepKind, Mapping[int, int]] | None = None
-    before: Mapping[frozenset[int], Resident] = field(default_factory=dict)
+    before: Mapping[GradientState, Resident] = field(default_factory=dict)
     most_before: Resident | None = None
     checked_at: tuple[int, int] = (0, 0)
     plan: Plan | None = None
@@ -166,7 +165,6 @@ class StepKind:
     is_ahead: bool = False
     counts_on_freed_gradients: bool = False
     is_searching: bool = False
-    seen_bytes: int | None = None
     backwards_vary: bool = False
     sights: Sights = field(default_factory=Sights)
     watched: Watched = field(default_factory=Watched)

@@ -1,1 +1,1 @@
-"""Measuring operations and steps: times, workspace, what is in memory before a step."""
+"""Measuring operations and steps: times, workspace, and the memory that exists before a step."""

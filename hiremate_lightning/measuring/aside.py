@@ -1,4 +1,4 @@
-"""Values put aside while nothing reads them: in temporary files, or from a GPU on the host by `running.copies`."""
+"""Values that are offloaded while nothing reads them: to temporary files, or from a GPU by `running.copies`."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ class _AsItIs:
 
 
 class SavedAside(torch.autograd.graph.saved_tensors_hooks):
-    """Puts aside what autograd saves for a backward: each storage once, none that was there before, and no small one.
+    """Offloads the tensors that autograd saves for a backward, each storage once, but no given and no small ones.
 
     Args:
-        given: Storages that were there before.
-        host: Blocks of the host for what lies on a GPU.
-        on_full: Called where there is no room: the value stays then. None to raise the error.
-        files: Files for what lies on the host; None for new ones.
+        given: Storages that existed before, and stay.
+        host: Blocks of the host's memory for values of a GPU.
+        on_full: Called where memory or disk is full: the value stays then. None to raise the error.
+        files: Files for values of the host; None for new ones.
     """
 
     def __init__(
@@ -95,32 +95,29 @@ class SavedAside(torch.autograd.graph.saved_tensors_hooks):
         self._copies: dict[int, tuple[int | None, Callable[[], bool], _InFile | Leaving]] = {}  # by storage
 
     def __exit__(self, *raised: object) -> None:
-        """Save nothing aside any more, and forget what was: the hooks refer to themselves, so they die late."""
+        """Stop offloading, and forget all copies: the hooks refer to themselves, so they die late."""
         super().__exit__(*raised)
         self._copies.clear()
 
     def _put(self, tensor: torch.Tensor) -> _AsItIs | _Aside:
+        """Offload a tensor, where that is worth it."""
         (version,) = tensor_state.versions_of([tensor])
-        return self._put_aside(tensor, version) or _AsItIs(tensor, version)
-
-    def _put_aside(self, tensor: torch.Tensor, version: int) -> _Aside | None:
-        """Put a tensor aside, where that is worth it."""
+        stays = _AsItIs(tensor, version)
         is_plain = tensor_state.is_dense(tensor) and not tensor_state.has_parts(tensor)
         if not is_plain or tensor_state.is_transforming() or tensor.is_conj() or tensor.is_neg():
-            return None
+            return stays
         if tensor.device.type == "cpu" and not HAS_FILES:
-            return None
+            return stays
         storage = tensor_state.storage_id(tensor)
         if storage in self._given or tensor.untyped_storage().nbytes() < LEAST_ASIDE:
-            return None
+            return stays
         try:
-            copy = self._copy(storage, tensor, version)
+            return _Aside(self._copy(storage, tensor, version), Place(tensor))
         except (OSError, MemoryError) as error:
             if self._on_full is None:
                 raise
             self._on_full(error)
-            return None
-        return _Aside(copy, Place(tensor))
+            return stays
 
     def _copy(self, storage: int, tensor: torch.Tensor, version: int) -> _InFile | Leaving:
         if storage in self._copies:
@@ -132,7 +129,7 @@ class SavedAside(torch.autograd.graph.saved_tensors_hooks):
         return copy
 
     def _leave(self, tensor: torch.Tensor) -> Leaving:
-        """Copy a storage to the host. What is computed next waits for the copy: it may change the storage in place."""
+        """Copy a storage to the host. Later operations wait for it, since they may change the storage in place."""
         leaving = Leaving(tensor, self._host)
         leaving.wait()
         return leaving
@@ -153,10 +150,10 @@ def in_file(value: torch.Tensor, files: Files) -> torch.Tensor:
 
     Args:
         value: The value.
-        files: Where it finds room.
+        files: The files that take it.
 
     Raises:
-        OSError: If there is no room for another file.
+        OSError: If the disk has no room for another file.
     """
     on_host = value.device.type == "cpu" and value.layout is torch.strided
     if not on_host or value.nbytes < LEAST_ASIDE or not HAS_FILES:

@@ -1,6 +1,6 @@
-"""What a step takes outside of its plan, seen in steps that are not measured: whether more than before.
+"""Memory that a step takes outside of its plan, observed in steps that are not measured in full.
 
-On a CPU, that is what code between the last forward and the backward allocates: a loss, a teacher, a metric. Its events
+On a CPU, this is what code between the last forward and the backward allocates: a loss, a teacher, a metric. Its events
 are recorded now and then, for 1 % of the time. On a GPU the allocator keeps the peak, which is read in each step.
 """
 
@@ -15,11 +15,11 @@ import torch
 from ..memory.metering import MemoryMeter
 from ..torch_private import backward_pass
 
-REST = 99  # times what a look takes, until the next one
+REST = 99  # a look is followed by this many times its own duration without one
 
 
 class Between:
-    """Looks at what code between the forwards and the backward of a step allocates, on a CPU.
+    """Measures the allocations of code between the forwards and the backward of a step, on a CPU.
 
     Args:
         clock: Tells the seconds.
@@ -55,7 +55,7 @@ class Between:
         self._due_at = now + REST * (self._took_s + now - began_at)
 
     def forget(self) -> None:
-        """End the look, where one is under way, and forget what it has seen: the step has more forwards, or failed."""
+        """End the look, where one is under way, and forget its result: the step has more forwards, or failed."""
         self.backward_called()
         self._allocated_bytes = None
 
@@ -67,9 +67,9 @@ class Between:
 
 
 class DevicePeak:
-    """Reads the peak of a step on a GPU, of which the allocator keeps account.
+    """Reads the peak of a step on a GPU, which the allocator keeps.
 
-    The user's own readings of it stay what they are as long as nothing takes more than the planned steps.
+    The user reads the same peak as ever, as long as nothing takes more than the planned steps.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class DevicePeak:
         self._peak_bytes = 0
 
     def begin(self, device: torch.device, known_bytes: int) -> None:
-        """Begin a step in which more than some bytes are to be seen, where no other meter runs."""
+        """Begin a step, where no other meter runs; a peak above the known bytes will be seen."""
         if MemoryMeter.is_running(device):
             return
         self._device, self._peak_bytes = device, 0

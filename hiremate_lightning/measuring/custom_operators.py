@@ -26,11 +26,11 @@ from .stand_ins import runner
 log = logging.getLogger("hiremate_lightning")
 
 _TORCHS_OWN = ("aten", "prims", "prim")
-_KERNELS_OF_USERS = "hiremate::"  # operators that run what users compiled: their Python code reads no variables
+_KERNELS_OF_USERS = "hiremate::"  # operators that run kernels of users: their Python code reads no variables
 
 
 def without_unsteady(captured: Captured, recomputable: Collection[str] = ()) -> Captured:
-    """Return the captured code, with each custom operator running once that may not give the same numbers again.
+    """Return the captured code, in which custom operators that may give other numbers again run once only.
 
     Args:
         captured: The code.
@@ -53,7 +53,7 @@ def has_unsteady(captured: Captured) -> bool:
     """Whether a custom operator may give other numbers when it runs again at once, or change its inputs.
 
     Args:
-        captured: What `without_unsteady` has returned.
+        captured: Code that `without_unsteady` has returned.
     """
     pairs = zip(captured.graph.nodes, captured.fx_nodes, strict=False)
     return any((record.is_random or record.is_mutating) and _is_custom(node) for record, node in pairs)
@@ -101,11 +101,13 @@ def _random_states(device: torch.device) -> tuple[Any, ...]:
 
 
 def _are_equal(first: Any, run: Callable[[], Any]) -> bool:
-    one, other = (tensor_state.leaves(values) for values in (first, run()))
-    return len(one) == len(other) and all(map(_is_equal, one, other))
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    if not isinstance(one, torch.Tensor):
-        return bool(one == other)
-    return bool(((one == other) | ((one != one) & (other != other))).all())
+    ones, others = (tensor_state.leaves(values) for values in (first, run()))
+    if len(ones) != len(others):
+        return False
+    for one, other in zip(ones, others, strict=True):
+        equal = one == other
+        if isinstance(one, torch.Tensor):
+            equal = (equal | ((one != one) & (other != other))).all()  # NaN equals NaN
+        if not bool(equal):
+            return False
+    return True

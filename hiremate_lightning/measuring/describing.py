@@ -1,4 +1,4 @@
-"""Describe a recorded step for `step.merge`: its calls, and what the code around them takes and holds."""
+"""Describe a recorded step for `step.merge`: its calls, and the memory that the code around them takes and holds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Description:
         self._record = record
 
     def calls(self, profiles: Mapping[int, Profile]) -> tuple[list[Call], list[int]]:
-        """Describe the calls, and give the order of their backwards."""
+        """Describe the calls, and return the order of their backwards."""
         planned = [run for run in self._record.runs if run.index in self._record.backwards]
         place = {run.index: position for position, run in enumerate(planned)}
         backwards = [self._record.runs[index] for index in dict.fromkeys(self._record.backwards)]
@@ -58,20 +58,17 @@ class _Description:
     def _forward_call(
         self, run: Run, profile: Profile, following: Run | None, first: Run, place: Mapping[int, int]
     ) -> Call:
-        """Describe a forward and what runs outside around it.
+        """Describe a forward, and the code outside before and after it.
 
-        Args:
-            run: The run.
-            profile: Its costs.
-            following: The run whose forward is next, None after the last one.
-            first: The run whose backward is first.
-            place: Positions among the planned runs, by index.
+        The following run is the one whose forward is next, None after the last one. The first one is the run whose
+        backward is first. Places are positions among the planned runs, by index.
         """
         graph, profile = run.as_run(profile)
         mark = Event.BACKWARD.of(first.index) if following is None else Event.FORWARD.of(following.index)
         lived, stay = self._lived(run, Event.FORWARD_DONE.of(run.index), place), self._lived(run, mark, place)
         died = self._died(run, mark, place)
         stages, called_at = self._stages(run, mark, lived, died)
+        before = self._between(START, Event.FORWARD.of(run.index)) or Gap()
         is_alone = not died and all(i == run.index for i, _ in lived)
         unknown = [] if is_alone else [GapPart(tuple(lived), 0)]  # nobody knows when they die: a plan may save some
         return Call(
@@ -80,7 +77,7 @@ class _Description:
             links={t: (place[r], o) for t, (r, o) in run.links.items() if r in place},
             died=tuple(t for i, t in died if i == run.index),
             beside_after=tuple((place[i], t) for i, t in stay if i != run.index),
-            before_forward=Gap() if place[run.index] else self._gap_before_forward(run),
+            before_forward=Gap() if place[run.index] else Gap(max(0, before.held_bytes), before.peak_bytes),
             before_deaths=tuple(
                 replace(stage, alive=tuple((place[i], t) for i, t in stage.alive)) for stage in stages[:-1] or unknown
             ),
@@ -96,17 +93,17 @@ class _Description:
         )
 
     def _with_backward(self, call: Call, run: Run, backwards: Sequence[Run], released: Mapping[int, int]) -> Call:
-        """Describe the backward of a call too, and what runs outside around it.
+        """Add the backward to a call that describes a forward, and the code outside before and after it.
 
-        Args:
-            call: Its forward.
-            run: The run.
-            backwards: All runs, as their backwards follow each other.
-            released: Bytes of outputs that outside code lets go of, by how many backwards have run.
+        The runs come in the order of their backwards. Released are bytes of outputs that outside code releases, by how
+        many backwards have run.
         """
         before, tangents = backwards.index(run), call.graph.tangents
-        is_last = before + 1 == len(backwards)
         gap = self._gap_before_backward(backwards[before - 1], run, released[before]) if before else Gap()
+        gap_after = Gap()
+        if before + 1 == len(backwards):
+            until_end = self._between(Event.BACKWARD_DONE.of(run.index), Event.ENDED.of(run.index)) or Gap()
+            gap_after = replace(until_end, held_bytes=0)
         return replace(
             call,
             alive=run.alive or (),
@@ -115,20 +112,17 @@ class _Description:
             outlasting=tuple(t for p in run.outlasting if (t := tangents[p]) not in call.graph.held),
             is_retained=run.is_retained,
             before_backward=gap,
-            after_backward=self._gap_after_backward(run) if is_last else Gap(),
+            after_backward=gap_after,
         )
 
     def _lingering(self, run: Run, order: Sequence[Run]) -> tuple[tuple[int, int], ...]:
-        """List the outputs that code outside holds into the backward: what it saved for its own, say.
+        """List the outputs of a run that code outside holds into the backward, as it does what its own backward reads.
 
-        They are released after the last backward that they live at the start of. Not counted is what a part holds, or
-        what a later part may that has them for an input, as long as its backward has not run.
-
-        Args:
-            run: Whose outputs.
-            order: All runs, as their backwards follow each other.
+        Each comes with the number of backwards after which it is released: that is after the last backward at whose
+        start it lives. Outputs that a captured graph holds don't count, nor those that a later one may hold as its
+        input, as long as its backward has not run. The runs come in the order of their backwards.
         """
-        held, found = {run.graph.tensors[t].storage for t in run.alive or ()}, dict[int, int]()
+        held, lingering = {run.graph.tensors[t].storage for t in run.alive or ()}, dict[int, int]()
         for ended, starting in enumerate(order):
             may_hold = order[ended:]
             links = {output for other in may_hold for output in other.links.values()}
@@ -136,19 +130,15 @@ class _Description:
             for t in (t for i, t in alive if i == run.index):
                 is_saved = (run.index, t) in links or (run in may_hold and run.saves(t))
                 if not is_saved and run.graph.tensors[t].storage not in held:
-                    found[t] = ended + 1
-        return tuple(found.items())
+                    lingering[t] = ended + 1
+        return tuple(lingering.items())
 
     def _lived(self, run: Run, mark: Mark, among: Collection[int]) -> list[Output]:
-        """List the outputs of a run, and of those before it that are among some, that lived at a mark."""
+        """List the outputs that lived at a mark, of a run and of those before it, among the runs of some indices."""
         return [(i, t) for i, t in self._record.alive_at.get(mark, ()) if i <= run.index and i in among]
 
-    def _gap_before_forward(self, run: Run) -> Gap:
-        gap = self._between(START, Event.FORWARD.of(run.index)) or Gap()
-        return Gap(max(0, gap.held_bytes), gap.peak_bytes)
-
     def _died(self, run: Run, following: Mark, among: Collection[int]) -> list[Output]:
-        """List the outputs whose memory was given back before a mark: nobody held them, nothing saved lies there."""
+        """List the outputs whose memory was freed before a mark: nobody held them, and no saved value lies there."""
         done = Event.FORWARD_DONE.of(run.index)
         if self._between(done, following) is None or following not in self._record.alive_at:
             return []
@@ -168,18 +158,11 @@ class _Description:
         tangents: Run | None,
         freed_bytes: int,
     ) -> Gap:
-        """Describe what outside code holds and takes, above what lived without what died meanwhile.
+        """Describe the memory of outside code after a forward, above the outputs that live on.
 
-        It holds the growth until the next run and the place of what died, less the tangents. It may give back what it
-        held.
-
-        Args:
-            run: The run whose forward has ended.
-            following: The mark of the next one.
-            died: Outputs that died.
-            stages: What runs in between, by what lives.
-            tangents: The run whose backward is next, None between two forwards.
-            freed_bytes: Stale bytes that were freed.
+        It holds the growth until the mark that follows, and the memory of outputs that died before it, less the
+        tangents: those of the run whose backward is next, None between two forwards. It may give back memory that it
+        held. The stages divide the code in between by the outputs that live. Freed are stale bytes.
         """
         gap = self._between(Event.FORWARD_DONE.of(run.index), following)
         if gap is None:
@@ -194,11 +177,11 @@ class _Description:
     def _stages(
         self, run: Run, following: Mark, lived: Iterable[Output], died: Iterable[Output]
     ) -> tuple[list[GapPart], int | None]:
-        """Divide what runs outside after a forward by the deaths of outputs, and where the backward is called.
+        """Divide the code outside after a forward into stages, at the deaths of outputs and the call of the backward.
 
         Returns:
-            The stages, and how many of them come before that call, None where none does. Nothing where a death was not
-            seen.
+            The stages, and how many of them come before that call, None where there is no call. No stages where a death
+            was not seen.
         """
         sizes, dead, stages = self._sizes(died), set[int](), list[GapPart]()
         storage_of = {Mark(Event.RELEASED, i, t): self._record.runs[i].outputs[t][1] for i, t in died}
@@ -226,24 +209,13 @@ class _Description:
         return (stages, called_at) if dead == sizes.keys() else ([], None)
 
     def _gap_before_backward(self, previous: Run, run: Run, released_bytes: int) -> Gap:
-        """Describe what outside code takes, and holds or gives back, between two backwards.
-
-        Args:
-            previous: The run whose backward has ended.
-            run: The one whose backward is next.
-            released_bytes: Of outputs that outside code lets go of.
-        """
+        """Describe the memory that outside code takes, holds, and gives back between the backwards of two runs."""
         gap = self._between(Event.BACKWARD_DONE.of(previous.index), Event.BACKWARD.of(run.index))
         if gap is None:
             return Gap()
         freed_bytes = bytes_of(previous.graph, previous.passed_on) + previous.accumulated_bytes + released_bytes
         freed_bytes += sum(previous.tangent_bytes[position] for position in previous.outlasting)
         return replace(gap, held_bytes=gap.held_bytes + freed_bytes - sum(run.tangent_bytes))
-
-    def _gap_after_backward(self, run: Run) -> Gap:
-        """Describe what outside code needs until the whole backward ends."""
-        gap = self._between(Event.BACKWARD_DONE.of(run.index), Event.ENDED.of(run.index)) or Gap()
-        return replace(gap, held_bytes=0)
 
     def _between(self, first: Mark, last: Mark) -> Gap | None:
         """Describe how memory grew and peaked between two marks, None where that was not measured."""

@@ -1,4 +1,4 @@
-"""Memory of temporary files that is used again: a file's fresh pages take ten times as long to fill as its old ones."""
+"""Memory of temporary files, which is used again: to fill fresh pages takes ten times as long as to fill old ones."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Files:
         _all.add(self)
 
     def forget(self) -> None:
-        """Use no file again: each goes when nobody holds its memory."""
+        """Use no file again: each is deleted when nobody holds its memory."""
         self.size_bytes, self._files = 0, []
 
     def take(self, size_bytes: int) -> torch.Tensor:
-        """Return memory that is a storage of its own; it is for others when nobody holds it any more.
+        """Return memory as a storage of its own, which is used again when nobody holds it any more.
 
         Raises:
-            OSError: If there is no room for another file.
+            OSError: If the disk has no room for another file.
         """
         for file in self._files:
             if file.has_room(size_bytes):
@@ -63,7 +63,7 @@ if HAS_FILES:
 
 
 class _File:
-    """A temporary file that goes when nobody holds its memory."""
+    """A temporary file, which is deleted when nobody holds its memory."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes

@@ -1,4 +1,4 @@
-"""What an iteration has made that can't be counted tensor by tensor, where graphs wait for a later backward.
+"""Memory of an iteration that can't be counted tensor by tensor, where graphs wait for a later backward.
 
 Eager code between such a graph and its loss saves values, and a script holds gradients and weights that it has made. On
 CUDA all that is allocated counts. On a CPU the allocator's events show it, where each step of an iteration is measured.
@@ -16,19 +16,19 @@ from .resident import Resident
 
 GraphNumbers = tuple[int, ...]  # of the parts that a kind of step runs
 PartIds = tuple[int, ...]  # of parts whose graphs wait
-Place = tuple[GraphNumbers | None, PartIds]  # of a step in its iteration: the kind of the step before, and what waits
+Place = tuple[GraphNumbers | None, PartIds]  # the kind of the step before, and the parts that wait
 
 
 class Iterations:
-    """Counts what steps in the middle of an iteration find beside what is counted tensor by tensor.
+    """Counts memory that exists before a step in the middle of an iteration, beside tensors that are counted.
 
-    An iteration begins where nothing waits, and graphs have waited before or an optimizer has stepped. What a script
-    holds then, for ever perhaps, and is not counted, does not count in the following steps either. These find what was
-    allocated since then and not freed. A step before which something was not measured counts as many bytes as one of
-    the latest iteration that was: the one that came after the same kind of step, beside the same graphs.
+    An iteration begins where nothing waits, and graphs have waited before or an optimizer has stepped. Uncounted memory
+    that a script holds then, for ever perhaps, does not count in the following steps. Only memory counts that was
+    allocated since and not freed. Where something was not measured, the bytes of the latest measured step count that
+    came after the same kind of step, beside the same graphs.
 
     Attributes:
-        needs_measured_steps: Whether steps are to be measured, since nothing is known of what they find.
+        needs_measured_steps: Whether steps are to be measured, since nothing is known of this memory.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Iterations:
         self._begins = True  # with this step
         self._existing_bytes: int | None = None  # before this step; None where the iteration was not seen so far
         self._place: Place = (None, ())  # of this step
-        self._sizes: dict[Place, int] = {}  # of what was found, when that was seen last
+        self._sizes: dict[Place, int] = {}  # bytes beside, when they were seen last
         self._own_sizes: dict[Place, int] = {}  # those of this iteration
         self._storages_before: dict[int, Callable[[], bool]] = {}  # the iteration, and whether each lives
 
@@ -47,7 +47,7 @@ class Iterations:
         """Begin a step.
 
         Args:
-            before: The record of the step before, None where not all was seen that it allocated.
+            before: The record of the step before, None where not all of its allocations were seen.
             kind: The kind of the step before, None where that is not known.
             waiting: Identities of the parts whose graphs wait for their backward.
             has_stepped: Whether an optimizer has stepped since the latest backward.
@@ -66,7 +66,7 @@ class Iterations:
             self.needs_measured_steps = True
 
     def note_and_add(self, resident: Resident) -> Resident:
-        """Note what the iteration has made, and return a count of the rest with it, before the step that begins."""
+        """Note the memory of the iteration, and return a count with it added, before the step that begins."""
         counted_bytes = resident.size_bytes + resident.stale_bytes + resident.left_bytes
         if self._begins:
             self._existing_bytes = counted_bytes
@@ -74,10 +74,10 @@ class Iterations:
             return resident
         if self._existing_bytes is None:
             return resident.with_beside(self._sizes.get(self._place, 0))
-        found_bytes = max(0, self._existing_bytes - counted_bytes)
-        self._own_sizes[self._place] = max(found_bytes, self._own_sizes.get(self._place, 0))
+        beside_bytes = max(0, self._existing_bytes - counted_bytes)
+        self._own_sizes[self._place] = max(beside_bytes, self._own_sizes.get(self._place, 0))
         self._sizes[self._place] = self._own_sizes[self._place]
-        return resident.with_beside(found_bytes)
+        return resident.with_beside(beside_bytes)
 
     def note_uncounted(self, uncounted: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Note which storages were there before the iteration; return those of the tensors that are among them.

@@ -1,16 +1,16 @@
-"""How fast a device copies to the host and back: measured once, both ways at once, as plans use it."""
+"""The speed of copies to the host and back: measured once, in both directions at once, as plans use them."""
 
 from __future__ import annotations
 
 import torch
 
-from ..memory.free_memory import free_bytes
+from ..memory.allocator import free_bytes
 from ..records.costs import Link
 from .apart import undisturbed
 
-SIZE_BYTES, FREE_SHARE = 40_000_000, 0.1  # of a copy, and of what the device has free, that the copies take at most
+SIZE_BYTES, FREE_SHARE = 40_000_000, 0.1  # most bytes of a copy, and most of the device's free memory for a copy
 REPEATS, SMALL_BYTES = 5, 4096
-LEAST_MS = 1e-3  # what no clock here resolves
+LEAST_MS = 1e-3  # no clock here resolves less
 
 
 def measure_link(device: torch.device) -> Link:

@@ -1,4 +1,4 @@
-"""Marks in the memory measurement of a step, and what was measured between them."""
+"""Marks in the memory measurement of a step, and the memory between them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..memory.metering import Interval
 
 
 class Event(Enum):
-    """What happens at a mark."""
+    """The event at a mark."""
 
     START = "the step begins"
     FORWARD = "a forward starts"
@@ -37,10 +37,10 @@ class Mark:
     """A mark.
 
     Attributes:
-        event: What happens.
+        event: The event.
         run: The run to which it happens, 0 for none.
         tensor: The output that is released.
-        size_bytes: Bytes of what is released, of a tensor of the batch or one that was counted nowhere.
+        size_bytes: Bytes of a released tensor of the batch, or of one that was counted nowhere.
     """
 
     event: Event
@@ -50,7 +50,7 @@ class Mark:
 
     @property
     def label(self) -> str:
-        """What a meter is told."""
+        """The name that a meter gets."""
         return f"{self.event.name} {self.run} {self.tensor} {self.size_bytes}"
 
 
@@ -60,7 +60,7 @@ OTHER, OTHER_DONE = Mark(Event.OTHER), Mark(Event.OTHER_DONE)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What was measured from a mark to the next one.
+    """Memory from a mark to the next one.
 
     Attributes:
         mark: The mark.
@@ -74,24 +74,24 @@ class Span:
 
 
 def spans_of(intervals: Sequence[Interval], marks: Mapping[str, Mark]) -> list[Span]:
-    """Return what was measured, as if what was there before, and nobody counted, were never released."""
-    found, released_bytes = list[Span](), 0
+    """Return the measured spans, as if uncounted memory from before the step were never released."""
+    spans, released_bytes = list[Span](), 0
     for interval in intervals:
         mark = marks.get(interval.label, START)
         if mark.event is Event.UNCOUNTED and mark.size_bytes == interval.released_bytes:
             released_bytes += interval.released_bytes
-        found.append(Span(mark, interval.start_bytes + released_bytes, interval.peak_bytes + released_bytes))
-    return found
+        spans.append(Span(mark, interval.start_bytes + released_bytes, interval.peak_bytes + released_bytes))
+    return spans
 
 
 def unseen_bytes(intervals: Sequence[Interval], marks: Mapping[str, Mark]) -> int:
-    """Add up the tensors of the batch that were released, of which the allocator did not tell."""
+    """Return the bytes of released tensors of the batch whose release the allocator did not report."""
     given = [(marks[i.label], i.released_bytes) for i in intervals if i.label in marks]
     return sum(m.size_bytes for m, told_bytes in given if m.event is Event.GIVEN and m.size_bytes != told_bytes)
 
 
 def allocated_between(intervals: Sequence[Interval], marks: Mapping[str, Mark]) -> int:
-    """Add up what was allocated between the last forward and the first backward."""
+    """Return the bytes that were allocated between the last forward and the first backward."""
     events = [marks.get(interval.label, START).event for interval in intervals]
     ended = next((i for i, event in enumerate(events) if event in (Event.CALLED, Event.BACKWARD)), len(events))
     done = max((i for i, event in enumerate(events[:ended]) if event is Event.FORWARD_DONE), default=ended)
@@ -111,8 +111,8 @@ def peak_of_step(spans: Sequence[Span], at_once: bool) -> int:
 
 
 def without_others(spans: Sequence[Span]) -> list[Span]:
-    """Count as if the backwards of forwards of earlier steps had neither taken nor freed any memory."""
-    found, shift_bytes, other_bytes = list[Span](), 0, None
+    """Return spans as if the backwards of earlier steps' forwards had neither taken nor freed any memory."""
+    own, shift_bytes, other_bytes = list[Span](), 0, None
     for span in spans:
         if span.mark == OTHER and other_bytes is None:
             other_bytes = span.start_bytes
@@ -121,5 +121,5 @@ def without_others(spans: Sequence[Span]) -> list[Span]:
         start_bytes, peak_bytes = (
             (span.start_bytes, span.peak_bytes) if other_bytes is None else (other_bytes, other_bytes)
         )
-        found.append(Span(span.mark, start_bytes + shift_bytes, peak_bytes + shift_bytes))
-    return found
+        own.append(Span(span.mark, start_bytes + shift_bytes, peak_bytes + shift_bytes))
+    return own

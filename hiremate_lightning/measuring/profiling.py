@@ -58,7 +58,7 @@ class ProfileOptions:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one operation costs."""
+    """The costs of one operation."""
 
     time_ms: float
     workspace_bytes: int
@@ -79,7 +79,7 @@ class CostCache:
     _links: dict[str, Link] = field(default_factory=dict)
 
     def costs_on(self, device: torch.device) -> dict[str, Cost]:
-        """Return the costs known for a device; what is added to them is kept."""
+        """Return the known costs of a device; costs that are added to them are kept."""
         name = describe_device(device)
         if name not in self._costs:
             self._costs[name] = self._read(name)
@@ -130,7 +130,7 @@ class CostCache:
 
 
 def describe_device(device: torch.device) -> str:
-    """Name what the costs depend on besides the operation: device, threads, torch version."""
+    """Name all that costs depend on besides the operation: device, threads, torch version."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {_cuda_settings()}"
     threads = torch.get_num_threads()
@@ -138,7 +138,7 @@ def describe_device(device: torch.device) -> str:
 
 
 def _cuda_settings() -> str:
-    """Name what decides which kernels CUDA's libraries choose."""
+    """Name the settings that decide which kernels CUDA's libraries choose."""
     cudnn = torch.backends.cudnn
     chosen = {
         # `allow_tf32` can't be read once a user has set this newer name for it.
@@ -164,7 +164,7 @@ def measure(
         cache: Costs already known; new ones are added and written.
         options: How carefully to measure.
         progress: Called with the number of operations measured and their total.
-        announce: Called with an operator that can't be run alone, and what to say of it.
+        announce: Called with an operator that can't be run alone, and a message about it.
 
     Returns:
         Costs by node. A node that can't be run alone gets its analytic estimate.
@@ -213,7 +213,7 @@ def _measure_node(
 
 
 def _used_results(node: fx.Node) -> Sequence[Any]:
-    """List the positions of those of several results that something reads; none where there is one."""
+    """List the positions of the results that are read, where an operation has several."""
     return [part.args[1] for part in values_of(node) if is_part(part)]
 
 
@@ -225,10 +225,10 @@ def _cost(run: Callable[[], Any], device: torch.device, used: Sequence[Any], opt
 
 
 def _workspace_bytes(run: Callable[[], Any], device: torch.device, used: Sequence[Any]) -> tuple[int, float]:
-    """Measure what an operation takes beside its results, or beside those of several that are used.
+    """Measure the bytes that an operation takes beside its results, or beside those of several that are used.
 
     Returns:
-        The bytes, and how many milliseconds that run took.
+        The bytes, and the milliseconds of that run.
     """
     results: list[Any] = []
     elapsed_ms = 0.0
@@ -247,15 +247,18 @@ def _workspace_bytes(run: Callable[[], Any], device: torch.device, used: Sequenc
 
 
 def as_laid_out(captured: Captured, profile: Profile, strides: Sequence[tuple[int, ...] | None]) -> Profile:
-    """Return costs with the workspace of what reads gradients of outputs that came with other strides than were traced.
+    """Measure the workspace of operations again that read gradients of outputs with other strides than were traced.
 
-    A kernel may copy such a gradient first: those of pictures whose channels are last, or of probabilities that the
-    loss of a recognizer of speech reads transposed, come so.
+    A kernel may copy such a gradient first. Gradients of pictures whose channels are last come so, and those of
+    probabilities that the loss of a speech recognizer reads transposed.
 
     Args:
         captured: The captured graph.
         profile: Its costs.
-        strides: Of the gradients as they came, by position; None for one that did not.
+        strides: Strides of the gradients as they came, by position; None for one that did not.
+
+    Returns:
+        The costs with this workspace.
     """
     pairs = zip(captured.tangents, strides, strict=False)
     others = {node: own for node, own in pairs if own is not None and own != traced_strides(node)}
@@ -275,12 +278,12 @@ def as_laid_out(captured: Captured, profile: Profile, strides: Sequence[tuple[in
                     workspace[index] = max(workspace[index], size_bytes)
                 else:
                     layouts[node] = runner(captured, index, layouts=layouts, device=torch.device("meta"))()
-            except Exception as error:  # as in `_measure_node`: what was measured with the traced strides stays
+            except Exception as error:  # as in `_measure_node`: the workspace with the traced strides stays
                 log.debug("Could not measure %s as laid out (%s: %s)", node, type(error).__name__, error)
     return replace(profile, workspace_bytes=tuple(workspace))
 
 
-_VIEW_MS = 0.002  # what a view costs the interpreter; kernels on top of it are what matters
+_VIEW_MS = 0.002  # time of the interpreter for a view, which runs no kernel
 
 
 def _storage_bytes(result: Any, device: torch.device) -> int:
@@ -290,7 +293,7 @@ def _storage_bytes(result: Any, device: torch.device) -> int:
 def _time_ms(
     run: Callable[[], Any], device: torch.device, options: ProfileOptions, before: Sequence[float] = ()
 ) -> float:
-    """Time an operation that has run before, with what it took then; caches and the allocator know it."""
+    """Return the fastest time of an operation that has run before, beside the times that it took then."""
     times = [*before]
     while len(times) < 2 or (len(times) < options.repeats and sum(times) < options.time_limit_ms):
         times.append(_time_once_ms(run, device))
@@ -316,7 +319,7 @@ def _time_once_ms(run: Callable[[], Any], device: torch.device) -> float:
 
 
 class TimedRun:
-    """Runs a program node by node and adds up its time, and that of what it recomputes or waits for.
+    """Runs a program node by node and adds up its time, and that of recomputation and waits.
 
     Attributes:
         total_ms: Time of all nodes.
@@ -362,7 +365,7 @@ class TimedRun:
         """Return the costs with times taken inside the step, where operations find their inputs in no cache.
 
         An operation that was measured alone, over and over, reads from caches what a step reads from memory. Times of
-        recomputation count where there are any; what an interpreter takes for a node, a view's say, is left out.
+        recomputation count where there are any. The interpreter's own time for a node, a view's say, is subtracted.
         """
         idle = [t for i, n in enumerate(graph.nodes) if not graph.has_work(i) for t in self.samples.get(n.key, ())]
         idle_ms = median(idle) if idle else 0.0
@@ -373,14 +376,14 @@ class TimedRun:
             if not samples or not graph.has_work(index):
                 return alone_ms
             in_step_ms = max(0.0, min(median_low(samples) - idle_ms, MOST_IN_STEP * alone_ms))
-            # What overwrites takes no memory of its own, as it did alone.
+            # An operation that overwrites takes no new memory in the step, as it did alone.
             return in_step_ms if graph.nodes[index].is_mutating else max(alone_ms, in_step_ms)
 
         return replace(profile, time_ms=tuple(time_ms(i, alone_ms) for i, alone_ms in enumerate(profile.time_ms)))
 
 
-NODES_AHEAD, HOST_MS = 100, 0.06  # the host launches so many ahead of a GPU, and takes so long for each
-MOST_IN_STEP = 4.0  # times the time alone: beyond it, a sample has met other load
+NODES_AHEAD, HOST_MS = 100, 0.06  # nodes that the host launches ahead of a GPU, and its time for each
+MOST_IN_STEP = 4.0  # times the time alone: a longer sample has met other load
 
 
 class _TimedInterpreter(fx.Interpreter):

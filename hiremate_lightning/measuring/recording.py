@@ -1,4 +1,4 @@
-"""What happens in one training step: which captured graphs run, and what the code between them allocates.
+"""Record one training step: the captured graphs that run, and what the code between them allocates.
 
 A `StepRecord` lives for one step. It marks the start and the end of each forward and backward in the memory
 measurement, finds the inputs that are an earlier run's outputs, and sees which outputs are still held when a backward
@@ -48,10 +48,10 @@ class Existing:
     """The memory that exists when a step begins.
 
     Attributes:
-        resident_bytes: What stays.
-        stale_bytes: What is freed before the backward is called.
-        left_bytes: Outputs of the step before that are freed as the last forward returns.
-        sees_frees: Whether the measurement sees what is freed of these: that step was measured.
+        resident_bytes: Bytes that stay.
+        stale_bytes: Bytes that are freed before the backward is called.
+        left_bytes: Bytes of outputs of the step before that are freed as the last forward returns.
+        sees_frees: Whether the measurement sees these freed: the step before was measured.
     """
 
     resident_bytes: int = 0
@@ -68,11 +68,11 @@ class Existing:
 class StepRecord:
     """A step under way.
 
-    The host's allocator tells the size of what is freed only if it was watched when that was allocated. A step frees
-    the gradients of the one before; so where that one was not measured, neither is the peak of this one.
+    The host's allocator reports the size of a release only if the allocation was watched, too. A step frees the
+    gradients of the one before. So the peak of a step is measured only where the step before was measured.
 
     Args:
-        device: Whose memory is measured; None for none, where a step runs on tensors without memory.
+        device: The device whose memory is measured; None where a step runs on tensors without memory.
         existing: The memory that exists when it begins.
         root: The model, None where none of it can be sharded.
         meter: Measures the memory, by default that of the device.
@@ -80,17 +80,17 @@ class StepRecord:
     Attributes:
         has_memory: Whether its tensors have memory.
         existing: The memory that existed when it began.
-        counted: Storages that this was in, where that is known.
+        counted: Storages of this memory, where they are known.
         runs: Its runs, in the order of their forwards.
         backwards: Indices of the runs, in the order of their backwards.
-        parameters: Which parameters they were given, by identity.
+        parameters: Identities of the parameters that the runs were given.
         timed: Times of its operations, None where they were not taken.
-        alive_at: Which outputs of the runs lived, by mark.
-        allocated_bytes: What was allocated between the last forward and the first backward, on a CPU.
-        grown_bytes: By how much more existed as it was closed than when it began; None where that was before the next
-            step began, or not all was seen.
-        spans: What was measured from each mark to the next, when that has ended; nothing where memory is not measured.
-            What was there before, and counted nowhere, is not taken for memory that the step gave back.
+        alive_at: Outputs of the runs that lived, by mark.
+        allocated_bytes: Bytes that were allocated between the last forward and the first backward, on a CPU.
+        grown_bytes: Bytes that exist more at its close than at its begin; None where it was closed before the next step
+            began, or not all was seen.
+        spans: Memory from each mark to the next, when the measurement has ended; empty where memory is not measured.
+            The release of uncounted memory from before the step does not count as given back by the step.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class StepRecord:
         meter: Meter | None = None,
     ) -> None:
         self._sharded = root if root is not None and sharding.has_units(root) else None
-        self._watched: tuple[int, bool] | None = None  # what the step before left: bytes, and whether taken for stale
+        self._watched: tuple[int, bool] | None = None  # bytes that the step before left, and whether they are stale
         self._left = set[Mark]()  # of this step's outputs, those that the next one has not seen released
         self._next: weakref.ref[StepRecord] | None = None
         self._thread = threading.get_ident()
@@ -178,7 +178,7 @@ class StepRecord:
 
     @property
     def left_at_return(self) -> bool | None:
-        """Whether what the step before left was freed as the last forward returned; None where there was nothing."""
+        """Whether outputs of the step before were freed as the last forward returned; None where there were none."""
         if self._watched is None or not self.backwards:
             return None
         marks = [span.mark for span in self.spans]
@@ -193,7 +193,7 @@ class StepRecord:
 
         Args:
             before: The record of that step.
-            left_bytes: What they take.
+            left_bytes: Bytes of these outputs.
             is_stale: Whether they count as stale.
         """
         self._watched = left_bytes, is_stale
@@ -202,13 +202,13 @@ class StepRecord:
         before._next = weakref.ref(self)
 
     def watch_uncounted(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Mark when tensors are released that were there before and are counted nowhere."""
+        """Mark the releases of uncounted tensors from before the step."""
         for tensor in tensors:
             mark = Mark(Event.UNCOUNTED, size_bytes=tensor.untyped_storage().nbytes())
             self._unwatch.append(self._mark_release(tensor, mark))
 
     def watch_given(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Mark when tensors of the batch are released, which were there before: the allocator may not tell of it."""
+        """Mark the releases of tensors of the batch, which the allocator may not report."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             mark = Mark(Event.GIVEN, size_bytes=allocated_bytes(storage.nbytes(), tensor.device))
@@ -228,7 +228,8 @@ class StepRecord:
                     size_bytes = allocated_bytes(value.untyped_storage().nbytes(), value.device)
                     run.made_outside[storage] = tensor_state.watch_storage(value), size_bytes
         run.parameters = {t: id(value) for t, value in tensors.items() if isinstance(value, torch.nn.Parameter)}
-        given, lent = run.parameters.values(), self._lent()
+        pairs = [] if self._sharded is None else sharding.whole_parameters(self._sharded)
+        given, lent = run.parameters.values(), {id(whole): id(shard) for whole, shard in pairs}  # by FSDP2
         self.parameters.update(given, (lent[p] for p in given if p in lent))
         run.passed_on = _passed_on(part, arguments, lent)
         leaves = find_leaves(part.captured, arguments).values()
@@ -237,11 +238,6 @@ class StepRecord:
         self.runs.append(run)
         self._mark(Event.FORWARD.of(run.index))
         return run
-
-    def _lent(self) -> dict[int, int]:
-        """Map the identity of each whole parameter that FSDP2 lends to that of its shard."""
-        pairs = [] if self._sharded is None else sharding.whole_parameters(self._sharded)
-        return {id(whole): id(shard) for whole, shard in pairs}
 
     def forward_done(self, run: Run, outputs: Sequence[Any]) -> None:
         """Record the end of a forward, and watch its outputs."""
@@ -262,7 +258,7 @@ class StepRecord:
     def backward_starts(self, run: Run | None, tangents: Sequence[Any], leaves: Leaves, retains: bool) -> None:
         """Record the start of a backward, the gradients that arrived, and the inputs that its own belong to.
 
-        Of one that belongs to a forward of an earlier step, the time alone.
+        A backward of an earlier step's forward is only marked.
         """
         if run is None or run not in self.runs:
             self._mark(OTHER)
@@ -293,7 +289,7 @@ class StepRecord:
             self._mark(Mark(Event.ENDED))
 
     def backward_done(self, run: Run | None) -> None:
-        """Record the end of a backward, and the outputs that others than the part itself held meanwhile."""
+        """Record the end of a backward, and the outputs that others than the part itself held until then."""
         if run is None or run not in self.runs:
             self._mark(OTHER_DONE)
             return
@@ -301,13 +297,15 @@ class StepRecord:
         run.released_bytes = sum(size_bytes for lives, size_bytes in run.made_outside.values() if not lives())
         run.outlasting = tuple(position for position, lives in self._tangents.items() if lives())
         self._mark(Event.BACKWARD_DONE.of(run.index))
-        backward_pass.at_end(lambda: self._backward_ended(run))
+        ended = Event.ENDED.of(run.index)
 
-    def _backward_ended(self, run: Run) -> None:
-        """Record the end of the whole backward; what follows, the optimizer's step for example, is not planned."""
-        self._ended += 1
-        if not self._is_closed:
-            self._mark(Event.ENDED.of(run.index))
+        def whole_backward_ended() -> None:
+            """Record the end of the whole backward; later code, the optimizer's step for example, is not planned."""
+            self._ended += 1
+            if not self._is_closed:
+                self._mark(ended)
+
+        backward_pass.at_end(whole_backward_ended)
 
     def _note_alive(self, mark: Mark) -> None:
         self.alive_at[mark] = [(run.index, tensor) for run in self.runs for tensor in run.living]
@@ -318,7 +316,7 @@ class StepRecord:
             self._meter.mark(mark.label)
 
     def _mark_release(self, value: torch.Tensor, mark: Mark) -> Callable[[], Any]:
-        """Mark when a tensor's memory is given back, until what is returned is called."""
+        """Mark the release of a tensor's memory; return the function that stops this."""
         reference = weakref.ref(self)  # outputs may be kept for ever
 
         def note() -> None:
@@ -329,7 +327,7 @@ class StepRecord:
         return tensor_state.at_release(value, note)
 
     def _released(self, mark: Mark) -> None:
-        """Mark that an output is released; the last one after this step in the next one's record."""
+        """Mark the release of an output. After this step, mark the last release in the record of the next step."""
         record: StepRecord | None = self
         if self._is_closed:
             is_last = self._left == {mark}
@@ -340,12 +338,12 @@ class StepRecord:
             record._meter.mark_release(mark.label)
 
     def close(self, at_once: bool = True) -> None:
-        """End the measurement; once is enough.
+        """End the measurement, once; later calls do nothing.
 
-        What ran since the last backward ended, the optimizer's step say, is left out.
+        Code that ran since the last backward ended, the optimizer's step say, is left out.
 
         Args:
-            at_once: Whether the step has ended just now. If not, what ran since the last mark is left out in any case.
+            at_once: Whether the step has ended just now. If not, code that ran since the last mark is always left out.
         """
         if not self.backwards:
             self._waiting = [run for run in self.runs if run.is_waiting]
@@ -376,7 +374,7 @@ class StepRecord:
     def outputs_held_bytes(self, present: Collection[int]) -> int:
         """Return the bytes of outputs that someone holds after the step, beside the storages that count already.
 
-        Numbers, a loss for example, are not worth to know when another takes their place.
+        Single numbers, a loss for example, are too small to count.
         """
         seen, total = set(present), 0
         for run in self.runs:
@@ -406,12 +404,12 @@ def _passed_on(part: Part, arguments: Sequence[Any], lent: Collection[int]) -> t
     captured = part.captured
     tensor_of = {captured.fx_values[t]: t for t in captured.graph.gradients}
     pairs = zip(arguments, captured.backward_outputs, strict=False)
-    found = (
+    gradients = (
         tensor_of[g]
         for a, g in pairs
         if g in tensor_of and isinstance(a, torch.Tensor) and (not a.is_leaf or id(a) in lent)
     )
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(gradients))
 
 
 def _added(captured: Captured, leaves: Leaves, added: frozenset[int]) -> dict[int, frozenset[int]]:

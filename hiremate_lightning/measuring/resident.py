@@ -1,7 +1,7 @@
-"""What is in memory before a step begins, and what of it the step before has left.
+"""Memory that exists before a step begins, and the part of it that the step before has left.
 
-On CUDA all that is allocated counts, and the kinds say what of it is known; elsewhere what a step is known to use.
-`ResidentMemory` in `resident_memory` counts it.
+On CUDA all allocated memory counts, and kinds name the known parts of it. Elsewhere only memory counts that a step is
+known to use. `ResidentMemory` in `resident_memory` counts it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ LEFT = "outputs of the step before"
 INPUTS = "inputs that these outputs hold"
 BESIDE = "other values of the iteration"
 
+GradientState = tuple[frozenset[int], bool]
+
 
 @dataclass(frozen=True, slots=True)
 class Resident:
@@ -31,10 +33,10 @@ class Resident:
             frees, and outputs of the step before.
         left_bytes: Outputs of the step before that are freed as the last forward returns: new ones take their place.
         kept: Storages of the parameters whose gradients are part of `size_bytes`.
-        kinds: What makes up `size_bytes`: names and bytes.
-        waiting_bytes: The part of `size_bytes` that graphs hold whose backward is still to come, and what an iteration
-            has made beside them.
-        plain_waiting_bytes: Bytes that these graphs hold in plain training, and what is beside them.
+        kinds: The parts of `size_bytes`: names and bytes.
+        waiting_bytes: The part of `size_bytes` that graphs hold whose backward is still to come, with the values that
+            an iteration has made beside them.
+        plain_waiting_bytes: Bytes of these graphs in plain training, with the values beside them.
         waiting: These graphs, each with the schedule by which it runs.
         used: Bytes and parameters' storages of gradients that the optimizer has used, where these count as stale.
     """
@@ -66,6 +68,11 @@ class Resident:
         )
 
     @property
+    def gradients(self) -> GradientState:
+        """The state of the gradients before the step: which of them stay, and whether others are freed in it."""
+        return self.kept, self.stale_bytes > 0
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of the optimizers' state."""
         return dict(self.kinds).get("optimizer state", 0)
@@ -81,13 +88,13 @@ class Resident:
 
 
 class LeftOutputs:
-    """What a step leaves to the next one: outputs still held, inputs that these hold, and retained graphs.
+    """The memory that a step leaves to the next one: outputs still held, inputs that these hold, and retained graphs.
 
-    In the next step all that is left stays, or new outputs take its place. A step that was not measured counts as one
-    that leaves as many bytes of outputs and inputs as the latest measured step of its kind.
+    In the next step all of this stays, or new outputs take its place. A step that was not measured is taken to leave
+    as many bytes of outputs and inputs as the latest measured step of its kind.
 
     Args:
-        find_retained: Finds the bytes of what was retained for another backward, by storage.
+        find_retained: Returns the bytes of values retained for another backward, by storage.
     """
 
     def __init__(self, find_retained: Callable[[], dict[int, int]] = dict) -> None:
@@ -127,11 +134,6 @@ class LeftOutputs:
         seen = {*present, *self._output_storages()}
         return outputs_bytes, sum(size for storage, size in self._find_retained().items() if storage not in seen)
 
-    def _find_inputs_bytes(self, present: Collection[int]) -> int:
-        """Return the bytes of inputs, and their gradients, that outputs keep alive, without some storages."""
-        seen = {*present, *self._output_storages(), *self._find_retained()}
-        return sum(size for storage, size in self._find_inputs().items() if storage not in seen)
-
     def _find_inputs(self) -> dict[int, int]:
         return tensor_state.storage_sizes(self._record.left_inputs()) if self._record is not None else {}
 
@@ -145,9 +147,9 @@ class LeftOutputs:
         self._record, self._kind = record if record is not None and record.is_measured else None, kind
 
     def add_to(self, resident: Resident, present: Collection[int]) -> Resident:
-        """Add what is left to a count without it, beside some storages; garbage was collected.
+        """Add left memory, beside some storages, to a count without it, after a garbage collection.
 
-        Inputs that outputs hold count as staying: the allocator may not tell what their release gives back.
+        Inputs that outputs hold count as staying: the allocator may not report their release.
         """
         self._look(present)
         resident = resident.with_more(INPUTS, self._inputs_bytes)
@@ -158,7 +160,7 @@ class LeftOutputs:
         return resident.with_more(LEFT, self._outputs_bytes).with_more(RETAINED, self._retained_bytes)
 
     def sort_out(self, resident: Resident, present: Collection[int]) -> Resident:
-        """Find what is left, and will be freed, in a count of all that exists, beside some storages."""
+        """Subtract left memory that will be freed, beside some storages, from a count of all that exists."""
         self._look(present)
         gone = self._return() or self._are_stale()
         left_bytes = min(self._size_bytes, resident.size_bytes) if gone else 0
@@ -168,21 +170,23 @@ class LeftOutputs:
         return replace(resident, stale_bytes=resident.stale_bytes + left_bytes)
 
     def _return(self) -> bool:
-        """Whether outputs are freed as the forward of the next step returns; what is retained is not."""
+        """Whether outputs are freed as the forward of the next step returns; retained graphs are not."""
         return bool(self._returning) and self._stay is False and not self._retained_bytes
 
     def _are_stale(self) -> bool:
-        """Whether the next step frees what is left before its backward: a retained graph goes with its loss."""
+        """Whether the next step frees left memory before its backward: a retained graph goes with its loss."""
         return self._retained_bytes > 0 if self._stay is None else not self._stay
 
     def _look(self, present: Collection[int]) -> None:
+        """Measure left memory beside some storages: outputs, retained graphs, and inputs that outputs keep alive."""
         outputs_bytes, self._retained_bytes = self._living_bytes(present)
         if self._record is None:
             sizes = self._sizes_after.get(self._kind, (self._outputs_bytes, self._inputs_bytes))
             self._outputs_bytes, self._inputs_bytes = sizes
         else:
-            sizes = self._sizes_after[self._kind] = outputs_bytes, self._find_inputs_bytes(present)
-            self._outputs_bytes, self._inputs_bytes = sizes
+            seen = {*present, *self._output_storages(), *self._find_retained()}
+            inputs_bytes = sum(size for storage, size in self._find_inputs().items() if storage not in seen)
+            self._outputs_bytes, self._inputs_bytes = self._sizes_after[self._kind] = outputs_bytes, inputs_bytes
             if self._record.left_at_return is not None:
                 self._returning = self._returning is not False and self._record.left_at_return
 

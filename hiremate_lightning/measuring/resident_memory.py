@@ -1,4 +1,4 @@
-"""Counts what is in memory before a step begins: parameters, buffers, gradients, optimizer state, and the batch."""
+"""Counts the memory that exists before a step: parameters, buffers, gradients, optimizer state, and the batch."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ WATCHED_STEPS = 16  # number of first steps in which gradients are seen to be fr
 
 
 class ResidentMemory:
-    """Counts what exists before the steps of a model.
+    """Counts the memory that exists before the steps of a model.
 
     Args:
         root: The model.
-        waiting: Lists what captured forwards have saved whose backward has not run yet.
-        retained: Lists what captured forwards have saved that stays for another backward, after one has run.
+        waiting: Lists the saved values of captured forwards whose backward has not run yet.
+        retained: Lists the saved values of captured forwards that stay for another backward, after one has run.
 
     Attributes:
         root: The model.
         batch: Tensors of the batch of the step under way, where the caller names it.
         optimizer_steps: Number of optimizer steps that have used gradients of the model.
         growths: How often optimizers' state, or gradients, were more than before any step that was counted.
-        iterations: What iterations have made in which graphs wait.
+        iterations: Counts the memory of iterations in which graphs wait.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class ResidentMemory:
         self.optimizer_steps = self.growths = 0
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._have_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        # Number of each optimizer's groups when it was looked up last, and whether it has parameters of the model.
         self._updating: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self.iterations = Iterations()
         self._left = LeftOutputs(lambda: tensor_state.storage_sizes(self._on_device(held_by(retained()))))
@@ -74,18 +75,19 @@ class ResidentMemory:
     @property
     def device(self) -> torch.device:
         """Where most of the model is, or its input: it may have moved since the last step."""
-        found = [self._inputs_on, *(p.device for p in (seen() for seen in self._samples) if p is not None)]
-        if self._device is None or self._device[0] != found:
-            sizes = dict.fromkeys(found, 0)
+        devices = [self._inputs_on, *(p.device for p in (seen() for seen in self._samples) if p is not None)]
+        if self._device is None or self._device[0] != devices:
+            sizes = dict.fromkeys(devices, 0)
             for parameter in self.root.parameters():
                 sizes[parameter.device] = sizes.get(parameter.device, 0) + parameter.nbytes
-            self._device = found, max(sizes, key=lambda device: sizes[device])
+            self._device = devices, max(sizes, key=lambda device: sizes[device])
         return self._device[1]
 
     def _parameters(self) -> list[torch.Tensor]:
-        """List the parameters, those included in whose place `torch.func.functional_call` has put other tensors.
+        """List the parameters, and those that `torch.func.functional_call` has replaced by other tensors.
 
-        Of sharded ones that is the shard and what stands in its place while a unit runs, which is empty in between.
+        Of a sharded parameter that is its shard, and the whole one that replaces it while a unit runs. That is empty in
+        between.
         """
         trained = (p for p in (seen() for seen in self._trained) if p is not None)
         sharded = (p for pair in sharding.whole_parameters(self.root) for p in pair)
@@ -101,7 +103,12 @@ class ResidentMemory:
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Record the step of an optimizer; return whether it used gradients of the model."""
-        if not self._updates(optimizer):
+        count, has_own = self._updating.get(optimizer, (-1, False))
+        if count != len(optimizer.param_groups):
+            own = {id(p) for p in self._parameters()}
+            has_own = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+            self._updating[optimizer] = len(optimizer.param_groups), has_own
+        if not has_own:
             return False
         self.watch(optimizer)
         self._have_stepped.add(optimizer)
@@ -134,17 +141,8 @@ class ResidentMemory:
         used = (o for o in self._have_stepped if o.state)
         return all(p in o.state for o in used for group in o.param_groups for p in group["params"])
 
-    def _updates(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer has parameters of the model; looked up once for so many groups of them."""
-        count, found = self._updating.get(optimizer, (-1, False))
-        if count != len(optimizer.param_groups):
-            own = {id(p) for p in self._parameters()}
-            found = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
-            self._updating[optimizer] = len(optimizer.param_groups), found
-        return found
-
     def has_grown(self) -> bool:
-        """Whether there is more optimizer state, or more gradients, than whenever a step was counted."""
+        """Whether there is more optimizer state, or more gradients, than before any step that was counted."""
         return any(now > before for now, before in zip(self._held(), self._most, strict=True))
 
     def _held(self) -> tuple[int, int]:
@@ -153,7 +151,7 @@ class ResidentMemory:
         return states, sum(p.grad is not None for p in (seen() for seen in self._samples) if p is not None)
 
     def retained_bytes(self) -> int:
-        """Count what is retained for another backward, parameters that it reads included."""
+        """Return the bytes of all that is retained for another backward, parameters included."""
         retained = self._find_retained()
         return self._bytes_of(held_by(retained)) if retained else 0
 
@@ -170,12 +168,12 @@ class ResidentMemory:
         self._before = None, None
 
     def collect_garbage(self, steps: int = 1) -> bool:
-        """Collect garbage of so many steps or more: it would pass for what stays, or in a step for what that frees.
+        """Collect garbage, which would count as memory that stays, or that a step frees.
 
-        What is traced and planned is collected as it ends, see `garbage`.
+        Garbage of tracing and planning is collected as these end, see `garbage`.
 
         Args:
-            steps: Begun since it was collected.
+            steps: Fewest steps since the last collection; after fewer ones nothing is collected.
 
         Returns:
             Whether it was collected.
@@ -207,10 +205,10 @@ class ResidentMemory:
         self._stepped = False
 
     def count_before_step(self, arguments: Sequence[torch.Tensor]) -> Resident:
-        """Count what exists before a step that begins now, outputs of the one before included.
+        """Count the memory that exists before a step that begins now, including outputs of the step before.
 
         Args:
-            arguments: What the step is called with.
+            arguments: The arguments of the step.
         """
         if self._left.are_some(self._present(arguments)):
             self.collect_garbage()
@@ -225,12 +223,12 @@ class ResidentMemory:
     def watch_releases(self, record: StepRecord, arguments: Sequence[torch.Tensor]) -> None:
         """Watch, in a record that begins, for the release of tensors from before a step with these arguments.
 
-        That is outputs of the step before, and on the host what is not counted as resident: its release would pass for
-        memory that the step gives back.
+        These are outputs of the step before and, on the host, tensors that are not counted as resident: their release
+        would count as memory that the step gives back.
 
         Args:
             record: The record.
-            arguments: What the step is called with.
+            arguments: The arguments of the step.
         """
         self._left.watch(record)
         record.counted = self._present(arguments) | self._left.storages
@@ -240,7 +238,7 @@ class ResidentMemory:
             record.watch_uncounted(self.iterations.note_uncounted(self._uncounted(record.counted)))
 
     def _present(self, arguments: Sequence[torch.Tensor]) -> frozenset[int]:
-        """List the storages that exist before a step with these arguments, without what the step before left."""
+        """List the storages that exist before a step with these arguments, except those that the step before left."""
         groups = self._groups(list(self._gradients().values()), [*arguments, *held_by(self._waiting())])
         return frozenset(tensor_state.storage_sizes(tensor for tensors in groups.values() for tensor in tensors))
 
@@ -258,11 +256,11 @@ class ResidentMemory:
                 yield tensor
 
     def sees_frees(self, resident: Resident) -> bool:
-        """Whether a measurement of the step that begins sees all that it frees of what existed before."""
+        """Whether a measurement of the step that begins sees all frees of memory from before it."""
         return not (resident.stale_bytes or resident.left_bytes) or self.device.type == "cuda" or self._left.are_known
 
     def count(self, arguments: Sequence[torch.Tensor]) -> Resident:
-        """Count what exists now, and the arguments of a step."""
+        """Count the memory that exists now, and the arguments of a step."""
         gradients_of = self._gradients()
         gradients = list(gradients_of.values())
         stale = self._bytes_of(gradients) if self._stepped and self._frees_gradients else 0
@@ -286,7 +284,7 @@ class ResidentMemory:
         )
 
     def as_seen(self, resident: Resident) -> Resident:
-        """Correct what was counted before the step that has just ended: gradients it should free may have stayed."""
+        """Correct the count from before the step that has just ended: gradients that it should free may have stayed."""
         size_bytes, kept = resident.used
         if self._frees_gradients or not kept:
             return resident
@@ -298,12 +296,16 @@ class ResidentMemory:
     def _groups(
         self, gradients: list[torch.Tensor], arguments: Sequence[torch.Tensor]
     ) -> dict[str, list[torch.Tensor]]:
-        """List what is counted, by kind."""
+        """List the tensors that are counted, by kind."""
         return {
             "parameters": self._parameters(),
             "buffers": [*self.root.buffers(), *sharding.buffers_between_units(self.root)],
             "gradients": gradients,
-            "optimizer state": list(self._optimizer_state()),
+            "optimizer state": [
+                tensor
+                for optimizer in self._optimizers
+                for tensor in tensor_state.tensors_among(list(optimizer.state.values()))
+            ],
             "batch": [*self.batch, *arguments],
         }
 
@@ -313,7 +315,7 @@ class ResidentMemory:
         return hashlib.sha256(repr(parameters).encode()).hexdigest()[:32]
 
     def describe(self) -> str:
-        """Describe what the device has handed out, "" where that is not known."""
+        """Describe the memory that the device has handed out, "" where that is not known."""
         if self.device.type != "cuda":
             return ""
         allocated, reserved = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
@@ -322,10 +324,6 @@ class ResidentMemory:
             f" Now {format_bytes(allocated)} are allocated, {format_bytes(reserved)} reserved by PyTorch, and "
             f"{format_bytes(free)} free on the device: name a smaller budget if others use it."
         )
-
-    def _optimizer_state(self) -> Iterator[torch.Tensor]:
-        for optimizer in self._optimizers:
-            yield from tensor_state.tensors_among(list(optimizer.state.values()))
 
     def _on_device(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         device = self.device
@@ -337,7 +335,7 @@ class ResidentMemory:
 
 
 def more_kept_plainly(graph: Graph, schedule: Schedule) -> int:
-    """Count the bytes by which plain training, which computes nothing again, saves more than a schedule of a graph."""
+    """Return the bytes that plain training, which recomputes nothing, saves beyond those of a schedule of a graph."""
     plain, own, inputs = lower(graph, keep_all(graph)).saved, schedule.saved_on_device(graph), set(graph.inputs)
     plain_bytes, own_bytes = (bytes_of(graph, [t for t in s if t not in inputs]) for s in (plain, own))
     return max(0, plain_bytes - own_bytes)

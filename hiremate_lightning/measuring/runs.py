@@ -1,4 +1,4 @@
-"""One run of a captured graph in a step: what it was given, what it returned, and what became of that."""
+"""One run of a captured graph in a step: its inputs, its outputs, and how long they lived."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ class Run:
     """One run of a part.
 
     Attributes:
-        part: What runs.
+        part: The part that runs.
         number: Number of the part within its session.
         index: Position among the forwards of the step.
         program: The program that runs it.
-        links: For each input that is an earlier run's output: that one.
-        parameters: For each input that is a parameter: its identity.
+        links: The output of an earlier run that an input is, by input.
+        parameters: The identity of the parameter that an input is, by input.
         passed_on: Gradients of inputs that other code computed: they don't stay with a parameter.
-        made_outside: Storages of inputs that code outside has computed in the step, which no run's output shares: for
-            each a function that returns whether it lives, and its bytes.
-        released_bytes: Bytes of `made_outside` that the backward has freed: only what was saved for it held them.
-        outputs: For each output: a function that returns whether its storage still lives, and the storage's identity.
+        made_outside: Storages of inputs that code outside has computed in the step, and no run's output shares. Each
+            has a function that returns whether it lives, and its bytes.
+        released_bytes: Bytes of `made_outside` that the backward has freed: only saved values held them.
+        outputs: By output, a function that returns whether its storage still lives, and the storage's identity.
         alive: Outputs that lived when the backward ended, None before it ends.
         missing: Positions of the gradients of outputs that did not arrive.
         tangent_bytes: Bytes of each gradient of an output as it arrived: an expanded one takes less than its shape
             says, and storage that several share is counted with the first.
         tangent_strides: Strides of each gradient of an output as it arrived, None for one that did not or is sparse.
-        outlasting: Positions of the gradients of outputs that others still held when the backward ended: they go on
-            along a residual connection, say.
+        outlasting: Positions of the gradients of outputs that others still held when the backward ended, as along a
+            residual connection.
         accumulated_bytes: Bytes of the gradients that autograd has added to existing ones, and freed.
         added: Gradients that autograd only adds to those of parameters, with the storages of these parameters.
-        is_retained: Whether a backward has left what was saved to another backward.
+        is_retained: Whether a backward has left the saved values to another backward.
         trained: Inputs that get gradients and are no parameters: the autograd graph of the outputs holds them.
     """
 
@@ -77,7 +77,7 @@ class Run:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether what it saved still exists, and no backward has run yet."""
+        """Whether its saved values still exist, and no backward has run yet."""
         return any(saved.run is self for saved in self.part.waiting())
 
     @property

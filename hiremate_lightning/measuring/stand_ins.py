@@ -20,27 +20,25 @@ from ..torch_private import tensor_state
 DRAWN = 1 << 14  # numbers that are drawn for a tensor; they repeat in larger ones
 
 
-def _first_branch(_: Any, first: Callable[..., Any], __: Any, operands: Sequence[Any]) -> Any:
-    return first(*operands)
-
-
-def _second_branch(_: Any, __: Any, second: Callable[..., Any], operands: Sequence[Any]) -> Any:
-    return second(*operands)
-
-
 def _loop_twice(condition: Callable[..., Any], body: Callable[..., Any], carried: Any, others: Any, *_: Any) -> Any:
     condition(*carried, *others)
     carried = body(*carried, *others)
-    return body(*carried, *others)  # while what the first round gave exists
+    return body(*carried, *others)  # while the results of the first round exist
 
 
 _PUTTING = {"aten.index_put.default", "aten.index_put_.default", "aten._unsafe_index_put.default"}
-# What to run of operators whose course depends on values: a loop need not end on made-up ones.
-_COURSES = {"cond": (_first_branch, _second_branch), "while_loop": (_loop_twice,)}
+# The courses to run of operators whose course depends on values: a loop need not end on made-up values.
+_COURSES: dict[str, tuple[Callable[..., Any], ...]] = {
+    "cond": (
+        lambda _, first, second, operands: first(*operands),
+        lambda _, first, second, operands: second(*operands),
+    ),
+    "while_loop": (_loop_twice,),
+}
 
 
 def runners(captured: Captured, index: int) -> list[Callable[[], Any]]:
-    """Return what runs one operation on made-up inputs: one function for each course that it may take."""
+    """Return the functions that run one operation on made-up inputs, one for each course that it may take."""
     courses = _COURSES.get(captured.graph.nodes[index].op, (None,))
     return [runner(captured, index, course) for course in courses]
 
@@ -56,10 +54,10 @@ def runner(
 
     Args:
         captured: The captured graph.
-        index: Of the operation.
-        course: What to call with the operation's arguments, by default what the operation calls.
-        layouts: Tensors that some of its inputs are like, where they are not as they were traced.
-        device: Where these are made, by default where the graph runs.
+        index: Position of the operation.
+        course: The function to call with the operation's arguments, by default the operation's own.
+        layouts: Tensors that give the layout of some inputs, where it is not the traced one.
+        device: The device on which these are made, by default that of the graph.
     """
     record, node = captured.graph.nodes[index], captured.fx_nodes[index]
     made: dict[fx.Node, Any] = {}
@@ -90,7 +88,7 @@ def runner(
         return lambda: target(*args, **kwargs)
     for value in finish.reads:
         argument(value)
-    for step in finish.steps:  # what they finish is not there yet: it looks as it was traced
+    for step in finish.steps:  # the result that they finish is not there yet: it looks as it was traced
         _make_valid(str(step.target), fx.node.map_arg(step.args, lambda value: made.get(value, value.meta["val"])))
     return lambda: _finished(target(*args, **kwargs), finish, made)
 
@@ -125,7 +123,7 @@ def _choose(mask: torch.Tensor, count: int) -> None:
 
 
 def _finished(result: Any, finish: Finish, made: Mapping[fx.Node, Any]) -> Any:
-    """Run what finishes one of an operation's results; gives all of them, finished."""
+    """Run the operations that finish one of an operation's results; return all results."""
     parts = [result] if isinstance(result, torch.Tensor) else list(result)
     del result
     position: Any = finish.value.args[1] if is_part(finish.value) else 0
@@ -149,7 +147,7 @@ _PARTS_ON_HOST = {
 
 
 def stand_in(source: fx.Node) -> Any:
-    """Make what a node gives: the same shapes, strides, dtypes and devices, in which kernels have their results."""
+    """Make a value like a node's: of the same shapes, strides, dtypes and devices, as kernels return it."""
     if source.op == "get_attr":
         value = attribute_of(source)
         return made_up(value) if isinstance(value, torch.Tensor) else value
@@ -179,7 +177,7 @@ def made_up(value: Any, device: torch.device | None = None) -> Any:
 
 
 def _drawn(made: torch.Tensor) -> torch.Tensor:
-    """Draw some numbers and repeat them in all of a tensor: to draw each takes longer than most kernels."""
+    """Draw some numbers and repeat them through a whole tensor: to draw each one takes longer than most kernels."""
     flat = made.as_strided((made.untyped_storage().nbytes() // made.itemsize,), (1,), 0)
     flat[:DRAWN].uniform_()
     there, count = DRAWN, flat.numel()

@@ -1,1 +1,1 @@
-"""The memory of a device: what its allocator hands out, what is live, what touching it costs."""
+"""The memory of a device: bytes that its allocator hands out, live bytes, and the cost of touching memory."""

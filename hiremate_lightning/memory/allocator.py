@@ -1,22 +1,27 @@
-"""What a device's allocator hands out for a request: CUDA's caching allocator gives more than it was asked for.
+"""The bytes that a device's allocator takes for a request, and the bytes that it could still hand out.
 
-Its rules are those of `get_allocation_size` and `should_split` in PyTorch's c10/cuda/CUDACachingAllocator.cpp.
+CUDA's caching allocator takes more than it was asked for. Its rules are those of `get_allocation_size` and
+`should_split` in PyTorch's c10/cuda/CUDACachingAllocator.cpp. Free memory is that of a GPU, of the machine, or of the
+container that a process runs in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
+import psutil
 import torch
 
 from ..records.graph import Graph
 from ..torch_private import runtime, tensor_state
 
 BLOCK_BYTES = 512  # a request is rounded up to a multiple of it
-SEGMENT_BYTES = 2 * 2**20  # what a large request takes from the driver is a multiple of it
+SEGMENT_BYTES = 2 * 2**20  # a large request takes a multiple of it from the driver
 LEAST_LARGE_BYTES = 10 * 2**20  # a request from here on gets memory of its own
-LEAST_REST_BYTES = 2**20  # what is left of it is only split off where it is more
+LEAST_REST_BYTES = 2**20  # the rest of that memory is only split off where it is larger
+CONTAINER = Path("/sys/fs/cgroup")
 
 
 def allocated_bytes(size_bytes: int, device: torch.device) -> int:
@@ -30,7 +35,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device, seen: s
     Args:
         tensors: The tensors.
         device: The device.
-        seen: Storages that were counted before, and are not counted again; those of the tensors are added.
+        seen: Storages that were counted before, and are not counted again; the tensors' storages are added.
     """
     seen = set() if seen is None else seen
     sizes = tensor_state.storage_sizes(tensors)
@@ -42,8 +47,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device, seen: s
 def in_blocks(graph: Graph, device: torch.device) -> Graph:
     """Return a graph with the bytes that each storage occupies on a device.
 
-    What is left of the memory for a large request, at most 1 MiB, is not used for another. With expandable segments
-    nothing is lost.
+    The rest of the memory for a large request, at most 1 MiB, is lost. With expandable segments nothing is lost.
     """
     if device.type != "cuda" or runtime.has_expandable_segments():
         return graph
@@ -57,3 +61,27 @@ def block_bytes(size_bytes: int) -> int:
         return size_bytes
     taken = -(-size_bytes // SEGMENT_BYTES) * SEGMENT_BYTES
     return taken if taken - size_bytes <= LEAST_REST_BYTES else size_bytes
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes of memory that a device could still hand out."""
+    if device.type != "cuda":
+        return free_host_bytes()
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    free, total = torch.cuda.mem_get_info(device)
+    capped = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return max(0, min(free + reserved, capped) - allocated)
+
+
+def free_host_bytes() -> int:
+    """Return the bytes of memory that the host could still give this process, including what caches would give up.
+
+    The limit of a container is read as Linux shows it inside (control groups, version 2).
+    """
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit, used = (int((CONTAINER / f"memory.{name}").read_text()) for name in ("max", "current"))
+        kinds = dict(line.split() for line in (CONTAINER / "memory.stat").read_text().splitlines())
+        return min(free, max(0, limit - used + int(kinds["inactive_file"])))
+    except (OSError, ValueError, KeyError):  # there is no container, or its limit is "max"
+        return free

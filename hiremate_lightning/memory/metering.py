@@ -25,8 +25,8 @@ class Interval:
         label: The mark at its start.
         start_bytes: Live at the mark.
         peak_bytes: Most that lived until the next mark.
-        released_bytes: What was released at the mark, where it is that of a release that the allocator told of.
-        allocated_bytes: All that was allocated until the next mark, on a CPU.
+        released_bytes: Bytes that were released at the mark, where a release set it.
+        allocated_bytes: Bytes that were allocated until the next mark, on a CPU.
     """
 
     label: str
@@ -49,7 +49,7 @@ class LiveBytes:
         self._releases: list[str] = []  # marks to set at releases to come
 
     def mark(self, label: str) -> None:
-        """Begin a new interval, after those of releases that the allocator did not tell of."""
+        """Begin a new interval, after those of releases that did not come."""
         for release in (*self._releases, label):
             self._begin(release)
         self._releases.clear()
@@ -79,7 +79,7 @@ def _measured_thread(device: torch.device) -> int:
 
 
 class Meter(Protocol):
-    """What measures memory from `start` to `stop`, see `MemoryMeter`."""
+    """Measures memory from `start` to `stop`, see `MemoryMeter`."""
 
     intervals: list[Interval]
     lost_marks: bool
@@ -110,7 +110,7 @@ class MemoryMeter:
     Attributes:
         intervals: One for each mark, complete when the measurement has ended.
         was_interrupted: Whether another meter ran meanwhile, or it gave way to a profiler.
-        lost_marks: Whether a mark came while the meter was paused: then its intervals don't say what they seem to.
+        lost_marks: Whether a mark came while the meter was paused: then its intervals have wrong labels.
     """
 
     _running: ClassVar[list[weakref.ref[MemoryMeter]]] = []  # the last one of a thread counts, the others are paused
@@ -126,7 +126,7 @@ class MemoryMeter:
 
     @classmethod
     def covering(cls, device: torch.device) -> MemoryMeter:
-        """Return a meter that nobody reads, which keeps what happens meanwhile from the one that runs."""
+        """Return a meter that nobody reads. It keeps the running meter from counting what happens meanwhile."""
         meter = cls(device)
         if device.type != "cuda":
             meter._means = _UnreadEvents(cls._give_way)
@@ -138,7 +138,7 @@ class MemoryMeter:
         ours = MemoryMeter._current(_measured_thread(device)) is not None
         if device.type == "cuda":
             return True
-        # A profiler that begins or ends inside of a backward does so until its end: autograd restores what was.
+        # A profiler that begins or ends inside of a backward does so until its end: autograd restores its state.
         return not backward_pass.is_running() and (ours or not host_events.profiler_is_running())
 
     @staticmethod
@@ -269,7 +269,7 @@ class _UnreadEvents(_HostEvents):
 
 
 class _DeviceStatistics:
-    """The CUDA caching allocator's counters; what was there at the start does not count."""
+    """The CUDA caching allocator's counters; memory that was allocated at the start does not count."""
 
     def __init__(self, device: torch.device) -> None:
         self.intervals: list[Interval] = []
@@ -298,7 +298,7 @@ class _DeviceStatistics:
 
 
 def measure_peak(function: Callable[[], Any], device: torch.device | str = "cpu") -> int:
-    """Run a function and give the bytes that it added at its peak to what was allocated before.
+    """Run a function and return the bytes that it added at its peak to those allocated before.
 
     Args:
         function: Called once, without arguments.

@@ -1,7 +1,7 @@
-"""What it costs on a CPU to touch memory for the first time: the system maps and clears each page then.
+"""The cost of touching memory for the first time on a CPU: the system maps and clears each page then.
 
-The first step of a training does so wherever its memory grows; later steps find the pages there. So times taken in the
-first step are of use only without.
+The first step of a training touches new pages wherever its memory grows. Later steps don't. So this cost is subtracted
+from times that were taken in the first step.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _PROBE_BYTES = 8 * 2**20
 
 
 def count() -> int:
-    """Return the number of pages that this process has touched first so far; 0 where the system does not count."""
+    """Return how many pages this process has touched for the first time so far; 0 where the system does not count."""
     return getrusage(RUSAGE_SELF).ru_minflt if ARE_COUNTED else 0
 
 
 @functools.cache
 def cost_ms() -> float:
-    """Measure, once, the milliseconds that each takes."""
+    """Measure, once, the milliseconds that a first touch of a page takes."""
     return min(_measure() for _ in range(3)) if ARE_COUNTED else 0.0
 
 

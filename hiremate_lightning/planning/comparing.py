@@ -1,7 +1,7 @@
-"""Several methods on one step, under several budgets: what each found, by the simulator, and what is proven.
+"""Several methods on one step, under several budgets: their schedules, by the simulator, and proven bounds.
 
 A bound that one method has proved for a budget holds for all methods, and for every smaller budget. So each distance to
-the bound is known only when all are done, and `Comparison` computes it from whatever is done.
+the bound is known only when all are done, and `Comparison` computes it from the outcomes so far.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ PLAIN = "none"  # keeps everything: plain training, which is no method to compar
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one method found under one budget.
+    """The result of one method under one budget.
 
     Attributes:
-        budget_bytes: Bytes that the step may add to what is resident.
+        budget_bytes: Bytes that the step may add to resident ones.
         method: Name of the strategy.
         fits: Whether the simulated peak is within the budget.
-        recompute_ms: Simulated time of what is recomputed, 0 where nothing was found.
-        peak_bytes: Simulated peak above what is resident, 0 where nothing was found.
+        recompute_ms: Simulated time of recomputation, 0 where nothing was found.
+        peak_bytes: Simulated peak above resident bytes, 0 where nothing was found.
         bound_ms: Lower bound on the recompute time that the method has proved, 0 if none.
         status: How the solve ended.
         stopped_by: Why it ended, in words.
         solve_s: Seconds taken.
         proposed_ms: Recompute time of the method's own schedule, before anything was evicted or kept beyond it.
         proposed_bytes: The peak of that schedule, 0 where it has none.
-        note: What the method could not serve, and what it took instead; empty where it served all.
+        note: What the method could not serve, and the substitute that it took; empty where it served all.
     """
 
     budget_bytes: int
@@ -57,7 +57,7 @@ class Comparison:
 
     Attributes:
         step_ms: Time of the step without recomputation.
-        outcomes: What is done, in any order.
+        outcomes: Outcomes so far, in any order.
         bounds: For each budget the recompute time below which no schedule exists, None where none fits.
     """
 
@@ -67,8 +67,8 @@ class Comparison:
 
     def under(self, budget_bytes: int) -> list[Outcome]:
         """Return the outcomes of one budget: the fastest first, those that don't fit last."""
-        found = [outcome for outcome in self.outcomes if outcome.budget_bytes == budget_bytes]
-        return sorted(found, key=lambda o: (not o.fits, o.recompute_ms, o.solve_s))
+        outcomes = [outcome for outcome in self.outcomes if outcome.budget_bytes == budget_bytes]
+        return sorted(outcomes, key=lambda o: (not o.fits, o.recompute_ms, o.solve_s))
 
     @property
     def budgets(self) -> list[int]:
@@ -114,7 +114,7 @@ def compare(
     Args:
         problem: The step, its budget, and the time limit of each solve.
         methods: Names of strategies.
-        starting: Told of each method before it starts.
+        starting: Called with each method before it starts.
 
     Yields:
         Each outcome as soon as it is known.
@@ -133,14 +133,14 @@ def proven_ms(problem: Problem) -> float | None:
 
 
 def outcome_of(problem: Problem, method: str, solution: Solution) -> Outcome:
-    """Judge what a method found by the independent simulator."""
-    found = replay(problem, solution.recompute) if solution.recompute else None
+    """Judge the solution of a method by the independent simulator."""
+    simulation = replay(problem, solution.recompute) if solution.recompute else None
     return Outcome(
         budget_bytes=problem.budget_bytes,
         method=method,
-        fits=found is not None and found.peak_bytes <= problem.budget_bytes,
-        recompute_ms=0.0 if found is None else found.recompute_ms,
-        peak_bytes=0 if found is None else found.peak_bytes,
+        fits=simulation is not None and simulation.peak_bytes <= problem.budget_bytes,
+        recompute_ms=0.0 if simulation is None else simulation.recompute_ms,
+        peak_bytes=0 if simulation is None else simulation.peak_bytes,
         bound_ms=solution.bound_ms,
         status=solution.status,
         stopped_by=solution.stopped_by,

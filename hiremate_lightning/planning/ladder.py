@@ -1,9 +1,9 @@
 """Decisions for the steps of one code at all sizes: a ladder between the least memory and keeping everything.
 
 A schedule that fits at one size fits at all smaller ones, since bytes grow with sizes. So a few decisions serve all
-sizes: of those that fit, a step takes the fastest. What it loses beside decisions of its own is estimated from those
-that don't fit: a little less memory takes a little more time, and the fastest schedules lie below the line between any
-two. Once steps have lost more time than solving takes, another rung pays.
+sizes: a step takes the fastest that fit. Its loss against decisions of its own is estimated from decisions that don't
+fit: a little less memory takes a little more time, and the fastest schedules lie below the line between any two. Once
+steps have lost more time than solving takes, another rung pays.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .planner import guard_bytes
 from .solvers import Solution
 
 REMEMBERED = 16  # steps that lost time, the latest ones
-WORTH_SAVING = 0.5  # of the estimated time that a rung saves: one that saves less was in vain
+WORTH_SAVING = 0.5  # share of the estimated saving: a rung that saves less was in vain
 
 T = TypeVar("T")
 
@@ -30,8 +30,8 @@ class Chosen:
 
     Attributes:
         decisions: The fastest that fit.
-        again_ms: Time of what they compute again.
-        lost_ms: The least that decisions of its own would save of that, as estimated.
+        again_ms: Time of the nodes that they compute again.
+        lost_ms: The least part of it that decisions of the step's own would save, as estimated.
     """
 
     decisions: Decisions
@@ -59,22 +59,22 @@ def fastest_that_fits(step: SizedStep, room_bytes: int, candidates: Iterable[Dec
 
 
 def _time_on_line(limit_bytes: int, small: tuple[int, float], fast: tuple[int, float]) -> float:
-    """Return the time at a limit, on the line between what is below it and what is above it."""
+    """Return the time at a limit, on the line between a point below it and a point above it."""
     (low_bytes, long_ms), (high_bytes, short_ms) = small, fast
     return long_ms - (long_ms - short_ms) * (limit_bytes - low_bytes) / (high_bytes - low_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loss(Generic[T]):
-    """What steps of one size lose that run by decisions of other sizes.
+    """The time that a step loses because it runs by decisions of other sizes.
 
     Attributes:
-        ladder: The decisions for their code.
-        step: Such a step.
+        ladder: The decisions for its code.
+        step: The step.
         room_bytes: Bytes that it may add to what is resident.
         plain_bytes: Bytes that it adds where it keeps everything.
-        again_ms: Time of what it computes again.
-        lost_ms: The least that decisions of its own would save of that, as estimated.
+        again_ms: Time of the nodes that it computes again.
+        lost_ms: The least part of it that decisions of the step's own would save, as estimated.
     """
 
     ladder: Ladder[T]
@@ -90,11 +90,12 @@ class Ladder(Generic[T]):
     """The decisions for the steps of one code.
 
     Attributes:
-        rungs: Those that were solved for steps that nothing fitted, or that had lost time.
-        least: Those of the least memory, where no other could be made, or fits; else None.
-        least_share: The largest room, over what keeping everything takes, at which the least memory did not fit.
+        rungs: Decisions that were solved for steps that nothing fitted, or that had lost time.
+        least: Decisions of the least memory, where no others could be made, or fit; else None.
+        least_share: The largest room, as a share of the bytes of keeping everything, at which the least memory did not
+            fit.
         losses: The latest steps that lost time.
-        lost_ms: What all steps lost since the latest rung.
+        lost_ms: Time that all steps lost since the latest rung.
         vain: Rungs in a row that saved clearly less than was estimated.
     """
 
@@ -111,11 +112,11 @@ class Ladder(Generic[T]):
         return [*self.rungs, *(() if self.least is None else (self.least,))]
 
     def note(self, loss: Loss[T], price_ms: float) -> Loss[T] | None:
-        """Learn of a step that lost time.
+        """Add the loss of a step.
 
         Args:
-            loss: What it lost.
-            price_ms: What another rung takes.
+            loss: The loss.
+            price_ms: The time that another rung takes.
 
         Returns:
             The step to solve a rung for; None where that does not pay yet.
@@ -125,14 +126,14 @@ class Ladder(Generic[T]):
         return _best(self.losses) if self.lost_ms > price_ms * 2**self.vain else None
 
     def solved(self, loss: Loss[T], solution: Solution) -> bool:
-        """Learn of what was solved for a step that had lost time; count anew what steps lose.
+        """Add the solution for a step that had lost time, and count losses from 0 again.
 
         Args:
-            loss: What it had lost.
-            solution: What was found.
+            loss: The loss of the step.
+            solution: Its solution.
 
         Returns:
-            Whether that is another rung: it fits, and saves time.
+            Whether the solution is another rung: it fits, and saves time.
         """
         saved_ms = loss.again_ms - solution.extra_ms if solution.peak_bytes <= loss.room_bytes else 0.0
         self.vain = 0 if saved_ms > WORTH_SAVING * loss.lost_ms else self.vain + 1
@@ -145,7 +146,7 @@ class Ladder(Generic[T]):
 
 
 def _best(losses: Sequence[Loss[T]]) -> Loss[T]:
-    """Return the step whose own decisions would save most: they serve it, and all smaller ones, at least as well."""
+    """Return the loss of the step whose own decisions would save most: they serve all smaller steps, too."""
 
     def saved_ms(loss: Loss[T]) -> float:
         return loss.lost_ms * sum(other.plain_bytes <= loss.plain_bytes for other in losses)

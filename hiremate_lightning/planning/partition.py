@@ -1,20 +1,28 @@
-"""Clusters of the forward, each with its backward: where to cut a step, and which of the pieces are equal.
+"""H-Partition: clusters of the forward, where little is passed between a cluster and the rest; and which are equal.
 
-A `Cluster` is a set of forward nodes; the backward nodes that read what they made belong to it too. H-Partition of
-HiRemate makes them, see `grouping`. Two clusters are equal if their `key` is: the same operations on the same shapes,
-wired the same, in the same order.
+Source: Gusak, Zhao, Le Hellard, Beaumont, Eyraud-Dubois, Shilova et al., "HiRemate: Hierarchical Approach for Efficient
+Re-materialization of Neural Networks", ICML 2025, PMLR 267. Groups grow from the nodes up. The candidate g with the
+least (mem(In(g)) + mem(Out(g))) * N(g)^alpha is contracted, again and again. Candidates are chains, and regions from a
+node to where its branches meet again, each with and without its two ends. Changed: one round only, since the program on
+top takes any number of clusters; regions are walked from the inputs, ties go to the earlier group, and a candidate that
+would close a cycle is dropped.
+
+A `Cluster` is a set of forward nodes; the backward nodes that read what they made belong to it too. Two clusters are
+equal if their `key` is: the same operations on the same shapes, wired the same, in the same order.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import heapq
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from ..records.graph import Graph
-from .grouping import group
 
 MAX_NODES = 20  # of a cluster; HiRemate's M_l
+ALPHA = 0.5  # exponent of the number of nodes in the score; HiRemate's default
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +39,12 @@ class Cluster:
 
 
 def partition(graph: Graph, max_nodes: int = MAX_NODES) -> list[Cluster]:
-    """Partition the forward of a step into clusters of at most so many nodes that allocate."""
+    """Partition the forward of a step into clusters of at most `max_nodes` nodes that allocate."""
     return [Cluster(nodes, structural_key(graph, nodes)) for nodes in group(graph, max_nodes)]
 
 
 def structural_key(graph: Graph, nodes: Sequence[int]) -> str:
-    """Hash what a set of nodes does: operations, scalar arguments, shapes and wiring; names and places don't count."""
+    """Hash the work of a set of nodes: operations, scalar arguments, shapes and wiring, but no names and places."""
     local: dict[int, int] = {}
     read_back = set(graph.needed)
     digest = hashlib.sha256()
@@ -54,3 +62,204 @@ def structural_key(graph: Graph, nodes: Sequence[int]) -> str:
 def _size(graph: Graph, tensor: int) -> int:
     storage = graph.tensors[tensor].storage
     return 0 if storage is None else graph.storages[storage].size_bytes
+
+
+# ---------------------------------------------------------------- grouping
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """The unit of contraction: a node with its views, or a group.
+
+    Attributes:
+        parts: Items that it is made of, or forward nodes.
+        first: Smallest forward position in it.
+        last: Largest forward position in it.
+        size: Number of forward nodes that allocate.
+        made: Storages that it makes.
+        read: Storages that it reads and does not make.
+    """
+
+    parts: tuple[int, ...]
+    first: int
+    last: int
+    size: int
+    made: frozenset[int]
+    read: frozenset[int]
+
+
+def group(graph: Graph, max_nodes: int) -> list[tuple[int, ...]]:
+    """Group the forward of a step.
+
+    Args:
+        graph: The step.
+        max_nodes: M_l, the most nodes of a group that allocate.
+
+    Returns:
+        Groups of forward nodes, each after those that it reads.
+    """
+    items = _single_nodes(graph)
+    groups = _Contraction(graph, items, max_nodes).run()
+    return [tuple(sorted(node for part in g.parts for node in items[part].parts)) for g in groups]
+
+
+def _single_nodes(graph: Graph) -> list[_Item]:
+    """Return one item for each node that allocates or joins storages; a view is part of its base's item."""
+    storage_of = [t.storage for t in graph.tensors]
+    owner: dict[int, int] = {}
+    parts: list[list[int]] = []
+    positions: list[list[int]] = []
+    waiting: list[tuple[int, int]] = []
+    for position, node in enumerate(graph.forward):
+        read = {s for t in graph.nodes[node].inputs if (s := storage_of[t]) in owner}
+        if graph.allocates[node] or len(read) > 1:
+            owner.update((s, len(parts)) for s in graph.allocates[node])
+            parts.append([*(n for n, _ in waiting), node])
+            positions.append([*(p for _, p in waiting), position])
+            waiting = []
+        elif read:
+            item = owner[next(s for s in read if s is not None)]
+            parts[item].append(node)
+            positions[item].append(position)
+        else:
+            waiting.append((node, position))
+    if waiting and parts:
+        parts[-1].extend(n for n, _ in waiting)
+        positions[-1].extend(p for _, p in waiting)
+    elif waiting:
+        return [_Item(tuple(n for n, _ in waiting), 0, len(waiting) - 1, 0, frozenset(), frozenset())]
+    items = []
+    for nodes, places in zip(parts, positions, strict=True):
+        made = frozenset(s for n in nodes for s in graph.allocates[n])
+        read = {s for n in nodes for t in graph.nodes[n].inputs if (s := storage_of[t]) in owner}
+        size = sum(bool(graph.allocates[n]) for n in nodes)
+        items.append(_Item(tuple(nodes), min(places), max(places), size, made, frozenset(read - made)))
+    return items
+
+
+class _Contraction:
+    """Contracts items until no candidate is left."""
+
+    def __init__(self, graph: Graph, items: list[_Item], max_nodes: int) -> None:
+        self.sizes = graph.sizes
+        self.max_nodes = max_nodes
+        self.groups: dict[int, _Item] = {
+            i: _Item((i,), item.first, item.last, item.size, item.made, item.read) for i, item in enumerate(items)
+        }
+        self.parent = list(range(len(items)))
+        self.maker = {s: i for i, item in enumerate(items) for s in item.made}
+        self.readers: dict[int, list[int]] = {}
+        for i, item in enumerate(items):
+            for storage in item.read:
+                self.readers.setdefault(storage, []).append(i)
+
+    def run(self) -> list[_Item]:
+        heap = [self._entry(candidate) for candidate in dict.fromkeys(self._candidates())]
+        heapq.heapify(heap)
+        while heap:
+            _, _, members = heapq.heappop(heap)
+            now = tuple(sorted({self._find(m) for m in members}))
+            if len(now) < 2 or sum(len(self.groups[m].parts) for m in now) > self.max_nodes:
+                continue
+            if now != members:
+                heapq.heappush(heap, self._entry(now))
+            elif self._is_convex(now):
+                self._contract(now)
+        return self._in_order()
+
+    def _find(self, item: int) -> int:
+        while self.parent[item] != item:
+            self.parent[item] = self.parent[self.parent[item]]
+            item = self.parent[item]
+        return item
+
+    def _successors(self, item: int) -> list[int]:
+        readers = {self._find(r) for s in self.groups[item].made for r in self.readers.get(s, ())}
+        return sorted(readers - {item})
+
+    def _predecessors(self, item: int) -> list[int]:
+        return sorted({self._find(self.maker[s]) for s in self.groups[item].read} - {item})
+
+    def _candidates(self) -> Iterator[tuple[int, ...]]:
+        for item in self.groups:
+            yield from self._chains(item)
+            yield from self._regions(item)
+
+    def _chains(self, first: int) -> Iterator[tuple[int, ...]]:
+        """Yield the pieces of the chain that begins at an item, each of at most `max_nodes`."""
+        before = self._predecessors(first)
+        if len(before) == 1 and len(self._successors(before[0])) == 1:
+            return
+        chain = [first]
+        while len(after := self._successors(chain[-1])) == 1 and len(self._predecessors(after[0])) == 1:
+            chain.append(after[0])
+        pieces = -(-len(chain) // self.max_nodes)
+        for piece in range(pieces):
+            members = chain[len(chain) * piece // pieces : len(chain) * (piece + 1) // pieces]
+            if len(members) > 1:
+                yield tuple(sorted(members))
+
+    def _regions(self, opening: int) -> Iterator[tuple[int, ...]]:
+        """Yield the region from an item to where its branches meet again, with and without the two ends."""
+        frontier, inside = set(self._successors(opening)), [opening]
+        while len(frontier) > 1 and len(inside) <= self.max_nodes + 1:
+            nearest = min(frontier, key=lambda i: self.groups[i].first)
+            frontier.remove(nearest)
+            inside.append(nearest)
+            frontier.update(self._successors(nearest))
+        if len(frontier) != 1 or len(inside) < 2:
+            return
+        closing = frontier.pop()
+        for with_opening, with_closing in product((True, False), repeat=2):
+            members = {*inside[not with_opening :], *([closing] if with_closing else [])}
+            if 1 < len(members) <= self.max_nodes:
+                yield tuple(sorted(members))
+
+    def _entry(self, members: tuple[int, ...]) -> tuple[float, int, tuple[int, ...]]:
+        made = {s for m in members for s in self.groups[m].made}
+        read = {s for m in members for s in self.groups[m].read} - made
+        inside = set(members)
+        passed = {s for s in made if any(self._find(r) not in inside for r in self.readers.get(s, ()))}
+        nodes = sum(self.groups[m].size for m in members)
+        score = sum(self.sizes[s] for s in read | passed) * max(1, nodes) ** ALPHA
+        return score, min(self.groups[m].first for m in members), members
+
+    def _is_convex(self, members: tuple[int, ...]) -> bool:
+        """Whether no path leaves the group and comes back, so that contracting it closes no cycle."""
+        inside, last = set(members), max(self.groups[m].last for m in members)
+        stack = [s for m in members for s in self._successors(m) if s not in inside]
+        seen = set(stack)
+        while stack:
+            for after in self._successors(stack.pop()):
+                if after in inside:
+                    return False
+                if after not in seen and self.groups[after].first <= last:
+                    seen.add(after)
+                    stack.append(after)
+        return True
+
+    def _contract(self, members: tuple[int, ...]) -> None:
+        items = [self.groups.pop(m) for m in members]
+        made = frozenset[int]().union(*(i.made for i in items))
+        read = frozenset[int]().union(*(i.read for i in items)) - made
+        parts = tuple(sorted(p for i in items for p in i.parts))
+        first, last = min(i.first for i in items), max(i.last for i in items)
+        new = members[0]
+        for member in members:
+            self.parent[member] = new
+        self.groups[new] = _Item(parts, first, last, sum(i.size for i in items), made, read)
+
+    def _in_order(self) -> list[_Item]:
+        """Sort the groups so that each comes after those that it reads from, the earlier one first."""
+        missing = {g: len(self._predecessors(g)) for g in self.groups}
+        ready = [(self.groups[g].first, g) for g, count in missing.items() if not count]
+        heapq.heapify(ready)
+        order = []
+        while ready:
+            _, item = heapq.heappop(ready)
+            order.append(self.groups[item])
+            for after in self._successors(item):
+                missing[after] -= 1
+                if not missing[after]:
+                    heapq.heappush(ready, (self.groups[after].first, after))
+        return order

@@ -1,6 +1,7 @@
-"""The plan: everything decided for one training step, what it predicts, and what was measured since.
+"""The plan: everything decided for one training step, its predictions, and later measurements; and how to plan.
 
-`Plan` is pure and serialisable: what is needed to run it on a captured graph, to report it, and to keep it on disk.
+`Plan` is pure and serialisable: it has all that is needed to run it on a captured graph, to report it, and to keep it
+on disk. `PlanOptions` says how to plan.
 """
 
 from __future__ import annotations
@@ -19,28 +20,55 @@ from ..records.graph import Graph
 from ..records.schedule import Schedule, lower
 from ..records.simulation import Simulation, simulate_plain
 from ..units import Budget, format_bytes, format_ratio, format_time
+from .solutions import Solutions
 from .solvers.base import Problem, Solution, Status, replay_solution
 
 Numbers = Mapping[str, Any]  # of a plan, as `Plan.to_dict` names them
 
-
 NO_GAP = 0.0005  # of a step's time: it is written as 0.0%
-SAVES_NOTHING = 0.99  # of what a step adds without its plan: a plan that takes as much, or more, saves no memory
+SAVES_NOTHING = 0.99  # share of the bytes that a step adds without its plan: a plan that takes more saves no memory
+DEFAULT_SOLVER = "portfolio"
+DEFAULT_TIME_LIMIT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """How to plan.
+
+    Attributes:
+        solver: Name of the strategy, see `solvers`.
+        time_limit_s: Seconds for solving one plan, counted in work, see `solvers.work`.
+        on_infeasible: "raise" to stop where no schedule fits, "warn" to train on with the least memory found.
+        cache_dir: Folder for solutions, reused by later runs; None for no files.
+    """
+
+    solver: str = DEFAULT_SOLVER
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S
+    on_infeasible: str = "raise"
+    cache_dir: Path | None = None
+
+    @property
+    def solutions(self) -> Solutions:
+        """The solutions that are known, in this process and in the folder."""
+        return Solutions(self.cache_dir)
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What the device showed of a plan; None where not measured yet.
+    """Measurements of a plan on the device; None where not measured yet.
 
     Attributes:
         peak_bytes: Peak of a whole step by the allocator's events, resident bytes included.
         step_ms: Time of the captured part of a step, recomputation included.
-        recompute_ms: Time of what was recomputed within it.
+        recompute_ms: Time of recomputation within it.
+        predicted_bytes: The largest peak that was predicted for a step whose peak was measured. Steps of one plan may
+            begin with gradients or without.
     """
 
     peak_bytes: int | None = None
     step_ms: float | None = None
     recompute_ms: float | None = None
+    predicted_bytes: int | None = None
 
     @property
     def overhead(self) -> float | None:
@@ -78,12 +106,12 @@ class Plan:
         budget: The budget as it was asked for.
         budget_bytes: The budget in bytes, resident bytes included.
         resident_bytes: Bytes that exist before the step and throughout: parameters, buffers, optimizer state, batch.
-        planning: How long planning took, with what was planned before for the same model.
-        measured: What was measured while running it.
+        planning: How long planning took, together with earlier plans of the same model.
+        measured: Measurements while it ran.
         proved: How many of the captured graphs are proved against eager PyTorch, and why others are not, in words; ""
             where that is not known.
         rounded: The values in which captured code differs from eager PyTorch by rounding, in words.
-        resident_parts: Resident bytes by what they are ("parameters and buffers", for example), where that was counted.
+        resident_parts: Resident bytes by kind ("parameters and buffers", for example), where that was counted.
     """
 
     target: str
@@ -125,6 +153,11 @@ class Plan:
         return self.resident_bytes + self.planned.peak_bytes
 
     @property
+    def compared_peak_bytes(self) -> int:
+        """The predicted peak that the measured one is compared with, resident bytes included."""
+        return self.planned_peak_bytes if self.measured.predicted_bytes is None else self.measured.predicted_bytes
+
+    @property
     def predicted_overhead(self) -> float:
         """Time of recomputation and of waits for copies over the time of the step without, a ratio."""
         return self.planned.overhead
@@ -138,7 +171,7 @@ class Plan:
     def bound_overhead(self) -> float:
         """Proven lower bound on the overhead of every schedule, a ratio.
 
-        It holds for what was solved: the budget less what the planner leaves free for scalars outside of the planned
+        It holds for the solved problem: the budget less the bytes left free for scalars outside of the planned
         modules (at most 64 KiB) and, where a plan was measured above the budget, that excess.
         """
         step_ms = step_time_ms(self.graph, self.profile)
@@ -154,17 +187,17 @@ class Plan:
         )
 
     def changed(self, **changes: Any) -> Plan:
-        """Return the plan with fields replaced; what was simulated stays where its step is the same."""
-        found = replace(self, **changes)
+        """Return the plan with fields replaced; its simulations stay where the step is the same."""
+        plan = replace(self, **changes)
         simulated = ("graph", "profile", "solution")
-        if all(getattr(found, name) is getattr(self, name) for name in simulated):
+        if all(getattr(plan, name) is getattr(self, name) for name in simulated):
             known = ("schedule", "planned", "unplanned")
-            vars(found).update((name, value) for name, value in vars(self).items() if name in known)
-        return found
+            vars(plan).update((name, value) for name, value in vars(self).items() if name in known)
+        return plan
 
     @property
     def saves_nothing(self) -> bool:
-        """Whether nothing fits the budget, and the plan takes what its step takes without it, or nearly."""
+        """Whether nothing fits the budget, and the plan takes as much memory as no plan, or nearly."""
         is_over = self.planned_peak_bytes > self.budget_bytes
         return is_over and self.planned.peak_bytes >= SAVES_NOTHING * self.unplanned.peak_bytes
 
@@ -209,7 +242,7 @@ class Plan:
         return self.summary()
 
     def summary(self) -> str:
-        """Describe what was planned, and what was measured, in a few plain lines."""
+        """Describe the plan, and its measurements, in a few plain lines."""
         lines = planned_lines(self)
         if self.measured.peak_bytes is not None or self.measured.overhead is not None:
             lines.append(measured_line(self))
@@ -219,7 +252,7 @@ class Plan:
 
 
 def planned_lines(plan: Plan) -> list[str]:
-    """Describe what was planned: peak and time, then solver and planning."""
+    """Describe a plan: peak and time, then solver and planning."""
     numbers = plan.to_dict()
     peak = f"{format_bytes(plan.unplanned_peak_bytes)} -> {peak_words(numbers, 'planned_peak_bytes')}"
     away = away_words(numbers)
@@ -231,7 +264,7 @@ def planned_lines(plan: Plan) -> list[str]:
 
 
 def measured_line(plan: Plan) -> str:
-    """Describe in one plain line what was measured of a plan, beside what was predicted.
+    """Describe in one plain line the measurements of a plan, beside its predictions.
 
     Args:
         plan: A plan.
@@ -241,7 +274,7 @@ def measured_line(plan: Plan) -> str:
     """
     said = []
     if plan.measured.peak_bytes is not None:
-        predicted, budget = format_bytes(plan.planned_peak_bytes), format_bytes(plan.budget_bytes)
+        predicted, budget = format_bytes(plan.compared_peak_bytes), format_bytes(plan.budget_bytes)
         peak = peak_words(plan.to_dict(), "measured_peak_bytes")
         said.append(f"peak {peak}, predicted {predicted}, budget {budget}")
     if (overhead := plan.measured.overhead) is not None:
@@ -267,7 +300,7 @@ def budget_words(numbers: Numbers) -> str:
 
 
 def away_words(numbers: Numbers) -> str:
-    """Describe how many bytes go away to the host in a step, and what that costs; "" for none."""
+    """Describe the bytes that go away to the host in a step, and their cost; "" for none."""
     if not numbers.get("away_bytes"):  # of files of earlier versions, too
         return ""
     waits = numbers["away_wait_ms"] / numbers["step_ms"] if numbers["step_ms"] else 0.0
@@ -276,7 +309,7 @@ def away_words(numbers: Numbers) -> str:
 
 
 def solver_words(numbers: Numbers) -> str:
-    """Describe which strategy solved it, how good the result is proven to be, and what ended the search before that."""
+    """Describe the strategy, how good its result is proven to be, and the reason that ended the search."""
     is_plain = not numbers["predicted_overhead"]
     good = "at no extra time" if numbers.get("away_bytes") else "nothing is recomputed"
     words = f"{numbers['strategy']}: {good if is_plain else proof_words(numbers)}"

@@ -1,4 +1,4 @@
-"""From a step and a budget to a plan: solve, lower, simulate, and refuse what does not fit.
+"""From a step and a budget to a plan: solve, lower, simulate, and refuse solutions that do not fit.
 
 No plan leaves this module unless its simulated peak is within the budget, whichever strategy proposed it.
 """
@@ -21,8 +21,7 @@ from ..records.schedule import keep_all
 from ..records.simulation import Simulation, simulate_plain
 from ..records.step import Decisions, Step
 from ..units import Budget, format_bytes
-from .options import PlanOptions
-from .plan import Plan, PlanningTime
+from .plan import Plan, PlanningTime, PlanOptions
 from .shared_solving import agreed
 from .solutions import Solutions
 from .solvers import UNLIMITED, smallest_budget
@@ -48,9 +47,9 @@ GUARD_BYTES = 2**16  # left free for scalars that come and go outside of the pla
 GUARD_PARTS = 200  # and at most this part of the budget
 LEAST = "least memory at once"  # in place of a strategy's name, in a folder of plans
 ANY_GAP = 1e6  # where any schedule that fits will do
-SAVES_AS_MUCH = 0.02  # saved shares of the peak up to this difference are taken for the same
-AUTO_MARGIN = 0.08  # share of the free bytes that "auto" leaves for fragmentation and for what runs outside
-NAMING_SHARE = 0.5  # of the work of a search: a run that is given a named budget back does all of it
+SAVES_AS_MUCH = 0.02  # saved shares of the peak up to this difference count as the same
+AUTO_MARGIN = 0.08  # share of the free bytes that "auto" leaves for fragmentation and for code outside
+NAMING_SHARE = 0.5  # of the work of a search: a run that is given the named budget back does all of it
 SMALLEST, AT_LEAST = "The smallest budget found is", "It needs at least"
 ADVICE = "Raise the budget, or make the batch smaller."
 
@@ -99,9 +98,9 @@ def make_plan(
         target: Path of the planned module, for reports.
         planning: Seconds that the stages before took.
         margin_bytes: Bytes of the budget to leave free, because an earlier plan was measured that much above it.
-        solve: What solves, by default the strategy that the options name, in a process of its own.
-        progress: Told of what is found while solving, see `SolveOptions`.
-        decided: What is computed again, where that is not to be chosen.
+        solve: The strategy, by default the one that the options name, in a process of its own.
+        progress: Called with solutions while solving, see `SolveOptions`.
+        decided: The nodes that are computed again, where they are not to be chosen.
         host: Memory of the host that values may go away to; None where all stays on the device.
 
     Returns:
@@ -150,7 +149,7 @@ def make_plan(
 
 @cache
 def _announce(note: str) -> None:
-    """Log once what a method of a paper could not serve, and what it took instead."""
+    """Log, once, what a method of a paper could not serve, and the substitute that it took."""
     log.warning("%s", note)
 
 
@@ -166,17 +165,17 @@ def _say_cut(solution: Solution, time_limit_s: float) -> None:
 
 
 def _as_decided(problem: Problem, decided: Decisions) -> Solution:
-    found = replay(problem, decided)
+    simulation = replay(problem, decided)
     return Solution(
-        DECIDED, Status.FEASIBLE, decided, found.recompute_ms, found.peak_bytes, stopped_by="decided before"
+        DECIDED, Status.FEASIBLE, decided, simulation.recompute_ms, simulation.peak_bytes, stopped_by="decided before"
     )
 
 
 def _solve(problem: Problem, options: PlanOptions, strategy: Strategy, is_alone: bool) -> tuple[Solution, Profile]:
-    """Solve, or take the solution that an earlier run has left; its profile comes with it.
+    """Solve, or take the solution that an earlier run has left, with its profile.
 
-    Where the search ends without a proof, what was found for the step before is taken where that is better, but not
-    where several processes have agreed on the step: they run by one plan.
+    Where the search ends without a proof, an earlier solution of the same step is taken if it is better. But not where
+    several processes have agreed on the step: they run by one plan.
     """
     solutions = options.solutions
     if (known := solutions.read(problem, options.solver)) is not None:
@@ -192,9 +191,9 @@ def _solve(problem: Problem, options: PlanOptions, strategy: Strategy, is_alone:
 
 
 def _solve_until_it_fits(problem: Problem, strategy: Strategy) -> Solution:
-    """Solve, with less and less of the budget while the simulated peak passes it; the first bound stays the bound.
+    """Solve, with a smaller budget each time that the simulated peak exceeds it; the first bound stays the bound.
 
-    The time limit is that of all solves together; each gets at least a second.
+    The time limit is that of all solves together. Each gets at least a second.
     """
     solution = first = strategy(problem)
     tighter, left_s = problem, problem.options.time_limit_s
@@ -227,18 +226,17 @@ def guard_bytes(budget_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FirstSolution:
-    """How a captured part was run for the first time."""
+    """The solution by which a captured part first ran."""
 
     step: Step
     solution: Solution
 
-
-def _serves_as_well(first: FirstSolution, problem: Problem) -> bool:
-    """Whether what was found at one size saves as much at another, and fits the budget."""
-    before = Problem(first.step.graph, first.step.profile, 0)
-    if _saved_share(problem, first.solution) + SAVES_AS_MUCH < _saved_share(before, first.solution):
-        return False
-    return replay_solution(problem, first.solution).peak_bytes <= problem.budget_bytes
+    def serves_as_well(self, problem: Problem) -> bool:
+        """Whether the solution saves as much for the same part at another size, and fits the budget."""
+        before = Problem(self.step.graph, self.step.profile, 0)
+        if _saved_share(problem, self.solution) + SAVES_AS_MUCH < _saved_share(before, self.solution):
+            return False
+        return replay_solution(problem, self.solution).peak_bytes <= problem.budget_bytes
 
 
 def _saved_share(problem: Problem, solution: Solution) -> float:
@@ -260,9 +258,10 @@ def first_solution(
 ) -> Solution:
     """Find how to run a captured part for the first time, or stop where it can't run.
 
-    It is the schedule of least memory that is found at once, or was found for the same part at another size; a solve is
-    spent only where that passes the budget, and ends with the first schedule that fits. Where none fits the budget, the
-    part runs all the same if the device has the memory: only a step that has run shows which budget is enough.
+    That is the schedule of least memory that is found at once, or the solution for the same part at another size. Only
+    where this exceeds the budget a solve follows, which ends with the first schedule that fits. Where none fits the
+    budget, the part runs all the same if the device has the memory: only a step that has run shows which budget is
+    enough.
 
     Args:
         step: The part.
@@ -271,8 +270,8 @@ def first_solution(
         resident_bytes: Bytes that exist before the step.
         options: How to plan.
         target: Path of the planned module, for reports.
-        progress: Told of what is found while solving, see `SolveOptions`.
-        known: What was found for other parts.
+        progress: Called with solutions while solving, see `SolveOptions`.
+        known: Solutions of other parts.
         free_bytes: Returns the bytes that the part may add beyond the budget.
         host: Memory of the host that values may go away to; None where all stays on the device.
 
@@ -287,9 +286,9 @@ def first_solution(
         host,
     )
     at_other_sizes = (first for first in known if difference(first.step.graph, step.graph) is None)
-    found = next((first.solution for first in at_other_sizes if _serves_as_well(first, problem)), None)
-    if found is not None:
-        return found
+    solution = next((first.solution for first in at_other_sizes if first.serves_as_well(problem)), None)
+    if solution is not None:
+        return solution
     smallest = _least_at_once(problem, options.solutions)
     if smallest.peak_bytes <= problem.budget_bytes:
         return smallest
@@ -317,7 +316,7 @@ def _least_at_once(problem: Problem, solutions: Solutions) -> Solution:
 
 
 def _fits(problem: Problem, solution: Solution) -> bool:
-    """Replay a solution with the independent simulator: what a strategy says of itself doesn't count."""
+    """Whether a solution fits by the independent simulator: the strategy's own claim doesn't count."""
     return solution.is_feasible and replay_solution(problem, solution).peak_bytes <= problem.budget_bytes
 
 
@@ -341,7 +340,7 @@ def _fastest_within_its_peak(
 
 
 def _place_of(simulation: Simulation, graph: Graph) -> str:
-    """Describe where a peak is: what runs, or what holds the most."""
+    """Describe where a peak is: at the node that runs, or in the code outside that holds the most."""
     node = graph.nodes[simulation.peak_moment.node]
     outside = {n for n, other in enumerate(graph.nodes) if other.op == OUTSIDE}
     held = {graph.tensors[t].storage for t in graph.held if graph.tensors[t].producer in outside}
@@ -350,27 +349,18 @@ def _place_of(simulation: Simulation, graph: Graph) -> str:
     return f"at {node.op} in {f'module {node.module!r}' if node.module else 'the code of the planned module itself'}"
 
 
-def _puts_away(solution: Solution, simulation: Simulation) -> str:
-    return f"puts {format_bytes(simulation.host_bytes)} in the host's memory and " if solution.aways else ""
-
-
-def _whose(less_bytes: int) -> str:
-    if not less_bytes:
-        return ""
-    return f"Another process of this training has {format_bytes(less_bytes)} less than this one for its step. "
-
-
 @dataclass(frozen=True, slots=True)
 class Need:
     """The least memory that was found for a step.
 
     Attributes:
         problem: The step.
-        smallest: How it runs then.
+        smallest: The solution of least memory.
         resident_bytes: Bytes that exist before it.
-        waiting_bytes: Of these, what graphs hold that wait for a later backward, and the same in plain training.
+        waiting_bytes: The part of these that graphs hold which wait for a later backward, and its size in plain
+            training.
         is_guarded: Whether to add bytes for scalars that come and go outside of the planned modules.
-        less_bytes: How much less another process of the training has for the same step, within the same budget.
+        less_bytes: Bytes that another process of the training has less for the same step, within the same budget.
     """
 
     problem: Problem
@@ -389,9 +379,9 @@ class Need:
 
     @property
     def share(self) -> float:
-        """The share of what the unplanned step adds that is enough, rounded up to a tenth of a per cent.
+        """The needed share of the bytes that the unplanned step adds, rounded up to a tenth of a per cent.
 
-        All of it is enough in any case, unless another process has less.
+        It is at most 1, unless another process has less.
         """
         waiting_bytes, plain_waiting_bytes = self.waiting_bytes
         added_bytes = self.peak_bytes - self.resident_bytes + waiting_bytes
@@ -403,10 +393,10 @@ class Need:
 def least_need(
     problem: Problem, resident_bytes: int, decided: Decisions | None = None, solutions: Solutions = Solutions()
 ) -> Need:
-    """Find the least memory of a step for an error to name; where all is decided, what that takes.
+    """Find the least memory of a step for an error to name; where all is decided, the memory of that.
 
-    What is named is found again: a run that is given it back does the same search and more, and remembers it in this
-    process and in the folder of plans.
+    A run that is given the named budget finds this solution again: it does the same search and more. The solution is
+    also remembered, in this process and in the folder of plans.
     """
     if decided is not None:
         return Need(problem, _as_decided(problem, decided), resident_bytes)
@@ -420,10 +410,10 @@ def least_need(
 def infeasible(
     needs: Sequence[Need], budget: Budget, budget_bytes: int, target: str, words: str = SMALLEST, advice: str = ADVICE
 ) -> InfeasibleBudgetError:
-    """Build the error that says which budget would do, and what stands in the way.
+    """Build the error that names the budget that is enough, and the place of the peak.
 
     Args:
-        needs: What each step needs that is to fit.
+        needs: The needs of all steps that are to fit.
         budget: The budget as asked for.
         budget_bytes: The same in bytes, resident bytes included.
         target: Path of the planned module, for reports.
@@ -433,15 +423,18 @@ def infeasible(
     need = max(needs, key=lambda need: need.peak_bytes)
     simulation, needed = replay_solution(need.problem, need.smallest), need.peak_bytes
     node = need.problem.graph.nodes[simulation.peak_moment.node]
-    share = ""
+    share = less = away = ""
     if budget.share is not None:
         share = f", {100 * max(need.share for need in needs):.1f}% of what the unplanned step adds"
+    if need.less_bytes:
+        less = f"Another process of this training has {format_bytes(need.less_bytes)} less than this one for its step. "
+    if need.smallest.aways:
+        away = f"puts {format_bytes(simulation.host_bytes)} in the host's memory and "
     return InfeasibleBudgetError(
         f"The budget {budget} ({budget_bytes:,} bytes) is too small for {target or 'this model'}. "
         f"{words} {format_bytes(needed, up=True)} ({needed:,} bytes{share}), "
         f"of which {format_bytes(need.resident_bytes)} are resident (parameters, gradients, optimizer state, batch). "
-        f"{_whose(need.less_bytes)}"
-        f"Such a plan {_puts_away(need.smallest, simulation)}takes at most {simulation.overhead:.0%} more time. "
+        f"{less}Such a plan {away}takes at most {simulation.overhead:.0%} more time. "
         f"The peak is {_place_of(simulation, need.problem.graph)}. {advice}",
         budget_bytes=budget_bytes,
         smallest_bytes=needed,

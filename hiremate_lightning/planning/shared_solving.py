@@ -1,14 +1,14 @@
 """One plan for all processes that train a model: they agree on the problem, the first solves it for the others.
 
-All travels through the key-value store that every process group has. No collective operation is involved, and nothing
-happens inside of a forward: ranks plan as a step begins. A rank that is late, lost, or at another step keeps nobody
-waiting for long: whoever gets no answer in time plans alone. That is always right, since ranks with different plans
-compute the same gradients; it only takes time.
+All messages go through the key-value store that every process group has. No collective operation is involved, and
+nothing happens inside of a forward: ranks plan as a step begins. A rank that is late, lost, or at another step keeps
+nobody waiting for long: a rank that gets no answer in time plans alone. That is always right, since ranks with
+different plans compute the same gradients; it only takes time.
 
-Ranks measure costs and memory on their own. The problem that they agree on has the smallest budget of all, above what
-is resident, and the most bytes of code outside. So what fits it fits on each rank, and where nothing does, all of them
-learn it together: none is left waiting in a collective for one that has raised an error. The bound of that rank was
-proven for the costs there, and is not taken. Ranks that train other models, as stages of a pipeline do, plan apart.
+Ranks measure costs and memory on their own. The problem that they agree on has the smallest budget of all, above
+resident bytes, and the most bytes of code outside. So a plan that fits it fits on each rank. Where no plan fits, all
+ranks know it together: none waits in a collective for one that has raised an error. The bound of the solving rank was
+proven for its own costs, and is not taken. Ranks that train other models, as stages of a pipeline do, plan apart.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ from .solvers.work import clock_limit_s
 
 log = logging.getLogger("hiremate_lightning")
 PATIENCE_S = 5.0  # for all ranks to plan a step for the first time: they do so at the same moment
-PATIENCE_AGAIN_S = 0.5  # to plan it again: one alone may, where it measures more than the others, which wait meanwhile
+PATIENCE_AGAIN_S = 0.5  # to plan it again: one rank alone may, where it measures more than others, and they wait
 POLL_S = 0.02
 
 
 class Store(Protocol):
-    """What is used of `torch.distributed.Store`."""
+    """The part of `torch.distributed.Store` that is used here."""
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""
 
     def get(self, key: str) -> bytes:
-        """Read a value that is there."""
+        """Read a value that was written."""
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all of the values are there."""
+        """Return whether all of the values were written."""
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, 0 at first; give the sum."""
+        """Add to a number, 0 at first; return the sum."""
 
 
-Group = tuple[Store, int, int]  # what ranks share, the rank of this process, and how many there are
+Group = tuple[Store, int, int]  # the store that ranks share, the rank of this process, and their number
 
 
 def shared(strategy: Strategy, group: Group | None, model: str = "") -> Strategy:
     """Wrap a strategy so that it solves once for all ranks that train the same model.
 
     Args:
-        strategy: What solves.
+        strategy: The strategy.
         group: The store that the ranks share, this process's rank, and their number; None for a process on its own.
         model: Names the model: ranks that train others, as stages of a pipeline do, are not waited for.
     """
@@ -91,8 +91,8 @@ class SharedSolving:
     """A strategy that solves on rank 0 and is answered by rank 0 elsewhere.
 
     Args:
-        strategy: What solves.
-        group: What the ranks share, the rank of this process, and how many there are.
+        strategy: The strategy.
+        group: The store that the ranks share, the rank of this process, and their number.
         patience_s: Seconds to wait until all ranks plan the same step.
         patience_again_s: Seconds to wait until they plan it once more.
         model: Names the model that this rank trains.
@@ -111,7 +111,7 @@ class SharedSolving:
         self._patience_s = patience_s
         self._patience_again_s = patience_s if patience_again_s is None else patience_again_s
         self._model = model
-        self._agreed: tuple[str, Problem, int] | None = None  # the latest agreement: its key, on what, and who solves
+        self._agreed: tuple[str, Problem, int] | None = None  # the latest key, problem, and rank that solves
 
     def _peers(self) -> list[int]:
         """List the ranks that train the same model, or may do so."""
@@ -132,34 +132,23 @@ class SharedSolving:
                 self._store.set(f"{key}/closed", "")
                 return problem
             peers = [rank for rank in self._peers() if self._store.check([f"{key}/needs{rank}"])]
-            found = [_read(self._store.get(f"{key}/needs{rank}")) for rank in peers]
+            needs_of_peers = [_read(self._store.get(f"{key}/needs{rank}")) for rank in peers]
         except RuntimeError as error:  # of the store: torch has no class of its own for those that stay
             log.debug("The process group's store does not answer (%s): planning alone", error)
             return problem
-        if any(len(needs) != len(own) for needs in found):
+        if any(len(needs) != len(own) for needs in needs_of_peers):
             return problem
-        problem = _meeting(problem, found)
+        problem = _meeting(problem, needs_of_peers)
         self._agreed = key, problem, peers[0]
         return problem
 
     def __call__(self, problem: Problem) -> Solution:
-        """Solve a problem, or take the answer of the first rank where it is for what was agreed on."""
+        """Solve a problem. Where it is the agreed one, the first rank tells its answer, and others take it."""
         if self._agreed is None or self._agreed[1].graph is not problem.graph:
             return self._strategy(problem)
         key, _, leader = self._agreed
-        if self._rank == leader:
-            return self._lead(problem, key)
-        return self._adopted(problem, key, leader) or self._strategy(problem)
-
-    def _next_key(self, graph: Graph) -> str:
-        """Name the solve: the step, and how often the ranks have solved it together, or one of them alone."""
-        name = digest(graph)
-        while True:
-            key = f"{name}/{self._store.add(f'{name}/rank{self._rank}', 1)}"
-            if not self._store.check([f"{key}/closed"]):
-                return key
-
-    def _lead(self, problem: Problem, key: str) -> Solution:
+        if self._rank != leader:
+            return self._adopted(problem, key, leader) or self._strategy(problem)
         answer = ""
         try:
             solution = self._strategy(problem)
@@ -169,6 +158,14 @@ class SharedSolving:
             self._tell(f"{key}/answer{self._count(key)}", answer)
         return solution
 
+    def _next_key(self, graph: Graph) -> str:
+        """Name the solve by the step, and by the number of times that this rank has planned it."""
+        name = digest(graph)
+        while True:
+            key = f"{name}/{self._store.add(f'{name}/rank{self._rank}', 1)}"
+            if not self._store.check([f"{key}/closed"]):
+                return key
+
     def _tell(self, key: str, value: str) -> None:
         try:
             self._store.set(key, value)
@@ -176,7 +173,7 @@ class SharedSolving:
             log.debug("The process group's store does not answer (%s): the other ranks solve alone", error)
 
     def _adopted(self, problem: Problem, key: str, leader: int) -> Solution | None:
-        """Wait for the answer of the first rank; None where there is none that can be used here."""
+        """Wait for the answer of the first rank; return None where there is none that can be used here."""
         start = time.perf_counter()
         try:
             name = f"{key}/answer{self._count(key)}"
@@ -190,11 +187,11 @@ class SharedSolving:
         return solution and replace(solution, solve_s=time.perf_counter() - start)
 
     def _count(self, key: str) -> int:
-        """Count the solves of what was agreed on: a tighter budget may follow."""
+        """Count the solves of the agreed problem: one with a tighter budget may follow."""
         return self._store.add(f"{key}/solves{self._rank}", 1)
 
     def _are_there(self, keys: Callable[[], list[str]], limit_s: float) -> bool:
-        """Wait for values, which may become fewer. Asks again and again: a wait in the store blocks its other users."""
+        """Wait for values, which may become fewer, by polling: a wait in the store would block its other users."""
         end = time.perf_counter() + limit_s
         while not self._store.check(keys()):
             if time.perf_counter() > end:
@@ -204,41 +201,30 @@ class SharedSolving:
 
 
 def _needs(problem: Problem) -> list[int]:
-    """List the budget, the host and the link to it, and all bytes: what ranks measure on their own may differ."""
-    sizes = (storage.size_bytes for storage in problem.graph.storages)
-    return [problem.budget_bytes, *_host_needs(problem), *problem.profile.workspace_bytes, *sizes]
-
-
-def _host_needs(problem: Problem) -> tuple[int, int, int]:
-    """List the bytes of the host, and what is copied in a millisecond; nothing where all stays on the device."""
+    """List the numbers in which ranks may differ: the budget, the host and the link to it, workspaces, storages."""
     host, link = problem.host, problem.profile.link
-    if host is None or link is None:
-        return 0, 0, 0
-    return host.size_bytes, int(link.out_bytes_per_ms), int(link.in_bytes_per_ms)
+    of_host = [0, 0, 0]  # where all stays on the device
+    if host is not None and link is not None:
+        of_host = [host.size_bytes, int(link.out_bytes_per_ms), int(link.in_bytes_per_ms)]
+    sizes = (storage.size_bytes for storage in problem.graph.storages)
+    return [problem.budget_bytes, *of_host, *problem.profile.workspace_bytes, *sizes]
 
 
 def _meeting(problem: Problem, needs: Sequence[Sequence[int]]) -> Problem:
     """Return the problem with the smallest budget, host and link of several, and the most bytes of everything else."""
-    budget_bytes, *of_host = (min(values) for values in zip(*(own[:4] for own in needs), strict=True))
+    budget_bytes, host_bytes, *speeds = (min(values) for values in zip(*(own[:4] for own in needs), strict=True))
     most = [max(values) for values in zip(*(own[4:] for own in needs), strict=True)]
-    graph, count = problem.graph, len(problem.graph.nodes)
-    pairs = zip(graph.storages, most[count:], strict=True)
-    problem = _meeting_host(problem, *of_host)
-    return replace(
-        problem,
-        graph=replace(graph, storages=tuple(replace(storage, size_bytes=size) for storage, size in pairs)),
-        profile=replace(problem.profile, workspace_bytes=tuple(most[:count])),
-        budget_bytes=budget_bytes,
-    )
-
-
-def _meeting_host(problem: Problem, size_bytes: int, out_bytes_per_ms: int, in_bytes_per_ms: int) -> Problem:
-    """Return the problem with less memory of the host, and a slower link to it."""
-    host, link = problem.host, problem.profile.link
-    if host is None or link is None or not size_bytes:
-        return replace(problem, host=None)
-    slower = replace(link, out_bytes_per_ms=float(out_bytes_per_ms), in_bytes_per_ms=float(in_bytes_per_ms))
-    return replace(problem, host=replace(host, size_bytes=size_bytes), profile=replace(problem.profile, link=slower))
+    count = len(problem.graph.nodes)
+    pairs = zip(problem.graph.storages, most[count:], strict=True)
+    graph = replace(problem.graph, storages=tuple(replace(storage, size_bytes=size) for storage, size in pairs))
+    profile, host = replace(problem.profile, workspace_bytes=tuple(most[:count])), problem.host
+    if host is None or profile.link is None or not host_bytes:
+        host = None
+    else:
+        out_bytes_per_ms, in_bytes_per_ms = map(float, speeds)
+        link = replace(profile.link, out_bytes_per_ms=out_bytes_per_ms, in_bytes_per_ms=in_bytes_per_ms)
+        profile, host = replace(profile, link=link), replace(host, size_bytes=host_bytes)
+    return replace(problem, graph=graph, profile=profile, budget_bytes=budget_bytes, host=host)
 
 
 def _written(needs: Sequence[int]) -> str:
@@ -246,12 +232,12 @@ def _written(needs: Sequence[int]) -> str:
 
 
 def _read(text: bytes) -> list[int]:
-    found: list[int] = json.loads(zlib.decompress(base64.b64decode(text)))
-    return found
+    needs: list[int] = json.loads(zlib.decompress(base64.b64decode(text)))
+    return needs
 
 
 def digest(graph: Graph) -> str:
-    """Name a step by its operations and how they are wired; sizes of what was measured outside of them don't count."""
+    """Name a step by its operations and how they are wired, without the measured sizes of code outside."""
     nodes = [(node.key, node.op, node.inputs, node.outputs) for node in graph.nodes]
     return hashlib.sha256(repr((nodes, graph.forward, graph.backward)).encode()).hexdigest()[:32]
 
@@ -262,21 +248,21 @@ def _announced(rank: int, model: str | None = None) -> str:
 
 
 def _checked(problem: Problem, answer: str, leader: int) -> Solution | None:
-    """Replay the decisions of the first rank with the costs of this rank; None where they are of no use here."""
+    """Replay the decisions of the first rank with the costs of this rank; return None where they are of no use here."""
     if not answer:
         return None
     strategy, status, rows, places = json.loads(answer)
     recompute, aways = tuple(tuple(row) for row in rows), tuple(Away(*place) for place in places)
-    found = Solution(strategy, Status(status), recompute, stopped_by=f"rank {leader} solved", aways=aways)
-    if not found.is_feasible:
-        return found
+    solution = Solution(strategy, Status(status), recompute, stopped_by=f"rank {leader} solved", aways=aways)
+    if not solution.is_feasible:
+        return solution
     try:
-        simulation = replay_solution(problem, found)
+        simulation = replay_solution(problem, solution)
     except ScheduleError as error:
         log.info("The plan of rank %d is for another step (%s): solving alone", leader, error)
         return None
     return replace(
-        found,
+        solution,
         status=Status.FEASIBLE,
         recompute_ms=simulation.recompute_ms,
         wait_ms=simulation.wait_ms,

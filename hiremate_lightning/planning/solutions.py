@@ -1,11 +1,11 @@
 """Solutions of steps, kept for later: in this process for the latest steps, and in a folder where there is one.
 
-A file holds the solution of one problem: it is found by the graph, the budget, the solver, and the version of this
-package, and believed only as far as it can be checked. What operations take in memory must be what was measured now,
-and the schedule is replayed before it is used. Times are those that it was solved for.
+A file holds the solution of one problem. Its name is made from the graph, the budget, the solver, and the version of
+this package. Its contents are checked: the workspaces of operations must be those that were measured now, and the
+schedule is replayed before it is used. Its times are those that it was solved for.
 
-Beside it the latest schedules of each step are kept, whatever their budgets: a later search of the same step is not to
-be worse. A step is the same where its graph and what its operations take in memory are; times may differ.
+Beside it the latest schedules of each step are kept, whatever their budgets, so that a later search of the same step is
+never worse. Steps are the same where graph and workspaces are equal; times may differ.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Solutions:
     """The solutions that are known.
 
     Attributes:
-        folder: Where files are kept; None for no files.
+        folder: Folder of the files; None for no files.
     """
 
     folder: Path | None = None
@@ -108,11 +108,11 @@ class Solutions:
             _write(self._schedules_path(problem), [*before, *fresh][-SCHEDULES:])
 
     def at_least(self, problem: Problem, solution: Solution) -> Solution:
-        """Return a solution, or in its place a schedule that is known, where that fits and is faster, or alone fits.
+        """Return a solution, or a known schedule in its place, where that is faster and fits, or alone fits.
 
         Args:
             problem: The step and its budget.
-            solution: What a search has found now; its bound stays.
+            solution: The new solution; its bound stays.
         """
         if solution.status in (Status.OPTIMAL, Status.INFEASIBLE):
             return solution
@@ -190,8 +190,8 @@ def _decode(text: str, problem: Problem) -> tuple[Solution, Profile]:
     """Read a file.
 
     Raises:
-        ValueError: If it is of another format, or its schedule is not valid or does not fit; other errors come from a
-            file that is no such file.
+        ValueError: If it is of another format, or its schedule is not valid or does not fit. A file with other contents
+            raises other errors.
     """
     data = json.loads(text)
     if data["format"] != FORMAT:

@@ -45,24 +45,24 @@ class Difference:
 
 def differences(
     expected: TrialOutcome,
-    found: TrialOutcome,
+    captured: TrialOutcome,
     half: torch.dtype | None = None,
     again: TrialOutcome = NOTHING,
     refilled: TrialOutcome = NOTHING,
     device: torch.device = CPU,
 ) -> tuple[list[Difference], list[Difference]]:
-    """List the values in which two outcomes differ in any bit, then the gradients; NaN equals NaN.
+    """Return the values, and the gradients, in which two outcomes differ in any bit; NaN equals NaN.
 
     Args:
-        expected: What eager PyTorch gives.
-        found: What was captured gives.
-        half: The type of half precision to which eager PyTorch rounds where what was captured does not, if any.
-        again: What eager PyTorch gives in a second run.
-        refilled: What it gives with other bytes in memory that nobody has written to: what depends on these is not
-            looked at.
+        expected: Outcome of eager PyTorch.
+        captured: Outcome of the captured code.
+        half: The type of half precision to which eager PyTorch rounds and captured code does not, if any.
+        again: Outcome of a second run of eager PyTorch.
+        refilled: Outcome of eager PyTorch with other bytes in memory that nobody has written to. Values that depend on
+            these are not compared.
         device: Where to compare: outcomes are on the host, and a GPU looks at billions of gradients in seconds.
     """
-    outcomes = (expected, found, again, refilled)
+    outcomes = (expected, captured, again, refilled)
     unit_of_gradients = _Unit(tuple(expected.gradients.values()), half, device)
     return (
         _among([outcome.values for outcome in outcomes], _Unit((), half, device)),
@@ -70,22 +70,22 @@ def differences(
     )
 
 
-def _written(expected: Any, found: Any, again: Any, refilled: Any, unit: _Unit) -> Any:
-    """Put what is expected in the place of what was found, where that depends on memory that nobody has written to."""
-    tensors = [expected, found, refilled]
+def _written(expected: Any, captured: Any, again: Any, refilled: Any, unit: _Unit) -> Any:
+    """Return captured values, with the expected ones where these depend on memory that nobody has written to."""
+    tensors = [expected, captured, refilled]
     if not all(isinstance(value, torch.Tensor) and value.layout is torch.strided for value in tensors):
-        return found
-    if len({(value.shape, value.dtype) for value in tensors}) > 1 or found.is_quantized:
-        return found
+        return captured
+    if len({(value.shape, value.dtype) for value in tensors}) > 1 or captured.is_quantized:
+        return captured
     same = _as_bits(expected) == _as_bits(refilled)
     if expected.dtype.is_floating_point or expected.dtype.is_complex:  # kernels that add in any order round otherwise
         most = max(math.prod(unit.of(expected)), TIMES_OWN * _own(expected, again, unit.device))
         same |= (_as_real(expected) - _as_real(refilled)).abs() <= most
-    return torch.where(same.all(-1) if found.is_complex() else same, found, expected)
+    return torch.where(same.all(-1) if captured.is_complex() else same, captured, expected)
 
 
 class _Unit:
-    """What counts as rounding.
+    """The largest difference that counts as rounding.
 
     Args:
         others: Values whose largest one counts beside that of the tensor.
@@ -103,7 +103,7 @@ class _Unit:
         return max((_largest(value, self.device) for value in self._others), default=0.0)
 
     def of(self, expected: torch.Tensor) -> tuple[float, int]:
-        """Compute a unit in the last place of the largest value, and how many of them two roundings may be apart."""
+        """Return a unit in the last place of the largest value, and how many units two roundings may differ by."""
         dtype = self._half if self._half is not None and not _is_half(expected.dtype) else expected.dtype
         unit = torch.finfo(dtype).eps * max(_largest(expected, self.device), self._largest_other)
         return unit, HALF_ROUNDINGS if _is_half(dtype) else ROUNDINGS
@@ -114,11 +114,11 @@ def _is_half(dtype: torch.dtype) -> bool:
 
 
 def _among(outcomes: Sequence[Mapping[str, Any]], unit: _Unit) -> list[Difference]:
-    """Compare by name what the four outcomes of `differences` have, in its order."""
-    expected, found, again, refilled = outcomes
+    """Compare the values of the four outcomes of `differences` by name, in its order."""
+    expected, captured, again, refilled = outcomes
     differing = []
-    for name in dict.fromkeys((*expected, *found)):
-        one, other, second = (values.get(name) for values in (expected, found, again))
+    for name in dict.fromkeys((*expected, *captured)):
+        one, other, second = (values.get(name) for values in (expected, captured, again))
         if name in refilled:
             other = _written(one, other, second, refilled[name], unit)
         difference = _compare(name, one, other, second, unit)
@@ -126,15 +126,17 @@ def _among(outcomes: Sequence[Mapping[str, Any]], unit: _Unit) -> list[Differenc
     return differing
 
 
-def _compare(name: str, expected: Any, found: Any, again: Any, unit: _Unit) -> Difference | None:
-    if not isinstance(expected, torch.Tensor) or not isinstance(found, torch.Tensor):
-        is_same = expected is found or (type(expected) is type(found) and expected == found)
-        return None if is_same else Difference(f"{name} is {_brief(found)} where eager PyTorch has {_brief(expected)}")
-    if (expected.shape, expected.dtype, expected.layout) != (found.shape, found.dtype, found.layout):
-        return Difference(f"{name} is {_brief(found)} where eager PyTorch has {_brief(expected)}")
+def _compare(name: str, expected: Any, captured: Any, again: Any, unit: _Unit) -> Difference | None:
+    if not isinstance(expected, torch.Tensor) or not isinstance(captured, torch.Tensor):
+        is_same = expected is captured or (type(expected) is type(captured) and expected == captured)
+        return (
+            None if is_same else Difference(f"{name} is {_brief(captured)} where eager PyTorch has {_brief(expected)}")
+        )
+    if (expected.shape, expected.dtype, expected.layout) != (captured.shape, captured.dtype, captured.layout):
+        return Difference(f"{name} is {_brief(captured)} where eager PyTorch has {_brief(expected)}")
     if expected.layout is not torch.strided:
-        expected, found = expected.to_dense(), found.to_dense()
-    apart = None if expected.is_quantized else _apart(expected, found, unit.device)
+        expected, captured = expected.to_dense(), captured.to_dense()
+    apart = None if expected.is_quantized else _apart(expected, captured, unit.device)
     return None if apart is None else _difference(name, expected, again, apart, unit)
 
 
@@ -144,39 +146,39 @@ class _Apart:
 
     Attributes:
         most: The largest difference of two values; infinite where one of them alone is NaN.
-        found: What was found there.
-        expected: What eager PyTorch has there.
+        other: The value of the other tensor there.
+        expected: The value that eager PyTorch has there.
         count: How many values differ.
     """
 
     most: float
-    found: float
+    other: float
     expected: float
     count: int
 
 
-def _apart(expected: torch.Tensor, found: torch.Tensor, device: torch.device) -> _Apart | None:
+def _apart(expected: torch.Tensor, other: torch.Tensor, device: torch.device) -> _Apart | None:
     """Compare two tensors; return None where no bit differs beside those of NaN."""
-    pieces = [_apart_within(*piece) for piece in _pieces((expected, found), device)]
+    pieces = [_apart_within(*piece) for piece in _pieces((expected, other), device)]
     differing = [piece for piece in pieces if piece is not None]
     if not differing:
         return None
     return replace(max(differing, key=lambda piece: piece.most), count=sum(piece.count for piece in differing))
 
 
-def _apart_within(expected: torch.Tensor, found: torch.Tensor) -> _Apart | None:
-    if torch.equal(_as_bits(expected), _as_bits(found)):
+def _apart_within(expected: torch.Tensor, other: torch.Tensor) -> _Apart | None:
+    if torch.equal(_as_bits(expected), _as_bits(other)):
         return None
-    same = expected == found
+    same = expected == other
     if expected.dtype.is_floating_point:
-        both_nan = expected.isnan() & found.isnan()
-        if bool((same & (torch.signbit(expected) == torch.signbit(found)) | both_nan).all()):
+        both_nan = expected.isnan() & other.isnan()
+        if bool((same & (torch.signbit(expected) == torch.signbit(other)) | both_nan).all()):
             return None
         same |= both_nan
-    apart = (expected.double() - found.double()).abs().nan_to_num(nan=torch.inf)
+    apart = (expected.double() - other.double()).abs().nan_to_num(nan=torch.inf)
     apart[same] = 0.0
     where = int(apart.argmax())
-    return _Apart(float(apart[where]), float(found[where]), float(expected[where]), int((apart > 0).sum()))
+    return _Apart(float(apart[where]), float(other[where]), float(expected[where]), int((apart > 0).sum()))
 
 
 def _pieces(tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator[list[torch.Tensor]]:
@@ -193,7 +195,7 @@ def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _difference(name: str, expected: torch.Tensor, again: Any, apart: _Apart, unit: _Unit) -> Difference:
     values = expected.numel() * (2 if expected.is_complex() else 1)
-    words = f"{name} has {apart.found:.9g} where eager PyTorch has {apart.expected:.9g}"
+    words = f"{name} has {apart.other:.9g} where eager PyTorch has {apart.expected:.9g}"
     words += f", {apart.count} of {values} values differ"
     if not (expected.dtype.is_floating_point or expected.dtype.is_complex):
         return Difference(words)

@@ -1,4 +1,4 @@
-"""What is proved of captured code (`proving`), and how each code runs: as captured, or as the user wrote it."""
+"""The state of the proof of captured code (`proving`), and how it runs: as captured, or as the user wrote it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import fx
 
 from ..running.execution import Part
 from ..torch_private import checkpoints, tensor_state
-from .unused import unused_at
+from .trials import unused_at
 
 
 class Verdict(Enum):
-    """What is known of captured code beside the same code as it was written."""
+    """The result of comparing captured code with the same code as it was written."""
 
     UNKNOWN = "they were not compared yet"
     PROVED = "both give the same bits"
@@ -24,18 +24,18 @@ class Verdict(Enum):
 
 
 class Proof:
-    """Captured code: it runs as captured, or as the user wrote it where that gives other numbers.
+    """Captured code. It runs as captured, or as the user wrote it where the captured code gives other numbers.
 
     Args:
         written: The code as Dynamo has read it.
         captured: Runs it as captured.
         part: The part that runs inside of that, None where it has no gradients.
-        smaller: Returns, for some arguments, code of smaller sizes to prove in its place, and some of each argument.
-        prove: Called before a run, as long as there is something to prove.
+        smaller: Returns, for arguments, code of smaller sizes to prove in its place, and parts of the arguments.
+        prove: Called before each run, as long as there is something to prove.
 
     Attributes:
-        forward: What is known of outputs, changed inputs and generators.
-        backward: What is known of gradients.
+        forward: The verdict on outputs, changed inputs and generators.
+        backward: The verdict on gradients.
         runs: How often it has run while there was something to prove.
         rests: Whether there is nothing to prove until other gradients come.
         tried_without: Positions of the gradients that did not come, for each kind of backward that was proved, or that
@@ -64,19 +64,20 @@ class Proof:
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the code."""
-        if self._is_open() and not any(map(tensor_state.is_fake, arguments)):  # DDPOptimizer asks for shapes
+        is_open = self.written is not None and not (self.rests and self.next_without() is None)
+        if is_open and not any(map(tensor_state.is_fake, arguments)):  # DDPOptimizer asks for shapes
             self._prove(self, arguments)
             self.runs += 1
         return self._run(*arguments)
 
     @property
     def gradients(self) -> Verdict:
-        """What is known of the gradients of all backwards that have run."""
+        """The verdict on the gradients of all backwards that have run."""
         return self.backward if self.written is None or self.next_without() is None else Verdict.UNKNOWN
 
     @property
     def unproved(self) -> str:
-        """What is not proved of code that runs as captured: "outputs" and what follows from them, or "gradients"."""
+        """The unproved part of code that runs as captured: "outputs", which include all else, "gradients", or ""."""
         return "outputs" if self.forward is Verdict.UNKNOWN else "gradients" * (self.gradients is Verdict.UNKNOWN)
 
     def refuse(self, proofs: Proofs) -> None:
@@ -91,11 +92,8 @@ class Proof:
 
         self._run, self.forward, self.backward = run, Verdict.REFUSED, Verdict.REFUSED
 
-    def _is_open(self) -> bool:
-        return self.written is not None and not (self.rests and self.next_without() is None)
-
     def next_without(self) -> frozenset[int] | None:
-        """Return the gradients that did not come to a backward that has run unproved; None where there is none."""
+        """Return the gradients that were missing in a backward that ran unproved; None where all are proved."""
         if self.part is None or self.part.ran_without <= self.tried_without:
             return None
         unproved = self.part.ran_without - self.tried_without
@@ -103,19 +101,23 @@ class Proof:
         return min(unproved - self.tried_without, key=sorted, default=None)
 
     def begin_again(self) -> None:
-        """Prove gradients again where nothing more was to be proved, and a backward has run that was not."""
+        """Prove gradients again, where the proof rested and an unproved backward has run."""
         if self.rests:
             self.rests, self.runs, self.backward = False, 0, Verdict.UNKNOWN
 
     def rest(self, without: frozenset[int] | None) -> None:
-        """Learn that there is nothing more to prove until other gradients come; some did not come to what was tried."""
+        """Stop proving until other gradients come.
+
+        Args:
+            without: Gradients that were missing in the backward that was tried; None where none ran.
+        """
         self.rests = True
         self.tried_without |= set() if without is None else {without}
         if self.part is None or len(self.part.captured.tangents) < 2:
             self.end()
 
     def end(self) -> None:
-        """Learn that there is nothing more to prove, and let go of what that took."""
+        """End the proof, and release what it held."""
         self.written = None
 
 
@@ -132,13 +134,13 @@ class Proofs:
         self.runs_as_written = 0
 
     def add(self, proof: Proof) -> None:
-        """Count a proof among those of the session; which gradients come is known for all sizes of its code."""
+        """Add a proof to those of the session. All sizes of the same code share which gradients come."""
         self._proofs.add(proof)
         if proof.part is not None and proof.written is not None:
             proof.part.ran_without = self._ran_without.setdefault(proof.written, proof.part.ran_without)
 
     def words(self) -> str:
-        """What is proved so far, "" where nothing was to be proved."""
+        """Return in words what is proved so far, "" where there was nothing to prove."""
         proofs = list(self._proofs)
         trained = [proof for proof in proofs if proof.part is not None]
         if not proofs:
@@ -149,7 +151,7 @@ class Proofs:
         return ", ".join(counts) + (f"; not more, since {'; '.join(reasons)}" if reasons else "")
 
     def rounded(self) -> tuple[str, ...]:
-        """The values that differ from eager PyTorch's by rounding, in words."""
+        """Return, in words, the values that differ from eager PyTorch's by rounding."""
         return tuple(sorted({words for proof in self._proofs for words in proof.rounded}))
 
 

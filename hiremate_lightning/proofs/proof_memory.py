@@ -1,4 +1,4 @@
-"""What the proof of a captured graph takes in memory, and what there is for it."""
+"""The memory that the proof of a captured graph needs, and the memory that is free for it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ..running.program import Program
 
 @dataclass(frozen=True, slots=True)
 class ProofMemory:
-    """Bytes that the runs of a proof take beside what exists before the step.
+    """Bytes that the runs of a proof take beside the memory that exists before the step.
 
     Attributes:
-        plain_bytes: A plain forward and backward.
-        beside_bytes: What gradients on their way take of that, and operators while they run.
-        forward_bytes: A plain forward without gradients.
-        own_bytes: The captured forward and backward.
-        own_forward_bytes: The captured forward.
-        changed_bytes: Copies of what the code changes in place.
-        kept_bytes: What a run gave, in memory until another one gave the same; 0 where that is not the device's memory.
-        free_bytes: What is there.
-        has_room_aside: Whether values can be put aside.
+        plain_bytes: Of a plain forward and backward.
+        beside_bytes: Of gradients on their way, and of operators while they run, in a plain backward.
+        forward_bytes: Of a plain forward without gradients.
+        own_bytes: Of the captured forward and backward.
+        own_forward_bytes: Of the captured forward.
+        changed_bytes: Of copies of what the code changes in place.
+        kept_bytes: Of one run's results, which wait for those of another run; 0 where they are not in device memory.
+        free_bytes: Free for all of this.
+        has_room_aside: Whether values can be offloaded.
     """
 
     plain_bytes: int
@@ -40,7 +40,7 @@ class ProofMemory:
 
     @property
     def needs_files(self) -> bool:
-        """Whether what a run gave is to be kept in files: beside it, a plain backward does not fit."""
+        """Whether a run's results are kept in files, since a plain backward does not fit beside them."""
         needed_bytes = max(self.plain_bytes, self.own_bytes + self.changed_bytes + self.kept_bytes)
         return self.kept_bytes > 0 and needed_bytes > self.free_bytes
 
@@ -63,21 +63,21 @@ class ProofMemory:
 
     @property
     def aside_bytes(self) -> int:
-        """Bytes that saved values may take, in the forward too, where others are put aside; 0 where they can't be."""
+        """Bytes that saved values may take, in the forward too, where others are offloaded; 0 where they can't be."""
         return max(0, min(self.values_bytes, self.free_bytes - self.forward_bytes)) if self.has_room_aside else 0
 
 
 def proof_memory(
     captured: Captured, profile: Profile, program: Program, plain_bytes: int, free_bytes: int
 ) -> ProofMemory:
-    """Find out what a proof takes.
+    """Predict the bytes that the runs of a proof take.
 
     Args:
         captured: The captured graph.
         profile: Costs of its operations.
-        program: What it is about to run by.
-        plain_bytes: What a plain forward and backward takes.
-        free_bytes: What is free.
+        program: The program that is about to run.
+        plain_bytes: Bytes of a plain forward and backward.
+        free_bytes: Bytes that are free.
     """
     graph = captured.graph
     own = simulate(graph, profile, program.schedule)
@@ -89,7 +89,7 @@ def proof_memory(
         own_forward_bytes=max((moment.peak_bytes for moment in own.timeline[: own.turn]), default=0),
         changed_bytes=2 * bytes_of(graph, captured.mutated),
         kept_bytes=bytes_of(graph, (*graph.outputs, *graph.gradients)) if captured.device.type == "cpu" else 0,
-        free_bytes=max(free_bytes, own.peak_bytes),  # what the step takes in any case
+        free_bytes=max(free_bytes, own.peak_bytes),  # the step takes them in any case
         has_room_aside=HAS_FILES or captured.device.type != "cpu",
     )
 

@@ -1,11 +1,10 @@
 """Proof of captured code at its first run, before its numbers are used.
 
-What a capture loses, nobody sees: its graph is all that there is. So each captured code runs once more beside the very
-code that Dynamo has read, called by PyTorch's own operators: forward, and backward where its memory fits what is free,
-plainly or segment by segment. Where a step then brings gradients of other outputs than were taken for likely, the next
-run proves that backward too. Both run on the same inputs, which stay as they were, and must give the same bits. Code
-that gives others runs as the user wrote it from then on. So does code at which PyTorch's machinery fails when it first
-runs.
+Nobody sees what a capture loses: its graph is all that there is. So each captured code is compared once with the code
+that Dynamo has read, which runs by PyTorch's own operators: the forward, and the backward where its memory is free,
+plainly or segment by segment. Both run on the same inputs, which stay as they were, and must give the same bits. Where
+a step brings gradients of other outputs than was guessed, the next run proves that backward too. Code that gives other
+bits runs as the user wrote it from then on. So does code whose capture fails when it first runs.
 
 Differences by rounding are known, see `docs/limits.md`: they are listed, and the code runs as planned.
 """
@@ -42,8 +41,7 @@ from .differences import Difference, differences
 from .proof import Proof, Proofs, Verdict
 from .proof_memory import ProofMemory, proof_memory
 from .segments import Observed, cut, keeping_little
-from .trials import Trial, TrialOutcome
-from .unused import Unused, likely_unused, unused_at
+from .trials import Trial, TrialOutcome, Unused, likely_unused, unused_at
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -52,7 +50,7 @@ _NOT_PARTS = re.compile(r"_(?:modules|parameters|buffers)_")
 
 
 class Proving(Protocol):
-    """What proofs ask of the session whose code they prove.
+    """The session whose code is proved, as far as proofs need it.
 
     Attributes:
         name: Of the model.
@@ -82,15 +80,15 @@ class Proving(Protocol):
         """Return the costs of the operations of a part."""
 
     def free_bytes(self, step: Step, device: torch.device) -> int:
-        """Return the bytes that the budget of a step, and the device, leave beside what is there."""
+        """Return the bytes that the budget of a step, and the device, leave beside existing memory."""
 
 
 class Prover:
     """Proves the captured code of one session.
 
     Args:
-        session: What is asked of the session.
-        proofs: What is proved so far.
+        session: The session.
+        proofs: The proofs so far.
     """
 
     def __init__(self, session: Proving, proofs: Proofs) -> None:
@@ -98,11 +96,11 @@ class Prover:
         self._has_said_unproved = False
 
     def prove(self, proof: Proof, arguments: Sequence[Any]) -> None:
-        """Prove captured code that is about to run, as far as it was not and the memory is there.
+        """Prove captured code that is about to run, as far as it is unproved and memory is free.
 
         Args:
             proof: The code.
-            arguments: What it is about to run with; they stay as they are.
+            arguments: Arguments of the run that is about to start; they stay as they are.
 
         Raises:
             NoTemplateError: If the code was made from traces of other sizes, and can't be proved.
@@ -150,22 +148,15 @@ class Prover:
     def _prove_smaller(
         self, proof: Proof, part: Part, template: ProgramTemplate, program: Program, arguments: Sequence[Any]
     ) -> None:
-        """Prove code at smaller sizes, as far as it goes: with some of each argument, which may tell nothing.
-
-        Args:
-            proof: The code at its own sizes.
-            part: What runs it there.
-            template: What its program is made from.
-            program: The program.
-            arguments: What the code is about to run with.
+        """Prove code at smaller sizes, with a part of each argument; these may leave the proof open.
 
         Raises:
             WrongTemplateError: If it gives other numbers there.
         """
-        made = None if proof.smaller is None else proof.smaller(arguments)
-        if made is None:
+        smaller_code = None if proof.smaller is None else proof.smaller(arguments)
+        if smaller_code is None:
             return
-        smaller, some = made
+        smaller, some = smaller_code
         if smaller.part is None:
             return
         sizes, smaller.part.ran_without = smaller.part.captured.sizes, part.ran_without
@@ -181,8 +172,12 @@ class Prover:
         if backward_pass.is_running():
             return
         nodes = () if proof.part is None else proof.part.captured.joint.graph.nodes
-        if any(map(tensor_state.has_parts, arguments)) or any(is_collective(str(node.target)) for node in nodes):
+        if any(is_collective(str(node.target)) for node in nodes):
             self._leave_unproved(proof, "other processes would wait for what it sends once more")
+            return
+        made_of_others = next(filter(tensor_state.has_parts, arguments), None)
+        if made_of_others is not None:
+            self._leave_unproved(proof, f"it gets a {type(made_of_others).__name__}, a tensor that is made of others")
             return
         proof.begin_again()
         self._session.tracing.close()
@@ -253,7 +248,7 @@ class Prover:
         if needs_numbers and expected.has_nan:
             return
         try:
-            found = trial.run(proof.captured)
+            outcome = trial.run(proof.captured)
         except (HiRemateError, torch.OutOfMemoryError):
             raise
         except OSError as error:
@@ -263,13 +258,13 @@ class Prover:
             self._refuse(proof, f"torch.compile's capture of it fails when it runs: {type(error).__name__}: {error}")
             return
         half, device = self._half_of(proof.part), _device_of(proof, arguments)
-        of_values, of_gradients = differences(expected, found, half, device=device)
+        of_values, of_gradients = differences(expected, outcome, half, device=device)
         if of_values or of_gradients:  # eager PyTorch may differ from itself, too
             _, again = run_written(replace(trial, with_gradients=is_plain))
-            of_values, of_gradients = differences(expected, found, half, again, device=device)
+            of_values, of_gradients = differences(expected, outcome, half, again, device=device)
             if expected.has_fills and not all(known.is_rounding for known in (*of_values, *of_gradients)):
                 _, refilled = run_written(replace(trial, with_gradients=is_plain, fill=0))
-                of_values, of_gradients = differences(expected, found, half, again, refilled, device)
+                of_values, of_gradients = differences(expected, outcome, half, again, refilled, device)
         self._judge(proof, of_values, of_gradients, trial.with_gradients)
 
     def _run_written(
@@ -319,7 +314,7 @@ class Prover:
         )
 
     def _memory_of(self, part: Part | None, program: Program | None, device: torch.device) -> ProofMemory | None:
-        """Find out what the proof of a part takes, None for code without gradients: that takes what it takes."""
+        """Predict the memory that the proof of a part takes; None for code without gradients, which always runs."""
         if part is None or program is None:
             return None
         profile = self._session.costs_of(part)
@@ -366,13 +361,7 @@ def _first_outcome(
 
 
 def _unused_in(proof: Proof, written: fx.GraphModule, without: frozenset[int] | None) -> Unused:
-    """Choose the outputs that get no gradients: those of a backward that has run, else those that are likely to.
-
-    Args:
-        proof: The code.
-        written: As it was written.
-        without: The gradients that did not come to a backward that has run and was not proved.
-    """
+    """Choose the outputs that get no gradients: as in a backward that has run, else as is likely."""
     seen = frozenset[frozenset[int]]() if proof.part is None else frozenset(proof.part.ran_without)
     without = without if without is not None else next(iter(seen), None)
     positions = None if proof.part is None or without is None else unused_at(proof.part.captured, without)
@@ -406,8 +395,8 @@ def _device_of(proof: Proof, arguments: Sequence[Any]) -> torch.device:
 def _may_differ_from_itself(part: Part, arguments: Sequence[Any]) -> bool:
     """Whether a trial of captured code may give other numbers than its run.
 
-    That is where custom operators do when they run again, and where the code changes an input that shares its memory
-    with another one: AOTAutograd finds both by the tensor that they are views of, which inputs of a trial are not.
+    Custom operators may give other numbers when they run again. So may code that changes an input which shares memory
+    with another input: AOTAutograd finds both by their base, and inputs of a trial are no views.
     """
     dense = [a for a in arguments if isinstance(a, torch.Tensor) and a.layout is torch.strided]
     is_shared = len({tensor_state.storage_id(a) for a in dense}) < len(dense)
@@ -416,5 +405,5 @@ def _may_differ_from_itself(part: Part, arguments: Sequence[Any]) -> bool:
 
 def _names_of(written: fx.GraphModule) -> list[str]:
     """Name the inputs of captured code: "L_self_modules_layer_buffers_count_" is layer.count."""
-    found = (str(node.target) for node in written.graph.find_nodes(op="placeholder"))
-    return [_NOT_PARTS.sub(".", name.removeprefix("L_").removeprefix("self")).strip("._") for name in found]
+    names = (str(node.target) for node in written.graph.find_nodes(op="placeholder"))
+    return [_NOT_PARTS.sub(".", name.removeprefix("L_").removeprefix("self")).strip("._") for name in names]

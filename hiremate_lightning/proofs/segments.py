@@ -11,7 +11,7 @@ segments by that, and `Segmented` runs them. Where none fit, `keeping_little` pu
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate, product
@@ -30,10 +30,10 @@ _NUMBERS = (bool, int, float, torch.SymInt)
 
 @dataclass
 class Seen:
-    """What a node did.
+    """The effects of a node.
 
     Attributes:
-        saved: Numbers of the blocks that autograd would keep for its backward, beside what the code is given.
+        saved: Numbers of the blocks that autograd would keep for its backward, beside those that the code is given.
         written: Numbers of the blocks that it has written to.
         sets_state: Whether it returns neither tensors nor numbers, as autocast does when it is entered.
         is_inside: Whether a transform of torch.func is under way after it.
@@ -46,13 +46,10 @@ class Seen:
 
 
 class Observed(fx.Interpreter):
-    """Runs code once, and sees what its nodes do.
-
-    Args:
-        module: The code.
+    """Runs code once, and records the effects of its nodes.
 
     Attributes:
-        seen: What was seen of each node that was called.
+        seen: Effects of each called node.
         blocks_of: Numbers of the blocks of memory that the result of each node lies on.
         sizes: Bytes of each block of memory.
         given: Numbers of the blocks that were there before.
@@ -119,12 +116,12 @@ class Segment:
     """Some nodes that follow each other.
 
     Attributes:
-        module: Their code: what passes in as arguments, what passes out as a tuple.
-        inputs: What passes in.
-        outputs: What passes out.
+        module: Their code: inputs as arguments, outputs as a tuple.
+        inputs: Values that pass in.
+        outputs: Values that pass out.
         changing: Positions of the inputs that the code changes in place. A second run gets copies that were made
             before the first one.
-        once: Whether it runs once, and keeps what it saves.
+        once: Whether it runs once, and keeps its saved tensors.
     """
 
     module: fx.GraphModule
@@ -140,7 +137,7 @@ class Segmented:
     Args:
         module: The code.
         segments: All of its nodes.
-        is_aside: Whether what passes from one segment to the next is put aside for the backward.
+        is_aside: Whether values that pass from one segment to the next are offloaded until the backward.
     """
 
     def __init__(self, module: fx.GraphModule, segments: Sequence[Segment], is_aside: bool) -> None:
@@ -192,7 +189,7 @@ def cut(module: fx.GraphModule, observed: Observed, free_bytes: int) -> Segmente
     Args:
         module: The code.
         observed: What was seen of it.
-        free_bytes: What values of the forward may take at any moment of a backward.
+        free_bytes: Most bytes of values of the forward at any moment of a backward.
 
     Returns:
         The code in segments; None where no cut that was tried fits.
@@ -207,12 +204,12 @@ def cut(module: fx.GraphModule, observed: Observed, free_bytes: int) -> Segmente
 
 
 def keeping_little(module: fx.GraphModule, observed: Observed, free_bytes: int) -> Callable[..., Any] | None:
-    """Have all that autograd saves put aside, but what is small; None where what one node saves does not fit.
+    """Offload all that autograd saves, except small values; None where the values of one node don't fit.
 
     Args:
         module: The code.
         observed: What was seen of it.
-        free_bytes: What saved values may take at any moment.
+        free_bytes: Most bytes of saved values at any moment.
     """
     of_nodes = [[observed.sizes[block] for block in seen.saved] for seen in observed.seen.values()]
     small_bytes = sum(size for sizes in of_nodes for size in sizes if size < LEAST_ASIDE)
@@ -221,11 +218,7 @@ def keeping_little(module: fx.GraphModule, observed: Observed, free_bytes: int) 
 
 
 class _Shape:
-    """Nodes in their order, and what passes between them.
-
-    Args:
-        observed: What was seen of them.
-    """
+    """Nodes in their order, and the values that pass between them."""
 
     def __init__(self, observed: Observed) -> None:
         self._nodes, self._seen = list(observed.seen), list(observed.seen.values())
@@ -243,16 +236,17 @@ class _Shape:
             if last > made[block]:
                 steps[made[block] + 1] += self._sizes[block]
                 steps[last + 1] -= self._sizes[block]
-        self._passing_bytes = list(accumulate(steps))  # by place: what is made before and read after it
+        self._passing_bytes = list(accumulate(steps))  # by place, of values that are made before and read after it
         self._changed = {block for seen in self._seen for block in seen.written} & given
         self._may_cut = [True, *(not seen.is_inside for seen in self._seen)]
-        for block, index in written.items():  # what is changed in place must be made in the same segment
+        for block, index in written.items():  # a value that is changed in place must be made in the same segment
             self._may_cut[made[block] + 1 : index + 1] = [False] * (index - made[block])
 
     def bounds(self, count: int) -> list[tuple[int, int]] | None:
-        """Cut into about so many segments, where little passes; None where that can't be around what sets state.
+        """Cut into about `count` segments, at places where few bytes pass.
 
-        Where that sets state inside of a transformation, the whole transformation is a segment.
+        A node that sets state is a segment of its own. One inside of a transformation makes the whole transformation
+        a segment. Returns None where there is no place to cut around such a node.
         """
         forced = self._around_state()
         if forced is None:
@@ -276,7 +270,7 @@ class _Shape:
         return list(zip(cuts, [*cuts[1:], len(self._nodes)], strict=True))
 
     def _around_state(self) -> set[int] | None:
-        """Return the nearest places before and after what sets state; None where there is none to cut at."""
+        """Return the places to cut before and after each node that sets state; None where one has no such place."""
         allowed, forced = [place for place, may_cut in enumerate(self._may_cut) if may_cut], set[int]()
         for index, seen in enumerate(self._seen):
             if seen.sets_state:
@@ -287,14 +281,14 @@ class _Shape:
         return forced
 
     def peak_bytes(self, bounds: Sequence[tuple[int, int]], is_aside: bool) -> int:
-        """Return the most bytes of the forward that live in a backward: what has passed, and a segment's own.
+        """Return the most bytes of the forward that live in a backward: of passed values, and of a segment's own.
 
-        Of what has passed and is put aside only what passes at the segment lives with it.
+        Where values that pass are offloaded, only those that pass at the segment live with it.
         """
         passed, kept_bytes, peak_bytes = set[int](), 0, 0
         for start, end in bounds:
             passed = set() if is_aside else passed
-            passed.update(self._passing(start))
+            passed.update(block for block, last in self._read.items() if self._made[block] < start <= last)
             passed_bytes = sum(self._sizes[block] for block in passed)
             peak_bytes = max(peak_bytes, passed_bytes + kept_bytes + self._own_bytes(start, end, passed))
             is_kept = not is_aside and self._runs_once(start, end)
@@ -316,12 +310,8 @@ class _Shape:
         saved = set[int]().union(*(seen.saved for seen in self._seen[start:end]))
         return sum(self._sizes[block] for block in saved if block not in beside)
 
-    def _passing(self, place: int) -> Iterator[int]:
-        """List the blocks that are made before a place and read after it."""
-        return (block for block, last in self._read.items() if self._made[block] < place <= last)
-
     def _runs_once(self, start: int, end: int) -> bool:
-        """Whether nodes set state, or are given memory twice that the code changes: a second run would go wrong."""
+        """Whether a second run would go wrong: nodes set state, or get the same memory twice and change it."""
         if any(seen.sets_state for seen in self._seen[start:end]):
             return True
         own = set(self._nodes[start:end])

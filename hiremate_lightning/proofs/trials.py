@@ -1,8 +1,13 @@
-"""Run code once to see what it gives, and leave inputs, random numbers and gradients as they were found.
+"""Run code once to collect its results, and leave inputs, random numbers and gradients as they were.
 
-A `TrialOutcome` holds what two runs of the same code must agree on: the outputs, the inputs that the code has changed,
-the states of the generators, and, where asked for, the gradients of the inputs. What lies on another device is kept on
+A `TrialOutcome` holds the results in which two runs of the same code must agree: outputs, inputs that it has changed,
+the states of the generators, and, where asked for, the gradients of the inputs. Results of another device are kept on
 the host, so that one outcome takes no memory while the other is made.
+
+Some outputs get no gradients: those whose gradients do not come in training either. Where the loss depends on some
+outputs only, autograd computes another backward than where all outputs get gradients: it leaves out terms of sums, and
+the rest may lie otherwise in memory. So the backward that runs is the one to prove. Before the first backward has run
+it is guessed: code that returns its loss, and what the loss was computed from, gets a gradient for its loss alone.
 """
 
 from __future__ import annotations
@@ -14,23 +19,25 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import fx
 
+from ..capturing.capture import Captured
 from ..measuring.aside import in_file
 from ..measuring.files import Files
-from ..torch_private import autocasting, hooks, tensor_state
+from ..torch_private import aot, autocasting, hooks, tensor_state
 from ..torch_private.restoring import Restoring, Watching
-from .unused import Unused
 
+Unused = Callable[[Sequence[Any]], frozenset[int]]  # returns the positions of outputs that get no gradients
 SEED = 0  # of the gradients that a trial begins its backward with
 
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """What a run of code gave.
+    """The results of a run of code.
 
     Attributes:
-        values: Outputs, changed inputs and states of generators, by what they are.
-        gradients: Gradients of the inputs, by what they are; None for one that does not come.
+        values: Outputs, changed inputs and states of generators, by name.
+        gradients: Gradients of the inputs, by name; None for one that does not come.
         has_fills: Whether the code got memory that nobody had written to, and that the trial filled.
     """
 
@@ -51,11 +58,11 @@ class Trial:
 
     Attributes:
         arguments: The inputs.
-        names: What each of them is called.
+        names: Their names.
         constants: Other tensors that the code may write to.
         with_gradients: Whether to compute gradients of the inputs that require them.
         copies: Whether inputs that other code has computed are copies: autograd refuses to change a leaf in place.
-        files: Temporary files for what is kept on the host; None to keep it in memory.
+        files: Temporary files for results on the host; None to keep these in memory.
         fill: The byte in memory that nobody has written to.
         unused: Returns the positions of the outputs that get no gradients; None where all get some.
     """
@@ -81,11 +88,15 @@ class Trial:
 
         Args:
             function: The code.
-            keeps_nothing: Whether autograd drops what it would keep for a backward: the operators are those of
-                training, and values die as they are read.
+            keeps_nothing: Whether autograd drops the tensors that it would keep for a backward: the operators are those
+                of training, and values die as they are read.
             tell: Called with each dense tensor that an operator may be about to write to.
         """
-        leaves = {i: self._leaf(a) for i, a in enumerate(self.arguments) if isinstance(a, torch.Tensor)}
+        leaves = {
+            i: tensor_state.apart(a).requires_grad_(a.requires_grad)
+            for i, a in enumerate(self.arguments)
+            if isinstance(a, torch.Tensor)
+        }
         given = [self._given(i, leaves.get(i, a)) for i, a in enumerate(self.arguments)]
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
         devices = sorted({t.device for t in tensors if t.device.type == "cuda"}, key=str)
@@ -99,14 +110,15 @@ class Trial:
         clearing = _cleared_casts({t.device.type for t in tensors})
         with torch.random.fork_rng(devices=devices), clearing, autocasting.as_found_on_error():
             try:
-                keeping = _dropping() if keeps_nothing else nullcontext()
+                dropping = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
+                keeping = dropping if keeps_nothing else nullcontext()
                 with watching, torch.enable_grad(), hooks.no_saved_tensor_hooks(), keeping:
                     results = function(*given)
                     outputs = list(results) if isinstance(results, (tuple, list)) else [results]
-                    roots = _Roots([*self._used(outputs), *tensors]) if self.with_gradients else None
+                    ends = _ends([*self._used(outputs), *tensors]) if self.with_gradients else None
                     values = {f"output {i}": self._kept(value, tensors) for i, value in enumerate(outputs)}
                     del results, outputs
-                    gradients = self._gradients(leaves, roots) if roots is not None else {}
+                    gradients = self._gradients(leaves, ends) if ends is not None else {}
                 with torch.no_grad():
                     for name, value in zip(self.names, given, strict=True):
                         if isinstance(value, torch.Tensor) and restoring.changed(value):
@@ -116,9 +128,6 @@ class Trial:
                 restoring.restore()
         return TrialOutcome(values, gradients, watching.has_filled)
 
-    def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor_state.apart(tensor).requires_grad_(tensor.requires_grad)
-
     def _used(self, outputs: Sequence[Any]) -> list[Any]:
         unused = frozenset[int]() if self.unused is None else self.unused(outputs)
         return [value for i, value in enumerate(outputs) if i not in unused]
@@ -127,26 +136,30 @@ class Trial:
         is_copied = self.copies and isinstance(value, torch.Tensor) and not self.arguments[position].is_leaf
         return value.clone() if is_copied else value
 
-    def _gradients(self, leaves: dict[int, torch.Tensor], roots: _Roots) -> dict[str, Any]:
-        """Compute gradients of the leaves, for drawn gradients of the results that autograd has computed."""
-        own = {  # without what the code has changed in place, which is not what it was given any more
+    def _gradients(self, leaves: dict[int, torch.Tensor], ends: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """Compute gradients of the leaves, for drawn gradients of the results that lead to the ends."""
+        own = {  # without inputs that the code has changed in place, which are leaves no more
             f"the gradient of {self.names[i]}": leaf
             for i, leaf in leaves.items()
             if leaf.requires_grad and leaf.is_leaf
         }
-        found: dict[str, Any] = dict.fromkeys(own)
+        gradients: dict[str, Any] = dict.fromkeys(own)
 
         def keep(name: str, leaf: torch.Tensor) -> None:
             """Keep a gradient as it comes: it takes no memory while the backward goes on."""
             gradient, leaf.grad = leaf.grad, None
-            found[name] = self._kept(gradient, ())
+            gradients[name] = self._kept(gradient, ())
 
         for name, leaf in own.items():
             leaf.register_post_accumulate_grad_hook(partial(keep, name))
-        with _no_autocast({leaf.device.type for leaf in own.values()}):
-            roots.run_backward(list(own.values()))
+        device_types = sorted({leaf.device.type for leaf in own.values()})
+        active = [kind for kind in device_types if torch.is_autocast_enabled(kind)]
+        # Training leaves autocast before it calls the backward.
+        with torch.autocast(active[0], enabled=False) if active else nullcontext():
+            if ends and own:
+                torch.autograd.backward(ends, inputs=list(own.values()))
         _let_threads_finish({leaf.device for leaf in own.values()})
-        return found
+        return gradients
 
     def _kept(self, value: Any, inputs: Sequence[torch.Tensor]) -> Any:
         """Keep a value on the host, apart from the memory of inputs, which is put back."""
@@ -154,21 +167,10 @@ class Trial:
         return kept if self.files is None or not isinstance(kept, torch.Tensor) else in_file(kept, self.files)
 
 
-class _Roots:
-    """Where a backward begins: in results that autograd has computed, whose memory does not stay for that.
-
-    Args:
-        results: All results.
-    """
-
-    def __init__(self, results: Sequence[Any]) -> None:
-        own = [r for r in results if isinstance(r, torch.Tensor) and r.grad_fn is not None]
-        self._ends = [_End.apply(root) for root in own]  # type: ignore[no-untyped-call]
-
-    def run_backward(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Compute gradients of leaves, for drawn gradients of the results."""
-        if self._ends and leaves:
-            torch.autograd.backward(self._ends, inputs=leaves)
+def _ends(results: Sequence[Any]) -> list[torch.Tensor]:
+    """Return numbers at which a backward begins in place of results that autograd has computed; these need not stay."""
+    own = (r for r in results if isinstance(r, torch.Tensor) and r.grad_fn is not None)
+    return [_End.apply(result) for result in own]  # type: ignore[no-untyped-call]
 
 
 class _End(torch.autograd.Function):
@@ -184,7 +186,8 @@ class _End(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:
-        return _drawn_like(ctx.shape, ctx.device)
+        generator = torch.Generator(ctx.device).manual_seed(SEED)  # the same for each run, and none of the user's
+        return torch.empty_like(ctx.shape, device=ctx.device).normal_(generator=generator)
 
 
 def _let_threads_finish(devices: set[torch.device]) -> None:
@@ -192,16 +195,6 @@ def _let_threads_finish(devices: set[torch.device]) -> None:
     for device in devices:
         nothing = torch.empty(0, device=device, requires_grad=True)
         torch.autograd.grad(nothing * 1, nothing, torch.empty(0, device=device))
-
-
-def _dropping() -> torch.autograd.graph.saved_tensors_hooks:
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
-
-
-def _drawn_like(shape: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Draw the gradient of a result: the same one for each run, and no number from the user's generators."""
-    generator = torch.Generator(device).manual_seed(SEED)
-    return torch.empty_like(shape, device=device).normal_(generator=generator)
 
 
 def _kept(value: Any, inputs: Sequence[torch.Tensor]) -> Any:
@@ -224,14 +217,6 @@ def _states(devices: Sequence[torch.device]) -> dict[str, Any]:
 
 
 @contextmanager
-def _no_autocast(device_types: set[str]) -> Iterator[None]:
-    """Leave autocast, as training does before it calls the backward."""
-    active = [kind for kind in sorted(device_types) if torch.is_autocast_enabled(kind)]
-    with torch.autocast(active[0], enabled=False) if active else nullcontext():
-        yield
-
-
-@contextmanager
 def _cleared_casts(device_types: set[str]) -> Iterator[None]:
     """Forget the casts that autocast remembers of the inputs of a trial: they would live to the end of the forward."""
     try:
@@ -239,3 +224,45 @@ def _cleared_casts(device_types: set[str]) -> Iterator[None]:
     finally:
         if any(torch.is_autocast_enabled(kind) for kind in device_types):
             torch.clear_autocast_cache()
+
+
+# ---------------------------------------------------------------- outputs without gradients
+
+
+def unused_at(captured: Captured, missing: frozenset[int]) -> frozenset[int] | None:
+    """Return the positions of the outputs whose gradients do not come; None where these are of more than outputs.
+
+    Args:
+        captured: The code.
+        missing: Positions of these gradients among all that its backward takes.
+    """
+    positions = (aot.output_position(captured.tangents[gradient]) for gradient in missing)
+    outputs = [position for position in positions if position is not None]
+    return frozenset(outputs) if len(outputs) == len(missing) else None
+
+
+def likely_unused(written: fx.GraphModule) -> Unused:
+    """Return a function that guesses which outputs get no gradients, for code that has not run yet."""
+
+    def guess(outputs: Sequence[Any]) -> frozenset[int]:
+        returned: Any = written.graph.output_node().args[0]
+        if not isinstance(returned, (tuple, list)) or len(returned) != len(outputs):
+            return frozenset()
+        own = {i for i, value in enumerate(outputs) if isinstance(value, torch.Tensor) and value.grad_fn is not None}
+        for loss in (i for i in sorted(own) if outputs[i].dim() == 0):
+            others, sources = own - {loss}, _sources(returned[loss])
+            if all(returned[other] in sources for other in others):
+                return frozenset(others)
+        return frozenset()
+
+    return guess
+
+
+def _sources(value: fx.Node) -> set[fx.Node]:
+    """List a value and all that it is computed from."""
+    sources, open_ends = {value}, [value]
+    while open_ends:
+        new = set(open_ends.pop().all_input_nodes) - sources
+        sources |= new
+        open_ends.extend(new)
+    return sources

@@ -1,15 +1,15 @@
-"""Values that are away: in the host's memory between their last use in the forward and their first in the backward.
+"""Offloaded values: in the host's memory between their last use in the forward and their first in the backward.
 
-That is the third choice for what the backward reads, beside keeping it and computing it again. A copy to the host and
-back takes no time of what computes, as long as it finds enough to go on with meanwhile: POFO (Beaumont, Eyraud-Dubois,
-Shilova, "Efficient Combination of Rematerialization and Offloading for Training DNNs", NeurIPS 2021) and, without
-recomputation, "Optimal GPU-CPU Offloading Strategies for Deep Neural Network Training" (Euro-Par 2020) of the same
-authors. Both are about chains, and copy a value as soon as it is made. Here it is any graph, and an `Away` says for a
-storage where its copy begins, where its memory is given up, and where its way back begins.
+Offloading is the third choice for a value that the backward reads, beside keeping it and computing it again. A copy to
+the host and back takes no time as long as the device has other work meanwhile: POFO (Beaumont, Eyraud-Dubois, Shilova,
+"Efficient Combination of Rematerialization and Offloading for Training DNNs", NeurIPS 2021) and, without recomputation,
+"Optimal GPU-CPU Offloading Strategies for Deep Neural Network Training" (Euro-Par 2020) of the same authors. Both are
+about chains, and copy a value as soon as it is made. Here the graph is any, and an `Away` says for a storage where its
+copy out begins, where its memory is freed, and where its copy in begins.
 
-What may not go away: what exists before the step (parameters, the batch), what the forward returns or the step hands
-out, what the caller holds, and what code outside has made or reads. Of a step of several calls, a storage goes away in
-the forward of its own call, and comes back in the backward of that call.
+Some values may not go away: those that exist before the step (parameters, the batch), that the forward returns, that
+the step hands out, that the caller holds, and that code outside has made or reads. In a step of several calls, a
+storage goes away in the forward of its own call, and comes back in the backward of that call.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ class Host:
     has_round_blocks: bool = False
 
     def holds(self, graph: Graph, aways: Iterable[Away]) -> bool:
-        """Whether all that goes away in a step has a place: all of it lies there as the backward begins."""
+        """Whether all that goes away in a step fits: all of it lies here as the backward begins."""
         sizes = (graph.sizes[away.storage] for away in aways)
         return sum(round_block(size) if self.has_round_blocks else size for size in sizes) <= self.size_bytes
 
 
 def round_block(size_bytes: int) -> int:
-    """Round bytes up to a power of two, as PyTorch does with what it pins."""
+    """Round bytes up to a power of two, as PyTorch does with pinned memory."""
     return 1 << (size_bytes - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """A storage that a schedule saves, and when nothing uses it.
+    """A storage that a schedule saves, and the time in which nothing uses it, counted in nodes that have run.
 
     Attributes:
         storage: The storage.
-        made: So many nodes of the forward have run when it has all its values.
-        last: So many have run when nothing of the forward uses it any more.
-        first: So many nodes have run in the backward when it is used again.
-        end: So many have run in the forward when that of its call ends.
-        start: So many have run in the backward when that of its call begins.
+        made: The place in the forward from which on it has all its values.
+        last: The place in the forward from which on nothing uses it.
+        first: The place in the backward at which it is used again.
+        end: The end of its call's forward.
+        start: The start of its call's backward.
     """
 
     storage: int
@@ -73,7 +73,7 @@ class Idle:
 
 @dataclass(frozen=True, slots=True)
 class Away:
-    """Where a storage goes away and comes back; counted in nodes that have run, in the forward and in the backward.
+    """Places at which a storage goes away and comes back, counted in nodes that have run in the forward or backward.
 
     Attributes:
         storage: The storage.
@@ -109,14 +109,14 @@ def idle_storages(graph: Graph, schedule: Schedule, pinned: Collection[int] = ()
         made.update(dict.fromkeys(_written(graph, index), number))
     saved = {graph.tensors[t].storage for t in schedule.saved} - staying(graph) - set(pinned)
     ends, starts = _outside(graph, forward), _outside(graph, backward)
-    found = list[Idle]()
+    idle = list[Idle]()
     for storage in saved:
         if storage is not None and storage in made and storage in first:
             end = ends[bisect_left(ends, made[storage])]
             start = starts[bisect_right(starts, first[storage]) - 1] + 1
             if last[storage] <= end:
-                found.append(Idle(storage, made[storage], last[storage], first[storage], end, start))
-    return tuple(sorted(found, key=lambda idle: (idle.last, idle.storage)))
+                idle.append(Idle(storage, made[storage], last[storage], first[storage], end, start))
+    return tuple(sorted(idle, key=lambda one: (one.last, one.storage)))
 
 
 def _outside(graph: Graph, runs: Sequence[int]) -> list[int]:
@@ -139,7 +139,7 @@ def _written(graph: Graph, index: int) -> Collection[int | None]:
 
 
 def staying(graph: Graph) -> set[int]:
-    """List the storages that others than the step itself see, and those without memory that comes and goes."""
+    """List the storages that may not go away: others see them, or no step allocates their memory."""
     seen = {graph.tensors[t].storage for t in (*graph.inputs, *graph.outputs, *graph.held, *graph.gradients)}
     for node in graph.nodes:
         if node.op == OUTSIDE:
@@ -158,7 +158,7 @@ def put_away(graph: Graph, schedule: Schedule, aways: Sequence[Away], pinned: Co
     Args:
         graph: The step.
         schedule: A valid schedule of it, in which nothing is away.
-        aways: What goes away, each storage once.
+        aways: The storages to offload, each once.
         pinned: Storages that must stay for other reasons.
 
     Raises:
@@ -166,18 +166,18 @@ def put_away(graph: Graph, schedule: Schedule, aways: Sequence[Away], pinned: Co
     """
     if not aways:
         return schedule
-    idle = {found.storage: found for found in idle_storages(graph, schedule, pinned)}
+    idle = {one.storage: one for one in idle_storages(graph, schedule, pinned)}
     forward, backward = defaultdict[int, list[Operation]](list), defaultdict[int, list[Operation]](list)
     storages = [away.storage for away in aways]
     if len(set(storages)) < len(storages):
         raise ScheduleError("A storage goes away twice: name each once")
     for away in aways:
-        found = idle.get(away.storage)
-        if found is None:
+        fits = idle.get(away.storage)
+        if fits is None:
             raise ScheduleError(f"Storage {away.storage} may not go away: choose among idle_storages(graph, schedule)")
-        goes, comes = found.last <= away.gone <= found.end, found.start <= away.back <= found.first
-        if not (goes and comes and found.made <= away.out <= away.gone):
-            raise ScheduleError(f"{away} does not fit {found}")
+        goes, comes = fits.last <= away.gone <= fits.end, fits.start <= away.back <= fits.first
+        if not (goes and comes and fits.made <= away.out <= away.gone):
+            raise ScheduleError(f"{away} does not fit {fits}")
     for away in aways:
         forward[away.out].append(CopyOut(away.storage))
     for away in aways:
@@ -191,19 +191,19 @@ def put_away(graph: Graph, schedule: Schedule, aways: Sequence[Away], pinned: Co
 
 
 def _inserted(operations: Sequence[Operation], places: dict[int, list[Operation]]) -> tuple[Operation, ...]:
-    """Insert operations where so many nodes have run: after the frees that follow these, before the next node."""
-    found, runs = list[Operation](), 0
+    """Insert operations at places, counted in nodes that have run: just before the next node, after all frees."""
+    result, runs = list[Operation](), 0
     for operation in operations:
         if isinstance(operation, Compute):
-            found += places.get(runs, ())
+            result += places.get(runs, ())
             runs += 1
-        found.append(operation)
-    return (*found, *places.get(runs, ()))
+        result.append(operation)
+    return (*result, *places.get(runs, ()))
 
 
 def split_aways(step: Step, recompute: Decisions, aways: Sequence[Away]) -> tuple[tuple[Away, ...], ...]:
-    """Split what goes away in a step by these decisions: for each call its own, with places in its own nodes."""
-    found: list[list[Away]] = [[] for _ in step.spans]
+    """Split the offloaded storages of a step among its calls; the places of each count its own call's nodes."""
+    by_call: list[list[Away]] = [[] for _ in step.spans]
     schedule = lower(step.graph, recompute)
     forward, backward = ([step.owners[n] for n in _runs(half)] for half in (schedule.forward, schedule.backward))
     for away in aways:
@@ -213,18 +213,18 @@ def split_aways(step: Step, recompute: Decisions, aways: Sequence[Away]) -> tupl
             return sum(owner is not None and owner[0] == call for owner in owners[:place])
 
         places = own(forward, away.out), own(forward, away.gone), own(backward, away.back)
-        found[call].append(Away(away.storage - step.storages_at[call], *places))
-    return tuple(map(tuple, found))
+        by_call[call].append(Away(away.storage - step.storages_at[call], *places))
+    return tuple(map(tuple, by_call))
 
 
 def storages_in(step: Step, by_call: Sequence[Iterable[int]]) -> frozenset[int]:
-    """Return what some storages of each call are in the step."""
+    """Return the numbers that storages of each call have in the step."""
     pairs = zip(step.storages_at, by_call, strict=True)
     return frozenset(first + storage for first, own in pairs for storage in own)
 
 
 def may_lie_aside(graph: Graph, storages: int) -> frozenset[int]:
-    """Find what autograd saves of a step and nobody else holds until the backward.
+    """Return the storages that autograd saves of a step and nobody else holds until the backward.
 
     Args:
         graph: The step.

@@ -1,7 +1,7 @@
-"""What each node costs: time and workspace, and an analytic estimate of both.
+"""The costs of each node: time and workspace, and an analytic estimate of both.
 
-A `Profile` is what solvers and the simulator read. `profiling.py` measures one on the device; `estimate` computes one
-from operation counts, the same on every machine, for tests and for planning without the device.
+Solvers and the simulator read a `Profile`. `profiling.py` measures one on the device. `estimate` computes one from
+operation counts, the same on every machine, for tests and for planning without the device.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ HALF_TYPES = ("float16", "bfloat16")
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How fast a device copies to the host and from there, both at once, beside what it computes.
+    """How fast a device copies to the host and back, both at once, while it computes.
 
-    That copies take some of the bandwidth of the device's own memory is not counted.
+    The bandwidth that copies take from the device's own memory is not counted.
 
     Attributes:
         out_bytes_per_ms: Bytes a millisecond to the host.
         in_bytes_per_ms: Bytes a millisecond from the host.
-        latency_ms: Milliseconds that each copy takes beside.
+        latency_ms: Milliseconds that each copy takes in addition.
     """
 
     out_bytes_per_ms: float
@@ -45,10 +45,10 @@ class Profile:
 
     Attributes:
         time_ms: Milliseconds of one run.
-        workspace_bytes: Bytes needed only while the node runs, beyond its outputs; less than nothing where an output
-            takes the memory of a value that dies.
+        workspace_bytes: Bytes needed only while the node runs, beyond its outputs; below 0 where an output takes the
+            memory of a value that dies.
         device: Where it was measured, or "estimate".
-        link: How fast it copies to the host and back; None where nothing is to be copied.
+        link: How fast the device copies to the host and back; None where nothing is copied.
     """
 
     time_ms: tuple[float, ...]
@@ -69,19 +69,18 @@ def profile_from_json(text: str) -> Profile:
 
 
 def as_plain(graph: Graph, profile: Profile) -> tuple[Graph, Profile]:
-    """Return a step as plain PyTorch runs it, where that is known to hold, to read or to need more."""
+    """Return a step as plain PyTorch runs it: where it is known to, that holds, reads or needs more."""
     storages = tuple(replace(s, size_bytes=s.size_bytes * s.plain_times, plain_times=1) for s in graph.storages)
-    nodes = tuple(map(_node_as_plain, graph.nodes))
+    nodes = list[Node]()
+    for node in graph.nodes:
+        if node.plain_inputs:
+            node = replace(node, inputs=tuple(dict.fromkeys((*node.inputs, *node.plain_inputs))))
+        if node.checkpoint is not None:  # the user's code runs it again
+            node = replace(node, is_random=False, reads_mutated=False)
+        nodes.append(node)
     pairs = zip(graph.nodes, profile.workspace_bytes, strict=True)
     workspaces = tuple(size if node.op == OUTSIDE else max(size, node.plain_bytes) for node, size in pairs)
-    return replace(graph, nodes=nodes, storages=storages), replace(profile, workspace_bytes=workspaces)
-
-
-def _node_as_plain(node: Node) -> Node:
-    """Return a node that reads what plain PyTorch reads, and may run again where the user's code runs it again."""
-    if node.plain_inputs:
-        node = replace(node, inputs=tuple(dict.fromkeys((*node.inputs, *node.plain_inputs))))
-    return node if node.checkpoint is None else replace(node, is_random=False, reads_mutated=False)
+    return replace(graph, nodes=tuple(nodes), storages=storages), replace(profile, workspace_bytes=workspaces)
 
 
 @dataclass(frozen=True, slots=True)

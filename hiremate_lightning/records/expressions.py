@@ -1,14 +1,14 @@
 """Whole numbers as expressions of sizes, found from their values where a step was traced.
 
-A captured step is full of numbers that depend on the sizes of a batch: shapes of views, strides, bytes. Each of them
-is a constant, or a factor times a product of up to three sizes and a constant: a length, its square, a batch times a
-length, or times a length and one. A straight line alone would be wrong: `length * length` at 40 and 46 lies on a line
-too. So more samples are asked for than two, and where several expressions have the same values at all of them there is
-none.
+Many numbers of a captured step depend on the sizes of a batch: shapes of views, strides, bytes. Each of them is a
+constant, or a factor times a product of up to three sizes, plus a constant: a length, its square, a batch times a
+length, a batch times a length plus one. A straight line through two samples is not enough: `length * length` at 40 and
+46 lies on a line too. So three samples are needed at least. Where several expressions have the same values at all
+samples, there is no expression.
 
 Quotients are left out, since they take few values: `length // 3` is 13, 15 and 19 at 40, 46 and 59, and so are
 `2 * ceil(length / 8) + 3` and others. Nor can samples tell `length // 8 * 8` from a length where all are multiples of
-8. Who has captured a step sees its quotients, and passes them as sizes of their own.
+8. The code that captures a step sees its quotients, and passes them as sizes of their own.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Expression:
     """A factor times a product of sizes, and a constant, which may be times some of these sizes too.
 
     Attributes:
-        factor: What the product is taken times.
+        factor: The factor of the product.
         dimensions: Positions of the sizes in the product, in ascending order, as often as they are in it; none for a
             number that is the same at all sizes.
-        constant: What is added.
-        of_constant: Positions of the sizes that it is times: `8 * batch * (length + 1)` has 8 times the batch.
+        constant: The number that is added.
+        of_constant: Positions of the sizes that multiply the constant: in `8 * batch * (length + 1)`, the batch.
     """
 
     factor: int
@@ -83,7 +83,7 @@ def find_expression(samples: Sequence[Sizes], values: Sequence[int]) -> Expressi
 
 
 def _products(samples: Sequence[Sizes]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-    """Yield the products of sizes, with their values; of those that are 0 or 1 no squares, which are the same."""
+    """Yield the products of sizes, with their values; no squares of sizes that are 0 or 1: they equal their squares."""
     bits = {d for d, column in enumerate(zip(*samples, strict=True)) if set(column) <= BITS}
     for count in range(1, MOST_FACTORS + 1):
         for dimensions in combinations_with_replacement(range(len(samples[0])), count):
@@ -135,7 +135,7 @@ def vary_alone(samples: Sequence[Sizes], sizes: Sizes) -> tuple[list[Sizes], Siz
         The sizes of the samples and of the other one, without these.
 
     Raises:
-        NoTemplateError: If sizes are none of a template: they are not to each other as they are in all samples.
+        NoTemplateError: If the sizes are not related to each other as they are in all samples.
     """
     columns = list(zip(*samples, strict=True))
     kept = list[int]()
@@ -158,7 +158,7 @@ def vary_alone(samples: Sequence[Sizes], sizes: Sizes) -> tuple[list[Sizes], Siz
 
 
 def _line_through(sizes: Sequence[int], values: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the whole factor and the constant by which values are those of sizes; nothing for none."""
+    """Return the whole factor and the constant of the line through sizes and values; an empty list if there is none."""
     (low, least), *_, (high, most) = sorted(zip(sizes, values, strict=True))
     if low == high:
         return []

@@ -22,7 +22,7 @@ from functools import cached_property
 from typing import Any
 
 FORMAT_VERSION = 2
-OUTSIDE = "outside"  # op of the node that stands for what runs between the captured forward and its backward
+OUTSIDE = "outside"  # op of the node that stands for code outside of captured graphs, as between forward and backward
 
 
 class Direction(str, Enum):
@@ -33,10 +33,10 @@ class Direction(str, Enum):
 
 
 class StorageKind(str, Enum):
-    """What a storage holds; only `ACTIVATION`, `GRADIENT` and `TANGENT` bytes come and go within a step."""
+    """The contents of a storage; only `ACTIVATION`, `GRADIENT` and `TANGENT` bytes come and go within a step."""
 
     PARAMETER = "parameter"
-    INPUT = "input"  # buffers, the batch, and what else exists before the step
+    INPUT = "input"  # buffers, the batch, and other tensors that exist before the step
     ACTIVATION = "activation"  # allocated by a forward node
     GRADIENT = "gradient"  # allocated by a backward node
     TANGENT = "tangent"  # gradient of an output, handed in by the caller's backward
@@ -53,8 +53,8 @@ class Storage:
 
     Attributes:
         size_bytes: Bytes of the block as its allocator hands it out, 0 if it is not on the planned device.
-        kind: What it holds.
-        plain_times: As plain PyTorch holds it, it is so many times as large.
+        kind: Its contents.
+        plain_times: How many times as large the block is that plain PyTorch holds.
     """
 
     size_bytes: int
@@ -140,7 +140,7 @@ class Node:
         return self.direction is Direction.FORWARD and self.is_pure
 
     def behind(self, nodes: int, tensors: int) -> Node:
-        """Return the same where so many nodes and tensors of another graph come before those of its own."""
+        """Return the node behind another graph's nodes and tensors, by which its own indices are shifted."""
         return replace(
             self,
             inputs=tuple(t + tensors for t in self.inputs),
@@ -183,7 +183,7 @@ class Graph:
     retained: tuple[int, ...] = ()
 
     def reading_once(self, storages: Collection[int]) -> Graph:
-        """Return the graph in which what reads some storages is never run twice: someone else overwrites them."""
+        """Return the graph in which nodes that read some storages never run twice: someone else overwrites these."""
         on_them = {t for t, tensor in enumerate(self.tensors) if tensor.storage in storages}
         nodes = tuple(
             node if on_them.isdisjoint(node.inputs) else replace(node, reads_mutated=True) for node in self.nodes
@@ -195,7 +195,7 @@ class Graph:
 
         Args:
             random: Nodes that give other numbers each time.
-            reading: Nodes that may read what changes until the backward.
+            reading: Nodes that may read variables which change until the backward.
         """
         once = (replace(n, is_random=True) if i in random else n for i, n in enumerate(self.nodes))
         nodes = tuple(replace(n, reads_mutated=True) if i in reading else n for i, n in enumerate(once))
@@ -208,7 +208,7 @@ class Graph:
 
     @cached_property
     def structure(self) -> tuple[object, ...]:
-        """What depends neither on sizes nor on names: operations, values, and storages, without orders and ends."""
+        """The part of the graph that depends neither on sizes nor on names: operations, values and storages."""
         nodes = tuple(
             (n.op, n.direction, n.inputs, n.outputs, n.is_random, n.is_mutating, n.reads_mutated, n.replays)
             for n in self.nodes
@@ -217,21 +217,21 @@ class Graph:
         return nodes, tensors, tuple(storage.kind for storage in self.storages)
 
     def like(self, graph: Graph) -> Graph:
-        """Return this graph, knowing that its structure is that of another one: it takes long to list."""
+        """Take over the structure of another graph, which is the same: it takes long to list."""
         vars(self)["structure"] = graph.structure
         return self
 
     @cached_property
     def recomputers(self) -> tuple[int | None, ...]:
         """For each tensor, the node that can compute it again during the backward, or None."""
-        found: list[int | None] = [None] * len(self.tensors)
+        recomputers: list[int | None] = [None] * len(self.tensors)
         replayed = {node.replays for node in self.nodes}
         for index, node in enumerate(self.nodes):
             if node.is_repeatable and node.op != OUTSIDE and index not in replayed:
                 for tensor in node.outputs:
-                    if found[tensor] is None:
-                        found[tensor] = index
-        return tuple(found)
+                    if recomputers[tensor] is None:
+                        recomputers[tensor] = index
+        return tuple(recomputers)
 
     @cached_property
     def reads(self) -> tuple[tuple[int, ...], ...]:
@@ -245,7 +245,7 @@ class Graph:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes by storage that a step allocates: 0 for what is resident before it."""
+        """Bytes by storage that a step allocates: 0 for resident ones."""
         return tuple(0 if storage.kind.is_resident else storage.size_bytes for storage in self.storages)
 
     @cached_property
@@ -268,7 +268,7 @@ class Graph:
         return tuple(appear)
 
     def has_work(self, index: int) -> bool:
-        """Whether a node computes; one that does not makes a view, and costs nothing."""
+        """Whether a node computes. A node that does not makes a view, and costs nothing."""
         return bool(self.allocates[index] or self.nodes[index].is_mutating or self.nodes[index].flops)
 
     def to_json(self) -> str:
@@ -299,6 +299,47 @@ def bytes_of(graph: Graph, tensors: Iterable[int]) -> int:
     """Add up the bytes of tensors, each storage once."""
     storages = {graph.tensors[t].storage for t in tensors}
     return sum(graph.sizes[s] for s in storages if s is not None)
+
+
+def taken_bytes(graph: Graph) -> dict[int, int]:
+    """Return, by node of the backward, the bytes of its result that takes the memory of a value of the forward.
+
+    Only values count that die there in any schedule. Such a node needs that much less than its workspace: both the
+    value and the result are counted while it runs.
+    """
+    nodes = ((position, index, graph.nodes[index].takes) for position, index in enumerate(graph.backward))
+    takers = [(position, index, taken) for position, index, taken in nodes if taken is not None]
+    last_reads = _last_reads(graph) if takers else {}
+    sizes = {}
+    for position, index, taken in takers:
+        storage = graph.tensors[taken].storage
+        if storage is not None and last_reads.get(storage, -1) <= position:
+            sizes[index] = min(graph.sizes[storage], *(graph.sizes[s] for s in graph.allocates[index]))
+    return sizes
+
+
+def _last_reads(graph: Graph) -> dict[int, int]:
+    """Return, by storage, the last place in the backward that may read it, or a value computed from it in the forward.
+
+    Such a value may be computed again, so its readers count. Tensors that stay to the end of the step are read there;
+    the tensors that they were computed from are not.
+    """
+    end, last = len(graph.backward), dict[int, int]()
+    for position, index in enumerate(graph.backward):
+        last |= dict.fromkeys(graph.nodes[index].inputs, position)
+    last |= dict.fromkeys(graph.gradients, end)
+    for index in reversed(graph.forward):
+        node = graph.nodes[index]
+        latest = max((last[t] for t in node.outputs if t in last), default=-1)
+        for tensor in node.inputs:
+            last[tensor] = max(latest, last.get(tensor, -1))
+    last |= dict.fromkeys((*graph.held, *graph.retained), end)
+    by_storage = dict[int, int]()
+    for tensor, position in last.items():
+        storage = graph.tensors[tensor].storage
+        if storage is not None:
+            by_storage[storage] = max(position, by_storage.get(storage, -1))
+    return by_storage
 
 
 def item_bytes(dtype: str) -> int:

@@ -1,9 +1,9 @@
 """A captured graph and its costs at sizes that were never traced: its numbers follow from those of a few samples.
 
-The same code at a few sizes is the same graph, node for node, with other numbers. `Expressions` or `FittedLines` tell
-how these follow from the sizes (`sized_numbers`). A storage has the bytes of the tensor that fills it, so these are
-exact also where they grow with the square of a length. Times are on a line through those measured: over the work that
-an operation does, or over the size where only one varies.
+The same code at a few sizes is the same graph, node for node, with other numbers. `Expressions` or `FittedLines`
+compute these from the sizes (`sized_numbers`). A storage has the bytes of the tensor that fills it, so these are exact
+even where they grow with the square of a length. Times are on a line through the measured ones: over the work of an
+operation, or over the size where only one varies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .same_code import difference
 from .sized_numbers import Expressions, FittedLines, Line, Number, Values
 
 Costed = tuple[Graph, Profile]
-GrowingNode = tuple[Callable[..., Node], Values, Values]  # what makes it, its arithmetic, what plain PyTorch needs
+GrowingNode = tuple[Callable[..., Node], Values, Values]  # its maker, its arithmetic, bytes that plain PyTorch needs
 GROWING = ("key", "flops", "plain_bytes")
 LEAST = 2  # size of a dimension: tensors of one or no row are often handled apart
 
@@ -29,7 +29,7 @@ class GraphTemplate:
     """A graph and its costs at all sizes.
 
     Args:
-        samples: The graph and its costs as they are at a few sizes. What does not depend on sizes is the first one's.
+        samples: The graph and its costs at a few sizes. Fields that do not depend on sizes are the first one's.
         numbers: How numbers follow from the sizes of these samples.
         block_bytes: The allocator hands out multiples of it.
 
@@ -95,9 +95,9 @@ class GraphTemplate:
         return tensors
 
     def _works(self, nodes: Sequence[Node], counts: Sequence[int], sizes: Sizes) -> Sequence[int]:
-        """Return for each node what its time grows with: its arithmetic, or else the elements that it reads and makes.
+        """Return for each node the number that its time grows with.
 
-        Lines of one size tell more by the size itself.
+        That is its arithmetic, or else the elements that it reads and makes. For lines over one size it is the size.
         """
         if not self._numbers.is_exact:
             return sizes * len(nodes)
@@ -169,7 +169,7 @@ class GraphTemplate:
         return all(self._in_blocks(math.prod(shape) * item_bytes(dtype)) == own for shape, own in pairs)
 
     def _find_nodes(self, graphs: Sequence[Graph]) -> dict[int, GrowingNode]:
-        """Find for each operation that grows its arithmetic, and what plain PyTorch needs beside it."""
+        """Find for each operation that grows its arithmetic, and the bytes that plain PyTorch needs for it."""
         growing = {}
         for index, nodes in enumerate(zip(*(graph.nodes for graph in graphs), strict=True)):
             if len({(node.key, node.flops, node.plain_bytes) for node in nodes}) > 1:
@@ -181,12 +181,12 @@ class GraphTemplate:
 
 
 def _made_like(node: Node) -> Callable[..., Node]:
-    """Return what makes nodes that differ from one in what grows, several times as fast as `replace`."""
+    """Return a function that makes such nodes with other growing fields, several times as fast as `replace`."""
     return partial(Node, **{f.name: getattr(node, f.name) for f in fields(node) if f.name not in GROWING})
 
 
 def _structure(node: Node) -> tuple[object, ...]:
-    """Return what of a node does not depend on sizes, beyond what `difference` compares."""
+    """Return the fields of a node that do not depend on sizes, and that `difference` does not compare."""
     return node.takes, node.plain_inputs, node.checkpoint, node.is_saved, node.compiled
 
 
@@ -210,10 +210,7 @@ def _line(works: Sequence[int], times: Sequence[float]) -> Line:
 def _bound(values: Sequence[int], counts: Sequence[int], count: int) -> int:
     """Bound a number from above that has no expression: it grows no faster than its largest ratio to the elements.
 
-    Args:
-        values: The number in each sample.
-        counts: The elements that the operation reads and makes in each.
-        count: Those that it reads and makes now.
+    The counts are of elements that the operation reads and makes in each sample, and now.
     """
     most = max(values)
     ratio = max(value / max(1, elements) for value, elements in zip(values, counts, strict=True))

@@ -1,7 +1,7 @@
 """Three lines of work: a device computes, copies to the host, and copies from the host, all at once.
 
-Each line does one thing after the other. A copy begins when all is done that was computed before it, and so are the
-copies before it in its direction. Computing goes on meanwhile, and stands still only where the program waits.
+Each line does one thing after the other. A copy begins when all operations before it are done, and all copies before it
+in its direction. Computing goes on meanwhile, and stops only where the program waits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Copied:
     """One copy between the device and the host.
 
     Attributes:
-        storage: What is copied.
+        storage: The storage.
         is_out: Whether it goes to the host.
         start_ms: When it begins, from the start of the step.
         end_ms: When it is done.
@@ -48,7 +48,7 @@ class Lines:
         self.wait_ms = 0.0
         self._graph = graph
         self._moment = 0
-        self._now_ms = self._out_ms = self._in_ms = 0.0  # what each line has done
+        self._now_ms = self._out_ms = self._in_ms = 0.0  # the time up to which each line is busy
         self._done_ms: dict[tuple[int, bool], float] = {}
 
     def compute(self, node: int) -> None:

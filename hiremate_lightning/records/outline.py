@@ -1,8 +1,8 @@
 """Merged steps of the same code at many sizes: decisions are replayed once, and then only added up.
 
-Such steps run the same operations on the same storages. Only bytes and times differ. What decisions allocate and free,
-and what they compute again, is found at the first size that comes, by the simulator. At every other size the peak is a
-sum of these bytes in the same order: exact, in well under a millisecond.
+Such steps run the same operations on the same storages. Only bytes and times differ. The simulator finds the
+allocations, frees and recomputations of decisions once, at the first size. At every other size the peak is a sum of
+bytes in the same order: exact, in well under a millisecond.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Outline:
         self._replayed: OrderedDict[Decisions, tuple[Allocations, np.ndarray]] = OrderedDict()
 
     def replayed(self, decisions: Decisions) -> tuple[Allocations, np.ndarray]:
-        """Return what decisions allocate and free, and the nodes that they compute again."""
+        """Return the allocations and frees of decisions, and the nodes that they compute again."""
         if decisions not in self._replayed:
             if len(self._replayed) == KEPT:
                 self._replayed.popitem(last=False)
@@ -47,7 +47,7 @@ class Outline:
 
     @cached_property
     def plain(self) -> Allocations:
-        """What plain PyTorch allocates and frees."""
+        """The allocations and frees of plain PyTorch."""
         graph, _ = as_plain(self._step.graph, self._step.profile)
         return allocations(graph, lower(graph, as_written(graph)))
 
@@ -58,7 +58,7 @@ class SizedStep:
 
     Attributes:
         step: The step.
-        outline: What does not depend on its size.
+        outline: The parts that do not depend on its size.
     """
 
     step: Step
@@ -78,7 +78,7 @@ class SizedStep:
         return self.outline.replayed(decisions)[0].peak_bytes(*self._bytes)
 
     def again_ms(self, decisions: Decisions) -> float:
-        """Return the time of what decisions compute again."""
+        """Return the milliseconds of the nodes that decisions compute again."""
         return float(self._times_ms[self.outline.replayed(decisions)[1]].sum())
 
     @cached_property
@@ -100,8 +100,7 @@ class Outlines:
 
         Args:
             step: The step.
-            codes: For each call, what is equal where it is the same code, whatever its sizes; None where that is not
-                known.
+            codes: For each call a key of its code, equal at all sizes of that code; None where that is not known.
         """
         codes = tuple(codes)
         if None in codes:
@@ -116,7 +115,7 @@ class Outlines:
 
 
 def _ends(step: Step) -> tuple[Hashable, ...]:
-    """Return what of a merged step depends neither on sizes nor on its calls alone: orders, and what runs outside."""
+    """Return the parts of a merged step that depend neither on sizes nor on its calls alone: orders, outside code."""
     graph = step.graph
     outside = [node for node, owner in zip(graph.nodes, step.owners, strict=True) if owner is None]
     made = (tuple(graph.tensors[t].storage for t in node.outputs) for node in outside)

@@ -9,7 +9,7 @@ One captured step tells less. A dimension that is a multiple of a size may follo
 model: then it does not shrink, and it grows with the size. It follows from the size where no weight has a dimension
 that is such a multiple.
 
-What was only measured (workspaces, the bytes of code outside) does not shrink, and grows with the square of the sizes.
+Measured bytes (workspaces, those of code outside) do not shrink, and grow with the square of the sizes at most.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .graph import Graph, StorageKind, item_bytes
 from .sized_numbers import Line
 
 LEAST_SIZE = 8  # an input size from which multiples of it are taken to follow from it
-TAKEN_OFF = 8  # from an input size, at most, where a dimension is neither a multiple of it nor a number of the model
-ROUNDED = 1  # by so much a dimension may leave its line, where code divides sizes
+TAKEN_OFF = 8  # most that a dimension is below an input size, where it is neither its multiple nor a model's number
+ROUNDED = 1  # most that a dimension may be off its line, where code divides sizes
 MOST_FACTORS = 3  # of a dimension that is a product of sizes
 MEASURED_POWER = 2  # of the sizes, by which measured bytes grow at most
 Sizes = tuple[int, ...]  # of the inputs of a step, or of one dimension at all samples
@@ -37,7 +37,7 @@ Sizes = tuple[int, ...]  # of the inputs of a step, or of one dimension at all s
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a number is at least and at most: a size, or the factor by which a dimension or bytes become others."""
+    """Bounds of a number: of a size, or of the factor by which a dimension or bytes change."""
 
     low: float
     high: float
@@ -47,11 +47,11 @@ class Bounds:
         return Bounds(self.low * other.low, self.high * other.high)
 
     def __or__(self, other: Bounds) -> Bounds:
-        """Bound a number that is within one of two bounds, nobody knows which."""
+        """Bound a number that is within one of two bounds, unknown which."""
         return Bounds(min(self.low, other.low), max(self.high, other.high))
 
     def over(self, size: float) -> Bounds:
-        """Bound the factor by which a size becomes this one; of a size of 0 as of 1."""
+        """Bound the factor from a size to this one; a size of 0 counts as 1."""
         return Bounds(self.low / max(1, size), self.high / max(1, size))
 
 
@@ -59,10 +59,7 @@ SAME = Bounds(1.0, 1.0)
 
 
 def _product(factors: Iterable[Bounds]) -> Bounds:
-    found = SAME
-    for factor in factors:
-        found *= factor
-    return found
+    return functools.reduce(operator.mul, factors, SAME)
 
 
 def _hull(bounds: Iterable[Bounds]) -> Bounds:
@@ -120,7 +117,8 @@ class Resizing:
         self.graph = plain[0][0]
         self._columns = list(dict.fromkeys(zip(*(sample.sizes for sample in samples), strict=True)))
         self._varied = [column for column in self._columns if len(set(column)) > 1]
-        self._widths = _widths_of(self.graph)
+        weights = {s for s, storage in enumerate(self.graph.storages) if storage.kind is StorageKind.PARAMETER}
+        self._widths = {dim for tensor in self.graph.tensors if tensor.storage in weights for dim in tensor.shape}
         self._bytes = [np.array(graph.sizes, dtype=np.float64) for graph, _ in plain]
         self._workspaces = [np.array(profile.workspace_bytes, dtype=np.float64) for _, profile in plain]
         self._dims: dict[Sizes, int] = {(1,) * len(samples): 0}  # each that occurs, and its number
@@ -130,15 +128,15 @@ class Resizing:
     def at(self, sizes: Sizes) -> Bytes:
         """Bound the bytes at some sizes, given in the order of those of the samples."""
         ranges = self._ranges(sizes)
-        found = (self._factor(dims, ranges) for dims in self._dims)
-        factors, measured = np.array([(factor.low, factor.high) for factor in found]), _measured_factor(ranges)
+        bounds = (self._factor(dims, ranges) for dims in self._dims)
+        factors, measured = np.array([(factor.low, factor.high) for factor in bounds]), _measured_factor(ranges)
         scale = factors[self._places].prod(axis=1)
         scale[self._places[:, 0] < 0] = measured.low, measured.high
         low, high = self._bytes[0] * scale[:, 0], self._bytes[0] * scale[:, 1]
         least, most = self._workspaces[0] * measured.low, self._workspaces[0] * measured.high
         for sample, own, workspaces in zip(self._samples, self._bytes, self._workspaces, strict=True):
             if own.shape != high.shape or workspaces.shape != most.shape:
-                continue  # what runs outside differs
+                continue  # the code outside differs
             if all(map(operator.le, sizes, sample.sizes)):
                 high, most = np.minimum(high, own), np.minimum(most, workspaces)
             if all(map(operator.ge, sizes, sample.sizes)):
@@ -146,11 +144,11 @@ class Resizing:
         return Bytes(np.ceil(low), np.ceil(high), least, most)
 
     def _ranges(self, sizes: Sizes) -> dict[Sizes, Bounds]:
-        """Find what the sizes of the samples become: those that were equal in all samples may differ now."""
-        found: dict[Sizes, list[int]] = {}
+        """Bound the new values of each size of the samples: sizes that were equal in all samples may differ now."""
+        new_sizes: dict[Sizes, list[int]] = {}
         for column, size in zip(zip(*(s.sizes for s in self._samples), strict=True), sizes, strict=True):
-            found.setdefault(column, []).append(size)
-        return {column: Bounds(min(now), max(now)) for column, now in found.items()}
+            new_sizes.setdefault(column, []).append(size)
+        return {column: Bounds(min(now), max(now)) for column, now in new_sizes.items()}
 
     # ---------------------------------------------------------------- dimensions
 
@@ -158,12 +156,12 @@ class Resizing:
         """List the products of sizes, each by its columns, that a dimension may follow."""
         columns = [c for c in self._columns if len(set(c)) > 1 or not any(dim % max(1, c[0]) for dim in dims)]
         counts = range(MOST_FACTORS + 1)
-        products = (p for count in counts for p in itertools.combinations_with_replacement(columns, count))
-        found = [product for product in products if self._may_follow(dims, product)]
+        candidates = (p for count in counts for p in itertools.combinations_with_replacement(columns, count))
+        products = [product for product in candidates if self._may_follow(dims, product)]
         if len(set(dims)) == 1:
-            sure = [column for product in found for column in product if self._is_sure(column)]
-            found = [product for product in found if not sure or max(sure) in product]
-        return found
+            sure = [column for product in products for column in product if self._is_sure(column)]
+            products = [product for product in products if not sure or max(sure) in product]
+        return products
 
     def _may_follow(self, dims: Sizes, product: tuple[Sizes, ...]) -> bool:
         """Whether a dimension was the same multiple of a product of sizes, or fraction of up to two, in all samples."""
@@ -180,10 +178,10 @@ class Resizing:
         return is_same and not any(width % column[0] == 0 for width in self._widths)
 
     def _factor(self, dims: Sizes, ranges: Mapping[Sizes, Bounds]) -> Bounds:
-        """Bound what a dimension becomes, over what it is in the largest sample."""
+        """Bound the factor by which a dimension changes from its value in the largest sample."""
         factors = [_product(ranges[c].over(c[0]) for c in product) for product in self._followed[dims]]
         if len(set(dims)) > 1:
-            factors += [found for column in self._varied if (found := self._on_line(dims, column, ranges))]
+            factors += [factor for column in self._varied if (factor := self._on_line(dims, column, ranges))]
             return _hull(factors) if factors else self._between(dims, ranges)
         others = (column for column in ranges if len(set(column)) == 1 and self._may_be_near(dims[0], column))
         return _hull(factors) * _product(_near(ranges[column], column[0]) for column in others)
@@ -191,7 +189,7 @@ class Resizing:
     def _may_be_near(self, dim: int, column: Sizes) -> bool:
         """Whether a dimension may be a size without its borders, or a part of it, and not a number of the model.
 
-        Such numbers are widths, and what these are split into, as heads.
+        Such numbers are widths, and parts of these, as heads are.
         """
         size, is_own = column[0], any(c[0] == dim and self._is_sure(c) for c in self._columns)
         if is_own or not dim % max(1, size):
@@ -201,7 +199,7 @@ class Resizing:
         return is_free or _is_fraction(dim, size, ROUNDED if is_model else TAKEN_OFF)
 
     def _on_line(self, dims: Sizes, column: Sizes, ranges: Mapping[Sizes, Bounds]) -> Bounds | None:
-        """Bound what a dimension becomes that lies on a line over one size; None where it does not."""
+        """Bound the factor of a dimension that lies on a line over one size; None where it does not."""
         points = sorted(set(zip(column, dims, strict=True)))
         if any(size == after or dim > more for (size, dim), (after, more) in itertools.pairwise(points)):
             return None
@@ -217,7 +215,7 @@ class Resizing:
         return on_line * _product(factor | SAME for factor in kept)
 
     def _between(self, dims: Sizes, ranges: Mapping[Sizes, Bounds]) -> Bounds:
-        """Bound what a dimension becomes that follows from several sizes at once, each at most linearly."""
+        """Bound the factor of a dimension that follows from several sizes at once, each at most linearly."""
         low, high = 0.0, math.inf
         for number, dim in enumerate(dims):
             factor = _product(_near(now, column[number]) for column, now in ranges.items())
@@ -246,33 +244,27 @@ class Resizing:
         return places
 
 
-def _widths_of(graph: Graph) -> set[int]:
-    """List the dimensions of a step's weights."""
-    own = {s for s, storage in enumerate(graph.storages) if storage.kind is StorageKind.PARAMETER}
-    return {dim for tensor in graph.tensors if tensor.storage in own for dim in tensor.shape}
-
-
 def _near(now: Bounds, size: int) -> Bounds:
-    """Bound the factor of what may follow from a size, nearly: some of the size is taken off first, as `x[1:]` does."""
+    """Bound the factor of a dimension that follows from a size, of which code first takes off some, as `x[1:]` does."""
     factor, share = now.over(size) | SAME, TAKEN_OFF / max(1, size)
     return Bounds(max(0.0, factor.low - share * (1 - factor.low)), factor.high + share * (factor.high - 1))
 
 
 def _measured_factor(ranges: Mapping[Sizes, Bounds]) -> Bounds:
-    """Bound what becomes of measured bytes: they do not shrink, and grow with a power of the sizes at most."""
+    """Bound the factor of measured bytes: they do not shrink, and grow with a power of the sizes at most."""
     factor = _product(now.over(column[0]) | SAME for column, now in ranges.items())
     return Bounds(factor.low**MEASURED_POWER, factor.high**MEASURED_POWER)
 
 
 def _is_straight(points: Sequence[tuple[int, int]]) -> bool:
-    """Whether all points are on the line between the first and the last one, but for what is rounded."""
+    """Whether all points are on the line between the first and the last one, apart from rounding."""
     (first, least), (last, most) = points[0], points[-1]
     expected = (least + (size - first) * (most - least) / (last - first) for size, _ in points)
     return all(abs(dim - on_line) <= ROUNDED for (_, dim), on_line in zip(points, expected, strict=True))
 
 
 def _most(line: Line, size: float) -> float:
-    """Return what a dimension is at most at an input size: it may grow faster than the size, as squares do."""
+    """Return the most that a dimension is at an input size: it may grow faster than the size, as squares do."""
     (x, low), (y, high) = line.ends(size)
     if low * y < high * x - ROUNDED * y:
         if size < x:

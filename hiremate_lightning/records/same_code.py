@@ -15,7 +15,7 @@ from .step import Call, Gap, GapPart
 
 
 def difference(first: Graph, second: Graph) -> str | None:
-    """Describe where two graphs stop being the same but for sizes, None where they don't.
+    """Describe the first difference of two graphs other than sizes; None where there is none.
 
     Names don't count: the front end numbers them as it meets them.
     """
@@ -65,9 +65,9 @@ def is_no_larger(graph: Graph, than: Graph) -> bool:
 
 
 def at_size(call: Call, graph: Graph, profile: Profile) -> Call | None:
-    """Foresee a call of the same code captured at another size, None where that is other code.
+    """Predict a call of the same code captured at another size; None where that is other code.
 
-    What runs outside is taken to grow as the input or output does that grows most, and never to shrink.
+    The memory of outside code is taken to grow as the input or output that grows most, and never to shrink.
     """
     graph = replace(graph, held=call.graph.held).like(graph)
     if difference(call.graph, graph) is not None:
@@ -76,7 +76,7 @@ def at_size(call: Call, graph: Graph, profile: Profile) -> Call | None:
     growth = max([1.0, *(new / max(1, old) for old, new in zip(*counts, strict=True))])
 
     def grown(gap: Gap) -> Gap:
-        held_bytes = max(gap.held_bytes, math.ceil(growth * gap.held_bytes))  # what is given back does not grow
+        held_bytes = max(gap.held_bytes, math.ceil(growth * gap.held_bytes))  # bytes that are given back do not grow
         return replace(gap, held_bytes=held_bytes, peak_bytes=math.ceil(growth * gap.peak_bytes))
 
     return replace(

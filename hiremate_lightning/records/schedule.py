@@ -30,7 +30,7 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class CopyOut:
-    """Begin to copy a storage to the host, beside what is computed; meanwhile it can be read."""
+    """Begin to copy a storage to the host while the device computes; meanwhile it can be read."""
 
     storage: int
 
@@ -62,7 +62,7 @@ Operation = Compute | Free | Copying
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Operations of the forward and of the backward, and what is handed from one to the other.
+    """Operations of the forward and of the backward, and the tensors handed from one to the other.
 
     Attributes:
         forward: Operations up to the turn.
@@ -87,7 +87,7 @@ class Schedule:
         return tuple(node for node in nodes if graph.nodes[node].direction is Direction.FORWARD)
 
     def saved_on_device(self, graph: Graph) -> tuple[int, ...]:
-        """List what is handed to the backward and not away meanwhile."""
+        """List the tensors that are handed to the backward and stay on the device."""
         away = {operation.storage for operation in self.forward if isinstance(operation, CopyOut)}
         return tuple(tensor for tensor in self.saved if graph.tensors[tensor].storage not in away)
 
@@ -110,10 +110,10 @@ def lower(graph: Graph, recompute: Sequence[Sequence[int]]) -> Schedule:
     Args:
         graph: The step.
         recompute: R, for each position of `graph.backward` the forward nodes that run just before it, in order; one
-            more entry may follow, for what only the returned gradients need.
+            more entry may follow, for nodes that only the returned gradients need.
 
     Returns:
-        The schedule. What is saved follows from it: all that the backward reads before computing it.
+        The schedule. It saves the tensors that the backward reads before it computes them.
     """
     order: list[int] = []
     for position, before in enumerate(recompute):
@@ -135,14 +135,8 @@ def _with_frees(
 ) -> tuple[tuple[Operation, ...], set[int]]:
     """Add the frees of a straight-line program by liveness, from its end.
 
-    Args:
-        graph: The step.
-        order: Nodes in order of execution.
-        returned: Tensors that are read at its end.
-        stay: Tensors that are never freed.
-
-    Returns:
-        The operations, and the tensors that must be there at their start.
+    Returned tensors are read at its end. Tensors that stay are never freed. Returns the operations, and the tensors
+    that must exist at their start.
     """
     reversed_operations: list[Operation] = []
     live, needed = returned | stay, set(returned)
@@ -165,10 +159,10 @@ def keep_all(graph: Graph) -> tuple[tuple[int, ...], ...]:
 
 
 def as_written(graph: Graph) -> tuple[tuple[int, ...], ...]:
-    """Return the decisions of the user's own code: `torch.utils.checkpoint` runs again what it calls, all else is kept.
+    """Return the decisions of the user's own code: calls of `torch.utils.checkpoint` run again, all else is kept.
 
-    A call is run again, up to the last value that is needed of it, before the first operation of the backward that
-    reads such a value. What other code reads of it in the forward was handed on, and is there.
+    A call runs again, up to its last value that is needed, before the first operation of the backward that reads such a
+    value. Values that other code reads in the forward were handed on, and are kept.
     """
     calls: dict[int, list[int]] = {}
     for index in graph.forward:
@@ -211,7 +205,7 @@ def with_checkpoints(graph: Graph, calls: Iterable[Sequence[int]]) -> Graph:
 
 
 def _run_again(graph: Graph, members: Sequence[int], wanted: set[int], missing: set[int]) -> list[int]:
-    """List which of these nodes must run for values that are wanted and missing; they are there afterwards."""
+    """List the nodes among these that must run for values that are wanted and missing; these are missing no more."""
     needed, order = wanted & missing, list[int]()
     for index in reversed(members):
         node = graph.nodes[index]
@@ -223,7 +217,7 @@ def _run_again(graph: Graph, members: Sequence[int], wanted: set[int], missing: 
 
 
 def ensure(graph: Graph, tensor: int, available: set[int], before: list[int]) -> None:
-    """Append what must run for a tensor to be there."""
+    """Append the nodes that must run for a tensor to be available."""
 
     def name(index: int) -> str:
         return graph.tensors[index].name
@@ -240,18 +234,18 @@ def must_run(
     waiting: list[int] | None = None,
     name: Callable[[int], str] = str,
 ) -> Iterator[int]:
-    """Yield the nodes that must run for a value to be there, each after what it reads.
+    """Yield the nodes that must run for a value to be available, each after those that it reads from.
 
     Values are tensors or storages. No recursion, since chains are thousands of nodes long.
 
     Args:
         wanted: The value.
-        available: Values that are there; what a node makes is added as it is yielded.
+        available: Values that are available; those that a node makes are added as it is yielded.
         makers: For each value, the node that computes it again.
         reads: For each node, the values that it reads.
         makes: For each node, the values that it makes.
-        waiting: Takes the values that wait for the node that is yielded; of what is available, what computing them
-            reads must stay.
+        waiting: Receives the values that wait for the yielded node; available values that they are computed from must
+            stay.
         name: Names a value.
     """
     stack = [] if waiting is None else waiting

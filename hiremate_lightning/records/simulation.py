@@ -8,7 +8,7 @@ whatever the schedule frees or runs again. Resident bytes (parameters, batch, op
 schedule; the caller adds them.
 
 A storage that is away takes memory of the device until the wait for its copy out, and again from the start of its copy
-in: both are places in the program, so bytes are exact whatever the copies take. Only times depend on the link.
+in. Both are places in the program, so bytes are exact however long the copies take. Only times depend on the link.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Moment:
 
     Attributes:
         node: The node that ran.
-        peak_bytes: Bytes while it ran: what lived before, its outputs and its workspace.
-        live_bytes: Bytes after it, and after what follows it is freed; copies in that follow count to the next one.
+        peak_bytes: Bytes while it ran: those that lived before, its outputs and its workspace.
+        live_bytes: Bytes after it and the frees that follow it; copies in that follow count to the next moment.
     """
 
     node: int
@@ -47,7 +47,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What a schedule does.
+    """The bytes and times of a schedule.
 
     Attributes:
         timeline: One moment for each node that runs, in order.
@@ -90,7 +90,7 @@ class Simulation:
 
 @dataclass(frozen=True, slots=True)
 class Allocations:
-    """What a schedule allocates and frees, in order: enough for its peak at any sizes of the storages.
+    """The allocations and frees of a schedule, in order: enough for its peak at any sizes of the storages.
 
     Attributes:
         storages: The storage of each event.
@@ -126,7 +126,7 @@ class _Memory:
         self.storage_of_block: list[int] = []
         self.events: list[tuple[int, int]] = []  # blocks, and 1 where they are allocated, -1 where freed
         self.to_hold = set(graph.held)
-        self.copied: dict[int, tuple[int, type[Copying]]] = {}  # storage on its way -> block, and what was done last
+        self.copied: dict[int, tuple[int, type[Copying]]] = {}  # storage on its way -> block, and its last operation
         self.not_there: set[int] = set()  # blocks whose values are away, or on the way back
         self.host_bytes = self.host_peak_bytes = 0
 
@@ -144,7 +144,7 @@ class _Memory:
                 raise ScheduleError(f"{why} {self.graph.tensors[tensor].name!r}, which is away")
 
     def check_unchanged(self, tensors: tuple[int, ...], why: str) -> None:
-        """Refuse to change what is being copied."""
+        """Refuse to change tensors that are being copied."""
         leaving = {block for block, done in self.copied.values() if done is CopyOut}
         for tensor in tensors if leaving else ():
             if self.block_of[tensor] in leaving:
@@ -201,7 +201,7 @@ class _Memory:
                 self._give_back(block)
 
     def copy(self, operation: Copying) -> None:
-        """Do a part of what brings a storage to the host and back."""
+        """Do one of the four operations that bring a storage to the host and back."""
         storage = operation.storage
         block, done = self.copied.get(storage, (None, None))
         if done is not _BEFORE[type(operation)]:
@@ -240,10 +240,10 @@ class _Memory:
 
     def _block_to_copy(self, storage: int) -> int:
         tensors = self.graph.tensors
-        found = {block for tensor, block in self.block_of.items() if tensors[tensor].storage == storage}
-        if len(found) != 1 or -1 in found:
+        own = {block for tensor, block in self.block_of.items() if tensors[tensor].storage == storage}
+        if len(own) != 1 or -1 in own:
             raise ScheduleError(f"The schedule copies {self._name(storage)!r}, which is not one block of the step")
-        return found.pop()
+        return own.pop()
 
     def _tensors_on(self, block: int) -> list[int]:
         return [tensor for tensor, other in self.block_of.items() if other == block]
@@ -252,7 +252,7 @@ class _Memory:
         return next(tensor.name for tensor in self.graph.tensors if tensor.storage == storage)
 
     def check_copied(self, why: str, *done: type[Copying]) -> None:
-        """Refuse storages of which so much was done."""
+        """Refuse storages whose last operation is one of these."""
         for storage, (_, last) in self.copied.items():
             if last in done:
                 raise ScheduleError(f"{why} {self._name(storage)!r}: its last operation is {last.__name__}")
@@ -267,10 +267,10 @@ def simulate(graph: Graph, profile: Profile, schedule: Schedule) -> Simulation:
     Args:
         graph: The step.
         profile: Costs of its nodes.
-        schedule: What to replay.
+        schedule: The schedule.
 
     Returns:
-        The timeline and its peak, in bytes above what is resident, and times in milliseconds.
+        The timeline and its peak, in bytes above resident ones, and times in milliseconds.
 
     Raises:
         ScheduleError: If a node reads, or a free drops, a tensor that is not in memory; if a node that must run once
@@ -282,12 +282,12 @@ def simulate(graph: Graph, profile: Profile, schedule: Schedule) -> Simulation:
 def allocations(
     graph: Graph, schedule: Schedule, aside: Collection[int] = (), brought_back: Collection[int] = ()
 ) -> Allocations:
-    """List what a schedule allocates and frees.
+    """List the allocations and frees of a schedule.
 
     Args:
         graph: The step.
-        schedule: What is run.
-        aside: Storages that are put aside after the forward's last use of them.
+        schedule: The schedule.
+        aside: Storages that are offloaded after the forward's last use of them.
         brought_back: Those of them that take memory again from the backward's first use on.
     """
     simulation, memory, events = _run(graph, _without_costs(graph), schedule)
@@ -312,13 +312,13 @@ def allocations(
 
 def _moments_of(graph: Graph, nodes: Sequence[int], storages: Collection[int]) -> dict[int, list[int]]:
     """List the moments at which some storages are read or written."""
-    found: dict[int, list[int]] = {storage: [] for storage in storages}
+    moments: dict[int, list[int]] = {storage: [] for storage in storages}
     for moment, index in enumerate(nodes):
         node = graph.nodes[index]
         for storage in {graph.tensors[t].storage for t in (*node.inputs, *node.outputs)}:
-            if storage is not None and storage in found:
-                found[storage].append(moment)
-    return found
+            if storage is not None and storage in moments:
+                moments[storage].append(moment)
+    return moments
 
 
 def blocks(graph: Graph, schedule: Schedule) -> list[tuple[int, int, int]]:

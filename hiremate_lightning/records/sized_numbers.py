@@ -1,10 +1,10 @@
-"""Numbers of a step at other sizes, by what they are at a few: exact by expressions of the sizes, or near by lines.
+"""Numbers of a step at other sizes, from their values at a few: exact by expressions of the sizes, or near by lines.
 
-`Expressions` serve where nothing checks a number before it counts: what has no expression is refused, or bounded from
-above. `FittedLines` serve where a real step proves what was foreseen, as a search for the largest batch does. They need
-two samples, and one size that varies. A dimension lies on a line through its values. What was measured follows the
-samples beside it; beyond the last two it follows these, by their line or, where it grew faster than the size, by that
-power.
+`Expressions` serve where nothing checks a number before it counts: a number without an expression is refused, or
+bounded from above. `FittedLines` serve where a real step checks the prediction, as a search for the largest batch does.
+They need two samples, and one size that varies. A dimension lies on a line through its values. A measured number lies
+on the line between the samples beside it. Beyond the last sample it follows the last two, by their line or, where it
+grew faster than the size, by that power.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Line:
     """Values at a few sizes, and at all others.
 
     Args:
-        sizes: Sizes, ascending, at least one; or what else the values grow with.
+        sizes: Sizes, ascending, at least one; or other numbers that the values grow with.
         values: The value at each.
     """
 
@@ -51,7 +51,7 @@ class Line:
         return max(0, -((-(low * (y - x) + (high - low) * (size - x))) // (y - x)))
 
     def measured(self, size: int) -> float:
-        """Return the value, for what was measured: beyond the last size never less than there, and see `MAX_POWER`."""
+        """Return a measured value: beyond the last size never less than there, and see `MAX_POWER`."""
         if len(self._sizes) == 1:
             return self._values[0]
         (x, low), (y, high) = self.ends(size)
@@ -76,7 +76,7 @@ class Expressions:
         self._expressions = dict[Values, Expression | None]()
 
     def counted(self, values: Values) -> Number | None:
-        """Return what a number is at all sizes, None where it has no expression."""
+        """Return the function from sizes to a number, None where it has no expression."""
         if values not in self._expressions:
             self._expressions[values] = find_expression(self.sizes, values)
         expression = self._expressions[values]
@@ -98,12 +98,12 @@ class FittedLines:
         self.sizes = tuple((size,) for size in sizes)
 
     def counted(self, values: Values) -> Number:
-        """Return what a whole number is at all sizes, such as a dimension."""
+        """Return the function from sizes to a whole number, such as a dimension."""
         line = self._line(values)
         return lambda sizes: line.whole(*sizes)
 
     def measured(self, values: Values) -> Number:
-        """Return what a number is at all sizes that was only measured."""
+        """Return the function from sizes to a measured number."""
         line = self._line(values)
         return lambda sizes: math.ceil(line.measured(*sizes))
 

@@ -14,20 +14,19 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from .costs import Profile
-from .graph import OUTSIDE, Direction, Graph, Node, Storage, StorageKind, Tensor
+from .graph import OUTSIDE, Direction, Graph, Node, Storage, StorageKind, Tensor, taken_bytes
 from .simulation import simulate_plain
-from .taken_memory import taken_bytes
 
-LEFT_OUTPUTS = "left_outputs"  # tensor that stands for outputs of the step before, which this one's take the place of
+LEFT_OUTPUTS = "left_outputs"  # tensor that stands for outputs of the step before, which this step's replace
 STALE_GRADIENTS = "stale_gradients"  # tensor that stands for the gradients that `zero_grad` frees after the forward
 
 Decisions = tuple[tuple[int, ...], ...]
-Output = tuple[int, int]  # a call, and what it returns
+Output = tuple[int, int]  # a call, and an output of it
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Outside code between two captured calls, in bytes above what was live when it started.
+    """Outside code between two captured calls, in bytes above those that were live when it started.
 
     Attributes:
         held_bytes: Live when the next call starts, and taken to live to the end of the step unless it is given back.
@@ -41,11 +40,11 @@ class Gap:
     has_others: bool = False
 
     def holding(self, size_bytes: int) -> Gap:
-        """Return the same code where it holds so many bytes more, fewer below 0."""
+        """Return the same code with more bytes held; with fewer where they are below 0."""
         return replace(self, held_bytes=self.held_bytes + size_bytes, peak_bytes=self.peak_bytes + size_bytes)
 
     def taking(self, size_bytes: int) -> Gap:
-        """Return the same code where the backwards of graphs of earlier steps take so many bytes."""
+        """Return the same code with room for the bytes that backwards of graphs of earlier steps take."""
         return replace(self, peak_bytes=max(self.peak_bytes, size_bytes)) if self.has_others else self
 
 
@@ -55,7 +54,7 @@ class GapPart:
 
     Attributes:
         alive: Those outputs, of this call and of earlier ones.
-        peak_bytes: Most that lived meanwhile, in bytes above what lived when the forward ended, without the others.
+        peak_bytes: Most bytes that lived meanwhile, above those when the forward ended, without the other outputs.
     """
 
     alive: tuple[Output, ...]
@@ -71,24 +70,24 @@ class Call:
         profile: Its costs.
         links: For each input that an earlier call's output shares its storage with: that call and that output.
         alive: Outputs that someone still holds when the backward of this call starts.
-        died: Outputs whose memory was free again when what runs outside after the forward ended.
+        died: Outputs whose memory was free again at the end of the outside code after the forward.
         lingering: Outputs that code outside holds into the backward, each with the number of calls whose backwards have
             run when it is released.
-        beside_after: Outputs of earlier calls that still lived when what runs outside after this forward ended.
+        beside_after: Outputs of earlier calls that still lived at the end of the outside code after this forward.
         passed_on: Gradients that outside code or another call consumes; the others stay to the end of the step.
         released_bytes: Of inputs that code outside has made in the step, and that are given back during the backward.
         outlasting: Gradients of outputs that code outside holds until it runs again after the backward.
-        is_retained: Whether its backward frees nothing of what was saved for it, since it will run again.
-        before_deaths: What runs outside after the forward until the last output dies that does so, earlier calls' too,
-            and until the backward is called.
-        called_at: How many of `before_deaths` run before the backward is called, which is when stale bytes are gone;
-            None where that was not seen.
-        before_forward: What runs outside before the first forward; nothing for the others.
-        after_forward: What runs outside between this forward, or `before_deaths`, and the next call, above what lives
-            without those that died.
-        before_backward: What runs outside between the previous backward and this one; nothing for the first backward.
-            It may give back what was held before.
-        after_backward: What runs outside after the last backward; nothing for the others.
+        is_retained: Whether its backward frees none of its saved values, since it will run again.
+        before_deaths: Outside code after the forward, until the last death of an output, those of earlier calls
+            included, and until the backward is called.
+        called_at: How many of `before_deaths` run before the backward is called, when stale bytes are gone; None where
+            that was not seen.
+        before_forward: Outside code before the first forward; empty for the others.
+        after_forward: Outside code between this forward, or `before_deaths`, and the next call, in bytes above those
+            that live without the outputs that died.
+        before_backward: Outside code between the previous backward and this one; empty for the first backward.
+            It may give back bytes that were held before.
+        after_backward: Outside code after the last backward; empty for the others.
     """
 
     graph: Graph
@@ -111,12 +110,12 @@ class Call:
 
     @property
     def outside_bytes(self) -> int:
-        """What runs outside beside it, each at its peak, added up."""
+        """The sum of the peaks of all outside code beside it."""
         gaps = (self.before_forward, self.after_forward, self.before_backward, self.after_backward)
         return sum(gap.peak_bytes for gap in gaps) + sum(stage.peak_bytes for stage in self.before_deaths)
 
     def beside_others(self, size_bytes: int) -> Call:
-        """Return the call with room for so many bytes that backwards of graphs of earlier steps take."""
+        """Return the call with room for the bytes that backwards of graphs of earlier steps take."""
         return replace(
             self,
             after_forward=self.after_forward.taking(size_bytes),
@@ -207,19 +206,20 @@ def merge(calls: Sequence[Call], backward_order: Sequence[int], stale_bytes: int
 
 
 def holding(calls: Sequence[Call], size_bytes: int) -> list[Call]:
-    """Return the calls of a step where code outside of them holds so many bytes more, fewer below 0.
+    """Return the calls of a step with more bytes held by code outside of them; with fewer where they are below 0.
 
-    Nobody knows which of it holds them: more count from the beginning, fewer where the last code holds some.
+    It is unknown which code holds them. More bytes count from the beginning. Fewer are taken from the last code that
+    holds any.
     """
-    found = list(calls)
+    others = list(calls)
     if size_bytes > 0:
-        found[0] = replace(found[0], before_forward=found[0].before_forward.holding(size_bytes))
-    for index in reversed(range(len(found) if size_bytes < 0 else 0)):
-        gap = found[index].after_forward
+        others[0] = replace(others[0], before_forward=others[0].before_forward.holding(size_bytes))
+    for index in reversed(range(len(others) if size_bytes < 0 else 0)):
+        gap = others[index].after_forward
         less_bytes = min(-size_bytes, max(0, gap.held_bytes))
-        found[index] = replace(found[index], after_forward=gap.holding(-less_bytes))
+        others[index] = replace(others[index], after_forward=gap.holding(-less_bytes))
         size_bytes += less_bytes
-    return found
+    return others
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +265,10 @@ class _Merger:
         self.tensor_at.append(tensors)
         self.storage_at.append(storages)
         self.storages.extend(graph.storages)
-        linked = {graph.tensors[t].storage: self._linked_storage(link) for t, link in call.links.items()}
+        linked = {
+            graph.tensors[t].storage: self.tensors[self.tensor_at[maker] + output].storage
+            for t, (maker, output) in call.links.items()
+        }
         for tensor in graph.tensors:
             storage = tensor.storage
             if storage is not None:
@@ -283,12 +286,8 @@ class _Merger:
         if call.is_retained:
             self.retained.extend(range(tensors, len(self.tensors)))
 
-    def _linked_storage(self, link: Output) -> int | None:
-        call, tensor = link
-        return self.tensors[self.tensor_at[call] + tensor].storage
-
     def add_outside_after_forward(self, index: int) -> None:
-        """Hold what outside code holds, and hand the next call those of its inputs that came from earlier calls."""
+        """Add outside code that holds bytes, and hands the next call the inputs that came from earlier calls."""
         call = self.calls[index]
         is_last = index + 1 == len(self.calls)
         if is_last and self.left_bytes:
@@ -379,7 +378,7 @@ class _Merger:
         return Step(graph, profile, owners, tuple(spans[i] for i in calls), tuple(self.storage_at))
 
     def _append_beginning(self, stale_until: int, left_until: int | None) -> int:
-        """Begin with what outside code makes before the first forward, and with what the step before has left."""
+        """Begin with values that outside code makes before the first forward, and with those of the step before."""
         node = self._append_outside(self.calls[0].before_forward, [], [], Direction.FORWARD)
         self._hold_between(STALE_GRADIENTS, self.stale_bytes, node, stale_until)
         if left_until is not None:
@@ -395,10 +394,10 @@ class _Merger:
                 self._hold_between("lingering", call.graph.sizes[storage], turn, readers[ended - 1])
 
     def _give_back_between_forwards(self, beginning: int, outside: Sequence[int]) -> None:
-        """Free at a later forward what outside code holds after a forward, or before the first.
+        """Free bytes at a later forward that outside code holds after a forward, or before the first.
 
-        Given back first are the stale bytes, which have a place of their own: where the backward's call was seen, what
-        outside code holds is told without them.
+        Stale bytes are given back first. They have a place of their own: where the backward's call was seen, the bytes
+        that outside code holds don't include them.
         """
         stale_bytes = 0 if any(call.called_at is not None for call in self.calls) else self.stale_bytes
         for index, (call, giver) in enumerate(zip(self.calls, outside, strict=True)):
@@ -407,16 +406,12 @@ class _Merger:
             self._give_back(owed_bytes, (*reversed(outside[:index]), beginning), giver)
 
     def _give_back_between_backwards(self, beginning: int, outside: Sequence[int], before: Mapping[int, int]) -> None:
-        """Free before a backward what outside code holds until then.
+        """Free bytes before a backward that outside code holds until then.
 
-        That is first what it has held since the forward of the same call, as a loss in the middle of a model does,
-        and then what it has held for the shortest time: FSDP2 gathers a unit's parameters before the backward of the
-        unit, and frees them before the next unit's.
-
-        Args:
-            beginning: The outside before the first forward.
-            outside: That after each forward.
-            before: That before each backward but the first, by call, in the order in which they run.
+        These are first the bytes held since the forward of the same call, as a loss in the middle of a model does, and
+        then those held for the shortest time: FSDP2 gathers a unit's parameters before the backward of the unit, and
+        frees them before the next unit's. The arguments are the outside nodes before the first forward, after each
+        forward, and before each backward but the first, by call, in the order in which they run.
         """
         earlier = [beginning, *outside]
         for index, giver in before.items():
@@ -425,7 +420,7 @@ class _Merger:
             earlier.append(giver)
 
     def _give_back(self, size_bytes: int, holders: Sequence[int], giver: int) -> None:
-        """Free up to so many bytes that outside nodes hold, the first ones first, at another outside node."""
+        """Free up to `size_bytes` that outside nodes hold, the first holders first, at another outside node."""
         for holder in holders:
             held = self.held_by[holder]
             given_bytes = min(self.storages[held].size_bytes, max(0, size_bytes))
@@ -444,12 +439,6 @@ class _Merger:
         self.nodes[producer] = replace(made, node=replace(made.node, outputs=(*made.node.outputs, tensor)))
         self.nodes[reader] = replace(read, node=replace(read.node, inputs=(*read.node.inputs, tensor)))
 
-    def _freed_bytes(self, read: Sequence[int]) -> int:
-        """Add up the gradients that die in outside code, whose memory it may take for what it holds."""
-        stay = {self.tensors[t].storage for t in self.held}
-        storages = {self.tensors[t].storage for t in read} - stay
-        return sum(self.storages[s].size_bytes for s in storages if s is not None)
-
     def _append_outside(self, gap: Gap, read: list[int], handed: list[int], direction: Direction) -> int:
         node, tensor, held_bytes = len(self.nodes), len(self.tensors), max(0, gap.held_bytes)
         kind = StorageKind.ACTIVATION if direction is Direction.FORWARD else StorageKind.GRADIENT
@@ -461,6 +450,9 @@ class _Merger:
         outputs = (*handed, tensor)
         outside = Node(OUTSIDE, OUTSIDE, direction, tuple(dict.fromkeys(read)), outputs, OUTSIDE, is_random=True)
         self.held.append(tensor)
-        reused_bytes = self._freed_bytes(read) if direction is Direction.BACKWARD and gap.held_bytes > 0 else 0
+        reused_bytes = 0  # of gradients that die in outside code, whose memory it may take for bytes that it holds
+        if direction is Direction.BACKWARD and gap.held_bytes > 0:
+            dying = {self.tensors[t].storage for t in read} - {self.tensors[t].storage for t in self.held}
+            reused_bytes = sum(self.storages[s].size_bytes for s in dying if s is not None)
         self.nodes.append(_MergedNode(outside, 0.0, max(gap.peak_bytes - known_bytes, -reused_bytes), None))
         return node

@@ -172,7 +172,7 @@ class _Page:
         plan, measured = self.plan, self.plan.measured
         step_ms = measured.step_ms
         rows = [
-            ("Peak memory", format_bytes(plan.planned_peak_bytes), _or_none(measured.peak_bytes, format_bytes)),
+            ("Peak memory", format_bytes(plan.compared_peak_bytes), _or_none(measured.peak_bytes, format_bytes)),
             ("Extra time", format_ratio(plan.predicted_overhead), _or_none(measured.overhead, format_ratio)),
             ("Time of the captured step", format_time(plan.planned.time_ms), _or_none(step_ms, format_time)),
             (

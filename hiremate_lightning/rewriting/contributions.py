@@ -6,7 +6,7 @@ another order of additions, and gives other last bits. So where such a sum has s
 the value once more for each of them: autograd adds them up as it does without capture.
 
 Of a parameter it is only known in the backward whether others read it, another run of the same graph for example. So it
-is noted of how many terms each sum is, see `running.carrying`.
+is noted of how many terms each sum is, see `running.accumulation`.
 """
 
 from __future__ import annotations

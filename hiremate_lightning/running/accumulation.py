@@ -1,15 +1,22 @@
-"""Gradients that are added to `.grad` where they appear.
+"""Gradients that are added to `.grad` where they appear, and sums of gradients that several graphs share.
 
 Autograd adds each gradient to the one that a parameter has already, and frees it. A captured graph hands all of its
 gradients to autograd at once, at its end: while gradients are accumulated, two full sets of them would exist. So the
 planned backward adds them by itself, as autograd would, wherever that is all that autograd would do with them. A
 gradient that a hook is to see, or that is one of several terms, is handed on as ever.
+
+Autograd adds up the gradients that reach a leaf in one backward, a parameter say, term by term as they arrive. A
+captured graph hands over one sum for all of its reads of the leaf. Where another graph, or another run of the same one,
+has contributed before, that is another order of additions, and gives other last bits. So where all gradients of a leaf
+come from captured graphs, and one of these gives a sum of several terms, the first runs carry their sum over to the
+next, which add their terms to it one by one, and the last run hands it to autograd.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -17,6 +24,7 @@ from ..capturing.capture import Captured
 from ..torch_private import backward_pass
 from ..torch_private.tensor_state import are_alike
 
+RAN, SHARED = "ran", "shared leaves"  # in the notes about a backward
 Leaves = Mapping[int, torch.Tensor]  # by position among the inputs of a captured graph
 
 
@@ -54,3 +62,89 @@ def addable(captured: Captured, leaves: Leaves) -> frozenset[int]:
 def on_default_stream(device: torch.device) -> bool:
     """Whether a device runs one thing after the other."""
     return device.type != "cuda" or torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
+
+
+# ---------------------------------------------------------------- sums that several graphs share
+
+
+class SavedRun(Protocol):
+    """The values that a run of a captured graph keeps for its backward.
+
+    Attributes:
+        leaves: The leaves among its inputs, by position.
+        terms: Of how many terms their gradients are, by position, where it is more than one.
+    """
+
+    leaves: Mapping[int, torch.Tensor]
+    terms: Mapping[int, int]
+
+
+class Shared:
+    """The gradient of a leaf that several runs share.
+
+    Attributes:
+        awaited: How many of them have not contributed yet.
+        total: The sum of the others' contributions, None before there is any.
+    """
+
+    def __init__(self, awaited: int) -> None:
+        self.awaited = awaited
+        self.total: torch.Tensor | None = None
+
+
+def shared_leaves(run: SavedRun) -> dict[int, Shared]:
+    """Return the leaves of a run, by position, for whose gradients the order counts; its backward is about to run."""
+    notes = backward_pass.notes()
+    if notes is None:
+        return {}
+    ran: set[int] = notes.setdefault(RAN, set())
+    if run.terms and SHARED not in notes:
+        notes[SHARED] = _find_shared(run, ran)
+    ran.add(id(run))
+    shared: dict[int, Shared] = notes.get(SHARED, {})
+    if not shared:
+        return {}
+    return {position: shared[id(leaf)] for position, leaf in run.leaves.items() if id(leaf) in shared}
+
+
+def hand_on(gradients: Sequence[Any], shared: Mapping[int, Shared], summed: Collection[int]) -> Sequence[Any]:
+    """Keep the gradients that others are to contribute to, and give the rest to autograd.
+
+    Kept gradients are changed in place, so those that others may hold are copied.
+
+    Args:
+        gradients: Gradients that a backward returned.
+        shared: The leaves whose gradients the order counts for, by position.
+        summed: Positions of the gradients that were added up for themselves alone.
+    """
+    results = list(gradients)
+    for position, own in shared.items():
+        own.awaited -= 1
+        if own.awaited:
+            gradient, results[position] = results[position], None
+            is_own = own.total is not None or position in summed or gradient is None
+            own.total = gradient if is_own else gradient.clone()
+    return results
+
+
+def _find_shared(run: SavedRun, ran: set[int]) -> dict[int, Shared]:
+    """Return, by identity, the leaves for whose gradients the order of additions counts.
+
+    Only captured graphs contribute to such a gradient, none has done so yet, and one contributes a sum of terms.
+    """
+    tokens = (getattr(tensor, "hiremate", None) for tensor in backward_pass.saved_by_captured())
+    runs = {id(other): other for other in (run, *tokens) if other is not None and id(other) not in ran}
+    if len(runs) == 1:
+        return {}
+    leaves: dict[int, torch.Tensor] = {}
+    counts: defaultdict[int, list[int]] = defaultdict(list)  # of the terms that each run contributes
+    for other in runs.values():
+        for position, leaf in other.leaves.items():
+            leaves[id(leaf)] = leaf
+            counts[id(leaf)].append(other.terms.get(position, 1))
+    several = {leaf: len(terms) for leaf, terms in counts.items() if len(terms) > 1 and max(terms) > 1}
+    return {
+        leaf: Shared(number)
+        for leaf, number in several.items()
+        if backward_pass.terms_to(leaves[leaf]) == number and on_default_stream(leaves[leaf].device)
+    }

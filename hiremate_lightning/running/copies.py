@@ -1,10 +1,10 @@
-"""Copies to the host and back beside what is computed: where a program puts a value away, and where one is put aside.
+"""Copies to the host and back while the device computes: of values that programs or saved-tensor hooks offload.
 
-A device has two streams of its own for them, one for each direction. Each copy begins behind all that was computed
-before it, and the stream that computes waits for the copy's event before memory is freed or read. So memory goes back
-to the allocator in the order of the program: no `record_stream`, and as many bytes as the simulator counts.
+A device has two streams of its own for them, one for each direction. Each copy begins behind all operations before it,
+and the stream that computes waits for the copy's event before memory is freed or read. So memory goes back to the
+allocator in the order of the program: no `record_stream`, and as many bytes as the simulator counts.
 
-What lies on the CPU is copied at once: a CPU has no streams.
+A value on the CPU is copied at once: a CPU has no streams.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..units import format_bytes
 class HostMemory:
     """Blocks of the host's memory that copies lie in: pinned for a GPU, and used again from step to step.
 
-    PyTorch rounds what it pins up to a power of two. So blocks that are pinned have such sizes, and serve all smaller
+    PyTorch rounds pinned memory up to a power of two. So blocks that are pinned have such sizes, and serve all smaller
     values. Where a new block would exceed the most bytes, blocks in which no value lies are freed first.
 
     Attributes:
@@ -85,7 +85,7 @@ class Block:
 
     Attributes:
         memory: Its bytes, of which a value takes the first ones.
-        is_pinned: Whether a GPU copies to it and from it beside what the host does.
+        is_pinned: Whether a GPU copies to it and from it while the host works.
         last: Event of the last copy to it or from it, None where there is nothing to wait for.
     """
 
@@ -95,7 +95,7 @@ class Block:
 
 
 class _Streams:
-    """The two streams of a device, and what waits for what."""
+    """The two streams of a device, and the waits between copies and operations."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -119,7 +119,7 @@ class _Streams:
             return stream.record_event()
 
     def wait(self, event: Any) -> None:
-        """Let what is computed from here on wait for a copy."""
+        """Let all later operations wait for a copy."""
         torch.cuda.current_stream(self._device).wait_event(event)
 
 
@@ -157,7 +157,7 @@ class Leaving:
         self._back: Callable[[], torch.UntypedStorage | None] = lambda: None
 
     def wait(self) -> None:
-        """Let what is computed from here on wait for the copy."""
+        """Let all later operations wait for the copy."""
         _lines(self.device).wait(self.block.last)
 
     def storage(self) -> torch.UntypedStorage:
@@ -174,7 +174,7 @@ class Leaving:
 
 
 class Place:
-    """Where in its storage a tensor lies, and as what."""
+    """The place of a tensor in its storage: offset, shape, strides and type."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._dtype, self._offset = tensor.dtype, tensor.storage_offset()
@@ -210,7 +210,7 @@ class Arriving:
         self._is_there = False
 
     def storage(self) -> torch.UntypedStorage:
-        """Let what is computed from here on wait for the copy, and return the storage."""
+        """Let all later operations wait for the copy, and return the storage."""
         self._wait()
         return self._memory.untyped_storage()
 
@@ -220,12 +220,12 @@ class Arriving:
             self._is_there = True
 
     def __del__(self) -> None:
-        if hasattr(self, "_is_there"):  # a step that fails before it waits must not write to what others get
+        if hasattr(self, "_is_there"):  # a step that fails before it waits must not write to memory that others get
             self._wait()
 
 
 def wait_out(leaving: Leaving, *tensors: torch.Tensor) -> tuple[Parked, ...]:
-    """Wait for a copy to the host; return what stands for the tensors on the storage from here on."""
+    """Wait for a copy to the host; return the parked tensors that replace those on the storage."""
     leaving.wait()
     return tuple(Parked(leaving, Place(tensor)) for tensor in tensors)
 
@@ -262,11 +262,11 @@ def pinned_storages(captured: Captured) -> frozenset[int]:
     of another device; and those with a tensor that is more than its bytes, shape and strides.
     """
     graph = captured.graph
-    found = {graph.tensors[t].storage for t, v in enumerate(captured.fx_values) if not _is_plain(v, captured)}
+    pinned = {graph.tensors[t].storage for t, v in enumerate(captured.fx_values) if not _is_plain(v, captured)}
     for node in graph.nodes:
         if is_collective(node.op) or node.compiled:
-            found.update(graph.tensors[t].storage for t in (*node.inputs, *node.outputs))
-    return frozenset(storage for storage in found.union(staying(graph)) if storage is not None)
+            pinned.update(graph.tensors[t].storage for t in (*node.inputs, *node.outputs))
+    return frozenset(storage for storage in pinned.union(staying(graph)) if storage is not None)
 
 
 def _is_plain(value: Any, captured: Captured) -> bool:

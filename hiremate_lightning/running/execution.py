@@ -8,16 +8,16 @@ and its backward: steps under way finish with what they started with.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 
 from ..capturing.capture import Captured
 from ..errors import CaptureError, HiRemateError
-from ..torch_private import aot, backward_pass, data_parallel, tensor_state
-from . import carrying
-from .accumulation import Leaves, addable, existing, find_leaves
+from ..torch_private import aot, autocasting, backward_pass, data_parallel, tensor_state
+from .accumulation import Leaves, addable, existing, find_leaves, hand_on, shared_leaves
 from .program import Program
 
 FREED = (
@@ -50,7 +50,7 @@ class Conductor(Protocol):
     def backward_starts(self, run: Any, tangents: Sequence[Any], leaves: Leaves, retains: bool) -> None:
         """Hear that the backward is about to run, and to which inputs its gradients belong.
 
-        Where it retains what was saved for it, it will run again.
+        Where it retains its saved values, it will run again.
         """
 
     def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
@@ -72,7 +72,7 @@ class Conductor(Protocol):
         """Return the name of a parameter or a buffer, or else describe a tensor, to begin a sentence with."""
 
     def ran_out(self, error: torch.OutOfMemoryError) -> None:
-        """Hear that memory has run out, and add what is known to the error."""
+        """Hear that memory has run out, and add known facts to the error."""
         return
 
 
@@ -104,7 +104,7 @@ class Part:
     def forward(self, arguments: list[Any]) -> list[Any]:
         """Run the forward: inputs in, outputs and the token out."""
         conductor = self._listener()
-        program, run = (self.trial, None) if self.trial else self._start(arguments)
+        program, run = (self.trial, None) if self.trial else self.conductor.start(self, arguments)
         leaves = find_leaves(self.captured, arguments)  # the program empties the list
         results = list(self._run(program.forward, arguments))
         outputs, saved = results[: self._count], results[self._count :]
@@ -125,7 +125,7 @@ class Part:
 
     @property
     def conductor(self) -> Conductor:
-        """What chooses its programs, while its model is called."""
+        """The conductor that chooses its programs, which lives while its model is called."""
         conductor = self._conductor()
         assert conductor is not None, "a model is alive while it is called"
         return conductor
@@ -133,9 +133,6 @@ class Part:
     def _listener(self) -> Conductor | None:
         """Return the conductor, None where it is gone or nothing of a step runs."""
         return None if self.trial else self._conductor()
-
-    def _start(self, arguments: Sequence[Any]) -> tuple[Program, Any]:
-        return self.conductor.start(self, arguments)
 
     def backward(self, arguments: list[Any]) -> Sequence[Any]:
         """Run the backward: the token and tangents in, gradients out."""
@@ -147,7 +144,7 @@ class Part:
         if conductor is not None:
             conductor.backward_starts(saved.run, tangents, saved.leaves, keep)
         totals = self._find_totals(saved.leaves)
-        shared = carrying.shared_leaves(saved)
+        shared = shared_leaves(saved)
         sums = {position: own.total for position, own in sorted(shared.items()) if own.total is not None}
         missing = missing_gradients(tangents)
         (self.tried_without if self.trial else self.ran_without).add(missing)
@@ -160,10 +157,9 @@ class Part:
             raise HiRemateError(REPLACED.format(name=name))
         values, overwritten = saved.take(program.unread, keep=keep)
         if overwritten and conductor is not None:
-            found = (self.captured.graph.tensors[saved.program.schedule.saved[i]].storage for i in overwritten)
-            conductor.was_overwritten(self, [storage for storage in found if storage is not None])
-        is_other = saved.settings != tensor_state.kernel_settings()
-        if is_other and conductor is not None and saved.program.schedule.recomputed(self.captured.graph):
+            storages = (self.captured.graph.tensors[saved.program.schedule.saved[i]].storage for i in overwritten)
+            conductor.was_overwritten(self, [storage for storage in storages if storage is not None])
+        if conductor is not None and self._runs_in_other_settings(saved):
             conductor.settings_changed()
         values.extend(tangents)
         values.extend(totals.values())
@@ -171,36 +167,44 @@ class Part:
         for position in program.unread:
             values[position] = None
         del tangents, totals, sums
-        gradients = self._run(program.backward, values)
+        with _default_dtype(saved.dtype), autocasting.disabled():  # casts are in the graph
+            gradients = self._run(program.backward, values)
         if saved.fills_buckets:
             data_parallel.put_in_order([saved.leaves[p] for p in self.captured.finished if p in saved.leaves])
         if shared:
-            gradients = carrying.hand_on(gradients, shared, () if missing else saved.terms)
+            gradients = hand_on(gradients, shared, () if missing else saved.terms)
         if conductor is not None:
             conductor.backward_done(saved.run)
         return gradients
 
+    def _runs_in_other_settings(self, saved: Saved) -> bool:
+        """Whether gradients may differ from eager ones, since the forward ran in other settings of PyTorch."""
+        if autocasting.is_enabled():
+            return True  # PyTorch disables it for a backward whose forward was under autocast
+        is_other = saved.settings != tensor_state.kernel_settings()
+        return is_other and bool(saved.program.schedule.recomputed(self.captured.graph))
+
     def waiting(self) -> list[Saved]:
-        """List what its forwards saved whose backward has not run yet."""
+        """List the saved values of its forwards whose backward has not run yet."""
         return [saved for saved in self._saved if saved.is_waiting] if self._saved else []  # of hundreds few have any
 
     def retained(self) -> list[Saved]:
-        """List what its forwards saved that stays for another backward, after one has run."""
+        """List the saved values of its forwards that stay for another backward, after one has run."""
         return [saved for saved in self._saved if saved.is_retained] if self._saved else []
 
     def _find_totals(self, leaves: Leaves) -> dict[int, torch.Tensor]:
         """Return the gradients that exist and to which the backward adds, by position."""
-        found = existing(leaves)
-        if not found:
+        gradients = existing(leaves)
+        if not gradients:
             return {}
-        added = addable(self.captured, {position: leaves[position] for position in found})
+        added = addable(self.captured, {position: leaves[position] for position in gradients})
         conductor = self._listener()
-        if conductor is not None and len(added) < len(found):
-            conductor.must_return(self, found.keys() - added)
-        return {position: found[position] for position in sorted(added)}
+        if conductor is not None and len(added) < len(gradients):
+            conductor.must_return(self, gradients.keys() - added)
+        return {position: gradients[position] for position in sorted(added)}
 
     def _run(self, code: aot.Boxed, values: list[Any]) -> Sequence[Any]:
-        """Run code; let the conductor add what it knows to an error that says that memory has run out."""
+        """Run code; let the conductor add facts to an error that says that memory has run out."""
         try:
             return code(values)
         except torch.OutOfMemoryError as error:
@@ -211,7 +215,7 @@ class Part:
 
 
 def _what_was_saved(arguments: Sequence[Any]) -> Saved:
-    """Return what rides on the token, and refuse the backwards that can't be run."""
+    """Return the saved values that ride on the token, and refuse backwards that can't be run."""
     token, *tangents = arguments
     saved: Saved | None = getattr(token, "hiremate", None)
     if saved is None:
@@ -240,11 +244,25 @@ def missing_gradients(tangents: Sequence[Any]) -> frozenset[int]:
     return frozenset(position for position, tangent in enumerate(tangents) if tangent is None)
 
 
-def _detach(program: Program, saved: list[Any]) -> None:
-    """Detach what is also returned, and views; copy what others overwrite.
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Let code make tensors of the type that was the default in its forward: Lightning's "bf16-true" sets it there."""
+    before = torch.get_default_dtype()
+    if before is dtype:
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
-    A returned tensor gets a grad_fn that holds the token; the token must not hold the tensor, nor a view, which holds
-    what it was taken of. And before a gradient takes memory, nobody could tell whether others hold what it is of.
+
+def _detach(program: Program, saved: list[Any]) -> None:
+    """Detach saved values that are also returned, and views; copy those that others overwrite.
+
+    A returned tensor gets a grad_fn that holds the token. So the token must not hold that tensor, nor a view, which
+    holds its base. A view would also hide whether others hold memory that a gradient is about to take.
     """
     for position in program.saved.returned:
         saved[position] = saved[position].detach()
@@ -260,6 +278,7 @@ class Saved:
         "__weakref__",
         "captured",
         "copies",
+        "dtype",
         "fills_buckets",
         "has_run",
         "leaves",
@@ -288,7 +307,7 @@ class Saved:
         self.run = run
         self.leaves = leaves
         self.captured = captured
-        self.settings = tensor_state.kernel_settings()
+        self.settings, self.dtype = tensor_state.kernel_settings(), torch.get_default_dtype()
         self.terms = captured.terms
         self.has_run = self.fills_buckets = False
         self.values: list[Any] | None = values
@@ -350,12 +369,12 @@ class Saved:
         if versions == self.versions:
             return []
         overwritten = dict[int, None]()
-        for (index, _), found, expected in zip(self.program.saved.watched, versions, self.versions, strict=True):
-            if found == expected:
+        for (index, _), version, expected in zip(self.program.saved.watched, versions, self.versions, strict=True):
+            if version == expected:
                 continue
             if index in self.copies:
                 overwritten[index] = None
             elif index not in unread:
                 name = self.program.saved.names[index]
-                raise RuntimeError(CHANGED.format(name=name, found=found, expected=expected))
+                raise RuntimeError(CHANGED.format(name=name, found=version, expected=expected))
         return list(overwritten)

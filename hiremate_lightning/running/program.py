@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 
 class Variant(Protocol):
-    """Gives the program for another backward than one to which all gradients arrive."""
+    """Makes the program of another backward than the one to which all gradients arrive."""
 
     def __call__(
         self, missing: frozenset[int], added: frozenset[int], carried: frozenset[int], overwrites: bool = True
@@ -45,7 +45,7 @@ class Variant(Protocol):
         Args:
             missing: Positions of the gradients of outputs that do not arrive.
             added: Positions of its own gradients that it adds to tensors, which it takes after the tangents.
-            carried: Positions of its own gradients with whose sums it goes on, which it takes after these.
+            carried: Positions of its own gradients whose sums it continues, which it takes after these.
             overwrites: Whether results may take the memory of gradients that die.
         """
 
@@ -55,15 +55,15 @@ class Program:
     """A schedule, ready to run on a captured graph.
 
     Attributes:
-        schedule: What it does.
+        schedule: The schedule.
         forward: Takes the inputs in a list, returns outputs followed by saved values.
         backward: Takes saved values followed by tangents in a list, returns gradients.
         forward_module: FX module of the forward.
         backward_module: FX module of the backward.
-        unread: Positions of what the backward takes and does not read: generated code would hold it to its end.
-        saved: What is known of the saved values.
-        protects: Whether the forward copies what is borrowed.
-        variant: Gives the program for other backwards.
+        unread: Positions of values that the backward takes but never reads: generated code would hold them to its end.
+        saved: Facts about the saved values.
+        protects: Whether the forward copies borrowed values.
+        variant: Makes the programs of other backwards.
     """
 
     schedule: Schedule
@@ -83,16 +83,15 @@ def build(captured: Captured, schedule: Schedule, host: HostMemory | None = None
     Args:
         captured: The captured graph.
         schedule: A valid schedule of its graph.
-        host: Memory of the host for what goes away; by default the program has its own.
+        host: Memory of the host for offloaded values; by default the program has its own.
 
     Returns:
         The programs, compiled to Python.
 
     Raises:
-        ScheduleError: If something goes away that must stay on the device.
+        ScheduleError: If the schedule offloads a value that must stay on the device.
     """
-    _check_collectives(captured, schedule)
-    _check_pinned(captured, schedule)
+    _check(captured, schedule)
     saved = tuple(captured.fx_values[t] for t in schedule.saved)
     forward = _forward_module(captured, schedule, saved, host or HostMemory())
     takes = _takes(captured, schedule)
@@ -124,17 +123,16 @@ def build(captured: Captured, schedule: Schedule, host: HostMemory | None = None
     return program
 
 
-def _check_collectives(captured: Captured, schedule: Schedule) -> None:
-    """Make sure that collectives run once each, in the order of the graph: ranks with other plans wait for them."""
+def _check(captured: Captured, schedule: Schedule) -> None:
+    """Refuse a schedule that moves or repeats a collective, or offloads a value that must stay on the device.
+
+    Ranks with other plans wait for each collective, in the order of the graph.
+    """
     nodes = captured.graph.nodes
-    ran = [o.node for o in (*schedule.forward, *schedule.backward) if isinstance(o, Compute)]
-    expected = (*captured.graph.forward, *captured.graph.backward)
-    found, wanted = ([n for n in order if is_collective(nodes[n].op)] for order in (ran, expected))
-    assert found == wanted, "a plan moves or repeats a collective"
-
-
-def _check_pinned(captured: Captured, schedule: Schedule) -> None:
-    """Refuse a schedule in which something goes away that must stay on the device."""
+    computed = (o.node for o in (*schedule.forward, *schedule.backward) if isinstance(o, Compute))
+    in_graph = (*captured.graph.forward, *captured.graph.backward)
+    planned, expected = ([n for n in order if is_collective(nodes[n].op)] for order in (computed, in_graph))
+    assert planned == expected, "a plan moves or repeats a collective"
     away = {operation.storage for operation in schedule.forward if isinstance(operation, CopyOut)}
     stays = away & pinned_storages(captured) if away else ()
     if stays:
@@ -143,17 +141,20 @@ def _check_pinned(captured: Captured, schedule: Schedule) -> None:
 
 
 def _takes(captured: Captured, schedule: Schedule) -> dict[fx.Node, int]:
-    """Return what computes into a value of the forward that nothing reads after it in a schedule, with its position."""
-    found, read = dict[fx.Node, int](), set[int | None]()
+    """Return the nodes that may compute into a value of the forward, each with that value's position in its arguments.
+
+    No later operation of the schedule reads the value.
+    """
+    positions, read = dict[fx.Node, int](), set[int | None]()
     for operation in reversed(schedule.backward):
         if not isinstance(operation, Compute):
             continue
         record = captured.graph.nodes[operation.node]
         if record.takes is not None and captured.graph.tensors[record.takes].storage not in read:
             node, taken = captured.fx_nodes[operation.node], captured.fx_values[record.takes]
-            found[node] = next(position for position, a in enumerate(node.args) if a is taken)
+            positions[node] = next(position for position, a in enumerate(node.args) if a is taken)
         read.update(captured.graph.tensors[t].storage for t in record.inputs)
-    return found
+    return positions
 
 
 def _unread(module: fx.GraphModule) -> tuple[int, ...]:
@@ -170,7 +171,8 @@ def _forward_module(
     _Emitter(captured, graph, values, _Copies(captured, schedule, host)).emit(schedule.forward)
     outputs = [values[v] if isinstance(v, fx.Node) else v for v in captured.forward_outputs]
     graph.output((*outputs, *(values[v] for v in saved)))
-    _drop_unread_states(graph)
+    for state in [node for node in graph.nodes if is_state(node) and not node.users]:  # nothing is drawn from it again
+        graph.erase_node(state)
     return module_of(captured.joint, graph, "PlannedForward")
 
 
@@ -244,16 +246,16 @@ class _Sum:
         return self._total
 
     def finish(self, graph: fx.Graph, gradient: fx.Node | None) -> fx.Node:
-        """Return the sum with all terms, where the gradient is a single term or what they came to."""
+        """Return the sum with all terms; the gradient is a single term, or the sum so far."""
         if gradient is not None and not self.terms:
             self.add(graph, gradient)
         return self._total
 
 
 class _Copies:
-    """Appends what brings storages to the host and back, for one half of a step.
+    """Appends the copies of storages to the host and back, for one half of a step.
 
-    From the wait for its copy out to the wait for its copy in, what stands for a saved value is a `Parked`.
+    From the wait for its copy out to the wait for its copy in, a saved value is represented by a `Parked`.
     """
 
     def __init__(self, captured: Captured, schedule: Schedule, host: HostMemory | None = None) -> None:
@@ -264,14 +266,16 @@ class _Copies:
             storage = tensors[tensor].storage
             if storage is not None and storage in saved:
                 saved[storage].append(captured.fx_values[tensor])
-        on = {storage: [t for t, tensor in enumerate(tensors) if tensor.storage == storage] for storage in away}
         self._saved = saved
-        self._values_on = {storage: [captured.fx_values[t] for t in found] for storage, found in on.items()}
+        self._values_on = {
+            storage: [captured.fx_values[t] for t, tensor in enumerate(tensors) if tensor.storage == storage]
+            for storage in away
+        }
         self._copy_out = None if host is None else copying_out(host)
         self._on_the_way: dict[int, fx.Node] = {}
 
     def append(self, operation: Copying, graph: fx.Graph, values: dict[fx.Node, fx.Node]) -> None:
-        """Append one operation, and let values stand for what there is after it."""
+        """Append one operation, and map each value to its node after the operation."""
         storage = operation.storage
         saved = self._saved[storage]
         if isinstance(operation, CopyOut):
@@ -343,7 +347,7 @@ class _Emitter:
                 self.values[node] = own.add(self._graph, self.values[term])
 
     def _replay(self, record: Node, node: fx.Node) -> None:
-        """Bring back what a captured node gave, by another operation."""
+        """Compute the results of a captured node again, by another operation."""
         function, args, kwargs = call_of(record.op, node, [self._captured.fx_values[t] for t in record.inputs])
         args, kwargs = fx.node.map_arg((args, kwargs), self._value_of)
         copy = self._graph.call_function(function, args, kwargs)
@@ -356,7 +360,7 @@ class _Emitter:
         self._finish(node, outputs, copy)
 
     def _compute(self, record: Node, node: fx.Node) -> None:
-        """Compute what a captured node does, by the kernel of eager PyTorch."""
+        """Compute a captured node by the kernel of eager PyTorch."""
         needs_layout = record.direction is Direction.BACKWARD and needs_traced_layout(node.target)
         value_of = self._laid_out if needs_layout else self._value_of
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
@@ -382,7 +386,12 @@ class _Emitter:
         self._finish(node, outputs, copy)
 
     def _value_of(self, value: fx.Node) -> fx.Node:
-        return _zeros(value, self._graph) if value in self._absence.values else self.values[value]
+        """Return the node of a value: zeros for a gradient that has not arrived."""
+        if value not in self._absence.values:
+            return self.values[value]
+        shown: torch.Tensor = value.meta["val"]
+        size = tuple(tensor_state.int_hint(s) for s in shown.shape)
+        return self._graph.call_function(torch.zeros, (size,), {"dtype": shown.dtype, "device": shown.device})
 
     def _laid_out(self, value: fx.Node) -> fx.Node:
         """Return a value with the strides that it was traced with."""
@@ -393,13 +402,13 @@ class _Emitter:
         return self._graph.call_function(tensor_state.with_strides, (self._value_of(value), strides))
 
     def _outputs(self, record: Node, node: fx.Node) -> list[fx.Node]:
-        """List what an operation makes: of a result that is finished, what is finished."""
+        """List the results of an operation; for a result that is finished later, the unfinished one."""
         finish = self._captured.finishes.get(node)
         made = (self._captured.fx_values[t] for t in record.outputs)
         return [finish.value if finish is not None and value is finish.result else value for value in made]
 
     def _hand_on(self, node: fx.Node, copy: fx.Node, outputs: Sequence[fx.Node]) -> None:
-        """Store what the copy of a captured node computes: its value, or the parts of it."""
+        """Store the results of a captured node's copy: its value, or the parts of it."""
         for value in outputs:
             if value is node:
                 self.values[value] = copy
@@ -409,7 +418,7 @@ class _Emitter:
                 self.values[value] = part
 
     def _finish(self, node: fx.Node, outputs: Sequence[fx.Node], made: fx.Node) -> None:
-        """Append what finishes a result, if it is among those that were just computed."""
+        """Append the operations that finish a result, if it is among those that were just computed."""
         finish = self._captured.finishes.get(node)
         if finish is None or finish.value not in outputs:
             return
@@ -417,17 +426,3 @@ class _Emitter:
             args, kwargs = fx.node.map_arg((args, dict(step.kwargs)), self.values.__getitem__)
             self.values[step] = copy = self._graph.call_function(target, args, kwargs)
             copy.meta = {**step.meta, "direction": made.meta["direction"], "finishes": made.meta["key"]}
-
-
-def _drop_unread_states(graph: fx.Graph) -> None:
-    """Leave out the states of generators from which nothing is drawn again."""
-    for state in [node for node in graph.nodes if is_state(node)]:
-        if not state.users:
-            graph.erase_node(state)
-
-
-def _zeros(value: fx.Node, graph: fx.Graph) -> fx.Node:
-    """Fill in a gradient that has not arrived, where an operation needs all of its gradients."""
-    shown: torch.Tensor = value.meta["val"]
-    size = tuple(tensor_state.int_hint(s) for s in shown.shape)
-    return graph.call_function(torch.zeros, (size,), {"dtype": shown.dtype, "device": shown.device})

@@ -1,4 +1,4 @@
-"""What a schedule saves for the backward: which of it others see, may change, or may read in its place."""
+"""The values that a schedule saves for the backward: which of them others see, may change, or may read instead."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class SavedValues:
-    """What is known of the values that a program saves, by their positions; to look costs time in each step.
+    """Facts about the values that a program saves, by their positions; to look them up in each step would take time.
 
     Attributes:
         names: Name of each.
         returned: Those that the forward also returns.
-        views: Those that may be views of what others hold, or of memory that a gradient may take.
+        views: Those that may be views of tensors that others hold, or of memory that a gradient may take.
         watched: Those whose change in place between forward and backward is an error, each with the position of an
             output on its memory, through which code outside may change it, or with None where there is none.
         borrowed: Those that plain training would not need, and that code outside may overwrite.
@@ -42,7 +42,7 @@ class SavedValues:
 
 
 def saved_values(captured: Captured, schedule: Schedule) -> SavedValues:
-    """Describe what a schedule of a captured graph saves."""
+    """Describe the values that a schedule of a captured graph saves."""
     saved = [captured.fx_values[t] for t in schedule.saved]
     storages = [captured.graph.tensors[t].storage for t in schedule.saved]
     tensors = [i for i, t in enumerate(schedule.saved) if captured.graph.tensors[t].dtype]
@@ -74,13 +74,13 @@ def _unviewable(captured: Captured) -> set[int | None]:
 
 
 def _may_be_view(captured: Captured, tensor: int, finished: Collection[fx.Node]) -> bool:
-    """Whether a value may come as a view of another one: what PyTorch's own operators allocate does not."""
+    """Whether a value may come as a view of another one: tensors that PyTorch's own operators allocate do not."""
     value, storage = captured.fx_values[tensor], captured.graph.tensors[tensor].storage
     maker = operation_of(value)
     if maker.op == "placeholder":
         return storage is None or captured.graph.storages[storage].kind is not StorageKind.PARAMETER
     if maker.op != "call_function" or value in finished:
-        return True  # what is finished may be a view of what was made
+        return True  # a finished result may be a view of the unfinished one
     target = as_eager(maker)[0]
     if not isinstance(target, aot.OpOverload) or target.namespace != "aten":
         return True
@@ -113,19 +113,14 @@ def _outputs_on(captured: Captured) -> dict[int | None, Sequence[int | None]]:
 
 
 def _unread_plainly(captured: Captured) -> set[int | None]:
-    """List the storages, no parameters', that plain training would not read again."""
-    graph, needed = captured.graph, _needed_plainly(captured)
-    return {
-        i for i, storage in enumerate(graph.storages) if i not in needed and storage.kind is not StorageKind.PARAMETER
-    }
-
-
-def _needed_plainly(captured: Captured) -> set[int | None]:
-    """List the storages that a plain backward reads."""
+    """List the storages, except parameters', that a plain backward would not read."""
     graph = captured.graph
-    found = set(graph.gradients)
+    read = set(graph.gradients)
     for index in graph.backward:
         node = captured.fx_nodes[index]
         ours_alone = operation_named(node.target).plain_only_reads(node)
-        found.update(t for t in graph.nodes[index].inputs if captured.fx_values[t] not in ours_alone)
-    return {graph.tensors[t].storage for t in found}
+        read.update(t for t in graph.nodes[index].inputs if captured.fx_values[t] not in ours_alone)
+    needed = {graph.tensors[t].storage for t in read}
+    return {
+        i for i, storage in enumerate(graph.storages) if i not in needed and storage.kind is not StorageKind.PARAMETER
+    }

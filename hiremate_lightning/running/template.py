@@ -5,9 +5,9 @@ but whole numbers: shapes, strides, offsets. Here one source has an expression o
 that differs, and a program for other sizes is that source with these sizes bound to it. No operator is chosen anew
 and nothing is traced, so that takes microseconds.
 
-What a trace decides by looking at a size is decided as in the samples: whether the code is for other sizes at all is
-for the guards of who captured it to say. Where samples differ in anything else, where a number is no such expression,
-or where too few sizes were traced to tell, there is no template.
+What a trace decides by looking at a size is decided as in the samples. Whether the code serves other sizes at all is
+decided by the guards of the capture. There is no template where samples differ in anything but numbers, where a number
+is no such expression, or where too few sizes were traced.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ..records.step import Decisions
 from ..rewriting.straight_line import Writer, compile_lines
 from ..torch_private import aot
 from .copies import HostMemory
-from .program import Program, Variant, build
+from .program import Program, build
 
 KEPT = 32  # templates of one captured code, by schedule
-_PLACE = "\0"  # what is around the place of a number in a source
+_PLACE = "\0"  # marks the place of a number in a source, on both sides
 
 
 class ProgramTemplate:
@@ -39,10 +39,10 @@ class ProgramTemplate:
     Args:
         samples: The same code as it was captured at a few sizes.
         sizes: The sizes of each, at least `LEAST_SAMPLES`; those that are equal in all samples are one size.
-        decisions: What is computed again.
+        decisions: Nodes that are computed again.
 
     Attributes:
-        schedule: What each of the programs does.
+        schedule: The schedule of each of the programs.
 
     Raises:
         NoTemplateError: If programs of the samples don't tell the programs of other sizes.
@@ -86,10 +86,7 @@ class ProgramTemplate:
 
     def at(self, sizes: Sizes) -> Program:
         """Return the program for some sizes."""
-        forward, backward = self._forward.at(sizes), self._backward.at(sizes)
-        return replace(self._programs[0], forward=forward, backward=backward, variant=self._variants_at(sizes))
 
-    def _variants_at(self, sizes: Sizes) -> Variant:
         def variant(
             missing: frozenset[int], added: frozenset[int], carried: frozenset[int], overwrites: bool = True
         ) -> Program:
@@ -99,14 +96,15 @@ class ProgramTemplate:
             program, template = self._variants[key]
             return replace(program, backward=template.at(sizes))
 
-        return variant
+        forward, backward = self._forward.at(sizes), self._backward.at(sizes)
+        return replace(self._programs[0], forward=forward, backward=backward, variant=variant)
 
     def _make_variant(
         self, missing: frozenset[int], added: frozenset[int], carried: frozenset[int]
     ) -> tuple[Program, _Template]:
-        """Make the backward for some changes; where samples differ in what may be overwritten then, nothing is.
+        """Make the backward for some changes. It overwrites nothing where samples differ in what may be overwritten.
 
-        This is asked in a backward, where nothing can be traced. All numbers that it may need have expressions, see
+        It is made in a backward, where nothing can be traced. All numbers that it may need have expressions, see
         `CodeTemplate`.
         """
         changes = missing, added, carried
@@ -128,7 +126,7 @@ def program_of(captured: Captured, schedule: Schedule, host: HostMemory | None =
     Args:
         captured: The captured code.
         schedule: A valid schedule of its graph.
-        host: Memory of the host for what goes away.
+        host: Memory of the host for offloaded values.
 
     Raises:
         NoTemplateError: If traces of other sizes don't tell the program.
@@ -138,7 +136,7 @@ def program_of(captured: Captured, schedule: Schedule, host: HostMemory | None =
 
 
 def template_of(captured: Captured, schedule: Schedule) -> ProgramTemplate | None:
-    """Return what the programs of a schedule are made from; None where captured code was traced for its sizes.
+    """Return the template of a schedule's programs; None where captured code was traced for its sizes.
 
     Raises:
         NoTemplateError: If traces of other sizes don't tell the programs.
@@ -170,7 +168,7 @@ def is_proved_by_another(captured: Captured) -> bool:
 
 
 def _program_for_all_sizes(captured: Captured, decisions: Decisions) -> Program:
-    """Build a program that does for small values what it does for large ones."""
+    """Build a program that treats small values as it treats large ones."""
     finishes = {node: replace(finish, at_all_sizes=True) for node, finish in captured.finishes.items()}
     return build(replace(captured, finishes=finishes), lower(captured.graph, decisions))
 
@@ -202,7 +200,7 @@ class _Template:
         self._run = compile_lines(lines, dict(sources[0].known), "arguments, sizes")
 
     def _texts(self, sources: Sequence[_WithPlaces], sizes: Sequence[Sizes]) -> list[str]:
-        """Return what stands in each place."""
+        """Return the text for each place."""
         known: dict[tuple[int, ...], Expression | None] = {}
         texts = []
         for values in zip(*(source.numbers for source in sources), strict=True):

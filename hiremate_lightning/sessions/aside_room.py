@@ -14,7 +14,7 @@ from typing import Any
 from ..calls.given import tensors_inside
 from ..measuring.aside import SavedAside
 from ..measuring.files import HAS_FILES, Files
-from ..memory.free_memory import free_host_bytes
+from ..memory.allocator import free_host_bytes
 from ..torch_private import saved_hooks, sharding, tensor_state
 from .planned_model import PlannedModel
 

@@ -17,8 +17,7 @@ from ..garbage import collecting_what_it_leaves
 from ..kinds.recorded_step import RecordedStep
 from ..kinds.step_kind import GraphNumbers, StepKind
 from ..measuring.resident import Resident
-from ..memory.allocator import in_blocks
-from ..memory.free_memory import free_bytes
+from ..memory.allocator import free_bytes, in_blocks
 from ..planning.ladder import Chosen, Loss, fastest_that_fits
 from ..planning.planner import FirstSolution, first_solution
 from ..planning.solvers.base import Problem, replay

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from ..capturing.capture import Captured
-from ..memory.free_memory import free_host_bytes
+from ..memory.allocator import free_host_bytes
 from ..options import SessionOptions
 from ..planning.solvers.base import Solution
 from ..records.away import Host, put_away, split_aways, storages_in

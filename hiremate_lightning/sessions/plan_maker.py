@@ -13,7 +13,7 @@ from ..kinds.step_kind import StepKind
 from ..measuring.describing import describe
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
-from ..memory.free_memory import free_bytes
+from ..memory.allocator import free_bytes
 from ..planning.plan import Plan
 from ..planning.planner import make_plan, resolve
 from ..planning.shared_solving import announce, shared

@@ -17,7 +17,7 @@ from ..kinds.step_kind import GraphNumbers, StepKind
 from ..kinds.watching import WatchPolicy
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
-from ..memory.free_memory import free_bytes
+from ..memory.allocator import free_bytes
 from ..out_of_memory import InfeasibleBudgetError
 from ..planning.plan import Plan
 from ..planning.planner import GUARD_BYTES
@@ -270,7 +270,7 @@ class PlannedKinds:
     def _note_before(self, kind: StepKind, resident: Resident) -> None:
         """Note what existed before a step of a kind, in place of what did before one with the same gradients."""
         resident = self.maker.waiting.resident_at(resident, LAST)
-        kind.before = {**kind.before, resident.kept: resident}
+        kind.before = {**kind.before, resident.gradients: resident}
 
     def warn_of_first_step(self, kind: StepKind, peak_bytes: int) -> None:
         """Warn where the first step of another kind, which ran before it was planned, took more than its budget."""
@@ -371,7 +371,6 @@ class PlannedKinds:
             has_more_state or (plan.measured.peak_bytes or 0) > limits.budget_bytes
         )  # it was measured beside other resident bytes
         kind.step, kind.counts_on_freed_gradients = replace(met, limits=limits), False
-        kind.seen_bytes = None if is_outdated else kind.seen_bytes
         adapted = plan.changed(
             graph=merged.graph,
             profile=merged.profile,
@@ -379,7 +378,8 @@ class PlannedKinds:
             resident_bytes=at_level.size_bytes,
             resident_parts=at_level.kinds,
         )
-        adapted = adapted.with_measured(peak_bytes=None) if is_outdated else adapted  # measured again
+        if is_outdated:  # measured again
+            adapted = adapted.with_measured(peak_bytes=None, predicted_bytes=None)
         peak_bytes = adapted.planned_peak_bytes + met.margin_bytes
         decision = decide_beside(
             stays=limits.stays(at_level, peak_bytes, is_least=plan.planned_peak_bytes > plan.budget_bytes),
@@ -425,10 +425,11 @@ class PlannedKinds:
         if kind.plan is None or kind.plan.solution is not solution:
             return  # planned anew, or dropped: the step ran by the plan before
         plan = kind.plan
-        kind.seen_bytes = max(kind.seen_bytes or 0, plan.planned_peak_bytes)
+        predicted_bytes = max(plan.measured.predicted_bytes or 0, plan.planned_peak_bytes)
         if peak_bytes <= (plan.measured.peak_bytes or 0):
+            kind.plan = plan.with_measured(predicted_bytes=predicted_bytes)
             return
-        self.update(kind, peak_bytes=peak_bytes)
+        self.update(kind, peak_bytes=peak_bytes, predicted_bytes=predicted_bytes)
         is_least, corrections = plan.planned_peak_bytes > plan.budget_bytes, kind.recorded.corrections
         if is_least:
             self._say_least(kind, peak_bytes)

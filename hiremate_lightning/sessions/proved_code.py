@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import torch
 
-from ..memory.free_memory import free_bytes
+from ..memory.allocator import free_bytes
 from ..records.costs import Profile
 from ..records.step import Step
 from ..running.execution import Part

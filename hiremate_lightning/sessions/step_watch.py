@@ -95,7 +95,8 @@ class StepWatch:
             is_on_host = self._memory.device.type == "cpu"
             return Expected(None, foreseen, step.size_bytes, is_on_host=is_on_host)
         plan = kind.own_plan
-        higher_bytes = 0 if kind.seen_bytes is None else plan.planned_peak_bytes - kind.seen_bytes
+        predicted_bytes = plan.measured.predicted_bytes
+        higher_bytes = 0 if predicted_bytes is None else plan.planned_peak_bytes - predicted_bytes
         may_grow = kind.recorded.outside_bytes > GUARD_BYTES
         is_higher = higher_bytes > guard_bytes(plan.budget_bytes)  # and not by a loss that is kept
         is_piece = self._memory.iterations.needs_measured_steps

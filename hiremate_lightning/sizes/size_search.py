@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from ..options import Objective
-from ..planning.options import PlanOptions
-from ..planning.plan import Plan
+from ..planning.plan import Plan, PlanOptions
 from ..planning.planner import make_plan
 from ..planning.solvers import UNLIMITED, smallest_budget
 from ..planning.solvers.base import Problem

@@ -14,8 +14,7 @@ from torch import nn
 
 from ..errors import ConfigurationError
 from ..measuring.describing import describe
-from ..memory.allocator import allocated_bytes, storage_bytes
-from ..memory.free_memory import free_bytes
+from ..memory.allocator import allocated_bytes, free_bytes, storage_bytes
 from ..memory.metering import measure_peak
 from ..options import SessionOptions
 from ..planning.plan import Plan

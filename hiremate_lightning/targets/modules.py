@@ -326,7 +326,7 @@ class Targets:
             if missed:
                 self.session.abandon_step()
                 where = paths[outer] or type(outer).__name__
-                self._say_split(f"{where} was not captured")
+                self._say_split(f"{where} was not captured", type(outer))
 
     def _plan_what_new_forwards_call(self, name: str, module: nn.Module) -> None:
         """Plan the parts of a module that gets a forward of its own for each call, from the next step on.
@@ -357,7 +357,7 @@ class Targets:
         parts = self._weighty_parts(name, module)
         where = name or type(module).__name__
         if parts:
-            self._say_split(f"Nothing of {where} was captured")
+            self._say_split(f"Nothing of {where} was captured", type(module))
         elif self._passed_by or self._has_others_than(module):
             self._say_uncaptured(where, type(module))
         else:
@@ -367,9 +367,10 @@ class Targets:
         self._plan_instead(name, module, parts)
         return True
 
-    def _say_split(self, found: str) -> None:
-        why = self.session.why_uncaptured()
-        self.session.say(f"{found} as a whole; from the next step on its parts are planned.{why}")
+    def _say_split(self, found: str, kind: type[nn.Module]) -> None:
+        """Say, once for each class, that parts of a module are planned in its place."""
+        text = f"{found} as a whole; from the next step on its parts are planned.{self.session.why_uncaptured()}"
+        self.session.say(text, topic=f"split {kind.__qualname__}")
 
     def _weighty_parts(self, name: str, module: nn.Module) -> dict[str, nn.Module]:
         """List what may be planned below a module."""

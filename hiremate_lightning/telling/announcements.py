@@ -154,9 +154,9 @@ class Announcements:
     def settings_changed(self) -> None:
         """Warn of a backward in other settings than its forward."""
         self.say(
-            "Settings of PyTorch (torch.backends, precision, deterministic algorithms) changed between the forward of "
-            f"{self._name} and its backward. What a plan computes again follows the new ones, and may differ from "
-            "plain PyTorch in the last bits. Put forward and backward into one `with` block."
+            "Settings of PyTorch (autocast, torch.backends, precision, deterministic algorithms) changed between the "
+            f"forward of {self._name} and its backward: gradients may differ from those of plain PyTorch by rounding. "
+            "Put forward and backward into one `with` block."
         )
 
     def updates_under_checkpoint(self) -> None:

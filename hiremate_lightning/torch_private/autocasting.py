@@ -19,6 +19,16 @@ from torch import fx
 DEVICE_TYPES = ("cpu", "cuda")
 
 
+def is_enabled() -> bool:
+    """Whether any kind of device is under autocast."""
+    return bool(torch._C._is_any_autocast_enabled())
+
+
+def disabled() -> Any:
+    """Leave autocast for a block."""
+    return torch._C._DisableAutocast()
+
+
 @contextmanager
 def as_found_on_error() -> Iterator[None]:
     """Restore the state of autocast, end transforms, and allow hooks, where an error leaves the block."""

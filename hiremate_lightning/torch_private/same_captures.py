@@ -72,7 +72,7 @@ def _guards() -> int:
 def _settings() -> Hashable:
     autocasts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in DEVICE_TYPES]
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled()
-    return (*modes, *autocasts, *tensor_state.kernel_settings())
+    return (*modes, *autocasts, *tensor_state.kernel_settings(), torch.get_default_dtype())
 
 
 def _described_graph(module: fx.GraphModule) -> Hashable:

@@ -148,7 +148,7 @@ def settings() -> tuple[Any, ...]:
 
 def apart_from_function_modes() -> tuple[Any, ...]:
     """Describe the same without modes that see calls of functions, which `in_function_modes` puts back."""
-    return (*map(id, _get_current_dispatch_mode_stack()), *kernel_settings())
+    return (*map(id, _get_current_dispatch_mode_stack()), *kernel_settings(), torch.get_default_dtype())
 
 
 def function_modes() -> list[Any]:
@@ -187,8 +187,7 @@ def kernel_settings() -> tuple[Any, ...]:
     cudnn, find_precision = torch.backends.cudnn, torch._C._get_fp32_precision_getter
     backends = torch.backends.mkldnn.enabled, cudnn.enabled, cudnn.benchmark, cudnn.deterministic
     precision = [find_precision(*of) for of in product(("cuda", "mkldnn"), ("matmul", "conv", "rnn"))]
-    rest = torch.get_default_dtype(), torch.get_deterministic_debug_mode()
-    return (*kernels, *others, *backends, *precision, *rest)
+    return (*kernels, *others, *backends, *precision, torch.get_deterministic_debug_mode())
 
 
 def untransformed(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,11 @@
-"""Which of what a schedule saves goes away to the host, and when: a second pass over decisions of what to recompute.
+"""Which saved values go away to the host, and when: a second pass over decisions of what to recompute.
 
-For given decisions the bytes at each moment are known, and with them what is too much for the budget. The pass picks
-storages that are idle at these moments until enough is away, and gives each its places. Its copy out begins when it is
-made. Its memory is waited for when the budget needs it, and not before. Its copy in begins as early as there is room,
-in the order in which values are used again. The pass finds places whenever there are any for these decisions, since at
-worst each storage is gone from its last use to its first; which storages are the fastest is a heuristic. Several
-decisions, those of larger budgets too, go through it, and the fastest wins.
+For given decisions the bytes at each moment are known, and so is the excess over the budget. The pass picks storages
+that are idle at these moments until enough is away, and gives each its places. Its copy out begins when it is made. The
+program waits for this copy, and frees the memory, when the budget needs it and not before. Its copy in begins as early
+as there is room, in the order in which values are used again. The pass finds places whenever there are any for these
+decisions, since at worst each storage is gone from its last use to its first. Which storages are the fastest is a
+heuristic. Several decisions, those of larger budgets too, go through it, and the fastest wins.
 
 `away_bound` proves how fast any such plan could be. Let V be the bytes that are away in it. With all of them kept, the
 same decisions take at most V more than the budget B, so they recompute for T(B + V) or longer, where T bounds what is
@@ -42,12 +42,12 @@ INTERVALS = 8  # of the bytes that are away, for the bound
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is recomputed and what goes away, and what the simulator says of it.
+    """Decisions to recompute and to offload, with their costs by the simulator.
 
     Attributes:
         recompute: R, see `schedule.lower`.
-        aways: What goes away, nothing where that does not pay.
-        recompute_ms: Time of what is recomputed.
+        aways: Storages that go away; none where that does not pay.
+        recompute_ms: Time of recomputation.
         wait_ms: Time of waits for copies.
         peak_bytes: Peak on the device.
         host_bytes: Most bytes on the host.
@@ -62,12 +62,12 @@ class Choice:
 
     @property
     def extra_ms(self) -> float:
-        """Time of what is recomputed, and of waits for copies."""
+        """Time of recomputation, and of waits for copies."""
         return self.recompute_ms + self.wait_ms
 
 
 def fastest_choice(problem: Problem, candidates: Iterable[Decisions]) -> Choice | None:
-    """Put away what the budget asks for, for each of some decisions; return the fastest that fits.
+    """Offload as much as the budget asks for, for each of some decisions; return the fastest that fits.
 
     Args:
         problem: The problem; its profile has a link, and the host memory.
@@ -76,7 +76,7 @@ def fastest_choice(problem: Problem, candidates: Iterable[Decisions]) -> Choice 
     Returns:
         The fastest, of equals the one with less on the host; None where none of the decisions fits.
     """
-    found: list[Choice] = []
+    choices: list[Choice] = []
     for recompute in dict.fromkeys(candidates):
         schedule = lower(problem.graph, recompute)
         for aways in _ways(problem, schedule):
@@ -84,24 +84,24 @@ def fastest_choice(problem: Problem, candidates: Iterable[Decisions]) -> Choice 
                 done = simulate(problem.graph, problem.profile, put_away(problem.graph, schedule, aways))
                 if done.peak_bytes <= problem.budget_bytes:
                     times = done.recompute_ms, done.wait_ms
-                    found.append(Choice(recompute, aways, *times, done.peak_bytes, done.host_bytes))
-    return min(found, key=lambda choice: (choice.extra_ms, choice.host_bytes), default=None)
+                    choices.append(Choice(recompute, aways, *times, done.peak_bytes, done.host_bytes))
+    return min(choices, key=lambda choice: (choice.extra_ms, choice.host_bytes), default=None)
 
 
 def least_bytes(problem: Problem, candidates: Iterable[Decisions]) -> int | None:
     """Return the smallest budget for which `fastest_choice` finds one of some decisions; None where the host is small.
 
-    It is the peak with all away that may go, each storage from its last use to its first; the host must hold them all.
+    It is the peak with all storages away that may go, each from its last use to its first; the host must hold them all.
     """
-    found = list[int]()
+    peaks = list[int]()
     for recompute in dict.fromkeys(candidates):
         schedule = lower(problem.graph, recompute)
         idle = idle_storages(problem.graph, schedule, host_of(problem).pinned)
         aways = [Away(i.storage, i.made, i.last, i.first) for i in idle]
         if host_of(problem).holds(problem.graph, aways):
             done = simulate(problem.graph, problem.profile, put_away(problem.graph, schedule, aways))
-            found.append(done.peak_bytes)
-    return min(found, default=None)
+            peaks.append(done.peak_bytes)
+    return min(peaks, default=None)
 
 
 def host_of(problem: Problem) -> Host:
@@ -129,11 +129,11 @@ def _ways(problem: Problem, schedule: Schedule) -> Iterable[tuple[Away, ...]]:
 
 
 class _Step:
-    """A schedule with nothing away, and what is too much at each moment.
+    """A schedule with nothing away, and its excess at each moment.
 
     Attributes:
-        idle: What may go away.
-        over: Bytes beyond the budget while each node runs, less than nothing where there is room.
+        idle: Storages that may go away.
+        over: Bytes beyond the budget while each node runs, below 0 where there is room.
         turn: Number of moments before the backward.
     """
 
@@ -148,7 +148,7 @@ class _Step:
         return slice(idle.last, self.turn + idle.first)
 
     def covered(self, idle: Idle, over: np.ndarray) -> float:
-        """Rank by how much of what is too much a byte takes away, over all moments."""
+        """Rank by how much of the excess each byte removes, over all moments."""
         size_bytes = self._sizes[idle.storage]
         return float(np.clip(over[self.window(idle)], 0, size_bytes).sum()) / size_bytes
 
@@ -162,7 +162,7 @@ class _Step:
         return self._sizes[idle.storage]
 
     def choose(self, rank: Callable[[Idle, np.ndarray], float]) -> list[Idle] | None:
-        """Choose what goes away, in order of rank at the moment of the largest excess; None where all is not enough."""
+        """Choose storages in order of rank at the moment of the largest excess; None where all are not enough."""
         over, chosen = self.over.copy(), dict[int, Idle]()
         while over.max() > 0:
             worst = int(over.argmax())
@@ -186,7 +186,7 @@ class _Step:
         return tuple(Away(i.storage, i.made, gone[i.storage], back[i.storage]) for i in in_order)
 
     def _gone(self, chosen: Sequence[Idle]) -> dict[int, int]:
-        """Wait for copies out at the end of the call's forward, and before only for what a moment needs."""
+        """Wait for copies out at the end of the call's forward, and earlier only where a moment needs the bytes."""
         over, waiting = np.append(self.over[: self.turn], 0), sorted(chosen, key=lambda i: (i.made, i.storage))
         gone = dict[int, int]()
         for moment in range(self.turn + 1):
@@ -198,7 +198,7 @@ class _Step:
         return gone
 
     def _back(self, chosen: Sequence[Idle]) -> dict[int, int]:
-        """Begin copies in where there is room until the first use, none before the one that is used before it."""
+        """Begin copies in as soon as there is room until the first use, in the order of these uses."""
         over = self.over[self.turn :].copy()
         for idle in chosen:
             over[: idle.first] -= self._sizes[idle.storage]
@@ -224,7 +224,7 @@ def away_bound(model: StepModel, budget_bytes: int, deadline: float) -> float | 
         Milliseconds of recomputation and waits, or None where no schedule fits.
     """
     link, excess = _link(model.problem), max(0, model.keep_all_bytes - budget_bytes)
-    if budget_bytes < model.least_bytes:  # what a node reads and makes is on the device while it runs
+    if budget_bytes < model.least_bytes:  # values that a node reads and makes are on the device while it runs
         return None
     host_bytes = host_of(model.problem).size_bytes
     most = min(host_bytes, excess)

@@ -19,7 +19,7 @@ from ...records.schedule import lower
 from ...records.simulation import Simulation, simulate
 from ...records.step import Decisions
 
-CLOCK = "the clock"  # what stopped a solve that a slow or busy machine did not let do its work
+CLOCK = "the clock"  # stopped a solve that could not do its work on a slow or busy machine
 UNLIMITED = sys.maxsize  # a budget in bytes that everything fits
 
 
@@ -58,7 +58,7 @@ class Problem:
     Attributes:
         graph: The step.
         profile: Its costs.
-        budget_bytes: Bytes that the step may add to what is resident.
+        budget_bytes: Bytes that the step may add to resident ones.
         options: Limits of the solve.
         host: Memory of the host that values may go away to; None where all stays on the device.
     """
@@ -77,24 +77,24 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """Decisions, and what is known of them.
+    """Decisions, with their costs and bounds.
 
     Attributes:
         strategy: Name of the strategy that found them.
         status: How the solve ended.
         recompute: R, see `schedule.lower`; empty where none was found.
-        recompute_ms: Time of what is recomputed.
-        peak_bytes: Simulated peak above what is resident, 0 where none was found.
+        recompute_ms: Time of recomputation.
+        peak_bytes: Simulated peak above resident bytes, 0 where none was found.
         bound_ms: Proven lower bound on the extra time of every schedule within the budget, 0 if none is known. Where
-            values may go away, of those too in which they do.
+            values may go away, it includes the schedules in which they do.
         stopped_by: Why solving ended, in words.
         solve_s: Seconds taken, by the clock.
         work_s: Seconds of work done, the same on each machine.
-        proposed_ms: For a method of a paper, the time of what its own schedule recomputes, before anything was evicted
+        proposed_ms: For a method of a paper, the time that its own schedule recomputes, before anything was evicted
             or kept beyond it: the fastest schedule that fits, or else the one of the smallest peak.
         proposed_bytes: The peak of that schedule, 0 where there is none.
-        note: What the method could not serve, and what it took instead, in one line; empty where it served all.
-        aways: What goes away to the host, and when, see `records.away`.
+        note: What the method could not serve, and the substitute that it took, in one line; empty where it served all.
+        aways: Storages that go away to the host, and when, see `records.away`.
         wait_ms: Time of waits for its copies.
     """
 
@@ -163,7 +163,7 @@ def strategy(name: str, needs_programs: bool = False, is_ablation: bool = False)
 
 
 def proposing_aways(name: str) -> Callable[[AwayProposals], AwayProposals]:
-    """Register what a strategy proposes where values may go away: schedules that take more than the budget without."""
+    """Register a strategy's proposals where values may go away: schedules that exceed the budget if all is kept."""
 
     def register(function: AwayProposals) -> AwayProposals:
         _AWAY_PROPOSALS[name] = function
@@ -173,7 +173,7 @@ def proposing_aways(name: str) -> Callable[[AwayProposals], AwayProposals]:
 
 
 def away_proposals(name: str, problem: Problem) -> Iterator[Decisions]:
-    """Yield what a strategy proposes where values may go away; nothing for most."""
+    """Yield a strategy's proposals where values may go away; most strategies have none."""
     if name in _AWAY_PROPOSALS:
         yield from _AWAY_PROPOSALS[name](problem)
 
@@ -206,7 +206,7 @@ def get_strategy(name: str) -> Strategy:
 
 @dataclass(frozen=True, slots=True)
 class _Replayed:
-    """A replay, and what it is of: the very same records, since comparing those of thousands of nodes takes as long."""
+    """A replay with its inputs, which are compared by identity: to compare thousands of nodes takes as long as it."""
 
     graph: Graph
     profile: Profile
@@ -235,5 +235,5 @@ def replay(problem: Problem, recompute: Decisions, aways: Sequence[Away] = ()) -
 
 
 def replay_solution(problem: Problem, solution: Solution) -> Simulation:
-    """Lower what a solution has decided and simulate it."""
+    """Lower the decisions of a solution and simulate them."""
     return replay(problem, solution.recompute, solution.aways)

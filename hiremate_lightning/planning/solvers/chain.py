@@ -1,12 +1,12 @@
 """The step as a chain of links, for the methods that are made for chains.
 
-A link, a stage in the papers, is a run of forward nodes between two cuts. Its *input* is what crosses the cut before
-it, its *tape* what it makes and the backward needs; of that, its own part of the backward reads the *own* values. That
-part ends with the last read of the link's input before anything older is read. The cuts are where least crosses; one
-between two modules counts for less the higher it is in their tree, so that repeated blocks are cut alike. A skip that
-crosses several cuts is part of the input of each link on its way.
+A link, a stage in the papers, is a run of forward nodes between two cuts. Its *input* are the values that cross the cut
+before it. Its *tape* are the values that it makes and the backward needs. Its own part of the backward reads the *own*
+values of these. That part ends with the last read of the link's input before anything older is read. The cuts are where
+the fewest bytes cross. A cut between two modules counts for less the higher it is in their tree, so that repeated
+blocks are cut alike. A skip that crosses several cuts is part of the input of each link on its way.
 
-Bytes are those of choices that can be recomputed. What can't be is always kept: it counts among the bytes that no
+Bytes are those of choices that can be recomputed. The others are always kept, and count among the bytes that no
 decision changes.
 """
 
@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from ...records.graph import Graph
+from .choices import Policy, alive_bytes
 from .incumbent import Search
 from .model import StepModel
-from .policies import Policy
 from .segments import crossing_bytes
 
-LARGE_SHARE = 0.25  # of the largest value that crosses a cut: what is smaller makes it no wider
+LARGE_SHARE = 0.25  # of the largest value that crosses a cut: smaller values make the cut no wider
 MODULE_WEIGHT = 0.8  # factor on the bytes of a cut for each level of modules that it separates
 
 
@@ -35,7 +35,7 @@ class ChainLink:
     Attributes:
         nodes: Its forward nodes.
         first: Forward position of the first of them.
-        input: Choices made before it that it, or what follows, reads in the forward.
+        input: Choices made before it that it, or a later link, reads in the forward.
         tape: Choices that it makes, in order.
         own: Those of them that its own part of the backward reads.
         begins: First position of its part of the backward.
@@ -51,7 +51,7 @@ class ChainLink:
     ends: int
 
     def handed_on(self, model: StepModel) -> frozenset[int]:
-        """Return what it makes that later links read in the forward."""
+        """Return the choices that it makes and later links read in the forward."""
         end = self.first + len(self.nodes)
         return frozenset(s for s in self.tape if model.last_forward_use(s) >= end)
 
@@ -68,7 +68,7 @@ class ChainLink:
 
 @dataclass(frozen=True, slots=True)
 class ChainSpan:
-    """What is in memory in a part of the backward.
+    """The choices in memory in a part of the backward.
 
     Attributes:
         held: Choices in memory as it begins.
@@ -80,7 +80,7 @@ class ChainSpan:
 
 
 def links(model: StepModel, count: int) -> list[ChainLink]:
-    """Cut a step into at most so many links."""
+    """Cut a step into at most `count` links."""
     cuts = _cuts(model.graph, count)
     made: list[ChainLink] = []
     free, crossing = deque(s for s in model.choices if s in model.producer), set[int]()
@@ -97,7 +97,7 @@ def links(model: StepModel, count: int) -> list[ChainLink]:
 
 
 def _with_backwards(model: StepModel, chain: Sequence[ChainLink]) -> list[ChainLink]:
-    """Assign to each link its part of the backward, and what that part reads of the link's tape."""
+    """Assign to each link its part of the backward, and the values of its tape that this part reads."""
     count, link_of = len(model.reads), {s: number for number, link in enumerate(chain) for s in link.tape}
     latest = [max((link_of[s] for s in reads if s in link_of), default=-1) for reads in model.reads]
     ends, reached = [0] * len(chain), -1
@@ -144,7 +144,7 @@ def chains_of(search: Search, name: str, lengths: Iterable[int]) -> list[list[Ch
 
 
 def _width(model: StepModel, link: ChainLink) -> int:
-    """Count the values that cross the cut before a link and are not small beside the largest of them, as masks are."""
+    """Count the large values that cross the cut before a link; masks, for example, are small."""
     sizes = [model.sizes[s] for s in link.input]
     return sum(size >= LARGE_SHARE * max(sizes) for size in sizes)
 
@@ -193,12 +193,12 @@ def _cheapest_cuts(works: Sequence[int], weights: Sequence[float], most: int) ->
     return cuts[::-1]
 
 
-# ---------------------------------------------------------------- from what is held to a policy
+# ---------------------------------------------------------------- from held values to a policy
 
 
 def last_needs(model: StepModel) -> dict[int, int]:
     """Return, for each choice, the last backward position that reads it or may recompute something from it."""
-    found: dict[int, int] = {}
+    last: dict[int, int] = {}
     seen = set[int]()
     reads = [*model.reads, model.returned]
     for position in reversed(range(len(reads))):
@@ -207,12 +207,12 @@ def last_needs(model: StepModel) -> dict[int, int]:
         if fresh:
             model.add_sources(seen, fresh)
         if len(seen) > before:
-            found.update((s, position) for s in seen if s not in found)
-    return found
+            last.update((s, position) for s in seen if s not in last)
+    return last
 
 
 def policy_of(model: StepModel, spans: Mapping[int, ChainSpan]) -> Policy:
-    """Return the policy that holds what each span of the backward says, from its first position on.
+    """Return the policy that holds the values of each span of the backward, from its first position on.
 
     Args:
         model: The step.
@@ -258,7 +258,7 @@ class ChainBytes:
     Attributes:
         chain: The links.
         tape: Bytes of each link's tape.
-        own: Bytes of what its own part of the backward reads of it.
+        own: Bytes of the own values of each link.
         rest: For each link, most bytes in its part of the backward that no decision changes.
         start: For each link, bytes that no decision changes just before its part of the backward.
         forward: For each link, most bytes beside choices as it runs in the forward.
@@ -273,16 +273,19 @@ class ChainBytes:
             chain: Its links.
         """
         self._model, self.chain = model, chain
-        fixed_after = self._fixed_after()
+        last, sizes = last_needs(model), model.sizes
+        fixed_after = alive_bytes(((0, last.get(s, 0), sizes[s]) for s in model.fixed), len(model.reads) + 1)
         gradients = [size + fixed_after[p] for p, size in enumerate(model.gradients)]
         self.tape = [self.of(link.tape) for link in chain]
         self.own = [self.of(link.own) for link in chain]
         self.rest = [max(gradients[link.begins : link.ends], default=0) for link in chain]
         self.start = [model.live_gradients[link.begins] + fixed_after[link.begins] for link in chain]
-        self._alive = self._lives(s for s in model.choices if s not in model.fixed)
+        free = (s for s in model.choices if s not in model.fixed)
+        lives = ((model.made_at[s], model.last_forward_use(s), sizes[s]) for s in free)
+        self._alive = alive_bytes(lives, len(model.graph.forward))  # of choices that were made and will be read
         kept = [0] * (len(model.graph.forward) + 1)
         for storage in model.fixed:
-            kept[model.made_at[storage]] += model.sizes[storage]
+            kept[model.made_at[storage]] += sizes[storage]
         fixed_before = accumulate(kept)
         self._forward = [rest + fixed for rest, fixed in zip(model.forward_rest, fixed_before, strict=False)]
         self.forward = [max(self._forward[link.first :][: len(link.nodes)], default=0) for link in chain]
@@ -297,24 +300,6 @@ class ChainBytes:
         """Yield all bytes that are not those of choices."""
         yield from (*self.rest, *self.start, *self._forward, *self.again)
 
-    def _lives(self, storages: Iterable[int]) -> list[int]:
-        """Return, for each forward position, the bytes of choices that were made and will be read."""
-        model = self._model
-        change = [0] * (len(model.graph.forward) + 2)
-        for storage in storages:
-            change[model.made_at[storage]] += model.sizes[storage]
-            change[model.last_forward_use(storage) + 1] -= model.sizes[storage]
-        return list(accumulate(change))
-
-    def _fixed_after(self) -> list[int]:
-        """Return, for each backward position and the end, the bytes of what can't be recomputed and is needed still."""
-        model, last = self._model, last_needs(self._model)
-        change = [0] * (len(model.reads) + 2)
-        for storage in model.fixed:
-            change[0] += model.sizes[storage]
-            change[last.get(storage, 0) + 1] -= model.sizes[storage]
-        return list(accumulate(change))
-
     def sweeps(self, start: int) -> list[tuple[int, int]]:
         """Return the bytes that running each link takes beyond the input of a link that is held.
 
@@ -322,9 +307,9 @@ class ChainBytes:
             start: The link whose input is held.
 
         Returns:
-            For each link from that one on: in the forward, and again in the backward; what dies goes at once.
+            For each link from that one on: in the forward, and again in the backward; dead values are freed at once.
         """
-        model, chain, found = self._model, self.chain, list[tuple[int, int]]()
+        model, chain, sizes = self._model, self.chain, list[tuple[int, int]]()
         held = sorted(chain[start].input, key=model.last_forward_use)
         ends = [model.last_forward_use(s) for s in held]
         gone = [0, *accumulate(model.sizes[s] for s in held)]
@@ -333,5 +318,5 @@ class ChainBytes:
             for position in range(link.first, link.first + len(link.nodes)):
                 alive = self._alive[position] - (gone[-1] - gone[bisect_right(ends, position - 1)])
                 forward, again = max(forward, alive + self._forward[position]), max(again, alive)
-            found.append((forward, again + self.again[number]))
-        return found
+            sizes.append((forward, again + self.again[number]))
+        return sizes

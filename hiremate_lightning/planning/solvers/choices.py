@@ -1,7 +1,10 @@
-"""The step as the strategies see it: storages that may be kept or recomputed.
+"""The step as the strategies see it: storages that may be kept or recomputed, and policies that decide on them.
 
 A *choice* is a forward storage that the backward needs, or that recomputing such a one needs. Views cost nothing and
 are left out here; `decisions` puts them back.
+
+A *policy* says which choices are kept through the turn, and after which backward position a value is dropped although
+it is used again, so that it is recomputed once more.
 
 A *key* is a place in the backward: `position << ROW | index` for a node that is recomputed before a backward position,
 `position << ROW | LAST` for the backward's own node.
@@ -10,7 +13,7 @@ A *key* is a place in the backward: `position << ROW | index` for a node that is
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import add
@@ -20,14 +23,48 @@ from ...records.simulation import simulate
 from .base import Problem
 from .work import Work
 
-LEAST_MS = 1e-6  # that recomputing anything counts as
+LEAST_MS = 1e-6  # least time that a recomputation counts as
 ROW = 20  # bits of a key for the place within a row
 LAST = (1 << ROW) - 1
+Rows = list[list[int]]  # producers recomputed before each backward position, and before the end
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Decisions by storage.
+
+    Attributes:
+        kept: Choices kept through the turn.
+        drops: Pairs of choice and backward position: dropped after that position, and recomputed before its next use.
+        early: Pairs of choice and backward position: recomputed before that position, although its first use is later.
+    """
+
+    kept: frozenset[int]
+    drops: frozenset[tuple[int, int]] = frozenset()
+    early: frozenset[tuple[int, int]] = frozenset()
+
+    def distance(self, other: Policy) -> int:
+        """Count the decisions that differ from those of another policy."""
+        return len(self.kept ^ other.kept) + len(self.drops ^ other.drops) + len(self.early ^ other.early)
 
 
 def at_node(position: int) -> int:
     """Return the key of a backward node."""
     return position << ROW | LAST
+
+
+def alive_bytes(values: Iterable[tuple[int, int, int]], count: int) -> list[int]:
+    """Return the bytes that are alive at each place.
+
+    Args:
+        values: The first place, the last place, and the bytes of each value.
+        count: Number of places.
+    """
+    change = [0] * (count + 1)
+    for first, last, size_bytes in values:
+        change[first] += size_bytes
+        change[last + 1] -= size_bytes
+    return list(accumulate(change[:count]))
 
 
 class Choices:
@@ -43,7 +80,7 @@ class Choices:
         uses: For each choice, the backward positions that read it directly.
         reads: For each backward position, the choices that it reads.
         returned: The choices that are returned as gradients.
-        all_reads: What is read at each backward position, and at the end.
+        all_reads: The choices that are read at each backward position, and at the end.
         retained: Storages that live to the end of the step where they are kept through the turn.
         pins: For each choice, the spans in which views made by the backward hold it.
         seen_from: For each backward position and the end, the choices read only through such views, and where these
@@ -52,7 +89,7 @@ class Choices:
         gradients: For each backward position, bytes of gradients and workspace while its node runs.
         live_gradients: For each backward position, and the end, bytes that no decision changes just before it.
         transient: For each producer, bytes that only it needs, while it runs.
-        work: Counts what is done with it.
+        work: Counts the work of searches on it.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -75,8 +112,8 @@ class Choices:
         self._measure_the_rest()
 
     def _forward_storages(self, tensors: Iterable[int]) -> tuple[int, ...]:
-        found = dict.fromkeys(self.storage_of[t] for t in tensors)
-        return tuple(s for s in found if s is not None and s in self.made_at and s not in self._held)
+        storages = dict.fromkeys(self.storage_of[t] for t in tensors)
+        return tuple(s for s in storages if s is not None and s in self.made_at and s not in self._held)
 
     def _collect_choices(self) -> None:
         self._passed_on = self._find_passed_on()
@@ -135,13 +172,13 @@ class Choices:
     def _views_read(self, tensors: tuple[int, ...], made: dict[int, int]) -> dict[int, int]:
         """Find the storages read only through views that the backward made, and the positions of these."""
         direct = {self.storage_of[t] for t in tensors if t not in made}
-        found = {self.storage_of[t]: made[t] for t in tensors if t in made}
-        return {s: position for s, position in found.items() if s is not None and s not in direct}
+        viewed = {self.storage_of[t]: made[t] for t in tensors if t in made}
+        return {s: position for s, position in viewed.items() if s is not None and s not in direct}
 
     def _recomputer(self, storage: int) -> int | None:
-        """Find what computes a storage again: the recomputer of the tensor that its first producer puts on it.
+        """Return the node that computes a storage again: the recomputer of the tensor that its first producer makes.
 
-        None where a later call reads it as an input: that call can't run what an earlier one ran.
+        None where a later call reads it as an input: that call can't run nodes of an earlier one.
         """
         if storage in self._passed_on:
             return None
@@ -150,7 +187,7 @@ class Choices:
         return self.graph.recomputers[first]
 
     def _measure_the_rest(self) -> None:
-        """Measure what no decision changes, by replaying plain training with all choices of size zero."""
+        """Measure the bytes that no decision changes, by replaying plain training with all choices of size zero."""
         chosen = set(self.choices)
         others = (t for t in self.graph.retained if self.storage_of[t] not in chosen)
         graph = replace(self.graph, retained=tuple(others))
@@ -187,7 +224,7 @@ class Choices:
         }
 
     def _rest_at_the_turn(self, saved: tuple[int, ...]) -> int:
-        """Count what lives as the backward starts and is no choice: what is held or always saved, and tangents."""
+        """Return the bytes that live as the backward starts and are no choices': held, always saved, and tangents."""
         graph, chosen = self.graph, set(self.choices)
         read = {t for node in graph.backward for t in graph.nodes[node].inputs} | set(graph.gradients)
         lasting = (*saved, *graph.held, *(t for t in graph.tangents if t in read))
@@ -212,7 +249,7 @@ class Choices:
 
     @cached_property
     def least_bytes(self) -> int:
-        """A peak that no schedule is below: what some node needs while it runs, whatever is kept."""
+        """A peak that no schedule is below: the largest need of a node while it runs, whatever is kept."""
         chosen, peak_bytes = set(self.choices), max(self.need_bytes, default=0)
         for rest, node in zip(self.forward_rest, self.graph.forward, strict=True):
             own = {*self._forward_storages(self.graph.nodes[node].inputs), *self.graph.allocates[node]}
@@ -220,19 +257,19 @@ class Choices:
         return peak_bytes
 
     def neediest(self, parts: int) -> tuple[int, ...]:
-        """Find the neediest position of each of so many equal parts of the backward."""
+        """Find the neediest position of each of `parts` equal parts of the backward."""
         count = len(self.reads)
         ranges = (range(count * i // parts, count * (i + 1) // parts) for i in range(parts))
         return tuple(max(part, key=self.need_bytes.__getitem__) for part in ranges if part)
 
-    def add_sources(self, found: set[int], choices: Iterable[int]) -> None:
-        """Add choices to what was found before, and all that recomputing them may read."""
-        stack = [s for s in choices if s not in found]
-        found.update(stack)
+    def add_sources(self, seen: set[int], choices: Iterable[int]) -> None:
+        """Add choices to those seen before, and all that recomputing them may read."""
+        stack = [s for s in choices if s not in seen]
+        seen.update(stack)
         while stack:
             node = self.producer.get(stack.pop())
-            fresh = [s for s in self.needs[node] if s not in found] if node is not None else []
-            found.update(fresh)
+            fresh = [s for s in self.needs[node] if s not in seen] if node is not None else []
+            seen.update(fresh)
             stack.extend(fresh)
 
     @cached_property
@@ -250,18 +287,18 @@ class Choices:
         return any(first <= position < last for first, last in self.pins.get(storage, ()))
 
     def recompute(self, storage: int, live: set[int], waiting: list[int] | None = None) -> Iterator[int]:
-        """Yield the nodes that recompute a choice from what is live; what they make is live from then on.
+        """Yield the nodes that recompute a choice from live ones; the choices that they make are live from then on.
 
         Args:
             storage: The choice.
-            live: What is live.
-            waiting: Takes the choices that wait for the node that is yielded.
+            live: Choices that are live.
+            waiting: Receives the choices that wait for the yielded node.
         """
         return must_run(storage, live, self.producer, self.needs, self.makes, waiting)
 
     @cached_property
     def order(self) -> dict[int, int]:
-        """Number the producers as the forward runs them, each after what it reads."""
+        """Number the producers as the forward runs them, each after those that it reads from."""
         live, row = set(self.fixed), list[int]()
         for storage in self.choices:
             if storage not in live:
@@ -271,11 +308,8 @@ class Choices:
     @cached_property
     def forward_bytes(self) -> list[int]:
         """For each forward position, bytes while its node runs if nothing is kept."""
-        change = [0] * (len(self.graph.forward) + 1)
-        for storage in self.choices:
-            change[self.made_at[storage]] += self.sizes[storage]
-            change[self.last_forward_use(storage) + 1] -= self.sizes[storage]
-        return list(map(add, accumulate(change), self.forward_rest))
+        values = ((self.made_at[s], self.last_forward_use(s), self.sizes[s]) for s in self.choices)
+        return list(map(add, alive_bytes(values, len(self.graph.forward)), self.forward_rest))
 
     @cached_property
     def use_keys(self) -> dict[int, tuple[int, ...]]:

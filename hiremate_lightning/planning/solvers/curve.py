@@ -1,4 +1,4 @@
-"""The curve from budget to time: what solving a few budgets found, kept where nothing is as small and as fast.
+"""The curve from budget to time: the solutions of a few budgets that no other one beats in both memory and time.
 
 A schedule for one budget fits every larger one, and a bound for one budget holds for every smaller one that is. So the
 curve answers a new budget at once, a larger budget never gives a slower step, and solving one more budget only improves
@@ -19,7 +19,7 @@ DEFAULT_POINTS = 10
 
 @dataclass(frozen=True)
 class Curve:
-    """What is known of a step under any budget.
+    """The known solutions and bounds of a step, for any budget.
 
     Attributes:
         problem: The step; its budget doesn't count.
@@ -37,7 +37,7 @@ class Curve:
         """Return the fastest known solution within a budget, with the best bound that holds for it.
 
         Args:
-            budget_bytes: Bytes that the step may add to what is resident.
+            budget_bytes: Bytes that the step may add to resident ones.
 
         Returns:
             A solution; INFEASIBLE where that is proven, NOT_FOUND where no known one fits.
@@ -48,32 +48,33 @@ class Curve:
         fitting = [point for point in self.points if point.peak_bytes <= budget_bytes]
         if not fitting:
             return Solution("curve", Status.NOT_FOUND, bound_ms=bound, stopped_by="end of the search")
-        return self._with_bound(fitting[-1], bound)
-
-    def _with_bound(self, point: Solution, bound_ms: float) -> Solution:
-        gap_ms = self.problem.options.gap * self.problem.step_ms
-        proven = point.extra_ms <= bound_ms + gap_ms
+        point, gap_ms = fitting[-1], self.problem.options.gap * self.problem.step_ms
+        proven = point.extra_ms <= bound + gap_ms
         status = Status.OPTIMAL if proven else Status.FEASIBLE
         ended = "proof" if proven else "end of the search" if point.stopped_by == "proof" else point.stopped_by
-        return replace(point, status=status, bound_ms=min(bound_ms, point.extra_ms), stopped_by=ended, solve_s=0.0)
+        return replace(point, status=status, bound_ms=min(bound, point.extra_ms), stopped_by=ended, solve_s=0.0)
 
     def with_solution(self, budget_bytes: int, solution: Solution) -> Curve:
-        """Add what solving one budget has found: its schedule, its bound, or the proof that nothing fits."""
+        """Add the solution of one budget: its schedule, its bound, or the proof that nothing fits."""
         points = [*self.points, solution] if solution.is_feasible else [*self.points]
+        fastest = list[Solution]()  # those that are faster than all smaller ones
+        for point in sorted(points, key=lambda p: (p.peak_bytes, p.extra_ms)):
+            if not fastest or point.extra_ms < fastest[-1].extra_ms:
+                fastest.append(point)
         bounds = tuple(sorted({*self.bounds, (budget_bytes, solution.bound_ms)}))
         least = max(self.least_bytes, budget_bytes + 1) if solution.status is Status.INFEASIBLE else self.least_bytes
-        return Curve(self.problem, _undominated(points), bounds, least)
+        return Curve(self.problem, tuple(fastest), bounds, least)
 
 
 class Remembering:
-    """A strategy that answers from what it has found before, where that is as good as a new solve.
+    """A strategy that answers from earlier solutions, where these are as good as a new solve.
 
-    Of one step only the latest is remembered. A smaller budget never gives a faster plan than a larger one, whatever
-    the time limits left unproven.
+    Only the solutions of the latest step are remembered. A smaller budget never gives a faster plan than a larger one,
+    whatever the time limits left unproven.
 
     Attributes:
-        strategy: What solves.
-        curve: What was found for the latest step.
+        strategy: The strategy that solves.
+        curve: Solutions of the latest step.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -103,21 +104,12 @@ def _named(problem: Problem) -> tuple[object, ...]:
     return problem.graph, problem.profile, problem.host
 
 
-def _undominated(points: Sequence[Solution]) -> tuple[Solution, ...]:
-    """Keep the points that are faster than all smaller ones."""
-    kept: list[Solution] = []
-    for point in sorted(points, key=lambda p: (p.peak_bytes, p.extra_ms)):
-        if not kept or point.extra_ms < kept[-1].extra_ms:
-            kept.append(point)
-    return tuple(kept)
-
-
 def curve(problem: Problem, budgets: Sequence[int] = (), solve: Strategy | None = None) -> Curve:
     """Solve a step for several budgets, the smallest first.
 
     Args:
         problem: The step; the time limit is that of all budgets together.
-        budgets: Bytes; by default spread evenly from the smallest found to what keeping everything takes.
+        budgets: Bytes; by default spread evenly from the smallest found to the bytes of keeping everything.
         solve: The strategy that solves each; None for the portfolio, in this process.
 
     Returns:
@@ -126,15 +118,13 @@ def curve(problem: Problem, budgets: Sequence[int] = (), solve: Strategy | None 
     smallest = smallest_budget(problem)
     whole_bytes = StepModel(problem).keep_all_bytes
     smallest = replace(smallest, status=Status.FEASIBLE)
-    found = Curve(problem, (smallest,), ())
-    chosen = sorted(budgets) or _spread(smallest.peak_bytes, whole_bytes)
+    solved = Curve(problem, (smallest,), ())
+    between_bytes = whole_bytes - smallest.peak_bytes
+    spread = [smallest.peak_bytes + between_bytes * i // DEFAULT_POINTS for i in range(DEFAULT_POINTS)]
+    chosen = sorted(budgets) or spread
     limit_s = problem.options.time_limit_s / max(1, len(chosen))
     options, solve = replace(problem.options, time_limit_s=limit_s), solve or get_strategy("portfolio")
     for budget in chosen:
-        found = found.with_solution(budget, solve(replace(problem, budget_bytes=budget, options=options)))
+        solved = solved.with_solution(budget, solve(replace(problem, budget_bytes=budget, options=options)))
     everything = get_strategy("none")(replace(problem, budget_bytes=whole_bytes))
-    return found.with_solution(whole_bytes, everything)
-
-
-def _spread(least: int, most: int) -> list[int]:
-    return [least + (most - least) * i // DEFAULT_POINTS for i in range(DEFAULT_POINTS)]
+    return solved.with_solution(whole_bytes, everything)

@@ -6,22 +6,22 @@ from collections.abc import Iterable
 
 from ...records.graph import Direction
 from ...records.schedule import ensure
+from .choices import Rows
 from .model import StepModel
-from .policies import Rows
 
 
 def decisions(model: StepModel, rows: Rows) -> tuple[tuple[int, ...], ...]:
-    """Return the nodes to run before each backward position, views and all else that costs nothing included.
+    """Return the nodes to run before each backward position, with views and other nodes that cost nothing.
 
     Args:
         model: The step.
-        rows: Producers recomputed before each backward position, as a replay gives them.
+        rows: Producers recomputed before each backward position, as a replay returns them.
     """
     return _Lowering(model, rows).decisions()
 
 
 class _Lowering:
-    """What is available as the backward goes on."""
+    """The tensors that are available as the backward goes on."""
 
     def __init__(self, model: StepModel, rows: Rows) -> None:
         self._model, self._rows = model, rows
@@ -34,10 +34,10 @@ class _Lowering:
         self._available = set(graph.inputs) | set(graph.tangents) | self._always_there()
 
     def _always_there(self) -> set[int]:
-        """List the forward tensors that the turn leaves: on kept, held and resident storages, or without any."""
+        """List the forward tensors that live through the turn: on kept, held and resident storages, or on none."""
         model, graph = self._model, self._model.graph
         kept = model.kept_through_the_turn(self._rows)
-        found = set()
+        tensors = set()
         for node in graph.forward:
             for tensor in graph.nodes[node].outputs:
                 storage = model.storage_of[tensor]
@@ -47,12 +47,12 @@ class _Lowering:
                     or storage not in model.made_at
                     or graph.recomputers[tensor] is None
                 ):
-                    found.add(tensor)
-        return found
+                    tensors.add(tensor)
+        return tensors
 
     def decisions(self) -> tuple[tuple[int, ...], ...]:
         """Walk through the backward."""
-        graph, found = self._model.graph, []
+        graph, rows = self._model.graph, []
         for position, row in enumerate(self._rows):
             before: list[int] = []
             for node in row:
@@ -65,17 +65,17 @@ class _Lowering:
                 self._available.update(last.outputs)
             else:
                 self._bring(graph.gradients, before)
-            found.append(tuple(before))
-        return tuple(found)
+            rows.append(tuple(before))
+        return tuple(rows)
 
     def _renew(self, outputs: tuple[int, ...]) -> None:
-        """Note that tensors were computed again: views of what was there before are stale."""
+        """Note that tensors were computed again: views of the earlier values are stale."""
         made = set(outputs)
         for storage in {self._model.storage_of[t] for t in made} - {None}:
             self._available.difference_update([t for t in self._on.get(storage, ()) if t not in made])
         self._available.update(made)
 
     def _bring(self, tensors: Iterable[int], before: list[int]) -> None:
-        """Run the views, and what else costs nothing, that make tensors available."""
+        """Run the views, and other nodes that cost nothing, that make tensors available."""
         for tensor in tensors:
             ensure(self._model.graph, tensor, self._available, before)

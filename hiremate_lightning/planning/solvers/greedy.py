@@ -14,16 +14,14 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from .choices import ROW, at_node
+from .choices import ROW, Policy, at_node
 from .lazy import Lazy
-from .model import StepModel
-from .policies import Policy
-from .replays import Replay
+from .model import Replay, StepModel
 from .timeline import Timeline
 
-LEAST_GAIN_MS = 1e-9  # of what is kept in place of being recomputed
+LEAST_GAIN_MS = 1e-9  # of a value that is kept in place of being recomputed
 TRIES = 8  # values at a peak: the first that helps is given up
-PER_CHOICES, PER_CANDIDATE = 3, 12  # work of finding what lives through a peak: for so many choices, and for each
+PER_CHOICES, PER_CANDIDATE = 3, 12  # operations to find the values at a peak: one for 3 choices, 12 for each value
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ReplayedPolicy:
     """A policy with its replay."""
 
     policy: Policy
@@ -53,7 +51,7 @@ class Found:
 
     @property
     def near(self) -> Lazy | None:
-        """What a policy that differs little is replayed from."""
+        """The rows from which a policy that differs little is replayed."""
         return self.replay.lazy
 
 
@@ -72,20 +70,20 @@ def largest(model: StepModel, storage: int, there: set[int]) -> float:
 
 def evict(
     model: StepModel, policy: Policy, limit_bytes: int, deadline: float, order: Order = cheapest
-) -> Iterator[Found]:
+) -> Iterator[ReplayedPolicy]:
     """Give up values at the peak, one after the other.
 
     Args:
         model: The step.
         policy: Where to start.
         limit_bytes: Stop when the peak is within it.
-        deadline: Stop when so much work was done.
+        deadline: Seconds of work at which to stop.
         order: Which value to try first.
 
     Yields:
         Each policy on the way, the start included; the last one fits where any did.
     """
-    current = Found(policy, model.replay(policy))
+    current = ReplayedPolicy(policy, model.replay(policy))
     yield current
     for _ in range(4 * len(model.choices)):
         if current.replay.peak_bytes <= limit_bytes or model.work.is_past(deadline):
@@ -97,8 +95,8 @@ def evict(
         yield current
 
 
-def _evictions(model: StepModel, current: Found, order: Order) -> Iterator[Found]:
-    """Try the candidates at the peak, in that order; give those that lower the bytes there."""
+def _evictions(model: StepModel, current: ReplayedPolicy, order: Order) -> Iterator[ReplayedPolicy]:
+    """Try the candidates at the peak in an order; yield those that lower the bytes there."""
     there = set(current.policy.kept | model.fixed)
     for candidate in islice(_candidates(model, current.replay, lambda s: (order(model, s, there), s)), TRIES):
         moved = _without(current.policy, candidate)
@@ -107,10 +105,10 @@ def _evictions(model: StepModel, current: Found, order: Order) -> Iterator[Found
         after = model.replay(moved, current.near)
         same_place = after.node == current.replay.node and after.position == current.replay.position
         if after.peak_bytes < current.replay.peak_bytes or not same_place:
-            yield Found(moved, after)
+            yield ReplayedPolicy(moved, after)
 
 
-def neighbours(model: StepModel, current: Found) -> Iterator[Policy]:
+def neighbours(model: StepModel, current: ReplayedPolicy) -> Iterator[Policy]:
     """Return each policy that gives up one more value at the peak, whatever the peak is then."""
     for candidate in _candidates(model, current.replay):
         moved = _without(current.policy, candidate)
@@ -127,12 +125,9 @@ def _without(policy: Policy, candidate: Candidate) -> Policy:
 def _candidates(
     model: StepModel, replay: Replay, key: Callable[[int], tuple[float, int]] | None = None
 ) -> Iterator[Candidate]:
-    """Yield what lives through the peak and is not used there: it is read after it before it is made again.
+    """Yield values that live through the peak unused: after it they are read before they are made again.
 
-    Args:
-        model: The step.
-        replay: A replay with its peak.
-        key: Orders the choices; None for the order of production.
+    The key orders the choices, by default as they are produced.
     """
     timeline, position = replay.timeline, replay.position
     place, at_peak = _place_of_peak(model, replay)
@@ -152,9 +147,9 @@ def _candidates(
 
 
 def _place_of_peak(model: StepModel, replay: Replay) -> tuple[int, Collection[int]]:
-    """Return the key of the peak, and what its node reads and makes; for one in the forward, what is before all keys.
+    """Return the key of the peak, and the choices that its node reads and makes.
 
-    At the end of the step nothing is to be given up for anything after it.
+    For a peak in the forward that is a key before all others, and no choices.
     """
     position, node = replay.position, replay.node
     if position < 0:
@@ -177,7 +172,7 @@ def _around(model: StepModel, timeline: Timeline, storage: int, key: int) -> tup
 
 
 def _chain_ms(model: StepModel, storage: int, there: set[int]) -> float:
-    """Return the time to recompute a value from what is kept."""
+    """Return the time to recompute a value from the choices that are kept."""
     total, stack, seen = 0.0, [storage], set[int]()
     while stack:
         top = stack.pop()
@@ -190,46 +185,47 @@ def _chain_ms(model: StepModel, storage: int, there: set[int]) -> float:
     return total
 
 
-def keep_more(model: StepModel, found: Found, limit_bytes: int | None, deadline: float) -> Found:
-    """Keep more values, and drop fewer, as long as the peak stays within the limit; never slower than what came in.
+def keep_more(model: StepModel, start: ReplayedPolicy, limit_bytes: int | None, deadline: float) -> ReplayedPolicy:
+    """Keep more values, and drop fewer, as long as the peak stays within the limit; the result is never slower.
 
     Args:
         model: The step.
-        found: Where to start; it fits.
+        start: Where to start; it fits.
         limit_bytes: Most bytes at the peak; None for no more than it has, also where keeping something lowers it.
-        deadline: Stop when so much work was done.
+        deadline: Seconds of work at which to stop.
     """
-    for storage, position in sorted(found.policy.drops):
+    current = start
+    for storage, position in sorted(current.policy.drops):
         if model.work.is_past(deadline):
-            return found
-        found = _take_if_better(model, found, limit_bytes, drops=found.policy.drops - {(storage, position)})
-    missing = [s for s in model.producer if s not in found.policy.kept and _is_made(found, s)]
+            return current
+        current = _take_if_better(model, current, limit_bytes, drops=current.policy.drops - {(storage, position)})
+    missing = [s for s in model.producer if s not in current.policy.kept and _is_made(current, s)]
     missing.sort(key=lambda s: (-model.cost_ms[model.producer[s]] / (model.sizes[s] + 1), s))
     for storage in missing:
         if model.work.is_past(deadline):
-            return found
-        if _is_made(found, storage):  # and not spared since what read it is kept
-            found = _take_if_better(model, found, limit_bytes, kept=found.policy.kept | {storage})
-    return found
+            return current
+        if _is_made(current, storage):  # and not spared since its readers are kept
+            current = _take_if_better(model, current, limit_bytes, kept=current.policy.kept | {storage})
+    return current
 
 
-def _is_made(found: Found, storage: int) -> bool:
+def _is_made(current: ReplayedPolicy, storage: int) -> bool:
     """Whether a choice is recomputed."""
-    lazy = found.replay.lazy
+    lazy = current.replay.lazy
     return lazy is not None and bool(lazy.timeline.makes.get(storage))
 
 
 def _take_if_better(
     model: StepModel,
-    found: Found,
+    current: ReplayedPolicy,
     limit_bytes: int | None,
     **changes: frozenset,  # type: ignore[type-arg]
-) -> Found:
-    lazy = model.lazy(replace(found.policy, **changes), found.near)
-    limit_ms = found.replay.recompute_ms - LEAST_GAIN_MS
+) -> ReplayedPolicy:
+    lazy = model.lazy(replace(current.policy, **changes), current.near)
+    limit_ms = current.replay.recompute_ms - LEAST_GAIN_MS
     if lazy.timeline.recompute_ms >= limit_ms:  # whatever its peak
-        return found
+        return current
     after = model.replay_lazy(lazy)
-    most_bytes = found.replay.peak_bytes if limit_bytes is None else limit_bytes
+    most_bytes = current.replay.peak_bytes if limit_bytes is None else limit_bytes
     better = after.peak_bytes <= most_bytes and after.recompute_ms < limit_ms
-    return Found(lazy.policy, after) if better else found
+    return ReplayedPolicy(lazy.policy, after) if better else current

@@ -1,4 +1,4 @@
-"""The best schedule found so far within a budget: what every search collects, improves and answers with."""
+"""The best schedule so far within a budget, which every search collects, improves and answers with."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from functools import wraps
 from ...records.graph import Graph
 from ...records.schedule import keep_all
 from .base import CLOCK, Problem, Solution, Status, Strategy, replay, strategy
+from .choices import Policy
 from .decisions import decisions
-from .greedy import Found, evict, keep_more
+from .greedy import ReplayedPolicy, evict, keep_more
 from .model import StepModel
-from .policies import Policy
 
 
 @dataclass
@@ -29,16 +29,16 @@ class Search:
         bound_ms: Proven lower bound on the recompute time.
         is_infeasible: Proven: no schedule fits.
         proposed: The best schedule of a method's own, see `Solution`.
-        notes: What the method could not serve, and what it took instead.
+        notes: What the method could not serve, and the substitute that it took.
     """
 
     problem: Problem
     model: StepModel
     start: float
-    best: Found | None = None
+    best: ReplayedPolicy | None = None
     bound_ms: float = 0.0
     is_infeasible: bool = False
-    proposed: Found | None = None
+    proposed: ReplayedPolicy | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -56,14 +56,14 @@ class Search:
         return self.model.work.left_s(self.problem.options.time_limit_s)
 
     def within(self, share: float) -> float:
-        """Return the work after which a share of what is left will have been done."""
+        """Return the seconds of work at which a share of the remaining work will be done."""
         return self.model.work.done_s + share * self.left_s()
 
-    def offer(self, found: Found) -> bool:
-        """Take a policy if it fits and is better; say whether it was taken."""
-        if found.replay.peak_bytes > self.limit or (self.best is not None and self.best.rank <= found.rank):
+    def offer(self, candidate: ReplayedPolicy) -> bool:
+        """Take a policy if it fits and is better; return whether it was taken."""
+        if candidate.replay.peak_bytes > self.limit or (self.best is not None and self.best.rank <= candidate.rank):
             return False
-        self.best = found
+        self.best = candidate
         self._tell()
         return True
 
@@ -77,7 +77,7 @@ class Search:
             self.offer(keep_more(self.model, last, self.limit, deadline))
 
     def say(self, note: str) -> None:
-        """Note what a method can't serve, or what it took instead."""
+        """Note what a method can't serve, or the substitute that it took."""
         self.notes.append(note)
 
     def raise_bound(self, bound_ms: float) -> None:
@@ -93,7 +93,7 @@ class Search:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing better is to be found: proven best up to the gap, or proven that nothing fits."""
+        """Whether the search is over: the best is proven up to the gap, or it is proven that nothing fits."""
         if self.is_infeasible:
             return True
         return self.best is not None and self.best.replay.recompute_ms <= self.bound_ms + self.gap_ms

@@ -1,8 +1,8 @@
 """The rows of a policy: each value is recomputed just before its first use that finds it missing.
 
-They are found from those of a policy that differs little. A choice that lives now and did not, or the other way round,
-matters where something reads, makes or drops it, and nowhere else: the walk goes from one such place to the next, and
-ends where both policies have the same values in memory for good.
+They are found from the rows of a policy that differs little. A choice that is live in one policy alone matters only
+where something reads, makes or drops it. The walk goes from one such place to the next, and ends where both policies
+have the same values in memory for good.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from .choices import ROW, Choices
-from .policies import Policy
+from .choices import ROW, Choices, Policy
 from .timeline import Timeline, keeping_all
 
 
@@ -30,7 +29,7 @@ class Pairs:
     of: Mapping[int, Sequence[int]]
 
     def toggled(self, pairs: Iterable[tuple[int, int]]) -> Pairs:
-        """Return these pairs without those given that are among them, and with those that are not."""
+        """Return these pairs with the membership of the given ones toggled."""
         at, of = dict[int, set[int]](), dict[int, set[int]]()
         for storage, position in pairs:
             at.setdefault(position, set()).add(storage)
@@ -51,9 +50,9 @@ class Lazy:
 
     Attributes:
         policy: The policy.
-        drops: Its drops, without those of what can't be dropped.
-        early: What it recomputes early.
-        timeline: Its rows, and what follows from them.
+        drops: Its drops, without those of choices that can't be dropped.
+        early: The choices that it recomputes early.
+        timeline: Its rows and their timeline.
     """
 
     policy: Policy
@@ -69,7 +68,7 @@ def lazy_keeping_all(model: Choices) -> Lazy:
 
 
 def lazy_rows(model: Choices, policy: Policy, near: Lazy) -> tuple[Pairs, Pairs, dict[int, list[int]]]:
-    """Return the drops of a policy, what it recomputes early, and its rows where they differ from those of another."""
+    """Return the drops of a policy, its early choices, and its rows where they differ from those of another policy."""
     dropped = {
         (s, p) for s, p in policy.drops ^ near.policy.drops if s not in model.fixed and not model.is_pinned(s, p)
     }
@@ -84,7 +83,7 @@ def lazy_rows(model: Choices, policy: Policy, near: Lazy) -> tuple[Pairs, Pairs,
 
 
 class _Live(set[int]):
-    """What lives before a backward position: what was recomputed for it, and what a walk knows."""
+    """The choices that live before a backward position: those recomputed for it, and those that a walk knows."""
 
     def __init__(self, walk: _Walk, position: int) -> None:
         super().__init__()
@@ -100,28 +99,28 @@ class _Walk:
     Args:
         model: The step.
         near: The policy whose rows are known.
-        drops: The drops of the other one.
-        early: What the other one recomputes early.
+        drops: The drops of the other policy.
+        early: The choices that the other policy recomputes early.
     """
 
     def __init__(self, model: Choices, near: Lazy, drops: Pairs, early: Pairs) -> None:
         self._model, self._near, self._drops, self._early = model, near, drops, early
-        self._changed: dict[int, bool] = {}  # choices that live now and did not, or the other way round
+        self._changed: dict[int, bool] = {}  # choices that live in one policy alone: whether in the new one
         self._places: list[tuple[int, int]] = []  # a heap of positions, and the choices to look at there
         self._places_of = [of for of in (model.uses, early.of, drops.of, near.drops.of) if of]
 
     def change(self, storage: int, lives: bool) -> None:
-        """Note that a choice lives at the turn, or doesn't, other than before."""
+        """Note a choice that lives at the turn in one policy alone."""
         self._changed[storage] = lives
         self._go_on(storage, -1)
 
     def visit(self, position: int, storage: int) -> None:
-        """Look at a position, for the sake of a choice."""
+        """Look at a position, because of a choice."""
         heappush(self._places, (position, storage))
 
     def rows(self) -> dict[int, list[int]]:
         """Return the rows that differ."""
-        found = dict[int, list[int]]()
+        rows = dict[int, list[int]]()
         while self._places:
             position, storage = heappop(self._places)
             seen = {storage}
@@ -129,16 +128,16 @@ class _Walk:
                 seen.add(heappop(self._places)[1])
             row, before = self._row(position), self._near.timeline.rows[position]
             if row != before:
-                found[position] = row
+                rows[position] = row
             self._compare(position, row, before, seen)
-        return found
+        return rows
 
     def lives(self, storage: int, position: int) -> bool:
         """Whether a choice lives before anything is recomputed for a position."""
         return self._changed[storage] if storage in self._changed else self._lived(storage, position)
 
     def _lived(self, storage: int, position: int) -> bool:
-        """The same of the policy that is known."""
+        """Whether it lives there in the policy that is known."""
         makes, drops = self._near.timeline.makes.get(storage, ()), self._near.drops.of.get(storage, ())
         made = bisect_left(makes, position << ROW) if makes else 0
         dropped = bisect_left(drops, position) if drops else 0
@@ -147,7 +146,7 @@ class _Walk:
         return bool(made) or storage in self._near.policy.kept or storage in self._model.fixed
 
     def _row(self, position: int) -> list[int]:
-        """Return what is recomputed before a position."""
+        """Return the nodes that are recomputed before a position."""
         live, row = _Live(self, position), list[int]()
         for storage in (*self._early.at.get(position, ()), *self._model.all_reads[position]):
             if storage not in live:
@@ -155,7 +154,7 @@ class _Walk:
         return row
 
     def _compare(self, position: int, row: list[int], before: list[int], seen: set[int]) -> None:
-        """Note which of the choices that are made or seen at a position live after it, or don't, other than before."""
+        """Note which choices that are made or seen at a position live after it in one policy alone."""
         made = {storage for node in row for storage in self._model.makes[node]}
         made_before = {storage for node in before for storage in self._model.makes[node]}
         for storage in seen | made | made_before:

@@ -1,22 +1,23 @@
 """The least memory that a heuristic finds: narrow segments, then evictions at the peak as far as they go.
 
-Where that does not fit the budget, evictions go on from each value at the peak, since to give up one that lowers
-nothing by itself may open the way to others. They end where the peak is what some node needs, whatever is kept.
+Where that does not fit the budget, evictions go on from each value at the peak: to give up a value that lowers nothing
+by itself may open the way to others. They end where the peak is the largest need of a node, whatever is kept.
 
-Where the segments lead to a peak that fits, next to a proven bound, other starts are left out: they evict from what
-keeps everything, or the largest values first, and can't end with a peak that is smaller by more.
+Where the segments lead to a peak that fits and is near a proven bound, other starts are left out. These evict from the
+policy that keeps everything, or the largest values first, and could lower the peak by no more than that distance.
 
-What need not be given up for that peak is kept in the end; where that leads to a smaller peak, it is the limit from
-then on. Where the last evictions recompute without end for next to nothing, a peak half a per cent larger is taken. All
-of it goes by estimated times: measured ones differ from run to run, and a budget that one run has named as the smallest
-is to do in the next. It does where the search ends before its time limit, and what runs outside of the captured parts
-needs no more.
+Values that need not be given up for that peak are kept in the end; where that lowers the peak, it is the limit from
+then on. Where the last evictions recompute much for next to nothing, a peak half a per cent larger is taken. The search
+uses estimated times, since measured ones differ from run to run, and a budget that one run has named as the smallest
+must be enough in the next. It is enough where the search ends before its time limit, and code outside of the captured
+parts needs no more.
 
-Each eviction, and each value that is kept again, is one replay, which takes as long as what it changes (`timeline.py`).
-There are about as many of them as there are values. So the search takes time in proportion to the step.
+Each eviction, and each value that is kept again, is one replay, whose time is in proportion to its change
+(`timeline.py`). There are about as many of them as there are values. So the search takes time in proportion to the
+step.
 
-It gives the smallest feasible budget for error messages, and the program of a training step about which nothing is
-known yet. An upper bound on the true minimum, which is NP-hard to find on general graphs.
+The search finds the smallest feasible budget for error messages, and the first program of a training step. Its peak is
+an upper bound on the true minimum, which is NP-hard to find on general graphs.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from itertools import product
 from ...records.costs import estimate
 from .base import Problem, Solution, Status, strategy
 from .decisions import decisions
-from .greedy import Found, cheapest, evict, keep_more, largest, neighbours
+from .greedy import ReplayedPolicy, cheapest, evict, keep_more, largest, neighbours
 from .model import StepModel
 from .segments import segment_policies
 
 STARTS = 3  # segmentations from which evictions start
-AT_BOUND = 0.015  # share of a proven bound that a peak may be above it, for fewer starts to do
+AT_BOUND = 0.015  # share of a proven bound by which a peak may exceed it, for fewer starts to be enough
 PATIENCE, DEEP_PATIENCE = 40, 15  # evictions without a smaller peak: from a start, and from each value at a peak
 DEEP_STEPS = 250  # evictions at most from all values at a peak
 SEARCH_S, DEEP_S, KEEP_S = 4.0, 8.0, 2.0
-SLACK, FASTER = 0.005, 0.5  # share of the peak that is given for so much less time
+SLACK, FASTER = 0.005, 0.5  # a peak larger by this share is taken where it takes less than this share of the time
 
 
-def find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int = 0) -> Found:
+def find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int = 0) -> ReplayedPolicy:
     """Find a policy of small peak, and for that peak of short time.
 
     Args:
@@ -48,12 +49,12 @@ def find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int = 0) 
         time_limit_s: Seconds of work to search for.
         budget_bytes: A budget; the search goes on for seconds while nothing fits it.
     """
-    found = _find_smallest(model.with_times(estimate(model.graph).time_ms), time_limit_s, budget_bytes)
-    return Found(found.policy, model.replay(found.policy))
+    smallest = _find_smallest(model.with_times(estimate(model.graph).time_ms), time_limit_s, budget_bytes)
+    return ReplayedPolicy(smallest.policy, model.replay(smallest.policy))
 
 
-def _find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int) -> Found:
-    *segments, everything = [Found(p, model.replay(p)) for p in segment_policies(model)]
+def _find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int) -> ReplayedPolicy:
+    *segments, everything = [ReplayedPolicy(p, model.replay(p)) for p in segment_policies(model)]
     segments.sort(key=lambda f: (f.replay.peak_bytes, f.rank))
     near, lowest = _near([*segments[:1], everything], budget_bytes), []
     deadline = model.work.done_s + min(SEARCH_S, time_limit_s)
@@ -89,28 +90,28 @@ def _find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int) -> 
     return smallest
 
 
-def _evicted(model: StepModel, found: Found, deadline: float) -> Found:
-    """Evict from what was filled up; return the smallest of the way."""
-    way = zip(evict(model, found.policy, 0, deadline), range(PATIENCE), strict=False)
+def _evicted(model: StepModel, filled: ReplayedPolicy, deadline: float) -> ReplayedPolicy:
+    """Evict from a policy that was filled up; return the one of the smallest peak on the way."""
+    way = zip(evict(model, filled.policy, 0, deadline), range(PATIENCE), strict=False)
     return min((step for step, _ in way), key=_by_peak)
 
 
-def _deepen(model: StepModel, found: Found, deadline: float) -> Iterator[Found]:
-    """Look behind the values at the peak, and go where the peak is lower, again and again."""
-    better: Found | None = found
+def _deepen(model: StepModel, start: ReplayedPolicy, deadline: float) -> Iterator[ReplayedPolicy]:
+    """Yield policies of lower and lower peaks, each found by giving up a value at the peak of the one before."""
+    better: ReplayedPolicy | None = start
     while better is not None:
         better = _lower(model, better, deadline)
         if better is not None:
             yield better
 
 
-def _lower(model: StepModel, found: Found, deadline: float) -> Found | None:
+def _lower(model: StepModel, start: ReplayedPolicy, deadline: float) -> ReplayedPolicy | None:
     """Give up one value at the peak after the other, and evict from there until the peak is lower than it was."""
     steps = 0
-    for policy, order in product(neighbours(model, found), (largest, cheapest)):
+    for policy, order in product(neighbours(model, start), (largest, cheapest)):
         low, stalled = None, 0
         for step in evict(model, policy, 0, deadline, order):
-            if step.replay.peak_bytes < found.replay.peak_bytes:
+            if step.replay.peak_bytes < start.replay.peak_bytes:
                 return step
             steps += 1
             stalled = 0 if low is None or step.replay.peak_bytes < low else stalled + 1
@@ -122,32 +123,33 @@ def _lower(model: StepModel, found: Found, deadline: float) -> Found | None:
     return None
 
 
-def _by_peak(found: Found) -> tuple[int, tuple[float, int]]:
-    return found.replay.peak_bytes, found.rank
+def _by_peak(replayed: ReplayedPolicy) -> tuple[int, tuple[float, int]]:
+    return replayed.replay.peak_bytes, replayed.rank
 
 
-def _filled(model: StepModel, found: Found, time_limit_s: float) -> Found:
-    return keep_more(model, found, None, model.work.done_s + min(KEEP_S, time_limit_s))
+def _filled(model: StepModel, start: ReplayedPolicy, time_limit_s: float) -> ReplayedPolicy:
+    return keep_more(model, start, None, model.work.done_s + min(KEEP_S, time_limit_s))
 
 
-def _least(found: list[Found]) -> int:
-    return min(f.replay.peak_bytes for f in found)
+def _least(policies: list[ReplayedPolicy]) -> int:
+    return min(policy.replay.peak_bytes for policy in policies)
 
 
-def _near(found: list[Found], budget_bytes: int) -> list[Found]:
-    """Leave what is within the slack of the smallest, and within the budget where that is."""
-    least = _least(found)
+def _near(policies: list[ReplayedPolicy], budget_bytes: int) -> list[ReplayedPolicy]:
+    """Return the policies within the slack of the smallest peak, and within the budget where the smallest is."""
+    least = _least(policies)
     limit = int(least * (1 + SLACK))
     if least <= budget_bytes < limit:
         limit = budget_bytes
-    return [f for f in found if f.replay.peak_bytes <= limit]
+    return [policy for policy in policies if policy.replay.peak_bytes <= limit]
 
 
 @strategy("least_memory", is_ablation=True)
 def smallest_budget(problem: Problem) -> Solution:
     """Find the smallest peak, whether or not it fits the budget, and for that peak a short time of recomputation.
 
-    What is found at once is not the least where it fits: for that, give a budget of 0; `UNLIMITED` for no more search.
+    The search ends early where a peak fits the budget. For the least peak pass a budget of 0; for no further search
+    pass `UNLIMITED`.
     """
     start = time.monotonic()
     model = StepModel(problem)

@@ -1,9 +1,9 @@
 """The work of a MIP solver on one program: counted as it solves, and ended at a limit that no clock knows.
 
-HiGHS asks again and again, at each node and between rounds of cuts, whether to go on. The answer here goes by how many
-iterations of the simplex method there were, each at a price that goes by the size of the program. A linear program gets
-a limit of iterations. So a program ends at the same iteration on each machine, loaded or idle. What lies between two
-questions ends by itself, the first relaxation of an integer program above all.
+HiGHS asks again and again, at each node and between rounds of cuts, whether to go on. The answer depends on the number
+of iterations of the simplex method so far, each at a price that depends on the size of the program. A linear program
+gets a limit of iterations. So a program ends at the same iteration on each machine, loaded or idle. A stretch between
+two questions can't be ended, the first relaxation of an integer program for example.
 
 CBC, and a HiGHS that can't be asked, get a limit of nodes. That is the same on each machine too, but coarse.
 """
@@ -25,7 +25,7 @@ INTEGER_S, INTEGER_ENTRY_S = 2e-4, 1e-8  # the same of an integer program, with 
 QUESTION_S = 2e-5  # from one question of HiGHS to the next, beside iterations
 NODE_ITERATIONS = 100  # of a node, where only nodes can be limited
 MOST_ITERATIONS = 2**31 - 1  # that HiGHS can count
-LEAST_S = 0.1  # so much work is done in any case
+LEAST_S = 0.1  # work that is done in any case
 INTERRUPT = 6  # HiGHS's number for the question
 FUNCTIONS = """
     int Highs_setCallback(void*, void (*)(int, const char*, const void*, void*, void*), void*);
@@ -38,7 +38,7 @@ FUNCTIONS = """
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What solving a program of some size costs, in seconds of work.
+    """The price of solving a program of some size, in seconds of work.
 
     Attributes:
         rows: Number of its rows.
@@ -75,8 +75,8 @@ class SolverMeter:
     """Counts the work of solving one program, and ends it at a limit.
 
     Args:
-        price: What it costs.
-        limit_s: Seconds of work; a little is done in any case.
+        price: Its price.
+        limit_s: Seconds of work; `LEAST_S` are done in any case.
 
     Attributes:
         work_s: Seconds of work that were done.
@@ -89,7 +89,8 @@ class SolverMeter:
 
     def optimize(self, model: mip.Model, clock_left_s: float) -> mip.OptimizationStatus:
         """Solve a program; it ends at the limit of work, or after so many seconds by the clock."""
-        seconds, library = max(LEAST_S, clock_left_s), _library() if _is_highs(model) else None
+        seconds, is_highs = max(LEAST_S, clock_left_s), model.solver_name.upper() == "HIGHS"
+        library = _library() if is_highs else None
         if library is None:
             return self._by_nodes(model, seconds)
         if self._price.is_linear:
@@ -103,7 +104,7 @@ class SolverMeter:
         return status
 
     def _by_nodes(self, model: mip.Model, seconds: float) -> mip.OptimizationStatus:
-        """Solve with a limit of nodes; what it took is not known, and counts as all where it did not end by itself."""
+        """Solve with a limit of nodes. Its work is not known: it counts as the limit where it did not end by itself."""
         if self._price.is_linear:
             status = model.optimize(max_seconds=seconds)
         else:
@@ -120,7 +121,7 @@ class SolverMeter:
 
 
 class Library:
-    """What python-mip does not call of HiGHS, in the library that it has loaded.
+    """Functions of HiGHS that python-mip does not call, in the library that it has loaded.
 
     Raises:
         AttributeError: If the library, or python-mip, is one that can't be asked.
@@ -137,7 +138,7 @@ class Library:
         """Ask before each node of a solve, with the iterations so far, whether to end it.
 
         Returns:
-            What has to live until it has ended.
+            An object that has to live until the solve has ended.
         """
         highs = self._pointer(model)
 
@@ -160,10 +161,6 @@ class Library:
 
     def _pointer(self, model: mip.Model) -> Any:
         return self._ffi.cast("void*", int(mip.highs.ffi.cast("uintptr_t", model.solver._model)))
-
-
-def _is_highs(model: mip.Model) -> bool:
-    return bool(model.solver_name.upper() == "HIGHS")
 
 
 @cache

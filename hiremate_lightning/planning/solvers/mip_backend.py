@@ -106,7 +106,7 @@ def failure(backend: str) -> str:
 
 @contextmanager
 def _logs_of_python_mip() -> Iterator[list[str]]:
-    """Collect what python-mip logs, which would go to the console."""
+    """Collect the logs of python-mip, which would go to the console."""
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
@@ -133,7 +133,7 @@ def solve(
     """Solve a program.
 
     Args:
-        program: What to solve.
+        program: The program.
         options: The backend.
         time_limit_s: Seconds of work; a backend may overshoot.
         relax: Solve the linear relaxation.
@@ -164,7 +164,7 @@ def solve(
 
 
 def price_of(program: LinearProgram, relax: bool = False) -> Price:
-    """Return what it costs to solve a program, or its relaxation."""
+    """Return the price of solving a program, or its relaxation."""
     is_linear = relax or not any(program.is_integer)
     return Price(len(program.rows), sum(len(terms) for _, terms, _, _ in program.rows), is_linear)
 

@@ -1,25 +1,54 @@
-"""Replays of decisions: what they take in memory and time.
+"""Replays of policies: their peak, the place of it, and their time.
 
-A *policy* says which choices are kept through the turn, and after which backward position a value is dropped although
-it is used again, so that it is recomputed once more. `StepModel.replay` returns peak and time of a policy, in time
-linear in what differs from one that was replayed before; the independent simulator has the last word on what leaves the
-planner.
+`StepModel.replay` takes time in proportion to the difference from a policy that was replayed before. The independent
+simulator has the last word on each plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from copy import copy
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from .base import Problem
-from .choices import LEAST_MS, Choices
+from .choices import LEAST_MS, Choices, Policy, Rows
 from .lazy import Lazy, lazy_keeping_all, lazy_rows
-from .policies import Policy, Rows
-from .replays import Replay
 from .timeline import Timeline, with_rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replay:
+    """The peak and the time of a policy.
+
+    Attributes:
+        peak_bytes: Peak above resident bytes.
+        recompute_ms: Time of recomputation.
+        position: Position of the peak in the backward, or -1 in the forward.
+        node: The node at the peak.
+        timeline: The rows, and the choices in memory at each moment.
+        peaks: For each backward position, and the end, most bytes while its node runs or values are recomputed for it.
+        forward_position: Position of the forward where the forward's own peak is.
+        forward_peak: Bytes there.
+        lazy: The policy, with its rows before any ran in the forward's order; None where it has none.
+    """
+
+    peak_bytes: int
+    recompute_ms: float
+    position: int
+    node: int
+    timeline: Timeline
+    peaks: np.ndarray
+    forward_position: int
+    forward_peak: int
+    lazy: Lazy | None
+
+    @property
+    def rows(self) -> Rows:
+        """Producers recomputed before each backward position, views left out."""
+        return self.timeline.rows
 
 
 class StepModel(Choices):
@@ -37,7 +66,7 @@ class StepModel(Choices):
         return model
 
     def in_order(self, rows: Rows, position: int) -> Rows:
-        """Run what is recomputed before a backward position in the order of the forward."""
+        """Sort the nodes recomputed before a backward position as the forward runs them."""
         return [*rows[:position], self._sorted(rows[position]), *rows[position + 1 :]]
 
     def _sorted(self, row: list[int]) -> list[int]:
@@ -45,11 +74,11 @@ class StepModel(Choices):
 
     @cached_property
     def keeping_all(self) -> Lazy:
-        """The policy that keeps everything: others are found from it where nothing is nearer."""
+        """The policy that keeps everything: other policies are replayed from it where none is nearer."""
         return lazy_keeping_all(self)
 
     def lazy(self, policy: Policy, near: Lazy | None = None) -> Lazy:
-        """Return a policy with its rows, from those of one that differs little: by default the latest that was made."""
+        """Return a policy with its rows, from those of a policy that differs little: by default the latest one."""
         before = near or min(
             self.keeping_all, self._latest or self.keeping_all, key=lambda lazy: policy.distance(lazy.policy)
         )
@@ -63,17 +92,17 @@ class StepModel(Choices):
 
     def replay_lazy(self, lazy: Lazy) -> Replay:
         """Return the peak and the time of a policy; the row at the peak runs as the forward does where that is less."""
-        found = self._replay(lazy.timeline, lazy)
-        while found.position >= 0 and found.timeline.row_peaks[found.position] == found.peak_bytes:
-            rows, position = found.timeline.rows, found.position
+        replay = self._replay(lazy.timeline, lazy)
+        while replay.position >= 0 and replay.timeline.row_peaks[replay.position] == replay.peak_bytes:
+            rows, position = replay.timeline.rows, replay.position
             row = self._sorted(rows[position])
             if row == rows[position]:
                 break
-            other = self._replay(with_rows(self, found.timeline, {position: row}), lazy)
-            if other.timeline.row_peaks[position] >= found.peak_bytes:
+            other = self._replay(with_rows(self, replay.timeline, {position: row}), lazy)
+            if other.timeline.row_peaks[position] >= replay.peak_bytes:
                 break
-            found = other
-        return found
+            replay = other
+        return replay
 
     def replay_rows(self, rows: Rows) -> Replay:
         """Return the peak and the time of recomputing given producers before each backward position."""
@@ -120,20 +149,20 @@ class StepModel(Choices):
 
     def live_at(self, rows: Rows, positions: Iterable[int]) -> tuple[frozenset[int], dict[int, frozenset[int]]]:
         """Return the choices in memory at the turn, and while the nodes of some backward positions run."""
-        wanted, found = set(positions), {}
+        wanted, live_at = set(positions), {}
         live = set(self.returned)
         for position in reversed(range(len(rows))):
             if position < len(self.reads):
                 live.update(self.reads[position])
             if position in wanted:
-                found[position] = frozenset(live)
+                live_at[position] = frozenset(live)
             for node in reversed(rows[position]):
                 live.difference_update(self.makes[node])
                 live.update(self.needs[node])
-        return frozenset(live), found
+        return frozenset(live), live_at
 
     def kept_through_the_turn(self, rows: Rows) -> frozenset[int | None]:
-        """Return the storages that lie in memory as the backward starts, of those that it or a recomputation reads."""
+        """Return the storages in memory as the backward starts that it, or a recomputation, reads."""
         return frozenset((*self._timeline(rows).kept(), *self.fixed, *self._held))
 
     @cached_property

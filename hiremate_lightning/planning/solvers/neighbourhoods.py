@@ -1,9 +1,9 @@
 """Large neighbourhoods of the best schedule: most of its decisions stay, the others are solved for anew.
 
-The phased model of a large step takes a solver many seconds to get anywhere; with most variables fixed it takes tenths
-of one. Which are free changes from turn to turn: those on which the best schedule and the relaxation differ, those of
-values made in a stretch of the forward, of values drawn at random, and those of a few phases. A solution that doesn't
-fit says where memory is to be checked from then on. The best schedule is where the rounds of `refine` start from.
+The phased model of a large step takes a solver many seconds; with most variables fixed it takes tenths of a second. The
+free variables change from turn to turn: those on which the best schedule and the relaxation differ, those of values
+made in a stretch of the forward, of values drawn at random, and those of a few phases. A solution that doesn't fit
+shows where memory is to be checked from then on. The rounds of `refine` start from the best schedule.
 Sources: Shaw, "Using Constraint Programming and Local Search Methods to Solve Vehicle Routing Problems", CP 1998;
 Danna, Rothberg, Le Pape, "Exploring relaxation induced neighborhoods to improve MIP solutions", Mathematical
 Programming 102, 2005.
@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable, Container, Iterator, Sequence
 
 from .base import Status
-from .greedy import Found
+from .greedy import ReplayedPolicy
 from .incumbent import Search
 from .mip_backend import Result, solve
 from .phases import Checks, PhasedProgram, add_checks
@@ -34,18 +34,18 @@ class Neighbourhoods:
         """Begin with nothing.
 
         Args:
-            search: Takes what is found.
+            search: Receives the solutions.
         """
         self._search, self._draw, self._share = search, random.Random(0), SHARE
         self._checks: Checks | None = None
         self._turn_s = TURN_S
 
     def improve(self, checks: Checks, deadline: float) -> None:
-        """Improve the best schedule, of which there is one, until a deadline or until nothing much is gained.
+        """Improve the best schedule, which must exist, until a deadline or until little is gained.
 
         Args:
-            checks: Where memory is checked the first time; what else is found to be needed is added and stays.
-            deadline: Stop when so much work was done.
+            checks: Where memory is checked the first time; further places are added as needed, and stay.
+            deadline: Seconds of work at which to stop.
         """
         if self._checks is None:
             self._check(checks)
@@ -76,7 +76,7 @@ class Neighbourhoods:
         self._relaxed = solve(program, options, search.left_s(), relax=True, work=work).values
 
     def _solve(self, find: Callable[[Sequence[float]], Iterator[int]], seconds: float) -> Result:
-        """Solve for one neighbourhood and take what it gives."""
+        """Solve for one neighbourhood and take the solution."""
         search = self._search
         assert search.best is not None
         start = self._phased.start(search.best.replay.rows)
@@ -98,7 +98,7 @@ class Neighbourhoods:
         search, policy = self._search, self._phased.policy(values)
         replay = search.model.replay(policy)
         if replay.peak_bytes <= search.limit:
-            search.offer(Found(policy, replay))
+            search.offer(ReplayedPolicy(policy, replay))
             return
         if replay.peak_bytes <= (1 + REPAIRED_EXCESS) * search.limit:
             search.repair(policy, search.model.work.done_s + REPAIR_S)
@@ -109,7 +109,7 @@ class Neighbourhoods:
     # ---------------------------------------------------------------- which variables are free
 
     def _differing(self, start: Sequence[float]) -> Iterator[int]:
-        """Free what the relaxation has otherwise."""
+        """Free the variables that have other values in the relaxation."""
         if self._relaxed:
             yield from (v for v, value in enumerate(start) if abs(self._relaxed[v] - value) > 1e-6)
 

@@ -36,10 +36,9 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 
+from .choices import Policy, Rows
 from .mip_backend import LinearProgram
-from .model import StepModel
-from .policies import Policy, Rows
-from .replays import Replay
+from .model import Replay, StepModel
 from .row_memory import UNIT, RowMemory
 
 SMALL_SHARE = 0.0005  # of the budget: values that together stay below it are kept without being modelled
@@ -106,7 +105,7 @@ class PhasedProgram:
         return len(self.checks.instants) + 1
 
     def _collect_needs(self) -> None:
-        """Find, for each phase, what it reads, what is read from it on, and what recomputing that may read."""
+        """Find the choices that each phase reads, and those that it, later phases or recomputation may read."""
         model, ends = self.model, [*self.checks.instants, len(self.model.reads)]
         self._read: list[list[int]] = [[] for _ in ends]
         phase_of = [0] * (len(model.reads) + 1)
@@ -122,13 +121,10 @@ class PhasedProgram:
             model.add_sources(seen, self._read[phase])
             self._needed[phase] = [s for s in model.choices if s in seen and s not in self.small]
 
-    def _operands(self, phase: int) -> list[int]:
-        if phase == 0:
-            return []
-        return [s for s in self.model.reads[self.checks.instants[phase - 1]] if s not in self.small]
-
     def _add_variables(self, phase: int) -> None:
-        model, operands = self.model, self._operands(phase)
+        model = self.model
+        read_at_instant = model.reads[self.checks.instants[phase - 1]] if phase > 0 else ()
+        operands = [s for s in read_at_instant if s not in self.small]
         forced = set(operands)
         for storage in dict.fromkeys([*self._needed[phase], *operands]):
             self.held[phase, storage] = self.program.variable(0.0, lower=float(storage in forced))
@@ -206,7 +202,7 @@ class PhasedProgram:
     # ---------------------------------------------------------------- from and to policies
 
     def policy(self, values: Sequence[float], threshold: float = 0.5) -> Policy:
-        """Read a solution: what is kept, what is dropped after an instant, what is made for a later phase."""
+        """Read a solution: the values kept, those dropped after an instant, those made for a later phase."""
         model, last = self.model, self.phases - 1
         is_held = {key: values[variable] >= threshold for key, variable in self.held.items()}
         kept = {s for s in model.choices if s in model.fixed or s in self.small or is_held.get((0, s))}
@@ -238,13 +234,13 @@ class PhasedProgram:
 
 def _small(model: StepModel, most_bytes: float) -> frozenset[int]:
     """Return the values that are too small to matter, the smallest first."""
-    total, found = 0, set()
+    total, small = 0, set()
     for storage in sorted(model.choices, key=lambda s: (model.sizes[s], s)):
         total += model.sizes[storage]
         if total > most_bytes:
             break
-        found.add(storage)
-    return frozenset(found)
+        small.add(storage)
+    return frozenset(small)
 
 
 def first_checks(model: StepModel) -> Checks:
@@ -256,7 +252,7 @@ def add_checks(checks: Checks, model: StepModel, replay: Replay, limit_bytes: in
     """Add checks where a replay passes the limit: at the worst position, and at another one far from it.
 
     Returns:
-        Checks that leave a relaxation, where there are more of these; else others; the same where all is checked.
+        More checks: such that the program stays a relaxation, as long as there are any; the same where all is checked.
     """
     if replay.forward_peak > limit_bytes:
         checks = replace(checks, forward=tuple(sorted({*checks.forward, replay.forward_position})))
@@ -275,7 +271,7 @@ def add_checks(checks: Checks, model: StepModel, replay: Replay, limit_bytes: in
 
 
 def _check_at(position: int, checks: Checks, model: StepModel, replay: Replay, limit_bytes: int) -> Checks:
-    """Check the node at a position; or, where recomputing before it takes too much, the positions around, then that."""
+    """Check the node at a position; where recomputing before it exceeds the limit, the positions around, then that."""
     if replay.timeline.row_peaks[position] <= limit_bytes:
         return replace(checks, instants=tuple(sorted({*checks.instants, position})))
     for instant in (min(position, len(model.reads) - 1), max(0, position - 1)):
@@ -286,5 +282,5 @@ def _check_at(position: int, checks: Checks, model: StepModel, replay: Replay, l
 
 def _over(model: StepModel, rows: Rows, position: int, limit_bytes: int) -> frozenset[tuple[int, int]]:
     """Return the pairs of a position and a node recomputed before it that take more than the limit."""
-    found = zip(rows[position], model.row_bytes(rows, position), strict=True)
-    return frozenset((position, node) for node, size_bytes in found if size_bytes > limit_bytes)
+    pairs = zip(rows[position], model.row_bytes(rows, position), strict=True)
+    return frozenset((position, node) for node, size_bytes in pairs if size_bytes > limit_bytes)

@@ -7,7 +7,7 @@ limit. Where it ends without a proof, these get the rest of the time, and the be
 
 from __future__ import annotations
 
-from .greedy import Found, keep_more
+from .greedy import ReplayedPolicy, keep_more
 from .incumbent import Search, searching
 from .least_memory import find_smallest
 from .neighbourhoods import Neighbourhoods
@@ -15,7 +15,7 @@ from .refine import QUICK_SHARE, polish, refine
 from .segments import segment_policies, try_evictions, try_segments
 from .turn_point import prove, roundings, try_limits
 
-CLOSE = 0.02  # of the step's time: a start that near the bound needs no other
+CLOSE = 0.02  # of the step's time: a start so near the bound needs no other
 SMALLEST_SHARE = 0.4  # of the time that is left: for the least memory, before other strategies are asked
 REFINE_SHARE = 0.85  # of the time limit, where no proof ends it earlier
 
@@ -32,13 +32,6 @@ def _try_evictions(search: Search) -> None:
     try_evictions(search, search.within(0.5))
 
 
-def _is_close(search: Search) -> bool:
-    """Whether the best found is good enough to start the phased model from."""
-    return (
-        search.best is not None and search.best.replay.recompute_ms <= search.bound_ms + CLOSE * search.problem.step_ms
-    )
-
-
 @searching("portfolio", needs_programs=True)
 def portfolio(search: Search) -> None:
     """Refine the phased model from the best start at hand; the best of all strategies by replay."""
@@ -46,8 +39,9 @@ def portfolio(search: Search) -> None:
         return
     deadline = search.within(QUICK_SHARE)
     for policy in dict.fromkeys([*roundings(search, deadline), *segment_policies(search.model)]):
-        search.offer(Found(policy, search.model.replay(policy)))
-    if not _is_close(search):
+        search.offer(ReplayedPolicy(policy, search.model.replay(policy)))
+    close_ms = search.bound_ms + CLOSE * search.problem.step_ms
+    if search.best is None or search.best.replay.recompute_ms > close_ms:
         try_segments(search, search.within(QUICK_SHARE))
         try_limits(search, relax=True, deadline=search.within(QUICK_SHARE))
     for attempt in (_try_least_memory, _try_evictions):

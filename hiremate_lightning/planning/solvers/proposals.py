@@ -3,7 +3,7 @@
 A method is a generator of policies. Each policy is replayed, and offered where it fits the budget. Where none fits, the
 nearest ones are repaired: values are evicted at the peak until they do. The best is filled up: it keeps more values for
 as long as that fits. The solution names the method's own schedule beside the final one, and says in one line where the
-method could not serve a step and what it took instead.
+method could not serve a step, and which substitute it took.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 
 from ...units import format_bytes
-from .greedy import Found, keep_more
+from .choices import Policy
+from .greedy import ReplayedPolicy, keep_more
 from .incumbent import Search, searching
-from .policies import Policy
 from .segments import try_evictions, try_segments
 
 PROPOSING_SHARE = 0.6  # of the time limit; the rest is for repairs, or to fill up
-REPAIR_SHARE = 0.5  # of what is left then, for each policy that is repaired
-FILL_SHARE = 0.8  # of what is left in the end
+REPAIR_SHARE = 0.5  # of the time left then, for each policy that is repaired
+FILL_SHARE = 0.8  # of the time left in the end
 MOST_REPAIRED = 4  # policies, those of the smallest peak
 
 Method = Callable[[Search], Iterator[Policy]]
@@ -45,10 +45,10 @@ def method(name: str, needs_programs: bool = False) -> Callable[[Method], Method
 
 
 def carry_out(search: Search, propose: Method, name: str) -> None:
-    """Take what a method proposes, repair it where nothing fits, and fill up the best.
+    """Take the proposals of a method, repair them where none fits, and fill up the best.
 
     Args:
-        search: Takes what is found.
+        search: Receives the solutions.
         propose: The method.
         name: Its name.
     """
@@ -61,18 +61,18 @@ def carry_out(search: Search, propose: Method, name: str) -> None:
         search.offer(keep_more(search.model, search.best, search.limit, search.within(FILL_SHARE)))
 
 
-def _take(search: Search, propose: Method) -> list[Found]:
+def _take(search: Search, propose: Method) -> list[ReplayedPolicy]:
     """Offer each policy, and note the best; return those that pass the budget, the smallest peak first."""
-    passing, seen, deadline_s = list[Found](), set[Policy](), (1 - PROPOSING_SHARE) * search.left_s()
+    passing, seen, deadline_s = list[ReplayedPolicy](), set[Policy](), (1 - PROPOSING_SHARE) * search.left_s()
     for policy in propose(search):
         if policy not in seen:
             seen.add(policy)
-            found = Found(policy, search.model.replay(policy))
-            search.offer(found)
-            if found.replay.peak_bytes > search.limit:
-                passing.append(found)
-            elif search.proposed is None or found.rank < search.proposed.rank:
-                search.proposed = found
+            replayed = ReplayedPolicy(policy, search.model.replay(policy))
+            search.offer(replayed)
+            if replayed.replay.peak_bytes > search.limit:
+                passing.append(replayed)
+            elif search.proposed is None or replayed.rank < search.proposed.rank:
+                search.proposed = replayed
         if search.is_done or search.left_s() < deadline_s:
             break
     passing.sort(key=lambda f: (f.replay.peak_bytes, f.rank))
@@ -80,12 +80,12 @@ def _take(search: Search, propose: Method) -> list[Found]:
     return passing
 
 
-def _repair(search: Search, passing: list[Found], name: str) -> None:
+def _repair(search: Search, passing: list[ReplayedPolicy], name: str) -> None:
     """Evict from policies until one fits; where none does, take segments."""
-    for found in passing:
-        search.repair(found.policy, search.within(REPAIR_SHARE))
+    for replayed in passing:
+        search.repair(replayed.policy, search.within(REPAIR_SHARE))
         if search.best is not None:
-            peak = format_bytes(found.replay.peak_bytes)
+            peak = format_bytes(replayed.replay.peak_bytes)
             search.say(f"No schedule of {name} fits; values were evicted from the one that peaks at {peak}.")
             return
     try_segments(search, search.within(REPAIR_SHARE))

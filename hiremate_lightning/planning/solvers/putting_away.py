@@ -1,9 +1,9 @@
-"""A strategy whose answers may have values away: what it finds alone, or something faster with less of it kept.
+"""A strategy whose answers may have values away: its own answer, or a faster one that offloads some values.
 
-What a larger budget recomputes less of, and the excess of that budget away, may be faster than what the budget itself
-asks to be recomputed. So a strategy answers the budget first, exactly as it does where nothing may go away. Then it
-answers a few larger ones, and the second pass (`away.py`) puts away what is too much in each of these, and in plain
-training. The fastest is taken where it gains clearly; else the first answer stays as it is.
+The schedule of a larger budget recomputes less. With its excess offloaded, it may be faster than the schedule of the
+budget itself. So a strategy answers the budget first, exactly as it does where nothing may go away. Then it answers a
+few larger ones, and the second pass (`away.py`) offloads the excess of each of these, and of plain training. The
+fastest is taken where it gains clearly; else the first answer stays.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .least_memory import smallest_budget
 from .model import StepModel
 
 SHARES = (0.25, 0.5, 0.75)  # of the bytes that may be away: the budgets between that are solved
-SOLVES_SHARE, BOUND_SHARE = 0.5, 0.2  # of the time limit, for all of these together and for the bound, beside its own
-MOST_SHARE = 2.0  # of the time limit that an answer may take, with what a method of a paper proposes beside
+SOLVES_SHARE, BOUND_SHARE = 0.5, 0.2  # of the time limit, for all of these together and for the bound
+MOST_SHARE = 2.0  # of the time limit that an answer may take, with the proposals of a paper's method
 
 
 def with_aways(strategy: Strategy) -> Strategy:
@@ -43,11 +43,11 @@ def can_put_away(problem: Problem) -> bool:
 
 
 def least_with_aways(problem: Problem, smallest: Solution) -> Solution:
-    """Return how a step takes the least memory where values may go away.
+    """Return the solution of least memory of a step where values may go away.
 
     Args:
         problem: The step; its budget doesn't count.
-        smallest: How it takes the least where all stays on the device; it is returned where nothing takes less.
+        smallest: The solution of least memory where all stays on the device; it is returned where none takes less.
     """
     if not can_put_away(problem):
         return smallest
@@ -72,12 +72,12 @@ def _chosen(solution: Solution, choice: Choice) -> Solution:
 
 
 class _Improving:
-    """What a strategy finds for a problem with and without values away.
+    """A search for a solution with values away that is faster than one without.
 
     Args:
         problem: The problem.
         strategy: Solves budgets where all stays on the device.
-        alone: What it found for the budget.
+        alone: Its solution for the budget.
     """
 
     def __init__(self, problem: Problem, strategy: Strategy, alone: Solution) -> None:
@@ -87,7 +87,7 @@ class _Improving:
         self._work_s, self._solve_s = alone.work_s, alone.solve_s
 
     def answer(self) -> Solution:
-        """Return the first answer, with a bound that holds for values away too, or what is clearly faster."""
+        """Return the first answer, or a clearly faster one, with a bound that holds for values away too."""
         limit_s, work = self._problem.options.time_limit_s, self._model.work
         bound_ms = away_bound(self._model, self._problem.budget_bytes, work.done_s + BOUND_SHARE * limit_s)
         self._work_s += work.done_s
@@ -99,7 +99,7 @@ class _Improving:
         return self._proven(_chosen(alone, choice) if choice is not None and gains else alone, bound_ms)
 
     def _candidates(self) -> Iterator[Decisions]:
-        """Yield decisions of which some bytes are to go away."""
+        """Yield decisions that keep more than the budget, and some of whose values are to go away."""
         alone, lower_bytes = self._alone, self._problem.budget_bytes
         yield keep_all(self._problem.graph)
         if alone.is_feasible:
@@ -114,10 +114,10 @@ class _Improving:
         for share in SHARES:
             larger_bytes = lower_bytes + int(share * (self._most_bytes() - lower_bytes))
             if larger_bytes > lower_bytes:
-                found = self._strategy(replace(self._problem, budget_bytes=larger_bytes, options=each, host=None))
-                self._work_s, self._solve_s = self._work_s + found.work_s, self._solve_s + found.solve_s
-                if found.is_feasible:
-                    yield found.recompute
+                larger = self._strategy(replace(self._problem, budget_bytes=larger_bytes, options=each, host=None))
+                self._work_s, self._solve_s = self._work_s + larger.work_s, self._solve_s + larger.solve_s
+                if larger.is_feasible:
+                    yield larger.recompute
 
     def _most_bytes(self) -> int:
         """Return the largest budget whose excess can go away before that costs more than it can save."""
@@ -132,7 +132,7 @@ class _Improving:
         return min(most_bytes, problem.budget_bytes + away_bytes)
 
     def _proven(self, solution: Solution, bound_ms: float | None) -> Solution:
-        """Return a solution with what is proven of all plans, those with values away included."""
+        """Return a solution with the bound of all plans, including those with values away."""
         solution = replace(solution, work_s=self._work_s, solve_s=self._solve_s)
         if not solution.is_feasible:
             status = Status.INFEASIBLE if bound_ms is None else Status.NOT_FOUND

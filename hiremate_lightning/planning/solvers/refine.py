@@ -14,11 +14,11 @@ import logging
 from collections.abc import Callable
 
 from .base import Status
-from .greedy import Found, keep_more
+from .greedy import ReplayedPolicy, keep_more
 from .incumbent import Search, searching
 from .mip_backend import Result, solve
+from .model import Replay
 from .phases import Checks, PhasedProgram, add_checks, first_checks
-from .replays import Replay
 from .segments import try_segments
 from .turn_point import prove
 
@@ -43,7 +43,7 @@ def refine(
     """Run rounds until proof, time limit, or no more places to check.
 
     Args:
-        search: Takes what is found.
+        search: Receives the solutions.
         checks: Where memory is checked in the first round; few places by default.
         restrict: Adds rows to each program; the bounds of a restricted program are not taken.
         improve: Improves the best schedule by other means until a deadline, between rounds that take long.
@@ -79,7 +79,7 @@ def refine(
 def _round(
     search: Search, checks: Checks, number: int, restrict: Restriction | None, seconds: float
 ) -> tuple[Result, Replay | None]:
-    """Solve once, take the bound, offer the solution; give its replay, where there is one."""
+    """Solve once, take the bound, offer the solution; return its replay, where there is one."""
     program = PhasedProgram(search.model, search.limit, checks)
     start = program.start(search.best.replay.rows) if search.best is not None else ()
     if restrict is not None:
@@ -105,7 +105,7 @@ def _round(
         replay.peak_bytes, search.limit,
     )  # fmt: skip
     if replay.peak_bytes <= search.limit:
-        search.offer(Found(policy, replay))
+        search.offer(ReplayedPolicy(policy, replay))
     elif replay.peak_bytes <= 1.1 * search.limit:
         search.repair(policy, search.within(0.1))
     return result, replay
@@ -121,7 +121,7 @@ def _take_bound(search: Search, checks: Checks, result: Result) -> None:
 
 
 def polish(search: Search) -> None:
-    """Spend what time is left, or half a second, on keeping more."""
+    """Spend the remaining time, or half a second, on keeping more."""
     if search.best is not None and not search.is_done:
         deadline = search.model.work.done_s + max(0.5, search.left_s())
         search.offer(keep_more(search.model, search.best, search.limit, deadline))

@@ -30,13 +30,14 @@ class RowMemory:
     """The memory of a phase that holds one backward position, while values are recomputed in it.
 
     Attributes:
-        maxima: Each variable added, with what it is at least, and what is subtracted from that: values to start from.
+        maxima: For each added variable the variables that it is at least, and the one that is subtracted: from these
+            follow values to start from.
     """
 
     def __init__(
         self, model: StepModel, program: LinearProgram, position: int, run: Mapping[int, int], held: Mapping[int, int]
     ) -> None:
-        """Number what may be recomputed.
+        """Number the nodes that may be recomputed.
 
         Args:
             model: The step.
@@ -74,7 +75,7 @@ class RowMemory:
         self._program.row(f"{10 if in_order else 9}_{self._position}_{node}", list(terms.items()), upper=limit)
 
     def _in_any_order(self, storage: int, node: int) -> int | None:
-        """Return R[t, k] for what k reads or makes, H[d] for another value."""
+        """Return R[t, k] for a value that k reads or makes, H[d] for another one."""
         if storage in self._model.needs[node] or storage in self._model.makes[node]:
             return self._run[node]
         return self._maximum(self._after(storage), self._maker(storage))
@@ -95,7 +96,7 @@ class RowMemory:
         return self._run.get(self._model.producer.get(storage, -1))
 
     def _maximum(self, above: list[int], less: int | None) -> int | None:
-        """Return a variable that is at least each of some others, less one; None where that is nothing."""
+        """Return a variable that is at least each of some others, less one; None where there are no others."""
         key = (frozenset(above), less)
         if not above:
             return None

@@ -1,4 +1,4 @@
-"""Segments: keep what crosses a few narrow cuts of the forward, recompute the rest; the sqrt(n) idea on any graph.
+"""Segments: keep the values that cross a few narrow cuts of the forward, recompute the rest; sqrt(n) on any graph.
 
 Source: T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, arXiv 1604.06174, which cuts chains into
     equal segments.
@@ -10,33 +10,27 @@ optimal in memory nor in time; fast and never far off.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
-from itertools import accumulate
 
 from ...records.graph import Graph
-from .greedy import Found, keep_more
+from .choices import Policy, alive_bytes
+from .greedy import ReplayedPolicy, keep_more
 from .incumbent import Search, searching
 from .model import StepModel
-from .policies import Policy
 
 SEGMENT_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96)
 
 
 def segment_policies(model: StepModel) -> list[Policy]:
-    """Return the policies that keep what crosses narrow cuts of the forward, and the one that keeps everything."""
-    choices = frozenset(model.choices)
-    sets = dict.fromkeys([*(kept & choices for kept in _keep_sets(model.graph)), choices])
-    return [Policy(kept) for kept in sets]
-
-
-def _keep_sets(graph: Graph) -> Iterator[frozenset[int]]:
-    """Yield, for each number of segments, the storages that cross the cuts between them."""
+    """Return a policy for each number of segments, which keeps the values between them, and one that keeps all."""
+    graph, choices, kept = model.graph, frozenset(model.choices), list[frozenset[int]]()
     lives, length, crossing = lives_of(graph), len(graph.forward), crossing_bytes(graph)
     for count in SEGMENT_COUNTS:
         if count > max(1, length):
             break
         cuts = [_narrowest(crossing, length * k // count, length // count // 3) for k in range(1, count)]
-        yield frozenset(s for s, (made, last) in lives.items() if bisect_right(cuts, made) < bisect_right(cuts, last))
+        between = (s for s, (made, last) in lives.items() if bisect_right(cuts, made) < bisect_right(cuts, last))
+        kept.append(frozenset(between) & choices)
+    return [Policy(values) for values in dict.fromkeys([*kept, choices])]
 
 
 def lives_of(graph: Graph) -> dict[int, tuple[int, int]]:
@@ -52,12 +46,8 @@ def lives_of(graph: Graph) -> dict[int, tuple[int, int]]:
 
 def crossing_bytes(graph: Graph) -> list[int]:
     """Return, for each forward position, the bytes made before it that it or a later one reads."""
-    length = len(graph.forward)
-    change = [0] * (length + 1)
-    for storage, (made, last) in lives_of(graph).items():
-        change[made + 1] += graph.sizes[storage]
-        change[last + 1] -= graph.sizes[storage]
-    return list(accumulate(change[:length]))
+    lives = ((made + 1, last, graph.sizes[storage]) for storage, (made, last) in lives_of(graph).items())
+    return alive_bytes(lives, len(graph.forward))
 
 
 def _narrowest(crossing: list[int], middle: int, reach: int) -> int:
@@ -67,10 +57,11 @@ def _narrowest(crossing: list[int], middle: int, reach: int) -> int:
 
 def try_segments(search: Search, deadline: float) -> None:
     """Fill up the fastest segmentations that fit, or evict from the smallest one."""
-    found = sorted((Found(p, search.model.replay(p)) for p in segment_policies(search.model)), key=lambda f: f.rank)
-    fitting = [f for f in found if f.replay.peak_bytes <= search.limit]
+    replayed = [ReplayedPolicy(policy, search.model.replay(policy)) for policy in segment_policies(search.model)]
+    replayed.sort(key=lambda r: r.rank)
+    fitting = [r for r in replayed if r.replay.peak_bytes <= search.limit]
     if not fitting:
-        search.repair(min(found, key=lambda f: f.replay.peak_bytes).policy, deadline)
+        search.repair(min(replayed, key=lambda r: r.replay.peak_bytes).policy, deadline)
     for start in fitting[:2]:
         search.offer(keep_more(search.model, start, search.limit, deadline))
 

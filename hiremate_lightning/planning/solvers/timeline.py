@@ -16,16 +16,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .choices import LAST, ROW, Choices
-from .policies import Rows
+from .choices import LAST, ROW, Choices, Rows
 
-EACH, PER_ROWS, PER_CHOICE = 150, 24, 10  # work of laying out: in any case, for so many rows, and for a choice
+EACH, PER_ROWS, PER_CHOICE = 150, 24, 10  # operations of laying out: 150, one for 24 rows, and 10 for each choice
 Block = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timeline:
-    """The rows of a replay, and what follows from them.
+    """The rows of a replay, and the bytes and times that follow from them.
 
     Attributes:
         rows: Producers recomputed before each backward position, and before the end.
@@ -34,7 +33,7 @@ class Timeline:
         blocks: For each choice, the spans in which it is in memory.
         node_bytes: Bytes of choices in memory while each node of the backward runs, and at the end.
         row_peaks: For each backward position and the end, most bytes while values are recomputed before it.
-        row_ms: The same for the time that this takes.
+        row_ms: For each backward position and the end, the time of recomputation before it.
         forward_bytes: For each position of the forward, bytes while its node runs.
     """
 
@@ -71,7 +70,7 @@ def keeping_all(model: Choices) -> Timeline:
 
 
 def with_rows(model: Choices, before: Timeline, changed: Mapping[int, list[int]]) -> Timeline:
-    """Lay out a step in which some rows are others than before.
+    """Lay out a step in which some rows have changed.
 
     Args:
         model: The step.
@@ -88,7 +87,7 @@ def with_rows(model: Choices, before: Timeline, changed: Mapping[int, list[int]]
 
 
 def _laid_out(model: Choices, before: Timeline, changed: Mapping[int, list[int]], touched: Collection[int]) -> Timeline:
-    """Lay out some choices anew, those of the rows that have changed among them."""
+    """Lay out some choices anew, among them those of all changed rows."""
     rows, touches, makes = list(before.rows), dict(before.touches), dict(before.makes)
     fresh, made = _keys_of(model, changed)
     blocks, change = dict(before.blocks), _Change(model, changed)
@@ -110,8 +109,7 @@ def _laid_out(model: Choices, before: Timeline, changed: Mapping[int, list[int]]
         node_bytes = node_bytes + delta
         row_peaks += delta * (row_ms > 0.0)
     for position in change.rows:
-        found = _row_bytes(model, rows[position], position, node_bytes, blocks)
-        row_peaks[position] = max(found, default=0)
+        row_peaks[position] = max(_row_bytes(model, rows[position], position, node_bytes, blocks), default=0)
     forward_bytes = change.of_forward(before.forward_bytes)
     model.work.add_operations(EACH + len(rows) // PER_ROWS + PER_CHOICE * len(touched))
     return Timeline(rows, touches, makes, blocks, node_bytes, row_peaks, row_ms, forward_bytes)
@@ -131,13 +129,13 @@ def _keys_of(model: Choices, changed: Mapping[int, list[int]]) -> tuple[dict[int
 
 
 def _with_keys(keys: tuple[int, ...], changed: Mapping[int, list[int]], fresh: Sequence[int] | None) -> tuple[int, ...]:
-    """Put fresh keys in the place of those in rows that have changed."""
+    """Replace the keys in rows that have changed by fresh ones."""
     stay = [key for key in keys if key >> ROW not in changed] if keys else []
     return tuple(sorted([*stay, *fresh]) if fresh and stay else fresh or stay)
 
 
 def _blocks_of(model: Choices, storage: int, touches: tuple[int, ...], makes: tuple[int, ...]) -> tuple[Block, ...]:
-    """Return the spans of a choice in memory; what is kept through the turn stays to the end where it is retained."""
+    """Return the spans of a choice in memory; one that is kept through the turn and retained stays to the end."""
     uses, is_retained = model.use_keys.get(storage, ()), storage in model.retained
     end_of_all = len(model.reads) << ROW | LAST
     if not (uses or touches):
@@ -146,18 +144,18 @@ def _blocks_of(model: Choices, storage: int, touches: tuple[int, ...], makes: tu
         return ((-1, end_of_all if is_retained else max((*uses[-1:], *touches[-1:]))),)
     if len(makes) == 1 and makes[0] <= min((*uses[:1], touches[0])) and storage not in model.viewed:
         return ((makes[0], max((*uses[-1:], touches[-1]))),)
-    found, begin, end = list[Block](), None, 0
+    blocks, begin, end = list[Block](), None, 0
     for key in sorted((*uses, *touches)):
         if key in makes:
             if begin is not None:
                 end = end_of_all if begin < 0 and is_retained else _end_of_block(model, storage, key >> ROW, end)
-                found.append((begin, end))
+                blocks.append((begin, end))
             begin = end = key
         elif not (key & LAST == LAST and _is_read_from_before(model, storage, key >> ROW, begin)):
             begin, end = -1 if begin is None else begin, key
     assert begin is not None, "what is touched is read or made"
-    found.append((begin, end_of_all if begin < 0 and is_retained else end))
-    return tuple(found)
+    blocks.append((begin, end_of_all if begin < 0 and is_retained else end))
+    return tuple(blocks)
 
 
 def _end_of_block(model: Choices, storage: int, position: int, last: int) -> int:
@@ -180,25 +178,25 @@ def _row_bytes(
     blocks: Mapping[int, tuple[Block, ...]],
 ) -> list[int]:
     """Return the bytes while each value is recomputed before a backward position: from the node there backward."""
-    live, rest, found = int(node_bytes[position]), model.live_gradients[position], list[int]()
+    live, rest, peaks = int(node_bytes[position]), model.live_gradients[position], list[int]()
     for key in range((position << ROW) + len(row) - 1, (position << ROW) - 1, -1):
         node, begins = row[key & LAST], 0
         for storage in (*model.needs[node], *model.makes[node]):
             for begin, end in blocks[storage]:
                 live += model.sizes[storage] if end == key else 0
                 begins += model.sizes[storage] if begin == key else 0
-        found.append(live + model.transient[node] + rest)
+        peaks.append(live + model.transient[node] + rest)
         live -= begins
-    return found[::-1]
+    return peaks[::-1]
 
 
 class _Change:
-    """How bytes change where blocks do.
+    """The change of bytes where blocks change.
 
     Attributes:
         positions: Backward positions at which bytes come or go.
-        bytes: How many.
-        rows: Positions whose rows are to be gone through again.
+        bytes: The bytes that come or go there.
+        rows: Positions whose rows must be counted again.
     """
 
     def __init__(self, model: Choices, rows: Iterable[int]) -> None:
@@ -234,7 +232,7 @@ class _Change:
         return _summed(self.positions, self.bytes, count)
 
     def of_forward(self, before: np.ndarray) -> np.ndarray:
-        """Return the bytes of the forward, where what is kept lives to its end."""
+        """Return the bytes of the forward, where kept choices live to its end."""
         if not self._kept or not len(before):
             return before
         positions, sizes = zip(*self._kept, strict=True)

@@ -22,10 +22,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from .base import Problem, Solution, Status, strategy
+from .choices import Policy
 from .incumbent import Search, keep_everything, searching
 from .mip_backend import LinearProgram, solve
 from .model import StepModel
-from .policies import Policy
 from .row_memory import UNIT
 from .segments import try_evictions, try_segments
 
@@ -37,20 +37,21 @@ BOUND_SHARE = 0.2  # of the time left, for the bound
 def lower_bound(model: StepModel, limit_bytes: int, deadline: float) -> float | None:
     """Bound the recompute time of every schedule within a limit from below.
 
-    At each of several backward positions, all that the backward reads from there on is in memory or will be
-    recomputed, and what its node reads is in memory. Proof by relaxation; the order of the backward and the times of
-    nodes are given.
+    At each of several backward positions, all values that the backward reads from there on are in memory or will be
+    recomputed, and those that its node reads are in memory. Proof by relaxation; the order of the backward and the
+    times of nodes are given.
 
     Args:
         model: The step.
         limit_bytes: Most bytes at any moment.
-        deadline: Stop when so much work was done; fewer positions give a weaker bound.
+        deadline: Seconds of work at which to stop; fewer positions prove a weaker bound.
 
     Returns:
         Milliseconds, or None where no schedule fits.
     """
-    best = 0.0
-    for position in _instants(model):
+    best, chosen = 0.0, model.neediest(BOUND_INSTANTS)
+    # The start of the backward, the neediest position, and the neediest of each part of the backward.
+    for position in dict.fromkeys([*chosen[:1], *model.neediest(1), *chosen]):
         left = model.work.left_s(deadline)
         if left <= 0:
             break
@@ -61,12 +62,6 @@ def lower_bound(model: StepModel, limit_bytes: int, deadline: float) -> float | 
         if result.status is Status.OPTIMAL:
             best = max(best, result.objective)
     return best
-
-
-def _instants(model: StepModel) -> list[int]:
-    """Choose the start of the backward, the positions that need most, and the largest of each part of the backward."""
-    chosen = model.neediest(BOUND_INSTANTS)
-    return list(dict.fromkeys([*chosen[:1], *model.neediest(1), *chosen]))
 
 
 def _program(model: StepModel, limit_bytes: int, instant: int | None = None) -> tuple[LinearProgram, dict[int, int]]:
@@ -89,7 +84,7 @@ def keeping_program(
     operands: Sequence[int] = (),
     ms_per_byte: float = 0.0,
 ) -> tuple[LinearProgram, dict[int, int]]:
-    """Build (1) to (3) for some choices; what else recomputing them reads is taken to be there.
+    """Build (1) to (3) for some choices; other values that recomputing them reads are taken to be in memory.
 
     Args:
         model: The step.
@@ -97,7 +92,7 @@ def keeping_program(
         used: Those of them that the backward reads.
         limit_bytes: Most bytes to keep.
         operands: Choices that are kept in any case.
-        ms_per_byte: Added to the objective for what is kept.
+        ms_per_byte: Added to the objective for each byte that is kept.
 
     Returns:
         The program, and the variable of each choice.
@@ -133,7 +128,7 @@ def roundings(search: Search, deadline: float) -> list[Policy]:
 
 
 def _under_limits(search: Search, shares: Sequence[float], relax: bool, deadline: float) -> Iterator[Policy]:
-    """Solve the program for several limits of the bytes at the turn, shares of what the budget leaves there."""
+    """Solve the program for several limits at the turn, shares of the bytes that the budget leaves there."""
     model = search.model
     at_turn = model.gradients[0] if model.gradients else 0
     for share in shares:
@@ -157,7 +152,7 @@ def turn_point(search: Search) -> None:
 
 
 def prove(search: Search) -> bool:
-    """Take the bound of the relaxation; say whether a schedule may exist."""
+    """Take the bound of the relaxation; return whether a schedule may exist."""
     bound_ms = lower_bound(search.model, search.limit, search.within(BOUND_SHARE))
     search.is_infeasible = bound_ms is None
     search.raise_bound(bound_ms or 0.0)

@@ -1,6 +1,6 @@
-"""How much a search has done: counted in what it does, not by the clock, so that the same step gets the same plan.
+"""The work of a search: counted in operations, not by the clock, so that the same step gets the same plan.
 
-A second of work is about what an idle core of a server of 2024 does in a second. Replays count by the operations that
+A second of work is about the work of an idle core of a server of 2024 in a second. Replays count by the operations that
 they go through, programs by their size and by the iterations and nodes that a solver needs for them. None of that
 depends on the machine or on its load: a busy machine does the same work, later, and finds the same.
 
@@ -17,7 +17,7 @@ OPERATION_S = 1.2e-6  # to go through an operation in a replay
 
 
 class Work:
-    """Counts what a search does.
+    """Counts the work of a search.
 
     Args:
         limit_s: Seconds of work that the search may do; the search asks for it, `Work` only ends it by the clock.
@@ -36,7 +36,7 @@ class Work:
         self.done_s += seconds
 
     def add_operations(self, count: int) -> None:
-        """Count that so many operations were gone through."""
+        """Count operations that were gone through."""
         self.done_s += OPERATION_S * count
 
     def is_past(self, deadline: float) -> bool:
@@ -60,5 +60,5 @@ class Work:
 
 
 def clock_limit_s(limit_s: float) -> float:
-    """Return the seconds of the clock after which a search is cut short that may do so many seconds of work."""
+    """Return the seconds by the clock after which a search with this limit of work is cut short."""
     return CLOCK_MORE_S + CLOCK_TIMES * limit_s

@@ -124,7 +124,7 @@ class Worker:
             self._process.kill()
             self._process.wait()
             for stream in (self._process.stdin, self._process.stdout):
-                with suppress(OSError):  # what was not sent has nobody to go to
+                with suppress(OSError):  # an unsent question has no receiver any more
                     if stream is not None:
                         stream.close()
 
@@ -195,15 +195,10 @@ def apart(name: str) -> Strategy:
     return partial(_solve_apart, name=name, in_place=with_aways(strategy))
 
 
-def _with_backend(problem: Problem, name: str) -> Problem:
-    if problem.options.backend or not needs_programs(name):
-        return problem
-    chosen = mip_backend.BACKENDS[len(backend_failures()) :][:1]
-    return replace(problem, options=replace(problem.options, backend="".join(chosen)))
-
-
 def _solve_apart(problem: Problem, name: str, in_place: Strategy) -> Solution:
-    problem = _with_backend(problem, name)
+    if needs_programs(name) and not problem.options.backend:
+        chosen = mip_backend.BACKENDS[len(backend_failures()) :][:1]
+        problem = replace(problem, options=replace(problem.options, backend="".join(chosen)))
     limit_s = clock_limit_s(MOST_SHARE * problem.options.time_limit_s) + GRACE_S
     try:
         return _apart(lambda worker: worker.solve(problem, name, limit_s), lambda: in_place(problem))
@@ -264,7 +259,7 @@ def _send(stream: IO[bytes], message: Any) -> None:
 
 
 def _serve() -> None:
-    """Answer questions from the standard input until it ends; what solvers print goes nowhere."""
+    """Answer questions from the standard input until it ends; the output of solvers goes nowhere."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     _send(answers, (READY,))

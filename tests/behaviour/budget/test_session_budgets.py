@@ -230,6 +230,26 @@ def test_accumulated_backwards_have_the_same_budget():
     assert len(set(budgets[1:])) == 1
 
 
+def test_gradients_that_live_through_some_forwards_leave_one_budget():
+    """As in Lightning: its closure zeroes gradients after the forward, and a validation zeroes them before the next."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()) for _ in range(8)]
+    model, budgets = hiremate(nn.Sequential(*layers), "70%", verbose=False), []
+    optimizer = torch.optim.AdamW(model.parameters())
+    for index in range(16):
+        loss = model(torch.randn(128, 64)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if index % 2:
+            optimizer.zero_grad()
+        budgets.append(get_plan(model).budget_bytes if index > 1 else None)
+    plan = get_plan(model)
+    assert len(set(budgets[2:])) == 1
+    assert plan.measured.peak_bytes <= plan.budget_bytes
+    assert plan.measured.peak_bytes == pytest.approx(plan.compared_peak_bytes, rel=0.01)
+
+
 def test_a_budget_too_small_trains_with_one_warning():
     """Of steps of other sizes it is said again where they need clearly more."""
 

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
-from tests.exact import Log, leave_behind, quiet, simple_loop, square_error, train_both
+from tests.exact import Log, differing, leave_behind, quiet, simple_loop, square_error, train_both
 
 ROWS, WIDTH = 256, 16
 
@@ -328,3 +328,62 @@ def test_statistics_of_norms_in_half_precision_are_counted_in_the_type_that_they
         model.zero_grad()
     plan = get_plan(model)
     assert plan.measured.peak_bytes == plan.planned_peak_bytes
+
+
+class Dithered(nn.Module):
+    """Makes tensors whose type is PyTorch's default one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise, ramp = torch.rand(WIDTH), torch.linspace(0, 1, WIDTH)
+        return torch.sin(self.linear(x) * noise) * torch.cos(x + ramp)
+
+
+def gradients_of(module: nn.Module, is_backward_inside: bool) -> list[Tensor | None]:
+    for index in range(3):
+        module.zero_grad()
+        loss = module(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(index))).square().mean()
+        with torch.autocast("cpu", enabled=is_backward_inside):
+            loss.backward()
+    return [p.grad for p in module.parameters()]
+
+
+def test_a_backward_inside_of_autocast_keeps_the_types_of_its_forward():
+    """PyTorch advises against it, and casts products of such a backward alone: no gradient could be computed again."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(Dithered() for _ in range(4)))
+    torch.manual_seed(1)
+    expected = gradients_of(module, is_backward_inside=False)
+    torch.manual_seed(1)
+    hiremate(module, "50%", verbose=False)
+    with pytest.warns(HiRemateWarning, match="Settings of PyTorch \\(autocast"):
+        gradients = gradients_of(module, is_backward_inside=True)
+    assert not differing(gradients, expected)
+
+
+@pytest.fixture
+def default_dtype():
+    yield torch.set_default_dtype
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_what_is_made_again_has_the_default_dtype_of_its_forward(dtype, default_dtype):
+    """Lightning's "bf16-true" and "64-true" set the default dtype around the forward alone."""
+
+    def before_the_forward(index: int) -> Tensor:
+        default_dtype(dtype)
+        return torch.randn(ROWS, WIDTH)
+
+    def after_the_forward(output: Tensor) -> Tensor:
+        default_dtype(torch.float32)
+        return square_error(output)
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(Dithered() for _ in range(4))).to(dtype)
+
+    plan = train_both(make, simple_loop(before_the_forward, loss_of=after_the_forward), "50%")
+    assert plan.schedule.recomputed(plan.graph)

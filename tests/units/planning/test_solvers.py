@@ -34,12 +34,12 @@ from hiremate_lightning.planning.solvers import (
     strategy_names,
     turn_point,
 )
+from hiremate_lightning.planning.solvers.choices import Policy, Rows
 from hiremate_lightning.planning.solvers.decisions import decisions
 from hiremate_lightning.planning.solvers.least_memory import _near, find_smallest
 from hiremate_lightning.planning.solvers.mip_backend import solve
 from hiremate_lightning.planning.solvers.model import StepModel
 from hiremate_lightning.planning.solvers.phases import Checks, PhasedProgram
-from hiremate_lightning.planning.solvers.policies import Policy, Rows
 from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.graph import Graph
 from hiremate_lightning.records.schedule import keep_all, lower

@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 
 from hiremate_lightning.planning import solutions
-from hiremate_lightning.planning.options import PlanOptions
+from hiremate_lightning.planning.plan import PlanOptions
 from hiremate_lightning.planning.planner import least_need, make_plan
 from hiremate_lightning.planning.solvers import Problem, Solution, SolveOptions, Status, get_strategy, metering, work
 from hiremate_lightning.planning.solvers.base import CLOCK

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hiremate_lightning.options import Objective
-from hiremate_lightning.planning.options import PlanOptions
+from hiremate_lightning.planning.plan import PlanOptions
 from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.graph import Graph
 from hiremate_lightning.records.sized_numbers import Line

@@ -18,16 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..choices import Policy
 from ..incumbent import Search
 from ..mip_backend import solve
 from ..phases import Checks, PhasedProgram
-from ..policies import Policy
 from ..proposals import method
 from ..refine import refine
 
 MOST_VARIABLES = 60_000  # of a program that is tried as a whole
 MOST_INSTANTS = 24  # of the relaxation that is rounded
-SLACK = 0.1  # of the budget that the relaxation leaves free, so that what it rounds to fits
+SLACK = 0.1  # of the budget that the relaxation leaves free, so that its rounding fits
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
@@ -47,7 +47,7 @@ def propose(search: Search) -> Iterator[Policy]:
 
 @method("checkmate_lp", needs_programs=True)
 def rounded(search: Search) -> Iterator[Policy]:
-    """Propose what thresholds make of the relaxation, solved with some budget left free."""
+    """Propose the relaxation rounded at several thresholds, solved with some budget left free."""
     program = PhasedProgram(search.model, int((1 - SLACK) * search.limit), Checks(search.model.neediest(MOST_INSTANTS)))
     left_s = max(1.0, 0.5 * search.left_s())
     result = solve(program.program, search.problem.options, left_s, relax=True, work=search.model.work)

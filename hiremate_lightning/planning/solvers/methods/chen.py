@@ -1,4 +1,4 @@
-"""Chen: segments of equal length, of which only what crosses from one to the next is kept.
+"""Chen: segments of equal length, between which only the values that cross from one to the next are kept.
 
 Source: T. Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016, arXiv 1604.06174. A chain
 of n layers is cut into sqrt(n) segments; the forward keeps their inputs, and the backward of a segment computes it
@@ -19,9 +19,9 @@ import math
 from collections.abc import Iterator
 from itertools import pairwise
 
+from ..choices import Policy
 from ..incumbent import Search
 from ..model import StepModel
-from ..policies import Policy
 from ..proposals import method
 from ..segments import lives_of
 
@@ -32,9 +32,14 @@ SEARCHED = 6  # segment sizes on either side of the best guess
 @method("chen")
 def propose(search: Search) -> Iterator[Policy]:
     """Propose sqrt(n) segments of equal length, then segments of equal bytes."""
-    model = search.model
-    yield keep_crossing(model, equal_cuts(model))
-    guess = _balanced_bytes(model)
+    model, forward = search.model, search.model.graph.forward
+    cuts = equal_cuts(model)
+    equal = keep_crossing(model, cuts)
+    yield equal
+    made = [sum(model.sizes[s] for s in model.graph.allocates[node]) for node in forward]
+    kept = sum(model.sizes[s] for s in equal.kept)
+    largest = max((sum(made[a:b]) for a, b in pairwise([0, *cuts, len(forward)])), default=0)
+    guess = math.sqrt(max(1, kept) * max(1, largest))  # b = sqrt(x y) of the segments of equal length
     for step in range(-SEARCHED, SEARCHED + 1):
         yield keep_crossing(model, cuts_by_bytes(model, guess * ROOT_TWO ** (step / SEARCHED)))
 
@@ -47,7 +52,7 @@ def equal_cuts(model: StepModel) -> list[int]:
 
 
 def cuts_by_bytes(model: StepModel, most_bytes: float) -> list[int]:
-    """Return the forward positions at which a segment has made more than so many bytes."""
+    """Return the forward positions at which a segment has made more than `most_bytes`."""
     cuts, made = list[int](), 0
     for position, node in enumerate(model.graph.forward):
         if made > most_bytes:
@@ -57,17 +62,8 @@ def cuts_by_bytes(model: StepModel, most_bytes: float) -> list[int]:
     return cuts
 
 
-def _balanced_bytes(model: StepModel) -> float:
-    """Return b = sqrt(x y) of the segments of equal length."""
-    cuts = [0, *equal_cuts(model), len(model.graph.forward)]
-    kept = sum(model.sizes[s] for s in keep_crossing(model, cuts[1:-1]).kept)
-    made = [sum(model.sizes[s] for s in model.graph.allocates[node]) for node in model.graph.forward]
-    largest = max((sum(made[a:b]) for a, b in pairwise(cuts)), default=0)
-    return math.sqrt(max(1, kept) * max(1, largest))
-
-
 def keep_crossing(model: StepModel, cuts: list[int]) -> Policy:
-    """Return the policy that keeps what crosses some cuts of the forward."""
+    """Return the policy that keeps the values that cross some cuts of the forward."""
     choices, lives = set(model.choices), lives_of(model.graph)
     crossing = (s for s, (made, last) in lives.items() if any(made < cut <= last for cut in cuts))
     return Policy(frozenset(s for s in crossing if s in choices))

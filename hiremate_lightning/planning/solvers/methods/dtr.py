@@ -24,19 +24,19 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping
 
 from ..chain import last_needs
+from ..choices import Policy
 from ..incumbent import Search
 from ..model import StepModel
-from ..policies import Policy
 from ..proposals import PROPOSING_SHARE, method
 
 WORKING_BUDGETS = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6)  # of the real one, until a schedule fits
 LEAST_STALENESS_MS = 1e-6
-SCORED_TIMES = 2  # a value that is scored is as much work as so many operations that are gone through
+SCORED_TIMES = 2  # work of scoring a value, in operations that are gone through
 
 
 @method("dtr")
 def propose(search: Search) -> Iterator[Policy]:
-    """Propose what the heuristic does under the budget, and under smaller ones until that fits."""
+    """Propose the heuristic's schedule under the budget, and under smaller budgets until one fits."""
     deadline = search.within(PROPOSING_SHARE)
     for share in WORKING_BUDGETS:
         policy = DtrRun(search.model, int(share * search.limit), deadline).policy()
@@ -86,7 +86,7 @@ class DtrRun:
         return Policy(frozenset(kept), drops)
 
     def _forward(self) -> bool:
-        """Run the forward; say whether time was left."""
+        """Run the forward; return whether time was left."""
         model, graph = self._model, self._model.graph
         wanted = set(model.choices)
         for position, node in enumerate(graph.forward):
@@ -101,7 +101,7 @@ class DtrRun:
         return True
 
     def _backward(self, position: int) -> None:
-        """Compute what is missing for a node of the backward, and run it."""
+        """Compute the missing choices of a node of the backward, and run it."""
         model = self._model
         reads = model.reads[position] if position < len(model.reads) else model.returned
         for storage in reads:
@@ -140,7 +140,7 @@ class DtrRun:
             self._live_bytes -= self._model.sizes[storage]
 
     def _evict(self, position: int, rest_bytes: int, pinned: Container[int]) -> None:
-        """Evict until what is live and the rest are within the limit, or nothing is left to evict."""
+        """Evict until the live choices and the rest are within the limit, or nothing is left to evict."""
         model = self._model
         while self._live_bytes + rest_bytes > self._limit:
             free = (s for s in self.live if s in model.producer and s not in pinned and model.sizes[s])
@@ -183,7 +183,7 @@ class EvictedNeighbours:
                 self._results[source].append(storage)
 
     def cost_ms(self, storage: int) -> float:
-        """Return c(s), and c of what is in e*(s)."""
+        """Return c(s), with c of the values in e*(s)."""
         if storage not in self._known:
             near = {storage, *self._reach(storage, self._sources), *self._reach(storage, self._results)}
             nodes = {self._model.producer[s] for s in near if s in self._model.producer}
@@ -192,12 +192,12 @@ class EvictedNeighbours:
 
     def _reach(self, storage: int, following: Mapping[int, Iterable[int]]) -> set[int]:
         """Return the evicted choices that are reached one way through evicted ones."""
-        found, stack = set[int](), [storage]
+        reached, stack = set[int](), [storage]
         while stack:
-            fresh = [s for s in following[stack.pop()] if s in self.evicted and s not in found]
-            found.update(fresh)
+            fresh = [s for s in following[stack.pop()] if s in self.evicted and s not in reached]
+            reached.update(fresh)
             stack.extend(fresh)
-        return found
+        return reached
 
     def change(self, storage: int, is_evicted: bool) -> None:
         """Note that a choice was evicted, or is back; forget the costs that this changes."""

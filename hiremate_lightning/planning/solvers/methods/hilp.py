@@ -31,11 +31,11 @@ from collections.abc import Iterator, Sequence
 
 from ...partition import Cluster, partition
 from ..base import Status
+from ..choices import Policy
 from ..incumbent import Search
 from ..mip_backend import solve
 from ..model import StepModel
 from ..phases import PhasedProgram
-from ..policies import Policy
 from ..proposals import method
 from ..refine import Restriction, refine
 from ..segments import try_segments
@@ -98,7 +98,7 @@ def _options(model: StepModel, inside: Sequence[int]) -> list[frozenset[int]]:
 
 
 def restriction(options: Sequence[tuple[list[int], Frontier]]) -> Restriction:
-    """Return what adds (7) and (8) to a phased program, for the values and options of each cluster."""
+    """Return a function that adds (7) and (8) to a phased program, for the values and options of each cluster."""
 
     def restrict(phased: PhasedProgram) -> None:
         program = phased.program

@@ -32,8 +32,8 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
 from ..chain import ChainBytes, ChainLink, ChainSpan, chains_of, policy_of
+from ..choices import Policy
 from ..incumbent import Search
-from ..policies import Policy
 from ..proposals import method
 
 LENGTHS = (2000, 100, 50, 24, 12, 6)  # of the chains that are tried
@@ -106,7 +106,7 @@ def propose(search: Search) -> Iterator[Policy]:
 
 
 def spans_between(chain: Sequence[ChainLink], chosen: Sequence[int]) -> dict[int, ChainSpan]:
-    """Return what the backward holds: the inputs of the checkpoints so far, and all of the segment that it is in."""
+    """Return the choices that the backward holds: inputs of the checkpoints so far, and all of its present segment."""
     spans: dict[int, ChainSpan] = {}
     held = frozenset[int]()
     for first, end in pairwise([*chosen, len(chain)]):

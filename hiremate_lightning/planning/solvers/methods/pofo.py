@@ -1,4 +1,4 @@
-"""POFO: what a chain holds, computes again, or puts into the host's memory, by dynamic programming.
+"""POFO: the values that a chain holds, computes again, or offloads to the host, by dynamic programming.
 
 Source: Beaumont, Eyraud-Dubois, Shilova, "Efficient Combination of Rematerialization and Offloading for Training DNNs",
 NeurIPS 2021. It extends Rotor's recurrence (`rotor.py`) in the forward of the step, with L the last link: what a link
@@ -24,10 +24,10 @@ from itertools import pairwise
 from ....records.step import Decisions
 from ..base import Problem, proposing_aways
 from ..chain import ChainBytes, chains_of, policy_of
+from ..choices import Policy
 from ..decisions import decisions
 from ..incumbent import Search
 from ..model import StepModel
-from ..policies import Policy
 from ..proposals import method
 from .rotor import LENGTHS, Table, Tape, Tapes, over_chains, whole_tapes
 
@@ -59,16 +59,16 @@ def schedules(problem: Problem) -> Iterator[Decisions]:
 
 
 def priced(search: Search, sizes: ChainBytes, price: float) -> Tapes:
-    """Return the options of each link: to hold what backwards read of it on the device, or away at a price."""
+    """Return the options of each link: to hold the values that backwards read on the device, or away at a price."""
     link = search.problem.profile.link
     assert link is not None, "where values may go away there is a link"
-    found = whole_tapes(search, sizes)
+    tapes = whole_tapes(search, sizes)
     for number, (here, following) in enumerate(pairwise(sizes.chain)):
-        (held,) = found[number]
+        (held,) = tapes[number]
         away = here.own | (following.input & frozenset(here.tape))
         if away:
             size_bytes, later = sizes.of(away), number + 1
             beside = max(sizes.tape[later] + sizes.forward[later], sizes.own[later] + sizes.rest[later])
             need_bytes = max(held.need_bytes, size_bytes + beside)
-            found[number].append(Tape(held.held, price * link.in_ms(size_bytes), need_bytes, away))
-    return found
+            tapes[number].append(Tape(held.held, price * link.in_ms(size_bytes), need_bytes, away))
+    return tapes

@@ -22,10 +22,10 @@ from collections.abc import Iterator, Sequence
 from ...partition import structural_key
 from ..base import Status
 from ..chain import ChainBytes, ChainLink
+from ..choices import Policy
 from ..incumbent import Search
 from ..mip_backend import solve
 from ..model import StepModel
-from ..policies import Policy
 from ..proposals import method
 from ..turn_point import keeping_program
 from .rotor import Tape, Tapes, over_chains
@@ -70,7 +70,7 @@ def _options(search: Search, link: ChainLink, handed_on: frozenset[int]) -> list
 
 
 def _measured(model: StepModel, sizes: ChainBytes, number: int, held: frozenset[int]) -> Tape:
-    """Replay an option, all else kept: what it recomputes, and what the block needs in its part of the backward."""
+    """Replay an option, all else kept; return its recomputation, and the bytes of the block's part of the backward."""
     link = sizes.chain[number]
     if held.issuperset(link.tape):
         return Tape(held, 0.0, sizes.tape[number] + sizes.rest[number])

@@ -34,9 +34,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..chain import ChainBytes, ChainLink, ChainSpan, chains_of, policy_of
+from ..choices import Policy
 from ..incumbent import Search
 from ..model import StepModel
-from ..policies import Policy
 from ..proposals import method
 
 LENGTHS = (50, 24, 36, 16, 10, 6)  # of the chains that are tried
@@ -50,7 +50,7 @@ Choices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Tape:
-    """An option of a link: what of its tape is held from its last forward to its backward, and what that costs.
+    """An option of a link: the choices of its tape that are held from its last forward to its backward, and the cost.
 
     Attributes:
         held: Choices that are held.
@@ -98,18 +98,15 @@ class Table:
         self._model, self._sizes = model, sizes
         through = [_time_ms(model, link.nodes_for(model, link.handed_on(model))) for link in self.chain]
         self._through_ms = np.concatenate(([0.0], np.cumsum(through)))
-        self._choose_slots(budget_bytes)
+        unit = math.gcd(*(model.sizes[s] for s in model.choices), *sizes.others) or 1
+        if budget_bytes > SLOTS * unit:
+            unit = -(-budget_bytes // SLOTS)
+        self._unit, self._count = unit, max(0, budget_bytes // unit)  # bytes of a slot, and number of slots
         self.cost: dict[tuple[int, int], Array] = {}
         self.choice: dict[tuple[int, int], Choices] = {}
         self._memory = np.arange(self._count + 1)
         for s in reversed(range(len(self.chain))):
             self._fill_from(s)
-
-    def _choose_slots(self, budget_bytes: int) -> None:
-        unit = math.gcd(*(self._model.sizes[s] for s in self._model.choices), *self._sizes.others) or 1
-        if budget_bytes > SLOTS * unit:
-            unit = -(-budget_bytes // SLOTS)
-        self._unit, self._count = unit, max(0, budget_bytes // unit)
 
     def _slots(self, size_bytes: int) -> int:
         """Round bytes up to slots."""
@@ -142,11 +139,9 @@ class Table:
             self.cost[s, t], self.choice[s, t] = cost, choice
 
     def _run(self, link: ChainLink, is_last: bool) -> tuple[int, float]:
-        """Return the bytes and the time of a link that runs again and keeps what its backward reads.
+        """Return the bytes and the time of a link that runs again and keeps the values that its backward reads.
 
-        Args:
-            link: The link.
-            is_last: Whether what it hands on is not needed any more.
+        The last link of a run hands on nothing that is still needed.
         """
         model = self._model
         nodes = link.nodes_for(model, link.own if is_last else link.own | link.handed_on(model))
@@ -169,11 +164,11 @@ class Table:
 
     @property
     def least_ms(self) -> float:
-        """The time of what the best schedule recomputes, infinite where none fits."""
+        """The time that the best schedule recomputes, infinite where none fits."""
         return float(self.cost[0, len(self.chain) - 1][self._count])
 
     def spans(self) -> dict[int, ChainSpan]:
-        """Trace back what is in memory in the backward of each link; nothing where no schedule fits."""
+        """Trace back the values in memory in the backward of each link; none where no schedule fits."""
         spans: list[tuple[int, ChainSpan]] = []
         if not np.isfinite(self.least_ms):
             return {}
@@ -197,7 +192,7 @@ class Table:
         return {self.chain[s].begins: span for s, span in sorted(spans, key=itemgetter(0), reverse=True)}
 
     def _taken(self, s: int, held: frozenset[int]) -> int:
-        """Return the slots of what is held beside the input of a link."""
+        """Return the slots of held values beside the input of a link."""
         return self._slots(self._sizes.of(held - self.chain[s].input))
 
 
@@ -211,9 +206,9 @@ def over_chains(
     """Yield the best schedules of chains of several lengths, under several working budgets.
 
     Args:
-        search: What they are for.
+        search: The search.
         name: Name of the method.
-        tapes_of: Gives the options of each link of a chain.
+        tapes_of: Returns the options of each link of a chain.
         lengths: Lengths of the chains.
     """
     model = search.model

@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from ..chain import ChainSpan, policy_of
+from ..choices import Policy
 from ..incumbent import Search
 from ..model import StepModel
-from ..policies import Policy
 from ..proposals import method
 
 LEAF_STEPS = 16  # leaf sizes that are tried
@@ -75,7 +75,7 @@ def propose(search: Search) -> Iterator[Policy]:
 
 
 def neighbours_of(model: StepModel) -> dict[int, set[int]]:
-    """Return the undirected graph of what is computed from what, and of what is read together."""
+    """Return the undirected graph of values: edges join a value and its sources, and values that are read together."""
     near: dict[int, set[int]] = {s: set() for s in model.choices if s in model.producer}
     groups = [(s, source) for s in near for source in model.needs[model.producer[s]]]
     for pair in (*groups, *(p for reads in model.reads for p in combinations(reads, 2))):
@@ -129,21 +129,21 @@ def balanced(bags: list[frozenset[int]], above: list[int]) -> list[Separator]:
         if other >= 0:
             near[bag].append(other)
             near[other].append(bag)
-    found, taken = list[tuple[int, frozenset[int]]](), set[int]()
+    parts, taken = list[tuple[int, frozenset[int]]](), set[int]()
     stack = [(root, -1, frozenset[int]()) for root, other in enumerate(above) if other < 0]
     while stack:
         first, parent, owned = stack.pop()
         middle = _middle(near, taken, first)
         taken.add(middle)
         values = bags[middle] - owned
-        found.append((parent, values))
-        number, owned = len(found) - 1, owned | values
+        parts.append((parent, values))
+        number, owned = len(parts) - 1, owned | values
         stack.extend((other, number, owned) for other in near[middle] if other not in taken)
-    below = [set(values) for _, values in found]
-    for number in reversed(range(len(found))):
-        if found[number][0] >= 0:
-            below[found[number][0]] |= below[number]
-    return [Separator(parent, values, frozenset(under)) for (parent, values), under in zip(found, below, strict=True)]
+    below = [set(values) for _, values in parts]
+    for number in reversed(range(len(parts))):
+        if parts[number][0] >= 0:
+            below[parts[number][0]] |= below[number]
+    return [Separator(parent, values, frozenset(under)) for (parent, values), under in zip(parts, below, strict=True)]
 
 
 def _middle(near: list[list[int]], taken: set[int], first: int) -> int:
@@ -166,12 +166,12 @@ def _middle(near: list[list[int]], taken: set[int], first: int) -> int:
 
 
 def spans(model: StepModel, separators: list[Separator], leaf_bytes: float, gap: int = 0) -> dict[int, ChainSpan]:
-    """Return what is held in each part of the backward: the separators on the way to what it reads, and its leaf.
+    """Return the values held in each part of the backward: the separators on the way to its reads, and its leaf.
 
     Args:
         model: The step.
         separators: Each after the one above it.
-        leaf_bytes: A separator whose values, and those below it, take no more is a leaf.
+        leaf_bytes: Most bytes of the values of a leaf: a separator with all of those below it.
         gap: Backward positions without a read below a separator after which it is freed.
     """
     own = _own_values(model, separators, leaf_bytes)
@@ -188,16 +188,16 @@ def spans(model: StepModel, separators: list[Separator], leaf_bytes: float, gap:
             last[number] = position
     for number, position in last.items():
         ends.setdefault(position + 1, []).append(number)
-    found, now = {0: ChainSpan(frozenset(), frozenset())}, set[int]()
+    held, now = {0: ChainSpan(frozenset(), frozenset())}, set[int]()
     for position in sorted({*begins, *ends}):
         now = now.difference(ends.get(position, ())).union(begins.get(position, ()))
         if now:
-            found[position] = ChainSpan(frozenset().union(*(own[number] for number in now)), frozenset())
-    return found
+            held[position] = ChainSpan(frozenset().union(*(own[number] for number in now)), frozenset())
+    return held
 
 
 def _own_values(model: StepModel, separators: list[Separator], leaf_bytes: float) -> list[frozenset[int]]:
-    """Return what is held for each separator: its values, and for a leaf all below; nothing below a leaf."""
+    """Return the values held for each separator: its own, and for a leaf all below it; none for those below a leaf."""
     own, is_in_leaf = list[frozenset[int]](), list[bool]()
     for separator in separators:
         is_below = separator.above >= 0 and is_in_leaf[separator.above]
@@ -209,9 +209,9 @@ def _own_values(model: StepModel, separators: list[Separator], leaf_bytes: float
 
 def _on_the_way(separators: list[Separator], numbers: set[int]) -> set[int]:
     """Add to separators all of those above them."""
-    found = set[int]()
+    reached = set[int]()
     for number in numbers:
-        while number >= 0 and number not in found:
-            found.add(number)
+        while number >= 0 and number not in reached:
+            reached.add(number)
             number = separators[number].above
-    return found
+    return reached
