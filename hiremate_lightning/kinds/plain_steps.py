@@ -44,6 +44,7 @@ COMPARED = 16  # steps that were measured: the largest
 SAMPLES = 4  # sizes of one code that predictions are made from
 ROUNDING = 1.01  # an allocator's blocks
 REMEMBERED = 1024  # predictions
+GRID = 8  # sizes between a power of two and the next one, to which sizes are rounded up
 ASIDE_BYTES_PER_MS = 3e6  # that are put aside and brought back: on a CPU, in files that are used again
 
 
@@ -191,6 +192,14 @@ class PlainSteps:
         pairs = ((kind, kind.captured) for kind in self._learned if kind.plan is not None)
         return [kind for kind, step in pairs if step is not None and step.calls[:count] == given]
 
+    def bound(
+        self, calls: Sequence[ModuleCall], likely: StepKind, room_bytes: int, ways: tuple[PlainWay, ...] | None = None
+    ) -> Prediction | None:
+        """Find the same as `predict`; where that is enough, at its sizes rounded up, which were mostly asked before."""
+        rounded = self.predict([_rounded_up(call) for call in calls], likely, room_bytes, ways)
+        is_enough = rounded is not None and not rounded.saves_memory and not self.is_to_be_measured(rounded, room_bytes)
+        return rounded if is_enough else self.predict(calls, likely, room_bytes, ways)
+
     def predict(
         self, calls: Sequence[ModuleCall], likely: StepKind, room_bytes: int, ways: tuple[PlainWay, ...] | None = None
     ) -> Prediction | None:
@@ -312,6 +321,16 @@ class PlainSteps:
                 excess = [(measured.added_bytes - peak) / size for peak, size in zip(peaks, growing, strict=True)]
                 return growing[0], 1 + min(excess[0], max(code.unmeasured_ratio - 1, excess[1]))
         return 0, 0.0
+
+
+def _rounded_up(call: ModuleCall) -> ModuleCall:
+    return replace(call, shapes=tuple(tuple(map(_next_on_grid, shape)) for shape in call.shapes))
+
+
+def _next_on_grid(size: int) -> int:
+    """Return the least of `GRID` sizes between powers of two that is no smaller."""
+    grain = max(1, (1 << size.bit_length() >> 1) // GRID)
+    return -(-size // grain) * grain
 
 
 def _form(calls: Sequence[ModuleCall]) -> tuple[tuple[Any, ...], ...]:

@@ -53,9 +53,22 @@ def gains_nothing(kind: StepKind, plain_bytes: int, is_whole: bool, free_bytes: 
     if plan.measured.step_ms is None or step.waits:
         return False
     if plan.planned_peak_bytes > plan.budget_bytes:
-        return plan.saves_nothing and plain_bytes - plan.planned.peak_bytes < free_bytes()
+        return saves_nothing(kind, plain_bytes, free_bytes)
     fits = is_whole or plain_bytes <= headroom_bytes(plan.budget_bytes, plan.resident_bytes, step.margin_bytes)
     return plan.solution.is_plain and fits
+
+
+def saves_nothing(kind: StepKind, plain_bytes: int, free_bytes: Callable[[], int]) -> bool:
+    """Whether nothing fits, the plan saves no memory either, and there is memory to run without it.
+
+    Args:
+        kind: The kind of step.
+        plain_bytes: What it adds without its plan.
+        free_bytes: Returns what the device could still hand out.
+    """
+    if not kind.own_plan.saves_nothing or kind.recorded.waits:
+        return False
+    return kind.trial.is_released is not None or plain_bytes - kind.own_plan.planned.peak_bytes < free_bytes()
 
 
 class Releases:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,11 @@ class PlanningTime:
     solve_s: float = 0.0
     compile_s: float = 0.0
     prove_s: float = 0.0
+
+    @property
+    def all_s(self) -> float:
+        """The seconds of all stages."""
+        return float(sum(astuple(self)))
 
 
 @dataclass(frozen=True)

@@ -186,11 +186,11 @@ class Part:
 
     def waiting(self) -> list[Saved]:
         """List the saved values of its forwards whose backward has not run yet."""
-        return [saved for saved in self._saved if saved.is_waiting]
+        return [saved for saved in self._saved if saved.is_waiting] if self._saved else []  # of hundreds few have any
 
     def retained(self) -> list[Saved]:
         """List the saved values of its forwards that stay for another backward, after one has run."""
-        return [saved for saved in self._saved if saved.is_retained]
+        return [saved for saved in self._saved if saved.is_retained] if self._saved else []
 
     def _find_totals(self, leaves: Leaves) -> dict[int, torch.Tensor]:
         """Return the gradients that exist and to which the backward adds, by position."""

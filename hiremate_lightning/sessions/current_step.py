@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -112,6 +113,7 @@ class CurrentStep:
         is_replanned: Whether plans were made anew since its first forward.
         is_to_be_planned: Whether its kind gets a plan from its record, before the next step.
         has_captured: Whether something was captured in it.
+        began_s: When it began, in seconds.
     """
 
     size_bytes: int = 0
@@ -133,6 +135,7 @@ class CurrentStep:
     is_replanned: bool = False
     is_to_be_planned: bool = False
     has_captured: bool = False
+    began_s: float = field(default_factory=time.perf_counter)
 
     @property
     def plain(self) -> AsWritten | None:

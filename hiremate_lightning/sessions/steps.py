@@ -8,6 +8,7 @@ so far in the step, so several kinds of steps (a GAN's two, another input shape)
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -64,6 +65,7 @@ class Steps:
         self._planned, self._unplanned, self._graph_programs = planned, unplanned, graph_programs
         self._watching, self._announcements = watching, model.announcements
         self._memory, self._parts, self._history = model.memory, model.parts, model.history
+        self._stages = model.stages
         self._is_passed_by = False  # by steps that ran since the latest one
         self.watch = StepWatch(model, unplanned, watching)
 
@@ -278,6 +280,7 @@ class Steps:
     def _end_captured(self, step: CurrentStep, at_once: bool) -> None:
         captured_nothing = self._announcements.step_ended(self._parts.traced_count)
         step.has_captured = not captured_nothing
+        self._announcements.step_took(time.perf_counter() - step.began_s, self._stages.total.all_s)
         self.ended, kind, expected, record = step, self._history[step.graphs], step.expected, step.record
         is_own = step.ran_by(self._history.taken_for(kind))
         self._history.ended(kind, step.start, step.is_by_plans)

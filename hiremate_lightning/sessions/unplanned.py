@@ -11,14 +11,13 @@ import logging
 import sys
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple
 from functools import cache, partial
 from typing import Any
 
 from ..calls.given import ModuleCall
 from ..kinds.captured_step import describe
 from ..kinds.plain_steps import PlainSteps, PlainWay
-from ..kinds.releasing import Releases, Timing, gains_nothing
+from ..kinds.releasing import Releases, Timing, gains_nothing, saves_nothing
 from ..kinds.step_kind import StepKind
 from ..memory.allocator import free_bytes
 from ..planning.headroom import headroom_bytes
@@ -32,6 +31,7 @@ from .ways import BY_GRAPHS, AsWritten, PutAside, Way, WayChoices, choose_way
 
 log = logging.getLogger("hiremate_lightning")
 WORTH_A_PLAN = 1.0  # of the time that a plan takes to make, spent on saving memory at one size without a plan
+SIMILAR = 2.0  # of the bytes of a step whose plan saves none: up to so many more, steps of its code save none either
 WORTH_TEMPLATES = 8.0  # the same, spent at all sizes: code for these takes half of that, and half is saved from then on
 
 
@@ -96,10 +96,12 @@ class UnplannedSteps:
         peak_bytes, plan = step.record.peak_bytes, self._planned.latest
         added_bytes = None if peak_bytes is None else peak_bytes - step.record.existing.size_bytes
         self._plain.measured(step.calls, plain.likely, plain.prediction, added_bytes)
-        if plain.released is not None and self._model.options.budget.share == 1:
+        if self._model.options.budget.share == 1:
             return  # the budget is what plain training takes
         if plain.released is not None and (released := plain.released.own_plan).saves_nothing:
-            plan_bytes = released.measured.peak_bytes or released.planned_peak_bytes
+            plan_bytes = step.record.existing.size_bytes + plain.prediction.captured_bytes
+            if self._plain.called_like(step.calls):
+                plan_bytes = released.measured.peak_bytes or released.planned_peak_bytes
             self._say_measured(self.releases.measured(plain.released, peak_bytes, plan_bytes), peak_bytes)
             return
         if peak_bytes is not None and plan is not None and peak_bytes > plan.budget_bytes:
@@ -163,7 +165,9 @@ class UnplannedSteps:
             self._reporter.note(text)
 
     def _room_bytes(self) -> int:
-        """Return what a step may add to the resident bytes."""
+        """Return what a step may add to the resident bytes; any, where the budget is what plain training takes."""
+        if self._model.options.budget.share == 1:
+            return sys.maxsize
         plans = [kind.own_plan for kind in self._history.planned]
         is_share = self._model.options.budget.share is not None
         most_resident_bytes = max(plan.resident_bytes for plan in plans)
@@ -178,7 +182,7 @@ class UnplannedSteps:
             likely: The kind whose code it is expected to run.
         """
         plan = self._planned.latest
-        planning_ms = 0.0 if plan is None else 1000 * float(sum(astuple(plan.planning)))
+        planning_ms = 0.0 if plan is None else 1000 * plan.planning.all_s
         if self._extra_ms.get(tuple(step.calls), 0.0) > WORTH_A_PLAN * planning_ms:
             return True
         is_worth_it = sum(self._extra_ms.values()) >= WORTH_TEMPLATES * planning_ms
@@ -191,19 +195,19 @@ class UnplannedSteps:
     def _gainless_kind(self, step: CurrentStep) -> StepKind | None:
         """Return the kind of the step that begins, where nothing else is called like it and its plan gains nothing.
 
-        At sizes that no kind has been called with, that is the kind of the same code which has proved so.
+        At sizes that no kind has been called with, that is the likely kind, where nothing fits and it saves no memory.
         """
         likely = self._likely(step)
         if likely is None:
             return None
         alike = self._plain.called_like(step.calls)
-        if not alike and likely.trial.is_released and likely.own_plan.saves_nothing:
-            return likely
-        if alike != [likely]:
+        if alike and alike != [likely]:
             return None
         plain_bytes = self._plain.with_margin(likely.own_plan.unplanned.peak_bytes)
-        is_whole = self._model.options.budget.share == 1
         free = partial(free_bytes, self._model.memory.device)
+        if not alike:
+            return likely if saves_nothing(likely, plain_bytes, free) else None
+        is_whole = self._model.options.budget.share == 1
         return likely if gains_nothing(likely, plain_bytes, is_whole, free) else None
 
     def has_own_plan(self, step: CurrentStep) -> bool:
@@ -226,7 +230,7 @@ class UnplannedSteps:
             return None
         ways = None if begun is None else (begun.prediction.way,)
         ways = (PlainWay.AS_IT_IS,) if self._plain.called_like(step.calls) else ways
-        prediction = self._plain.predict(step.calls, likely, self._room_bytes(), ways)
+        prediction = self._plain.bound(step.calls, likely, self._room_bytes(), ways)
         if prediction is None:
             return None
         if not prediction.saves_memory:
@@ -240,11 +244,15 @@ class UnplannedSteps:
     def given_back(self, step: CurrentStep, kind: StepKind) -> AsWritten | None:
         """Return how a step of a kind runs whose plan gains nothing; None where its calls are another kind's."""
         alike = self._plain.called_like(step.calls)
-        is_of_new_size = not alike and kind.own_plan.saves_nothing
-        if kind not in alike and not is_of_new_size:
+        if alike and kind not in alike:
             return None
-        prediction = self._plain.predict(step.calls, kind, sys.maxsize, (PlainWay.AS_IT_IS,))
-        return None if prediction is None else AsWritten(prediction, kind, kind)
+        is_known = not alike and kind.trial.is_released
+        predict = self._plain.bound if is_known else self._plain.predict  # what is measured is compared with it
+        prediction = predict(step.calls, kind, sys.maxsize, (PlainWay.AS_IT_IS,))
+        if prediction is None:
+            return None
+        is_similar = prediction.captured_bytes <= SIMILAR * kind.own_plan.unplanned.peak_bytes
+        return AsWritten(prediction, kind, kind) if alike or is_known or is_similar else None
 
 
 class StepChoices(WayChoices):

@@ -6,7 +6,8 @@ Others stand with the one module that gives them, by `say`. docs/troubleshooting
 from __future__ import annotations
 
 import warnings
-from collections import Counter
+from collections import Counter, deque
+from statistics import median
 
 from ..errors import HiRemateWarning
 from ..planning.plan import Plan
@@ -17,7 +18,13 @@ from ..units import Budget, format_bytes
 
 CAPTURES = 8  # consecutive steps in which something is captured before that is announced: it goes on like that
 RETAINING = 4  # consecutive steps in which more graphs are retained before that is announced: it goes on like that
+PLANNING = 64  # captured steps, the latest ones, of which most went to planning before that is announced
+PLANNING_SHARE = 0.25  # of the time of a step, in planning alone: what goes with it takes as much again, or more
+MOST = 0.75  # of these steps
 REASONS = 5  # why graphs end that a message lists, the most frequent first
+
+
+ANEW = "made anew in each step"  # what is warned of once: whichever shows first
 
 
 class Announcements:
@@ -34,6 +41,8 @@ class Announcements:
         self._named_breaks = False  # whether a text named what ends graphs
         self._captured = 0  # graphs when the latest step ended
         self._capturing_steps = 0  # consecutive steps in each of which something was captured
+        self._planning_shares = deque[float](maxlen=PLANNING)  # of the time of the latest captured steps
+        self._planned_s = 0.0  # in planning, when the latest captured step ended
         self._failed_guards = Counter[str]()  # before the last of so many steps
         self._retained = 0  # graphs that were retained for another backward when the latest step began
         self._retaining_steps = 0  # consecutive steps before each of which there were more of them
@@ -90,8 +99,32 @@ class Announcements:
                 "to a few shapes; hand changing numbers over as tensors; append in a function with "
                 "@torch.compiler.disable; or name what keeps its shapes with target=, a detector's backbone say.",
                 found,
+                ANEW,
             )
         return is_usual
+
+    def step_took(self, step_s: float, planned_s: float) -> None:
+        """Learn of the time of a captured step; warn, once, where planning goes on in most steps, for no end.
+
+        Both times are of the same steps, so that a busy machine does not matter.
+
+        Args:
+            step_s: The time of the step.
+            planned_s: The time of all planning so far.
+        """
+        self._planning_shares.append((planned_s - self._planned_s) / max(step_s, 1e-9))
+        self._planned_s = planned_s
+        slow = [share for share in self._planning_shares if share > PLANNING_SHARE]
+        if len(slow) >= MOST * PLANNING and len(self._planning_shares) == PLANNING:
+            share = median(slow)
+            self.say(
+                f"Planning still takes much of the time of most steps of {self._name}, after {PLANNING} steps or more. "
+                "The usual cause: input sizes that hardly ever come again, whose code is made, proved and planned for "
+                "one step each. Pad to a few sizes; let a data loader sort batches by size; or choose a budget in "
+                "which such steps fit as they are: these run without a plan.",
+                f" In half of these steps it took {min(share, 1.0):.0%} or more.",
+                topic=ANEW,
+            )
 
     def step_begins(self, retained: int) -> None:
         """Learn how many graphs are retained for another backward before a step; warn where they become ever more."""

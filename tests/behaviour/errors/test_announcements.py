@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from hiremate_lightning.telling.announcements import RETAINING, Announcements
+from hiremate_lightning.telling.announcements import PLANNING, RETAINING, Announcements
 
 
 def warn_at(counts: list[int]) -> list[int]:
@@ -33,3 +33,25 @@ def test_bytes_are_added_where_a_peak_and_its_budget_read_the_same():
         Announcements("Net").least(3 * 2**20 + 50, 3 * 2**20)
     with pytest.warns(match=r"the budget of 2\.00 MiB: .* least memory found, 3\.00 MiB\.$"):
         Announcements("Net").least(3 * 2**20, 2 * 2**20)
+
+
+def slow_at(shares: list[float]) -> list[int]:
+    """List the captured steps after which slow planning is announced, by its share of the time of each."""
+    said, found, planned_s = Announcements("Net"), [], 0.0
+    for step, share in enumerate(shares):
+        planned_s += 2.0 * share
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            said.step_took(2.0, planned_s)
+        found += [step] * ("Planning still takes" in "".join(str(one.message) for one in caught))
+    return found
+
+
+def test_steps_that_are_all_planned_anew_are_announced_once():
+    """A few that need no planning, since a size has come again, change nothing."""
+    assert slow_at([0.9, *[0.5, 0.4, 0.3, 0.3, 0.5, 0.0] * PLANNING]) == [PLANNING - 1]
+
+
+@pytest.mark.parametrize("learning", [1, PLANNING // 3, 2 * PLANNING // 3])
+def test_steps_that_learn_at_first_are_not_announced(learning):
+    assert not slow_at([0.99] * learning + [0.02, 0.0, 0.2] * PLANNING)

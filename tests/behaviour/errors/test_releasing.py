@@ -185,3 +185,47 @@ def test_new_sizes_of_code_whose_plan_gains_nothing_run_unplanned():
     assert not differing(logs[1], logs[0])
     assert session.captured_count == captured
     assert session.is_released
+
+
+def test_sizes_that_never_repeat_run_unplanned_where_no_plan_saves():
+    """Nothing fits, and no size comes twice: no plan is ever measured, so none could be given back by its own steps."""
+    logs = []
+    for is_planned in (False, True):
+        model, log = make(), []
+        if is_planned:
+            hiremate(model, "20%", verbose=False, on_infeasible="warn")
+            session = targets_of(model).session
+        with quiet():
+            for index in range(12):
+                model.zero_grad()
+                x = torch.randn(32 + index * 7 % 12, 16, generator=torch.Generator().manual_seed(index))
+                model(x).square().mean().backward()
+                log += leave_behind(model)
+                if is_planned and index == 5:
+                    captured = session.captured_count
+        logs.append(log)
+    assert not differing(logs[1], logs[0])
+    assert session.captured_count == captured
+    assert session.is_released
+
+
+def test_any_size_runs_unplanned_where_the_budget_is_all_it_takes():
+    """Each step is larger than all before: 100 % of what such a step takes is more than the latest plan's budget."""
+    logs = []
+    for is_planned in (False, True):
+        model, log = make(), []
+        if is_planned:
+            hiremate(model, "100%", verbose=False)
+            session = targets_of(model).session
+        with quiet():
+            for index in range(10):
+                model.zero_grad()
+                x = torch.randn(32 + 9 * index, 16, generator=torch.Generator().manual_seed(index))
+                model(x).square().mean().backward()
+                log += leave_behind(model)
+                if is_planned and index == 3:
+                    captured = session.captured_count
+        logs.append(log)
+    assert not differing(logs[1], logs[0])
+    assert session.captured_count == captured
+    assert session.is_plain
