@@ -127,8 +127,8 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the size to checkpoints, once there is one."""
-        found = self._restored if self.result is None else self.result.size
-        return {} if found is None else {"size": found}
+        size = self._restored if self.result is None else self.result.size
+        return {} if size is None else {"size": size}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the size from a checkpoint."""

@@ -52,8 +52,8 @@ def attributes_of(value: Any) -> dict[str, Any]:
         except AttributeError:
             return None
 
-    found = attempt(read, None, f"the attributes of {type(value).__name__}")
-    return found if is_of(found, dict) else {}
+    attributes = attempt(read, None, f"the attributes of {type(value).__name__}")
+    return attributes if is_of(attributes, dict) else {}
 
 
 def attempt(look: Callable[[], _T], otherwise: _T, what: str) -> _T:

@@ -80,13 +80,13 @@ class LargestSizes:
             return
         given = _by_name(function, arguments, tensors)
         self._given |= {name: tuple(tensor.shape) for name, tensor in given.items()}
-        found = defaultdict[str, list[NamedSize]](list)
+        sizes_of = defaultdict[str, list[NamedSize]](list)
         for named in (*self._named, *_marked(given)):
             if named.argument in given:
-                found[named.argument].append(named)
-        for name, sizes in found.items():
+                sizes_of[named.argument].append(named)
+        for name, sizes in sizes_of.items():
             self._ends[name] = self._ends_of(self._given[name], sizes)
-        if found:
+        if sizes_of:
             self._choose()
 
     def _ends_of(self, shape: Sizes, sizes: Sequence[NamedSize]) -> list[tuple[int, int]]:
@@ -222,10 +222,10 @@ def _by_name(
         if is_of(value, Mapping):
             items: dict[str, Any] = attempt(partial(_items_of, value), {}, f"the items of {type(value).__name__}")
             named = {**items, **named}
-    found = {str(name): value for name, value in named.items() if isinstance(value, torch.Tensor)}
-    known = {id(tensor) for tensor in found.values()}
+    by_name = {str(name): value for name, value in named.items() if isinstance(value, torch.Tensor)}
+    known = {id(tensor) for tensor in by_name.values()}
     others = [tensor for tensor in tensors if id(tensor) not in known]
-    return found | {f"argument {number}": tensor for number, tensor in enumerate(others, start=1)}
+    return by_name | {f"argument {number}": tensor for number, tensor in enumerate(others, start=1)}
 
 
 def _items_of(mapping: Mapping[str, Any]) -> dict[str, Any]:

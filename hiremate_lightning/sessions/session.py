@@ -463,8 +463,8 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> Any:
-        found = reference()
-        assert found is not None, "a model is alive while it is called"
-        return found(*arguments)
+        alive = reference()
+        assert alive is not None, "a model is alive while it is called"
+        return alive(*arguments)
 
     return call

@@ -194,13 +194,13 @@ class SizeFinder:
             try:
                 asked = self._asked.budget.size_bytes
                 self._budget_bytes = self._agree(self._runner.free_bytes() if asked is None else asked)
-                found = self._find()
+                answer = self._find()
             finally:
                 state.restore()
         result = BatchSizeResult(
-            size=found.size,
-            limited_by=found.limit.value,
-            unplanned_size=found.unplanned_size,
+            size=answer.size,
+            limited_by=answer.limit.value,
+            unplanned_size=answer.unplanned_size,
             objective=self._options.objective.value,
             budget_bytes=self._budget_bytes,
             max_overhead=self._options.max_overhead,
@@ -216,14 +216,14 @@ class SizeFinder:
         self._sample_two()
         self._sample_half_way()
         high = self._options.max_val
-        found = self._predict(high)
-        while not self._verify(found.size):
-            self._failed.add(found.size)
-            high = found.size - 1
+        answer = self._predict(high)
+        while not self._verify(answer.size):
+            self._failed.add(answer.size)
+            high = answer.size - 1
             if high < 1 or self._steps_left < 2:
-                return self._fall_back(found)
-            found = self._predict(high)
-        return found
+                return self._fall_back(answer)
+            answer = self._predict(high)
+        return answer
 
     @property
     def _steps_left(self) -> int:
@@ -238,15 +238,15 @@ class SizeFinder:
         if second == first:
             return
         self._sample(second)
-        middle, found = (first + second) // 2, self._difference(first, second)
-        if found is not None and middle > first:
+        middle, unlike = (first + second) // 2, self._difference(first, second)
+        if unlike is not None and middle > first:
             log.info("Sizes %d and %d are not captured as the same graph: %d is tried", first, second, middle)
             del self._runner.seen[first]
             self._sample(middle)
-            first, found = middle, self._difference(middle, second)
-        if found is not None:
+            first, unlike = middle, self._difference(middle, second)
+        if unlike is not None:
             raise ConfigurationError(
-                f"The step can't be scaled: at sizes {first} and {second} it is not the same graph: {found}. "
+                f"The step can't be scaled: at sizes {first} and {second} it is not the same graph: {unlike}. "
                 "The size must not decide what the model computes; start at a larger init_val, where it does so only "
                 "for small sizes."
             )
@@ -297,8 +297,8 @@ class SizeFinder:
 
     def _difference(self, first: int, second: int) -> str | None:
         """Describe where the steps at two sizes are not the same graph, here or on another rank; None for nowhere."""
-        found = difference(self._runner.sample(first).graph, self._runner.sample(second).graph)
-        return None if self._agree(found is None) else found or "on another rank"
+        words = difference(self._runner.sample(first).graph, self._runner.sample(second).graph)
+        return None if self._agree(words is None) else words or "on another rank"
 
     def _check_grows(self, first: int, second: int) -> None:
         one, other = (_captured_shapes(self._runner.sample(size).graph) for size in (first, second))
@@ -339,13 +339,13 @@ class SizeFinder:
         if not self._agree(forecast is not None) or forecast is None:
             seen = max(self._runner.seen)
             return FoundSize(seen if seen <= high else max(1, int(STEP_BACK * high)), Limit.GRAPH, 0)
-        found = search(forecast, high, self._max_overhead, self._options.objective, self._options.max_trials)
-        size = self._agree(found.size)
+        answer = search(forecast, high, self._max_overhead, self._options.objective, self._options.max_trials)
+        size = self._agree(answer.size)
         if size < 1:
             raise self._nothing_fits(forecast)
         forecast.trial(size)
         self._trials.update(forecast.trials)
-        return replace(found, size=size, unplanned_size=self._agree(found.unplanned_size))
+        return replace(answer, size=size, unplanned_size=self._agree(answer.unplanned_size))
 
     def _nothing_fits(self, forecast: Forecast | None) -> ConfigurationError | InfeasibleBudgetError:
         """Describe what stands against size 1, by a forecast or by its own step."""

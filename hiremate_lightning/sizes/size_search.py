@@ -250,11 +250,11 @@ def largest(value: Callable[[int], int], limit: int, high: int) -> int:
         width = high - low
         for share in ((limit - at_low) / (at_high - at_low), 0.5):
             tried = min(max(low + int(share * width), low + 1), high - 1)
-            found = value(tried)
-            if found <= limit:
-                low, at_low = tried, found
+            at_tried = value(tried)
+            if at_tried <= limit:
+                low, at_low = tried, at_tried
             else:
-                high, at_high = tried, found
+                high, at_high = tried, at_tried
             if high - low <= 1 or 4 * (high - low) < width:
                 break
     return low

@@ -36,17 +36,17 @@ class CompiledSession:
 
     def add(self, callables: Iterable[Any]) -> None:
         """Learn of functions and modules whose calls are captured."""
-        known = {id(found) for found in self.alive()}
-        self.callables += [_weak(found) for found in callables if id(found) not in known and _has_weak(found)]
+        known = {id(one) for one in self.alive()}
+        self.callables += [_weak(one) for one in callables if id(one) not in known and _has_weak(one)]
 
     def alive(self) -> list[Any]:
         """List the functions and modules that still exist."""
-        return [found for reference in self.callables if (found := reference()) is not None]
+        return [one for reference in self.callables if (one := reference()) is not None]
 
     def has(self, callables: Iterable[Any]) -> bool:
         """Whether one of these was captured for it."""
-        own = {id(found) for found in self.alive()}
-        return any(id(found) in own for found in callables)
+        own = {id(one) for one in self.alive()}
+        return any(id(one) in own for one in callables)
 
 
 _sessions: weakref.WeakKeyDictionary[Session, CompiledSession] = weakref.WeakKeyDictionary()
@@ -65,12 +65,12 @@ def begin(session: Session, key: Key) -> CompiledSession:
     return _sessions[session]
 
 
-def session_of(found: Any) -> Session | None:
+def session_of(code: Any) -> Session | None:
     """Find the session of a function or a module that was compiled, or of what a module consists of."""
-    found = compiled_by_torch.original(found)
-    own = {id(p) for p in found.parameters()} if isinstance(found, nn.Module) else set()
+    code = compiled_by_torch.original(code)
+    own = {id(p) for p in code.parameters()} if isinstance(code, nn.Module) else set()
     for session, known in sessions():
-        is_its = known.has([found]) or any(id(p) in own for p in session.root.parameters())
+        is_its = known.has([code]) or any(id(p) in own for p in session.root.parameters())
         if is_its and not known.is_removed:
             return session
     return None

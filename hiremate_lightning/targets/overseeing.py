@@ -66,13 +66,13 @@ def leaving_no_trace() -> Iterator[None]:
 @contextmanager
 def without_labels(session: Session, module: nn.Module) -> Iterator[None]:
     """Take a profiler's labels away from inside of a planned module, where they would end captured graphs; say so."""
-    found = hooks.inner_labels(module)
-    if found:
+    labels = hooks.inner_labels(module)
+    if labels:
         session.say(
             "Modules inside of planned ones have no names in the profile: the hooks of Lightning's PyTorchProfiler, "
             "which would end captured graphs, are left out there. PyTorchProfiler(record_module_names=False) sets none."
         )
-    with hooks.without(found):
+    with hooks.without(labels):
         yield
 
 

@@ -85,7 +85,7 @@ class StepTarget:
     @contextmanager
     def _log_untraced(self) -> Iterator[None]:
         names = [name for name in ("log", "log_dict") if hasattr(self.root, name)]
-        found = {name: self.root.__dict__[name] for name in names if name in self.root.__dict__}
+        own = {name: self.root.__dict__[name] for name in names if name in self.root.__dict__}
         for name in names:
             self.root.__dict__[name] = torch.compiler.disable(getattr(self.root, name))
         try:
@@ -93,7 +93,7 @@ class StepTarget:
         finally:
             for name in names:
                 del self.root.__dict__[name]
-            self.root.__dict__.update(found)
+            self.root.__dict__.update(own)
 
 
 def plans_step_of(module: nn.Module) -> bool:
