@@ -155,7 +155,7 @@ def test_other_sizes_are_measured_less_and_less_often(monkeypatch):
         step(model, index, MANY - 2 - index)
     assert get_plan(model).measured.peak_bytes is None, "no step of that size came again"
     assert 4 <= len(measured) <= 7
-    warm_up(model, steps=72, rows=MANY)  # the others used up the looks at once: the next one is after 64 steps
+    warm_up(model, steps=72, rows=MANY)  # the others used its looks up: the next one is after 64 of its steps
     assert get_plan(model).measured.peak_bytes <= budget
 
 
