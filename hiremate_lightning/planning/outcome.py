@@ -121,20 +121,8 @@ class Short:
 
     def error(self) -> InfeasibleBudgetError:
         """Build the error that names the budget that is enough, and the place of the peak."""
-        need = self.need
+        need, graph = self.need, self.need.problem.graph
         simulation = replay_solution(need.problem, need.smallest)
-        return InfeasibleBudgetError(
-            str(self),
-            budget_bytes=self.budget_bytes,
-            smallest_bytes=need.peak_bytes,
-            module=need.problem.graph.nodes[simulation.peak_moment.node].module,
-            less_bytes=need.less_bytes,
-            device=need.problem.profile.device,
-        )
-
-    def __str__(self) -> str:
-        need = self.need
-        simulation, needed = replay_solution(need.problem, need.smallest), need.peak_bytes
         share = whose = offloads = ""
         if need.less_bytes:
             less = format_bytes(need.less_bytes)
@@ -143,14 +131,22 @@ class Short:
             offloads = f"puts {format_bytes(simulation.host_bytes)} in the host's memory and "
         if self.budget.share is not None:
             share = f", {100 * max(need.share for need in self.needs):.1f}% of what the unplanned step adds"
-        return (
+        return InfeasibleBudgetError(
             f"The budget {self.budget} ({self.budget_bytes:,} bytes) is too small for {self.target or 'this model'}. "
-            f"{self.words} {format_bytes(needed, up=True)} ({needed:,} bytes{share}), "
+            f"{self.words} {format_bytes(need.peak_bytes, up=True)} ({need.peak_bytes:,} bytes{share}), "
             f"of which {format_bytes(need.resident_bytes)} are resident (parameters, gradients, optimizer state, "
             f"batch). {whose}"
             f"Such a plan {offloads}takes at most {simulation.overhead:.0%} more time. "
-            f"The peak is {_place_of(simulation, need.problem.graph)}. {self.advice}"
+            f"The peak is {_place_of(simulation, graph)}. {self.advice}",
+            budget_bytes=self.budget_bytes,
+            smallest_bytes=need.peak_bytes,
+            module=graph.nodes[simulation.peak_moment.node].module,
+            less_bytes=need.less_bytes,
+            device=need.problem.profile.device,
         )
+
+    def __str__(self) -> str:
+        return str(self.error())
 
 
 def unless_short(outcome: T | Short) -> T:

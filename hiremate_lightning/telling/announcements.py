@@ -99,7 +99,7 @@ class Announcements:
                 "to a few shapes; hand changing numbers over as tensors; append in a function with "
                 "@torch.compiler.disable; or name what keeps its shapes with target=, a detector's backbone say.",
                 found,
-                ANEW,
+                topic=ANEW,
             )
         return is_usual
 

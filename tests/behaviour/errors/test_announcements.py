@@ -43,7 +43,9 @@ def slow_at(shares: list[float]) -> list[int]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             said.step_took(2.0, planned_s)
-        found += [step] * ("Planning still takes" in "".join(str(one.message) for one in caught))
+        texts = [str(one.message) for one in caught]
+        assert all("In half of these steps it took 40% or more" in text for text in texts)
+        found += [step] * ("Planning still takes" in "".join(texts))
     return found
 
 
