@@ -423,11 +423,13 @@ class PlannedKinds:
         if kind.plan is None or kind.plan.solution is not solution:
             return  # planned anew, or dropped: the step ran by the plan before
         plan = kind.plan
-        predicted_bytes = max(plan.measured.predicted_bytes or 0, plan.planned_peak_bytes)
-        if peak_bytes <= (plan.measured.peak_bytes or 0):
-            kind.plan = plan.with_measured(predicted_bytes=predicted_bytes)
+        before_bytes, predicted_bytes = plan.measured.peak_bytes or 0, plan.measured.predicted_bytes or 0
+        if peak_bytes > before_bytes or plan.planned_peak_bytes > predicted_bytes:
+            highest_bytes = max(peak_bytes, before_bytes)
+            predicted_bytes = max(plan.planned_peak_bytes, predicted_bytes)
+            self.update(kind, peak_bytes=highest_bytes, predicted_bytes=predicted_bytes)
+        if peak_bytes <= before_bytes:
             return
-        self.update(kind, peak_bytes=peak_bytes, predicted_bytes=predicted_bytes)
         if plan.planned_peak_bytes > plan.budget_bytes:
             self._reports.say_least(kind, peak_bytes)
         elif peak_bytes > plan.budget_bytes:
