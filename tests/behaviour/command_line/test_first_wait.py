@@ -56,7 +56,7 @@ def test_only_modules_without_modules_are_counted():
 def test_the_wait_is_said_before_the_first_step(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """And afterwards, with the line of the plan, where the time went."""
     monkeypatch.setattr(first_wait, "_loop_ms", lambda: 4 * first_wait.USUAL_LOOP_MS)
-    monkeypatch.setattr(report, "LONG_S", 0.0)
+    monkeypatch.setattr(report, "LONG_S", 1e-3)
     model = hiremate(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), "100%")
 
     def step() -> str:
