@@ -25,7 +25,14 @@ from torch._dynamo.exc import TorchRuntimeError
 from torch._dynamo.pgo import CodeId, get_code_state
 from torch._dynamo.resume_execution import ContinueExecutionCache
 from torch._dynamo.types import FrameAction, FrameExecStrategy
-from torch._dynamo.utils import TensorStaticReason, counters, graph_break_reasons, guard_failures
+from torch._dynamo.utils import (
+    CleanupManager,
+    TensorStaticReason,
+    counters,
+    graph_break_reasons,
+    guard_failures,
+    orig_code_map,
+)
 from torch._dynamo.utils import tensor_always_has_static_shape as _has_static_shape
 from torch._dynamo.variables import builder
 from torch.nn.modules import module as nn_module
@@ -363,8 +370,15 @@ def hooks_of_all_modules() -> tuple[Any, ...]:
 
 
 def forget_compiled(function: Callable[..., Any]) -> None:
-    """Drop what Dynamo compiled for a function, and the sizes that it saw there."""
+    """Drop what Dynamo compiled for a function, and the sizes that it saw there.
+
+    Dynamo names compiled code in the function's module, and drops that once the bytecode it made is gone, which may be
+    never.
+    """
     reset_code(function.__code__)
+    for index, made in tuple(CleanupManager.instance.refs.items()):
+        if orig_code_map.get(made()) is function.__code__:
+            CleanupManager.instance._remove_id(index)
     for known in (_captured, _without_symbols, _without_fractions):
         known.discard(function.__code__)
     get_code_state().pop(CodeId.make(function.__code__), None)

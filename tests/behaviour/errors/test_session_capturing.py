@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
+from hiremate_lightning.targets import entry_points
 from hiremate_lightning.telling import announcements
 from hiremate_lightning.torch_private import dynamo
 from tests.life import (
@@ -165,6 +166,20 @@ def test_graph_breaks_of_another_model_are_not_counted():
         model.zero_grad()
         model(batch(index), index < 4).square().mean().backward()  # a warning would be an error
     assert session_of(model).captured_count == 2
+
+
+def test_what_was_compiled_goes_with_its_model():
+    """Dynamo names compiled code in the module of the function: as in a notebook that makes one model after another."""
+
+    def compiled() -> list[str]:
+        gc.collect()
+        return [name for name in vars(entry_points) if name.startswith("__compiled_fn")]
+
+    before = compiled()
+    model = warm_up(planned("90%"))
+    assert len(compiled()) > len(before)
+    del model
+    assert compiled() == before
 
 
 def test_training_goes_on_after_torch_compiler_reset():
