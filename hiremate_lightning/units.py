@@ -44,6 +44,11 @@ class Budget:
         """Whether the device decides."""
         return self.size_bytes is None and self.share is None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all that plain training adds."""
+        return self.share == 1
+
     def __str__(self) -> str:
         """Write it as a user would."""
         if self.size_bytes is not None:

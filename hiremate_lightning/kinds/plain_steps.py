@@ -195,7 +195,10 @@ class PlainSteps:
     def bound(
         self, calls: Sequence[ModuleCall], likely: StepKind, room_bytes: int, ways: tuple[PlainWay, ...] | None = None
     ) -> Prediction | None:
-        """Find the same as `predict`; where that is enough, at its sizes rounded up, which were mostly asked before."""
+        """Predict a step at its sizes rounded up: many steps share them, so most predictions are known.
+
+        Where the larger step does not fit as it is, or is to be measured, the step's own sizes are used.
+        """
         rounded = self.predict([_rounded_up(call) for call in calls], likely, room_bytes, ways)
         is_enough = rounded is not None and not rounded.saves_memory and not self.is_to_be_measured(rounded, room_bytes)
         return rounded if is_enough else self.predict(calls, likely, room_bytes, ways)

@@ -38,15 +38,15 @@ class Timing:
     is_plain: bool
 
 
-def gains_nothing(kind: StepKind, plain_bytes: int, is_whole: bool, free_bytes: Callable[[], int]) -> bool:
-    """Whether a plan that was measured and timed is not what its step fits the budget by.
+def gains_nothing(kind: StepKind, plain_bytes: int, free_bytes: Callable[[], int]) -> bool:
+    """Whether a step needs no plan that was measured and timed.
 
-    It recomputes nothing where the step fits without it, or nothing fits and it saves no memory either.
+    So it is where the plan recomputes nothing and the step fits without it. So it is too where nothing fits and the
+    plan saves no memory.
 
     Args:
         kind: The kind of step.
         plain_bytes: What it adds without its plan.
-        is_whole: Whether the budget is what plain training adds.
         free_bytes: Returns what the device could still hand out.
     """
     plan, step = kind.own_plan, kind.recorded
@@ -54,12 +54,12 @@ def gains_nothing(kind: StepKind, plain_bytes: int, is_whole: bool, free_bytes: 
         return False
     if plan.planned_peak_bytes > plan.budget_bytes:
         return saves_nothing(kind, plain_bytes, free_bytes)
-    fits = is_whole or plain_bytes <= headroom_bytes(plan.budget_bytes, plan.resident_bytes, step.margin_bytes)
-    return plan.solution.is_plain and fits
+    room_bytes = headroom_bytes(plan.budget_bytes, plan.resident_bytes, step.margin_bytes)
+    return plan.solution.is_plain and (plan.budget.is_whole or plain_bytes <= room_bytes)
 
 
 def saves_nothing(kind: StepKind, plain_bytes: int, free_bytes: Callable[[], int]) -> bool:
-    """Whether nothing fits, the plan saves no memory either, and there is memory to run without it.
+    """Whether nothing fits, the plan saves no memory, and the device has memory to run without it.
 
     Args:
         kind: The kind of step.

@@ -10,7 +10,7 @@ GUARD_PARTS = 200  # and at most this part of the budget
 
 
 def resolve(budget: Budget, resident_bytes: int, unplanned_bytes: int, free_bytes: int) -> int:
-    """Turn a budget into bytes. In training `PlanMaker.budget_bytes` asks, with the largest step that is known.
+    """Turn a budget into bytes. In training `PlanMaker.budget_bytes` calls this with the largest step that is known.
 
     Args:
         budget: The budget as asked for.

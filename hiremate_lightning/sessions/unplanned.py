@@ -96,7 +96,7 @@ class UnplannedSteps:
         peak_bytes, plan = step.record.peak_bytes, self._planned.latest
         added_bytes = None if peak_bytes is None else peak_bytes - step.record.existing.size_bytes
         self._plain.measured(step.calls, plain.likely, plain.prediction, added_bytes)
-        if self._model.options.budget.share == 1:
+        if self._model.options.budget.is_whole:
             return  # the budget is what plain training takes
         if plain.released is not None and (released := plain.released.own_plan).saves_nothing:
             plan_bytes = step.record.existing.size_bytes + plain.prediction.captured_bytes
@@ -166,7 +166,7 @@ class UnplannedSteps:
 
     def _room_bytes(self) -> int:
         """Return what a step may add to the resident bytes; any, where the budget is what plain training takes."""
-        if self._model.options.budget.share == 1:
+        if self._model.options.budget.is_whole:
             return sys.maxsize
         plans = [kind.own_plan for kind in self._history.planned]
         is_share = self._model.options.budget.share is not None
@@ -207,8 +207,7 @@ class UnplannedSteps:
         free = partial(free_bytes, self._model.memory.device)
         if not alike:
             return likely if saves_nothing(likely, plain_bytes, free) else None
-        is_whole = self._model.options.budget.share == 1
-        return likely if gains_nothing(likely, plain_bytes, is_whole, free) else None
+        return likely if gains_nothing(likely, plain_bytes, free) else None
 
     def has_own_plan(self, step: CurrentStep) -> bool:
         """Whether a kind that is called like a step has a plan of use: it recomputes, or all steps run by plans."""

@@ -22,9 +22,7 @@ PLANNING = 64  # captured steps, the latest ones, of which most went to planning
 PLANNING_SHARE = 0.25  # of the time of a step, in planning alone: what goes with it takes as much again, or more
 MOST = 0.75  # of these steps
 REASONS = 5  # why graphs end that a message lists, the most frequent first
-
-
-ANEW = "made anew in each step"  # what is warned of once: whichever shows first
+ANEW = "made anew in each step"  # the topic of two warnings, of which the first one is shown
 
 
 class Announcements:
@@ -104,7 +102,7 @@ class Announcements:
         return is_usual
 
     def step_took(self, step_s: float, planned_s: float) -> None:
-        """Learn of the time of a captured step; warn, once, where planning goes on in most steps, for no end.
+        """Learn of the time of a captured step; warn, once, where most steps are still planned.
 
         Both times are of the same steps, so that a busy machine does not matter.
 
@@ -112,8 +110,10 @@ class Announcements:
             step_s: The time of the step.
             planned_s: The time of all planning so far.
         """
-        self._planning_shares.append((planned_s - self._planned_s) / max(step_s, 1e-9))
-        self._planned_s = planned_s
+        spent_s, self._planned_s = planned_s - self._planned_s, planned_s
+        self._planning_shares.append(spent_s / max(step_s, 1e-9))
+        if not spent_s:
+            return  # as in nearly all steps
         slow = [share for share in self._planning_shares if share > PLANNING_SHARE]
         if len(slow) >= MOST * PLANNING and len(self._planning_shares) == PLANNING:
             share = median(slow)

@@ -52,7 +52,7 @@ class PlanReports:
         self._announcements.checkpointing(plan)
 
     def kept(self, kind: StepKind, plan: Plan) -> None:
-        """Tell of a plan that stays, and print why its budget changed."""
+        """Hand a plan that stays to the listeners, and print why its budget changed."""
         self._say_why(kind, plan, is_new=False)
         self.tell(plan)
         if plan.planned_peak_bytes > plan.budget_bytes:

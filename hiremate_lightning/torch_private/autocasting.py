@@ -120,7 +120,7 @@ def releasing_frames() -> Iterator[None]:
     """
     try:
         yield
-    except BaseException as error:
+    except BaseException as error:  # Ctrl-C too: its frames hold the same guards
         with torch._C._PreserveDispatchKeyGuard():
             for met in _chain(error):
                 traceback.clear_frames(met.__traceback__)

@@ -373,7 +373,7 @@ def _enter(in_place: ExitStack, hack: Hack) -> None:
         stand_ins = place if isinstance(place, tuple) else place()
         context: Any = replaced(*stand_ins) if isinstance(stand_ins, (tuple, list)) else stand_ins
         in_place.enter_context(context)
-    except Exception as error:
+    except Exception as error:  # whatever another release has moved or renamed
         if _torch.release in hack.checked:
             raise
         _missing[hack.name] = f"{type(error).__name__}: {error}"

@@ -12,6 +12,7 @@ from hiremate_lightning import hiremate
 from hiremate_lightning.kinds import releasing
 from hiremate_lightning.kinds.releasing import SAMPLES, SETTLED_STEPS, Releases
 from hiremate_lightning.kinds.step_kind import StepKind
+from hiremate_lightning.sessions.session import Session
 from hiremate_lightning.targets.modules import targets_of
 from tests.exact import differing, leave_behind, quiet
 
@@ -163,69 +164,50 @@ def test_a_step_that_takes_more_memory_without_its_plan_keeps_it(monkeypatch):
     assert not ran_plain[-1]
 
 
-def test_new_sizes_of_code_whose_plan_gains_nothing_run_unplanned():
-    """Nothing fits, and the plan of one size was given back: to capture other sizes would take seconds for nothing."""
+def settle(budget: str, sizes: list[int], steps: int, clock: Clock | None = None) -> Session:
+    """Train plainly and by plans, at these sizes: all numbers are equal, and after some steps nothing is captured.
+
+    Args:
+        budget: Of the planned training.
+        sizes: Rows of each step.
+        steps: After which nothing is captured.
+        clock: Plain steps take 1 s on it, and planned ones 2 s; None for the real one.
+    """
     logs = []
     for is_planned in (False, True):
-        model, log, clock = make(), [], Clock()
+        model, log = make(), []
         if is_planned:
-            hiremate(model, "20%", verbose=False, on_infeasible="warn")
+            hiremate(model, budget, verbose=False, on_infeasible="warn")
             session = targets_of(model).session
-            session.unplanned.releases = Releases(clock)
+            if clock is not None:
+                session.unplanned.releases = Releases(clock)
         with quiet():
-            for index, rows in enumerate([32] * (DECIDED + 8) + [40, 48, 24, 32, 40]):
+            for index, rows in enumerate(sizes):
                 model.zero_grad()
                 x = torch.randn(rows, 16, generator=torch.Generator().manual_seed(index))
                 model(x).square().mean().backward()
                 log += leave_behind(model)
-                clock.now_s += 1.0 if is_planned and session.is_plain else 2.0
-                if is_planned and index == DECIDED + 7:
+                if is_planned and clock is not None:
+                    clock.now_s += 1.0 if session.is_plain else 2.0
+                if is_planned and index + 1 == steps:
                     captured = session.captured_count
         logs.append(log)
     assert not differing(logs[1], logs[0])
     assert session.captured_count == captured
-    assert session.is_released
+    return session
+
+
+def test_new_sizes_of_code_whose_plan_gains_nothing_run_unplanned():
+    """Nothing fits, and the plan of one size was given back: to capture other sizes would take seconds for nothing."""
+    sizes = [32] * (DECIDED + 8) + [40, 48, 24, 32, 40]
+    assert settle("20%", sizes, DECIDED + 8, Clock()).is_released
 
 
 def test_sizes_that_never_repeat_run_unplanned_where_no_plan_saves():
     """Nothing fits, and no size comes twice: no plan is ever measured, so none could be given back by its own steps."""
-    logs = []
-    for is_planned in (False, True):
-        model, log = make(), []
-        if is_planned:
-            hiremate(model, "20%", verbose=False, on_infeasible="warn")
-            session = targets_of(model).session
-        with quiet():
-            for index in range(12):
-                model.zero_grad()
-                x = torch.randn(32 + index * 7 % 12, 16, generator=torch.Generator().manual_seed(index))
-                model(x).square().mean().backward()
-                log += leave_behind(model)
-                if is_planned and index == 5:
-                    captured = session.captured_count
-        logs.append(log)
-    assert not differing(logs[1], logs[0])
-    assert session.captured_count == captured
-    assert session.is_released
+    assert settle("20%", [32 + index * 7 % 12 for index in range(12)], 6).is_released
 
 
 def test_any_size_runs_unplanned_where_the_budget_is_all_it_takes():
     """Each step is larger than all before: 100 % of what such a step takes is more than the latest plan's budget."""
-    logs = []
-    for is_planned in (False, True):
-        model, log = make(), []
-        if is_planned:
-            hiremate(model, "100%", verbose=False)
-            session = targets_of(model).session
-        with quiet():
-            for index in range(10):
-                model.zero_grad()
-                x = torch.randn(32 + 9 * index, 16, generator=torch.Generator().manual_seed(index))
-                model(x).square().mean().backward()
-                log += leave_behind(model)
-                if is_planned and index == 3:
-                    captured = session.captured_count
-        logs.append(log)
-    assert not differing(logs[1], logs[0])
-    assert session.captured_count == captured
-    assert session.is_plain
+    assert settle("100%", [32 + 9 * index for index in range(10)], 4).is_plain

@@ -78,7 +78,7 @@ def test_what_the_cache_of_files_takes_is_free():
 
 
 @pytest.mark.parametrize(("fraction", "expected"), [(1.0, 70 + 8), (0.5, 50 - 12)])
-def test_what_a_gpu_could_still_hand_out_is_within_the_share_of_the_process(monkeypatch, fraction, expected):
+def test_free_bytes_of_a_gpu_heed_the_fraction_of_the_process(monkeypatch, fraction, expected):
     """Of 100 bytes 70 are free, 20 are reserved by this process, 12 of which are allocated."""
     answers = {
         "memory_allocated": 12,
@@ -92,7 +92,7 @@ def test_what_a_gpu_could_still_hand_out_is_within_the_share_of_the_process(monk
 
 
 @pytest.mark.parametrize(("limit", "expected"), [("1000", 1000 - 400 + 150), ("300", 50), ("max", None)])
-def test_the_limit_of_a_container_is_heeded(monkeypatch, tmp_path, limit, expected):
+def test_free_host_bytes_are_within_the_limit_of_a_container(monkeypatch, tmp_path, limit, expected):
     """Of 400 bytes in use, 150 are of files and could be given up."""
     monkeypatch.setattr(allocator, "CONTAINER", tmp_path)
     (tmp_path / "memory.max").write_text(f"{limit}\n")
