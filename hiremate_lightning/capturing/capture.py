@@ -161,12 +161,12 @@ class Captured:
         tensors = ((p, pair) for p, *pair in shown if all(isinstance(value, torch.Tensor) for value in pair))
         return frozenset(position for position, pair in tensors if tensor_state.are_alike(*pair))
 
-    @property
+    @functools.cached_property
     def placeholders(self) -> tuple[fx.Node, ...]:
         """The inputs of the forward, in order."""
         return tuple(n for n in self.joint.graph.find_nodes(op="placeholder") if not aot.is_tangent(n))
 
-    @property
+    @functools.cached_property
     def tangents(self) -> tuple[fx.Node, ...]:
         """The gradients of the outputs, in order."""
         return tuple(n for n in self.joint.graph.find_nodes(op="placeholder") if aot.is_tangent(n))

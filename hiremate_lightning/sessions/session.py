@@ -408,13 +408,13 @@ class Session:
         """Learn of a call with gradients, or of what is around it."""
         self._without_gradients.end()
         self.steps.called(arguments, call)
-        self._without_gradients.compare(self.plan)
+        self._without_gradients.compare(self.planned.latest)
 
     def begin_without_gradients(self, name: str, arguments: Arguments) -> None:
         """Learn that a module is called without gradients, in training mode: between steps that is watched."""
         step = self.steps.current
         is_between = not backward_pass.is_running() and (step is None or step.is_over)
-        if is_between and self.plan is not None:
+        if is_between and self.planned.latest is not None:
             self._without_gradients.begins(name, tensors_inside(arguments))
 
     def end_step(self) -> None:
