@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.autograd.graph import Node
 from torch.fx import graph_module
 
 from . import tensor_state
@@ -121,7 +120,7 @@ def forget_casts(kind: str) -> None:
         cast.metadata[BLOCK] = before
 
 
-def _remembered_cast(kind: str) -> Node | None:
+def _remembered_cast(kind: str) -> Any:
     """Return the node of the cast of an empty parameter, which autocast remembers as it does those of all others."""
     parameter, key = _empty_on(kind), getattr(torch._C.DispatchKey, f"Autocast{kind.upper()}")
     with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(key, False):
