@@ -25,6 +25,8 @@ from ..torch_private import aot
 from ..torch_private.tensor_state import is_dense, storage_id, versions_of
 from .joint import drop_unread, written_values
 
+aten = torch.ops.aten
+
 TermCounts = Mapping[int, int]  # by position of an input: of how many terms its gradient is the sum
 
 
@@ -268,7 +270,7 @@ def casts_alone(gradients: Sequence[Any], terms: TermCounts) -> TermCounts:
     uses = Counter(value for value in gradients if isinstance(value, fx.Node))
 
     def is_alone(whole: Any, count: int) -> bool:
-        if not isinstance(whole, fx.Node) or whole.target is not torch.ops.aten._to_copy.default:
+        if not isinstance(whole, fx.Node) or whole.target is not aten._to_copy.default:
             return False
         half: Any = whole.args[0]
         are_alone = uses[whole] == len(whole.users) == len(half.users) == 1
@@ -279,7 +281,7 @@ def casts_alone(gradients: Sequence[Any], terms: TermCounts) -> TermCounts:
 
 def accumulates(node: fx.Node) -> bool:
     """Whether autograd adds up two gradients of one value there."""
-    return node.target is torch.ops.aten.add.Tensor and bool(node.meta.get("is_gradient_acc"))
+    return node.target is aten.add.Tensor and bool(node.meta.get("is_gradient_acc"))
 
 
 def arrivals(total: Any) -> list[tuple[fx.Node, fx.Node]]:
