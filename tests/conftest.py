@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -16,8 +18,7 @@ from hiremate_lightning.kinds.plain_steps import PlainSteps
 from hiremate_lightning.memory.metering import MemoryMeter
 from hiremate_lightning.planning import solutions
 from hiremate_lightning.reporting import report
-from hiremate_lightning.rewriting import finishing
-from hiremate_lightning.testing import templates_at_once, without_templates
+from hiremate_lightning.testing import changed_thresholds, templates_at_once, without_templates
 
 MODEL_PACKAGES = ("transformers", "timm")
 
@@ -76,9 +77,34 @@ def _no_meter_left() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _finish_small_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the small values of tests be finished in place, as large ones are."""
-    monkeypatch.setattr(finishing, "LEAST_BYTES", 64)
+def change_thresholds() -> Iterator[Callable[..., None]]:
+    """Change thresholds for the rest of a test; in all tests small values are finished in place, as large ones are."""
+    with ExitStack() as stack:
+
+        def change(**changes: float) -> None:
+            stack.enter_context(changed_thresholds(**changes))
+
+        change(finished_bytes=64)
+        yield change
+
+
+@pytest.fixture
+def stages() -> Iterator[list[str]]:
+    """List the stages of planning as they begin, such as "tracing", "proving" and "solving": a log of level DEBUG."""
+    names: list[str] = []
+
+    class Noting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno == logging.DEBUG:
+                names.append(record.getMessage())
+
+    logger, handler = logging.getLogger("hiremate_lightning"), Noting()
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    yield names
+    logger.setLevel(before)
+    logger.removeHandler(handler)
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.kinds import releasing
 from hiremate_lightning.kinds.releasing import SAMPLES, SETTLED_STEPS, Releases
 from hiremate_lightning.kinds.step_kind import StepKind
 from hiremate_lightning.sessions.session import Session
@@ -146,9 +145,9 @@ def test_a_plan_that_saves_no_memory_is_given_back_at_once(planned_s, caplog):
     assert caplog.text.count("saves no memory: such steps run without it from now on") == 1
 
 
-def test_a_step_that_takes_more_memory_without_its_plan_keeps_it(monkeypatch):
+def test_a_step_that_takes_more_memory_without_its_plan_keeps_it(change_thresholds):
     """Nothing fits; here what is measured of the first plain step counts as more than what its plan takes."""
-    monkeypatch.setattr(releasing, "NO_MORE", 0.5)
+    change_thresholds(released_peak=0.5)
     model, clock = make(), Clock()
     hiremate(model, "20%", verbose=False, on_infeasible="warn")
     session = targets_of(model).session

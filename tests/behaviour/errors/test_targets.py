@@ -28,7 +28,6 @@ from hiremate_lightning import (
     hiremate,
     remove_hiremate,
 )
-from hiremate_lightning.calls import slots
 from hiremate_lightning.sessions import graph_programs
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import hooks
@@ -303,8 +302,8 @@ def test_what_is_called_alone_and_in_a_planned_call_is_planned_in_both(call):
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
 
 
-def test_a_part_that_is_called_alone_later_on_is_planned(monkeypatch):
-    monkeypatch.setattr(slots, "WATCHED_CALLS", 3)
+def test_a_part_that_is_called_alone_later_on_is_planned(change_thresholds):
+    change_thresholds(watched_calls=3)
     model = hiremate(Net(), "100%", verbose=False)
     train(model, steps=4)
     train(model, steps=1, call=model.encoder)

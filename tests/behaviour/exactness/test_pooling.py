@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.rewriting import kernels, pooling
+from hiremate_lightning.rewriting import pooling
 from hiremate_lightning.torch_private import inductor
 from tests.exact import added_peaks, captured_by, simple_loop, train_both
 
@@ -70,8 +70,8 @@ def are_same(found: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 @pytest.fixture(params=[1, 2**20], ids=["one by one", "together"])
-def part_bytes(request, monkeypatch):
-    monkeypatch.setattr(kernels, "PART_BYTES", request.param)
+def part_bytes(request, change_thresholds):
+    change_thresholds(part_bytes=request.param)
 
 
 @pytest.mark.usefixtures("part_bytes")
@@ -118,8 +118,8 @@ def test_places_are_as_narrow_as_their_windows_allow(width, kernel, dtype):
     assert are_same(found, expected)
 
 
-def test_beside_the_results_only_parts_are_allocated(monkeypatch):
-    monkeypatch.setattr(kernels, "PART_BYTES", 1)
+def test_beside_the_results_only_parts_are_allocated(change_thresholds):
+    change_thresholds(part_bytes=1)
     source, windows = torch.randn(64, 8, 32, 32), ([2, 2], [2, 2], [0, 0], [1, 1], False)
     shape, form, values = [64, 8, 16, 16], torch.contiguous_format, 64 * 8 * 16 * 16
     part = 4 * 8 * 16 * 16  # of them
@@ -246,8 +246,8 @@ def test_a_gradient_of_a_gradient_is_exact():
 
 
 @pytest.mark.parametrize("pool", [activated, then_activated, several], ids=lambda pool: pool.__name__)
-def test_the_peak_is_lower_than_that_of_plain_pytorch_and_both_are_foreseen(monkeypatch, pool):
-    monkeypatch.setattr(kernels, "PART_BYTES", 1)
+def test_the_peak_is_lower_than_that_of_plain_pytorch_and_both_are_foreseen(change_thresholds, monkeypatch, pool):
+    change_thresholds(part_bytes=1)
     torch.manual_seed(1)
     plainly, planned = added_peaks(Pooled(pool), batch(0))
     monkeypatch.setattr(pooling, "join", lambda joint: None)
@@ -255,7 +255,6 @@ def test_the_peak_is_lower_than_that_of_plain_pytorch_and_both_are_foreseen(monk
     places = pool(torch.zeros(4, 16, 32, 32)).numel() * (3 if pool is several else 1)
     assert planned <= before - 6 * places
     monkeypatch.undo()
-    monkeypatch.setattr(kernels, "PART_BYTES", 1)
     module = Pooled(pool)
     module(batch(0)).backward()
     hiremate(module, "100%", verbose=False)

@@ -13,7 +13,7 @@ from hiremate_lightning.kinds.plain_steps import PlainWay
 from hiremate_lightning.measuring.aside import LEAST_ASIDE, SavedAside
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.options import make_options
-from hiremate_lightning.sessions import aside_room, unplanned
+from hiremate_lightning.sessions import aside_room
 from hiremate_lightning.sessions.aside_room import AsideRoom
 from hiremate_lightning.sessions.session import Session
 from hiremate_lightning.targets.modules import targets_of
@@ -99,7 +99,7 @@ def test_steps_stay_within_the_budget():
         assert added + get_plan(model).resident_bytes <= budget + 2**16
 
 
-def test_files_are_used_again_until_steps_run_by_plans(monkeypatch):
+def test_files_are_used_again_until_steps_run_by_plans(change_thresholds, monkeypatch):
     rooms = list[AsideRoom]()
     make = AsideRoom.__init__
     monkeypatch.setattr(AsideRoom, "__init__", lambda room, *given: (rooms.append(room), make(room, *given))[1])
@@ -110,13 +110,13 @@ def test_files_are_used_again_until_steps_run_by_plans(monkeypatch):
         sizes_bytes.append(rooms[-1].files.size_bytes)
     assert sizes_bytes[1] > 0
     assert set(sizes_bytes[1:]) == {sizes_bytes[1]}, "the longest came first"
-    monkeypatch.setattr(unplanned, "WORTH_A_PLAN", 0)
+    change_thresholds(worth_a_plan=0)
     train(model, 4)
     assert rooms[-1].files.size_bytes == 0
 
 
-def test_a_size_that_comes_often_gets_a_plan(monkeypatch):
-    monkeypatch.setattr(unplanned, "WORTH_A_PLAN", 0)
+def test_a_size_that_comes_often_gets_a_plan(change_thresholds):
+    change_thresholds(worth_a_plan=0)
     found = ways(hiremate(Net(), budget_of(60), verbose=False))
     assert [found[step] for step in (2, 4, 7)] == ["aside", "plan", "plan"], "all are of length 90"
 

@@ -15,7 +15,7 @@ from hiremate_lightning import hiremate, remove_hiremate
 from hiremate_lightning.capturing import backend
 from hiremate_lightning.records.same_code import difference
 from hiremate_lightning.targets.modules import targets_of
-from hiremate_lightning.torch_private import dynamo, each_size
+from hiremate_lightning.torch_private import dynamo
 from hiremate_lightning.torch_private.each_size import EachSize
 from tests.exact import simple_loop, train_both
 
@@ -109,8 +109,8 @@ def test_sizes_seen_with_one_model_are_forgotten_with_it(captures, traced):
 
 
 @pytest.mark.filterwarnings("ignore:torch.compile captured code again")
-def test_what_was_traced_for_sizes_that_do_not_come_any_more_is_dropped(monkeypatch, traced):
-    monkeypatch.setattr(each_size, "KEPT", 2)
+def test_what_was_traced_for_sizes_that_do_not_come_any_more_is_dropped(change_thresholds, traced):
+    change_thresholds(size_traces=2)
     lengths = [9, 8, 7, 6, 5, 4, 3, 2, 7, 7]
     model = hiremate(Mixing(), "100 MiB", verbose=False)
     plain = Mixing()
