@@ -88,21 +88,29 @@ def change_thresholds() -> Iterator[Callable[..., None]]:
         yield change
 
 
+class PlanningLog(logging.Handler):
+    """What the package logs at the level DEBUG as it plans."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def of(self, words: str) -> list[str]:
+        """List how the lines go on that begin with some words, such as "capturing" or "proving"."""
+        return [text.removeprefix(words).strip() for text in self.texts if text.startswith(words)]
+
+
 @pytest.fixture
-def stages() -> Iterator[list[str]]:
-    """List the stages of planning as they begin, such as "tracing", "proving" and "solving": a log of level DEBUG."""
-    names: list[str] = []
-
-    class Noting(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.levelno == logging.DEBUG:
-                names.append(record.getMessage())
-
-    logger, handler = logging.getLogger("hiremate_lightning"), Noting()
+def planning_log() -> Iterator[PlanningLog]:
+    """Note what is captured, traced, proved, solved and measured."""
+    logger, handler = logging.getLogger("hiremate_lightning"), PlanningLog()
     before = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
-    yield names
+    yield handler
     logger.setLevel(before)
     logger.removeHandler(handler)
 

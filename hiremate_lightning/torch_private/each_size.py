@@ -223,6 +223,7 @@ class EachSize:
                 self._trace_larger(sample, others)
 
     def _trace_for(self, sizes: tuple[int, ...], others: Sequence[Any]) -> Runner:
+        log.debug("tracing for the sizes %s", sizes)
         try:
             run, is_general = self._trace_at(sizes, others)
         except Exception as error:  # whatever AOTAutograd fails on
