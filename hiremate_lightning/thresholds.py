@@ -16,6 +16,8 @@ class Thresholds:
         part_bytes: Least bytes of a part of a tensor that kernels work on: each part takes a few launches.
         row_bytes: Least bytes of a row of logarithms for a loss to be computed by rows. It does not depend on the
             number of rows, so the graph is the same for each.
+        pooled_bytes: Least bytes of PyTorch's places of maxima in one picture, for a pool to name these in fewer bytes.
+            Below it, the launches take longer than it is worth.
         finished_bytes: Least bytes of a value that is finished in place. Below it, an allocation takes less time than
             the check that the memory may be overwritten.
         compared_values: Most values that a proof compares at once: a few hundred MiB of doubles.
@@ -33,6 +35,7 @@ class Thresholds:
 
     part_bytes: int = 2**20
     row_bytes: int = 2**14
+    pooled_bytes: int = 2**14
     finished_bytes: int = 2**17
     compared_values: int = 2**22
     decided_values: int = 2**22

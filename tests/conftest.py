@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import itertools
 import logging
 import os
 import sys
@@ -17,6 +18,7 @@ import torch._dynamo
 from hiremate_lightning.kinds.plain_steps import PlainSteps
 from hiremate_lightning.memory.metering import MemoryMeter
 from hiremate_lightning.planning import solutions
+from hiremate_lightning.planning.solvers import work
 from hiremate_lightning.reporting import report
 from hiremate_lightning.testing import changed_thresholds, templates_at_once, without_templates
 
@@ -45,9 +47,17 @@ def _no_stage_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "LONG_S", 1e6)
 
 
+_tests_run = itertools.count(1)
+
+
 @pytest.fixture(autouse=True)
 def _quick_garbage_collection() -> None:
-    """Let collections pass over what stays, a million objects of imported packages: a planned step takes several."""
+    """Let collections pass over what stays, a million objects of imported packages: a planned step takes several.
+
+    What a module's fixtures or caches hold is frozen too. Now and then all is looked at, or cycles of it would stay.
+    """
+    if next(_tests_run) % 50 == 0:
+        gc.unfreeze()
     gc.collect()
     gc.freeze()
 
@@ -113,6 +123,33 @@ def planning_log() -> Iterator[PlanningLog]:
     yield handler
     logger.setLevel(before)
     logger.removeHandler(handler)
+
+
+@pytest.fixture
+def set_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Replace the clock of solves by one on which so many seconds pass from one look to the next."""
+
+    def set_seconds(seconds: float) -> None:
+        ticks = itertools.count()
+        monkeypatch.setattr(work, "monotonic", lambda: seconds * next(ticks))
+
+    return set_seconds
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """Be the only process of a group."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def no_automatic_collection() -> Iterator[None]:
+    """Let cycles live until somebody asks for their collection."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Callable
 
@@ -86,14 +85,6 @@ class GivesMore(nn.Module):
         logits = self.head(self.body(x))
         torch._dynamo.graph_break()
         return {"loss": logits.log_softmax(1).square().mean(), "logits": logits}
-
-
-@pytest.fixture
-def no_automatic_collection():
-    """Let cycles live until somebody asks for their collection."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.usefixtures("no_automatic_collection")

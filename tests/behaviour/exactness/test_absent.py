@@ -59,12 +59,19 @@ def assert_same(found, expected):
     assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
 
 
-def two(model_class):
+def two(model_class, budget="100%"):
+    """Make a plain model and a planned one with the same weights."""
     torch.manual_seed(1)
     plain = model_class()
     planned = model_class()
     planned.load_state_dict(plain.state_dict())
-    return plain, planned
+    return plain, hiremate(planned, budget, on_infeasible="warn", verbose=False)
+
+
+def train_alike(model_class, loss_of, budget="100%"):
+    """Train a plain model and a planned one; fail where gradients or parameters differ."""
+    plain, planned = two(model_class, budget)
+    assert_same(train(planned, loss_of), train(plain, loss_of))
 
 
 @pytest.mark.parametrize("budget", ["100%", "80%"])
@@ -78,9 +85,7 @@ def two(model_class):
     ids=["one", "in turn", "sometimes both"],
 )
 def test_parameters_behind_an_unused_output_have_no_gradient(loss_of, budget):
-    plain, planned = two(TwoHeads)
-    hiremate(planned, budget, on_infeasible="warn", verbose=False)
-    assert_same(train(planned, loss_of), train(plain, loss_of))
+    train_alike(TwoHeads, loss_of, budget)
 
 
 def test_a_second_backward_may_bring_other_gradients():
@@ -88,9 +93,7 @@ def test_a_second_backward_may_bring_other_gradients():
         out[0].square().mean().backward(retain_graph=True)
         return out[1].square().mean()
 
-    plain, planned = two(TwoHeads)
-    hiremate(planned, "100%", verbose=False)
-    assert_same(train(planned, loss_of), train(plain, loss_of))
+    train_alike(TwoHeads, loss_of)
 
 
 def test_zeros_fill_in_where_an_operation_needs_all_gradients():
@@ -102,12 +105,7 @@ def test_zeros_fill_in_where_an_operation_needs_all_gradients():
         def forward(self, x):
             return [half.exp() for half in self.linear(x).tanh().split(WIDTH // 2, dim=1)]
 
-    plain, planned = two(Split)
-    hiremate(planned, "100%", verbose=False)
-    assert_same(
-        train(planned, lambda out, step: out[0].square().mean()),
-        train(plain, lambda out, step: out[0].square().mean()),
-    )
+    train_alike(Split, lambda out, step: out[0].square().mean())
 
 
 class Parted(torch.autograd.Function):
@@ -135,17 +133,11 @@ def test_a_function_with_a_backward_of_its_own_gets_zeros(used):
             halves = Parted.apply(self.linear(x).tanh())
             return [half.exp() for half in halves], Parted.apply(self.other(x).tanh())
 
-    def loss_of(out, step):
-        return out[0][used].square().mean()
-
-    plain, planned = two(Split)
-    hiremate(planned, "100%", verbose=False)
-    assert_same(train(planned, loss_of), train(plain, loss_of))
+    train_alike(Split, lambda out, step: out[0][used].square().mean())
 
 
 def test_no_memory_is_taken_for_gradients_that_never_come():
     plain, planned = two(WithLogits)
-    hiremate(planned, "100%", verbose=False)
     train(planned, lambda out, step: out[0], steps=4)
     plan = get_plan(planned)
     x = torch.randn(ROWS, WIDTH)
@@ -284,5 +276,4 @@ def test_reshapes_are_those_of_plain_training_where_a_gradient_is_missing():
         return found
 
     plain, planned = two(WithCache)
-    hiremate(planned, "100%", verbose=False)
     assert all(map(torch.equal, gradients(planned), gradients(plain)))

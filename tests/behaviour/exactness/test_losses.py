@@ -14,9 +14,8 @@ from torch.nn import functional as F
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.rewriting import losses
 from hiremate_lightning.rewriting.losses import cross_entropy, cross_entropy_gradient
-from hiremate_lightning.torch_private import hacks, inductor
+from hiremate_lightning.torch_private import hacks
 from tests.exact import added_peaks, captured_by, simple_loop, train_both
 
 aten = torch.ops.aten
@@ -189,8 +188,8 @@ CHOICES: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }
 
 
-def test_a_loss_is_made_by_rows_beside_fused_kernels_too(monkeypatch):
-    monkeypatch.setattr(inductor, "compile_graph", lambda module, _: lambda arguments: module(*arguments))
+@pytest.mark.usefixtures("_kernels_uncompiled")
+def test_a_loss_is_made_by_rows_beside_fused_kernels_too():
     graph = captured_by(Words(entropy), batch(0), compile="inductor").graph
     assert {"hiremate.cross_entropy", "hiremate.cross_entropy_gradient"} <= {node.op for node in graph.nodes}
 
@@ -223,13 +222,13 @@ PEAKS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and the bytes of lo
 
 
 @pytest.mark.parametrize(("make", "itemsize"), PEAKS.values(), ids=PEAKS)
-def test_the_peak_is_what_was_planned_and_the_logits_are_most_of_it(monkeypatch, make, itemsize):
+def test_the_peak_is_what_was_planned_and_the_logits_are_most_of_it(change_thresholds, make, itemsize):
     plainly, planned = added_peaks(make(), batch(0))
     parts = 2 * 4 * 16 * MANY
     gradients = 4 * MANY * (WIDTH + 1)
     assert itemsize * LOGITS <= planned <= itemsize * LOGITS + parts + gradients + 0.05 * LOGITS
     assert planned <= plainly - 4 * LOGITS
-    monkeypatch.setattr(losses, "join", lambda joint: None)
+    change_thresholds(row_bytes=2**40)
     assert planned <= added_peaks(make(), batch(0))[1] - 2 * LOGITS
 
 

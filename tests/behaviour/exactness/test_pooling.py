@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.rewriting import pooling
-from hiremate_lightning.torch_private import inductor
+from hiremate_lightning.testing import changed_thresholds
 from tests.exact import added_peaks, captured_by, simple_loop, train_both
 
 BATCH, CHANNELS, SIZE = 5, 12, 21
@@ -212,8 +212,8 @@ def batch(index: int) -> Tensor:
     return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(index))
 
 
-def test_pools_are_joined_beside_fused_kernels_too(monkeypatch):
-    monkeypatch.setattr(inductor, "compile_graph", lambda module, _: lambda arguments: module(*arguments))
+@pytest.mark.usefixtures("_kernels_uncompiled")
+def test_pools_are_joined_beside_fused_kernels_too():
     graph = captured_by(Pooled(activated), batch(0), compile="inductor").graph
     assert {"hiremate.max_pool", "hiremate.max_pool_gradient"} <= {node.op for node in graph.nodes}
 
@@ -246,15 +246,14 @@ def test_a_gradient_of_a_gradient_is_exact():
 
 
 @pytest.mark.parametrize("pool", [activated, then_activated, several], ids=lambda pool: pool.__name__)
-def test_the_peak_is_lower_than_that_of_plain_pytorch_and_both_are_foreseen(change_thresholds, monkeypatch, pool):
+def test_the_peak_is_lower_than_that_of_plain_pytorch_and_both_are_foreseen(change_thresholds, pool):
     change_thresholds(part_bytes=1)
     torch.manual_seed(1)
     plainly, planned = added_peaks(Pooled(pool), batch(0))
-    monkeypatch.setattr(pooling, "join", lambda joint: None)
-    _, before = added_peaks(Pooled(pool), batch(0))
+    with changed_thresholds(pooled_bytes=2**40):
+        _, before = added_peaks(Pooled(pool), batch(0))
     places = pool(torch.zeros(4, 16, 32, 32)).numel() * (3 if pool is several else 1)
     assert planned <= before - 6 * places
-    monkeypatch.undo()
     module = Pooled(pool)
     module(batch(0)).backward()
     hiremate(module, "100%", verbose=False)

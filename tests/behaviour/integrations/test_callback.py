@@ -6,8 +6,8 @@ import copy
 import io
 import pickle
 import re
-import sys
 import warnings
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -649,14 +649,13 @@ def test_a_fit_says_three_lines_and_writes_a_page(bar, tmp_path, monkeypatch):
     screen.isatty = lambda: True
     console = Console(file=screen, width=200, force_terminal=True, color_system=None)
     monkeypatch.setattr(rich, "_console", console)
-    monkeypatch.setattr(sys, "stdout", screen)
-    monkeypatch.setattr(sys, "stderr", screen)
     bars = [] if bar is None else [bar(refresh_rate=1)]
     logger = CSVLogger(tmp_path)
     fitting = trainer(
         *bars, planned(verbose=True), logger=logger, enable_progress_bar=bar is not None, log_every_n_steps=1
     )
-    fitting.fit(CallsItself(), batches(6))
+    with redirect_stdout(screen), redirect_stderr(screen):
+        fitting.fit(CallsItself(), batches(6))
 
     page = Path(logger.log_dir) / "hiremate_plan.html"
     text = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", screen.getvalue())

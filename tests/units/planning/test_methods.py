@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hiremate_lightning import hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.command_line.cli import SOLVERS
-from hiremate_lightning.planning.solvers import base, get_strategy, strategy_names
+from hiremate_lightning.planning.solvers import get_strategy, strategy_names
 from hiremate_lightning.planning.solvers.chain import ChainBytes, ChainLink, ChainSpan, links, policy_of
 from hiremate_lightning.planning.solvers.incumbent import Search
 from hiremate_lightning.planning.solvers.methods import chen, dtr, min_memory, rockmate, rotor, twremat
@@ -98,8 +98,8 @@ def test_where_no_schedule_of_a_method_fits_the_repair_is_told():
     assert solution.note == ("No schedule of min_memory fits; values were evicted from the one that peaks at 6.84 KiB.")
 
 
-def test_a_method_that_proposes_nothing_says_what_was_taken_instead(monkeypatch):
-    monkeypatch.setattr(base, "_STRATEGIES", dict(base._STRATEGIES))
+@pytest.mark.usefixtures("_own_strategies")
+def test_a_method_that_proposes_nothing_says_what_was_taken_instead():
     step = chain(12, KB)
     method("mute, for a test")(lambda search: iter(()))
     whole = StepModel(problem_of(step, 0)).keep_all_bytes
