@@ -1,6 +1,6 @@
 """Sizes, counts and shares at which the package begins to act otherwise, in one record.
 
-Modules read `thresholds.current` each time: who replaces the record, as `testing.changed_thresholds` does, changes all.
+Modules read `thresholds.current` each time, so that `testing.changed_thresholds` changes all of them in one place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Thresholds:
         compared_values: Most values that a proof compares at once: a few hundred MiB of doubles.
         decided_values: Most values of a tensor that is computed while code is traced.
         size_traces: Most traces of one graph that are kept, the latest used ones: each takes megabytes on the host.
-        watched_calls: Calls of a module that are looked at; of later ones every so manieth is.
+        watched_calls: First calls of a module in which inner modules have slots; after them, one call in so many.
         program_variables: Most variables of Checkmate's program; larger ones are relaxed and rounded.
         released_peak: Share of the peak of a plan that does not fit, beyond which an eager step takes more memory.
             It allows for the blocks of an allocator.
