@@ -227,6 +227,23 @@ def test_code_that_needs_the_number_is_captured_for_each():
     train_both(Rooted, simple_loop(batches([6, 9, 12, 14, 9, 11]), steps=6), "1 MiB")
 
 
+class Numbered(nn.Module):
+    """Ends with the layer of a given number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, batch: tuple[torch.Tensor, int]) -> torch.Tensor:
+        x, number = batch
+        return self.heads[number](self.first(x).relu())
+
+
+def test_a_number_that_picks_a_module_is_captured_for_each():
+    train_both(Numbered, simple_loop(lambda step: (torch.randn(8, WIDTH), step % 3), steps=7), "1 MiB")
+
+
 def test_what_can_not_be_captured_with_symbols_is_captured_without_and_not_tried_again(monkeypatch):
     failed = []
 
