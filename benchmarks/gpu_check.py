@@ -199,9 +199,9 @@ def _shorten_console(folder: Path) -> None:
         path.write_bytes(path.read_bytes()[-MOST_CONSOLE_BYTES:])
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the check; return 0 unless it was told to stop."""
-    options = parse()
+    options = parse(arguments)
     if options.list or options.budget_of_parts:
         sys.stdout.write("\n".join(described(chosen(options), 60 * options.minutes - END_S)) + "\n")
         return 0

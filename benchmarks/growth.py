@@ -13,10 +13,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 import page_tables
 import torch
@@ -77,12 +78,12 @@ def step_s(module: nn.Module, batch: Sequence[torch.Tensor]) -> float:
     return time.process_time() - start
 
 
-def measure(depth: int, width: int, rounds: int) -> Size:
+def measure(depth: int, width: int, rounds: int, make: Callable[..., Any] = gpt2_of) -> Size:
     """Train one network plainly and planned."""
     torch.compiler.reset()
     torch.manual_seed(0)
-    plain, batch = gpt2_of(depth, width=width)
-    planned, _ = gpt2_of(depth, width=width)
+    plain, batch = make(depth, width=width)
+    planned, _ = make(depth, width=width)
     hiremate(planned, "50%", verbose=False)
     seconds = [0.0, 0.0]
     for _ in range(4):  # capture; plan; measure the peak; measure the time

@@ -8,17 +8,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
+from . import thresholds
 from .capturing.capture import Captured
 from .measuring import profiling
 from .planning.plan import Plan
 from .records.costs import Machine, estimate
 from .records.graph import Graph
 from .records.schedule import Compute, Free, Operation
-from .sessions import unplanned
 from .sessions.current_step import CurrentStep
 from .sessions.session import Session
 from .sessions.templates import Templates
@@ -134,11 +134,22 @@ def without_templates() -> Iterator[None]:
 @contextmanager
 def templates_at_once() -> Iterator[None]:
     """Let steps of new sizes run by programs made from traces of other sizes before these are worth their time."""
-    price, unplanned.WORTH_TEMPLATES = unplanned.WORTH_TEMPLATES, 0.0
+    with changed_thresholds(worth_templates=0.0):
+        yield
+
+
+@contextmanager
+def changed_thresholds(**changes: float) -> Iterator[None]:
+    """Let the package begin to act otherwise at other sizes, counts and shares.
+
+    Args:
+        **changes: Fields of `hiremate_lightning.thresholds.Thresholds`.
+    """
+    before, thresholds.current = thresholds.current, replace(thresholds.current, **changes)  # type: ignore[arg-type]
     try:
         yield
     finally:
-        unplanned.WORTH_TEMPLATES = price
+        thresholds.current = before
 
 
 @contextmanager

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import itertools
+import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -15,9 +18,9 @@ import torch._dynamo
 from hiremate_lightning.kinds.plain_steps import PlainSteps
 from hiremate_lightning.memory.metering import MemoryMeter
 from hiremate_lightning.planning import solutions
+from hiremate_lightning.planning.solvers import work
 from hiremate_lightning.reporting import report
-from hiremate_lightning.rewriting import finishing
-from hiremate_lightning.testing import templates_at_once, without_templates
+from hiremate_lightning.testing import changed_thresholds, templates_at_once, without_templates
 
 MODEL_PACKAGES = ("transformers", "timm")
 
@@ -44,9 +47,17 @@ def _no_stage_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "LONG_S", 1e6)
 
 
+_tests_run = itertools.count(1)
+
+
 @pytest.fixture(autouse=True)
 def _quick_garbage_collection() -> None:
-    """Let collections pass over what stays, a million objects of imported packages: a planned step takes several."""
+    """Let collections pass over what stays, a million objects of imported packages: a planned step takes several.
+
+    What a module's fixtures or caches hold is frozen too. Now and then all is looked at, or cycles of it would stay.
+    """
+    if next(_tests_run) % 50 == 0:
+        gc.unfreeze()
     gc.collect()
     gc.freeze()
 
@@ -76,9 +87,69 @@ def _no_meter_left() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _finish_small_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the small values of tests be finished in place, as large ones are."""
-    monkeypatch.setattr(finishing, "LEAST_BYTES", 64)
+def change_thresholds() -> Iterator[Callable[..., None]]:
+    """Change thresholds for the rest of a test; in all tests small values are finished in place, as large ones are."""
+    with ExitStack() as stack:
+
+        def change(**changes: float) -> None:
+            stack.enter_context(changed_thresholds(**changes))
+
+        change(finished_bytes=64)
+        yield change
+
+
+class PlanningLog(logging.Handler):
+    """What the package logs at the level DEBUG as it plans."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def of(self, words: str) -> list[str]:
+        """List how the lines go on that begin with some words, such as "capturing" or "proving"."""
+        return [text.removeprefix(words).strip() for text in self.texts if text.startswith(words)]
+
+
+@pytest.fixture
+def planning_log() -> Iterator[PlanningLog]:
+    """Note what is captured, traced, proved, solved and measured."""
+    logger, handler = logging.getLogger("hiremate_lightning"), PlanningLog()
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    yield handler
+    logger.setLevel(before)
+    logger.removeHandler(handler)
+
+
+@pytest.fixture
+def set_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Replace the clock of solves by one on which so many seconds pass from one look to the next."""
+
+    def set_seconds(seconds: float) -> None:
+        ticks = itertools.count()
+        monkeypatch.setattr(work, "monotonic", lambda: seconds * next(ticks))
+
+    return set_seconds
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """Be the only process of a group."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def no_automatic_collection() -> Iterator[None]:
+    """Let cycles live until somebody asks for their collection."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

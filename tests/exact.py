@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -81,6 +82,14 @@ def added_peaks(module: nn.Module, batch: Tensor) -> tuple[int, int]:
     assert plan is not None, "nothing was planned"
     assert plan.measured.peak_bytes == plan.planned_peak_bytes
     return plainly, plan.planned_peak_bytes - plan.resident_bytes
+
+
+def assert_foreseen(model: nn.Module, **tolerance: float) -> Plan:
+    """Fail where the measured peak is not the planned one, within a tolerance of `pytest.approx`; return the plan."""
+    plan = get_plan(model)
+    assert plan is not None, "nothing was planned"
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, **tolerance)
+    return plan
 
 
 @contextmanager

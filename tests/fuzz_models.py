@@ -331,11 +331,18 @@ class Outcome:
         return max(self.peaks) - self.plan.budget_bytes
 
 
-def compare(recipe: Recipe, time_limit_s: float = 5.0) -> Outcome:
+def compare(
+    recipe: Recipe, time_limit_s: float = 5.0, tamper: Callable[[Record], None] = lambda record: None
+) -> Outcome:
     """Train a recipe's network twice, plainly and under its budget.
 
     A value that several captured graphs read, or that is returned as a view of another one, gets its gradient added up
     in another order than in plain training. So where these differ, the same graphs without recomputation decide.
+
+    Args:
+        recipe: The network.
+        time_limit_s: Of a solve.
+        tamper: Called with the record of each planned run.
 
     Raises:
         RejectedError: If plain PyTorch can't train it.
@@ -347,12 +354,14 @@ def compare(recipe: Recipe, time_limit_s: float = 5.0) -> Outcome:
         warnings.simplefilter("always", HiRemateWarning)
         try:
             planned, plan, session = _train_planned(recipe, share, time_limit_s)
+            tamper(planned)
         except RuntimeError as error:
             _blame_torch_if_due(recipe, error)
             raise
     differences, deviation = _differences(planned, plain), 0.0
     if differences:
         captured, _, _ = _train_planned(recipe, "1 TiB", time_limit_s)
+        tamper(captured)
         differences, deviation = _differences(planned, captured), _deviation(captured, plain)
     corrected = max((kind.recorded.margin_bytes for kind in session.planned.history.recorded), default=0)
     said = [str(warning.message) for warning in caught if issubclass(warning.category, HiRemateWarning)]

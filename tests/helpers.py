@@ -7,12 +7,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 
+import pytest
+
+from hiremate_lightning.errors import ScheduleError
 from hiremate_lightning.planning.solvers.base import Problem, SolveOptions, replay
 from hiremate_lightning.planning.solvers.choices import Policy, Rows
 from hiremate_lightning.planning.solvers.decisions import decisions
 from hiremate_lightning.planning.solvers.model import StepModel
 from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.graph import Graph, StorageKind
+from hiremate_lightning.records.schedule import Schedule
+from hiremate_lightning.records.simulation import Simulation, simulate
 from tests.tiny import Builder
 
 KINDS = ("op", "op", "op", "skip", "view", "dropout", "pair", "norm", "buffer", "outside")
@@ -156,3 +161,15 @@ def lazy_frontier(problem: Problem, limit: int = 4000) -> list[tuple[int, float]
         if not frontier or found.peak_bytes < frontier[-1][0]:
             frontier.append((found.peak_bytes, found.recompute_ms))
     return frontier
+
+
+def moments(simulation: Simulation) -> list[tuple[int, int]]:
+    """List peak and live bytes of each operation."""
+    return [(moment.peak_bytes, moment.live_bytes) for moment in simulation.timeline]
+
+
+def refused(graph: Graph, profile: Profile, schedule: Schedule) -> str:
+    """Simulate what can't run; return the error."""
+    with pytest.raises(ScheduleError) as error:
+        simulate(graph, profile, schedule)
+    return str(error.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -69,15 +70,15 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def run_both(act, budget="75%", warm: int = 3, **options) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Do the same with a planned and with a plain model, from the same random state."""
+def assert_exact(act: Callable[[nn.Module], list[torch.Tensor]], budget="75%", warm: int = 3, **options) -> None:
+    """Do the same with a planned and with a plain model, from the same random state; fail where numbers differ."""
     results = []
     for is_planned in (True, False):
         model = planned(budget, **options) if is_planned else make()
         torch.manual_seed(2)
         warm_up(model, warm)
         results.append(act(model))
-    return results[0], results[1]
+    assert_same(*results)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,15 +49,15 @@ ENTRY_POINTS = (
 )
 
 
-def stale() -> list[Path]:
+def stale(entries: Sequence[EntryPoint] = ENTRY_POINTS) -> list[Path]:
     """Return the files that are not as the options say."""
-    return [path for path, text in _written().items() if path.read_text(encoding="utf-8") != text]
+    return [path for path, text in _written(entries).items() if path.read_text(encoding="utf-8") != text]
 
 
-def _written() -> dict[Path, str]:
+def _written(entries: Sequence[EntryPoint] = ENTRY_POINTS) -> dict[Path, str]:
     """Write all files anew, in memory."""
     files = {TABLE: _with_block(TABLE, table()), ERRORS: _with_block(ERRORS, errors())}
-    for entry in ENTRY_POINTS:
+    for entry in entries:
         path = ROOT / entry.file
         text = files.get(path) or path.read_text(encoding="utf-8")
         for write in (_passed_on, _signature, _documented):  # from the bottom of the function to its top

@@ -106,15 +106,15 @@ def events_of(step: Callable[[], Any]) -> list[Mapping[str, Any]]:
     return [event for trace in snapshot["device_traces"] for event in trace]
 
 
-def around_peak(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def around_peak(events: Sequence[Mapping[str, Any]], count: int = EVENTS_AROUND) -> list[dict[str, Any]]:
     """Keep the events around the moment when most was allocated, with what lives since the first event."""
     changes = [SIGNS.get(event["action"], 0) * event["size"] for event in events]
     live = list(accumulate(changes))
     if not live:
         return []
     peak = live.index(max(live))
-    first = max(0, peak - EVENTS_AROUND)
+    first = max(0, peak - count)
     return [
         {"action": events[i]["action"], "size": events[i]["size"], "addr": events[i].get("addr", 0), "live": live[i]}
-        for i in range(first, min(len(events), peak + EVENTS_AROUND))
+        for i in range(first, min(len(events), peak + count))
     ]

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import nn
 
+from .. import thresholds
 from ..errors import ConfigurationError
 from ..torch_private import hooks
 
@@ -17,10 +18,6 @@ WITH_COMPILE = (
     "Call it without torch.compile; with transformers' Trainer pass torch_compile=False. Or call "
     "remove_hiremate(model) and keep torch.compile(model, backend='hiremate', options={'budget': ...})."
 )
-
-
-# Slots of inner modules are put back after the first 16 calls, and after each 16th: they see what is called alone.
-WATCHED_CALLS = 16
 
 
 class Caller(Protocol):
@@ -124,8 +121,12 @@ class WaitingSlots(dict[nn.Module, Slot]):
 
     @property
     def _is_watching(self) -> bool:
-        """Whether slots are in place after the latest call."""
-        return self._calls < WATCHED_CALLS or self._calls % WATCHED_CALLS == 0
+        """Whether slots are in place after the latest call: after the first 16 ones, and after each 16th.
+
+        There they see what is called alone.
+        """
+        watched = thresholds.current.watched_calls
+        return self._calls < watched or self._calls % watched == 0
 
 
 class StepSlot:

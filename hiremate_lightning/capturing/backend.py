@@ -372,6 +372,7 @@ class _Compilation:
         try:
             return self._trace(module, inputs)
         except OtherTermsError as error:
+            log.debug("tracing again, with other terms of gradients")
             given.settle(error.terms)
             return self._trace(module, inputs)
 

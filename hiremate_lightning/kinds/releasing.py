@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
+from .. import thresholds
 from ..planning.headroom import headroom_bytes
 from .step_kind import StepKind
 
@@ -20,7 +21,6 @@ SETTLED_STEPS = 8  # of a kind that ran by its plan before plain steps are tried
 SAMPLES = 6  # steps of each way that are timed
 CLEARLY_SLOWER = 1.05  # a plan than eager PyTorch, or it stays
 TRIES = 4  # plain steps to measure in a row, until one shows its peak
-NO_MORE = 1.01  # of the peak of a plan that does not fit, beyond which a plain step takes more: an allocator's blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,8 @@ class Releases:
         trial = kind.trial
         trial.tries += 1
         if peak_bytes is not None or trial.tries == TRIES:
-            trial.is_released = peak_bytes is not None and peak_bytes <= NO_MORE * plan_bytes
+            most_bytes = thresholds.current.released_peak * plan_bytes
+            trial.is_released = peak_bytes is not None and peak_bytes <= most_bytes
         return trial.is_released
 
     def keep(self, kind: StepKind) -> None:

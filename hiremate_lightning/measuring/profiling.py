@@ -217,14 +217,25 @@ def _used_results(node: fx.Node) -> Sequence[Any]:
     return [part.args[1] for part in values_of(node) if is_part(part)]
 
 
-def _cost(run: Callable[[], Any], device: torch.device, used: Sequence[Any], options: ProfileOptions) -> Cost:
+Clock = Callable[[], float]  # returns seconds
+
+
+def _cost(
+    run: Callable[[], Any],
+    device: torch.device,
+    used: Sequence[Any],
+    options: ProfileOptions,
+    clock: Clock = time.perf_counter,
+) -> Cost:
     """Measure the memory of an operation, then its time."""
-    workspace, elapsed_ms = _workspace_bytes(run, device, used)
+    workspace, elapsed_ms = _workspace_bytes(run, device, used, clock)
     times = [elapsed_ms] if device.type == "cpu" else []
-    return Cost(_time_ms(run, device, options, times), workspace)
+    return Cost(_time_ms(run, device, options, times, clock), workspace)
 
 
-def _workspace_bytes(run: Callable[[], Any], device: torch.device, used: Sequence[Any]) -> tuple[int, float]:
+def _workspace_bytes(
+    run: Callable[[], Any], device: torch.device, used: Sequence[Any], clock: Clock = time.perf_counter
+) -> tuple[int, float]:
     """Measure the bytes that an operation takes beside its results, or beside those of several that are used.
 
     Returns:
@@ -235,9 +246,9 @@ def _workspace_bytes(run: Callable[[], Any], device: torch.device, used: Sequenc
 
     def run_once() -> None:
         nonlocal elapsed_ms
-        start = time.perf_counter()
+        start = clock()
         results.append(run())
-        elapsed_ms = 1e3 * (time.perf_counter() - start)
+        elapsed_ms = 1e3 * (clock() - start)
 
     if device.type != "cpu":  # the first run of a kernel may take memory that its library keeps
         run()
@@ -291,23 +302,27 @@ def _storage_bytes(result: Any, device: torch.device) -> int:
 
 
 def _time_ms(
-    run: Callable[[], Any], device: torch.device, options: ProfileOptions, before: Sequence[float] = ()
+    run: Callable[[], Any],
+    device: torch.device,
+    options: ProfileOptions,
+    before: Sequence[float] = (),
+    clock: Clock = time.perf_counter,
 ) -> float:
     """Return the fastest time of an operation that has run before, beside the times that it took then."""
     times = [*before]
     while len(times) < 2 or (len(times) < options.repeats and sum(times) < options.time_limit_ms):
-        times.append(_time_once_ms(run, device))
+        times.append(_time_once_ms(run, device, clock))
         fastest = sorted(times)[:3]
         if len(fastest) == 3 and fastest[2] <= (1 + options.agreement) * fastest[0]:
             break
     return min(times)
 
 
-def _time_once_ms(run: Callable[[], Any], device: torch.device) -> float:
+def _time_once_ms(run: Callable[[], Any], device: torch.device, clock: Clock) -> float:
     if device.type != "cuda":
-        start = time.perf_counter()
+        start = clock()
         run()
-        return 1e3 * (time.perf_counter() - start)
+        return 1e3 * (clock() - start)
     before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
     runtime.keep_busy()  # the device would wait for each launch, and that would count

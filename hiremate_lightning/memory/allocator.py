@@ -73,15 +73,16 @@ def free_bytes(device: torch.device) -> int:
     return max(0, min(free + reserved, capped) - allocated)
 
 
-def free_host_bytes() -> int:
+def free_host_bytes(container: Path = CONTAINER) -> int:
     """Return the bytes of memory that the host could still give this process, including what caches would give up.
 
-    The limit of a container is read as Linux shows it inside (control groups, version 2).
+    Args:
+        container: The folder with the limit of a container, as Linux shows it inside (control groups, version 2).
     """
     free = int(psutil.virtual_memory().available)
     try:
-        limit, used = (int((CONTAINER / f"memory.{name}").read_text()) for name in ("max", "current"))
-        kinds = dict(line.split() for line in (CONTAINER / "memory.stat").read_text().splitlines())
+        limit, used = (int((container / f"memory.{name}").read_text()) for name in ("max", "current"))
+        kinds = dict(line.split() for line in (container / "memory.stat").read_text().splitlines())
         return min(free, max(0, limit - used + int(kinds["inactive_file"])))
     except (OSError, ValueError, KeyError):  # there is no container, or its limit is "max"
         return free

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import mmap
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -33,13 +34,13 @@ def cost_ms() -> float:
     return min(_measure() for _ in range(3)) if ARE_COUNTED else 0.0
 
 
-def _measure() -> float:
+def _measure(clock: Callable[[], float] = time.perf_counter, count: Callable[[], int] = count) -> float:
     with mmap.mmap(-1, _PROBE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         touched = torch.frombuffer(memory, dtype=torch.uint8)
-        clocks, faults = [time.perf_counter()], count()
+        clocks, faults = [clock()], count()
         for _ in range(2):
             touched.fill_(1)
-            clocks.append(time.perf_counter())
+            clocks.append(clock())
         faults = count() - faults
         del touched
     first, again = clocks[1] - clocks[0], clocks[2] - clocks[1]

@@ -77,6 +77,7 @@ def make_plan(
         A plan whose simulated peak is within the budget. Where no schedule within the budget was found, the smallest
         budget found; with `on_infeasible="warn"` the plan with the smallest peak found.
     """
+    log.debug("planning")
     start = time.perf_counter()
     strategy = solve or apart(options.solver)
     own = Problem(
@@ -233,6 +234,7 @@ def first_solution(
     Returns:
         How it runs; where it can't run, the least that it needs.
     """
+    log.debug("searching for a first schedule")
     problem = Problem(
         step.graph,
         step.profile,

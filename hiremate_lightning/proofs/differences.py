@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
+from .. import thresholds
 from .trials import TrialOutcome
 
 ROUNDINGS, HALF_ROUNDINGS = 512, 4
 TIMES_OWN = 4  # two pairs of runs that add in any order are rarely so unlike
-PIECE_VALUES = 2**22  # compared at once: a few hundred MiB of doubles at most
 CPU, NOTHING = torch.device("cpu"), TrialOutcome({}, {})
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -184,7 +184,7 @@ def _apart_within(expected: torch.Tensor, other: torch.Tensor) -> _Apart | None:
 def _pieces(tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator[list[torch.Tensor]]:
     """Yield tensors of the same shape piece by piece, on the device, as vectors of real numbers."""
     flat = [_as_real(tensor).flatten() for tensor in tensors]
-    for pieces in zip(*(vector.split(PIECE_VALUES) for vector in flat), strict=True):
+    for pieces in zip(*(vector.split(thresholds.current.compared_values) for vector in flat), strict=True):
         yield [piece.to(device) for piece in pieces]
 
 

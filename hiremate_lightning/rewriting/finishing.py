@@ -15,12 +15,11 @@ from typing import Any
 
 from torch import fx
 
+from .. import thresholds
 from ..torch_private import aot, tensor_state
 from .joint import COPIES_STORAGE, SHAPES, is_part, is_view, operation_of, values_of
 from .operations import operation_named
 from .overwriting import candidates_of, overwriting, traced_strides
-
-LEAST_BYTES = 2**17  # below it, to allocate takes less time than to look whether memory may be overwritten
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,8 @@ class Finish:
         The steps are the same for small values and for large ones, so that a graph is the same for all batch sizes.
         """
         value = self.value
-        is_small = not self.at_all_sizes and value.meta["val"].untyped_storage().nbytes() < LEAST_BYTES
+        size_bytes = value.meta["val"].untyped_storage().nbytes()
+        is_small = not self.at_all_sizes and size_bytes < thresholds.current.finished_bytes
         for step in self.steps:
             if is_small or _only_looks(step):
                 yield step, step.target, step.args

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .. import thresholds
 from ..torch_private import aot, tensor_state
 from .fused_kernel import Kernel
 from .operations import Operation, register
@@ -20,7 +21,6 @@ from .operations import Operation, register
 aten = torch.ops.aten
 
 PARTS = 16  # most parts of an operation that takes some rows at a time
-PART_BYTES = 2**20  # least bytes of a part: each one takes a few launches
 _BY_ROWS = (torch.bernoulli, "bernoulli")  # the function and the method
 
 
@@ -187,5 +187,5 @@ def memory_format_of(value: torch.Tensor) -> torch.memory_format | None:
 
 def part_length(count: int, row_bytes: int) -> int:
     """Return how many of some rows to take at a time: at most half, or all of them at once would take less memory."""
-    enough = -(-PART_BYTES // max(1, row_bytes))
+    enough = -(-thresholds.current.part_bytes // max(1, row_bytes))
     return max(1, -(-count // PARTS), min(enough, -(-count // 2)))

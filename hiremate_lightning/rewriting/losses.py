@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .. import thresholds
 from ..torch_private import tensor_state
 from .joint import SHAPES, alone_behind, drop_unread, is_part, replace_node, source_of, written_storages
 from .kernels import part_length
@@ -25,7 +26,6 @@ from .operations import Into, Operation, register
 
 aten = torch.ops.aten
 
-LEAST_ROW_BYTES = 2**14  # of the logarithms of one row; the graph is to be the same for any number of rows
 _TOGETHER = 8  # rows: a part begins where memory is aligned as for the first row, since kernels add up by that
 _OPTIONS = {"dtype", "layout", "device"}
 _IGNORED = -100
@@ -229,7 +229,7 @@ def _loss_at(forward: fx.Node) -> _Loss | None:
     logits, gradient = _source_of(logarithms), _converted(rest)
     in_order = all(n.meta["val"].is_contiguous() for n in (logarithms, backward, gradient))
     is_alike = logits.meta["val"].device == shown.device == gradient.meta["val"].device and not logarithms.args[2]
-    is_large = shown.shape[1] * shown.itemsize >= LEAST_ROW_BYTES
+    is_large = shown.shape[1] * shown.itemsize >= thresholds.current.row_bytes
     if not (in_order and is_alike and is_large):
         return None
     return _Loss(forward, backward, logits, gradient, list(shown.shape), shown.dtype)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .. import thresholds
 from ..torch_private import tensor_state
 from .joint import drop_unread, replace_node, values_of
 from .kernels import memory_format_of, part_length
@@ -23,7 +24,6 @@ from .operations import Operation, register
 
 aten = torch.ops.aten
 
-_LEAST_BYTES = 2**14  # of PyTorch's places in one picture: below it, the launches take longer than it is worth
 _FEW_CHANNELS = 8  # below it, there is nothing to vectorize over
 
 _OPERATORS: dict[int, tuple[Any, Any]] = {  # by how many dimensions they pool, with those of their gradients
@@ -164,7 +164,7 @@ def _gradients_of(pool: fx.Node, backward: Any, dims: int) -> list[fx.Node]:
     made = [*pool.meta["val"], *(n.meta["val"] for n in places.users if n.target is backward)]
     if form is None or not all(t.is_contiguous(memory_format=form) for t in made):
         return []
-    if not shown.numel() or places.meta["val"].nbytes < _LEAST_BYTES * shown.shape[0]:
+    if not shown.numel() or places.meta["val"].nbytes < thresholds.current.pooled_bytes * shown.shape[0]:
         return []
     if not _gives_the_same(dims, form, shown.device, shown.dtype):
         return []

@@ -56,6 +56,7 @@ class Ladders:
         fitting = (decisions for decisions in ladder.decisions if sized.peak_bytes(decisions) <= limit_bytes)
         if share <= ladder.least_share or next(fitting, None) is not None:
             return  # what fits does so only without what has run
+        log.debug("searching for the least memory at all sizes")
         with self._model.stages.stage("solve_s", "solving"), collecting_what_it_leaves():
             least, leaving_some = self._least(step, limit_bytes), int(HEADROOM * room_bytes)
             if sized.peak_bytes(least.recompute) < leaving_some and self._model.has_place:

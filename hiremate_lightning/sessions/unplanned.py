@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
 
+from .. import thresholds
 from ..calls.given import ModuleCall
 from ..kinds.captured_step import describe
 from ..kinds.plain_steps import PlainSteps, PlainWay
@@ -30,9 +31,7 @@ from .templates import Templates
 from .ways import BY_GRAPHS, AsWritten, PutAside, Way, WayChoices, choose_way
 
 log = logging.getLogger("hiremate_lightning")
-WORTH_A_PLAN = 1.0  # of the time that a plan takes to make, spent on saving memory at one size without a plan
 SIMILAR = 2.0  # of the bytes of a step whose plan saves none: up to so many more, steps of its code save none either
-WORTH_TEMPLATES = 8.0  # the same, spent at all sizes: code for these takes half of that, and half is saved from then on
 
 
 class UnplannedSteps:
@@ -183,9 +182,9 @@ class UnplannedSteps:
         """
         plan = self._planned.latest
         planning_ms = 0.0 if plan is None else 1000 * plan.planning.all_s
-        if self._extra_ms.get(tuple(step.calls), 0.0) > WORTH_A_PLAN * planning_ms:
+        if self._extra_ms.get(tuple(step.calls), 0.0) > thresholds.current.worth_a_plan * planning_ms:
             return True
-        is_worth_it = sum(self._extra_ms.values()) >= WORTH_TEMPLATES * planning_ms
+        is_worth_it = sum(self._extra_ms.values()) >= thresholds.current.worth_templates * planning_ms
         return is_worth_it and self._templates.may_serve(likely.step)
 
     def _likely(self, step: CurrentStep) -> StepKind | None:

@@ -48,6 +48,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .. import thresholds
 from . import tensor_state
 from .hacks import StandIn
 from .regions.module_calls import note_unseen, realized
@@ -55,7 +56,6 @@ from .tensor_state import storage_id, storages_among
 
 log = logging.getLogger("hiremate_lightning")
 
-_MOST_ELEMENTS = 2**22  # of a tensor that is computed while code is traced
 _SIZES_KEPT = 4096  # for which the result of a guard is remembered
 _MOST_NUMBERS = 64  # in all tensors from which numbers are computed that decide
 _MOST_FORKS = 3  # where ways through one piece of code part: it is captured for one way more than that
@@ -147,7 +147,7 @@ class _Computation:
         values = dict(zip(self.symbols, sizes, strict=True))
         for shape in self._shapes:
             numbers = [size if isinstance(size, int) else int(size.xreplace(values)) for size in shape]
-            if math.prod(numbers) > _MOST_ELEMENTS:
+            if math.prod(numbers) > thresholds.current.decided_values:
                 raise _UndecidedError("too many elements")
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             read = [tensor.cpu().clone() if self.writes else tensor.cpu() for tensor in tensors]

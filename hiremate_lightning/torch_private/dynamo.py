@@ -136,6 +136,7 @@ def _capture_with(
         warnings.filterwarnings("ignore", "Dynamo detected a call to a .functools.lru_cache")  # see `foreign_code`
         if logs_of_breaks:  # some breaks are warned of, too, in the same words
             warnings.filterwarnings("ignore", "Dynamo (does not know how to|cannot) trace")
+        log.debug("capturing %s", code.co_name)
         result = _capture(code, *arguments, **options)
     _captured.add(code)
     return result

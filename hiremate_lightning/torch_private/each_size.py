@@ -23,6 +23,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from .. import thresholds
 from ..garbage import collecting_what_it_leaves
 from ..records.expressions import LEAST_SAMPLES, LEAST_SAMPLES_OF_TWO_TERMS, NoTemplateError, vary_alone
 from . import checkpoints, dynamo, tensor_state
@@ -30,7 +31,6 @@ from .same_captures import SameCaptures
 from .size_symbols import NUMBERS, SizeSymbols, at_numbers, numbers_of
 
 log = logging.getLogger("hiremate_lightning")
-KEPT = 128  # traces of one graph, the latest used ones: each takes megabytes of the host's memory
 MOST_SAMPLES = 6  # of code, of which the latest traced size may be one
 TRIED = 6  # sizes of samples
 Runner = Callable[..., Any]
@@ -223,6 +223,7 @@ class EachSize:
                 self._trace_larger(sample, others)
 
     def _trace_for(self, sizes: tuple[int, ...], others: Sequence[Any]) -> Runner:
+        log.debug("tracing for the sizes %s", sizes)
         try:
             run, is_general = self._trace_at(sizes, others)
         except Exception as error:  # whatever AOTAutograd fails on
@@ -240,7 +241,7 @@ class EachSize:
 
     def _keep(self, sizes: Sizes, others: Sequence[Any], run: Runner) -> None:
         self._traced[sizes, self._particulars(others)] = run
-        if len(self._traced) > KEPT:
+        if len(self._traced) > thresholds.current.size_traces:
             self._traced.popitem(last=False)
 
     def _with_numbers(self, sizes: Sizes) -> fx.GraphModule:

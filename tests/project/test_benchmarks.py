@@ -220,9 +220,11 @@ def test_the_step_of_a_benchmark_model_is_captured(monkeypatch):
     assert [n.op for n in captured.graph.nodes].count("aten.gelu.default") == 8
 
 
-def test_growth_is_measured_and_drawn(monkeypatch):
-    monkeypatch.setattr(growth, "gpt2_of", lambda depth, width: (Tiny(), (torch.randn(512 * width, 8),)))
-    sizes = [growth.measure(depth=1, width=width, rounds=2) for width in (1, 2)]
+def test_growth_is_measured_and_drawn():
+    def make(depth: int, width: int) -> tuple[nn.Module, tuple[torch.Tensor]]:
+        return Tiny(), (torch.randn(512 * width, 8),)
+
+    sizes = [growth.measure(depth=1, width=width, rounds=2, make=make) for width in (1, 2)]
     assert all(size.peak < 0.6 for size in sizes)
     assert sizes[0].row.count("|") == len(growth.COLUMNS) + 1
     picture = ElementTree.fromstring(growth.draw(sizes, sizes))

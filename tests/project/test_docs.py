@@ -327,7 +327,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "plan.json").write_text(blocks_plan().to_json())
     write_html(blocks_plan(), tmp_path / "plan.html")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
 

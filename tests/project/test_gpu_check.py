@@ -46,9 +46,8 @@ def end_soon(pids: list[int]) -> bool:
 # -------------------------------------------------------------------- the command line
 
 
-def test_the_list_names_each_part_and_its_seconds(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--budget-of-parts", "--minutes", "9"])
-    assert gpu_check.main() == 0
+def test_the_list_names_each_part_and_its_seconds(capsys):
+    assert gpu_check.main(["--budget-of-parts", "--minutes", "9"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [part.name for part in PARTS]
     assert sum(int(line.split()[1]) for line in lines) == pytest.approx(9 * 60 - gpu_check.END_S, abs=4)
@@ -121,10 +120,9 @@ def test_tests_that_passed_are_counted_and_others_shown(tmp_path):
     assert "E  assert 1 == 2" in text
 
 
-def test_events_are_kept_around_the_peak(monkeypatch):
-    monkeypatch.setattr(raw, "EVENTS_AROUND", 2)
+def test_events_are_kept_around_the_peak():
     actions = [("alloc", 5), ("free_requested", 5), ("alloc", 7), ("free_completed", 5), ("alloc", 1), ("alloc", 1)]
-    kept = raw.around_peak([{"action": action, "size": size} for action, size in actions])
+    kept = raw.around_peak([{"action": action, "size": size} for action, size in actions], 2)
     assert [event["live"] for event in kept] == [5, 5, 12, 7]
     assert raw.around_peak([]) == []
 

@@ -24,6 +24,7 @@ PACKAGE = "hiremate_lightning"
 # and `base` comes first.
 ORDER = (
     "errors",
+    "thresholds",
     "out_of_memory",
     "units",
     "buckets",

@@ -147,14 +147,13 @@ def test_a_misspelt_option_is_answered_with_the_nearest():
         make_options("1 GiB", max_plan=3)
 
 
-def test_an_option_is_written_into_files_that_lack_it(monkeypatch):
+def test_an_option_is_written_into_files_that_lack_it():
     """The writer adds it to the signature, to the docstring, and to what is passed on."""
     new = Option("patience", "int", 4, "Steps to wait, a number.")
     entry = option_docs.EntryPoint("hiremate_lightning/api.py", "hiremate", {**OPTIONS, "patience": new}, has_all=True)
-    monkeypatch.setattr(option_docs, "ENTRY_POINTS", (entry,))
-    (path,) = option_docs.stale()
+    (path,) = option_docs.stale((entry,))
     assert path.name == "api.py"
-    text = option_docs._written()[path]
+    text = option_docs._written((entry,))[path]
     assert "    patience: int = 4,\n) -> nn.Module:" in text
     assert "        patience: Steps to wait, a number.\n\n    Returns:" in text
     assert "        patience=patience,\n    )\n" in text

@@ -138,6 +138,7 @@ class _Traces:
                 is_missed = True
                 expect(not self.changes.may_be_read(trace.changes_before, trace.age), "something was changed")
                 result = trace.copy_for(call, leaves, self.aliases)
+                log.debug("copying the trace of a %s", kind.__name__)
                 self.has_copies = True
                 self._misses[kind] = -sys.maxsize  # to compare calls of this class pays
                 return result

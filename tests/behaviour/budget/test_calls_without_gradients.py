@@ -61,6 +61,15 @@ def train(model: nn.Module, rows: int = ROWS, steps: int = STEPS) -> list[torch.
     return [*values, *(p.detach() for p in model.parameters())]
 
 
+def trained(steps: int = 3) -> tuple[nn.Module, torch.Tensor]:
+    """Train a planned model on one chunk; return both."""
+    model, x = plan_net("80%"), torch.randn(CHUNK, WIDTH, generator=torch.Generator().manual_seed(1))
+    for _ in range(steps):
+        model.zero_grad()
+        model(x).square().mean().backward()
+    return model, x
+
+
 def said(warned: list[warnings.WarningMessage]) -> list[str]:
     return [str(w.message) for w in warned if TEXT in str(w.message)]
 
@@ -134,11 +143,7 @@ def test_a_late_optimizer_state_raises_what_calls_may_take() -> None:
 
 
 def test_many_calls_without_gradients_are_not_watched_for_ever() -> None:
-    model = plan_net("80%")
-    x = torch.randn(CHUNK, WIDTH, generator=torch.Generator().manual_seed(1))
-    for _ in range(3):
-        model.zero_grad()
-        model(x).square().mean().backward()
+    model, x = trained()
     with torch.no_grad():
         model(x)
         assert MemoryMeter.is_running(torch.device("cpu"))
@@ -148,11 +153,7 @@ def test_many_calls_without_gradients_are_not_watched_for_ever() -> None:
 
 
 def test_calls_in_eval_mode_are_not_watched() -> None:
-    model = plan_net("80%")
-    x = torch.randn(CHUNK, WIDTH, generator=torch.Generator().manual_seed(1))
-    for _ in range(3):
-        model.zero_grad()
-        model(x).square().mean().backward()
+    model, x = trained()
     model.eval()
     with torch.no_grad():
         model(x)

@@ -13,7 +13,7 @@ from hiremate_lightning import find_max_batch_size, get_plan, hiremate, remove_h
 from hiremate_lightning.measuring.aside import SavedAside
 from hiremate_lightning.memory.allocator import LEAST_REST_BYTES
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
-from hiremate_lightning.rewriting import kernels, losses
+from hiremate_lightning.rewriting import losses
 from hiremate_lightning.rewriting.overwriting import overwriting
 from hiremate_lightning.running.copies import Block, HostMemory, Leaving
 from hiremate_lightning.targets.modules import targets_of
@@ -346,8 +346,8 @@ def test_softmaxes_in_the_memory_of_what_they_read_are_those_of_eager(classes, d
 
 @pytest.mark.parametrize("classes", [37, 1024, 4096, 50257])
 @pytest.mark.parametrize("reduction", [0, 1], ids=["none", "mean"])
-def test_cross_entropies_and_gradients_made_by_rows_are_those_of_eager(monkeypatch, classes, reduction):
-    monkeypatch.setattr(kernels, "PART_BYTES", 1)
+def test_cross_entropies_and_gradients_made_by_rows_are_those_of_eager(change_thresholds, classes, reduction):
+    change_thresholds(part_bytes=1)
     aten, rows = torch.ops.aten, 333
     logits = torch.randn(rows, classes, device="cuda").mul(9).bfloat16()
     logarithms = logits.float().log_softmax(1)

@@ -5,13 +5,12 @@ Each model has code outside of its captured parts, or a loop that shows only lat
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import lightning.pytorch as pl
@@ -25,13 +24,13 @@ from torch.utils.data import DataLoader
 from hiremate_lightning import HiRemateWarning, InfeasibleBudgetError, hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.integrations.accelerate import prepare_hiremate
-from hiremate_lightning.measuring import profiling
 from hiremate_lightning.planning import solutions
 from hiremate_lightning.planning.plan import Plan
-from hiremate_lightning.planning.solvers import Problem, Solution, work
+from hiremate_lightning.planning.solvers import Problem, Solution
 from hiremate_lightning.planning.solvers.worker import Worker
 from hiremate_lightning.records.step import Decisions
 from hiremate_lightning.targets.modules import targets_of
+from hiremate_lightning.testing import fixed_costs
 from hiremate_lightning.units import parse_budget
 
 WIDTH, ROWS, STEPS = 32, 2048, 6
@@ -333,12 +332,12 @@ RUNS_S, RESTS_S = 0.01, 0.04  # in turns, while a starved worker solves
 
 
 @pytest.fixture
-def starved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def starved(monkeypatch: pytest.MonkeyPatch, set_clock: Callable[[float], None]) -> list[str]:
     """Stop the solving process four fifths of the time; return the names of its solves.
 
     Where this process looks at the clock to end a search, time runs fast: each look is a hundredth of a second later.
     """
-    solves, solve, looks = list[str](), Worker.solve, itertools.count()
+    solves, solve = list[str](), Worker.solve
 
     def starve(worker: Worker, problem: Problem, name: str, limit_s: float) -> Solution:
         process, is_done = worker._process.pid, threading.Event()
@@ -359,7 +358,7 @@ def starved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             thread.join()
 
     monkeypatch.setattr(Worker, "solve", starve)
-    monkeypatch.setattr(work, "monotonic", lambda: 0.01 * next(looks))
+    set_clock(0.01)
     return solves
 
 
@@ -376,10 +375,10 @@ def test_a_named_budget_trains_with_a_starved_worker(name: str, starved: list[st
 
 
 @pytest.fixture
-def equal_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each operation cost the same: measured times differ from run to run."""
-    monkeypatch.setattr(profiling, "_time_ms", lambda *_: 1.0)
-    monkeypatch.setattr(profiling.TimedRun, "refine", lambda self, profile, graph: profile)
+def equal_costs() -> Iterator[None]:
+    """Let each operation cost what it always does: measured times differ from run to run."""
+    with fixed_costs():
+        yield
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Callable
 
@@ -18,6 +17,7 @@ from hiremate_lightning.planning.solvers.model import StepModel
 from hiremate_lightning.planning.solvers.segments import segment_policies
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import dynamo
+from tests.exact import assert_foreseen
 from tests.life import WIDTH, Net, batch, warm_up
 
 
@@ -69,9 +69,8 @@ def test_what_code_between_graphs_holds_is_foreseen():
     torch.manual_seed(1)
     model = hiremate(HoldsAList(), "1 GiB", verbose=False)
     warm_up(model, steps=4)
-    plan = get_plan(model)
     assert targets_of(model).session.captured_count > 1
-    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)
+    assert_foreseen(model, abs=64)
 
 
 class GivesMore(nn.Module):
@@ -86,14 +85,6 @@ class GivesMore(nn.Module):
         logits = self.head(self.body(x))
         torch._dynamo.graph_break()
         return {"loss": logits.log_softmax(1).square().mean(), "logits": logits}
-
-
-@pytest.fixture
-def no_automatic_collection():
-    """Let cycles live until somebody asks for their collection."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.usefixtures("no_automatic_collection")
@@ -111,9 +102,8 @@ def test_what_tracing_keeps_is_not_taken_for_the_users(monkeypatch):
     for index in range(4):
         model.zero_grad()
         model(batch(index))["loss"].backward()
-    plan = get_plan(model)
     assert targets_of(model).session.captured_count > 1
-    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)
+    assert_foreseen(model, abs=64)
 
 
 class NormsBetween(nn.Module):
@@ -137,9 +127,8 @@ def test_what_code_between_graphs_saves_is_foreseen():
     for seed in range(4):
         model.zero_grad()
         model(batch(seed)).backward()
-    plan = get_plan(model)
     assert targets_of(model).session.captured_count > 1
-    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, rel=0.005)
+    assert_foreseen(model, rel=0.005)
 
 
 class CombinesBetween(nn.Module):
@@ -177,8 +166,7 @@ def check_prediction(model: nn.Module) -> None:
     for seed in range(4):
         model.zero_grad()
         model(batch(seed)).backward()
-    plan = get_plan(model)
-    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)
+    assert_foreseen(model, abs=64)
 
 
 @pytest.mark.parametrize("combine", [added_up, multiplied])

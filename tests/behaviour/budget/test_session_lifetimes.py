@@ -12,7 +12,8 @@ from torch import nn
 from hiremate_lightning import get_plan, hiremate, remove_hiremate
 from hiremate_lightning.reporting.breakdown import advice_lines
 from hiremate_lightning.units import format_bytes
-from tests.life import WIDTH, assert_same, batch, make, planned, run_both, warm_up
+from tests.exact import assert_foreseen
+from tests.life import WIDTH, assert_exact, batch, make, planned, warm_up
 
 
 class Caching(nn.Module):
@@ -38,8 +39,7 @@ def test_a_dropped_output_that_the_plan_keeps_is_counted(budget):
         model.zero_grad()
         loss = (4 * model(batch(seed))[0]).exp().sin().square().mean()  # takes more than the backward of the model
         loss.backward()
-    plan = get_plan(model)
-    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, rel=0.01)
+    assert_foreseen(model, rel=0.01)
 
 
 @pytest.mark.parametrize("drops_first", [False, True])
@@ -54,8 +54,7 @@ def test_outputs_are_counted_until_callers_drop_them(drops_first):
         del output
         cache = None
         loss.backward()
-    plan = get_plan(model)
-    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)
+    assert_foreseen(model, abs=64)
 
 
 def test_gradients_freed_before_the_backward_are_not_counted():
@@ -71,8 +70,7 @@ def test_gradients_freed_before_the_backward_are_not_counted():
 
     for index in range(6):
         train(batch(index, width=512))
-    plan = get_plan(model)
-    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=1024)
+    assert_foreseen(model, abs=1024)
 
 
 @pytest.mark.usefixtures("_captures_all")
@@ -91,9 +89,7 @@ def test_outputs_replaced_by_the_next_ones_are_not_counted(rows, share):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-
-    plan = get_plan(model)
-    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=1024)
+    assert_foreseen(model, abs=1024)
 
 
 @pytest.mark.parametrize("share", ["100%", "75%"])
@@ -114,21 +110,12 @@ def test_what_the_step_before_frees_is_not_given_back_by_this(held, share):
         loss = nn.functional.mse_loss(output, x) if held == "a loss on large storage" else (output - x).square().mean()
         loss.backward()
         optimizer.step()
-
-    plan = get_plan(model)
-    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=1024)
+    assert_foreseen(model, abs=1024)
 
 
-def test_a_planned_model_that_is_dropped_is_freed():
-    model = warm_up(planned(), steps=3)
-    watched = weakref.ref(model)
-    del model
-    gc.collect()
-    assert watched() is None
-
-
-def test_a_removed_model_that_is_dropped_is_freed():
-    model = remove_hiremate(warm_up(planned(), steps=3))
+@pytest.mark.parametrize("end", [lambda model: model, remove_hiremate], ids=["planned", "removed"])
+def test_a_model_that_is_dropped_is_freed(end):
+    model = end(warm_up(planned(), steps=3))
     watched = weakref.ref(model)
     del model
     gc.collect()
@@ -145,8 +132,7 @@ def test_outputs_that_users_keep_stay_as_they_were():
             output.square().mean().backward()
         return [output.detach().clone() for output in kept]
 
-    found, expected = run_both(act)
-    assert_same(found, expected)
+    assert_exact(act)
 
 
 def test_a_batch_is_given_back_when_its_step_has_ended():

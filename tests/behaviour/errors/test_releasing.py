@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.kinds import releasing
 from hiremate_lightning.kinds.releasing import SAMPLES, SETTLED_STEPS, Releases
 from hiremate_lightning.kinds.step_kind import StepKind
 from hiremate_lightning.sessions.session import Session
@@ -91,31 +92,56 @@ def test_a_plan_without_gain_stays_where_a_plain_step_takes_more(peaks, is_relea
     assert run(releases, kind, Clock(), 0.5, DECIDED + 2) == [is_released] * (DECIDED + 2), "however fast each is"
 
 
+@dataclass
+class Settled:
+    """A planned training: its session, and which of its steps ran as they were written."""
+
+    session: Session
+    ran_plain: list[bool]
+    captured: list[int]
+
+
+def settle(budget: str, sizes: Sequence[int], planned_s: float | None = None, is_compared: bool = True) -> Settled:
+    """Train plainly and by plans, at these sizes, and fail where numbers differ.
+
+    Args:
+        budget: Of the planned training.
+        sizes: Rows of each step.
+        planned_s: Seconds that a planned step takes where a plain one takes one; None for the real clock.
+        is_compared: Whether to train plainly too.
+    """
+    logs, ran_plain, captured = [], list[bool](), list[int]()
+    for is_planned in (False, True) if is_compared else (True,):
+        model, log, clock = make(), [], Clock()
+        if is_planned:
+            hiremate(model, budget, verbose=False, on_infeasible="warn")
+            session = targets_of(model).session
+            if planned_s is not None:
+                session.unplanned.releases = Releases(clock)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with quiet():
+            for index, rows in enumerate(sizes):
+                optimizer.zero_grad()
+                x = torch.randn(rows, 16, generator=torch.Generator().manual_seed(index))
+                model(x).square().mean().backward()
+                optimizer.step()
+                log += leave_behind(model)
+                if is_planned:
+                    ran_plain.append(session.is_plain)
+                    captured.append(session.captured_count)
+                    clock.now_s += 1.0 if session.is_plain else planned_s or 0.0
+        logs.append(log)
+    assert not differing(logs[-1], logs[0])
+    return Settled(session, ran_plain, captured)
+
+
 @pytest.mark.parametrize(
     ("budget", "planned_s", "is_released"),
     [("100%", 2.0, True), ("1 GiB", 0.9, False)],
 )
 def test_a_step_whose_plan_is_slower_than_eager_runs_unplanned(budget, planned_s, is_released, caplog):
     caplog.set_level(logging.INFO, "hiremate_lightning")
-    logs = []
-    for is_planned in (False, True):
-        model, log, clock = make(), [], Clock()
-        if is_planned:
-            hiremate(model, budget, verbose=False, on_infeasible="warn")
-            session = targets_of(model).session
-            session.unplanned.releases = Releases(clock)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with quiet():
-            for index in range(DECIDED + 16):
-                optimizer.zero_grad()
-                loss = model(torch.randn(32, 16, generator=torch.Generator().manual_seed(index))).square().mean()
-                loss.backward()
-                optimizer.step()
-                log += [loss.detach(), *leave_behind(model)]
-                clock.now_s += 1.0 if is_planned and session.is_plain else planned_s
-        logs.append(log)
-    assert not differing(logs[1], logs[0])
-    assert session.is_plain == is_released
+    assert settle(budget, [32] * (DECIDED + 16), planned_s).ran_plain[-1] == is_released
     assert ("2.00 times as long as the code without it" in caplog.text) == is_released
 
 
@@ -123,91 +149,37 @@ def test_a_step_whose_plan_is_slower_than_eager_runs_unplanned(budget, planned_s
 def test_a_plan_that_saves_no_memory_is_given_back_at_once(planned_s, caplog):
     """Nothing fits 20 %. Steps that are timed could mislead on a busy machine, and decided once and for all."""
     caplog.set_level(logging.INFO, "hiremate_lightning")
-    logs, ran_plain = [], []
-    for is_planned in (False, True):
-        model, log, clock = make(), [], Clock()
-        if is_planned:
-            hiremate(model, "20%", verbose=False, on_infeasible="warn")
-            session = targets_of(model).session
-            session.unplanned.releases = Releases(clock)
-        with quiet():
-            for index in range(12):
-                model.zero_grad()
-                loss = model(torch.randn(32, 16, generator=torch.Generator().manual_seed(index))).square().mean()
-                loss.backward()
-                log += [loss.detach(), *leave_behind(model)]
-                if is_planned:
-                    ran_plain.append(session.is_plain)
-                    clock.now_s += 1.0 if session.is_plain else planned_s
-        logs.append(log)
-    assert not differing(logs[1], logs[0])
+    ran_plain = settle("20%", [32] * 12, planned_s).ran_plain
     assert not any(ran_plain[:3]), "captured, measured and timed"
     assert all(ran_plain[6:])
     assert caplog.text.count("saves no memory: such steps run without it from now on") == 1
 
 
-def test_a_step_that_takes_more_memory_without_its_plan_keeps_it(monkeypatch):
+def test_a_step_that_takes_more_memory_without_its_plan_keeps_it(change_thresholds):
     """Nothing fits; here what is measured of the first plain step counts as more than what its plan takes."""
-    monkeypatch.setattr(releasing, "NO_MORE", 0.5)
-    model, clock = make(), Clock()
-    hiremate(model, "20%", verbose=False, on_infeasible="warn")
-    session = targets_of(model).session
-    session.unplanned.releases = Releases(clock)
-    ran_plain = []
-    with quiet():
-        for index in range(DECIDED + 8):
-            model.zero_grad()
-            model(torch.randn(32, 16, generator=torch.Generator().manual_seed(index))).square().mean().backward()
-            ran_plain.append(session.is_plain)
-            clock.now_s += 1.0 if session.is_plain else 2.0
+    change_thresholds(released_peak=0.5)
+    ran_plain = settle("20%", [32] * (DECIDED + 8), 2.0, is_compared=False).ran_plain
     assert 1 <= sum(ran_plain) <= 2
     assert not ran_plain[-1]
-
-
-def settle(budget: str, sizes: list[int], steps: int, clock: Clock | None = None) -> Session:
-    """Train plainly and by plans, at these sizes: all numbers are equal, and after some steps nothing is captured.
-
-    Args:
-        budget: Of the planned training.
-        sizes: Rows of each step.
-        steps: After which nothing is captured.
-        clock: Plain steps take 1 s on it, and planned ones 2 s; None for the real one.
-    """
-    logs = []
-    for is_planned in (False, True):
-        model, log = make(), []
-        if is_planned:
-            hiremate(model, budget, verbose=False, on_infeasible="warn")
-            session = targets_of(model).session
-            if clock is not None:
-                session.unplanned.releases = Releases(clock)
-        with quiet():
-            for index, rows in enumerate(sizes):
-                model.zero_grad()
-                x = torch.randn(rows, 16, generator=torch.Generator().manual_seed(index))
-                model(x).square().mean().backward()
-                log += leave_behind(model)
-                if is_planned and clock is not None:
-                    clock.now_s += 1.0 if session.is_plain else 2.0
-                if is_planned and index + 1 == steps:
-                    captured = session.captured_count
-        logs.append(log)
-    assert not differing(logs[1], logs[0])
-    assert session.captured_count == captured
-    return session
 
 
 def test_new_sizes_of_code_whose_plan_gains_nothing_run_unplanned():
     """Nothing fits, and the plan of one size was given back: to capture other sizes would take seconds for nothing."""
     sizes = [32] * (DECIDED + 8) + [40, 48, 24, 32, 40]
-    assert settle("20%", sizes, DECIDED + 8, Clock()).is_released
+    settled = settle("20%", sizes, 2.0)
+    assert settled.session.is_released
+    assert settled.captured[-1] == settled.captured[DECIDED + 7], "nothing is captured any more"
 
 
 def test_sizes_that_never_repeat_run_unplanned_where_no_plan_saves():
     """Nothing fits, and no size comes twice: no plan is ever measured, so none could be given back by its own steps."""
-    assert settle("20%", [32 + index * 7 % 12 for index in range(12)], 6).is_released
+    settled = settle("20%", [32 + index * 7 % 12 for index in range(12)])
+    assert settled.session.is_released
+    assert settled.captured[-1] == settled.captured[5]
 
 
 def test_any_size_runs_unplanned_where_the_budget_is_all_it_takes():
     """Each step is larger than all before: 100 % of what such a step takes is more than the latest plan's budget."""
-    assert settle("100%", [32 + 9 * index for index in range(10)], 4).is_plain
+    settled = settle("100%", [32 + 9 * index for index in range(10)])
+    assert settled.session.is_plain
+    assert settled.captured[-1] == settled.captured[3]

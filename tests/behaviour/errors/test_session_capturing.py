@@ -19,13 +19,13 @@ from hiremate_lightning.torch_private import dynamo
 from tests.life import (
     ROWS,
     Net,
+    assert_exact,
     assert_same,
     batch,
     gradients,
     make,
     planned,
     recorded,
-    run_both,
     session_of,
     step,
     warm_up,
@@ -191,7 +191,7 @@ def test_training_goes_on_after_torch_compiler_reset():
             gc.collect()
         return [*losses, *gradients(model)]
 
-    assert_same(*run_both(act))
+    assert_exact(act)
 
 
 @pytest.mark.parametrize("has_buffers", [True, False])
@@ -261,8 +261,7 @@ def test_one_model_called_twice_in_a_step_is_planned_as_one():
             assert next(s for s in session_of(model).plans) == (0, 0)
         return gradients(model)
 
-    found, expected = run_both(act, warm=0)
-    assert_same(found, expected)
+    assert_exact(act, warm=0)
 
 
 def test_a_model_applied_to_its_own_output_stays_exact():
@@ -272,8 +271,7 @@ def test_a_model_applied_to_its_own_output_stays_exact():
             model(model(batch(index))).square().mean().backward()
         return gradients(model)
 
-    found, expected = run_both(act, warm=0)
-    assert_same(found, expected)
+    assert_exact(act, warm=0)
 
 
 @pytest.mark.filterwarnings("ignore::hiremate_lightning.HiRemateWarning")

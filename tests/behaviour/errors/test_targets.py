@@ -28,7 +28,6 @@ from hiremate_lightning import (
     hiremate,
     remove_hiremate,
 )
-from hiremate_lightning.calls import slots
 from hiremate_lightning.sessions import graph_programs
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import hooks
@@ -106,13 +105,6 @@ def _on_xla():
     module = nn.Linear(2, 2)
     module.parameters = lambda recurse=True: iter([SimpleNamespace(device=torch.device("xla"))])
     return module
-
-
-@pytest.fixture
-def one_process():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_process")
@@ -303,8 +295,8 @@ def test_what_is_called_alone_and_in_a_planned_call_is_planned_in_both(call):
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
 
 
-def test_a_part_that_is_called_alone_later_on_is_planned(monkeypatch):
-    monkeypatch.setattr(slots, "WATCHED_CALLS", 3)
+def test_a_part_that_is_called_alone_later_on_is_planned(change_thresholds):
+    change_thresholds(watched_calls=3)
     model = hiremate(Net(), "100%", verbose=False)
     train(model, steps=4)
     train(model, steps=1, call=model.encoder)
@@ -584,22 +576,24 @@ class BreaksInALoop(Net):
         return x
 
 
+def trained_alike(plain, model, batches):
+    """Train both, and fail where gradients differ; return what was said."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", HiRemateWarning)
+        for x in batches:
+            for each in (plain, model):
+                each.zero_grad()
+                torch.manual_seed(3)
+                each(x).sum().backward()
+            assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+    return [str(w.message) for w in caught]
+
+
 def test_the_parts_of_a_model_of_which_nothing_is_captured_are_planned():
     plain, model = BreaksInALoop(), BreaksInALoop()
     model.load_state_dict(plain.state_dict())
     hiremate(model, "90%", verbose=False, on_infeasible="warn")
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", HiRemateWarning)
-        for _ in range(4):
-            for each in (plain, model):
-                each.zero_grad()
-                torch.manual_seed(3)
-                each(batch()).sum().backward()
-            assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
-
-    said = [str(w.message) for w in caught if "captured" in str(w.message)]
-    (text,) = said
+    (text,) = (text for text in trained_alike(plain, model, [batch()] * 4) if "captured" in text)
     assert text.startswith(
         "Nothing of BreaksInALoop was captured as a whole; from the next step on its parts are planned. What ends"
     )
@@ -741,14 +735,7 @@ def test_a_module_with_a_backward_hook_leaves_the_others_of_its_kind_planned(reg
     for each in (plain, model):
         getattr(each.inner[1], register)(lambda _, *gradients, heard=each.heard: heard.append(gradients[-1][0].clone()))
     hiremate(model, "64 MiB", verbose=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", HiRemateWarning)
-        for _ in range(5):
-            for each in (plain, model):
-                each.zero_grad()
-                each(torch.ones(16, 32)).sum().backward()
-            assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
-
+    trained_alike(plain, model, [torch.ones(16, 32)] * 5)
     operations = Counter(node.op for node in get_plan(model).graph.nodes)
     assert (operations["aten.addmm.default"], operations["aten.gelu.default"]) == (6, 4)
     assert len(plain.heard) == len(model.heard) == 5
@@ -760,20 +747,11 @@ def test_modules_of_torch_that_are_called_by_what_can_not_be_captured_are_planne
     plain, model = make(), make()
     model.load_state_dict(plain.state_dict())
     hiremate(model, "90%", verbose=False, on_infeasible="warn")
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", HiRemateWarning)
-        for rows in (16, 16, 16, 24, 24, 24):
-            for each in (plain, model):
-                each.zero_grad()
-                each(torch.ones(rows, 32)).sum().backward()
-            assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
-
+    said = trained_alike(plain, model, [torch.ones(rows, 32) for rows in (16, 16, 16, 24, 24, 24)])
     plan = get_plan(model)
     layers = sum(isinstance(module, nn.Linear) for module in model.modules())
     assert sum(node.op == "aten.addmm.default" for node in plan.graph.nodes) == layers
-    said = [str(w.message) for w in caught if "was not captured" in str(w.message)]
-    (text,) = said
+    (text,) = (text for text in said if "was not captured" in text)
     assert text.startswith(
         f"{name} was not captured as a whole; from the next step on its parts are planned. What ends"
     )

@@ -8,6 +8,7 @@ from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
+from tests.exact import assert_foreseen
 
 ROWS, WIDTH = 256, 32
 SIZE = ROWS * WIDTH * 4
@@ -59,12 +60,19 @@ def assert_same(found, expected):
     assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
 
 
-def two(model_class):
+def two(model_class, budget="100%"):
+    """Make a plain model and a planned one with the same weights."""
     torch.manual_seed(1)
     plain = model_class()
     planned = model_class()
     planned.load_state_dict(plain.state_dict())
-    return plain, planned
+    return plain, hiremate(planned, budget, on_infeasible="warn", verbose=False)
+
+
+def train_alike(model_class, loss_of, budget="100%"):
+    """Train a plain model and a planned one; fail where gradients or parameters differ."""
+    plain, planned = two(model_class, budget)
+    assert_same(train(planned, loss_of), train(plain, loss_of))
 
 
 @pytest.mark.parametrize("budget", ["100%", "80%"])
@@ -78,9 +86,7 @@ def two(model_class):
     ids=["one", "in turn", "sometimes both"],
 )
 def test_parameters_behind_an_unused_output_have_no_gradient(loss_of, budget):
-    plain, planned = two(TwoHeads)
-    hiremate(planned, budget, on_infeasible="warn", verbose=False)
-    assert_same(train(planned, loss_of), train(plain, loss_of))
+    train_alike(TwoHeads, loss_of, budget)
 
 
 def test_a_second_backward_may_bring_other_gradients():
@@ -88,9 +94,7 @@ def test_a_second_backward_may_bring_other_gradients():
         out[0].square().mean().backward(retain_graph=True)
         return out[1].square().mean()
 
-    plain, planned = two(TwoHeads)
-    hiremate(planned, "100%", verbose=False)
-    assert_same(train(planned, loss_of), train(plain, loss_of))
+    train_alike(TwoHeads, loss_of)
 
 
 def test_zeros_fill_in_where_an_operation_needs_all_gradients():
@@ -102,12 +106,7 @@ def test_zeros_fill_in_where_an_operation_needs_all_gradients():
         def forward(self, x):
             return [half.exp() for half in self.linear(x).tanh().split(WIDTH // 2, dim=1)]
 
-    plain, planned = two(Split)
-    hiremate(planned, "100%", verbose=False)
-    assert_same(
-        train(planned, lambda out, step: out[0].square().mean()),
-        train(plain, lambda out, step: out[0].square().mean()),
-    )
+    train_alike(Split, lambda out, step: out[0].square().mean())
 
 
 class Parted(torch.autograd.Function):
@@ -135,17 +134,11 @@ def test_a_function_with_a_backward_of_its_own_gets_zeros(used):
             halves = Parted.apply(self.linear(x).tanh())
             return [half.exp() for half in halves], Parted.apply(self.other(x).tanh())
 
-    def loss_of(out, step):
-        return out[0][used].square().mean()
-
-    plain, planned = two(Split)
-    hiremate(planned, "100%", verbose=False)
-    assert_same(train(planned, loss_of), train(plain, loss_of))
+    train_alike(Split, lambda out, step: out[0][used].square().mean())
 
 
 def test_no_memory_is_taken_for_gradients_that_never_come():
     plain, planned = two(WithLogits)
-    hiremate(planned, "100%", verbose=False)
     train(planned, lambda out, step: out[0], steps=4)
     plan = get_plan(planned)
     x = torch.randn(ROWS, WIDTH)
@@ -205,8 +198,7 @@ def test_what_only_an_unused_output_needs_is_gone_when_the_backward_runs():
     for _ in range(4):
         model.zero_grad()
         model(x)[0].square().mean().backward()
-    plan = get_plan(model)
-    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)
+    assert_foreseen(model, abs=64)
 
 
 class GivesState(nn.Module):
@@ -226,8 +218,7 @@ def test_what_only_an_absent_gradient_reads_is_not_held_through_the_backward():
     torch.manual_seed(1)
     model = hiremate(GivesState(), "1 GiB", verbose=False)
     train(model, lambda out, step: out[0], steps=4)
-    plan = get_plan(model)
-    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, rel=0.005)
+    assert_foreseen(model, rel=0.005)
 
 
 class Attends(nn.Module):
@@ -284,5 +275,4 @@ def test_reshapes_are_those_of_plain_training_where_a_gradient_is_missing():
         return found
 
     plain, planned = two(WithCache)
-    hiremate(planned, "100%", verbose=False)
     assert all(map(torch.equal, gradients(planned), gradients(plain)))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.torch_private.regions import module_traces, repeated_modules
+from hiremate_lightning.torch_private.regions import repeated_modules
 from tests.exact import TORCH, simple_loop, train_both
 
 WIDTH, DEPTH = 16, 5
@@ -90,15 +90,6 @@ class Frozen(Stack):
             block.requires_grad_(False)
 
 
-@pytest.fixture
-def copies(monkeypatch):
-    """Count the copies that are made of traces."""
-    made: list[object] = []
-    make = module_traces.Copy.make
-    monkeypatch.setattr(module_traces.Copy, "make", lambda copied: made.append(copied) or make(copied))
-    return made
-
-
 def batch(index: int, length: int = 24) -> Tensor:
     return torch.randn(length, WIDTH, generator=torch.Generator().manual_seed(index))
 
@@ -115,20 +106,20 @@ MAKES = {
 
 
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-def test_layers_that_are_alike_train_bit_for_bit(make, copies):
+def test_layers_that_are_alike_train_bit_for_bit(make, planning_log):
     train_both(make, simple_loop(batch))
-    assert copies or TORCH < (2, 13)
+    assert planning_log.of("copying") or TORCH < (2, 13)
 
 
-def test_attention_and_what_follows_it_train_bit_for_bit(copies):
+def test_attention_and_what_follows_it_train_bit_for_bit(planning_log):
     train_both(lambda: Stack(Attending), simple_loop(lambda index: batch(index).view(2, 12, WIDTH)))
-    assert copies or TORCH < (2, 13)
+    assert planning_log.of("copying") or TORCH < (2, 13)
     assert Stack.forward.__code__ not in repeated_modules._traced_whole
 
 
-def test_sizes_that_vary_train_bit_for_bit(copies):
+def test_sizes_that_vary_train_bit_for_bit(planning_log):
     train_both(lambda: Stack(Block), simple_loop(lambda index: batch(index, 16 + 8 * index)))
-    assert copies or TORCH < (2, 13)
+    assert planning_log.of("copying") or TORCH < (2, 13)
 
 
 def test_a_change_of_one_layer_between_steps_trains_bit_for_bit():

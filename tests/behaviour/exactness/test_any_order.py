@@ -7,7 +7,6 @@ same sums are added in the same order, drawn by a seed, and by rounding where ea
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
-from hiremate_lightning.running.execution import Part
 from tests.exact import Log, differing, leave_behind
 from tests.simulated_gpu import torch_cuda
 
@@ -119,23 +117,19 @@ def test_in_any_order_plans_differ_as_eager_does(dtype):
     assert 0 < ours <= 4 * own
 
 
-def test_deterministic_algorithms_add_in_one_order(monkeypatch):
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+def test_deterministic_algorithms_add_in_one_order():
+    torch.utils.deterministic.fill_uninitialized_memory = False
     torch.use_deterministic_algorithms(True)
     try:
         expected, again = (train(index_add, budget, torch.float32, seed=None)[0] for budget in (None, "60%"))
     finally:
         torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
     assert not differing(again, expected)
 
 
-def test_wrong_gradients_are_refused_in_any_order(monkeypatch):
+def test_wrong_gradients_are_refused_in_any_order(scaled_gradients):
     """What eager itself differs by hides no gradients that are off by 1 %."""
-    backward = Part.backward
-
-    def wrong(self: Part, arguments: list[Any]) -> list[Any]:
-        return [g if g is None else 1.01 * g for g in backward(self, arguments)]
-
-    monkeypatch.setattr(Part, "backward", wrong)
+    scaled_gradients(1.01)
     with pytest.warns(HiRemateWarning, match="as captured it gives other numbers"):
         train(index_add, "60%", torch.float32, seed=None)

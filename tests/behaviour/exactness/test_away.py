@@ -21,8 +21,7 @@ from hiremate_lightning.running import copies
 from hiremate_lightning.running.copies import HostMemory, pinned_storages
 from hiremate_lightning.running.execution import Part
 from hiremate_lightning.running.program import Program, build
-from tests.behaviour.exactness.test_execution import Conductor, Net, make
-from tests.lazily import recompute_lazily
+from tests.behaviour.exactness.test_execution import Conductor, Net, every_other_kept, make
 from tests.training import build as build_model
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -102,14 +101,6 @@ def both_ways(device: str, conductor: Puts, steps: int = 3) -> tuple[list[torch.
 
 def are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def nothing_kept(graph):
-    return recompute_lazily(graph, ())
-
-
-def every_other_kept(graph):
-    return recompute_lazily(graph, range(0, len(graph.storages), 2))
 
 
 @pytest.mark.parametrize("decide", [keep_all, every_other_kept])

@@ -14,7 +14,6 @@ from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.measuring.profiling import CostCache, measure
 from hiremate_lightning.records.same_code import difference
 from hiremate_lightning.records.schedule import keep_all
-from hiremate_lightning.rewriting import finishing, losses
 from tests.behaviour.exactness.test_execution import compiled, every_other_kept, nothing_kept
 from tests.behaviour.exactness.test_overwriting import Autocast, captured_of
 from tests.exact import added_peaks, simple_loop, train_both
@@ -71,18 +70,18 @@ def test_what_finishes_belongs_to_one_node_that_allocates_once():
     assert not [n for n in graph.nodes if n.op in ("aten.relu.default", "aten.add.Tensor")]
 
 
-def test_small_values_are_finished_in_memory_of_their_own(monkeypatch):
+def test_small_values_are_finished_in_memory_of_their_own(change_thresholds):
     """So their graph is that of large ones, and no time is spent on looking whether their memory is free."""
     captured = captured_of(lambda f, x: f[1](f[0](x).relu()))
     ((node, finish),) = captured.finishes.items()
     assert [step.target for step in finish.steps] == [torch.ops.aten.relu.default]
     index = captured.fx_nodes.index(node)
     assert measure(captured, CostCache()).workspace_bytes[index] == 0
-    monkeypatch.setattr(finishing, "LEAST_BYTES", 4 * ROWS * WIDTH + 1)
+    change_thresholds(finished_bytes=4 * ROWS * WIDTH + 1)
     assert measure(captured, CostCache()).workspace_bytes[index] == 4 * ROWS * WIDTH
 
 
-def test_graphs_of_all_batch_sizes_are_alike():
+def test_graphs_of_all_batch_sizes_are_alike(change_thresholds):
     """Or what is known of one would say nothing about another: the largest batch is searched by that."""
 
     def graph_of(rows: int):
@@ -90,10 +89,8 @@ def test_graphs_of_all_batch_sizes_are_alike():
             lambda f, x: F.cross_entropy(f[1](f[0](x).relu()), x.argmax(1)), torch.randn(rows, WIDTH)
         ).graph
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finishing, "LEAST_BYTES", 4 * 8 * ROWS * WIDTH)
-        patch.setattr(losses, "LEAST_ROW_BYTES", 4 * WIDTH)
-        small, large = graph_of(ROWS), graph_of(64 * ROWS)
+    change_thresholds(finished_bytes=4 * 8 * ROWS * WIDTH, row_bytes=4 * WIDTH)
+    small, large = graph_of(ROWS), graph_of(64 * ROWS)
     assert difference(small, large) is None
     assert "hiremate.cross_entropy" in {node.op for node in small.nodes}
 
@@ -190,7 +187,7 @@ def test_every_schedule_is_exact(decide):
     assert all(torch.equal(found, expected) for found, expected in zip(*logs, strict=True))
 
 
-def test_the_peak_falls_and_is_what_was_planned(monkeypatch):
+def test_the_peak_falls_and_is_what_was_planned(change_thresholds):
     class Wide(nn.Module):
         """What is large has no gradient, and is gone before the rest begins."""
 
@@ -207,5 +204,5 @@ def test_the_peak_falls_and_is_what_was_planned(monkeypatch):
     one = 4 * 16 * x.numel()
     plainly, planned = added_peaks(Wide(), x)
     assert planned <= plainly - 0.9 * one
-    monkeypatch.setattr("hiremate_lightning.capturing.capture.find_finishes", lambda *_: {})
+    change_thresholds(finished_bytes=2**40)
     assert planned <= added_peaks(Wide(), x)[1] - 0.9 * one

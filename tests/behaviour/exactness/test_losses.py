@@ -14,9 +14,8 @@ from torch.nn import functional as F
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.rewriting import kernels, losses
 from hiremate_lightning.rewriting.losses import cross_entropy, cross_entropy_gradient
-from hiremate_lightning.torch_private import hacks, inductor
+from hiremate_lightning.torch_private import hacks
 from tests.exact import added_peaks, captured_by, simple_loop, train_both
 
 aten = torch.ops.aten
@@ -24,10 +23,9 @@ WIDTH, ROWS, CLASSES, CHUNK = 32, 200, 301, 128
 
 
 @pytest.fixture(autouse=True)
-def _many_parts(monkeypatch):
+def _many_parts(change_thresholds):
     """Take 16 rows at a time, the last time 8, where nothing says otherwise, and few classes for many."""
-    monkeypatch.setattr(kernels, "PART_BYTES", 1)
-    monkeypatch.setattr(losses, "LEAST_ROW_BYTES", 1)
+    change_thresholds(part_bytes=1, row_bytes=1)
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -99,8 +97,8 @@ def test_a_class_that_is_none_is_the_error_of_pytorch():
 
 
 @pytest.mark.parametrize(("part_bytes", "rows"), [(1, 16), (40 * 4 * CLASSES, 40), (2**20, 104)], ids=str)
-def test_beside_the_result_only_parts_are_allocated(monkeypatch, part_bytes, rows):
-    monkeypatch.setattr(kernels, "PART_BYTES", part_bytes)
+def test_beside_the_result_only_parts_are_allocated(change_thresholds, part_bytes, rows):
+    change_thresholds(part_bytes=part_bytes)
     logits, target, shape = numbers(ROWS, CLASSES, dtype=torch.bfloat16), targets(ROWS), [ROWS, CLASSES]
     part = 4 * rows * CLASSES
     peak = measure_peak(lambda: cross_entropy(logits, target, 2, -100, shape, torch.float32))
@@ -190,8 +188,8 @@ CHOICES: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }
 
 
-def test_a_loss_is_made_by_rows_beside_fused_kernels_too(monkeypatch):
-    monkeypatch.setattr(inductor, "compile_graph", lambda module, _: lambda arguments: module(*arguments))
+@pytest.mark.usefixtures("_kernels_uncompiled")
+def test_a_loss_is_made_by_rows_beside_fused_kernels_too():
     graph = captured_by(Words(entropy), batch(0), compile="inductor").graph
     assert {"hiremate.cross_entropy", "hiremate.cross_entropy_gradient"} <= {node.op for node in graph.nodes}
 
@@ -224,13 +222,13 @@ PEAKS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and the bytes of lo
 
 
 @pytest.mark.parametrize(("make", "itemsize"), PEAKS.values(), ids=PEAKS)
-def test_the_peak_is_what_was_planned_and_the_logits_are_most_of_it(monkeypatch, make, itemsize):
+def test_the_peak_is_what_was_planned_and_the_logits_are_most_of_it(change_thresholds, make, itemsize):
     plainly, planned = added_peaks(make(), batch(0))
     parts = 2 * 4 * 16 * MANY
     gradients = 4 * MANY * (WIDTH + 1)
     assert itemsize * LOGITS <= planned <= itemsize * LOGITS + parts + gradients + 0.05 * LOGITS
     assert planned <= plainly - 4 * LOGITS
-    monkeypatch.setattr(losses, "join", lambda joint: None)
+    change_thresholds(row_bytes=2**40)
     assert planned <= added_peaks(make(), batch(0))[1] - 2 * LOGITS
 
 
@@ -372,10 +370,10 @@ OF_BYTES = {
 }
 
 
-@pytest.mark.parametrize("least_row_bytes", [1, 2**20], ids=["by rows", "whole"])
+@pytest.mark.parametrize("row_bytes", [1, 2**20], ids=["by rows", "whole"])
 @pytest.mark.parametrize("of", OF_BYTES.values(), ids=OF_BYTES)
-def test_classes_may_be_bytes(monkeypatch, of, least_row_bytes):
-    monkeypatch.setattr(losses, "LEAST_ROW_BYTES", least_row_bytes)
+def test_classes_may_be_bytes(change_thresholds, of, row_bytes):
+    change_thresholds(row_bytes=row_bytes)
     train_both(lambda: OfBytes(of), simple_loop(lambda _: numbers(ROWS, WIDTH), steps=3), "100%")
 
 

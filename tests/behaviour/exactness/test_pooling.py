@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.rewriting import kernels, pooling
-from hiremate_lightning.torch_private import inductor
+from hiremate_lightning.rewriting import pooling
+from hiremate_lightning.testing import changed_thresholds
 from tests.exact import added_peaks, captured_by, simple_loop, train_both
 
 BATCH, CHANNELS, SIZE = 5, 12, 21
@@ -70,8 +70,8 @@ def are_same(found: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 @pytest.fixture(params=[1, 2**20], ids=["one by one", "together"])
-def part_bytes(request, monkeypatch):
-    monkeypatch.setattr(kernels, "PART_BYTES", request.param)
+def part_bytes(request, change_thresholds):
+    change_thresholds(part_bytes=request.param)
 
 
 @pytest.mark.usefixtures("part_bytes")
@@ -118,8 +118,8 @@ def test_places_are_as_narrow_as_their_windows_allow(width, kernel, dtype):
     assert are_same(found, expected)
 
 
-def test_beside_the_results_only_parts_are_allocated(monkeypatch):
-    monkeypatch.setattr(kernels, "PART_BYTES", 1)
+def test_beside_the_results_only_parts_are_allocated(change_thresholds):
+    change_thresholds(part_bytes=1)
     source, windows = torch.randn(64, 8, 32, 32), ([2, 2], [2, 2], [0, 0], [1, 1], False)
     shape, form, values = [64, 8, 16, 16], torch.contiguous_format, 64 * 8 * 16 * 16
     part = 4 * 8 * 16 * 16  # of them
@@ -212,8 +212,8 @@ def batch(index: int) -> Tensor:
     return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(index))
 
 
-def test_pools_are_joined_beside_fused_kernels_too(monkeypatch):
-    monkeypatch.setattr(inductor, "compile_graph", lambda module, _: lambda arguments: module(*arguments))
+@pytest.mark.usefixtures("_kernels_uncompiled")
+def test_pools_are_joined_beside_fused_kernels_too():
     graph = captured_by(Pooled(activated), batch(0), compile="inductor").graph
     assert {"hiremate.max_pool", "hiremate.max_pool_gradient"} <= {node.op for node in graph.nodes}
 
@@ -246,16 +246,14 @@ def test_a_gradient_of_a_gradient_is_exact():
 
 
 @pytest.mark.parametrize("pool", [activated, then_activated, several], ids=lambda pool: pool.__name__)
-def test_the_peak_is_lower_than_that_of_plain_pytorch_and_both_are_foreseen(monkeypatch, pool):
-    monkeypatch.setattr(kernels, "PART_BYTES", 1)
+def test_the_peak_is_lower_than_that_of_plain_pytorch_and_both_are_foreseen(change_thresholds, pool):
+    change_thresholds(part_bytes=1)
     torch.manual_seed(1)
     plainly, planned = added_peaks(Pooled(pool), batch(0))
-    monkeypatch.setattr(pooling, "join", lambda joint: None)
-    _, before = added_peaks(Pooled(pool), batch(0))
+    with changed_thresholds(pooled_bytes=2**40):
+        _, before = added_peaks(Pooled(pool), batch(0))
     places = pool(torch.zeros(4, 16, 32, 32)).numel() * (3 if pool is several else 1)
     assert planned <= before - 6 * places
-    monkeypatch.undo()
-    monkeypatch.setattr(kernels, "PART_BYTES", 1)
     module = Pooled(pool)
     module(batch(0)).backward()
     hiremate(module, "100%", verbose=False)

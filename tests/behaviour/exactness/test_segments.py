@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from hiremate_lightning.measuring.files import Files
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
-from hiremate_lightning.proofs import trials
 from hiremate_lightning.proofs.differences import differences
 from hiremate_lightning.proofs.segments import Observed, Segmented, cut
 from hiremate_lightning.proofs.trials import Trial, TrialOutcome
@@ -124,9 +123,7 @@ def test_code_in_segments_takes_no_more_than_it_may():
 
 
 @pytest.mark.parametrize("make", [make_plain, make_with_state, make_with_autocast])
-def test_values_between_segments_are_moved_to_files(monkeypatch, make):
-    """The memory of NumPy stands for that of files, which the profiler counts."""
-    monkeypatch.setattr(trials, "in_file", lambda value, _: torch.from_numpy(value.numpy().copy()))
+def test_values_between_segments_are_moved_to_files(make):
     code, trial = captured(make)
     plain, block_bytes = trial.run(code), ROWS * WIDTH * 4
     segmented = in_segments(code, trial, LEAST_BLOCKS * block_bytes)

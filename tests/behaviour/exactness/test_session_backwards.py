@@ -19,13 +19,13 @@ from tests.exact import Log, leave_behind, train_both
 from tests.life import (
     MANY,
     Net,
+    assert_exact,
     assert_same,
     batch,
     gradients,
     make,
     planned,
     recorded,
-    run_both,
     session_of,
     step,
     warm_up,
@@ -117,8 +117,7 @@ def test_gradients_may_be_cleared_before_or_after_the_forward(clear_late, set_to
             assert plan.measured.peak_bytes <= plan.budget_bytes
         return [*losses, *model.parameters()]
 
-    found, expected = run_both(act, warm=0)
-    assert_same(found, expected)
+    assert_exact(act, warm=0)
 
 
 def test_gradients_accumulate_over_several_backwards():
@@ -128,8 +127,7 @@ def test_gradients_accumulate_over_several_backwards():
             model(batch(index)).square().mean().backward()
         return gradients(model)
 
-    found, expected = run_both(act)
-    assert_same(found, expected)
+    assert_exact(act)
 
 
 @pytest.mark.parametrize("until", ["the next forward", "a second backward", "the end of the step"])
@@ -238,8 +236,7 @@ def test_training_goes_on_after_a_second_backward_failed():
         del output
         return [step(model, index) for index in range(3)]
 
-    found, expected = run_both(act)
-    assert_same(found, expected)
+    assert_exact(act)
 
 
 def test_a_late_second_backward_does_not_cut_the_next_step_short():
@@ -274,8 +271,7 @@ def test_a_forward_without_a_backward_changes_nothing():
         model(batch(6))
         return [*losses, step(model, 3), *gradients(model)]
 
-    found, expected = run_both(act)
-    assert_same(found, expected)
+    assert_exact(act)
 
 
 def test_evaluation_before_the_backward_changes_nothing():
@@ -289,8 +285,7 @@ def test_evaluation_before_the_backward_changes_nothing():
         loss.backward()
         return [loss.detach(), *gradients(model)]
 
-    found, expected = run_both(act)
-    assert_same(found, expected)
+    assert_exact(act)
 
 
 def test_a_backward_outlives_its_model():
@@ -316,8 +311,7 @@ def test_a_removed_plan_leaves_a_backward_under_way_alone():
         loss.backward()
         return [loss.detach(), *gradients(model), step(model, 6)]
 
-    found, expected = run_both(act)
-    assert_same(found, expected)
+    assert_exact(act)
 
 
 @pytest.mark.parametrize("budget", ["100%", "70%"])
@@ -331,8 +325,7 @@ def test_a_plan_swapped_between_forward_and_backward_stays_exact(budget):
         first = gradients(model)
         return [loss.detach(), *first, step(model, 6), *gradients(model)]
 
-    found, expected = run_both(act, budget="85%")
-    assert_same(found, expected)
+    assert_exact(act, budget="85%")
 
 
 def test_gradients_of_inputs_are_exact():
@@ -341,8 +334,7 @@ def test_gradients_of_inputs_are_exact():
         model(x).square().mean().backward()
         return [x.grad]
 
-    found, expected = run_both(act)
-    assert_same(found, expected)
+    assert_exact(act)
 
 
 def test_autograd_grad_gives_the_same_and_leaves_no_gradients():
@@ -352,8 +344,7 @@ def test_autograd_grad_gives_the_same_and_leaves_no_gradients():
         assert all(p.grad is None for p in model.parameters())
         return list(found)
 
-    found, expected = run_both(act)
-    assert_same(found, expected)
+    assert_exact(act)
 
 
 def test_many_gradients_at_once_are_refused():
@@ -370,8 +361,7 @@ def test_frozen_weights_get_no_gradients():
         losses = [step(model, index) for index in range(4)]
         return [*losses, *gradients(model)]
 
-    found, expected = run_both(act, budget="100%", warm=0)
-    assert_same(found, expected)
+    assert_exact(act, budget="100%", warm=0)
 
 
 def test_an_exception_in_the_forward_leaves_the_next_step_exact():

@@ -129,9 +129,12 @@ def test_trackers_get_the_number_of_optimizer_steps():
     assert len(set(expected)) > 1
 
 
-def test_without_trackers_nothing_is_logged(monkeypatch):
-    accelerator = Accelerator(cpu=True)
-    monkeypatch.setattr(accelerator, "log", lambda *_: pytest.fail("there is no tracker"))
+def test_without_trackers_nothing_is_logged():
+    class NeverLogging(Accelerator):
+        def log(self, *_):
+            pytest.fail("there is no tracker")
+
+    accelerator = NeverLogging(cpu=True)
     model, optimizer = prepared(accelerator)
 
     train(accelerator, model, optimizer, steps=2)
@@ -236,13 +239,12 @@ def test_a_model_in_the_place_of_the_accelerator_is_told_apart():
         prepare_hiremate(nn.Sequential(), Accelerator(cpu=True), budget="70%")  # type: ignore[arg-type]
 
 
-def test_an_accelerator_that_cannot_prepare_leaves_the_model_alone(monkeypatch):
-    accelerator, model = Accelerator(cpu=True), make()
+def test_an_accelerator_that_cannot_prepare_leaves_the_model_alone():
+    class Failing(Accelerator):
+        def prepare(self, *_):
+            raise RuntimeError("no")
 
-    def fail(*_):
-        raise RuntimeError("no")
-
-    monkeypatch.setattr(accelerator, "prepare", fail)
+    accelerator, model = Failing(cpu=True), make()
     with pytest.raises(RuntimeError, match="no"):
         prepare_hiremate(accelerator, model, budget="70%")
     assert model._compiled_call_impl is None

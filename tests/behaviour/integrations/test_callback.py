@@ -6,8 +6,9 @@ import copy
 import io
 import pickle
 import re
-import sys
 import warnings
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -186,6 +187,27 @@ def assert_same_weights(found: nn.Module, expected: nn.Module) -> None:
         assert torch.equal(mine[name], value), name
 
 
+def assert_fits_alike(
+    kind: type[pl.LightningModule], *callbacks: Callback, others: Callable[[], Sequence[Callback]] = tuple, **options
+) -> pl.LightningModule:
+    """Fit plainly and with a plan; fail where weights or logs differ.
+
+    Args:
+        kind: The module.
+        *callbacks: Of the planned fit.
+        others: Makes the callbacks of both fits.
+        **options: Of the trainer.
+
+    Returns:
+        The module that was planned.
+    """
+    expected, expected_logs = fit(kind, *others(), **options)
+    found, logs = fit(kind, *others(), *callbacks, **options)
+    assert_same_weights(found, expected)
+    assert logs == expected_logs
+    return found
+
+
 def assert_left_alone(module: nn.Module) -> None:
     for name, inner in module.named_modules():
         taken = {SLOT, "forward", "training_step", "log", "log_dict"} & set(inner.__dict__)
@@ -205,15 +227,9 @@ def assert_left_alone(module: nn.Module) -> None:
     ],
 )
 def test_a_planned_fit_is_a_plain_fit_bit_for_bit(kind, target):
-    expected, expected_logs = fit(kind)
     callback = planned(target=target)
-
-    found, logs = fit(kind, callback)
-
-    assert_same_weights(found, expected)
-    assert logs == expected_logs
+    assert_left_alone(assert_fits_alike(kind, callback))
     assert callback.plan is not None
-    assert_left_alone(found)
 
 
 @pytest.mark.parametrize(
@@ -226,30 +242,19 @@ def test_a_planned_fit_is_a_plain_fit_bit_for_bit(kind, target):
     ids=["accumulation", "bf16", "both in the whole step"],
 )
 def test_trainer_options_change_nothing_about_that(options, target):
-    expected, expected_logs = fit(CallsItself, **options)
     callback = planned(target=target, on_infeasible="warn")
-
-    found, logs = fit(CallsItself, callback, **options)
-
-    assert_same_weights(found, expected)
-    assert logs == expected_logs
+    assert_fits_alike(CallsItself, callback, **options)
     assert callback.plan is not None
 
 
 @pytest.mark.filterwarnings("ignore:Nothing fits the budget", "ignore:The measured peak")
 def test_two_optimizers_stepped_by_hand_train_as_without_a_plan():
-    expected, expected_logs = fit(Adversaries)
     callback = planned("95%", on_infeasible="warn")
-
-    found, logs = fit(Adversaries, callback)
-
-    assert_same_weights(found, expected)
-    assert logs == expected_logs
+    assert_fits_alike(Adversaries, callback)
     assert callback.plan is not None
 
 
 def test_validation_runs_unplanned_and_changes_nothing():
-    expected, expected_logs = fit(Validates)
     callback = planned()
     count_at_validation = []
 
@@ -257,10 +262,7 @@ def test_validation_runs_unplanned_and_changes_nothing():
         def on_validation_end(self, trainer, pl_module):
             count_at_validation.append(callback._targets.session.runs)
 
-    found, logs = fit(Validates, callback, Watch())
-
-    assert_same_weights(found, expected)
-    assert logs == expected_logs
+    assert_fits_alike(Validates, callback, Watch())
     assert count_at_validation == [0, 4]
 
 
@@ -477,21 +479,13 @@ class ValidatesByTraining(Validates):
 
 
 def test_a_training_step_may_take_the_batch_alone():
-    expected, expected_logs = fit(TakesTheBatchAlone)
-    found, logs = fit(TakesTheBatchAlone, planned(target="training_step"))
-    assert_same_weights(found, expected)
-    assert logs == expected_logs
+    assert_fits_alike(TakesTheBatchAlone, planned(target="training_step"))
 
 
 def test_a_validation_that_calls_the_training_step_is_not_planned():
-    plain, (expected, expected_logs) = planned(target="training_step"), fit(ValidatesByTraining)
+    plain, callback = (planned(target="training_step") for _ in range(2))
     fit(CallsItself, plain)
-    callback = planned(target="training_step")
-
-    found, logs = fit(ValidatesByTraining, callback)
-
-    assert_same_weights(found, expected)
-    assert logs == expected_logs
+    assert_fits_alike(ValidatesByTraining, callback)
     assert callback.plan.resident_bytes == plain.plan.resident_bytes
     difference = abs(callback.plan.measured.peak_bytes - callback.plan.planned_peak_bytes)
     assert difference <= 1024, "it was measured in a step, not in a validation"
@@ -649,14 +643,13 @@ def test_a_fit_says_three_lines_and_writes_a_page(bar, tmp_path, monkeypatch):
     screen.isatty = lambda: True
     console = Console(file=screen, width=200, force_terminal=True, color_system=None)
     monkeypatch.setattr(rich, "_console", console)
-    monkeypatch.setattr(sys, "stdout", screen)
-    monkeypatch.setattr(sys, "stderr", screen)
     bars = [] if bar is None else [bar(refresh_rate=1)]
     logger = CSVLogger(tmp_path)
     fitting = trainer(
         *bars, planned(verbose=True), logger=logger, enable_progress_bar=bar is not None, log_every_n_steps=1
     )
-    fitting.fit(CallsItself(), batches(6))
+    with redirect_stdout(screen), redirect_stderr(screen):
+        fitting.fit(CallsItself(), batches(6))
 
     page = Path(logger.log_dir) / "hiremate_plan.html"
     text = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", screen.getvalue())

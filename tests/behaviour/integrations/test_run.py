@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.zoo.stand_in import torchvision_or_stand_in
 from hiremate_lightning.command_line import cli
@@ -578,13 +579,14 @@ def test_other_styles_train_the_same(capsys, monkeypatch, style):
     assert model["plan"]["planned_peak_bytes"] < model["plan"]["unplanned_peak_bytes"]
 
 
-def test_processes_that_a_script_started_itself_are_refused(capsys, monkeypatch):
-    """They have no plan, and would not keep to the budget."""
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+def test_processes_that_a_script_started_itself_are_refused(capsys):
+    """They have no plan, and would not keep to the budget. The other one is PyTorch's fake process."""
     write("train.py", LOOP)
-    assert run("train.py") == 2
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        assert run("train.py") == 2
+    finally:
+        torch.distributed.destroy_process_group()
     said = capsys.readouterr().err
     assert "The script trains in 2 processes and has started the others itself" in said
     assert "Start all of them: torchrun --nproc-per-node 2 -m hiremate_lightning.run" in said

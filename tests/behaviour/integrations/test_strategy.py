@@ -22,10 +22,10 @@ from hiremate_lightning.integrations.lightning_strategy import HiRemateStrategy
 from tests.behaviour.integrations.test_callback import (
     CallsItself,
     CallsNet,
-    Ledger,
     assert_left_alone,
     assert_same_weights,
     batches,
+    fit,
     trainer,
 )
 
@@ -36,13 +36,6 @@ needs_cli = pytest.mark.skipif(
 
 def strategy(budget: int | float | str = "85%", **options) -> HiRemateStrategy:
     return HiRemateStrategy(budget, **{"verbose": False, **options})
-
-
-def fit(kind: type[pl.LightningModule], *callbacks: Callback, **options) -> tuple[pl.LightningModule, list]:
-    torch.manual_seed(5)
-    module, ledger = kind(), Ledger()
-    trainer(ledger, *callbacks, **options).fit(module, batches())
-    return module, ledger.logged
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.behaviour.integrations.test_callback import (
     CallsItself,
+    assert_fits_alike,
     assert_left_alone,
     assert_same_weights,
     batches,
@@ -55,14 +56,10 @@ def test_a_learning_rate_is_found_as_without_a_plan(tmp_path, comes_first, targe
 
 @pytest.mark.parametrize("target", [None, "training_step"])
 def test_gradients_may_be_accumulated_by_a_schedule(target):
-    def schedule() -> Callback:
-        return GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})
+    def schedule() -> list[Callback]:
+        return [GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})]
 
-    expected, expected_logs = fit(CallsItself, schedule(), max_epochs=3)
-    found, logs = fit(CallsItself, schedule(), planned(target=target, on_infeasible="warn"), max_epochs=3)
-
-    assert_same_weights(found, expected)
-    assert logs == expected_logs
+    assert_fits_alike(CallsItself, planned(target=target, on_infeasible="warn"), others=schedule, max_epochs=3)
 
 
 @pytest.mark.filterwarnings(
@@ -157,9 +154,6 @@ def test_a_loss_that_is_annealed_is_captured_at_most_three_times(weigh, target):
             captured.append(callback._targets.session.captured_count)
 
     callback = planned(target=target)
-    expected, _ = fit(kind, max_epochs=2)
-    found, _ = fit(kind, callback, Watch(), max_epochs=2)
-
-    assert_same_weights(found, expected)
+    assert_fits_alike(kind, callback, Watch(), max_epochs=2)
     assert callback.plan is not None
     assert captured[-1] <= 3

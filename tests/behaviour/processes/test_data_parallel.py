@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,12 +17,7 @@ from tests.exact import simple_loop, train_both
 WIDTH = 128
 
 
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    """Be the only process of a group."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 class Blocks(nn.Module):

@@ -13,11 +13,11 @@ from hiremate_lightning.kinds.plain_steps import PlainWay
 from hiremate_lightning.measuring.aside import LEAST_ASIDE, SavedAside
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.options import make_options
-from hiremate_lightning.sessions import aside_room, unplanned
-from hiremate_lightning.sessions.aside_room import AsideRoom
+from hiremate_lightning.sessions import aside_room
 from hiremate_lightning.sessions.session import Session
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.targets.training_step import StepTarget
+from hiremate_lightning.testing import session_of
 from tests.exact import simple_loop, train_both
 
 pytestmark = pytest.mark.usefixtures("without_templates")
@@ -99,24 +99,21 @@ def test_steps_stay_within_the_budget():
         assert added + get_plan(model).resident_bytes <= budget + 2**16
 
 
-def test_files_are_used_again_until_steps_run_by_plans(monkeypatch):
-    rooms = list[AsideRoom]()
-    make = AsideRoom.__init__
-    monkeypatch.setattr(AsideRoom, "__init__", lambda room, *given: (rooms.append(room), make(room, *given))[1])
+def test_files_are_used_again_until_steps_run_by_plans(change_thresholds):
     model = hiremate(Net(), budget_of(60), verbose=False)
-    sizes_bytes = []
+    files, sizes_bytes = session_of(model).unplanned._aside.files, []
     for step in (0, 6, 4, 2, 5, 6):  # lengths 60, 96, 90, 90, 72, 96
         train(model, step)
-        sizes_bytes.append(rooms[-1].files.size_bytes)
+        sizes_bytes.append(files.size_bytes)
     assert sizes_bytes[1] > 0
     assert set(sizes_bytes[1:]) == {sizes_bytes[1]}, "the longest came first"
-    monkeypatch.setattr(unplanned, "WORTH_A_PLAN", 0)
+    change_thresholds(worth_a_plan=0)
     train(model, 4)
-    assert rooms[-1].files.size_bytes == 0
+    assert files.size_bytes == 0
 
 
-def test_a_size_that_comes_often_gets_a_plan(monkeypatch):
-    monkeypatch.setattr(unplanned, "WORTH_A_PLAN", 0)
+def test_a_size_that_comes_often_gets_a_plan(change_thresholds):
+    change_thresholds(worth_a_plan=0)
     found = ways(hiremate(Net(), budget_of(60), verbose=False))
     assert [found[step] for step in (2, 4, 7)] == ["aside", "plan", "plan"], "all are of length 90"
 
@@ -140,20 +137,19 @@ def _refuse(*_: object) -> None:
     raise OSError("No space left on device")
 
 
-def test_each_storage_is_copied_once_and_no_given_or_small_one(monkeypatch):
+def test_each_storage_is_copied_once_and_no_given_or_small_one():
     copied = list[int]()
-    found = SavedAside._copy
 
-    def copy(self: SavedAside, storage: int, tensor: Tensor, version: int) -> object:
-        before = len(self._copies)
-        made = found(self, storage, tensor, version)
-        copied.extend([storage] * (len(self._copies) - before))
-        return made
+    class Noting(SavedAside):
+        def _copy(self, storage: int, tensor: Tensor, version: int) -> object:
+            before = len(self._copies)
+            made = super()._copy(storage, tensor, version)
+            copied.extend([storage] * (len(self._copies) - before))
+            return made
 
-    monkeypatch.setattr(SavedAside, "_copy", copy)
     weight = torch.randn(LEAST_ASIDE // 4, requires_grad=True)
     small = torch.randn(8, requires_grad=True)
-    with SavedAside({weight.untyped_storage()._cdata}):
+    with Noting({weight.untyped_storage()._cdata}):
         y = weight * 2
         loss = (y * y.view(2, -1).view(-1)).sum() + (weight * weight).sum() + (small * 2).square().sum()
     expected = torch.autograd.grad(loss, (weight, small))

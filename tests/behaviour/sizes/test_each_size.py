@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import gc
 import warnings
@@ -14,9 +15,7 @@ from torch import nn
 from hiremate_lightning import hiremate, remove_hiremate
 from hiremate_lightning.capturing import backend
 from hiremate_lightning.records.same_code import difference
-from hiremate_lightning.targets.modules import targets_of
-from hiremate_lightning.torch_private import dynamo, each_size
-from hiremate_lightning.torch_private.each_size import EachSize
+from hiremate_lightning.testing import session_of
 from tests.exact import simple_loop, train_both
 
 WIDTH = 24
@@ -25,31 +24,15 @@ pytestmark = pytest.mark.usefixtures("_captures_all", "without_templates")
 
 
 @pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """List the code that Dynamo captures."""
-    captured: list[str] = []
-    capture = dynamo._capture
-
-    def note(code, *arguments, **options):
-        captured.append(code.co_name)
-        return capture(code, *arguments, **options)
-
-    monkeypatch.setattr(dynamo, "_capture", note)
-    return captured
+def captures(planning_log) -> Callable[[], list[str]]:
+    """List the code that Dynamo has captured."""
+    return lambda: planning_log.of("capturing")
 
 
 @pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """List the sizes for which code is traced."""
-    sizes: list[tuple[int, ...]] = []
-    trace_for = EachSize._trace_for
-
-    def note(self, its_sizes, others):
-        sizes.append(its_sizes)
-        return trace_for(self, its_sizes, others)
-
-    monkeypatch.setattr(EachSize, "_trace_for", note)
-    return sizes
+def traced(planning_log) -> Callable[[], list[tuple[int, ...]]]:
+    """List the sizes for which code was traced."""
+    return lambda: [ast.literal_eval(sizes) for sizes in planning_log.of("tracing for the sizes")]
 
 
 class Mixing(nn.Module):
@@ -68,6 +51,11 @@ class Mixing(nn.Module):
         return self.norm(self.rest(x).transpose(1, 2))
 
 
+def small() -> nn.Module:
+    """Make a network of one length, which is captured in a tenth of the time."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH))
+
+
 def batches(lengths: list[int], rows: list[int] | None = None) -> Callable[[int], torch.Tensor]:
     """Make a batch per step, of a length and a number of rows."""
     return lambda step: torch.randn((rows or [8] * len(lengths))[step], lengths[step], WIDTH)
@@ -79,41 +67,41 @@ def batches(lengths: list[int], rows: list[int] | None = None) -> Callable[[int]
 )
 def test_training_is_exact_at_each_size(lengths, rows, count, captures, traced):
     train_both(Mixing, simple_loop(batches(lengths, rows), steps=7), "200 KiB", time_limit_s=1.0)
-    assert len(captures) == count, (
+    assert len(captures()) == count, (
         "two sizes as they are, then with a symbol for each that was seen to vary; 1 has none"
     )
-    assert traced
-    assert len(traced) == len(set(traced))
+    assert traced()
+    assert len(traced()) == len(set(traced()))
 
 
 def test_dynamo_captures_no_third_size(captures, traced):
     model = hiremate(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), "1 MiB", verbose=False)
     for rows in (16, 17, 18, 19, 20, 18):
         model(torch.randn(rows, 8)).sum().backward()
-    assert len(captures) == 3
-    assert traced == [(18,), (19,), (20,)]
-    assert targets_of(model).session.captured_count == 5
+    assert len(captures()) == 3
+    assert traced() == [(18,), (19,), (20,)]
+    assert session_of(model).captured_count == 5
     remove_hiremate(model)
 
 
-def test_sizes_seen_with_one_model_are_forgotten_with_it(captures, traced):
+def test_sizes_seen_with_one_model_are_forgotten_with_it(planning_log, captures, traced):
     for _ in range(2):
-        captures.clear()
+        planning_log.texts.clear()
         model = hiremate(nn.Linear(8, 8), "1 MiB", verbose=False)
         for rows in (16, 17):
             model(torch.randn(rows, 8)).sum().backward()
-        session = targets_of(model).session
-        assert (len(captures), session.captured_count) == (2, 2)
-        assert not traced, "two sizes are captured as they are"
+        session = session_of(model)
+        assert (len(captures()), session.captured_count) == (2, 2)
+        assert not traced(), "two sizes are captured as they are"
         remove_hiremate(model)
 
 
 @pytest.mark.filterwarnings("ignore:torch.compile captured code again")
-def test_what_was_traced_for_sizes_that_do_not_come_any_more_is_dropped(monkeypatch, traced):
-    monkeypatch.setattr(each_size, "KEPT", 2)
+def test_what_was_traced_for_sizes_that_do_not_come_any_more_is_dropped(change_thresholds, traced):
+    change_thresholds(size_traces=2)
     lengths = [9, 8, 7, 6, 5, 4, 3, 2, 7, 7]
-    model = hiremate(Mixing(), "100 MiB", verbose=False)
-    plain = Mixing()
+    model = hiremate(small(), "100 MiB", verbose=False)
+    plain = small()
     plain.load_state_dict(model.state_dict())
     for step, length in enumerate(lengths):
         x = torch.randn(4, length, WIDTH)
@@ -122,9 +110,9 @@ def test_what_was_traced_for_sizes_that_do_not_come_any_more_is_dropped(monkeypa
             module(x).sum().backward()
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
     gc.collect()
-    session = targets_of(model).session
+    session = session_of(model)
     assert session.captured_count == 9
-    assert len(traced) == 7, "7 came again when it had been dropped"
+    assert len(traced()) == 7, "7 came again when it had been dropped"
     assert len(session.parts.all) <= 2 + 2 + len(session.plans), "the first two, the last two, and what is planned"
     remove_hiremate(model)
 
@@ -145,7 +133,7 @@ class Counting(nn.Module):
 def test_a_number_that_is_no_size_stays_a_symbol(captures, traced):
     loop = simple_loop(batches([6, 7, 8, 9, 8, 9, 8]), steps=7)
     train_both(Counting, loop, "1 MiB")
-    assert traced == [(8,), (9,)]
+    assert traced() == [(8,), (9,)]
 
 
 class First(nn.Module):
@@ -163,7 +151,7 @@ class First(nn.Module):
 
 def test_a_number_that_makes_a_size_is_traced_for_each_value(traced):
     train_both(First, simple_loop(batches([9] * 7), steps=7), "1 MiB")
-    assert len(traced) == 6, "the number is a symbol from its second value on"
+    assert len(traced()) == 6, "the number is a symbol from its second value on"
 
 
 class Adding(nn.Module):
@@ -226,19 +214,12 @@ class Zooming(nn.Module):
         return torch.cat([x, nn.functional.interpolate(halved, scale_factor=2, mode="bilinear")], 1)
 
 
-def test_interpolated_images_keep_symbolic_sizes(monkeypatch, captures, traced):
-    graphs = []
-    capture = backend.capture
-
-    def note(*arguments):
-        graphs.append(capture(*arguments))
-        return graphs[-1]
-
-    monkeypatch.setattr(backend, "capture", note)
+def test_interpolated_images_keep_symbolic_sizes(captures, traced):
     model = hiremate(Zooming(), "100%", verbose=False)
     for height, width in ((8, 16), (12, 24), (16, 12), (20, 8)):
         model(torch.randn(2, 3, height, width)).sum().backward()
-    assert (len(graphs), len(captures), len(traced)) == (4, 3, 2)
+    graphs = [part.captured for part in session_of(model).parts.all]
+    assert (len(graphs), len(captures()), len(traced())) == (4, 3, 2)
     assert [difference(graphs[0].graph, other.graph) for other in graphs] == [None] * 4
 
 
@@ -325,8 +306,8 @@ class Weighing(nn.Module):
 def test_code_without_gradients_is_not_traced(captures, traced):
     loop = simple_loop(lambda step: (torch.randn(8, WIDTH), torch.rand(3 + step, 4)), steps=6)
     train_both(Weighing, loop, "1 MiB")
-    assert captures
-    assert not traced
+    assert captures()
+    assert not traced()
 
 
 class Choosing(nn.Module):
@@ -352,11 +333,11 @@ def choices(counts: list[int]) -> Callable[[int], tuple[torch.Tensor, torch.Tens
 def test_a_small_part_of_another_size_in_each_step_is_traced_for_each(traced):
     counts = [7, 8, 9, 10, 11, 12, 13, 5, 6, 4]
     plan = train_both(Choosing, simple_loop(choices(counts), steps=len(counts)), "60%", time_limit_s=1.0)
-    assert traced == [(count,) for count in counts[2:]]
+    assert traced() == [(count,) for count in counts[2:]]
     assert plan.planned_peak_bytes < plan.budget_bytes
 
 
 def test_sizes_that_do_not_repeat_are_traced_one_by_one(traced):
     sizes = [16, 12, 9, 8, 7, 6, 5, 4, 3, 10]
-    train_both(Mixing, simple_loop(batches(sizes), steps=len(sizes)), "1 GiB", time_limit_s=1.0)
-    assert traced == [(size,) for size in sizes[2:]], "nothing would be planned"
+    train_both(small, simple_loop(batches(sizes), steps=len(sizes)), "1 GiB", time_limit_s=1.0)
+    assert traced() == [(size,) for size in sizes[2:]], "nothing would be planned"

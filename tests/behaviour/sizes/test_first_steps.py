@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from hiremate_lightning import get_plan, hiremate
-from hiremate_lightning.capturing import backend
 from hiremate_lightning.garbage import collecting_what_it_leaves
 from hiremate_lightning.kinds import watching
-from hiremate_lightning.sessions import graph_programs, step_watch
-from hiremate_lightning.targets.modules import targets_of
+from hiremate_lightning.testing import session_of
 from tests.exact import simple_loop, train_both
 
 WIDTH, LONG = 32, 200
@@ -72,50 +71,59 @@ def tight_budget() -> int:
 
 
 @pytest.fixture
-def searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Count the searches for the least memory."""
-    found: list[int] = []
-    search = graph_programs.first_solution
-    monkeypatch.setattr(graph_programs, "first_solution", lambda *a, **k: (found.append(1), search(*a, **k))[1])
-    return found
+def searched(planning_log) -> Callable[[], int]:
+    """Count the searches for a first schedule since the latest count."""
+
+    def count() -> int:
+        searches = planning_log.of("searching for a first schedule")
+        planning_log.texts.clear()
+        return len(searches)
+
+    return count
 
 
-def peaks_of(model: nn.Module, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+@pytest.fixture
+def peaks_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[nn.Module, tuple[int, ...]], list[int | None]]:
     """Train on, each step measured; give the peaks."""
-    records = []
-    measure = step_watch.StepRecord
-    monkeypatch.setattr(step_watch, "StepRecord", lambda *a: (records.append(measure(*a)), records[-1])[1])
-    monkeypatch.setattr(watching.WatchPolicy, "step_begins", lambda *_: MEASURED)
-    for length in lengths:
-        step(model, length)
-    targets_of(model).session.end_step()
-    return [record.peak_bytes for record in records]
+
+    def train(model: nn.Module, lengths: tuple[int, ...]) -> list[int | None]:
+        records, session = [], session_of(model)
+        monkeypatch.setattr(watching.WatchPolicy, "step_begins", lambda *_: MEASURED)
+        for length in lengths:
+            step(model, length)
+            records.append(session.steps.current.record)
+        session.end_step()
+        peaks = [record.peak_bytes for record in records if record is not None]  # a step may run as it is written
+        assert peaks
+        return peaks
+
+    return train
 
 
 @pytest.mark.usefixtures("without_templates")
-def test_smaller_steps_of_several_graphs_run_as_was_planned_for_the_largest(searched, monkeypatch):
+def test_smaller_steps_of_several_graphs_run_as_was_planned_for_the_largest(searched, peaks_of):
     budget = tight_budget()
     model = planned(budget, (LONG,) * 4)
-    searched.clear()
-    peaks = peaks_of(model, (LONG - 1, LONG - 7, LONG // 2, 3), monkeypatch)
-    assert not searched
-    assert len(targets_of(model).session.plans) == 1
+    searched()
+    peaks = peaks_of(model, (LONG - 1, LONG - 7, LONG // 2, 3))
+    assert not searched()
+    assert len(session_of(model).plans) == 1
     assert all(peak is not None and peak <= budget for peak in peaks), (peaks, budget)
 
 
 @pytest.mark.usefixtures("_captures_all")
 def test_a_larger_step_runs_at_the_least_memory_and_is_planned_at_once(searched):
     model = planned("80%", (LONG,) * 4)
-    searched.clear()
+    searched()
     step(model, LONG + 9)
-    assert searched
+    assert searched()
     step(model, 5)
-    plans = list(targets_of(model).session.plans.values())
+    plans = list(session_of(model).plans.values())
     assert len(plans) == 2
     assert plans[1].unplanned.peak_bytes > plans[0].unplanned.peak_bytes
-    searched.clear()
+    searched()
     step(model, LONG + 8)
-    assert not searched
+    assert not searched()
 
 
 @pytest.mark.usefixtures("_captures_all")
@@ -126,7 +134,7 @@ def test_all_programs_of_a_step_are_of_one_plan(monkeypatch):
     chosen = []
     for length in (LONG, LONG - 3):
         step(model, length)
-        chosen += targets_of(model).session.steps.current.forwards
+        chosen += session_of(model).steps.current.forwards
     assert len(chosen) == 8
     assert all(forward.way.is_planned for forward in chosen)
     for one, other in zip(chosen[:3], chosen[4:7], strict=True):
@@ -140,24 +148,25 @@ def test_where_nobody_knows_how_a_step_goes_on_it_begins_at_the_least_memory(sea
     model.goes_right = True
     for _ in range(4):
         step(model, LONG)
-    assert len(targets_of(model).session.plans) == 2
-    searched.clear()
+    assert len(session_of(model).plans) == 2
+    searched()
     step(model, LONG - 5)
-    assert len(searched) == 2, "for the graphs before the ways part"
-    searched.clear()
+    assert searched() == 2, "for the graphs before the ways part"
+    searched()
     model.goes_right = False
     step(model, LONG - 5)
-    assert not searched, "the same graphs, and one that goes on as was planned"
+    assert not searched(), "the same graphs, and one that goes on as was planned"
 
 
-def test_what_was_taken_over_is_not_taken_over_by_a_smaller_budget(searched, monkeypatch):
+@pytest.mark.usefixtures("_captures_all")
+def test_what_was_taken_over_is_not_taken_over_by_a_smaller_budget(searched, peaks_of):
     budget = tight_budget()
     model = planned("100%", (LONG,) * 4)
-    searched.clear()
+    searched()
     step(model, LONG - 20)
-    assert not searched
+    assert not searched()
     hiremate(model, budget, verbose=False)
-    assert all(peak <= budget for peak in peaks_of(model, (LONG - 20,), monkeypatch))
+    assert all(peak <= budget for peak in peaks_of(model, (LONG - 20,)))
 
 
 @pytest.mark.parametrize("budget", ["55%", "75%"])
@@ -168,14 +177,13 @@ def test_training_is_exact_where_plans_are_taken_over(budget):
 
 
 @pytest.mark.usefixtures("_captures_all", "without_templates")
-def test_code_whose_gradients_have_several_terms_is_traced_once_for_a_size(monkeypatch):
+def test_code_whose_gradients_have_several_terms_is_traced_once_for_a_size(planning_log):
     """The second graph reads what the first gives twice; at the first size nobody knows that."""
     model = planned("80%", (LONG, LONG - 1, LONG - 2, LONG - 3))
-    found: list[int] = []
-    rewrite = backend.rewrite
-    monkeypatch.setattr(backend, "rewrite", lambda traced: (found.append(1), rewrite(traced))[1])
+    planning_log.texts.clear()
     step(model, LONG - 4)
-    assert len(found) == 3, "one for each graph whose size is new"
+    assert len(planning_log.of("tracing for the sizes")) == 3, "one for each graph whose size is new"
+    assert not planning_log.of("tracing again")
 
 
 def test_only_the_cycles_of_a_span_are_collected():

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from hiremate_lightning import HiRemateWarning, InfeasibleBudgetError, hiremate
-from hiremate_lightning.planning import planner
 from hiremate_lightning.records.expressions import NoTemplateError
 from hiremate_lightning.sessions import ladders, offloading
 from hiremate_lightning.testing import is_from_template, session_of, step_under_way
@@ -41,22 +40,17 @@ def rungs_of(planned: Training) -> int:
 
 
 @pytest.mark.filterwarnings("error")
-def test_larger_sizes_run_by_decisions_made_once(monkeypatch: pytest.MonkeyPatch):
+def test_larger_sizes_run_by_decisions_made_once(planning_log):
     """The plan of the first length fits none of them: the first one is solved for, and all run by what it finds."""
     budget_bytes, added_bytes = budget_of(FIRST, 0.75)
     plain, planned = trainings(budget_bytes)
-    solved: list[int] = []
-    make_plan = planner.make_plan
-    monkeypatch.setattr(
-        "hiremate_lightning.sessions.plan_maker.make_plan",
-        lambda step, *rest, **options: solved.append(len(solved)) or make_plan(step, *rest, **options),
-    )
+    planning_log.texts.clear()
     for length in [*LONGER, *LONGER]:
         assert differing(planned.step(length), plain.step(length)) == []
         assert is_from_template(planned.model)
         assert step_under_way(planned.model).ways == ("plan of another step",)
         assert planned.peak_bytes <= added_bytes
-    assert len(solved) == rungs_of(planned) == 1
+    assert len(planning_log.of("planning")) == rungs_of(planned) == 1
     assert len(session_of(planned.model).plans) == 1  # no size got one of its own
 
 
@@ -71,17 +65,14 @@ def test_steps_that_lose_time_get_faster_decisions(monkeypatch: pytest.MonkeyPat
     assert 2 <= rungs_of(planned) <= 7
 
 
-def test_beyond_max_plans_larger_sizes_run_at_the_least_memory(monkeypatch: pytest.MonkeyPatch):
+def test_beyond_max_plans_larger_sizes_run_at_the_least_memory(planning_log):
     """It is searched once, and said of nobody: no size waits for a plan of its own."""
-    searched: list[int] = []
-    smallest_budget = ladders.smallest_budget
-    monkeypatch.setattr(ladders, "smallest_budget", lambda problem: searched.append(1) or smallest_budget(problem))
     budget_bytes, added_bytes = budget_of(FIRST, 0.75)
     plain, planned = trainings(budget_bytes, max_plans=1)
     for length in LONGER:
         assert differing(planned.step(length), plain.step(length)) == []
         assert planned.peak_bytes <= added_bytes
-    assert len(searched) == 1
+    assert len(planning_log.of("searching for the least memory at all sizes")) == 1
     assert rungs_of(planned) == 0
 
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
-
 from hiremate_lightning import hiremate
-from hiremate_lightning.sessions import unplanned
 from hiremate_lightning.testing import PUT_ASIDE, is_from_template, step_under_way
 from tests.behaviour.sizes.test_templates import FIRST, LONG, NEW, SHORT, Training, budget_of, small_gpt
 from tests.exact import differing
 
 
-def test_first_steps_of_new_sizes_put_values_aside_and_later_ones_run_by_plans(monkeypatch: pytest.MonkeyPatch):
+def test_first_steps_of_new_sizes_put_values_aside_and_later_ones_run_by_plans(change_thresholds):
     budget_bytes, _ = budget_of(FIRST, 0.75)
     plain, planned = Training(small_gpt()), Training(hiremate(small_gpt(), budget_bytes, verbose=False))
     ways = []
     for length in [FIRST, FIRST, SHORT, LONG, *NEW]:
         if length == NEW[1]:
-            monkeypatch.setattr(unplanned, "WORTH_TEMPLATES", 0.0)
+            change_thresholds(worth_templates=0.0)
         assert differing(planned.step(length), plain.step(length)) == []
         ways.append(step_under_way(planned.model).ways)
     assert ways[3:5] == [(PUT_ASIDE,)] * 2

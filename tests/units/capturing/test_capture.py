@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning import hiremate
 from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.records.graph import Direction, StorageKind, graph_from_json
 from hiremate_lightning.rewriting import joint
-from tests.exact import captured_by
+from tests.exact import assert_foreseen, captured_by
 from tests.lazily import recompute_lazily
 
 ROWS, WIDTH = 256, 16
@@ -304,25 +304,23 @@ def test_what_a_gpu_sums_in_any_order_is_named_as_pytorch_names_it():
 @pytest.mark.parametrize(
     ("is_transposed", "is_fixed", "runs_once"), [(True, False, True), (True, True, False), (False, False, False)]
 )
-def test_transposed_convolutions_run_once_on_a_gpu_that_sums_in_any_order(
-    monkeypatch, is_transposed, is_fixed, runs_once
-):
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", is_fixed)
+def test_transposed_convolutions_run_once_on_a_gpu_that_sums_in_any_order(is_transposed, is_fixed, runs_once):
     x, weight = torch.zeros(1, 2, 4, 4), torch.zeros(2, 2, 3, 3)
     arguments = (x, weight, None, [1, 1], [0, 0], [1, 1], is_transposed, [0, 0], 1)
     torch.ops.aten.convolution.default(*arguments)
     node = torch.fx.Graph().call_function(torch.ops.aten.convolution.default, (None, None, *arguments[2:]))
-    assert joint.is_random(node, torch.device("cuda")) is runs_once
+    with torch.backends.cudnn.flags(deterministic=is_fixed):
+        assert joint.is_random(node, torch.device("cuda")) is runs_once
     assert not joint.is_random(node, torch.device("cpu"))
 
 
-def test_convolutions_that_are_timed_anew_may_take_another_algorithm(monkeypatch):
+def test_convolutions_that_are_timed_anew_may_take_another_algorithm():
     ops = {"aten.relu.default", str(torch.ops.aten.convolution.default)}
     assert not joint.may_choose_anew(ops, torch.device("cuda"))
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    assert joint.may_choose_anew(ops, torch.device("cuda"))
-    assert not joint.may_choose_anew({"aten.relu.default"}, torch.device("cuda"))
-    assert not joint.may_choose_anew(ops, torch.device("cpu"))
+    with torch.backends.cudnn.flags(benchmark=True):
+        assert joint.may_choose_anew(ops, torch.device("cuda"))
+        assert not joint.may_choose_anew({"aten.relu.default"}, torch.device("cuda"))
+        assert not joint.may_choose_anew(ops, torch.device("cpu"))
 
 
 class Scatters(nn.Module):
@@ -342,5 +340,4 @@ def test_a_copy_of_a_view_is_as_large_as_what_lies_around_it():
     model = hiremate(Scatters(), "1 GiB", verbose=False)
     for _ in range(4):
         model(torch.randn(ROWS, WIDTH)).backward()
-    plan = get_plan(model)
-    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)
+    assert_foreseen(model, abs=64)

@@ -191,28 +191,37 @@ def test_what_is_known_is_not_measured_again(captured, measured_nodes):
     assert measured_nodes == []
 
 
-def test_an_operation_is_timed_until_three_times_agree(monkeypatch):
-    readings = iter((9.0, 5.0, 7.0, 5.05, 6.0, 5.1, 4.0))
-    monkeypatch.setattr(profiling, "_time_once_ms", lambda run, device: next(readings))
-    options = ProfileOptions(repeats=8, time_limit_ms=1e9, agreement=0.02)
-    assert profiling._time_ms(lambda: None, torch.device("cpu"), options) == 5.0
-    assert next(readings) == 4.0
+class Operation:
+    """Runs for set milliseconds, on a clock of its own."""
+
+    def __init__(self, *times_ms: float) -> None:
+        self.left_ms, self._now_s = list(times_ms), 0.0
+
+    def __call__(self) -> torch.Tensor:
+        self._now_s += self.left_ms.pop(0) / 1e3
+        return torch.ones(4)
+
+    def clock(self) -> float:
+        return self._now_s
 
 
-def test_a_slow_operation_is_timed_twice(monkeypatch):
-    readings = iter((90.0, 80.0, 70.0))
-    monkeypatch.setattr(profiling, "_time_once_ms", lambda run, device: next(readings))
-    assert profiling._time_ms(lambda: None, torch.device("cpu"), ProfileOptions(time_limit_ms=60.0)) == 80.0
+def test_an_operation_is_timed_until_three_times_agree():
+    run, options = Operation(9.0, 5.0, 7.0, 5.05, 6.0, 5.09, 4.0), ProfileOptions(8, 1e9, agreement=0.02)
+    assert profiling._time_ms(run, CPU, options, clock=run.clock) == pytest.approx(5.0)
+    assert run.left_ms == [4.0]
 
 
-def test_the_run_that_shows_memory_counts_as_timed(monkeypatch):
+def test_a_slow_operation_is_timed_twice():
+    run = Operation(90.0, 80.0, 70.0)
+    assert profiling._time_ms(run, CPU, ProfileOptions(time_limit_ms=60.0), clock=run.clock) == pytest.approx(80.0)
+
+
+def test_the_run_that_shows_memory_counts_as_timed():
     """On a CPU a slow operation runs twice: once to see its memory, and once more."""
-    readings, runs = iter((80.0, 70.0)), []
-    monkeypatch.setattr(profiling, "_workspace_bytes", lambda run, device, used: (runs.append(run) or 5, 90.0))
-    monkeypatch.setattr(profiling, "_time_once_ms", lambda run, device: next(readings))
-    cost = profiling._cost(lambda: None, torch.device("cpu"), (), ProfileOptions(time_limit_ms=60.0))
-    assert (cost.time_ms, cost.workspace_bytes, len(runs)) == (80.0, 5, 1)
-    assert next(readings) == 70.0
+    run = Operation(90.0, 80.0, 70.0)
+    cost = profiling._cost(run, CPU, (), ProfileOptions(time_limit_ms=60.0), run.clock)
+    assert (cost.time_ms, cost.workspace_bytes) == (pytest.approx(80.0), 0)
+    assert run.left_ms == [70.0]
 
 
 def test_progress_counts_up_to_all_that_is_measured(captured, measured_nodes):

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning import hiremate
 from hiremate_lightning.measuring.describing import describe
 from hiremate_lightning.measuring.recording import Existing, StepRecord
 from hiremate_lightning.measuring.resident import LeftOutputs, Resident
 from hiremate_lightning.targets.modules import targets_of
+from tests.exact import assert_foreseen
 
 ROWS, WIDTH = 256, 16
 SIZE = ROWS * WIDTH * 4  # bytes of an activation
@@ -112,8 +113,7 @@ def test_the_peak_counts_inputs_that_other_code_made_no_longer_than_they_live():
     for _ in range(4):
         model.zero_grad()
         model(batch()).square().mean().backward()
-    plan = get_plan(model)
-    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, rel=0.002)
+    assert_foreseen(model, rel=0.002)
 
 
 def test_a_gradient_that_goes_on_backwards_is_passed_on():
@@ -253,8 +253,7 @@ def test_the_peak_counts_no_update_whenever_an_output_is_let_go(outlives_update,
         if not outlives_update:
             update()
         model.zero_grad()
-    plan = get_plan(model)
-    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, rel=0.02)
+    assert_foreseen(model, rel=0.02)
 
 
 def test_a_step_under_another_profiler_runs_unmeasured():
@@ -384,7 +383,4 @@ def test_what_is_let_go_of_between_forwards_is_not_counted_in_the_backward():
     for _ in range(4):
         model.zero_grad()
         model(torch.randn(1024, 32)).square().mean().backward()
-
-    plan = get_plan(model)
-    assert plan is not None
-    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, rel=0.005)
+    assert_foreseen(model, rel=0.005)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from hiremate_lightning.memory import allocator
 from hiremate_lightning.memory.allocator import allocated_bytes, block_bytes, free_bytes, free_host_bytes, in_blocks
 from hiremate_lightning.records.graph import Graph
 from hiremate_lightning.torch_private import runtime
@@ -44,24 +43,16 @@ def test_a_small_rest_of_a_segment_is_kept(asked, taken):
     assert block_bytes(int(asked)) == int(taken)
 
 
-def test_expandable_segments_lose_nothing(monkeypatch):
-    graph = large(chain(2)[0])
-    monkeypatch.setattr(runtime, "has_expandable_segments", lambda: True)
-    assert in_blocks(graph, CUDA) == graph
-    monkeypatch.setattr(runtime, "has_expandable_segments", lambda: False)
-    assert {s.size_bytes for s in in_blocks(graph, CUDA).storages} == {12 * MIB}
-    assert in_blocks(graph, CPU) == graph
-
-
-def test_torch_says_whether_segments_are_expandable():
+def test_expandable_segments_lose_nothing():
     if not hasattr(torch._C, "_accelerator_getAllocatorSettings") and not torch.backends.cuda.is_built():
         pytest.skip("torch 2.11 without CUDA has no allocator whose settings could be read")
-    before = runtime.has_expandable_segments()
+    graph, before = large(chain(2)[0]), runtime.has_expandable_segments()
     try:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-        assert runtime.has_expandable_segments()
+        assert in_blocks(graph, CUDA) == graph
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
-        assert not runtime.has_expandable_segments()
+        assert {s.size_bytes for s in in_blocks(graph, CUDA).storages} == {12 * MIB}
+        assert in_blocks(graph, CPU) == graph
     finally:
         torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{before}")
 
@@ -92,13 +83,12 @@ def test_free_bytes_of_a_gpu_heed_the_fraction_of_the_process(monkeypatch, fract
 
 
 @pytest.mark.parametrize(("limit", "expected"), [("1000", 1000 - 400 + 150), ("300", 50), ("max", None)])
-def test_free_host_bytes_are_within_the_limit_of_a_container(monkeypatch, tmp_path, limit, expected):
+def test_free_host_bytes_are_within_the_limit_of_a_container(tmp_path, limit, expected):
     """Of 400 bytes in use, 150 are of files and could be given up."""
-    monkeypatch.setattr(allocator, "CONTAINER", tmp_path)
     (tmp_path / "memory.max").write_text(f"{limit}\n")
     (tmp_path / "memory.current").write_text("400\n")
     (tmp_path / "memory.stat").write_text("anon 250\ninactive_file 150\n")
 
-    found = free_host_bytes()
+    found = free_host_bytes(tmp_path)
 
     assert found == expected if expected is not None else found > 2**20

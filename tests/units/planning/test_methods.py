@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from hiremate_lightning import hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.command_line.cli import SOLVERS
-from hiremate_lightning.planning.solvers import base, get_strategy, strategy_names
+from hiremate_lightning.planning.solvers import get_strategy, strategy_names
 from hiremate_lightning.planning.solvers.chain import ChainBytes, ChainLink, ChainSpan, links, policy_of
 from hiremate_lightning.planning.solvers.incumbent import Search
-from hiremate_lightning.planning.solvers.methods import checkmate, chen, dtr, min_memory, rockmate, rotor, twremat
+from hiremate_lightning.planning.solvers.methods import chen, dtr, min_memory, rockmate, rotor, twremat
 from hiremate_lightning.planning.solvers.model import StepModel
 from hiremate_lightning.planning.solvers.proposals import method
 from hiremate_lightning.records.costs import Profile
@@ -98,8 +98,8 @@ def test_where_no_schedule_of_a_method_fits_the_repair_is_told():
     assert solution.note == ("No schedule of min_memory fits; values were evicted from the one that peaks at 6.84 KiB.")
 
 
-def test_a_method_that_proposes_nothing_says_what_was_taken_instead(monkeypatch):
-    monkeypatch.setattr(base, "_STRATEGIES", dict(base._STRATEGIES))
+@pytest.mark.usefixtures("_own_strategies")
+def test_a_method_that_proposes_nothing_says_what_was_taken_instead():
     step = chain(12, KB)
     method("mute, for a test")(lambda search: iter(()))
     whole = StepModel(problem_of(step, 0)).keep_all_bytes
@@ -118,8 +118,8 @@ def test_methods_for_chains_say_where_a_step_is_none(name: str):
         assert "\n" not in note
 
 
-def test_checkmate_says_where_its_program_is_too_large_to_be_tried(monkeypatch):
-    monkeypatch.setattr(checkmate, "MOST_VARIABLES", 10)
+def test_checkmate_says_where_its_program_is_too_large_to_be_tried(change_thresholds):
+    change_thresholds(program_variables=10)
     step = chain(12, KB)
     whole = StepModel(problem_of(step, 0)).keep_all_bytes
     solution = get_strategy("checkmate")(problem_of(step, whole * 6 // 10))

@@ -164,8 +164,8 @@ def test_with_warn_the_least_memory_takes_as_little_time_as_is_found():
     assert plan.solution.recompute_ms < smallest.recompute_ms
 
 
-def test_a_strategy_that_lies_about_its_peak_is_not_believed(monkeypatch):
-    monkeypatch.setattr(base, "_STRATEGIES", dict(base._STRATEGIES))
+@pytest.mark.usefixtures("_own_strategies")
+def test_a_strategy_that_lies_about_its_peak_is_not_believed():
     step = step_of(*transformer(2))
     nothing = ((),) * (len(step.graph.backward) + 1)
 
@@ -200,10 +200,24 @@ def test_a_solver_is_asked_before_the_first_step_is_refused(monkeypatch):
     assert first_of(step, Budget(size_bytes=budget), budget).peak_bytes <= budget
 
 
-def test_a_part_at_another_size_runs_as_it_did_before(monkeypatch):
+class SearchedError(Exception):
+    pass
+
+
+@pytest.fixture
+def forbid_search(monkeypatch):
+    """Let the next search for the least memory fail."""
+
+    def no_search(_):
+        raise SearchedError
+
+    return lambda: monkeypatch.setattr(planner, "smallest_budget", no_search)
+
+
+def test_a_part_at_another_size_runs_as_it_did_before(forbid_search):
     before, larger = step_of(*transformer(2)), step_of(*transformer(2, size=96 * KB))
     known = (FirstSolution(step_of(*chain()), solution_of(chain())), FirstSolution(before, solution_of(transformer(2))))
-    monkeypatch.setattr(planner, "smallest_budget", no_search)
+    forbid_search()
     found = first_solution(larger, Budget(share=0.9), 0, 0, PlanOptions(), "Net", known=known)
     assert found is known[1].solution
     peak = simulate(larger.graph, larger.profile, lower(larger.graph, found.recompute)).peak_bytes
@@ -212,28 +226,20 @@ def test_a_part_at_another_size_runs_as_it_did_before(monkeypatch):
         first_solution(larger, Budget(size_bytes=peak - 1), peak - 1, 0, PlanOptions(), "Net", known=known)
 
 
-def test_a_part_at_another_size_is_searched_where_the_schedule_saves_less_there(monkeypatch):
+def test_a_part_at_another_size_is_searched_where_the_schedule_saves_less_there(forbid_search):
     before, larger = step_of(*transformer(2), held=KB), step_of(*transformer(2, size=96 * KB), held=MANY)
     known = FirstSolution(before, smallest_budget(Problem(before.graph, before.profile, 0)))
-    monkeypatch.setattr(planner, "smallest_budget", no_search)
+    forbid_search()
     with pytest.raises(SearchedError):
         first_solution(larger, Budget(share=0.9), 0, 0, PlanOptions(), "Net", known=(known,))
 
 
-def test_any_size_at_which_the_same_part_was_searched_may_serve(monkeypatch):
+def test_any_size_at_which_the_same_part_was_searched_may_serve(forbid_search):
     before, other = step_of(*transformer(2), held=KB), step_of(*transformer(2, size=80 * KB), held=MANY)
     larger = step_of(*transformer(2, size=96 * KB), held=MANY)
     known = [FirstSolution(s, smallest_budget(Problem(s.graph, s.profile, 0))) for s in (before, other)]
-    monkeypatch.setattr(planner, "smallest_budget", no_search)
+    forbid_search()
     assert first_solution(larger, Budget(share=0.9), 0, 0, PlanOptions(), "Net", known=known) is known[1].solution
-
-
-class SearchedError(Exception):
-    pass
-
-
-def no_search(_):
-    raise SearchedError
 
 
 def solution_of(drawn):
@@ -248,8 +254,8 @@ def test_the_same_step_and_budget_give_the_same_plan():
     assert first.solution.recompute == second.solution.recompute
 
 
-def test_a_strategy_that_counts_too_little_solves_again_with_less(monkeypatch):
-    monkeypatch.setattr(base, "_STRATEGIES", dict(base._STRATEGIES))
+@pytest.mark.usefixtures("_own_strategies")
+def test_a_strategy_that_counts_too_little_solves_again_with_less():
     step = step_of(*transformer(4))
     budget = step.plain_bytes * 7 // 10
     asked = []

@@ -110,18 +110,17 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path, caplog):
     assert "the next run solves again" in caplog.text
 
 
-def test_the_planner_solves_once(tmp_path, monkeypatch):
+def test_the_planner_solves_once(tmp_path):
     graph, profile = transformer(4)
     step = merge([Call(graph, profile)], [0])
     budget = step.plain_bytes * 6 // 10
     options = PlanOptions(cache_dir=tmp_path)
 
-    def plan():
-        return unless_short(make_plan(step, parse_budget(budget), budget, 0, options))
+    def plan(**how):
+        return unless_short(make_plan(step, parse_budget(budget), budget, 0, options, **how))
 
     first = plan()
-    monkeypatch.setattr("hiremate_lightning.planning.planner.get_strategy", None)
-    assert plan().solution == first.solution
+    assert plan(solve=lambda problem: pytest.fail("it is solved again")).solution == first.solution
 
 
 def test_a_second_run_neither_profiles_nor_solves(tmp_path, monkeypatch):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,7 +16,7 @@ from hiremate_lightning.planning import solutions
 from hiremate_lightning.planning.outcome import least_need, unless_short
 from hiremate_lightning.planning.plan import PlanOptions
 from hiremate_lightning.planning.planner import make_plan
-from hiremate_lightning.planning.solvers import Problem, Solution, SolveOptions, Status, get_strategy, metering, work
+from hiremate_lightning.planning.solvers import Problem, Solution, SolveOptions, Status, get_strategy, metering
 from hiremate_lightning.planning.solvers.base import CLOCK
 from hiremate_lightning.planning.solvers.metering import Price
 from hiremate_lightning.planning.solvers.mip_backend import LinearProgram, Result, solve
@@ -40,30 +39,17 @@ def problem_to_cut(**options: float) -> Problem:
     return problem_of(step, whole * 40 // 100, **{"time_limit_s": LIMIT_S, **options})
 
 
-def clock_of(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Replace the clock by one on which so many seconds pass from one look to the next."""
-    ticks = itertools.count()
-    monkeypatch.setattr(work, "monotonic", lambda: seconds * next(ticks))
-
-
 def what_was_found(solution: Solution) -> Solution:
     return replace(solution, solve_s=0.0)
 
 
-@pytest.fixture
-def own_worker() -> Iterator[Worker]:
-    own = Worker()
-    yield own
-    own.close()
-
-
 @pytest.mark.parametrize("name", NEED_TIME)
-def test_a_slow_machine_finds_the_same(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_slow_machine_finds_the_same(name: str, set_clock: Callable[[float], None]):
     problem = problem_to_cut()
 
-    clock_of(monkeypatch, 1e-9)
+    set_clock(1e-9)
     fast = get_strategy(name)(problem)
-    clock_of(monkeypatch, 1e-4)
+    set_clock(1e-4)
     slow = get_strategy(name)(problem)
 
     assert what_was_found(slow) == what_was_found(fast)
@@ -142,8 +128,8 @@ def test_a_program_costs_work_even_without_an_iteration():
 # ---------------------------------------------------------------- the clock
 
 
-def test_the_clock_ends_a_search_that_takes_many_times_its_work(monkeypatch: pytest.MonkeyPatch):
-    clock_of(monkeypatch, clock_limit_s(LIMIT_S) / 20)
+def test_the_clock_ends_a_search_that_takes_many_times_its_work(set_clock: Callable[[float], None]):
+    set_clock(clock_limit_s(LIMIT_S) / 20)
     solution = get_strategy("portfolio")(problem_to_cut())
     assert solution.stopped_by == CLOCK
     assert solution.status in (Status.FEASIBLE, Status.NOT_FOUND)

@@ -28,13 +28,6 @@ NEED_NONE = ("segments", "rotor", "pofo", "min_memory", "twremat", "chen", "dtr"
 NO_NUMBER = "a budget\nof several lines"
 
 
-@pytest.fixture
-def own_worker():
-    own = Worker()
-    yield own
-    own.close()
-
-
 def problem_at(percent, **options):
     graph, profile = transformer()
     whole = Problem(graph, profile, 0)
@@ -129,20 +122,24 @@ class TestBackends:
             check_strategy("portfolio")
         assert apart("portfolio")(problem_at(80)).is_feasible
 
-    @pytest.mark.parametrize("strategy_name", NEED_PROGRAMS)
-    def test_without_a_backend_what_needs_one_is_refused(self, monkeypatch, strategy_name):
+    @pytest.fixture
+    def _no_backend(self, monkeypatch):
         monkeypatch.setattr(worker, "backend_failure", "{} is not there".format)
+
+    @pytest.mark.usefixtures("_no_backend")
+    @pytest.mark.parametrize("strategy_name", NEED_PROGRAMS)
+    def test_without_a_backend_what_needs_one_is_refused(self, strategy_name):
         expected = "No MIP solver works here.*HiGHS failed: HIGHS is not there. CBC failed: CBC is not .* pip install "
         with pytest.raises(ConfigurationError, match=expected):
             check_strategy(strategy_name)
 
+    @pytest.mark.usefixtures("_no_backend")
     @pytest.mark.parametrize("strategy_name", NEED_NONE)
-    def test_without_a_backend_the_others_solve(self, monkeypatch, strategy_name):
-        monkeypatch.setattr(worker, "backend_failure", "{} is not there".format)
+    def test_without_a_backend_the_others_solve(self, strategy_name):
         check_strategy(strategy_name)
 
-    def test_every_way_to_plan_refuses(self, monkeypatch):
-        monkeypatch.setattr(worker, "backend_failure", "{} is not there".format)
+    @pytest.mark.usefixtures("_no_backend")
+    def test_every_way_to_plan_refuses(self):
         for plan in (
             lambda: hiremate(nn.Linear(2, 2), "50%"),
             lambda: HiRemateCallback("50%"),
@@ -175,11 +172,8 @@ def test_an_interrupt_ends_the_process(own_worker):
     assert not own_worker.is_usable
 
 
-def test_strategies_of_others_run_in_place(monkeypatch):
-    from hiremate_lightning.planning.solvers import base
-
-    monkeypatch.setattr(base, "_STRATEGIES", dict(base._STRATEGIES))
-
+@pytest.mark.usefixtures("_own_strategies")
+def test_strategies_of_others_run_in_place():
     @strategy("mine")
     def mine(problem):
         return Solution("mine", Status.NOT_FOUND, stopped_by=str(os.getpid()))
@@ -187,18 +181,24 @@ def test_strategies_of_others_run_in_place(monkeypatch):
     assert apart("mine")(problem_at(80)).stopped_by == str(os.getpid())
 
 
+@pytest.fixture
+def _not_started(monkeypatch):
+    """No worker runs so far."""
+    monkeypatch.setattr(worker, "_worker", None)
+
+
+@pytest.mark.usefixtures("_not_started")
 def test_without_processes_it_solves_in_place(monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError("no processes here")
 
-    monkeypatch.setattr(worker, "_worker", None)
     monkeypatch.setattr(subprocess, "Popen", refuse)
     assert apart("portfolio")(problem_at(80)).is_feasible
 
 
+@pytest.mark.usefixtures("_not_started")
 def test_a_process_that_never_listens_is_solved_in_place(monkeypatch):
     """A program that embeds Python may name itself as the interpreter."""
-    monkeypatch.setattr(worker, "_worker", None)
     monkeypatch.setattr(worker, "_can_start", True)
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     assert apart("portfolio")(problem_at(80)).is_feasible

@@ -52,8 +52,8 @@ def test_a_wrong_value_is_seen_beside_unwritten_memory_and_any_order():
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 11])
-def test_pieces_find_the_largest_difference_wherever_it_is(monkeypatch, size):
-    monkeypatch.setattr(module, "PIECE_VALUES", size)
+def test_pieces_find_the_largest_difference_wherever_it_is(change_thresholds, size):
+    change_thresholds(compared_values=size)
     expected = torch.zeros(3, 4)
     for place in range(12):
         found = expected.clone()

@@ -27,9 +27,9 @@ from hiremate_lightning.records.schedule import (
     keep_all,
     lower,
 )
-from hiremate_lightning.records.simulation import Simulation, allocations, blocks, simulate
+from hiremate_lightning.records.simulation import allocations, blocks, simulate
 from hiremate_lightning.reporting.timeline import Band, lifetimes
-from tests.helpers import random_graph
+from tests.helpers import moments, random_graph, refused
 from tests.lazily import recompute_lazily
 from tests.tiny import Builder, chain
 
@@ -45,10 +45,6 @@ def storage_of(graph: Graph, name: str) -> int:
     (storage,) = {tensor.storage for tensor in graph.tensors if tensor.name == name}
     assert storage is not None
     return storage
-
-
-def moments(simulation: Simulation) -> list[tuple[int, int]]:
-    return [(moment.peak_bytes, moment.live_bytes) for moment in simulation.timeline]
 
 
 def test_a_value_can_go_away_between_its_last_and_its_first_use():
@@ -189,12 +185,6 @@ def test_a_profile_with_a_link_is_read_back_equal():
 
 
 # ---------------------------------------------------------------- what is refused
-
-
-def refused(graph: Graph, profile: Profile, schedule: Schedule) -> str:
-    with pytest.raises(ScheduleError) as error:
-        simulate(graph, profile, schedule)
-    return str(error.value)
 
 
 def without(operations: tuple[Operation, ...], kind: type) -> tuple[Operation, ...]:

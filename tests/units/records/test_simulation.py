@@ -7,22 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hiremate_lightning.errors import ScheduleError
 from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.graph import Graph, StorageKind
 from hiremate_lightning.records.schedule import Compute, Free, Schedule, keep_all, lower
 from hiremate_lightning.records.simulation import Moment, Simulation, allocations, simulate
-from tests.helpers import random_graph
+from tests.helpers import moments, random_graph, refused
 from tests.lazily import recompute_lazily
 from tests.tiny import Builder, chain, plan_keeping, storages_of, transformer
 
 
 def keep(graph: Graph, profile: Profile) -> Simulation:
     return simulate(graph, profile, lower(graph, keep_all(graph)))
-
-
-def moments(simulation: Simulation) -> list[tuple[int, int]]:
-    return [(moment.peak_bytes, moment.live_bytes) for moment in simulation.timeline]
 
 
 def test_the_timeline_of_a_chain_is_as_counted_by_hand():
@@ -181,12 +176,6 @@ def test_an_empty_step_has_no_peak_and_no_overhead():
     graph, profile = Builder().graph()
     simulation = keep(graph, profile)
     assert (simulation.peak_bytes, simulation.overhead, simulation.timeline) == (0, 0.0, ())
-
-
-def refused(graph: Graph, profile: Profile, schedule: Schedule) -> str:
-    with pytest.raises(ScheduleError) as error:
-        simulate(graph, profile, schedule)
-    return str(error.value)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from hiremate_lightning.torch_private import decided_branches, dynamo
+from hiremate_lightning.torch_private import dynamo
 
 
 class Counted:
@@ -187,12 +187,12 @@ def test_sizes_at_which_a_constant_cannot_be_computed_are_traced():
     graphs_of(looks_up, *([torch.ones(2, length)] for length in (5, 6, 4, 9, 2, 1)), sizes_vary=True)
 
 
-def test_no_guard_computes_what_is_too_large(monkeypatch):
+def test_no_guard_computes_what_is_too_large(change_thresholds):
     def has_far(x):
         positions = torch.arange(x.shape[1])
         return x.sin() if (positions[:, None] - positions > 2).any() else x.cos()
 
-    monkeypatch.setattr(decided_branches, "_MOST_ELEMENTS", 100)
+    change_thresholds(decided_values=100)
     assert graphs_of(has_far, *([torch.ones(2, length)] for length in (5, 6, 9, 8)), sizes_vary=True) == 2
     assert graphs_of(has_far, *([torch.ones(2, length)] for length in (5, 6, 50)), sizes_vary=True) == 4
 
@@ -485,8 +485,8 @@ def test_numbers_of_a_large_input_break_the_graph():
     assert graphs_of(function, *[[torch.ones(2), torch.ones(64, dtype=torch.long)]] * 2) == 1
 
 
-def test_no_large_input_is_read_before_each_call(monkeypatch):
-    monkeypatch.setattr(decided_branches, "_MOST_ELEMENTS", 5)
+def test_no_large_input_is_read_before_each_call(change_thresholds):
+    change_thresholds(decided_values=5)
     assert graphs_of(has_padding, *masks("111")) > 1
     assert graphs_of(has_padding, *masks("11")) == 1
 

@@ -36,16 +36,15 @@ def test_graphs_of_planned_steps_are_not_written_as_text(written, monkeypatch):
     assert not written
 
 
-def test_graphs_are_written_for_those_who_read_logs(written, monkeypatch):
-    monkeypatch.setattr(graph_compile.aot_joint_log, "isEnabledFor", lambda level: True)
+def test_graphs_are_written_for_those_who_read_logs(written, caplog):
+    caplog.set_level(logging.DEBUG, logger=graph_compile.aot_joint_log.name)
     train()
     assert len(written) >= 3  # joint, forward and backward
 
 
-def test_lines_of_logs_name_their_functions_where_they_are_shown(monkeypatch):
+def test_lines_of_logs_name_their_functions_where_they_are_shown(caplog):
     assert "get_funcname" in {name for _, name, _ in graph_texts.names_of_lines()}
-    shown = symbolic_convert.trace_call_log
-    monkeypatch.setattr(shown, "isEnabledFor", lambda level: level >= logging.DEBUG)
+    caplog.set_level(logging.DEBUG, logger=symbolic_convert.trace_call_log.name)
     assert "get_funcname" not in {name for _, name, _ in graph_texts.names_of_lines()}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import logging
 import pickle
 import re
@@ -155,14 +154,6 @@ def test_tensors_are_found_in_containers_in_the_order_of_pytree():
     assert all(mine is theirs for mine, theirs in zip(found, expected, strict=True))
 
 
-@pytest.fixture
-def without_collections():
-    """Collect no garbage until the test has ended."""
-    gc.disable()
-    yield
-    gc.enable()
-
-
 def test_all_plain_tensors_of_python_are_found():
     tensors = [torch.zeros(2), nn.Parameter(torch.zeros(2))]
     others = [torch.zeros(2).as_subclass(Own), torch.zeros(2).to_sparse()]
@@ -170,7 +161,7 @@ def test_all_plain_tensors_of_python_are_found():
     assert [id(tensor) in found for tensor in (*tensors, *others)] == [True, True, False, False]
 
 
-def test_a_look_at_tensors_keeps_none_of_them_alive(without_collections):
+def test_a_look_at_tensors_keeps_none_of_them_alive(no_automatic_collection):
     """No garbage is collected meanwhile: what the look held in a cycle would stay."""
     tensor = torch.zeros(2)
     lives = tensor_state.watch_storage(tensor)
@@ -442,13 +433,6 @@ def test_a_fraction_that_is_written_into_a_string_keeps_its_format(write, sizes_
     assert found == [forward(torch.ones(1), t) for t in values]
     assert forward.__code__ not in dynamo._given_up
     torch.compiler.reset()
-
-
-@pytest.fixture
-def one_process():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_process")

@@ -11,13 +11,14 @@ when a value is freed, which the replay finds out (a seventh of the variables at
 them. The relaxation is checked at a few instants.
 
 The program has a variable for each value and position: beyond a few dozen positions no solver closes it. Where it has
-more than `MOST_VARIABLES`, its rounded relaxation is all there is, without a promise to find anything.
+more than `Thresholds.program_variables`, its rounded relaxation is all there is, without a promise to find anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .... import thresholds
 from ..choices import Policy
 from ..incumbent import Search
 from ..mip_backend import solve
@@ -25,7 +26,6 @@ from ..phases import Checks, PhasedProgram
 from ..proposals import method
 from ..refine import refine
 
-MOST_VARIABLES = 60_000  # of a program that is tried as a whole
 MOST_INSTANTS = 24  # of the relaxation that is rounded
 SLACK = 0.1  # of the budget that the relaxation leaves free, so that its rounding fits
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -37,7 +37,7 @@ def propose(search: Search) -> Iterator[Policy]:
     yield from rounded(search)
     positions = tuple(range(len(search.model.reads)))
     count = len(positions) * len(search.model.choices)
-    if count > MOST_VARIABLES:
+    if count > thresholds.current.program_variables:
         search.say(f"Checkmate's program has {count:,} variables here: only its relaxation was rounded.")
         return
     refine(search, Checks(positions))
