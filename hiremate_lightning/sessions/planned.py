@@ -25,13 +25,13 @@ from ..kinds.step_kind import StepKind
 from ..kinds.watching import WatchPolicy
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
+from ..messages.plan_reports import PlanReports
 from ..out_of_memory import explain
 from ..planning.headroom import GUARD_BYTES
 from ..planning.outcome import Short, first_short
 from ..planning.plan import Plan
 from ..rewriting.joint import may_choose_anew
 from ..running.execution import Part
-from ..telling.plan_reports import PlanReports
 from ..units import Budget, format_bytes
 from .current_step import CurrentStep
 from .graph_programs import GraphPrograms

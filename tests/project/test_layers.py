@@ -42,7 +42,7 @@ ORDER = (
     "proofs",
     "calls",
     "kinds",
-    "telling",
+    "messages",
     "sessions",
     "targets",
     "sizes",
