@@ -252,9 +252,9 @@ def _heavy(name: str) -> Callable[[argparse.Namespace], int]:
     """Return a command that loads torch once it runs."""
 
     def run(asked: argparse.Namespace) -> int:
-        from .arguments import check
+        from .arguments import read
 
-        check(asked)
+        read(asked)
         with Console(stderr=True).status("HiRemate: loading PyTorch"):
             from . import commands
 
@@ -340,11 +340,11 @@ def _add_json(parser: Any) -> None:
 
 def _doctor(asked: argparse.Namespace) -> int:
     """Check that torch can be imported, then import it here and examine everything else."""
-    from .arguments import check
+    from .arguments import read
     from .importing import import_failures
     from .script import Script
 
-    check(asked)
+    read(asked)
     if asked.script:
         Script(asked.script, is_module=False)  # says whether there is one
     with Console(stderr=True).status("HiRemate: importing what is installed"):

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ConfigurationError, did_you_mean
+from ..errors import ConfigurationError
 from ..torch_private import tensor_state
-from .arguments import no_such_module, no_such_name, no_such_type, read_inputs, split_factory
+from .arguments import Input, no_such_module, no_such_name, no_such_type, split_factory
 
 FORMS = (
     "a torch.nn.Module, (module, inputs) with a tensor or a tuple of tensors, "
@@ -27,41 +27,13 @@ FORMS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Input:
-    """One input as it was named.
-
-    Attributes:
-        name: Keyword that it is passed by, "" for a positional one.
-        shape: Sizes; the first is the batch size.
-        dtype: Element type.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def make(self, size: int | None) -> torch.Tensor:
-        """Make it, zeros, on the default device; with another batch size where one is given."""
-        shape = self.shape if size is None else (size, *self.shape[1:])
-        return torch.zeros(shape, dtype=self.dtype)
-
-
-def parse_inputs(text: str) -> tuple[Input, ...]:
-    """Read inputs such as "64x3x224x224" or "ids=8x128:int64,mask=8x128:bool".
-
-    Raises:
-        ConfigurationError: If one can't be read.
-    """
-    return tuple(Input(name, shape, _type_of(dtype, text)) for name, shape, dtype in read_inputs(text))
-
-
-def _type_of(name: str, text: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
+def make_input(named: Input, size: int | None) -> torch.Tensor:
+    """Make an input of zeros on the default device; with another batch size where one is given."""
+    dtype = getattr(torch, named.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        types = (name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
-        raise no_such_type(name, text, did_you_mean(name, types))
-    return dtype
+        raise no_such_type(named, (name for name, value in vars(torch).items() if isinstance(value, torch.dtype)))
+    shape = named.shape if size is None else (size, *named.shape[1:])
+    return torch.zeros(shape, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,53 +82,37 @@ class Workload:
     inputs: tuple[Input, ...] = ()
 
     def module(self) -> nn.Module:
-        """Build the module alone.
-
-        Raises:
-            ConfigurationError: If the factory gives something else.
-        """
+        """Build the module alone."""
         return _unpack(_make(self.factory, self.name), self.name)[0]
 
     def build(self, size: int | None = None) -> ModelCall:
-        """Build the module and its inputs, on the default device.
-
-        Args:
-            size: Batch size; None for that of the inputs.
-
-        Raises:
-            ConfigurationError: If the factory gives something else, or nobody gives inputs.
-        """
-        module, args, kwargs = _unpack(_make(self.factory, self.name), self.name)
+        """Build the module and its inputs, on the default device; with another batch size where one is given."""
+        call = ModelCall(*_unpack(_make(self.factory, self.name), self.name))
         if self.inputs:
-            args = tuple(i.make(size) for i in self.inputs if not i.name)
-            kwargs = {i.name: i.make(size) for i in self.inputs if i.name}
-            _check_call(module, args, kwargs)
-            return ModelCall(module, args, kwargs)
-        if not args and not kwargs:
+            args = tuple(make_input(named, size) for named in self.inputs if not named.name)
+            kwargs = {named.name: make_input(named, size) for named in self.inputs if named.name}
+            call = ModelCall(call.module, args, kwargs)
+            _check_call(call)
+        if not call.args and not call.kwargs:
             raise ConfigurationError(
                 f"{self.name} gives a module without inputs. Name them, such as --input 64x3x224x224, "
                 "or let the factory return (module, inputs)."
             )
-        call = ModelCall(module, args, kwargs)
-        return call if size is None or size == call.size else _resized(call, size)
+        return call if self.inputs or size in (None, call.size) else _resized(call, size)
 
 
-def _check_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check that a module takes as many inputs as were named, and those by keyword.
-
-    Raises:
-        ConfigurationError: If it does not.
-    """
+def _check_call(call: ModelCall) -> None:
+    """Check that a module takes as many inputs as were named, and those by keyword."""
     try:
-        signature = inspect.signature(module.forward)
+        signature = inspect.signature(call.module.forward)
     except (TypeError, ValueError):  # written in C: it says what it takes when it is called
         return
     try:
-        signature.bind(*args, **kwargs)
+        signature.bind(*call.args, **call.kwargs)
     except TypeError as error:
         raise ConfigurationError(
-            f"{type(module).__name__} can't be called with --input as it is ({error}): its forward takes {signature}. "
-            "A comma separates inputs, and NAME=SHAPE passes one by keyword."
+            f"{type(call.module).__name__} can't be called with --input as it is ({error}): its forward takes "
+            f"{signature}. A comma separates inputs, and NAME=SHAPE passes one by keyword."
         ) from None
 
 
@@ -201,13 +157,9 @@ def _unpack(made: Any, name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str,
 
 
 def find_factory(text: str) -> Any:
-    """Find what "package.module:name" or "path/to/file.py:name" stands for.
-
-    Raises:
-        ConfigurationError: If there is no such file, module or name.
-    """
+    """Find what "package.module:name" or "path/to/file.py:name" stands for."""
     place, path = split_factory(text)
-    factory: Any = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    factory = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     for name in path.split("."):
         if not hasattr(factory, name):
             raise no_such_name(place, path, name, vars(factory))
