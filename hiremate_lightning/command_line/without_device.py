@@ -123,7 +123,7 @@ class CountingMeter(LiveBytes, TorchDispatchMode):
 
     def __init__(self, device: torch.device, resized: Iterable[torch.Tensor] = ()) -> None:
         LiveBytes.__init__(self)
-        TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
+        TorchDispatchMode.__init__(self)
         self.gathered_bytes = self.scattered_bytes = self.reduced_bytes = 0
         self._device = device
         storages = {tensor_state.storage_id(tensor): tensor.untyped_storage() for tensor in resized}
