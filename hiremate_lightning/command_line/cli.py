@@ -24,7 +24,7 @@ from .. import __version__
 from ..errors import BudgetError, ConfigurationError, HiRemateError, did_you_mean, place_of
 from ..options import OPTIONS, SEARCH_OPTIONS
 from ..reporting.plan_summary import read_summary, rows_of, summary_rows
-from ..reporting.terminal import ModuleTable, Output
+from ..reporting.terminal import Output, module_table
 from .run import OneLineParser
 from .run import main as run_script
 
@@ -367,5 +367,5 @@ def _show(asked: argparse.Namespace) -> int:
             console.print(Text(f"{label:<{LABEL_WIDTH}}{line}"), soft_wrap=True)
     if (modules := rows_of(numbers)) is not None:
         console.print()
-        console.print(ModuleTable(*modules))
+        console.print(module_table(*modules))
     return OK

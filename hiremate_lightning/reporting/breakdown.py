@@ -30,21 +30,13 @@ _WORTH_OPENING = 0.05  # share below which a module is not broken up into its ch
 
 @dataclass(frozen=True, slots=True)
 class ModuleUse:
-    """What a plan does to some modules.
+    """What a plan does to some modules."""
 
-    Attributes:
-        kept_bytes: Bytes kept from forward to backward.
-        dropped_bytes: Bytes that plain training keeps there, and the plan does not.
-        recomputed: Forward operations that are recomputed; views don't count.
-        operations: Forward operations; views don't count.
-        extra_ms: Time of all recomputation.
-    """
-
-    kept_bytes: int = 0
-    dropped_bytes: int = 0
-    recomputed: int = 0
+    kept_bytes: int = 0  # from forward to backward
+    dropped_bytes: int = 0  # that plain training keeps there, and the plan does not
+    recomputed: int = 0  # of the forward operations; views don't count
     operations: int = 0
-    extra_ms: float = 0.0
+    extra_ms: float = 0.0  # of all recomputation
 
     @property
     def kept_share(self) -> float | None:
@@ -66,13 +58,9 @@ def add_uses(uses: Iterable[ModuleUse]) -> ModuleUse:
 
 
 def uses_by_module(plan: Plan) -> dict[str, ModuleUse]:
-    """Account a plan to the modules whose operations allocate bytes and are recomputed.
+    """Account a feasible plan to the modules whose operations allocate bytes and are recomputed.
 
-    Args:
-        plan: A feasible plan.
-
-    Returns:
-        Uses by module path, in order of execution; "" is the planned module itself, `graph.OUTSIDE` what runs outside.
+    They come by their paths, in order of execution; "" is the planned module itself, `graph.OUTSIDE` what runs outside.
     """
     graph = plan.graph
     kept = _kept_storages(graph, plan.schedule)
@@ -115,33 +103,20 @@ def _path(graph: Graph, index: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModuleRow:
-    """One row of the table.
+    """One row of the table, which may stand for several equal blocks."""
 
-    Attributes:
-        label: Module path, with the numbers of equal blocks as a range.
-        count: How many equal blocks the row stands for.
-        depth: 0, or 1 for a part of the blocks in the row above.
-        use: The sum over all that the row stands for.
-        shares: Where equal modules were planned differently, the share kept in each, None where nothing could be.
-    """
-
-    label: str
-    count: int
-    depth: int
-    use: ModuleUse
-    shares: tuple[float | None, ...] = ()
+    label: str  # module path, with the numbers of equal blocks as a range
+    count: int  # of these blocks
+    depth: int  # 0, or 1 for a part of the blocks in the row above
+    use: ModuleUse  # of all of them
+    shares: tuple[float | None, ...] = ()  # kept in each, where they were planned differently; None: nothing to keep
 
 
 def module_rows(plan: Plan, limit: int = MAX_ROWS) -> tuple[ModuleRow, ...]:
     """Roll modules up into few rows: equal blocks together, the largest opened first, the small ones summed up.
 
-    Args:
-        plan: A feasible plan.
-        limit: Most rows, at least 2; one more may follow for what runs outside the plan.
-
-    Returns:
-        Rows in order of execution. Those of depth 1 are part of the last row of depth 0; those of depth 0 add up to the
-        whole.
+    There are at most as many rows as the limit, which is 2 or more, and one for what runs outside the plan. They are in
+    order of execution. Those of depth 1 are part of the last row of depth 0; those of depth 0 add up to the whole.
     """
     uses = uses_by_module(plan)
     outside = uses.pop(OUTSIDE, ModuleUse())
@@ -158,20 +133,12 @@ def total_row(rows: Iterable[ModuleRow]) -> ModuleRow:
 
 @dataclass(frozen=True, slots=True)
 class _PeakBlock:
-    """Modules that go into one row.
-
-    Attributes:
-        label: As in `ModuleRow`.
-        members: For each of the equal modules, the paths in it that run something.
-        roots: Paths of the equal modules, empty for what can't be opened.
-        count: How many of them each parent has.
-        depth: As in `ModuleRow`.
-    """
+    """Modules that go into one row, whose label and depth it has."""
 
     label: str
-    members: tuple[tuple[str, ...], ...]
-    roots: tuple[str, ...] = ()
-    count: int = 1
+    members: tuple[tuple[str, ...], ...]  # for each of the equal modules, the paths in it that run something
+    roots: tuple[str, ...] = ()  # of the equal modules, empty for what can't be opened
+    count: int = 1  # of them in each parent
     depth: int = 0
 
     @property

@@ -102,14 +102,7 @@ def verdict(numbers: Numbers) -> str:
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Read the numbers of a plan.
-
-    Args:
-        path: What `Plan.to_json`, `write_html` or `hiremate plan --json` wrote.
-
-    Raises:
-        ConfigurationError: If the file can't be read, or is none of these.
-    """
+    """Read the numbers of a plan from what `Plan.to_json`, `write_html` or `hiremate plan --json` wrote."""
     expected = "Expected what `hiremate plan --json FILE`, Plan.to_json() or write_html() wrote."
     try:
         text = path.read_text(encoding="utf-8")
@@ -125,12 +118,7 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 
 def summary_rows(numbers: Numbers, most_rounded: int | None = None) -> list[tuple[str, str]]:
-    """Describe the numbers of a plan, by name and in words; what is empty is left out.
-
-    Args:
-        numbers: As `read_summary` and `Plan.to_dict` return them.
-        most_rounded: Differences by rounding to list; None for all.
-    """
+    """Describe the numbers of a plan, by name and in words; of differences by rounding all, or so many at most."""
     resident, rounded = format_bytes(numbers["resident_bytes"]), numbers["rounded"]
     hidden = len(rounded[most_rounded:]) if most_rounded is not None else 0
     time = f"{format_time(numbers['step_ms'])} -> {format_time(numbers['planned_step_ms'])}, "

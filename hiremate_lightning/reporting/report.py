@@ -88,11 +88,7 @@ class Reporter:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Show that a stage of planning runs, for as long as it does.
-
-        Args:
-            name: What is being done, such as "tracing".
-        """
+        """Show that a stage of planning runs, for as long as it does; its name is such as "tracing"."""
         LOGGER.debug(name)
         if self.is_silent:
             yield
@@ -149,13 +145,7 @@ class Reporter:
             self._stages_s = before_s + time.monotonic() - start
 
     def progress(self, description: str, completed: float, total: float | None = None) -> None:
-        """Show how far the stage under way is; outside of a stage, nothing.
-
-        Args:
-            description: What to show beside the stage's name: what is counted, or the incumbent of a solve.
-            completed: How much is done.
-            total: How much there is to do, None if nobody knows.
-        """
+        """Show how far the stage under way is, beside its name what is counted; outside of a stage, nothing."""
         if self._progress is not None and self._tasks:
             detail = description if total is None else f"{completed:g}/{total:g} {description}"
             self._progress.update(self._tasks[-1], completed=completed, total=total, detail=detail)
@@ -163,12 +153,8 @@ class Reporter:
     def solving(self, step_ms: float) -> Callable[[float, float], None]:
         """Return what shows the progress of a solve, to be its `SolveOptions.progress`.
 
-        Args:
-            step_ms: Time of the step without recomputation.
-
-        Returns:
-            A function of the least recompute time found (infinite before there is one) and the proven bound on it, in
-            milliseconds.
+        It takes the least recompute time that was found, infinite before there is one, and the proven bound on it. The
+        milliseconds given here are those of the step without recomputation.
         """
 
         def tell(best_ms: float, bound_ms: float) -> None:
@@ -271,11 +257,7 @@ class Reporter:
 
 
 class Stages:
-    """Shows the stages of planning, and adds up the seconds of each.
-
-    Attributes:
-        reporter: What shows them.
-    """
+    """Shows the stages of planning, and adds up the seconds of each."""
 
     def __init__(self, reporter: Reporter) -> None:
         self.reporter = reporter
@@ -283,12 +265,7 @@ class Stages:
 
     @contextmanager
     def stage(self, field: str, name: str) -> Iterator[None]:
-        """Show a stage and count its time.
-
-        Args:
-            field: The field of `PlanningTime` that counts it.
-            name: What is being done, such as "tracing".
-        """
+        """Show a stage, and count its time in a field of `PlanningTime`."""
         start = time.perf_counter()
         with self.reporter.stage(name):
             yield

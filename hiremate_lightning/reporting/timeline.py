@@ -55,35 +55,18 @@ INK, FAINT, BUDGET = "#22262d", "#6b7280", "#c2185b"
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """The life of one block.
+    """The life of one block, from the first to the last operation by their positions in the simulated timeline."""
 
-    Attributes:
-        storage: What it holds; a storage that is computed again has another block.
-        node: Node that allocated it, None for the gradients that the step is handed.
-        band: What it is for.
-        size_bytes: Its bytes.
-        first: First operation during which it is there, as a position in the simulated timeline.
-        last: Last such operation; freed at its end.
-    """
-
-    storage: int
-    node: int | None
+    storage: int  # one that is computed again has another block
+    node: int | None  # that allocated it, None for the gradients that the step is handed
     band: Band
     size_bytes: int
     first: int
-    last: int
+    last: int  # freed at its end
 
 
 def lifetimes(graph: Graph, schedule: Schedule) -> tuple[Lifetime, ...]:
-    """Follow a schedule, block by block.
-
-    Args:
-        graph: The step.
-        schedule: A valid schedule of it.
-
-    Returns:
-        Every block that the step allocates, those of no bytes left out, in order of allocation.
-    """
+    """Return every block of some bytes that a step allocates under a valid schedule, in order of allocation."""
     run = [op.node for op in (*schedule.forward, *schedule.backward) if isinstance(op, Compute)]
     turn = sum(isinstance(op, Compute) for op in schedule.forward)
     stale = {tensor.storage for tensor in graph.tensors if tensor.name == STALE_GRADIENTS}
@@ -108,15 +91,7 @@ def lifetimes(graph: Graph, schedule: Schedule) -> tuple[Lifetime, ...]:
 
 
 def band_bytes(lives: Iterable[Lifetime], length: int) -> dict[Band, list[int]]:
-    """Add up blocks by band, for each operation while it runs.
-
-    Args:
-        lives: Blocks.
-        length: Operations of the timeline.
-
-    Returns:
-        For each band that occurs, in stacking order, bytes by operation.
-    """
+    """Add up blocks: for each band that occurs, in stacking order, its bytes while each operation runs."""
     changes = {band: [0] * (length + 1) for band in Band}
     for life in lives:
         if life.first <= life.last:
@@ -144,23 +119,14 @@ def _band(graph: Graph, storage: int, node: int | None, is_of_backward: bool, is
 
 @dataclass(frozen=True)
 class DrawnStep:
-    """One of the two steps that are drawn.
-
-    Attributes:
-        plan: The plan.
-        graph: Its graph, or that of plain PyTorch.
-        name: "plain" or "planned".
-        schedule: What runs.
-        simulation: Its timeline.
-        workspace_bytes: By node.
-    """
+    """One of the two steps that are drawn."""
 
     plan: Plan
-    graph: Graph
-    name: str
+    graph: Graph  # of the plan, or of plain PyTorch
+    name: str  # "plain" or "planned"
     schedule: Schedule
     simulation: Simulation
-    workspace_bytes: tuple[int, ...]
+    workspace_bytes: tuple[int, ...]  # by node
 
     @cached_property
     def lives(self) -> tuple[Lifetime, ...]:
@@ -187,12 +153,7 @@ class DrawnStep:
         return starts
 
     def spans(self, columns: int, end_ms: float) -> Iterator[tuple[int, float, float]]:
-        """Go through the operations; yield the position of each, and where it starts and ends.
-
-        Args:
-            columns: Columns of the drawing.
-            end_ms: Time at its right edge; where that is 0, all operations are as wide.
-        """
+        """Yield the position of each operation, and the columns where it starts and ends; all as wide in no time."""
         count = len(self.simulation.timeline)
         starts = (
             [start / end_ms for start in self.starts_ms] if end_ms else [i / max(1, count) for i in range(count + 1)]
