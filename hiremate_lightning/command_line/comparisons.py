@@ -52,14 +52,7 @@ def budget_line(comparison: Comparison, budget_bytes: int, words: str, resident_
 def comparison_numbers(
     comparison: Comparison, budgets: dict[int, str], resident_bytes: int, plain_bytes: int
 ) -> dict[str, Any]:
-    """Write a comparison as plain data, resident bytes included.
-
-    Args:
-        comparison: The solves that are done.
-        budgets: Budgets in words, by the bytes that the step may add.
-        resident_bytes: Bytes that exist before the step.
-        plain_bytes: Peak of plain training above these.
-    """
+    """Write a comparison as plain data, resident bytes included; budgets come in words, by what the step may add."""
     return {
         "resident_bytes": resident_bytes,
         "unplanned_peak_bytes": resident_bytes + plain_bytes,

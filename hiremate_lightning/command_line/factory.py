@@ -69,17 +69,11 @@ class ModelCall:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is to be planned.
+    """What is to be planned."""
 
-    Attributes:
-        factory: What the name on the command line stands for.
-        name: That name.
-        inputs: Inputs from the command line; none where the factory brings its own.
-    """
-
-    factory: Any
+    factory: Any  # what the name on the command line stands for
     name: str
-    inputs: tuple[Input, ...] = ()
+    inputs: tuple[Input, ...] = ()  # from the command line; none where the factory brings its own
 
     def module(self) -> nn.Module:
         """Build the module alone."""

@@ -38,14 +38,7 @@ def with_link(step: Step, device: torch.device, asked: argparse.Namespace) -> St
 
 
 def host_words(step: Step, host: Host, made: Plan, without: Plan) -> str:
-    """Describe a plan that may offload beside one that keeps all on the device, or at the least memory.
-
-    Args:
-        step: The step, whose profile has a link.
-        host: The host's memory.
-        made: The plan.
-        without: The plan that offloads nothing.
-    """
+    """Describe a plan that may offload beside one that may not; the latter is at the least memory if nothing fits."""
     link = step.profile.link
     assert link is not None, "a step that may offload has a link"
     problem = Problem(step.graph, step.profile, 0, SolveOptions())

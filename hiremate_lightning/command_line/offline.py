@@ -59,9 +59,8 @@ class OfflineOptions:
         optimizer: Name of a class of torch.optim, whose state counts; "none" for none.
         autocast: Type for torch.autocast; None for none.
         layout: How the module is spread over processes.
-        zero_grad: When the loop frees gradients: "before" the forward, as most loops do; "after-forward", as Lightning
-            does; "accumulate" for a step that adds to those of the steps before; "auto" for "after-forward" where the
-            module is a LightningModule, "before" for all others.
+        zero_grad: When the loop frees gradients: "before" the forward, "after-forward", or "accumulate" for a step that
+            adds to those of the steps before; "auto" for what loops do that a module of this class is made for.
     """
 
     device: torch.device = _CPU
@@ -91,32 +90,18 @@ class OfflineOptions:
 
 @dataclass(frozen=True)
 class OfflineStep:
-    """A training step, captured without memory and not yet costed.
+    """A training step, captured without memory and not yet costed."""
 
-    Attributes:
-        name: Class of the module.
-        size: Batch size of this process.
-        options: How it was captured.
-        captured: The captured parts.
-        recorded: Which of them ran, how they are linked, and what ran outside.
-        resident: Bytes that exist before the step, by what they are.
-        gradients_bytes: Gradients of the parameters that this process keeps.
-        zero_grad: When the loop frees them: before, after-forward or accumulate.
-        breaks: What has ended graphs, with its place in the code.
-        sent_bytes: Bytes that this process sends to others in a step.
-        capture_s: Seconds taken.
-    """
-
-    name: str
-    size: int
+    name: str  # class of the module
+    size: int  # batch size of this process
     options: OfflineOptions
     captured: tuple[Captured, ...]
-    recorded: OfflineRun
-    resident: tuple[tuple[str, int], ...]
-    gradients_bytes: int
-    zero_grad: str
-    breaks: tuple[str, ...]
-    sent_bytes: int
+    recorded: OfflineRun  # which of these graphs ran, how they are linked, and what ran outside
+    resident: tuple[tuple[str, int], ...]  # bytes that exist before the step, by what they are
+    gradients_bytes: int  # of the parameters that this process keeps
+    zero_grad: str  # when the loop frees gradients: before, after-forward or accumulate
+    breaks: tuple[str, ...]  # what has ended graphs, with its place in the code
+    sent_bytes: int  # to other processes in a step
     capture_s: float
 
     @property

@@ -23,19 +23,12 @@ WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise")  # styles of mod
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a module is spread over processes.
+    """How a module is spread over processes."""
 
-    Attributes:
-        shards: Processes that `fully_shard` shards parameters over, 1 for none.
-        parts: Processes that each block is divided over, 1 for none.
-        units: Classes whose modules are sharded each, beside the root; none for the repeated blocks.
-        dtype: Type that parameters are gathered in, their gradients reduced in float32; None for their own.
-    """
-
-    shards: int = 1
-    parts: int = 1
-    units: tuple[str, ...] = ()
-    dtype: torch.dtype | None = None
+    shards: int = 1  # processes that `fully_shard` shards parameters over
+    parts: int = 1  # processes that each block is divided over
+    units: tuple[str, ...] = ()  # classes whose modules are sharded each, beside the root; none: the repeated blocks
+    dtype: torch.dtype | None = None  # that parameters are gathered in, gradients reduced in float32; None: their own
 
     @property
     def count(self) -> int:

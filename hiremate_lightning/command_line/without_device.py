@@ -249,17 +249,11 @@ def _gpu_attention(
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a device does in a millisecond, for estimates.
+    """What a device does in a millisecond, for estimates."""
 
-    Attributes:
-        machine: What it computes, and reads and writes.
-        source: Where the numbers come from.
-        link_bytes_per_ms: What it sends to others, where there are several.
-    """
-
-    machine: Machine
-    source: str
-    link_bytes_per_ms: float
+    machine: Machine  # what it computes, and reads and writes
+    source: str  # of these numbers
+    link_bytes_per_ms: float  # what it sends to others, where there are several
 
     def __str__(self) -> str:
         """Write the rates for people."""
