@@ -360,11 +360,11 @@ def _doctor(asked: argparse.Namespace) -> int:
 
 def _show(asked: argparse.Namespace) -> int:
     console = Output()
-    numbers = read_summary(asked.file)
+    width, numbers = max(40 + LABEL_WIDTH, console.width), read_summary(asked.file)
     for name, words in summary_rows(numbers):
-        lines = textwrap.wrap(words, max(40, console.width - LABEL_WIDTH))
-        for label, line in zip([name, *[""] * len(lines)], lines, strict=False):
-            console.print(Text(f"{label:<{LABEL_WIDTH}}{line}"), soft_wrap=True)
+        label, indent = f"{name:<{LABEL_WIDTH}}", " " * LABEL_WIDTH
+        lines = textwrap.fill(words, width, initial_indent=label, subsequent_indent=indent)
+        console.print(Text(lines), soft_wrap=True)
     if (modules := rows_of(numbers)) is not None:
         console.print()
         console.print(module_table(*modules))

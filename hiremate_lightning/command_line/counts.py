@@ -58,8 +58,8 @@ def peak_parts(plan: Plan, gradients_bytes: int) -> dict[str, int]:
     # FSDP2 keeps shards of gradients from the backward to the end of the step: no graph knows them.
     kept = [life for life in step.lives if life.band is Band.OUTSIDE and turn <= life.first <= at <= life.last == end]
     shards_bytes = min(gradients_bytes, sum(life.size_bytes for life in kept))
-    bands = band_bytes(step.lives, end + 1)
-    sizes = {**dict(plan.resident_parts), **{band: sizes[at] for band, sizes in bands.items()}}
+    bands: dict[str, int] = {band: sizes[at] for band, sizes in band_bytes(step.lives, end + 1).items()}
+    sizes = {**dict(plan.resident_parts), **bands}
     parts_bytes = {name: sum(sizes.get(part, 0) for part in parts) for name, parts in PARTS.items()}
     parts_bytes["gradients"] += shards_bytes
     parts_bytes["outside"] -= shards_bytes

@@ -170,8 +170,8 @@ def _known_bad_pairs() -> Iterator[Finding]:
     """Find pairs of versions that fail together."""
     for pair, words in KNOWN_BAD.items():
         bounds = [(bound, _version(bound.name) or "") for bound in map(Requirement, pair)]
-        if all(found and bound.specifier.contains(found, prereleases=True) for bound, found in bounds):
-            yield Finding(" and ".join(f"{bound.name} {found}" for bound, found in bounds), Grade.KNOW, words)
+        if all(installed and bound.specifier.contains(installed, prereleases=True) for bound, installed in bounds):
+            yield Finding(" and ".join(f"{bound.name} {installed}" for bound, installed in bounds), Grade.KNOW, words)
 
 
 # ---------------------------------------------------------------- solvers and devices

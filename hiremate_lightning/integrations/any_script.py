@@ -210,11 +210,7 @@ class Finder:
     def call(self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module, by a new plan where it is found to train.
 
-        Args:
-            module: The module.
-            own: What its call is without us: that of every module, or what the script has compiled in its place.
-            args: Its arguments.
-            kwargs: Those by keyword.
+        Its own call is that of every module, or what the script has compiled in its place.
         """
         if module in self._around:
             return hooks.plain_call(module, *args, **kwargs)
