@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +37,7 @@ from ..reporting.html_report import write_html
 from ..reporting.plan_summary import all_numbers
 from ..reporting.report import Reporter
 from ..reporting.svg_report import write_svg
-from ..reporting.terminal import Output, plan_table
+from ..reporting.terminal import Output, plan_table, write_json
 from ..sizes.size_result import BatchSizeResult, result_table
 from ..sizes.size_search import Forecast, search
 from ..units import Budget, format_bytes, format_time
@@ -405,12 +403,10 @@ def doctor(asked: argparse.Namespace) -> int:
 
 def _answer(asked: argparse.Namespace, numbers: dict[str, Any], *shown: RenderableType) -> None:
     """Write numbers as JSON where that was asked for; unless it went to the output, print what is shown, and notes."""
-    text = f"{json.dumps(numbers, indent=2)}\n"
-    if asked.json == "-":
-        Output().write(text)
-        return
     if asked.json is not None:
-        Path(asked.json).write_text(text, encoding="utf-8")
+        write_json(numbers, asked.json)
+    if asked.json == "-":
+        return
     console = Output()
     for part in (*shown, _wrapped(numbers.get("notes", ()))):
         console.print(part, soft_wrap=isinstance(part, Text))

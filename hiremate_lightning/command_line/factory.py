@@ -77,11 +77,11 @@ class Workload:
 
     def module(self) -> nn.Module:
         """Build the module alone."""
-        return _unpack(_make(self.factory, self.name), self.name)[0]
+        return self._make().module
 
     def build(self, size: int | None = None) -> ModelCall:
         """Build the module and its inputs, on the default device; with another batch size where one is given."""
-        call = ModelCall(*_unpack(_make(self.factory, self.name), self.name))
+        call = self._make()
         if self.inputs:
             args = tuple(make_input(named, size) for named in self.inputs if not named.name)
             kwargs = {named.name: make_input(named, size) for named in self.inputs if named.name}
@@ -93,6 +93,34 @@ class Workload:
                 "or let the factory return (module, inputs)."
             )
         return call if self.inputs or size in (None, call.size) else _resized(call, size)
+
+    def _make(self) -> ModelCall:
+        """Call the factory, and take apart what it gives."""
+        made = self._called()
+        if isinstance(made, nn.Module):
+            return ModelCall(made, (), {})
+        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
+            module, inputs = made
+            if isinstance(inputs, torch.Tensor):
+                return ModelCall(module, (inputs,), {})
+            if isinstance(inputs, Mapping):
+                return ModelCall(module, (), dict(inputs))
+            if isinstance(inputs, (tuple, list)):
+                return ModelCall(module, tuple(inputs), {})
+        raise ConfigurationError(f"{self.name} gives {type(made).__name__}. Expected {FORMS}.")
+
+    def _called(self) -> Any:
+        if isinstance(self.factory, nn.Module) or not callable(self.factory):
+            return self.factory
+        try:
+            inspect.signature(self.factory).bind()
+        except TypeError as error:
+            raise ConfigurationError(
+                f"{self.name} can't be called without arguments ({error}). Write a function that gives {FORMS}."
+            ) from None
+        except ValueError:  # a callable written in C, which has no signature to look at
+            pass
+        return self.factory()
 
 
 def _check_call(call: ModelCall) -> None:
@@ -120,34 +148,6 @@ def _resized(call: ModelCall, size: int) -> ModelCall:
         return value
 
     return ModelCall(call.module, *call.changed(resize))
-
-
-def _make(factory: Any, name: str) -> Any:
-    if isinstance(factory, nn.Module) or not callable(factory):
-        return factory
-    try:
-        inspect.signature(factory).bind()
-    except TypeError as error:
-        raise ConfigurationError(
-            f"{name} can't be called without arguments ({error}). Write a function that gives {FORMS}."
-        ) from None
-    except ValueError:  # a callable written in C, which has no signature to look at
-        pass
-    return factory()
-
-
-def _unpack(made: Any, name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    if isinstance(made, nn.Module):
-        return made, (), {}
-    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
-        module, inputs = made
-        if isinstance(inputs, torch.Tensor):
-            return module, (inputs,), {}
-        if isinstance(inputs, Mapping):
-            return module, (), dict(inputs)
-        if isinstance(inputs, (tuple, list)):
-            return module, tuple(inputs), {}
-    raise ConfigurationError(f"{name} gives {type(made).__name__}. Expected {FORMS}.")
 
 
 def find_factory(text: str) -> Any:

@@ -6,14 +6,16 @@ no meaning is in colour alone. Where a stream takes ASCII only, the same is draw
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, OverflowMethod, RenderableType, RenderResult
@@ -242,11 +244,9 @@ class _Timeline:
 
     def _levels(self, run: DrawnStep) -> list[_Level]:
         """Return for each column the most bytes of its time; nothing after the end of the step."""
-        away = run.bands.get(Band.AWAY) if run is self.run else None
-        levels = [
-            _Level(run.simulation.timeline[position].peak_bytes, away[position] if away else 0)
-            for position in run.by_column(self.columns, self.end_ms)
-        ]
+        positions = run.by_column(self.columns, self.end_ms)
+        offloaded = run.bands.get(Band.OFFLOADED, [0] * len(run.simulation.timeline))
+        levels = [_Level(run.simulation.timeline[at].peak_bytes, offloaded[at]) for at in positions]
         return [*levels, *[_Level(0, 0)] * (self.columns - len(levels))]
 
     @property
@@ -319,6 +319,17 @@ class Output(Console):
             self.file.flush()
         except BrokenPipeError:
             self.on_broken_pipe()
+
+
+def write_json(numbers: Mapping[str, Any], target: str) -> None:
+    """Write numbers as JSON to a file, or to the output where the target is "-"."""
+    text = f"{json.dumps(numbers, indent=2)}\n"
+    if target == "-":
+        Output().write(text)
+        return
+    path = Path(target)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
 
 
 def plain_table(headers: Iterable[str], rows: Iterable[Iterable[str]], words: Container[str] = ()) -> Table:

@@ -25,7 +25,7 @@ class Band(str, Enum):
     """What a block is for, in the order in which bands are stacked, the longest-lived below."""
 
     SAVED = "saved activations"
-    AWAY = "activations that go to the host"
+    OFFLOADED = "activations that go to the host"
     PASSING = "activations, not saved"
     RECOMPUTED = "recomputed activations"
     OUTSIDE = "outside the plan"
@@ -39,7 +39,7 @@ OTHER = "other, resident"
 # Told apart also without red and green; resident bytes are grey.
 COLOURS = {
     Band.SAVED: "#4477aa",
-    Band.AWAY: "#117a8b",
+    Band.OFFLOADED: "#117a8b",
     Band.PASSING: "#a6c8e4",
     Band.RECOMPUTED: "#ee7733",
     Band.OUTSIDE: "#aa6fb0",
@@ -70,7 +70,8 @@ def lifetimes(graph: Graph, schedule: Schedule) -> tuple[Lifetime, ...]:
     run = [op.node for op in (*schedule.forward, *schedule.backward) if isinstance(op, Compute)]
     turn = sum(isinstance(op, Compute) for op in schedule.forward)
     stale = {tensor.storage for tensor in graph.tensors if tensor.name == STALE_GRADIENTS}
-    away: dict[int, int | None] = {op.storage: None for op in schedule.backward if isinstance(op, CopyIn)}
+    offloaded = {op.storage for op in schedule.backward if isinstance(op, CopyIn)}
+    makers = dict[int, int | None]()  # of what was offloaded so far
     lives = []
     for storage, first, last in blocks(graph, schedule):
         if not graph.sizes[storage]:
@@ -78,12 +79,13 @@ def lifetimes(graph: Graph, schedule: Schedule) -> tuple[Lifetime, ...]:
         node = None if graph.storages[storage].kind is StorageKind.TANGENT else run[first]
         if storage in stale:
             band = Band.GRADIENT
-        elif storage in away:  # two blocks, before it goes away and when it is back; later ones are computed again
-            band, maker = Band.AWAY, away.pop(storage)
-            if maker is None:
-                away[storage] = node
+        elif storage in offloaded:  # two blocks, before it goes to the host and when it is back
+            band = Band.OFFLOADED
+            if storage in makers:
+                node = makers[storage]
+                offloaded.remove(storage)  # later ones are computed again
             else:
-                node = maker
+                makers[storage] = node
         else:
             band = _band(graph, storage, node, first >= turn, last >= turn)
         lives.append(Lifetime(storage, node, band, graph.sizes[storage], first, last))

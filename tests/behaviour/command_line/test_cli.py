@@ -293,7 +293,7 @@ def test_plan_says_what_offloading_gains(models, capsys, tmp_path, gb_per_s, wor
     said = " ".join(capsys.readouterr().out.split())
     assert words in said
     assert "The smallest budget found is" in said
-    assert (COLOURS[Band.AWAY] in path.read_text()) == ("nothing goes" not in words)
+    assert (COLOURS[Band.OFFLOADED] in path.read_text()) == ("nothing goes" not in words)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
