@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
@@ -144,21 +144,23 @@ class _Work:
         ]
         layout = captured.options.layout
         if layout.count > 1:
-            sending = format_time(captured.sent_bytes / self.rates.link_bytes_per_ms)
-            is_cuda = self.options.device.type == "cuda"
-            devices = "GPUs" if is_cuda else "CPU processes (--device cuda plans for GPUs)"
-            batch = f"Each of {layout.count} {devices} has a batch of its own"
-            if layout.parts > 1:
-                batch = f"Each group of {layout.parts} of the {layout.count} {devices} shares one batch"
-            notes.append(
-                f"{batch}. Each sends "
-                f"{format_bytes(captured.sent_bytes)} to the others in a step, {sending} at "
-                f"{self.rates.link_bytes_per_ms / 1e6:g} GB/s if none of it overlaps with computation."
-            )
+            notes.append(self._several(layout, captured.sent_bytes))
         if captured.options.is_stand_in:
             why = "Steps for several GPUs are" if layout.count > 1 else "There is no CUDA device here: the step is"
             notes.append(f"{why} captured on CPU tensors and accounted as on a GPU.")
         return notes
+
+    def _several(self, layout: Layout, sent_bytes: int) -> str:
+        """Describe what several GPUs share, and what they send."""
+        is_cuda, link = self.options.device.type == "cuda", self.rates.link_bytes_per_ms
+        devices = f"{layout.count} {'GPUs' if is_cuda else 'CPU processes (--device cuda plans for GPUs)'}"
+        batch = f"Each of {devices} has a batch of its own"
+        if layout.parts > 1:
+            batch = f"Each group of {layout.parts} of the {devices} shares one batch"
+        return (
+            f"{batch}. Each sends {format_bytes(sent_bytes)} to the others in a step, "
+            f"{format_time(sent_bytes / link)} at {link / 1e6:g} GB/s if none of it overlaps with computation."
+        )
 
 
 # ---------------------------------------------------------------- plan
@@ -287,13 +289,17 @@ def compare(asked: argparse.Namespace) -> int:
     ]
     numbers = comparison_numbers(comparison, named, resident_bytes, step.plain_bytes)
     plain = f"{format_bytes(resident_bytes + step.plain_bytes, up=True)}, {format_time(comparison.step_ms)}"
-    lines: list[RenderableType] = [Text(f"{captured.name}: plain training takes {plain}")]
-    for budget_bytes in comparison.budgets:
-        lines.append(Text(f"\n{budget_line(comparison, budget_bytes, named[budget_bytes], resident_bytes)}"))
-        lines.append(comparison_table(comparison, budget_bytes, resident_bytes))
-        lines.append(_wrapped(f"{o.method}: {o.note}" for o in comparison.under(budget_bytes) if o.note))
-    _answer(asked, {"target": captured.name, **numbers, "notes": notes}, *lines, Text())
+    title = Text(f"{captured.name}: plain training takes {plain}")
+    tables = _tables_of(comparison, named, resident_bytes)
+    _answer(asked, {"target": captured.name, **numbers, "notes": notes}, title, *tables, Text())
     return 0 if any(outcome.fits for outcome in comparison.outcomes) else 1
+
+
+def _tables_of(comparison: Comparison, named: dict[int, str], resident_bytes: int) -> Iterator[RenderableType]:
+    for budget_bytes in comparison.budgets:
+        yield Text(f"\n{budget_line(comparison, budget_bytes, named[budget_bytes], resident_bytes)}")
+        yield comparison_table(comparison, budget_bytes, resident_bytes)
+        yield _wrapped(f"{o.method}: {o.note}" for o in comparison.under(budget_bytes) if o.note)
 
 
 def _budgets_in_words(work: _Work, resident_bytes: int, plain_bytes: int) -> dict[int, str]:

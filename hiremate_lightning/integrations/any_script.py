@@ -151,37 +151,24 @@ class Finder:
 
         In processes that are forked meanwhile, those of data loaders for example, nothing is seen.
         """
-        reference, process = weakref.ref(self), os.getpid()
+        process = os.getpid()
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return hooks.plain_call(module, *args, **kwargs)
-            finder = reference()
-            assert finder is not None, "it is in use by what put it in place"
-            return finder.call(module, partial(hooks.plain_call, module), args, kwargs)
+            return self.call(module, partial(hooks.plain_call, module), args, kwargs)
 
         def end() -> None:
-            self._has_ended = True
-            hooks.set_call_of_all(None)
-            end_compiling()
-            handle.remove()
-
-        def forked() -> None:
-            if reference() is not None:
-                end()
-
-        def compiled(module: nn.Module, before: Any, call: Callable[..., Any], backend: Any) -> Any:
-            finder = reference()
-            assert finder is not None, "it is in use by what put it in place"
-            if backend in ("hiremate", compile_backend):
-                finder.note_script_plans(_name(module))
-                return call
-            return finder.compiled_in_place(module, before, call)
+            if not self._has_ended:
+                self._has_ended = True
+                hooks.set_call_of_all(None)
+                end_compiling()
+                handle.remove()
 
         handle = hooks.on_optimizer_step(self._stepped)
-        end_compiling = hooks.on_compile_in_place(compiled)
+        end_compiling = hooks.on_compile_in_place(self._compiled_in_place)
         hooks.set_call_of_all(call)
-        os.register_at_fork(after_in_child=forked)
+        os.register_at_fork(after_in_child=end)
         try:
             yield
         except BaseException as error:  # whatever ends a script, Ctrl-C too: it is named at the end
@@ -247,8 +234,11 @@ class Finder:
         finally:
             self._is_apart = False
 
-    def compiled_in_place(self, module: nn.Module, before: Any, compiled: Callable[..., Any]) -> Any:
+    def _compiled_in_place(self, module: nn.Module, before: Any, compiled: Callable[..., Any], backend: Any) -> Any:
         """Choose what stands in for the call of a module that is compiled in place: a plan that it has goes on."""
+        if backend in ("hiremate", compile_backend):
+            self.note_script_plans(_name(module))
+            return compiled
         call = CompiledCall(self.call, module, compiled)
         for session in self._sessions():
             if any(inner is module for inner in session.root.modules()):

@@ -132,7 +132,7 @@ def total_row(rows: Iterable[ModuleRow]) -> ModuleRow:
 
 
 @dataclass(frozen=True, slots=True)
-class _PeakBlock:
+class _Block:
     """Modules that go into one row, whose label and depth it has."""
 
     label: str
@@ -166,12 +166,12 @@ class _Modules:
     def rows(self, limit: int) -> tuple[ModuleRow, ...]:
         if not self.uses:
             return ()
-        shown = self._fold(self._children(_PeakBlock("", (), ("",))), limit)
+        shown = self._fold(self._children(_Block("", (), ("",))), limit)
         while (opened := self._open_one(shown, limit)) is not None:
             shown = opened
         return tuple(self._row(block) for block in shown)
 
-    def _children(self, block: _PeakBlock) -> list[_PeakBlock]:
+    def _children(self, block: _Block) -> list[_Block]:
         """Break a block up into the modules in it, equal ones together, and its own operations."""
         depth = block.depth + block.is_group
         above = "" if block.is_group else block.label
@@ -179,10 +179,10 @@ class _Modules:
         for names in self._equal_names(block.roots[0]):
             roots = tuple(_join(root, name) for root in block.roots for name in names)
             members = tuple(tuple(self.below[root]) for root in roots)
-            children.append(_PeakBlock(_join(above, _range_label(names)), members, roots, len(names), depth))
+            children.append(_Block(_join(above, _range_label(names)), members, roots, len(names), depth))
         if block.roots[0] in self.uses:
             label = f"{above} (itself)".strip()
-            children.append(_PeakBlock(label, tuple((root,) for root in block.roots), depth=depth))
+            children.append(_Block(label, tuple((root,) for root in block.roots), depth=depth))
         return children
 
     def _equal_names(self, path: str) -> list[list[str]]:
@@ -199,7 +199,7 @@ class _Modules:
     def _work(self, path: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
         return tuple((p[len(path) :], tuple(self.keys[p])) for p in self.below[path])
 
-    def _open_one(self, shown: list[_PeakBlock], limit: int) -> list[_PeakBlock] | None:
+    def _open_one(self, shown: list[_Block], limit: int) -> list[_Block] | None:
         """Open the largest block that can be opened and has room; None if there is none."""
         for block in sorted(shown, key=self._weight, reverse=True):
             at = shown.index(block)
@@ -214,7 +214,7 @@ class _Modules:
                 return [*shown[: at + block.is_group], *children, *shown[at + 1 :]]
         return None
 
-    def _fold(self, blocks: list[_PeakBlock], limit: int) -> list[_PeakBlock]:
+    def _fold(self, blocks: list[_Block], limit: int) -> list[_Block]:
         """Sum up the small blocks, and those for which the limit leaves no room, in one row."""
         ranked = sorted(blocks, key=self._weight, reverse=True)
         shown = [b for b in ranked if self._weight(b) >= _SMALL]
@@ -223,19 +223,19 @@ class _Modules:
         shown = shown[: limit - 1]
         rest = [b for b in blocks if b not in shown]
         paths = tuple(path for b in rest for member in b.members for path in member)
-        others = _PeakBlock(f"{sum(b.count for b in rest)} others", (paths,), depth=rest[0].depth)
+        others = _Block(f"{sum(b.count for b in rest)} others", (paths,), depth=rest[0].depth)
         return [*(b for b in blocks if b in shown), others]
 
-    def _weight(self, block: _PeakBlock) -> float:
+    def _weight(self, block: _Block) -> float:
         """Share of the bytes, or of the extra time, of the whole: the larger of the two."""
         use, total = add_uses(self._member_uses(block)), self.total
         size = (use.kept_bytes + use.dropped_bytes) / max(1, total.kept_bytes + total.dropped_bytes)
         return max(size, use.extra_ms / total.extra_ms if total.extra_ms else 0.0)
 
-    def _member_uses(self, block: _PeakBlock) -> list[ModuleUse]:
+    def _member_uses(self, block: _Block) -> list[ModuleUse]:
         return [add_uses(self.uses[path] for path in member) for member in block.members]
 
-    def _row(self, block: _PeakBlock) -> ModuleRow:
+    def _row(self, block: _Block) -> ModuleRow:
         members = self._member_uses(block)
         decided_alike = len({(u.kept_bytes, u.dropped_bytes, u.recomputed) for u in members}) == 1
         shares = () if decided_alike else tuple(u.kept_share for u in members)

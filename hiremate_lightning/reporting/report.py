@@ -93,33 +93,40 @@ class Reporter:
         if self.is_silent:
             yield
             return
-        if not self.console.is_interactive:
-            with self._named_if_long(name):
+        with self._drawn(name) if self.console.is_interactive else self._named_if_long(name):
+            yield
+
+    @contextmanager
+    def _drawn(self, name: str) -> Iterator[None]:
+        """Draw a stage on a line of its own, below those that it is within."""
+        if self._progress is None:
+            with self._drawing(), self._drawn(name):
                 yield
             return
-        outermost = self._progress is None
-        if self._progress is None:
-            _clear_bars()
-            self._progress = Progress(
-                SpinnerColumn(),
-                TextColumn("HiRemate: {task.description}", markup=False),
-                BarColumn(bar_width=20),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[detail]}", markup=False, style=FAINT),
-                console=self.console,
-                transient=True,
-            )
-            self._progress.start()
-        progress = self._progress
-        self._tasks.append(progress.add_task(name, total=None, detail=""))
+        self._tasks.append(self._progress.add_task(name, total=None, detail=""))
         try:
             yield
         finally:
-            if outermost:
-                progress.stop()
-                self._progress = None
-                _draw_bars()
-            progress.remove_task(self._tasks.pop())
+            task = self._tasks.pop()
+            if self._tasks:  # the outermost one goes with all that is drawn
+                self._progress.remove_task(task)
+
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
+        columns = (
+            SpinnerColumn(),
+            TextColumn("HiRemate: {task.description}", markup=False),
+            BarColumn(bar_width=20),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[detail]}", markup=False, style=FAINT),
+        )
+        _clear_bars()
+        try:
+            with Progress(*columns, console=self.console, transient=True) as self._progress:
+                yield
+        finally:
+            self._progress = None
+            _draw_bars()
 
     @contextmanager
     def _named_if_long(self, name: str) -> Iterator[None]:
