@@ -243,10 +243,10 @@ def check_factory(text: str) -> None:
         tree = ast.parse(source)
     except SyntaxError as error:
         raise ConfigurationError(f"Can't read {file}, line {error.lineno}: {error.msg}.") from None
-    known = _names_at_the_top(tree)
+    names = _names_at_the_top(tree)
     name = path.partition(".")[0]
-    if name not in known and not _DYNAMIC.search(source):
-        raise no_such_name(place, path, name, known)
+    if name not in names and not _DYNAMIC.search(source):
+        raise no_such_name(place, path, name, names)
 
 
 def no_such_name(place: str, path: str, name: str, known: Iterable[str]) -> ConfigurationError:

@@ -105,16 +105,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    given = [*(sys.argv[1:] if arguments is None else arguments)]
+    words = [*(sys.argv[1:] if arguments is None else arguments)]
     parser = _parser()
-    if not given:
+    if not words:
         parser.print_help()
         return USAGE
-    if given[:1] == [RUN]:
-        return run_script(given[1:], ends_process=arguments is None)
-    given, script = _script_of_doctor(given)
+    if words[:1] == [RUN]:
+        return run_script(words[1:], ends_process=arguments is None)
+    words, script = _script_of_doctor(words)
     try:
-        asked = parser.parse_args(given)
+        asked = parser.parse_args(words)
     except SystemExit as stop:  # of argparse, which has said why: help is no error
         return int(stop.code or OK)
     asked.script = script
@@ -132,10 +132,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return USAGE if isinstance(error, (BudgetError, ConfigurationError)) else PROBLEM
 
 
-def _script_of_doctor(given: list[str]) -> tuple[list[str], list[str]]:
-    """Divide what `doctor` was given into its own and, from a script on, the script's."""
-    first = next((i for i, text in enumerate(given) if text.endswith(".py")), None)
-    return (given, []) if given[:1] != ["doctor"] or first is None else (given[:first], given[first:])
+def _script_of_doctor(words: list[str]) -> tuple[list[str], list[str]]:
+    """Divide the words of a command line into those of `doctor` and, from a script on, the script's."""
+    first = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
+    return (words, []) if words[:1] != ["doctor"] or first is None else (words[:first], words[first:])
 
 
 def _one_line(error: BaseException) -> str:

@@ -72,9 +72,9 @@ class OfflineOptions:
 
     def __post_init__(self) -> None:
         """Check the optimizer, whose names torch alone knows; the command line checks the rest."""
-        known = [name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and name != "Optimizer"]
-        if self.optimizer not in ("none", *known):
-            hint = did_you_mean(self.optimizer, known)
+        names = [name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and name != "Optimizer"]
+        if self.optimizer not in ("none", *names):
+            hint = did_you_mean(self.optimizer, names)
             raise ConfigurationError(f"torch.optim has no optimizer {self.optimizer!r}.{hint} Name one, or none.")
 
     @property

@@ -61,9 +61,9 @@ class Trained:
     plan: Plan | None = None  # of its largest step so far; it stays when the model is gone
 
     def note(self, plan: Plan) -> None:
-        """Learn of a plan when it is made, and again when it was measured."""
-        known = self.plan
-        if known is None or plan.graph is known.graph or plan.unplanned_peak_bytes >= known.unplanned_peak_bytes:
+        """Note a plan when it is made, and again when it was measured."""
+        largest = self.plan
+        if largest is None or plan.graph is largest.graph or plan.unplanned_peak_bytes >= largest.unplanned_peak_bytes:
             self.plan = plan
 
     @property
@@ -317,7 +317,7 @@ class Finder:
     # ---------------------------------------------------------------- optimizers
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Learn of an update of weights."""
+        """Note an update of weights."""
         self._optimizers.add(optimizer)
         self.seen.updates += 1
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -79,7 +79,7 @@ class Announcements:
         )
 
     def step_ended(self, captured: int) -> bool:
-        """Learn how many graphs there are after a step; warn where each step captures, return whether this did not."""
+        """Count the graphs after a step; warn where each step captures some, and return whether this one did not."""
         is_usual = captured == self._captured
         self._captured = captured
         self._capturing_steps = 0 if is_usual else self._capturing_steps + 1
@@ -99,7 +99,7 @@ class Announcements:
         return is_usual
 
     def step_took(self, step_s: float, planned_s: float) -> None:
-        """Learn of the time of a captured step, and of all planning so far; warn, once, where most steps are planned.
+        """Note the time of a captured step, and of all planning so far; warn, once, where most steps are planned.
 
         Both times are of the same steps, so that a busy machine does not matter.
         """
@@ -121,7 +121,7 @@ class Announcements:
             )
 
     def step_begins(self, retained: int) -> None:
-        """Learn how many graphs are retained for another backward before a step; warn where they become ever more."""
+        """Note how many graphs are retained for another backward before a step; warn where they become ever more."""
         self._retaining_steps = self._retaining_steps + 1 if retained > self._retained else 0
         self._retained = retained
         if self._retaining_steps == RETAINING:

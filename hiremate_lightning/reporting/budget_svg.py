@@ -127,17 +127,17 @@ class Frontier:
 
 def frontier_of(plan: Plan, curve: Curve) -> Frontier:
     """Put a plan among the schedules that are known for other budgets of its step."""
-    known = curve.with_solution(plan.planned.peak_bytes, plan.solution)  # its bound was proven for at least that much
+    curve = curve.with_solution(plan.planned.peak_bytes, plan.solution)  # its bound was proven for at least that much
     step_ms = step_time_ms(plan.graph, plan.profile) or 1.0
 
     def place(peak_bytes: int, extra_ms: float) -> Point:
         return plan.resident_bytes + peak_bytes, extra_ms / step_ms
 
-    most = max([plan.unplanned.peak_bytes, *(point.peak_bytes for point in known.points)])
-    fastest = [place(point.peak_bytes, point.extra_ms) for point in known.points]
+    most = max([plan.unplanned.peak_bytes, *(point.peak_bytes for point in curve.points)])
+    fastest = [place(point.peak_bytes, point.extra_ms) for point in curve.points]
     fastest.append((max(fastest[-1][0], place(most, 0)[0]), fastest[-1][1]) if fastest else place(most, 0))
     bounds, best_ms = list[Point](), 0.0
-    for budget, bound_ms in () if plan.solution.aways else reversed(known.bounds):  # of plans that offload nothing
+    for budget, bound_ms in () if plan.solution.aways else reversed(curve.bounds):  # of plans that offload nothing
         best_ms = max(best_ms, bound_ms)  # a bound holds for every smaller budget too
         if budget <= most:
             bounds.append(place(budget, best_ms))

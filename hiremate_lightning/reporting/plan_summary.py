@@ -70,12 +70,12 @@ def batch_words(plan: Plan) -> str:
     """Describe what a step is given, as sizes and type; "" where the graph has no such input."""
     graph = plan.graph
     inputs = (graph.tensors[tensor] for tensor in graph.inputs)
-    given = [
+    described = [
         f"{' x '.join(map(str, tensor.shape))} {tensor.dtype}"
         for tensor in inputs
         if tensor.storage is not None and tensor.shape and graph.storages[tensor.storage].kind is StorageKind.INPUT
     ]
-    return ", ".join(dict.fromkeys(given[:_MOST_INPUTS])) + (", ..." if len(given) > _MOST_INPUTS else "")
+    return ", ".join(dict.fromkeys(described[:_MOST_INPUTS])) + (", ..." if len(described) > _MOST_INPUTS else "")
 
 
 def verdict(numbers: Numbers) -> str:

@@ -337,7 +337,7 @@ class PlannedKinds:
         for kind, fits in made.items():
             self._reports.planned(kind, fits.plan, f"ahead: {self._largest}" if kind.is_ahead else "")
         for fits in made.values():
-            self._reports.tell(fits.plan)
+            self._reports.notify(fits.plan)
 
     def _take(self, kind: StepKind, fits: Fits) -> None:
         step, plan = kind.recorded, fits.plan
@@ -356,7 +356,7 @@ class PlannedKinds:
         plan = kind.plan = self.maker.with_proofs(kind.own_plan).with_measured(**measured)
         if plan.measured.step_ms is not None:
             self._reports.measured(kind, plan)
-        self._reports.tell(plan)
+        self._reports.notify(plan)
 
     # ---------------------------------------------------------------- plans are checked, and made anew
 
