@@ -210,7 +210,7 @@ def _plan_on(work: _Work, shards: int, on_infeasible: str = "raise") -> tuple[Of
         return replace(unless_short(outcome), resident_parts=captured.resident)
 
     with work.reporter.stage("solving"):
-        if not getattr(work.asked, "offload", False):
+        if not work.asked.offload:
             return captured, solve(step, on_infeasible), []
         host = host_of(captured, step, work.asked.host_budget)
         linked = with_link(step, captured.options.device, work.asked)
