@@ -21,9 +21,9 @@ from torch.nn import functional as F
 
 from hiremate_lightning import HiRemateWarning, Plan, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.messages.plan_reports import CLEARLY_MORE
 from hiremate_lightning.sessions.session import Session
 from hiremate_lightning.targets.modules import targets_of
-from hiremate_lightning.telling.plan_reports import CLEARLY_MORE
 from hiremate_lightning.units import parse_budget
 from tests.fuzz_operations import OPERATIONS, WORDS
 from tests.training import resident_bytes

@@ -18,7 +18,6 @@ from ..errors import ConfigurationError, did_you_mean
 from ..planning.solvers import get_strategy
 from ..reporting.svg_report import writable
 from ..units import Budget, parse_budget
-from .comparisons import parse_budgets, read_methods
 
 DEVICES = ("cpu", "cuda")
 LOSSES = ("auto", "model", "sum")
@@ -35,17 +34,25 @@ TYPES = (
     *("bfloat16", "bool", "complex64", "double", "float", "float16", "float32", "float64", "half", "int", "int16"),
     *("int32", "int64", "int8", "long", "short", "uint8"),
 )
+_BETWEEN = re.compile(r"(?<=[A-Za-z%])\s*,\s*")  # after a unit, or "auto"; other commas group digits
 _DYNAMIC = re.compile(r"\bimport \*|\b(?:exec|globals|locals|setattr|vars|__dict__|__getattr__)\b")
 
 
-def check(asked: argparse.Namespace) -> None:
-    """Check all that can be checked without torch.
+def read(asked: argparse.Namespace) -> None:
+    """Check all that can be checked without torch, and put values in the place of what lists or counts something.
 
     Raises:
         BudgetError: If a budget can't be read.
         ConfigurationError: If another argument can't be used; the text says how to write it.
     """
-    _check_budget(asked)
+    if hasattr(asked, "methods"):
+        asked.budget, asked.methods = read_budgets(asked.budget), read_methods(asked.methods)
+    elif hasattr(asked, "budget"):
+        asked.budget = parse_budget(asked.budget)
+    if hasattr(asked, "max_overhead"):
+        if asked.budget.share is not None:
+            raise ConfigurationError("A share is of what grows with the batch: give --budget as bytes, or auto.")
+        asked.max_overhead = read_overhead(asked.max_overhead)
     for name in ABOVE_ZERO:
         value = getattr(asked, name, None)
         if value is not None and not value > 0:
@@ -55,34 +62,34 @@ def check(asked: argparse.Namespace) -> None:
         if target not in (None, "-"):
             writable(target)  # before minutes go into solving
     if hasattr(asked, "fsdp"):
-        _check_step(asked)
-        _check_counts(asked)
+        _read_step(asked)
+        _read_counts(asked)
     if getattr(asked, "factory", None) is not None:
         check_factory(asked.factory)
 
 
-# ---------------------------------------------------------------- budgets
+# ---------------------------------------------------------------- budgets and methods
 
 
-def _check_budget(asked: argparse.Namespace) -> None:
-    if hasattr(asked, "methods"):
-        parse_budgets(asked.budget)
-        for name in read_methods(asked.methods):
-            get_strategy(name)
-        return
-    budget = parse_budget(asked.budget) if hasattr(asked, "budget") else Budget()
-    if hasattr(asked, "max_overhead"):
-        if budget.share is not None:
-            raise ConfigurationError("A share is of what grows with the batch: give --budget as bytes, or auto.")
-        read_overhead(asked.max_overhead)
+def read_budgets(text: str) -> tuple[Budget, ...]:
+    """Read one budget or several, such as "70%,50%,30%"."""
+    return tuple(dict.fromkeys(parse_budget(part) for part in _BETWEEN.split(text)))
+
+
+def read_methods(text: str | None) -> tuple[str, ...]:
+    """Read names of methods, such as "portfolio,rotor"; none where none were asked for."""
+    if text is None:
+        return ()
+    names = tuple(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))
+    if not names:
+        raise ConfigurationError(f"--methods names none, found {text!r}. Name some, such as portfolio,hilp.")
+    for name in names:
+        get_strategy(name)
+    return names
 
 
 def read_overhead(text: str) -> float:
-    """Read the most extra time to accept, such as "30%", as a ratio.
-
-    Raises:
-        ConfigurationError: If it is no percentage.
-    """
+    """Read the most extra time to accept, such as "30%", as a ratio."""
     try:
         share = parse_budget(text).share
     except ValueError:
@@ -95,25 +102,21 @@ def read_overhead(text: str) -> float:
 # ---------------------------------------------------------------- the step
 
 
-def _check_step(asked: argparse.Namespace) -> None:
+def _read_step(asked: argparse.Namespace) -> None:
     get_strategy(asked.solver)
-    if getattr(asked, "offload", False):
-        _check_host(asked)
-    _check_name("--autocast", asked.autocast, HALF_TYPES)
-    _check_name("--param-dtype", asked.param_dtype, HALF_TYPES)
-    check_choices(asked.device, asked.loss, asked.zero_grad)
+    _check_choices(asked.device, asked.loss, asked.zero_grad)
+    for option, name in (("--autocast", asked.autocast), ("--param-dtype", asked.param_dtype)):
+        if name not in (None, *HALF_TYPES):
+            hint = did_you_mean(name, HALF_TYPES)
+            raise ConfigurationError(f"{option} must be {' or '.join(HALF_TYPES)}, found {name!r}.{hint}")
     if asked.optimizer not in ("none", *OPTIMIZERS) and (hint := did_you_mean(asked.optimizer, OPTIMIZERS)):
         raise ConfigurationError(f"torch.optim has no optimizer {asked.optimizer!r}.{hint} Name one, or none.")
-    if asked.input is not None:
-        read_inputs(asked.input)
+    asked.input = () if asked.input is None else read_inputs(asked.input)
+    if getattr(asked, "offload", False):
+        _read_host(asked)
 
 
-def check_choices(device: str, loss: str, zero_grad: str) -> None:
-    """Check what is one of a few words.
-
-    Raises:
-        ConfigurationError: If it is none of them.
-    """
+def _check_choices(device: str, loss: str, zero_grad: str) -> None:
     kind, _, index = device.partition(":")
     if kind not in DEVICES or not (index.isdecimal() or kind == device):
         hint = did_you_mean("cuda" if kind == "gpu" else kind, DEVICES)
@@ -126,35 +129,31 @@ def check_choices(device: str, loss: str, zero_grad: str) -> None:
         raise ConfigurationError(f"--zero-grad must be one of {', '.join(ZERO_GRADS)}, found {zero_grad!r}.{hint}")
 
 
-def _check_host(asked: argparse.Namespace) -> None:
+def _read_host(asked: argparse.Namespace) -> None:
     if asked.device.partition(":")[0] != "cuda":
         raise ConfigurationError(
             f"--offload puts values of a GPU into the host's memory, which device {asked.device!r} has already. "
             "Add --device cuda, which need not be there."
         )
-    if asked.host_budget is not None and parse_budget(asked.host_budget).size_bytes is None:
-        raise ConfigurationError(f'--host-budget must be bytes such as "64 GiB", found {asked.host_budget!r}')
+    if asked.host_budget is not None:
+        text, asked.host_budget = asked.host_budget, parse_budget(asked.host_budget).size_bytes
+        if asked.host_budget is None:
+            raise ConfigurationError(f'--host-budget must be bytes such as "64 GiB", found {text!r}')
 
 
-def _check_name(option: str, name: str | None, known: tuple[str, ...]) -> None:
-    if name is not None and name not in known:
-        raise ConfigurationError(f"{option} must be {' or '.join(known)}, found {name!r}.{did_you_mean(name, known)}")
-
-
-class InputText(NamedTuple):
+class Input(NamedTuple):
     """One input as the command line names it: its keyword, "" for a positional one, its sizes, its type."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # the batch size first
     dtype: str
 
+    def __str__(self) -> str:
+        return f"{self.name}{'=' * bool(self.name)}{'x'.join(map(str, self.shape))}:{self.dtype}"
 
-def read_inputs(text: str) -> tuple[InputText, ...]:
-    """Read inputs such as "64x3x224x224" or "ids=8x128:int64,mask=8x128:bool".
 
-    Raises:
-        ConfigurationError: If one can't be read.
-    """
+def read_inputs(text: str) -> tuple[Input, ...]:
+    """Read inputs such as "64x3x224x224" or "ids=8x128:int64,mask=8x128:bool"."""
     parts = [part.strip() for part in text.split(",")]
     if len(parts) > 1 and all(part.isdecimal() for part in parts):
         raise ConfigurationError(
@@ -165,7 +164,7 @@ def read_inputs(text: str) -> tuple[InputText, ...]:
     return tuple(map(_read_input, parts))
 
 
-def _read_input(text: str) -> InputText:
+def _read_input(text: str) -> Input:
     name, equals, rest = text.rpartition("=")
     shape_text, colon, dtype = rest.partition(":")
     sizes = shape_text.lower().split("x")
@@ -175,41 +174,39 @@ def _read_input(text: str) -> InputText:
             f"Can't read the input {text!r}. Expected SHAPE, SHAPE:DTYPE or NAME=SHAPE:DTYPE, "
             "such as 64x3x224x224, 8x128:int64 or input_ids=8x128:int64."
         )
-    if dtype and dtype not in TYPES and (hint := did_you_mean(dtype, TYPES)):
-        raise no_such_type(dtype, text, hint)
-    return InputText(name, tuple(map(int, sizes)), dtype or "float32")
+    named = Input(name, tuple(map(int, sizes)), dtype or "float32")
+    if named.dtype not in TYPES and did_you_mean(dtype, TYPES):
+        raise no_such_type(named, TYPES)
+    return named
 
 
-def no_such_type(dtype: str, text: str, hint: str) -> ConfigurationError:
+def no_such_type(named: Input, known: Iterable[str]) -> ConfigurationError:
     """Return the error for an input whose type torch does not have."""
-    return ConfigurationError(f"torch has no type {dtype!r}, in {text!r}.{hint} Name one such as int64.")
+    hint = did_you_mean(named.dtype, known)
+    return ConfigurationError(f"torch has no type {named.dtype!r}, in {str(named)!r}.{hint} Name one such as int64.")
 
 
 # ---------------------------------------------------------------- several GPUs
 
 
-def _check_counts(asked: argparse.Namespace) -> None:
-    counts = read_counts(asked.fsdp)
-    if (counts != (1,) or asked.tp > 1) and asked.measure:
+def _read_counts(asked: argparse.Namespace) -> None:
+    text, asked.fsdp = asked.fsdp, read_counts(asked.fsdp)
+    if (asked.fsdp != (1,) or asked.tp > 1) and asked.measure:
         raise ConfigurationError("--measure is of a step on one GPU. Leave it out with --fsdp and --tp.")
-    if counts == (1,) and (asked.units or asked.param_dtype):
+    if asked.fsdp == (1,) and (asked.units or asked.param_dtype):
         raise ConfigurationError("--units and --param-dtype say how --fsdp shards: add --fsdp 8, or leave them out.")
-    if len(counts) == 1:
+    if len(asked.fsdp) == 1:
         return
     if not hasattr(asked, "html"):
-        raise ConfigurationError(f"Only plan takes several numbers of GPUs: expected one, found --fsdp {asked.fsdp}")
-    if parse_budget(asked.budget).share is not None:
+        raise ConfigurationError(f"Only plan takes several numbers of GPUs: expected one, found --fsdp {text}")
+    if asked.budget.share is not None:
         raise ConfigurationError("A share is of what a step adds, which --fsdp changes: give --budget as bytes.")
     if asked.html is not None or asked.svg is not None:
         raise ConfigurationError("A page or a picture is of one plan: name one number, such as --fsdp 8.")
 
 
 def read_counts(text: str | None) -> tuple[int, ...]:
-    """Read the numbers of GPUs to shard over: "8", "2,4,8" or "auto", for which there are none.
-
-    Raises:
-        ConfigurationError: If it is none of these.
-    """
+    """Read the numbers of GPUs to shard over: "8", "2,4,8" or "auto", for which there are none."""
     if text == "auto":
         return ()
     parts = [part.strip() for part in (text or "1").split(",")]
@@ -224,11 +221,7 @@ def read_counts(text: str | None) -> tuple[int, ...]:
 
 
 def split_factory(text: str) -> tuple[str, str]:
-    """Split "package.module:name" or "path/to/file.py:name" into place and name.
-
-    Raises:
-        ConfigurationError: If it is neither, or there is no such file.
-    """
+    """Split "package.module:name" or "path/to/file.py:name" into place and name."""
     place, colon, name = text.rpartition(":")
     is_module = all(part.isidentifier() for part in place.split("."))
     if not colon or not name or not (is_module or place.endswith(".py")):
@@ -240,11 +233,7 @@ def split_factory(text: str) -> tuple[str, str]:
 
 
 def check_factory(text: str) -> None:
-    """Check what can be seen of a factory without running its file.
-
-    Raises:
-        ConfigurationError: If there is no such file, module or name, or the file is no Python.
-    """
+    """Check what can be seen of a factory without running its file."""
     place, path = split_factory(text)
     file = Path(place) if place.endswith(".py") else _file_of_module(place)
     if file is None:
@@ -254,10 +243,10 @@ def check_factory(text: str) -> None:
         tree = ast.parse(source)
     except SyntaxError as error:
         raise ConfigurationError(f"Can't read {file}, line {error.lineno}: {error.msg}.") from None
-    known = _names_at_the_top(tree)
+    names = _names_at_the_top(tree)
     name = path.partition(".")[0]
-    if name not in known and not _DYNAMIC.search(source):
-        raise no_such_name(place, path, name, known)
+    if name not in names and not _DYNAMIC.search(source):
+        raise no_such_name(place, path, name, names)
 
 
 def no_such_name(place: str, path: str, name: str, known: Iterable[str]) -> ConfigurationError:
@@ -283,11 +272,7 @@ def _names_at_the_top(tree: ast.Module) -> set[str]:
 
 
 def _file_of_module(name: str) -> Path | None:
-    """Find the file of a module that lies in the working folder and in no package; None for any other module.
-
-    Raises:
-        ConfigurationError: If there is no package or module of that name.
-    """
+    """Find the file of a module that lies in the working folder and in no package; None for any other module."""
     root, _, rest = name.partition(".")
     file = Path(f"{root}.py")
     if file.is_file():

@@ -24,7 +24,7 @@ from .. import __version__
 from ..errors import BudgetError, ConfigurationError, HiRemateError, did_you_mean, place_of
 from ..options import OPTIONS, SEARCH_OPTIONS
 from ..reporting.plan_summary import read_summary, rows_of, summary_rows
-from ..reporting.terminal import ModuleTable, Output
+from ..reporting.terminal import Output, module_table
 from .run import OneLineParser
 from .run import main as run_script
 
@@ -105,16 +105,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    given = [*(sys.argv[1:] if arguments is None else arguments)]
+    words = [*(sys.argv[1:] if arguments is None else arguments)]
     parser = _parser()
-    if not given:
+    if not words:
         parser.print_help()
         return USAGE
-    if given[:1] == [RUN]:
-        return run_script(given[1:], ends_process=arguments is None)
-    given, script = _script_of_doctor(given)
+    if words[:1] == [RUN]:
+        return run_script(words[1:], ends_process=arguments is None)
+    words, script = _script_of_doctor(words)
     try:
-        asked = parser.parse_args(given)
+        asked = parser.parse_args(words)
     except SystemExit as stop:  # of argparse, which has said why: help is no error
         return int(stop.code or OK)
     asked.script = script
@@ -132,10 +132,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return USAGE if isinstance(error, (BudgetError, ConfigurationError)) else PROBLEM
 
 
-def _script_of_doctor(given: list[str]) -> tuple[list[str], list[str]]:
-    """Divide what `doctor` was given into its own and, from a script on, the script's."""
-    first = next((i for i, text in enumerate(given) if text.endswith(".py")), None)
-    return (given, []) if given[:1] != ["doctor"] or first is None else (given[:first], given[first:])
+def _script_of_doctor(words: list[str]) -> tuple[list[str], list[str]]:
+    """Divide the words of a command line into those of `doctor` and, from a script on, the script's."""
+    first = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
+    return (words, []) if words[:1] != ["doctor"] or first is None else (words[:first], words[first:])
 
 
 def _one_line(error: BaseException) -> str:
@@ -252,9 +252,9 @@ def _heavy(name: str) -> Callable[[argparse.Namespace], int]:
     """Return a command that loads torch once it runs."""
 
     def run(asked: argparse.Namespace) -> int:
-        from .arguments import check
+        from .arguments import read
 
-        check(asked)
+        read(asked)
         with Console(stderr=True).status("HiRemate: loading PyTorch"):
             from . import commands
 
@@ -340,11 +340,11 @@ def _add_json(parser: Any) -> None:
 
 def _doctor(asked: argparse.Namespace) -> int:
     """Check that torch can be imported, then import it here and examine everything else."""
-    from .arguments import check
+    from .arguments import read
     from .importing import import_failures
     from .script import Script
 
-    check(asked)
+    read(asked)
     if asked.script:
         Script(asked.script, is_module=False)  # says whether there is one
     with Console(stderr=True).status("HiRemate: importing what is installed"):
@@ -360,12 +360,12 @@ def _doctor(asked: argparse.Namespace) -> int:
 
 def _show(asked: argparse.Namespace) -> int:
     console = Output()
-    numbers = read_summary(asked.file)
+    width, numbers = max(40 + LABEL_WIDTH, console.width), read_summary(asked.file)
     for name, words in summary_rows(numbers):
-        lines = textwrap.wrap(words, max(40, console.width - LABEL_WIDTH))
-        for label, line in zip([name, *[""] * len(lines)], lines, strict=False):
-            console.print(Text(f"{label:<{LABEL_WIDTH}}{line}"), soft_wrap=True)
+        label, indent = f"{name:<{LABEL_WIDTH}}", " " * LABEL_WIDTH
+        lines = textwrap.fill(words, width, initial_indent=label, subsequent_indent=indent)
+        console.print(Text(lines), soft_wrap=True)
     if (modules := rows_of(numbers)) is not None:
         console.print()
-        console.print(ModuleTable(*modules))
+        console.print(module_table(*modules))
     return OK

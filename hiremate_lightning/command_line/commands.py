@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from ..errors import ConfigurationError
@@ -20,7 +18,7 @@ from ..measuring.profiling import CostCache
 from ..memory.allocator import allocated_bytes, free_host_bytes
 from ..options import Objective
 from ..out_of_memory import InfeasibleBudgetError
-from ..planning.comparing import Comparison, Outcome, proven_ms
+from ..planning.comparing import Comparison, Outcome, methods_to_compare, proven_ms
 from ..planning.comparing import compare as solve_by_each
 from ..planning.headroom import guard_bytes, resolve
 from ..planning.outcome import unless_short
@@ -39,28 +37,23 @@ from ..reporting.html_report import write_html
 from ..reporting.plan_summary import all_numbers
 from ..reporting.report import Reporter
 from ..reporting.svg_report import write_svg
-from ..reporting.terminal import Output, plan_table
+from ..reporting.terminal import Output, plan_table, write_json
 from ..sizes.size_result import BatchSizeResult, result_table
 from ..sizes.size_search import Forecast, search
-from ..units import Budget, format_bytes, format_time, parse_budget
-from .arguments import read_counts, read_overhead
+from ..units import Budget, format_bytes, format_time
 from .comparisons import (
     CurvePoint,
     budget_line,
     comparison_numbers,
     comparison_table,
     curve_table,
-    finished_words,
-    method_notes,
-    parse_budgets,
-    parse_methods,
     points_of,
     spread,
 )
 from .counts import Count, answer, count_line, count_of, counts_table, look_at
 from .doctor import Grade, examine
-from .factory import Workload, find_factory, parse_inputs
-from .host import host_use
+from .factory import Workload, find_factory
+from .host import host_of, host_words, with_link
 from .offline import OfflineOptions, OfflineStep, capture_offline
 from .sharded import Layout
 from .without_device import Rates, rates_of
@@ -80,33 +73,24 @@ FIT_SIZES = (4, 8)  # batch sizes that `fit` captures: 1 and 2 are special to ma
 FIT_PLANS = 12  # most sizes that `fit` plans
 
 
-def _type_of(name: str | None) -> torch.dtype | None:
-    """Return the type of mixed precision that was named and checked."""
-    return None if name is None else getattr(torch, name)
-
-
 class _Work:
     """The step that a command asked for, captured and costed on demand.
 
     Args:
-        asked: The arguments, which `arguments.check` has checked.
-
-    Raises:
-        ConfigurationError: If the model's code can't be used.
+        asked: The arguments, as `arguments.read` has read them.
     """
 
     def __init__(self, asked: argparse.Namespace) -> None:
         check_strategy(asked.solver)
-        self.asked, self.host_notes = asked, list[str]()
-        self.counts = read_counts(asked.fsdp)
+        self.asked = asked
         units = tuple(name.strip() for name in (asked.units or "").split(",") if name.strip())
-        layout = Layout(self.counts[0] if self.counts else 1, asked.tp, units, _type_of(asked.param_dtype))
-        device, autocast = torch.device(asked.device), _type_of(asked.autocast)
+        param_dtype, autocast = (name and getattr(torch, name) for name in (asked.param_dtype, asked.autocast))
+        layout = Layout(asked.fsdp[0] if asked.fsdp else 1, asked.tp, units, param_dtype)
+        device = torch.device(asked.device)
         self.options = OfflineOptions(device, asked.loss, asked.optimizer, autocast, layout, asked.zero_grad)
         self.reporter = Reporter(console=Console(stderr=True))
-        inputs = parse_inputs(asked.input) if asked.input else ()
         with self.reporter.stage("loading the model's code"):
-            self.workload = Workload(find_factory(asked.factory), asked.factory, inputs)
+            self.workload = Workload(find_factory(asked.factory), asked.factory, asked.input)
 
     @cached_property
     def rates(self) -> Rates:
@@ -127,11 +111,7 @@ class _Work:
             return captured, captured.measured(CostCache(), lambda done, total: told("operations", done, total))
 
     def budget_bytes(self, budget: Budget, resident_bytes: int, unplanned_bytes: int) -> int:
-        """Turn a budget into bytes.
-
-        Raises:
-            ConfigurationError: If it is "auto" and the device is not there.
-        """
+        """Turn a budget into bytes."""
         if not budget.is_auto:
             return resolve(budget, resident_bytes, unplanned_bytes, 0)
         if self.options.device.type != "cuda":
@@ -164,21 +144,23 @@ class _Work:
         ]
         layout = captured.options.layout
         if layout.count > 1:
-            sending = format_time(captured.sent_bytes / self.rates.link_bytes_per_ms)
-            is_cuda = self.options.device.type == "cuda"
-            devices = "GPUs" if is_cuda else "CPU processes (--device cuda plans for GPUs)"
-            batch = f"Each of {layout.count} {devices} has a batch of its own"
-            if layout.parts > 1:
-                batch = f"Each group of {layout.parts} of the {layout.count} {devices} shares one batch"
-            notes.append(
-                f"{batch}. Each sends "
-                f"{format_bytes(captured.sent_bytes)} to the others in a step, {sending} at "
-                f"{self.rates.link_bytes_per_ms / 1e6:g} GB/s if none of it overlaps with computation."
-            )
+            notes.append(self._several(layout, captured.sent_bytes))
         if captured.options.is_stand_in:
             why = "Steps for several GPUs are" if layout.count > 1 else "There is no CUDA device here: the step is"
             notes.append(f"{why} captured on CPU tensors and accounted as on a GPU.")
         return notes
+
+    def _several(self, layout: Layout, sent_bytes: int) -> str:
+        """Describe what several GPUs share, and what they send."""
+        is_cuda, link = self.options.device.type == "cuda", self.rates.link_bytes_per_ms
+        devices = f"{layout.count} {'GPUs' if is_cuda else 'CPU processes (--device cuda plans for GPUs)'}"
+        batch = f"Each of {devices} has a batch of its own"
+        if layout.parts > 1:
+            batch = f"Each group of {layout.parts} of the {devices} shares one batch"
+        return (
+            f"{batch}. Each sends {format_bytes(sent_bytes)} to the others in a step, "
+            f"{format_time(sent_bytes / link)} at {link / 1e6:g} GB/s if none of it overlaps with computation."
+        )
 
 
 # ---------------------------------------------------------------- plan
@@ -186,17 +168,15 @@ class _Work:
 
 def plan(asked: argparse.Namespace) -> int:
     """Plan a model under a budget, on one number of GPUs or on several."""
-    budget = parse_budget(asked.budget)
     work = _Work(asked)
-    if len(work.counts) != 1:
-        return _plan_on_several(work, budget)
-    made, captured = _plan_on(work, budget, work.counts[0])
+    if len(asked.fsdp) != 1:
+        return _plan_on_several(work)
+    captured, made, host_notes = _plan_on(work, asked.fsdp[0])
     if asked.html is not None:
         with work.reporter.stage("solving other budgets"):
             write_html(made, asked.html)
     if asked.svg is not None:
         write_svg(made, asked.svg)
-    notes = [*work.notes(captured), *work.host_notes]
     count = asdict(count_of(made, captured, work.rates))
     numbers = {
         **{name: count[name] for name in ("gpus", "fsdp", "tp", "fits", "peak_parts", "sent_bytes", "sending_ms")},
@@ -204,23 +184,21 @@ def plan(asked: argparse.Namespace) -> int:
         "device": str(captured.options.device),
         "batch_size": captured.size,
         "resident": dict(captured.resident),
-        "notes": notes,
+        "notes": [*work.notes(captured), *host_notes],
     }
-    if not _write_json(asked.json, numbers):
-        _show(plan_table(made), notes)
+    _answer(asked, numbers, plan_table(made))
     return 0
 
 
-def _plan_on(work: _Work, budget: Budget, shards: int, on_infeasible: str = "raise") -> tuple[Plan, OfflineStep]:
-    """Plan on a number of GPUs that parameters are sharded over."""
+def _plan_on(work: _Work, shards: int, on_infeasible: str = "raise") -> tuple[OfflineStep, Plan, list[str]]:
+    """Plan on a number of GPUs that parameters are sharded over; return the plan, and notes on the host's memory."""
     captured, step = work.capture(shards=shards)
-    budget_bytes = work.budget_bytes(budget, captured.resident_bytes, step.plain_bytes)
-    use = host_use(captured, step, work.asked)
+    budget_bytes = work.budget_bytes(work.asked.budget, captured.resident_bytes, step.plain_bytes)
 
     def solve(step: Step, on_infeasible: str, host: Host | None = None) -> Plan:
         outcome = make_plan(
             step,
-            budget,
+            work.asked.budget,
             budget_bytes,
             captured.resident_bytes,
             PlanOptions(work.asked.solver, work.asked.time_limit, on_infeasible),
@@ -229,37 +207,35 @@ def _plan_on(work: _Work, budget: Budget, shards: int, on_infeasible: str = "rai
             progress=work.reporter.solving(step_time_ms(step.graph, step.profile)),
             host=host,
         )
-        return unless_short(outcome)
+        return replace(unless_short(outcome), resident_parts=captured.resident)
 
     with work.reporter.stage("solving"):
-        if use is None:
-            made = solve(step, on_infeasible)
-        else:
-            made = solve(use.step, on_infeasible, use.host)
-            work.host_notes = [use.words(made, lambda: solve(step, "warn"))]
-    return replace(made, resident_parts=captured.resident), captured
+        if not work.asked.offload:
+            return captured, solve(step, on_infeasible), []
+        host = host_of(captured, step, work.asked.host_budget)
+        linked = with_link(step, captured.options.device, work.asked)
+        made = solve(linked, on_infeasible, host)
+        return captured, made, [host_words(linked, host, made, solve(step, "warn"))]
 
 
-def _plan_on_several(work: _Work, budget: Budget) -> int:
+def _plan_on_several(work: _Work) -> int:
     """Plan on several numbers of GPUs; 1 where the budget is met on none of them."""
     captured: list[OfflineStep] = []
 
     def look(shards: int) -> Count:
-        made, step = _plan_on(work, budget, shards, on_infeasible="warn")
+        step, made, _ = _plan_on(work, shards, on_infeasible="warn")
         captured.append(step)
         count = count_of(made, step, work.rates)
         work.reporter.note(f"HiRemate: {count_line(count)}")
         return count
 
-    counts = list(look_at(work.counts, look))
-    last = captured[-1]
-    notes = work.notes(last)
-    numbers = {"target": last.name, "batch_size": last.size, "counts": [asdict(count) for count in counts]}
-    if not _write_json(work.asked.json, {**numbers, "answer": answer(counts), "notes": notes}):
-        console = Output()
-        _say(console, [f"{last.name}, budget {budget} on each GPU, batch size {last.size} on each: {answer(counts)}"])
-        console.print(counts_table(counts))
-        _say_notes(console, ["The notes below are about the largest number of GPUs.", *notes])
+    counts = list(look_at(work.asked.fsdp, look))
+    last, words = captured[-1], answer(counts)
+    rows = [asdict(count) for count in counts]
+    numbers = {"target": last.name, "batch_size": last.size, "counts": rows, "answer": words, "notes": work.notes(last)}
+    title = f"{last.name}, budget {work.asked.budget} on each GPU, batch size {last.size} on each: {words}"
+    scope = _wrapped(["The notes below are about the largest number of GPUs."])
+    _answer(work.asked, numbers, Text(title), counts_table(counts), scope)
     return 0 if any(count.fits for count in counts) else 1
 
 
@@ -276,18 +252,14 @@ def curve(asked: argparse.Namespace) -> int:
         budgets = [least + (most - least) * i // asked.points for i in range(asked.points)]
         points = points_of(solve_curve(problem, budgets, apart(asked.solver)), captured.resident_bytes)
         points.append(CurvePoint(captured.resident_bytes + most, problem.step_ms, 0.0, 0.0, "plain training"))
-    notes = work.notes(captured)
     numbers = {
         "target": captured.name,
         "resident_bytes": captured.resident_bytes,
         "points": [asdict(point) for point in points],
-        "notes": notes,
+        "notes": work.notes(captured),
     }
-    if not _write_json(asked.json, numbers):
-        console = Output()
-        _say(console, [f"{captured.name}: peak memory against time; the last line is plain training"])
-        console.print(curve_table(points))
-        _say_notes(console, notes)
+    title = f"{captured.name}: peak memory against time; the last line is plain training"
+    _answer(asked, numbers, Text(title), curve_table(points))
     return 0
 
 
@@ -296,43 +268,44 @@ def curve(asked: argparse.Namespace) -> int:
 
 def compare(asked: argparse.Namespace) -> int:
     """Solve by several methods under the same budgets; 1 where none of them fits any. Ctrl-C keeps what is done."""
-    budgets, methods = parse_budgets(asked.budget), parse_methods(asked.methods)
+    for name in asked.methods:
+        check_strategy(name)
+    methods = asked.methods or methods_to_compare()
     work = _Work(asked)
     captured, step = work.capture()
-    named = _budgets_in_words(work, budgets, captured.resident_bytes, step.plain_bytes)
+    resident_bytes = captured.resident_bytes
+    named = _budgets_in_words(work, resident_bytes, step.plain_bytes)
     problem = Problem(step.graph, step.profile, step.plain_bytes, SolveOptions(asked.time_limit))
     comparison = _solved_by_each(work, problem, named, methods)
     if asked.svg is not None:
-        panel = panel_of(comparison, methods, captured.name, captured.resident_bytes, step.plain_bytes)
+        panel = panel_of(comparison, methods, captured.name, resident_bytes, step.plain_bytes)
         asked.svg.write_text(comparison_svg(panel), encoding="utf-8")
+    done, count = len(comparison.outcomes), len(named) * len(methods)
     notes = [
-        *finished_words(len(comparison.outcomes), len(named) * len(methods)),
+        *([f"Interrupted: {done} of {count} solves are done. The rest is left out."] if done < count else []),
         f"Each method did at most the work of {asked.time_limit:g} s of an idle core for each budget. Seconds are by "
         "the clock of this machine as it is now.",
         *work.notes(captured),
     ]
-    numbers = comparison_numbers(comparison, named, captured.resident_bytes, step.plain_bytes)
-    if not _write_json(asked.json, {"target": captured.name, **numbers, "notes": notes}):
-        _show_comparison(comparison, named, captured, step.plain_bytes)
-        _say_notes(Output(), notes)
+    numbers = comparison_numbers(comparison, named, resident_bytes, step.plain_bytes)
+    plain = f"{format_bytes(resident_bytes + step.plain_bytes, up=True)}, {format_time(comparison.step_ms)}"
+    title = Text(f"{captured.name}: plain training takes {plain}")
+    tables = _tables_of(comparison, named, resident_bytes)
+    _answer(asked, {"target": captured.name, **numbers, "notes": notes}, title, *tables, Text())
     return 0 if any(outcome.fits for outcome in comparison.outcomes) else 1
 
 
-def _show_comparison(comparison: Comparison, named: dict[int, str], captured: OfflineStep, plain_bytes: int) -> None:
-    console, resident = Output(), captured.resident_bytes
-    plain = f"{format_bytes(resident + plain_bytes, up=True)}, {format_time(comparison.step_ms)}"
-    _say(console, [f"{captured.name}: plain training takes {plain}"])
+def _tables_of(comparison: Comparison, named: dict[int, str], resident_bytes: int) -> Iterator[RenderableType]:
     for budget_bytes in comparison.budgets:
-        _say(console, ["", budget_line(comparison, budget_bytes, named[budget_bytes], resident)])
-        console.print(comparison_table(comparison, budget_bytes, resident))
-        _say_notes(console, method_notes(comparison, budget_bytes))
-    _say(console, [""])
+        yield Text(f"\n{budget_line(comparison, budget_bytes, named[budget_bytes], resident_bytes)}")
+        yield comparison_table(comparison, budget_bytes, resident_bytes)
+        yield _wrapped(f"{o.method}: {o.note}" for o in comparison.under(budget_bytes) if o.note)
 
 
-def _budgets_in_words(work: _Work, budgets: Sequence[Budget], resident_bytes: int, plain_bytes: int) -> dict[int, str]:
+def _budgets_in_words(work: _Work, resident_bytes: int, plain_bytes: int) -> dict[int, str]:
     """Return the bytes that the step may add under each budget, largest first; a picture has more than one budget."""
     named = {}
-    for budget in budgets:
+    for budget in work.asked.budget:
         room = max(0, work.budget_bytes(budget, resident_bytes, plain_bytes) - resident_bytes)
         named[room - guard_bytes(room) if room < plain_bytes else room] = str(budget)  # as `plan` solves it
     if work.asked.svg is not None and len(named) == 1 and min(named) < plain_bytes:
@@ -342,11 +315,7 @@ def _budgets_in_words(work: _Work, budgets: Sequence[Budget], resident_bytes: in
 
 
 def _solved_by_each(work: _Work, problem: Problem, named: dict[int, str], methods: Sequence[str]) -> Comparison:
-    """Solve until all is done or Ctrl-C is pressed, the budgets that were asked for first.
-
-    Raises:
-        KeyboardInterrupt: If nothing was done until then.
-    """
+    """Solve until all is done or, where something was, Ctrl-C is pressed; the budgets that were asked for first."""
     outcomes: list[Outcome] = []
     bounds: list[tuple[int, float | None]] = []
     told = work.reporter.solving(problem.step_ms)
@@ -371,15 +340,14 @@ def _solved_by_each(work: _Work, problem: Problem, named: dict[int, str], method
 def fit(asked: argparse.Namespace) -> int:
     """Find the largest batch within a budget, from the step at two sizes."""
     start = time.perf_counter()
-    budget, accepted = parse_budget(asked.budget), read_overhead(asked.max_overhead)
     work = _Work(asked)
     seen = [work.capture(size) for size in FIT_SIZES]
-    limit_bytes = work.budget_bytes(budget, 0, 0)
+    limit_bytes = work.budget_bytes(asked.budget, 0, 0)
     forecast = _forecast(work, seen, limit_bytes)
     with work.reporter.stage("solving"):
-        searched = search(forecast, asked.max_batch, accepted, Objective.LARGEST, FIT_PLANS)
+        searched = search(forecast, asked.max_batch, asked.max_overhead, Objective.LARGEST, FIT_PLANS)
         if not searched.size:
-            raise _nothing_fits(forecast, accepted)
+            raise _nothing_fits(forecast, asked.max_overhead)
         forecast.trial(searched.size)
     result = BatchSizeResult(
         size=searched.size,
@@ -387,7 +355,7 @@ def fit(asked: argparse.Namespace) -> int:
         unplanned_size=searched.unplanned_size,
         objective=Objective.LARGEST.value,
         budget_bytes=limit_bytes,
-        max_overhead=accepted,
+        max_overhead=asked.max_overhead,
         margin=0.0,
         trials=tuple(forecast.trials[size] for size in sorted(forecast.trials)),
         real_steps=0,
@@ -395,17 +363,12 @@ def fit(asked: argparse.Namespace) -> int:
     )
     sizes = " and ".join(map(str, FIT_SIZES))
     notes = [f"Predicted from the step at batch sizes {sizes}; nothing ran.", *work.notes(seen[-1][0])]
-    if not _write_json(asked.json, {**result.to_dict(), "notes": notes}):
-        _show(result_table(result), notes)
+    _answer(asked, {**result.to_dict(), "notes": notes}, result_table(result))
     return 0
 
 
 def _forecast(work: _Work, seen: Sequence[tuple[OfflineStep, Step]], limit_bytes: int) -> Forecast:
-    """Make a forecast of all sizes.
-
-    Raises:
-        ConfigurationError: If the step is not the same at both sizes.
-    """
+    """Make a forecast of all sizes, of a step that is the same at both."""
     samples = {captured.size: step for captured, step in seen}
     resident = Line(list(samples), [captured.resident_bytes for captured, _ in seen])
     options = PlanOptions(work.asked.solver, max(1.0, work.asked.time_limit / FIT_PLANS), on_infeasible="warn")
@@ -432,41 +395,29 @@ def doctor(asked: argparse.Namespace) -> int:
     """Check the installation; 1 where something is wrong."""
     findings = examine(asked.factory, asked.script)
     is_bad = any(finding.verdict is Grade.BAD for finding in findings)
-    if not _write_json(asked.json, {"ok": not is_bad, "findings": [asdict(finding) for finding in findings]}):
-        console = Output()
-        styles = {Grade.GOOD: "green", Grade.KNOW: "magenta", Grade.BAD: "bold red"}
-        for finding in findings:
-            line = Text.assemble((f"{finding.verdict.value:<5}", styles[finding.verdict]), finding.name, ": ")
-            console.print(line.append(finding.words), soft_wrap=True)
+    styles = {Grade.GOOD: "green", Grade.KNOW: "magenta", Grade.BAD: "bold red"}
+    lines = (
+        Text.assemble((f"{finding.verdict.value:<5}", styles[finding.verdict]), f"{finding.name}: {finding.words}")
+        for finding in findings
+    )
+    _answer(asked, {"ok": not is_bad, "findings": [asdict(finding) for finding in findings]}, *lines)
     return int(is_bad)
 
 
 # ---------------------------------------------------------------- output
 
 
-def _write_json(target: str | None, numbers: dict[str, Any]) -> bool:
-    """Write JSON where it was asked for; whether it went to the output, which is then all that goes there."""
-    if target is None:
-        return False
-    text = json.dumps(numbers, indent=2) + "\n"
-    if target == "-":
-        Output().write(text)
-        return True
-    Path(target).write_text(text, encoding="utf-8")
-    return False
-
-
-def _say(console: Console, lines: Sequence[str]) -> None:
-    for line in lines:
-        console.print(Text(line), soft_wrap=True)
-
-
-def _show(table: RenderableType, notes: Sequence[str]) -> None:
+def _answer(asked: argparse.Namespace, numbers: dict[str, Any], *shown: RenderableType) -> None:
+    """Write numbers as JSON where that was asked for; unless it went to the output, print what is shown, and notes."""
+    if asked.json is not None:
+        write_json(numbers, asked.json)
+    if asked.json == "-":
+        return
     console = Output()
-    console.print(table)
-    _say_notes(console, notes)
+    for part in (*shown, _wrapped(numbers.get("notes", ()))):
+        console.print(part, soft_wrap=isinstance(part, Text))
 
 
-def _say_notes(console: Console, notes: Sequence[str]) -> None:
-    for note in notes:
-        console.print(Text(note, "dim"))
+def _wrapped(notes: Iterable[str]) -> Group:
+    """Put notes below each other, wrapped to the width of the terminal."""
+    return Group(*(Text(note, "dim") for note in notes))

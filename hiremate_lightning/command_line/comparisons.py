@@ -1,60 +1,19 @@
-"""What `hiremate compare` takes and shows: budgets, methods, tables, numbers. The table of `hiremate curve`, too."""
+"""What `hiremate compare` and `hiremate curve` show: tables, words and numbers."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
 
-from ..errors import ConfigurationError
-from ..planning.comparing import Comparison, Outcome, methods_to_compare
+from ..planning.comparing import Comparison, Outcome
 from ..planning.solvers import Curve
-from ..planning.solvers.worker import check_strategy
 from ..reporting.terminal import plain_table
-from ..units import Budget, format_bytes, format_ratio, format_time, parse_budget
+from ..units import format_bytes, format_ratio, format_time
 
-BETWEEN = re.compile(r"(?<=[A-Za-z%])\s*,\s*")  # after a unit, or "auto"; other commas group digits
 DRAWN = 4  # budgets that a picture adds to a single one, up to plain training
-
-
-def parse_budgets(text: str) -> tuple[Budget, ...]:
-    """Read one budget or several, such as "70%,50%,30%".
-
-    Raises:
-        BudgetError: If one can't be read.
-    """
-    return tuple(dict.fromkeys(parse_budget(part) for part in BETWEEN.split(text)))
-
-
-def parse_methods(text: str | None) -> tuple[str, ...]:
-    """Read names of methods, and check that each can run here.
-
-    Raises:
-        ConfigurationError: If there is no method of a name, or it needs a MIP solver and none works.
-    """
-    if text is None:
-        return methods_to_compare()
-    names = read_methods(text)
-    for name in names:
-        check_strategy(name)
-    return names
-
-
-def read_methods(text: str | None) -> tuple[str, ...]:
-    """Read names of methods, such as "portfolio,rotor"; none where none were asked for.
-
-    Raises:
-        ConfigurationError: If the text has no name.
-    """
-    if text is None:
-        return ()
-    names = tuple(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))
-    if not names:
-        raise ConfigurationError(f"--methods names none, found {text!r}. Name some, such as portfolio,hilp.")
-    return names
 
 
 def spread(least: int, most: int) -> list[int]:
@@ -65,16 +24,19 @@ def spread(least: int, most: int) -> list[int]:
 def comparison_table(comparison: Comparison, budget_bytes: int, resident_bytes: int) -> Table:
     """Draw a row for each method: the fastest first, those that found nothing last."""
     headers = "method", "extra time", "above bound", "peak", "solved in", "ended by"
-    rows = ((o.method, *_cells(comparison, o, resident_bytes)) for o in comparison.under(budget_bytes))
+    rows = (_cells(comparison, outcome, resident_bytes) for outcome in comparison.under(budget_bytes))
     return plain_table(headers, rows, words=("method", "ended by"))
 
 
 def _cells(comparison: Comparison, outcome: Outcome, resident_bytes: int) -> tuple[str, ...]:
-    extra = format_ratio(comparison.overhead(outcome)) if outcome.fits else "no plan"
-    distance = format_ratio(comparison.distance(outcome)) if outcome.fits else ""
-    peak = format_bytes(resident_bytes + outcome.peak_bytes) if outcome.peak_bytes else ""
-    ended = "itself" if outcome.stopped_by == "end of the search" else outcome.stopped_by
-    return extra, distance, peak, format_time(1000 * outcome.solve_s), ended
+    return (
+        outcome.method,
+        format_ratio(comparison.overhead(outcome)) if outcome.fits else "no plan",
+        format_ratio(comparison.distance(outcome)) if outcome.fits else "",
+        format_bytes(resident_bytes + outcome.peak_bytes) if outcome.peak_bytes else "",
+        format_time(1000 * outcome.solve_s),
+        "itself" if outcome.stopped_by == "end of the search" else outcome.stopped_by,
+    )
 
 
 def budget_line(comparison: Comparison, budget_bytes: int, words: str, resident_bytes: int) -> str:
@@ -90,14 +52,7 @@ def budget_line(comparison: Comparison, budget_bytes: int, words: str, resident_
 def comparison_numbers(
     comparison: Comparison, budgets: dict[int, str], resident_bytes: int, plain_bytes: int
 ) -> dict[str, Any]:
-    """Write what is done as plain data; bytes are with what is resident.
-
-    Args:
-        comparison: What is done.
-        budgets: Budgets in words, by the bytes that the step may add.
-        resident_bytes: Bytes that exist before the step.
-        plain_bytes: Peak of plain training above these.
-    """
+    """Write a comparison as plain data, resident bytes included; budgets come in words, by what the step may add."""
     return {
         "resident_bytes": resident_bytes,
         "unplanned_peak_bytes": resident_bytes + plain_bytes,
@@ -129,16 +84,6 @@ def _numbers(comparison: Comparison, outcome: Outcome, resident_bytes: int) -> d
         "status": outcome.status.value,
         "stopped_by": outcome.stopped_by,
     }
-
-
-def method_notes(comparison: Comparison, budget_bytes: int) -> list[str]:
-    """List for each method what it could not serve under a budget, and what it took instead."""
-    return [f"{o.method}: {o.note}" for o in comparison.under(budget_bytes) if o.note]
-
-
-def finished_words(done: int, asked: int) -> Sequence[str]:
-    """Describe how far an interrupted comparison came; nothing for a complete one."""
-    return () if done >= asked else (f"Interrupted: {done} of {asked} solves are done. The rest is left out.",)
 
 
 # ---------------------------------------------------------------- the curve from budget to time

@@ -10,7 +10,7 @@ from rich.table import Table
 from ..planning.plan import Plan
 from ..records.costs import step_time_ms
 from ..reporting.terminal import plain_table
-from ..reporting.timeline import Band, band_bytes, lifetimes
+from ..reporting.timeline import Band, band_bytes, planned_run
 from ..units import format_bytes, format_ratio, format_time
 from .offline import ACCUMULATED, OfflineStep
 from .without_device import Rates
@@ -31,33 +31,19 @@ OTHERS = "others"
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """A step on some number of GPUs. Bytes are those of each of them.
-
-    Attributes:
-        gpus: Number of GPUs.
-        fsdp: Over how many of them parameters are sharded.
-        tp: Over how many of them each block is divided.
-        fits: Whether a plan fits the budget.
-        unplanned_peak_bytes: Peak of plain training.
-        peak_bytes: Peak of the plan; where none fits, the smallest peak that was found.
-        peak_parts: What is in memory at that peak.
-        step_ms: Time of the computation of a plain step.
-        overhead: Time of recomputation over that, a ratio.
-        sent_bytes: What it sends to the others in a step.
-        sending_ms: Time of that, if none of it overlaps with computation.
-    """
+    """A step on some number of GPUs. Bytes are those of each of them."""
 
     gpus: int
-    fsdp: int
-    tp: int
+    fsdp: int  # GPUs that parameters are sharded over
+    tp: int  # GPUs that each block is divided over
     fits: bool
     unplanned_peak_bytes: int
-    peak_bytes: int
-    peak_parts: dict[str, int]
-    step_ms: float
-    overhead: float
-    sent_bytes: int
-    sending_ms: float
+    peak_bytes: int  # of the plan; where none fits, the smallest peak that was found
+    peak_parts: dict[str, int]  # what is in memory at that peak
+    step_ms: float  # of the computation of a plain step
+    overhead: float  # time of recomputation over that, a ratio
+    sent_bytes: int  # to the others in a step
+    sending_ms: float  # if none of it overlaps with computation
 
     @property
     def is_plain(self) -> bool:
@@ -66,19 +52,13 @@ class Count:
 
 
 def peak_parts(plan: Plan, gradients_bytes: int) -> dict[str, int]:
-    """Split the peak of a plan by what is in memory at that moment.
-
-    Args:
-        plan: The plan.
-        gradients_bytes: What all gradients of the parameters take that this process keeps.
-    """
-    moments = plan.planned.timeline
-    at = max(range(len(moments)), key=lambda position: moments[position].peak_bytes)
-    lives = lifetimes(plan.graph, plan.schedule)
-    bands: dict[str, int] = {band: sizes[at] for band, sizes in band_bytes(lives, len(moments)).items()}
+    """Split the peak of a plan by what is in memory then, gradients of all parameters that this process keeps too."""
+    step = planned_run(plan)
+    at, end, turn = step.peak_position, len(plan.planned.timeline) - 1, plan.planned.turn
     # FSDP2 keeps shards of gradients from the backward to the end of the step: no graph knows them.
-    kept = [life for life in lives if life.band is Band.OUTSIDE and plan.planned.turn <= life.first <= at <= life.last]
-    shards_bytes = min(gradients_bytes, sum(life.size_bytes for life in kept if life.last == len(moments) - 1))
+    kept = [life for life in step.lives if life.band is Band.OUTSIDE and turn <= life.first <= at <= life.last == end]
+    shards_bytes = min(gradients_bytes, sum(life.size_bytes for life in kept))
+    bands: dict[str, int] = {band: sizes[at] for band, sizes in band_bytes(step.lives, end + 1).items()}
     sizes = {**dict(plan.resident_parts), **bands}
     parts_bytes = {name: sum(sizes.get(part, 0) for part in parts) for name, parts in PARTS.items()}
     parts_bytes["gradients"] += shards_bytes
@@ -89,12 +69,7 @@ def peak_parts(plan: Plan, gradients_bytes: int) -> dict[str, int]:
 
 
 def look_at(counts: Sequence[int], look: Callable[[int], Count]) -> Iterator[Count]:
-    """Plan on several numbers of GPUs.
-
-    Args:
-        counts: Numbers to shard over; none for 1, 2, 4, 8, ... until a plan fits, or more don't help.
-        look: Plans on one of them.
-    """
+    """Plan on several numbers of GPUs; where none are named, on 1, 2, 4, ... until a plan fits, or more don't help."""
     if counts:
         yield from map(look, counts)
         return

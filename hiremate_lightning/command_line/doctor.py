@@ -7,11 +7,9 @@ import platform
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 
 import torch
@@ -51,13 +49,7 @@ class Grade(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
-
-    Attributes:
-        name: What was looked at.
-        verdict: What it means.
-        words: What was found.
-    """
+    """One thing that was looked at, what was found, and what that means."""
 
     name: str
     verdict: Grade
@@ -65,15 +57,16 @@ class Finding:
 
 
 def examine(factory: str | None = None, script: Sequence[str] = ()) -> list[Finding]:
-    """Examine this installation.
+    """Examine this installation, and where they are named whether a model, or what a script trains, would be refused.
 
     Args:
-        factory: A model as the command line names it, to say whether it would be refused; None for none.
-        script: A training script and its arguments, to run up to its first training step; empty for none.
+        factory: A model as the command line names it.
+        script: A training script and its arguments, to run up to its first training step.
     """
-    findings = [_python(), _torch(), *_importable(list(_requirements())), *_known_bad_pairs(), *_solvers(), *_devices()]
-    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    findings += [_attempt(f"small plan on {device}", partial(small_plan, device)) for device in devices]
+    python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    findings = [Finding("python", Grade.GOOD if sys.version_info >= (3, 10) else Grade.BAD, python)]
+    findings += [_torch(), *_packages(), *_known_bad_pairs(), *_solvers(), *_devices()]
+    findings += map(_small_plan, ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
     if factory is not None:
         findings.append(_model(factory))
     if script:
@@ -81,21 +74,7 @@ def examine(factory: str | None = None, script: Sequence[str] = ()) -> list[Find
     return findings
 
 
-def _attempt(name: str, look: Callable[[], str]) -> Finding:
-    """Run a check that fails by raising."""
-    try:
-        return Finding(name, Grade.GOOD, look())
-    except Exception as error:  # whatever is wrong with the installation is what is to be found
-        line = next(iter(str(error).splitlines()), "")
-        return Finding(name, Grade.BAD, f"{type(error).__name__}: {line}")
-
-
 # ---------------------------------------------------------------- versions
-
-
-def _python() -> Finding:
-    words = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    return Finding("python", Grade.GOOD if sys.version_info >= (3, 10) else Grade.BAD, words)
 
 
 def _torch() -> Finding:
@@ -109,55 +88,19 @@ def _torch() -> Finding:
     return Finding("torch", Grade.KNOW, words)
 
 
-def _requirements() -> Iterator[Finding]:
-    """Compare what is installed with what the package asks for."""
-    try:
-        asked_for = _asked_for()
-    except PackageNotFoundError:
+def _packages() -> Iterator[Finding]:
+    """Import each package that the package asks for, and what needs most of them: Lightning's callbacks."""
+    requirements = _requirements()
+    if requirements is None:
         yield Finding(PACKAGE, Grade.KNOW, "used from a checkout, not installed: requirements are not known")
-        return
-    for requirement, extra in asked_for:
-        if requirement.name != "torch":
-            yield _requirement(requirement, extra)
-
-
-def _asked_for() -> list[tuple[Requirement, str]]:
-    """List what the package asks for, each with the extra that it is for, "" for none.
-
-    Raises:
-        PackageNotFoundError: If the package is not installed.
-    """
-    requirements = [(Requirement(line), re.search(r'extra == "(\w+)"', line)) for line in requires(PACKAGE) or []]
-    named = [(requirement, extra[1] if extra else "") for requirement, extra in requirements]
-    return [(requirement, extra) for requirement, extra in named if extra not in WITHOUT]
-
-
-def _requirement(requirement: Requirement, extra: str) -> Finding:
-    name, wanted = requirement.name, requirement.specifier
-    lacking = Grade.KNOW if extra else Grade.BAD
-    for_extra = f", for the extra {extra}" if extra else ""
-    mending = "" if extra else f'; mend it with: pip install "{name}{wanted}"'
-    try:
-        installed = version(name)
-    except PackageNotFoundError:
-        return Finding(name, lacking, f"not installed{for_extra} (wanted {wanted or 'any version'}){mending}")
-    if not wanted.contains(installed, prereleases=True):
-        return Finding(name, lacking, f"{installed}, but {wanted} is wanted{for_extra}{mending}")
-    return Finding(name, Grade.GOOD, installed)
-
-
-def _importable(findings: list[Finding]) -> Iterator[Finding]:
-    """Import each package that is there, and what needs most of them: Lightning's callbacks."""
-    there = []
-    for finding in findings:
-        with suppress(PackageNotFoundError):
-            if finding.name != PACKAGE:
-                version(finding.name)  # raises where it is not installed
-                there.append(finding.name)
-    failures = import_failures([*map(_module_of, there), CALLBACKS])
-    for finding in findings:
-        reason = failures.get(_module_of(finding.name)) if finding.name in there else None
-        yield finding if reason is None else _not_importable(finding, reason)
+    modules = {
+        requirement.name: MODULES.get(requirement.name, requirement.name.replace("-", "_"))
+        for requirement, _ in requirements or ()
+        if _version(requirement.name) is not None
+    }
+    failures = import_failures([*modules.values(), CALLBACKS])
+    for requirement, extra in requirements or ():
+        yield _package(requirement, extra, failures.get(modules.get(requirement.name, "")))
     if CALLBACKS in failures:
         is_alone = len(failures) == 1
         mending = f"mend it with: {_mending(PACKAGE)}" if is_alone else "mend what is BAD above"
@@ -166,17 +109,41 @@ def _importable(findings: list[Finding]) -> Iterator[Finding]:
         yield Finding(CALLBACKS, Grade.GOOD, "can be imported")
 
 
-def _not_importable(finding: Finding, reason: str) -> Finding:
-    """Describe a package that can't be imported; a package of an extra may lack a module that nobody asked for."""
-    words = f"{finding.words}, but can't be imported: {reason}"
-    optional = {requirement.name for requirement, extra in _asked_for() if extra}
-    if finding.name in optional and reason.startswith(ModuleNotFoundError.__name__):
-        return Finding(finding.name, Grade.KNOW, words)
-    return Finding(finding.name, Grade.BAD, f"{words}; mend it with: {_mending(finding.name)}")
+def _requirements() -> list[tuple[Requirement, str]] | None:
+    """List what the package asks for beside torch, each with its extra, "" for none; None where it isn't installed."""
+    try:
+        lines = requires(PACKAGE) or []
+    except PackageNotFoundError:
+        return None
+    named = [(Requirement(line), re.search(r'extra == "(\w+)"', line)) for line in lines]
+    by_extra = [(requirement, extra[1] if extra else "") for requirement, extra in named if requirement.name != "torch"]
+    return [(requirement, extra) for requirement, extra in by_extra if extra not in WITHOUT]
 
 
-def _module_of(name: str) -> str:
-    return MODULES.get(name, name.replace("-", "_"))
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _package(requirement: Requirement, extra: str, failure: str | None) -> Finding:
+    """Compare what is installed with a requirement; a package of an extra may lack a module that nobody asked for."""
+    name, wanted, installed = requirement.name, requirement.specifier, _version(requirement.name)
+    grade, words = Grade.KNOW if extra else Grade.BAD, f", for the extra {extra}" if extra else ""
+    mending = "" if extra else f'; mend it with: pip install "{name}{wanted}"'
+    if installed is None:
+        return Finding(name, grade, f"not installed{words} (wanted {wanted or 'any version'}){mending}")
+    if wanted.contains(installed, prereleases=True):
+        grade, words = Grade.GOOD, installed
+    else:
+        words = f"{installed}, but {wanted} is wanted{words}{mending}"
+    if failure is None:
+        return Finding(name, grade, words)
+    words += f", but can't be imported: {failure}"
+    if extra and failure.startswith(ModuleNotFoundError.__name__):
+        return Finding(name, Grade.KNOW, words)
+    return Finding(name, Grade.BAD, f"{words}; mend it with: {_mending(name)}")
 
 
 def _mending(name: str) -> str:
@@ -202,11 +169,9 @@ KNOWN_BAD = {
 def _known_bad_pairs() -> Iterator[Finding]:
     """Find pairs of versions that fail together."""
     for pair, words in KNOWN_BAD.items():
-        bounds = [Requirement(bound) for bound in pair]
-        with suppress(PackageNotFoundError):
-            if all(bound.specifier.contains(version(bound.name), prereleases=True) for bound in bounds):
-                names = " and ".join(f"{bound.name} {version(bound.name)}" for bound in bounds)
-                yield Finding(names, Grade.KNOW, words)
+        bounds = [(bound, _version(bound.name) or "") for bound in map(Requirement, pair)]
+        if all(installed and bound.specifier.contains(installed, prereleases=True) for bound, installed in bounds):
+            yield Finding(" and ".join(f"{bound.name} {installed}" for bound, installed in bounds), Grade.KNOW, words)
 
 
 # ---------------------------------------------------------------- solvers and devices
@@ -217,11 +182,9 @@ def _solvers() -> Iterator[Finding]:
     failures = {name: backend_failure(name) for name in BACKENDS}
     lacking = Grade.BAD if all(failures.values()) else Grade.KNOW
     for name, failure in failures.items():
-        if failure:
-            mending = f"; mend it with: {MENDING}" if name == BACKENDS[0] else ""
-            yield Finding(f"solver {name}", lacking, f"{failure}{mending}")
-        else:
-            yield Finding(f"solver {name}", Grade.GOOD, "solves a small integer program")
+        mending = f"; mend it with: {MENDING}" if name == BACKENDS[0] else ""
+        words = f"{failure}{mending}" if failure else "solves a small integer program"
+        yield Finding(f"solver {name}", lacking if failure else Grade.GOOD, words)
 
 
 def _devices() -> Iterator[Finding]:
@@ -235,6 +198,15 @@ def _devices() -> Iterator[Finding]:
         free_bytes, all_bytes = torch.cuda.mem_get_info(index)
         memory = f"{format_bytes(free_bytes)} of {format_bytes(all_bytes)} free"
         yield Finding(f"cuda:{index}", Grade.GOOD, f"{torch.cuda.get_device_name(index)}, {memory}")
+
+
+def _small_plan(device: str) -> Finding:
+    name = f"small plan on {device}"
+    try:
+        return Finding(name, Grade.GOOD, small_plan(device))
+    except Exception as error:  # whatever is wrong with the installation is what is to be found
+        line = next(iter(str(error).splitlines()), "")
+        return Finding(name, Grade.BAD, f"{type(error).__name__}: {line}")
 
 
 def small_plan(device: str) -> str:
@@ -296,13 +268,9 @@ class _SeenEnough(SystemExit):
 
 
 class _Looking(Finder):
-    """Finds what a script trains, and stops the script before that trains.
+    """Finds what a script trains, and stops the script before that trains."""
 
-    Attributes:
-        words: What was found; None before that.
-    """
-
-    words: str | None = None
+    words = ""  # of what was found
 
     def _plan(self, root: nn.Module, alive: Alive) -> None:
         take_aside(root)
@@ -325,7 +293,6 @@ def _script(given: Sequence[str]) -> Finding:
         with finder.in_place():
             Script(given, is_module=False).run()
     except _SeenEnough:
-        assert finder.words is not None, "it was raised with them"
         return Finding(given[0], Grade.GOOD, finder.words)
     except HiRemateError as error:
         return Finding(given[0], Grade.BAD, str(error))

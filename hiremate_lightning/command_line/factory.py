@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ConfigurationError, did_you_mean
+from ..errors import ConfigurationError
 from ..torch_private import tensor_state
-from .arguments import no_such_module, no_such_name, no_such_type, read_inputs, split_factory
+from .arguments import Input, no_such_module, no_such_name, no_such_type, split_factory
 
 FORMS = (
     "a torch.nn.Module, (module, inputs) with a tensor or a tuple of tensors, "
@@ -27,41 +27,13 @@ FORMS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Input:
-    """One input as it was named.
-
-    Attributes:
-        name: Keyword that it is passed by, "" for a positional one.
-        shape: Sizes; the first is the batch size.
-        dtype: Element type.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def make(self, size: int | None) -> torch.Tensor:
-        """Make it, zeros, on the default device; with another batch size where one is given."""
-        shape = self.shape if size is None else (size, *self.shape[1:])
-        return torch.zeros(shape, dtype=self.dtype)
-
-
-def parse_inputs(text: str) -> tuple[Input, ...]:
-    """Read inputs such as "64x3x224x224" or "ids=8x128:int64,mask=8x128:bool".
-
-    Raises:
-        ConfigurationError: If one can't be read.
-    """
-    return tuple(Input(name, shape, _type_of(dtype, text)) for name, shape, dtype in read_inputs(text))
-
-
-def _type_of(name: str, text: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
+def make_input(named: Input, size: int | None) -> torch.Tensor:
+    """Make an input of zeros on the default device; with another batch size where one is given."""
+    dtype = getattr(torch, named.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        types = (name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
-        raise no_such_type(name, text, did_you_mean(name, types))
-    return dtype
+        raise no_such_type(named, (name for name, value in vars(torch).items() if isinstance(value, torch.dtype)))
+    shape = named.shape if size is None else (size, *named.shape[1:])
+    return torch.zeros(shape, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,66 +69,72 @@ class ModelCall:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is to be planned.
+    """What is to be planned."""
 
-    Attributes:
-        factory: What the name on the command line stands for.
-        name: That name.
-        inputs: Inputs from the command line; none where the factory brings its own.
-    """
-
-    factory: Any
+    factory: Any  # what the name on the command line stands for
     name: str
-    inputs: tuple[Input, ...] = ()
+    inputs: tuple[Input, ...] = ()  # from the command line; none where the factory brings its own
 
     def module(self) -> nn.Module:
-        """Build the module alone.
-
-        Raises:
-            ConfigurationError: If the factory gives something else.
-        """
-        return _unpack(_make(self.factory, self.name), self.name)[0]
+        """Build the module alone."""
+        return self._make().module
 
     def build(self, size: int | None = None) -> ModelCall:
-        """Build the module and its inputs, on the default device.
-
-        Args:
-            size: Batch size; None for that of the inputs.
-
-        Raises:
-            ConfigurationError: If the factory gives something else, or nobody gives inputs.
-        """
-        module, args, kwargs = _unpack(_make(self.factory, self.name), self.name)
+        """Build the module and its inputs, on the default device; with another batch size where one is given."""
+        call = self._make()
         if self.inputs:
-            args = tuple(i.make(size) for i in self.inputs if not i.name)
-            kwargs = {i.name: i.make(size) for i in self.inputs if i.name}
-            _check_call(module, args, kwargs)
-            return ModelCall(module, args, kwargs)
-        if not args and not kwargs:
+            args = tuple(make_input(named, size) for named in self.inputs if not named.name)
+            kwargs = {named.name: make_input(named, size) for named in self.inputs if named.name}
+            call = ModelCall(call.module, args, kwargs)
+            _check_call(call)
+        if not call.args and not call.kwargs:
             raise ConfigurationError(
                 f"{self.name} gives a module without inputs. Name them, such as --input 64x3x224x224, "
                 "or let the factory return (module, inputs)."
             )
-        call = ModelCall(module, args, kwargs)
-        return call if size is None or size == call.size else _resized(call, size)
+        return call if self.inputs or size in (None, call.size) else _resized(call, size)
+
+    def _make(self) -> ModelCall:
+        """Call the factory, and take apart what it gives."""
+        made = self._called()
+        if isinstance(made, nn.Module):
+            return ModelCall(made, (), {})
+        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
+            module, inputs = made
+            if isinstance(inputs, torch.Tensor):
+                return ModelCall(module, (inputs,), {})
+            if isinstance(inputs, Mapping):
+                return ModelCall(module, (), dict(inputs))
+            if isinstance(inputs, (tuple, list)):
+                return ModelCall(module, tuple(inputs), {})
+        raise ConfigurationError(f"{self.name} gives {type(made).__name__}. Expected {FORMS}.")
+
+    def _called(self) -> Any:
+        if isinstance(self.factory, nn.Module) or not callable(self.factory):
+            return self.factory
+        try:
+            inspect.signature(self.factory).bind()
+        except TypeError as error:
+            raise ConfigurationError(
+                f"{self.name} can't be called without arguments ({error}). Write a function that gives {FORMS}."
+            ) from None
+        except ValueError:  # a callable written in C, which has no signature to look at
+            pass
+        return self.factory()
 
 
-def _check_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check that a module takes as many inputs as were named, and those by keyword.
-
-    Raises:
-        ConfigurationError: If it does not.
-    """
+def _check_call(call: ModelCall) -> None:
+    """Check that a module takes as many inputs as were named, and those by keyword."""
     try:
-        signature = inspect.signature(module.forward)
+        signature = inspect.signature(call.module.forward)
     except (TypeError, ValueError):  # written in C: it says what it takes when it is called
         return
     try:
-        signature.bind(*args, **kwargs)
+        signature.bind(*call.args, **call.kwargs)
     except TypeError as error:
         raise ConfigurationError(
-            f"{type(module).__name__} can't be called with --input as it is ({error}): its forward takes {signature}. "
-            "A comma separates inputs, and NAME=SHAPE passes one by keyword."
+            f"{type(call.module).__name__} can't be called with --input as it is ({error}): its forward takes "
+            f"{signature}. A comma separates inputs, and NAME=SHAPE passes one by keyword."
         ) from None
 
 
@@ -172,42 +150,10 @@ def _resized(call: ModelCall, size: int) -> ModelCall:
     return ModelCall(call.module, *call.changed(resize))
 
 
-def _make(factory: Any, name: str) -> Any:
-    if isinstance(factory, nn.Module) or not callable(factory):
-        return factory
-    try:
-        inspect.signature(factory).bind()
-    except TypeError as error:
-        raise ConfigurationError(
-            f"{name} can't be called without arguments ({error}). Write a function that gives {FORMS}."
-        ) from None
-    except ValueError:  # a callable written in C, which has no signature to look at
-        pass
-    return factory()
-
-
-def _unpack(made: Any, name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    if isinstance(made, nn.Module):
-        return made, (), {}
-    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
-        module, inputs = made
-        if isinstance(inputs, torch.Tensor):
-            return module, (inputs,), {}
-        if isinstance(inputs, Mapping):
-            return module, (), dict(inputs)
-        if isinstance(inputs, (tuple, list)):
-            return module, tuple(inputs), {}
-    raise ConfigurationError(f"{name} gives {type(made).__name__}. Expected {FORMS}.")
-
-
 def find_factory(text: str) -> Any:
-    """Find what "package.module:name" or "path/to/file.py:name" stands for.
-
-    Raises:
-        ConfigurationError: If there is no such file, module or name.
-    """
+    """Find what "package.module:name" or "path/to/file.py:name" stands for."""
     place, path = split_factory(text)
-    factory: Any = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    factory = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     for name in path.split("."):
         if not hasattr(factory, name):
             raise no_such_name(place, path, name, vars(factory))

@@ -24,14 +24,7 @@ for name in sys.argv[1:]:
 
 
 def import_failures(names: Sequence[str]) -> dict[str, str]:
-    """Import modules one after the other, and find why some can't be.
-
-    Args:
-        names: Of the modules, with dots.
-
-    Returns:
-        The reason for each of those that can't be imported.
-    """
+    """Import modules, named with dots, one after the other; return why some can't be, by their names."""
     reasons: dict[str, str] = {}
     waiting = list(names)
     while waiting:

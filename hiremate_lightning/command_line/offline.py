@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,6 @@ from ..running.accumulation import Leaves
 from ..running.execution import Conductor, Part
 from ..running.program import Program, build
 from ..torch_private import dynamo, questions, sharding, tensor_state
-from .arguments import check_choices
 from .factory import ModelCall, Workload
 from .sharded import ONE, Layout, planned_paths
 from .without_device import CountingMeter, Rates, build_on_fakes, on_gpu, same_tensors, with_gpu_attention
@@ -59,9 +59,8 @@ class OfflineOptions:
         optimizer: Name of a class of torch.optim, whose state counts; "none" for none.
         autocast: Type for torch.autocast; None for none.
         layout: How the module is spread over processes.
-        zero_grad: When the loop frees gradients: "before" the forward, as most loops do; "after-forward", as Lightning
-            does; "accumulate" for a step that adds to those of the steps before; "auto" for "after-forward" where the
-            module is a LightningModule, "before" for all others.
+        zero_grad: When the loop frees gradients: "before" the forward, "after-forward", or "accumulate" for a step that
+            adds to those of the steps before; "auto" for what loops do that a module of this class is made for.
     """
 
     device: torch.device = _CPU
@@ -72,11 +71,10 @@ class OfflineOptions:
     zero_grad: str = "auto"
 
     def __post_init__(self) -> None:
-        """Check the values."""
-        check_choices(str(self.device), self.loss, self.zero_grad)
-        known = [name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and name != "Optimizer"]
-        if self.optimizer not in ("none", *known):
-            hint = did_you_mean(self.optimizer, known)
+        """Check the optimizer, whose names torch alone knows; the command line checks the rest."""
+        names = [name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and name != "Optimizer"]
+        if self.optimizer not in ("none", *names):
+            hint = did_you_mean(self.optimizer, names)
             raise ConfigurationError(f"torch.optim has no optimizer {self.optimizer!r}.{hint} Name one, or none.")
 
     @property
@@ -92,32 +90,18 @@ class OfflineOptions:
 
 @dataclass(frozen=True)
 class OfflineStep:
-    """A training step, captured without memory and not yet costed.
+    """A training step, captured without memory and not yet costed."""
 
-    Attributes:
-        name: Class of the module.
-        size: Batch size of this process.
-        options: How it was captured.
-        captured: The captured parts.
-        recorded: Which of them ran, how they are linked, and what ran outside.
-        resident: Bytes that exist before the step, by what they are.
-        gradients_bytes: Gradients of the parameters that this process keeps.
-        zero_grad: When the loop frees them: before, after-forward or accumulate.
-        breaks: What has ended graphs, with its place in the code.
-        sent_bytes: Bytes that this process sends to others in a step.
-        capture_s: Seconds taken.
-    """
-
-    name: str
-    size: int
+    name: str  # class of the module
+    size: int  # batch size of this process
     options: OfflineOptions
     captured: tuple[Captured, ...]
-    recorded: OfflineRun
-    resident: tuple[tuple[str, int], ...]
-    gradients_bytes: int
-    zero_grad: str
-    breaks: tuple[str, ...]
-    sent_bytes: int
+    recorded: OfflineRun  # which of these graphs ran, how they are linked, and what ran outside
+    resident: tuple[tuple[str, int], ...]  # bytes that exist before the step, by what they are
+    gradients_bytes: int  # of the parameters that this process keeps
+    zero_grad: str  # when the loop frees gradients: before, after-forward or accumulate
+    breaks: tuple[str, ...]  # what has ended graphs, with its place in the code
+    sent_bytes: int  # to other processes in a step
     capture_s: float
 
     @property
@@ -135,11 +119,7 @@ class OfflineStep:
         return self._merge([estimate(captured.graph, rates.machine) for captured in self.captured])
 
     def measured(self, cache: CostCache, progress: Callable[[int, int], None] = lambda done, total: None) -> Step:
-        """Put it into one graph, with the costs of its operations measured one by one on the device.
-
-        Raises:
-            ConfigurationError: If the device is not there.
-        """
+        """Put it into one graph, with the costs of its operations measured one by one on the device, which is there."""
         if self.options.is_stand_in:
             raise ConfigurationError("There is no CUDA device here to measure on. Leave --measure out for estimates.")
         return self._merge([measure(captured, cache, progress=progress) for captured in self.captured])
@@ -155,12 +135,7 @@ def capture_offline(workload: Workload, options: OfflineOptions, size: int | Non
     """Capture one training step of a workload on fake tensors: forward, backward, optimizer.
 
     Where the path that plain training takes depends on values, which fake tensors lack, the path that the model takes
-    while it is compiled is captured instead.
-
-    Args:
-        workload: What to capture; it is built here.
-        options: How to capture it.
-        size: Batch size; None for that of the workload's inputs.
+    while it is compiled is captured instead. The batch size is that of the workload's inputs unless it is given.
 
     Raises:
         CaptureError: If torch.compile can't capture the module, or the step depends on values.
@@ -189,10 +164,7 @@ def _capture(
     mode, layout, device = tensor_state.fake_mode(), options.layout, options.fake_device
     call = build_on_fakes(workload, device, size, mode)
     name = type(call.module).__name__  # fully_shard() gives it another class
-    zero_grad = options.zero_grad
-    if zero_grad == "auto":  # as the loops do that the module is made for
-        names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(call.module).__mro__}
-        zero_grad = "after-forward" if names & LIGHTNING_MODULES else "before"
+    zero_grad = _zero_grad(call.module) if options.zero_grad == "auto" else options.zero_grad
     with ExitStack() as undo:
         mesh = undo.enter_context(layout.processes(device))
         undo.enter_context(dynamo.capturing_for_plans(answers=answers))
@@ -203,11 +175,14 @@ def _capture(
         with mode:
             call.module.train()
             run = OfflineRun(name, options, call.module, undo)
-            optimizer = _optimizer(call.module, options)
+            trained = [p for p in call.module.parameters() if p.requires_grad]
+            has_optimizer = trained and options.optimizer != "none"
+            optimizer = getattr(torch.optim, options.optimizer)(trained) if has_optimizer else None
             run.step(call, optimizer)
             for _ in range(STEPS):
                 count = len(run.parts)
-                gradients_bytes = _bytes_of(_gradients(call.module), options.device, set())
+                gradients = (p.grad for p in trained if p.grad is not None)
+                gradients_bytes = _bytes_of(gradients, options.device, set())
                 call.module.zero_grad()
                 resident = _resident(call, optimizer, options.device)
                 with run.recording():
@@ -226,9 +201,15 @@ def _capture(
         gradients_bytes=gradients_bytes,
         zero_grad=zero_grad,
         breaks=tuple(reason for reason, _ in (dynamo.graph_breaks() - breaks).most_common()),
-        sent_bytes=layout.sent_bytes(run.meter.events),
+        sent_bytes=layout.sent_bytes(run.meter),
         capture_s=time.perf_counter() - start,
     )
+
+
+def _zero_grad(module: nn.Module) -> str:
+    """Return when the loops free gradients that a module is made for."""
+    names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(module).__mro__}
+    return "after-forward" if names & LIGHTNING_MODULES else "before"
 
 
 # ---------------------------------------------------------------- the step on fake tensors
@@ -236,6 +217,10 @@ def _capture(
 
 def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
+
+
+def _call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
 
 
 class OfflineRun(Conductor):
@@ -248,7 +233,7 @@ class OfflineRun(Conductor):
         undo: Ends what compiles them.
 
     Attributes:
-        parts: The parts captured so far.
+        parts: The graphs captured so far.
         record: The latest step.
         meter: Counts the memory of that step.
     """
@@ -266,23 +251,14 @@ class OfflineRun(Conductor):
         if "" in paths:
             self._call = self._compiled(_call_module)
             return
-
-        def call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return type(module).forward(module, *args, **kwargs)
-
-        compiled = self._compiled(call_forward)
+        compiled = self._compiled(_call_forward)
         for path in paths:
             module = root.get_submodule(path)
-            module.forward = self._along(path, module, compiled)
+            module.forward = partial(self._call_part, path, compiled, module)
 
-    def _along(self, path: str, module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a forward that notes the path of its module, then runs what is compiled."""
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            self._path = path
-            return compiled(module, *args, **kwargs)
-
-        return forward
+    def _call_part(self, path: str, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._path = path
+        return compiled(*args, **kwargs)
 
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         planning = planning_backend(self._take_in)
@@ -300,11 +276,7 @@ class OfflineRun(Conductor):
         return part
 
     def step(self, call: ModelCall, optimizer: torch.optim.Optimizer | None) -> None:
-        """Run a step.
-
-        Raises:
-            CaptureError: If torch.compile can't capture the module.
-        """
+        """Run a step."""
         try:
             with _autocast(self._options):
                 loss = _loss(self._call(call.module, *call.args, **call.kwargs), self._options.loss)
@@ -336,7 +308,7 @@ class OfflineRun(Conductor):
         """Return the calls of the latest step, with the modules by their paths in the model, and the backwards' order.
 
         Args:
-            profiles: Costs of each part.
+            profiles: Costs of each captured graph.
             are_added: Whether gradients of parameters are added to those that exist, and die at once.
         """
         calls, order = describe(self.record, dict(enumerate(profiles)))
@@ -377,11 +349,7 @@ def _below(call: Call, path: str) -> Call:
 
 
 def _check_inputs(call: ModelCall, options: OfflineOptions) -> None:
-    """Call a copy of a module with the inputs that the command line named: a wrong shape is no fault of the capture.
-
-    Raises:
-        ConfigurationError: If the module can't be called with them.
-    """
+    """Call a copy of a module with the inputs that the command line named: a wrong shape is no fault of the capture."""
     shapes = ", ".join("x".join(map(str, tensor.shape)) for tensor in call.tensors)
     try:
         copied = same_tensors(call.module)
@@ -406,11 +374,7 @@ def _autocast(options: OfflineOptions) -> Any:
 
 
 def _loss(result: Any, kind: str) -> torch.Tensor:
-    """Find the loss that a module returned, or add its outputs up.
-
-    Raises:
-        ConfigurationError: If there is none.
-    """
+    """Find the loss that a module returned, or add its outputs up."""
     if kind != "sum":
         loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", result)
         if isinstance(loss, (tuple, list)) and loss:
@@ -430,19 +394,6 @@ def _loss(result: Any, kind: str) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------- resident bytes
-
-
-def _optimizer(module: nn.Module, options: OfflineOptions) -> torch.optim.Optimizer | None:
-    """Make the optimizer, None where there is none or nothing to train."""
-    trained = [p for p in module.parameters() if p.requires_grad]
-    if options.optimizer == "none" or not trained:
-        return None
-    made: torch.optim.Optimizer = getattr(torch.optim, options.optimizer)(trained)
-    return made
-
-
-def _gradients(module: nn.Module) -> Iterator[torch.Tensor]:
-    return (p.grad for p in module.parameters() if p.grad is not None)
 
 
 def _resident(

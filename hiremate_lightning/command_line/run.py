@@ -128,12 +128,12 @@ def main(arguments: Sequence[str] | None = None, *, ends_process: bool | None = 
         The exit code, where the script does not end by raising SystemExit or KeyboardInterrupt: these pass.
     """
     asked = parser().parse_args(arguments)
-    given = asked.module or asked.script
-    if not given:
+    command = asked.module or asked.script
+    if not command:
         parser().error("no script to run; give a path such as train.py, or -m and a module")
     try:
         is_last = arguments is None if ends_process is None else ends_process
-        return _run(asked, Script(given, bool(asked.module), is_last))
+        return _run(asked, Script(command, bool(asked.module), is_last))
     except HiRemateError as error:
         if asked.debug:
             raise
@@ -146,7 +146,7 @@ def _words(error: BaseException) -> str:
     return words.replace("on_infeasible='warn'", "--on-infeasible warn")  # what is meant there is an argument
 
 
-def _run(asked: argparse.Namespace, given: Script) -> int:
+def _run(asked: argparse.Namespace, to_run: Script) -> int:
     """Run a script while what it trains is found and planned."""
     options = {option.name: getattr(asked, option.name) for option in OPTIONS.values() if option.flag is not None}
     budget = asked.budget or "auto"
@@ -162,7 +162,7 @@ def _run(asked: argparse.Namespace, given: Script) -> int:
     process = os.getpid()
     try:
         with finder.in_place(), script.naming_programs(write_line):
-            given.run()
+            to_run.run()
         return 0
     except HiRemateError:
         raise

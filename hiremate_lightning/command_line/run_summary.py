@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,7 +12,7 @@ from ..integrations.any_script import DRY_STEPS, Finder
 from ..planning.plan import Plan
 from ..reporting.html_report import write_html
 from ..reporting.report import is_rank_zero
-from ..reporting.terminal import Output
+from ..reporting.terminal import write_json
 from ..units import format_bytes, format_ratio
 
 PROGRAM = "hiremate run"
@@ -67,14 +66,9 @@ def _write_numbers(target: str | None, finder: Finder) -> None:
         return
     models = [{"model": t.name, "plan": None if t.plan is None else t.plan.to_dict()} for t in finder.trained]
     numbers = {"updates": finder.seen.updates, "models": models, "unplanned": None if models else finder.seen.reason}
-    text = f"{json.dumps(numbers, indent=2)}\n"
-    if target == "-":
-        Output().write(text)
-        return
-    path = Path(target)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    write_line(f"written: {path}")
+    write_json(numbers, target)
+    if target != "-":
+        write_line(f"written: {target}")
 
 
 def _words(plan: Plan | None, ended_by: str | None) -> str:

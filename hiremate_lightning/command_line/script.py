@@ -61,11 +61,7 @@ class Script:
         self._ends_process = ends_process
 
     def run(self) -> None:
-        """Run it to its end, and to that of the threads that it leaves.
-
-        Raises:
-            ConfigurationError: If there is no such module.
-        """
+        """Run it to its end, and to that of the threads that it leaves."""
         with self._arguments_and_path():
             if self.is_module:
                 _run_as_main(*_of_module(self.name), self._ends_process)
@@ -93,11 +89,7 @@ class Script:
 
 
 def _find(given: Sequence[str]) -> str:
-    """Find the file to run: a path, or else a command that is a script of Python.
-
-    Raises:
-        ConfigurationError: If there is none.
-    """
+    """Find the file to run: a path, or else a command that is a script of Python."""
     name = given[0]
     is_package = Path(name).is_dir() and not (Path(name) / "__main__.py").exists()
     if Path(name).exists() and not is_package:
@@ -135,11 +127,7 @@ class _NoModuleError(Exception):
 
 
 def _of_module(name: str) -> tuple[types.CodeType, types.ModuleType]:
-    """Find the code of a module or package as `python -m` does, and make the module to run it in.
-
-    Raises:
-        ConfigurationError: If there is none.
-    """
+    """Find the code of a module or package as `python -m` does, and make the module to run it in."""
     try:
         _, spec, code = vars(runpy)["_get_module_details"](name, _NoModuleError)  # as pdb -m does
     except _NoModuleError as error:
@@ -191,11 +179,7 @@ class ScriptProgram(NamedTuple):
 
 
 def launcher_of(words: Sequence[str]) -> ScriptProgram | None:
-    """Return the launcher that a command calls, None where it calls none.
-
-    Args:
-        words: The name of the command, or `-m` and a module; then its arguments.
-    """
+    """Return the launcher that the words of a command call, None where they call none."""
     text = " ".join([Path(words[0]).name, *words[1:], ""]) if words else ""
     name = next((name for name in LAUNCHERS if text.startswith(f"{name} ")), None)
     return None if name is None else ScriptProgram(name, f"{LAUNCHERS[name]} train.py ...")

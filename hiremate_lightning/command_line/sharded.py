@@ -14,7 +14,7 @@ from torch import nn
 
 from ..errors import ConfigurationError, did_you_mean
 from ..torch_private import sharding
-from .without_device import StorageEvents
+from .without_device import CountingMeter
 
 SHARDS, PARTS = "shards", "parts"  # dimensions of the mesh
 DIMENSIONS = {"colwise": 0, "colwise_gather_output": 0, "rowwise": 1}  # of a weight that a style divides
@@ -23,19 +23,12 @@ WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise")  # styles of mod
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a module is spread over processes.
+    """How a module is spread over processes."""
 
-    Attributes:
-        shards: Processes that `fully_shard` shards parameters over, 1 for none.
-        parts: Processes that each block is divided over, 1 for none.
-        units: Classes whose modules are sharded each, beside the root; none for the repeated blocks.
-        dtype: Type that parameters are gathered in, their gradients reduced in float32; None for their own.
-    """
-
-    shards: int = 1
-    parts: int = 1
-    units: tuple[str, ...] = ()
-    dtype: torch.dtype | None = None
+    shards: int = 1  # processes that `fully_shard` shards parameters over
+    parts: int = 1  # processes that each block is divided over
+    units: tuple[str, ...] = ()  # classes whose modules are sharded each, beside the root; none: the repeated blocks
+    dtype: torch.dtype | None = None  # that parameters are gathered in, gradients reduced in float32; None: their own
 
     @property
     def count(self) -> int:
@@ -44,14 +37,7 @@ class Layout:
 
     @contextmanager
     def processes(self, device: torch.device) -> Iterator[Any]:
-        """Make this process the first of all while a block runs; yield their mesh, None where there is one process.
-
-        Args:
-            device: Where the module is.
-
-        Raises:
-            ConfigurationError: If this process is one of several already.
-        """
+        """Make this process the first of all while a block runs; yield their mesh, None where there is one process."""
         if self.count == 1:
             yield None
             return
@@ -66,11 +52,7 @@ class Layout:
             yield init_device_mesh(device.type, (self.shards, self.parts), mesh_dim_names=(SHARDS, PARTS))
 
     def spread(self, root: nn.Module, mesh: Any) -> None:
-        """Divide and shard a module.
-
-        Raises:
-            ConfigurationError: If it can't be divided, or has no module of a class that was named.
-        """
+        """Divide and shard a module."""
         if self.parts > 1:
             divide(root, mesh[PARTS])
         if self.shards == 1:
@@ -82,11 +64,7 @@ class Layout:
             fully_shard(module, mesh=mesh[SHARDS], mp_policy=policy)
 
     def units_of(self, root: nn.Module) -> list[nn.Module]:
-        """List the modules that are sharded each, without the root.
-
-        Raises:
-            ConfigurationError: If there is no module of a class that was named.
-        """
+        """List the modules that are sharded each, without the root."""
         if not self.units:
             return repeated_blocks(root)
         kinds = {type(module).__name__ for module in root.modules()}
@@ -98,21 +76,17 @@ class Layout:
                 )
         return [module for module in root.modules() if type(module).__name__ in self.units and module is not root]
 
-    def sent_bytes(self, events: StorageEvents) -> int:
-        """Compute what a process sends to others, by the collectives that were seen: by rings, as NCCL does."""
-        gathered = (events.gathered_bytes + events.scattered_bytes) * (self.shards - 1) // self.shards
-        return gathered + 2 * events.reduced_bytes * (self.parts - 1) // self.parts
+    def sent_bytes(self, meter: CountingMeter) -> int:
+        """Compute what a process sends to others, by the collectives that were counted: by rings, as NCCL does."""
+        gathered = (meter.gathered_bytes + meter.scattered_bytes) * (self.shards - 1) // self.shards
+        return gathered + 2 * meter.reduced_bytes * (self.parts - 1) // self.parts
 
 
 ONE = Layout()
 
 
 def divide(root: nn.Module, mesh: Any) -> None:
-    """Divide modules over processes as the model's own plan for tensor parallelism says.
-
-    Raises:
-        ConfigurationError: If it has no such plan, or one that can't be followed.
-    """
+    """Divide modules over processes by the model's own plan for tensor parallelism; refuse what can't be followed."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 

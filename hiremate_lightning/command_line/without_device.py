@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -35,17 +35,7 @@ _REDUCES = ("_c10d_functional::all_reduce", "_c10d_functional::all_reduce_")
 
 
 def build_on_fakes(workload: Workload, device: torch.device, size: int | None, mode: Any) -> ModelCall:
-    """Build a workload, and replace each tensor that is not a fake one on the device by such a one.
-
-    Args:
-        workload: What to build.
-        device: Where its tensors are to be.
-        size: Batch size; None for that of its inputs.
-        mode: The mode in which tensors are fake.
-
-    Raises:
-        ConfigurationError: If the module can't be planned.
-    """
+    """Build a workload, and replace each tensor that is not a fake one on the device; refuse what can't be planned."""
     built = _built(workload, device, size, mode)
     refuse(built.module)
     with mode:
@@ -113,13 +103,13 @@ def _is_fake_on(tensor: torch.Tensor, device: torch.device) -> bool:
 # ---------------------------------------------------------------- what they would take
 
 
-class StorageEvents(TorchDispatchMode):
-    """Reports each storage that an operation makes, and its release, while the mode is on.
+class CountingMeter(LiveBytes, TorchDispatchMode):
+    """Counts live bytes and peaks of tensors without memory, by the storages that operations make and release.
 
     What kernels allocate inside is not seen, nor what the graphs do that higher-order operators (`torch.cond`) call.
 
     Args:
-        changed: Called with the bytes before and after: 0 before a storage is made, 0 after its release.
+        device: Whose allocator would hand out the memory.
         resized: Tensors that exist, and whose storages others resize: FSDP2 does so with whole parameters.
 
     Attributes:
@@ -128,11 +118,14 @@ class StorageEvents(TorchDispatchMode):
         reduced_bytes: Inputs of all-reduces so far.
     """
 
-    def __init__(self, changed: Callable[[int, int], None], resized: Iterable[torch.Tensor] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.supports_higher_order_operators = True
+    lost_marks, is_counting = False, True  # nothing interrupts it
+    supports_higher_order_operators = True
+
+    def __init__(self, device: torch.device, resized: Iterable[torch.Tensor] = ()) -> None:
+        LiveBytes.__init__(self)
+        TorchDispatchMode.__init__(self)
         self.gathered_bytes = self.scattered_bytes = self.reduced_bytes = 0
-        self._changed = changed
+        self._device = device
         storages = {tensor_state.storage_id(tensor): tensor.untyped_storage() for tensor in resized}
         self._resized = [(storage, storage.nbytes()) for storage in storages.values()]
         self._known = set(storages)
@@ -145,85 +138,63 @@ class StorageEvents(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation, and see what it has made."""
+        """Run an operation, and count the storages that it makes and the bytes that it sends."""
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a DTensor: its own operations on local tensors are seen
-        self.look_at_resized()
+        self._count_resized()
         result = func(*args, **(kwargs or {}))
-        given = _dense_among((args, kwargs))
-        existing = {tensor_state.storage_id(tensor) for tensor in given}
-        made, name = _dense_among(result), func.name().partition(".")[0]
-        sizes = [tensor.nbytes for tensor in (*given, *made)]
-        self.gathered_bytes += max(sizes) if name in _GATHERS else 0
-        self.scattered_bytes += max(sizes) if name in _SCATTERS else 0
-        self.reduced_bytes += max(sizes) if name in _REDUCES else 0
-        for tensor in made:
+        inputs, outputs = _dense_among((args, kwargs)), _dense_among(result)
+        name, largest_bytes = func.name().partition(".")[0], max((t.nbytes for t in (*inputs, *outputs)), default=0)
+        self.gathered_bytes += largest_bytes if name in _GATHERS else 0
+        self.scattered_bytes += largest_bytes if name in _SCATTERS else 0
+        self.reduced_bytes += largest_bytes if name in _REDUCES else 0
+        existing = {tensor_state.storage_id(tensor) for tensor in inputs}
+        for tensor in outputs:
             storage = tensor_state.storage_id(tensor)
             if storage not in existing and storage not in self._known:
-                self._begin(storage, tensor)
+                self._count_until_released(tensor)
         return result
-
-    def look_at_resized(self) -> None:
-        """Report the storages that were resized since."""
-        for position, (storage, before) in enumerate(self._resized):
-            after = storage.nbytes()
-            if after != before:
-                self._resized[position] = (storage, after)
-                self._changed(before, after)
-
-    def _begin(self, storage: int, tensor: torch.Tensor) -> None:
-        size_bytes = tensor.untyped_storage().nbytes()
-
-        def end() -> None:
-            self._known.discard(storage)
-            self._changed(size_bytes, 0)
-
-        self._known.add(storage)
-        tensor_state.at_release(tensor, end)
-        self._changed(0, size_bytes)
-
-
-def _dense_among(values: Any) -> list[torch.Tensor]:
-    return [part for tensor in tensor_state.tensors_among(values) for part in tensor_state.dense_parts(tensor)]
-
-
-class CountingMeter(LiveBytes):
-    """Live bytes and peaks of tensors without memory, by what operations make; workspaces are not counted.
-
-    Args:
-        device: Whose allocator would hand out the memory.
-        resized: Tensors whose storages others resize, see `StorageEvents`.
-
-    Attributes:
-        intervals: One for each mark.
-        lost_marks: Never: nothing interrupts it.
-        is_counting: Always.
-        events: What it counts by.
-    """
-
-    def __init__(self, device: torch.device, resized: Iterable[torch.Tensor] = ()) -> None:
-        super().__init__()
-        self.lost_marks, self.is_counting = False, True
-        self.events = StorageEvents(self._changed, resized)
-        self._device = device
 
     def start(self) -> None:
         """Begin to count; the first mark is called "start"."""
-        self.events.__enter__()  # type: ignore[no-untyped-call]
+        self.__enter__()  # type: ignore[no-untyped-call]
         self.mark("start")
 
     def mark(self, label: str) -> None:
         """Begin a new interval."""
-        self.events.look_at_resized()
+        self._count_resized()
         super().mark(label)
 
     def stop(self) -> None:
         """End the count."""
-        self.events.look_at_resized()
-        self.events.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._count_resized()
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    def _changed(self, before_bytes: int, after_bytes: int) -> None:
-        self.add(allocated_bytes(after_bytes, self._device) - allocated_bytes(before_bytes, self._device))
+    def _count_resized(self) -> None:
+        """Count the storages that were resized since."""
+        for position, (storage, before) in enumerate(self._resized):
+            after = storage.nbytes()
+            if after != before:
+                self._resized[position] = (storage, after)
+                self.add(self._allocated(after) - self._allocated(before))
+
+    def _count_until_released(self, tensor: torch.Tensor) -> None:
+        storage, size_bytes = tensor_state.storage_id(tensor), self._allocated(tensor.untyped_storage().nbytes())
+
+        def end() -> None:
+            self._known.discard(storage)
+            self.add(-size_bytes)
+
+        self._known.add(storage)
+        tensor_state.at_release(tensor, end)
+        self.add(size_bytes)
+
+    def _allocated(self, size_bytes: int) -> int:
+        return allocated_bytes(size_bytes, self._device)
+
+
+def _dense_among(values: Any) -> list[torch.Tensor]:
+    return [part for tensor in tensor_state.tensors_among(values) for part in tensor_state.dense_parts(tensor)]
 
 
 # ---------------------------------------------------------------- a GPU that is not there
@@ -257,18 +228,7 @@ def _gpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Stand in for F.scaled_dot_product_attention with the kernel that a GPU would choose; tensors are fake.
-
-    Args:
-        query: Batch x heads x length x width.
-        key: As the query, of its own length; fewer heads with `enable_gqa`.
-        value: As the key.
-        attn_mask: Booleans or biases, expandable to batch x heads x length x length of the keys.
-        dropout_p: Probability of dropout.
-        is_causal: Whether to mask what is later.
-        scale: Factor of the scores, None for the default.
-        enable_gqa: Whether several heads of the query share one of the key.
-    """
+    """Stand in for F.scaled_dot_product_attention with the kernel that a GPU would choose; tensors are fake."""
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = (t.repeat_interleave(repeats, -3) for t in (key, value))
@@ -289,17 +249,11 @@ def _gpu_attention(
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a device does in a millisecond, for estimates.
+    """What a device does in a millisecond, for estimates."""
 
-    Attributes:
-        machine: What it computes, and reads and writes.
-        source: Where the numbers come from.
-        link_bytes_per_ms: What it sends to others, where there are several.
-    """
-
-    machine: Machine
-    source: str
-    link_bytes_per_ms: float
+    machine: Machine  # what it computes, and reads and writes
+    source: str  # of these numbers
+    link_bytes_per_ms: float  # what it sends to others, where there are several
 
     def __str__(self) -> str:
         """Write the rates for people."""
@@ -318,20 +272,13 @@ DEFAULT_RATES = {
 def rates_of(
     device: torch.device, tflops: float | None = None, gb_per_s: float | None = None, link_gb_per_s: float | None = None
 ) -> Rates:
-    """Return the rates of a kind of device, with what the user knows better.
-
-    Args:
-        device: The device that is planned for.
-        tflops: Arithmetic, in 10**12 operations a second; None for the default.
-        gb_per_s: Memory traffic, in 10**9 bytes a second; None for the default.
-        link_gb_per_s: What it sends to others, in 10**9 bytes a second; None for the default.
-    """
+    """Return the rates of a kind of device, but for those that the user names."""
     rates = DEFAULT_RATES[device.type]
-    machine, link_bytes_per_ms = rates.machine, rates.link_bytes_per_ms
     if tflops is not None:
-        machine = replace(machine, flops_per_ms=tflops * 1e9, half_flops_per_ms=None)
+        machine = replace(rates.machine, flops_per_ms=tflops * 1e9, half_flops_per_ms=None)
+        rates = replace(rates, machine=machine, source="as given")
     if gb_per_s is not None:
-        machine = replace(machine, bytes_per_ms=gb_per_s * 1e6)
+        rates = replace(rates, machine=replace(rates.machine, bytes_per_ms=gb_per_s * 1e6), source="as given")
     if link_gb_per_s is not None:
-        link_bytes_per_ms = link_gb_per_s * 1e6
-    return Rates(machine, rates.source if machine is rates.machine else "as given", link_bytes_per_ms)
+        rates = replace(rates, link_bytes_per_ms=link_gb_per_s * 1e6)
+    return rates

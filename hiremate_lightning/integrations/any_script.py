@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -52,32 +52,18 @@ class DryRunEnds(SystemExit):
     """Ends a script, with exit code 0, once its plans were made and measured."""
 
 
-class PlannedWay(Enum):
-    """How to call a module: as it is, also without looking at what it calls, or as it is after a plan was made."""
-
-    AS_IT_IS = auto()
-    APART = auto()
-    PLANNED = auto()
-
-
 @dataclass(eq=False)
 class Trained:
-    """A model that was found.
-
-    Attributes:
-        name: Its class.
-        session: Plans it.
-        plan: The plan of its largest step so far, None before there is one; it stays when the model is gone.
-    """
+    """A model that was found, by its class, and what plans it."""
 
     name: str
     session: weakref.ref[Session]
-    plan: Plan | None = None
+    plan: Plan | None = None  # of its largest step so far; it stays when the model is gone
 
     def note(self, plan: Plan) -> None:
-        """Learn of a plan when it is made, and again when it was measured."""
-        known = self.plan
-        if known is None or plan.graph is known.graph or plan.unplanned_peak_bytes >= known.unplanned_peak_bytes:
+        """Note a plan when it is made, and again when it was measured."""
+        largest = self.plan
+        if largest is None or plan.graph is largest.graph or plan.unplanned_peak_bytes >= largest.unplanned_peak_bytes:
             self.plan = plan
 
     @property
@@ -97,21 +83,13 @@ class Unplanned(str, Enum):
 
 @dataclass
 class Sightings:
-    """What was seen, to say why nothing was planned.
+    """What was seen, to say why nothing was planned."""
 
-    Attributes:
-        updates: Steps of optimizers.
-        passed_by: Updates of weights of which no call was seen.
-        unplanned: Names of models that are not planned, and why.
-        ended_by: The exception that ended the script, None where it ended well.
-        is_stopped: Whether a dry run has stopped it.
-    """
-
-    updates: int = 0
-    passed_by: int = 0
-    unplanned: dict[Unplanned, set[str]] = field(default_factory=lambda: {why: set() for why in Unplanned})
-    ended_by: str | None = None
-    is_stopped: bool = False
+    updates: int = 0  # steps of optimizers
+    passed_by: int = 0  # those of weights of which no call was seen
+    unplanned: dict[Unplanned, set[str]] = field(default_factory=lambda: {why: set() for why in Unplanned})  # by name
+    ended_by: str | None = None  # the exception that ended the script, None where it ended well
+    is_stopped: bool = False  # by a dry run
 
     @property
     def reason(self) -> str:
@@ -173,37 +151,24 @@ class Finder:
 
         In processes that are forked meanwhile, those of data loaders for example, nothing is seen.
         """
-        reference, process = weakref.ref(self), os.getpid()
+        process = os.getpid()
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return hooks.plain_call(module, *args, **kwargs)
-            finder = reference()
-            assert finder is not None, "it is in use by what put it in place"
-            return finder.call(module, partial(hooks.plain_call, module), args, kwargs)
+            return self.call(module, partial(hooks.plain_call, module), args, kwargs)
 
         def end() -> None:
-            self._has_ended = True
-            hooks.set_call_of_all(None)
-            end_compiling()
-            handle.remove()
-
-        def forked() -> None:
-            if reference() is not None:
-                end()
-
-        def compiled(module: nn.Module, before: Any, call: Callable[..., Any], backend: Any) -> Any:
-            finder = reference()
-            assert finder is not None, "it is in use by what put it in place"
-            if backend in ("hiremate", compile_backend):
-                finder.note_script_plans(_name(module))
-                return call
-            return finder.compiled_in_place(module, before, call)
+            if not self._has_ended:
+                self._has_ended = True
+                hooks.set_call_of_all(None)
+                end_compiling()
+                handle.remove()
 
         handle = hooks.on_optimizer_step(self._stepped)
-        end_compiling = hooks.on_compile_in_place(compiled)
+        end_compiling = hooks.on_compile_in_place(self._compiled_in_place)
         hooks.set_call_of_all(call)
-        os.register_at_fork(after_in_child=forked)
+        os.register_at_fork(after_in_child=end)
         try:
             yield
         except BaseException as error:  # whatever ends a script, Ctrl-C too: it is named at the end
@@ -217,89 +182,85 @@ class Finder:
                 self._stop_planning()
 
     def _stop_planning(self) -> None:
-        for trained in self.trained:
-            session = trained.session()
-            planned = None if session is None else targets_of(session.root)
+        for session in self._sessions():
+            planned = targets_of(session.root)
             if planned is not None and planned.session is session:
                 session.end_step()
                 planned.detach()
+
+    def _sessions(self) -> list[Session]:
+        """List the sessions of the models that are still in use."""
+        return [session for trained in self.trained if (session := trained.session()) is not None]
 
     # ---------------------------------------------------------------- calls
 
     def call(self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module, by a new plan where it is found to train.
 
-        Args:
-            module: The module.
-            own: What its call is without us: that of every module, or what the script has compiled in its place.
-            args: Its arguments.
-            kwargs: Those by keyword.
+        Its own call is that of every module, or what the script has compiled in its place.
         """
         if module in self._around:
             return hooks.plain_call(module, *args, **kwargs)
         is_training = torch.is_grad_enabled() and not torch.jit.is_tracing()
         if self._has_ended or self._is_apart or not is_training or backward_pass.is_running():
             return own(*args, **kwargs)
-        way = self._way_of(module)
-        if way is PlannedWay.APART:
-            self._is_apart = True
-            try:
-                return own(*args, **kwargs)
-            finally:
-                self._is_apart = False
-        if way is PlannedWay.PLANNED:
-            slot = hooks.get_call(module)
-            own = slot if is_ours(slot) else partial(hooks.plain_call, module)  # it is planned, or around what is
-        return own(*args, **kwargs)
+        if is_inside_planned():
+            return own(*args, **kwargs)
+        if not _trains(module):
+            is_frozen = any(True for _ in module.parameters())  # else what it calls may train, a list of layers say
+            return self._call_apart(own, args, kwargs) if is_frozen else own(*args, **kwargs)
+        if not module.training:
+            if not self.seen.unplanned[Unplanned.EVAL]:  # the outermost of the first call
+                self.seen.unplanned[Unplanned.EVAL].add(_name(module))
+            return own(*args, **kwargs)
+        return self._call_trained(module, own, args, kwargs)
 
-    def compiled_in_place(self, module: nn.Module, before: Any, compiled: Callable[..., Any]) -> Any:
+    def _call_trained(
+        self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not self._ensure_planned(module):
+            return self._call_apart(own, args, kwargs)
+        slot = hooks.get_call(module)
+        if is_ours(slot):
+            return slot(*args, **kwargs)
+        self._around.add(module)  # no need to look at it again: it calls what is planned
+        return hooks.plain_call(module, *args, **kwargs)
+
+    def _call_apart(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module without looking at what it calls."""
+        self._is_apart = True
+        try:
+            return own(*args, **kwargs)
+        finally:
+            self._is_apart = False
+
+    def _compiled_in_place(self, module: nn.Module, before: Any, compiled: Callable[..., Any], backend: Any) -> Any:
         """Choose what stands in for the call of a module that is compiled in place: a plan that it has goes on."""
+        if backend in ("hiremate", compile_backend):
+            self.note_script_plans(_name(module))
+            return compiled
         call = CompiledCall(self.call, module, compiled)
-        for trained in self.trained:
-            session = trained.session()
-            if session is not None and any(inner is module for inner in session.root.modules()):
+        for session in self._sessions():
+            if any(inner is module for inner in session.root.modules()):
                 session.replace_compiling([partial(hooks.set_call, module, call)])
                 return before
         return call
 
-    def _way_of(self, module: nn.Module) -> PlannedWay:
-        """Decide how to call a module in which a plan may be needed, and make the plan.
-
-        Raises:
-            ConfigurationError: If it is trained, and can't be planned.
-        """
-        if is_inside_planned():
-            return PlannedWay.AS_IT_IS
-        if not module.training and _trains(module):
-            if not self.seen.unplanned[Unplanned.EVAL]:  # the outermost of the first call
-                self.seen.unplanned[Unplanned.EVAL].add(_name(module))
-            return PlannedWay.AS_IT_IS
-        if not _trains(module):
-            is_frozen = any(True for _ in module.parameters())  # else what it calls may train, a list of layers say
-            return PlannedWay.APART if is_frozen else PlannedWay.AS_IT_IS
-        if self._is_settled(module):
-            return PlannedWay.APART
+    def _ensure_planned(self, module: nn.Module) -> bool:
+        """Plan a module, unless that was tried often enough for the optimizers there are; return whether it is."""
+        optimizers, tries = self._settled.get(module, (0, 0))
+        if tries >= TRIES and optimizers == len(self._optimizers):
+            return False
         if tensor_state.is_transforming():
             self.seen.unplanned[Unplanned.TRANSFORMED].add(_name(module))
-            return PlannedWay.APART
-        if not self._plan_around(module):
-            self._settled[module] = len(self._optimizers), self._settled.get(module, (0, 0))[1] + 1
-            return PlannedWay.APART
-        if not is_ours(hooks.get_call(module)):
-            self._around.add(module)  # no need to look at it again: it calls what is planned
-        return PlannedWay.PLANNED
-
-    def _is_settled(self, module: nn.Module) -> bool:
-        """Whether a module was found not to be trained, again and again, and no other optimizer has appeared since."""
-        optimizers, tries = self._settled.get(module, (0, 0))
-        return tries >= TRIES and optimizers == len(self._optimizers)
+            return False
+        is_planned = self._plan_around(module)
+        if not is_planned:
+            self._settled[module] = len(self._optimizers), tries + 1
+        return is_planned
 
     def _plan_around(self, module: nn.Module) -> bool:
-        """Plan the model that a module belongs to; return whether it is planned.
-
-        Raises:
-            ConfigurationError: If it can't be planned.
-        """
+        """Plan the model that a module belongs to; return whether it is planned."""
         alive = Alive()
         root = alive.model_around(module)
         planned = targets_of(root)
@@ -344,11 +305,7 @@ class Finder:
         return not missing
 
     def _refuse_unplanned_ranks(self) -> None:
-        """Refuse a script that has started its other processes by itself: these run without a plan.
-
-        Raises:
-            ConfigurationError: If it has.
-        """
+        """Refuse a script that has started its other processes by itself: these run without a plan."""
         is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
         count = torch.distributed.get_world_size() if is_there else 1
         if count > 1 and not self._is_launched:
@@ -360,7 +317,7 @@ class Finder:
     # ---------------------------------------------------------------- optimizers
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Learn of an update of weights."""
+        """Note an update of weights."""
         self._optimizers.add(optimizer)
         self.seen.updates += 1
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -374,15 +331,9 @@ class Finder:
             self._end_dry_run()
 
     def _end_dry_run(self) -> None:
-        """Stop the script where all that it trains was planned and measured, or can't be in a few steps.
-
-        Raises:
-            DryRunEnds: If so.
-        """
-        for trained in self.trained:
-            session = trained.session()
-            if session is not None:
-                session.end_step()
+        """Stop the script where all that it trains was planned and measured, or can't be in a few steps."""
+        for session in self._sessions():
+            session.end_step()
         is_known = bool(self.trained) and all(trained.is_measured for trained in self.trained)
         if is_known or self.seen.updates >= MOST_DRY_STEPS:
             self.seen.is_stopped = True

@@ -30,21 +30,13 @@ _WORTH_OPENING = 0.05  # share below which a module is not broken up into its ch
 
 @dataclass(frozen=True, slots=True)
 class ModuleUse:
-    """What a plan does to some modules.
+    """What a plan does to some modules."""
 
-    Attributes:
-        kept_bytes: Bytes kept from forward to backward.
-        dropped_bytes: Bytes that plain training keeps there, and the plan does not.
-        recomputed: Forward operations that are recomputed; views don't count.
-        operations: Forward operations; views don't count.
-        extra_ms: Time of all recomputation.
-    """
-
-    kept_bytes: int = 0
-    dropped_bytes: int = 0
-    recomputed: int = 0
+    kept_bytes: int = 0  # from forward to backward
+    dropped_bytes: int = 0  # that plain training keeps there, and the plan does not
+    recomputed: int = 0  # of the forward operations; views don't count
     operations: int = 0
-    extra_ms: float = 0.0
+    extra_ms: float = 0.0  # of all recomputation
 
     @property
     def kept_share(self) -> float | None:
@@ -66,13 +58,9 @@ def add_uses(uses: Iterable[ModuleUse]) -> ModuleUse:
 
 
 def uses_by_module(plan: Plan) -> dict[str, ModuleUse]:
-    """Account a plan to the modules whose operations allocate bytes and are recomputed.
+    """Account a feasible plan to the modules whose operations allocate bytes and are recomputed.
 
-    Args:
-        plan: A feasible plan.
-
-    Returns:
-        Uses by module path, in order of execution; "" is the planned module itself, `graph.OUTSIDE` what runs outside.
+    They come by their paths, in order of execution; "" is the planned module itself, `graph.OUTSIDE` what runs outside.
     """
     graph = plan.graph
     kept = _kept_storages(graph, plan.schedule)
@@ -115,33 +103,20 @@ def _path(graph: Graph, index: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModuleRow:
-    """One row of the table.
+    """One row of the table, which may stand for several equal blocks."""
 
-    Attributes:
-        label: Module path, with the numbers of equal blocks as a range.
-        count: How many equal blocks the row stands for.
-        depth: 0, or 1 for a part of the blocks in the row above.
-        use: The sum over all that the row stands for.
-        shares: Where equal modules were planned differently, the share kept in each, None where nothing could be.
-    """
-
-    label: str
-    count: int
-    depth: int
-    use: ModuleUse
-    shares: tuple[float | None, ...] = ()
+    label: str  # module path, with the numbers of equal blocks as a range
+    count: int  # of these blocks
+    depth: int  # 0, or 1 for a part of the blocks in the row above
+    use: ModuleUse  # of all of them
+    shares: tuple[float | None, ...] = ()  # kept in each, where they were planned differently; None: nothing to keep
 
 
 def module_rows(plan: Plan, limit: int = MAX_ROWS) -> tuple[ModuleRow, ...]:
     """Roll modules up into few rows: equal blocks together, the largest opened first, the small ones summed up.
 
-    Args:
-        plan: A feasible plan.
-        limit: Most rows, at least 2; one more may follow for what runs outside the plan.
-
-    Returns:
-        Rows in order of execution. Those of depth 1 are part of the last row of depth 0; those of depth 0 add up to the
-        whole.
+    There are at most as many rows as the limit, which is 2 or more, and one for what runs outside the plan. They are in
+    order of execution. Those of depth 1 are part of the last row of depth 0; those of depth 0 add up to the whole.
     """
     uses = uses_by_module(plan)
     outside = uses.pop(OUTSIDE, ModuleUse())
@@ -157,21 +132,13 @@ def total_row(rows: Iterable[ModuleRow]) -> ModuleRow:
 
 
 @dataclass(frozen=True, slots=True)
-class _PeakBlock:
-    """Modules that go into one row.
-
-    Attributes:
-        label: As in `ModuleRow`.
-        members: For each of the equal modules, the paths in it that run something.
-        roots: Paths of the equal modules, empty for what can't be opened.
-        count: How many of them each parent has.
-        depth: As in `ModuleRow`.
-    """
+class _Block:
+    """Modules that go into one row, whose label and depth it has."""
 
     label: str
-    members: tuple[tuple[str, ...], ...]
-    roots: tuple[str, ...] = ()
-    count: int = 1
+    members: tuple[tuple[str, ...], ...]  # for each of the equal modules, the paths in it that run something
+    roots: tuple[str, ...] = ()  # of the equal modules, empty for what can't be opened
+    count: int = 1  # of them in each parent
     depth: int = 0
 
     @property
@@ -199,12 +166,12 @@ class _Modules:
     def rows(self, limit: int) -> tuple[ModuleRow, ...]:
         if not self.uses:
             return ()
-        shown = self._fold(self._children(_PeakBlock("", (), ("",))), limit)
+        shown = self._fold(self._children(_Block("", (), ("",))), limit)
         while (opened := self._open_one(shown, limit)) is not None:
             shown = opened
         return tuple(self._row(block) for block in shown)
 
-    def _children(self, block: _PeakBlock) -> list[_PeakBlock]:
+    def _children(self, block: _Block) -> list[_Block]:
         """Break a block up into the modules in it, equal ones together, and its own operations."""
         depth = block.depth + block.is_group
         above = "" if block.is_group else block.label
@@ -212,10 +179,10 @@ class _Modules:
         for names in self._equal_names(block.roots[0]):
             roots = tuple(_join(root, name) for root in block.roots for name in names)
             members = tuple(tuple(self.below[root]) for root in roots)
-            children.append(_PeakBlock(_join(above, _range_label(names)), members, roots, len(names), depth))
+            children.append(_Block(_join(above, _range_label(names)), members, roots, len(names), depth))
         if block.roots[0] in self.uses:
             label = f"{above} (itself)".strip()
-            children.append(_PeakBlock(label, tuple((root,) for root in block.roots), depth=depth))
+            children.append(_Block(label, tuple((root,) for root in block.roots), depth=depth))
         return children
 
     def _equal_names(self, path: str) -> list[list[str]]:
@@ -232,7 +199,7 @@ class _Modules:
     def _work(self, path: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
         return tuple((p[len(path) :], tuple(self.keys[p])) for p in self.below[path])
 
-    def _open_one(self, shown: list[_PeakBlock], limit: int) -> list[_PeakBlock] | None:
+    def _open_one(self, shown: list[_Block], limit: int) -> list[_Block] | None:
         """Open the largest block that can be opened and has room; None if there is none."""
         for block in sorted(shown, key=self._weight, reverse=True):
             at = shown.index(block)
@@ -247,7 +214,7 @@ class _Modules:
                 return [*shown[: at + block.is_group], *children, *shown[at + 1 :]]
         return None
 
-    def _fold(self, blocks: list[_PeakBlock], limit: int) -> list[_PeakBlock]:
+    def _fold(self, blocks: list[_Block], limit: int) -> list[_Block]:
         """Sum up the small blocks, and those for which the limit leaves no room, in one row."""
         ranked = sorted(blocks, key=self._weight, reverse=True)
         shown = [b for b in ranked if self._weight(b) >= _SMALL]
@@ -256,19 +223,19 @@ class _Modules:
         shown = shown[: limit - 1]
         rest = [b for b in blocks if b not in shown]
         paths = tuple(path for b in rest for member in b.members for path in member)
-        others = _PeakBlock(f"{sum(b.count for b in rest)} others", (paths,), depth=rest[0].depth)
+        others = _Block(f"{sum(b.count for b in rest)} others", (paths,), depth=rest[0].depth)
         return [*(b for b in blocks if b in shown), others]
 
-    def _weight(self, block: _PeakBlock) -> float:
+    def _weight(self, block: _Block) -> float:
         """Share of the bytes, or of the extra time, of the whole: the larger of the two."""
         use, total = add_uses(self._member_uses(block)), self.total
         size = (use.kept_bytes + use.dropped_bytes) / max(1, total.kept_bytes + total.dropped_bytes)
         return max(size, use.extra_ms / total.extra_ms if total.extra_ms else 0.0)
 
-    def _member_uses(self, block: _PeakBlock) -> list[ModuleUse]:
+    def _member_uses(self, block: _Block) -> list[ModuleUse]:
         return [add_uses(self.uses[path] for path in member) for member in block.members]
 
-    def _row(self, block: _PeakBlock) -> ModuleRow:
+    def _row(self, block: _Block) -> ModuleRow:
         members = self._member_uses(block)
         decided_alike = len({(u.kept_bytes, u.dropped_bytes, u.recomputed) for u in members}) == 1
         shares = () if decided_alike else tuple(u.kept_share for u in members)

@@ -17,7 +17,7 @@ from ..planning.plan import Plan, proof_words
 from ..planning.solvers.curve import Curve
 from ..records.costs import step_time_ms
 from ..units import format_ratio
-from .svg_report import LINE, Key, lay_out, open_svg, ring, stroke, ticks
+from .svg_report import LINE, Key, budget_line, lay_out, open_svg, ring, stroke, ticks
 from .timeline import BUDGET, COLOURS, FAINT, INK, Band, binary_unit
 
 Point = tuple[float, float]  # bytes with resident ones, and extra time over the step's, a ratio
@@ -44,19 +44,12 @@ MARKS: tuple[Callable[[float, float], str], ...] = (
 
 @dataclass(frozen=True)
 class BudgetAxes:
-    """Budgets to the right, and extra time upwards.
+    """Budgets to the right, and extra time upwards."""
 
-    Attributes:
-        points: All that is drawn.
-        least: Extra time that is drawn in any case, a ratio.
-        is_root: Whether extra time goes up by its square root: 2 % and 200 % are both to be read.
-        edges: The left, right, upper and lower edge, in pixels.
-    """
-
-    points: tuple[Point, ...]
-    least: float
-    is_root: bool
-    edges: tuple[float, float, float, float]
+    points: tuple[Point, ...]  # all that is drawn
+    least: float  # extra time that is drawn in any case, a ratio
+    is_root: bool  # whether extra time goes up by its square root: 2 % and 200 % are both to be read
+    edges: tuple[float, float, float, float]  # left, right, upper and lower, in pixels
 
     @cached_property
     def span(self) -> tuple[float, float]:
@@ -123,18 +116,10 @@ class BudgetAxes:
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """Extra time against budget.
+    """Extra time against budget: of the fastest schedules found, of what is proven, of plain training and of a plan."""
 
-    Attributes:
-        found: Fastest schedules found, from the least memory to plain training.
-        bounds: Budgets, and the extra time below which nothing exists within them.
-        plain: Plain training.
-        planned: The plan as predicted.
-        measured: The plan as measured, None before that.
-    """
-
-    found: tuple[Point, ...]
-    bounds: tuple[Point, ...]
+    found: tuple[Point, ...]  # from the least memory to plain training
+    bounds: tuple[Point, ...]  # budgets, and the extra time below which nothing exists within them
     plain: Point
     planned: Point
     measured: Point | None
@@ -142,35 +127,28 @@ class Frontier:
 
 def frontier_of(plan: Plan, curve: Curve) -> Frontier:
     """Put a plan among the schedules that are known for other budgets of its step."""
-    known = curve.with_solution(plan.planned.peak_bytes, plan.solution)  # its bound was proven for at least that much
+    curve = curve.with_solution(plan.planned.peak_bytes, plan.solution)  # its bound was proven for at least that much
     step_ms = step_time_ms(plan.graph, plan.profile) or 1.0
 
     def place(peak_bytes: int, extra_ms: float) -> Point:
         return plan.resident_bytes + peak_bytes, extra_ms / step_ms
 
-    most = max([plan.unplanned.peak_bytes, *(point.peak_bytes for point in known.points)])
-    fastest = [place(point.peak_bytes, point.extra_ms) for point in known.points]
+    most = max([plan.unplanned.peak_bytes, *(point.peak_bytes for point in curve.points)])
+    fastest = [place(point.peak_bytes, point.extra_ms) for point in curve.points]
     fastest.append((max(fastest[-1][0], place(most, 0)[0]), fastest[-1][1]) if fastest else place(most, 0))
-    proven = () if plan.solution.aways else _falling(known.bounds)  # of plans in which all stays on the device
-    bounds = [place(budget, bound_ms) for budget, bound_ms in proven if budget <= most]
+    bounds, best_ms = list[Point](), 0.0
+    for budget, bound_ms in () if plan.solution.aways else reversed(curve.bounds):  # of plans that offload nothing
+        best_ms = max(best_ms, bound_ms)  # a bound holds for every smaller budget too
+        if budget <= most:
+            bounds.append(place(budget, best_ms))
     measured = plan.measured
     return Frontier(
         tuple(fastest),
-        tuple(bounds),
+        tuple(reversed(bounds)),
         (plan.unplanned_peak_bytes, 0.0),
         place(plan.planned.peak_bytes, plan.planned.extra_ms),
         None if measured.peak_bytes is None or measured.overhead is None else (measured.peak_bytes, measured.overhead),
     )
-
-
-def _falling(bounds: tuple[tuple[int, float], ...]) -> list[tuple[int, float]]:
-    """Return the best bound for each budget: a bound holds for every smaller budget too."""
-    falling: list[tuple[int, float]] = []
-    best = 0.0
-    for budget, bound_ms in reversed(bounds):
-        best = max(best, bound_ms)
-        falling.append((budget, best))
-    return falling[::-1]
 
 
 def frontier_words(plan: Plan) -> str:
@@ -181,13 +159,7 @@ def frontier_words(plan: Plan) -> str:
 
 
 def frontier_svg(plan: Plan, frontier: Frontier, width: int) -> str:
-    """Draw a plan among the schedules that are known for other budgets.
-
-    Args:
-        plan: The plan.
-        frontier: What is known of its step.
-        width: Pixels.
-    """
+    """Draw a plan among the schedules that are known for other budgets."""
     marks = [(ring, "plain training", frontier.plain), (_dot, "this plan, predicted", frontier.planned)]
     if frontier.measured is not None:
         marks.append((_cross, "this plan, measured", frontier.measured))
@@ -200,8 +172,7 @@ def frontier_svg(plan: Plan, frontier: Frontier, width: int) -> str:
     low, high = axes.span
     if low <= plan.budget_bytes <= high:
         x, _ = axes.place((plan.budget_bytes, 0.0))
-        looks = f'class="budget" stroke="{BUDGET}" stroke-width="2" stroke-dasharray="6 4"'
-        parts.append(f'<path d="M{x} {TOP}V{bottom}" {looks}/>')
+        parts.append(budget_line(f"M{x} {TOP}V{bottom}"))
     if frontier.bounds:
         parts.append(f'<path d="{axes.steps(frontier.bounds, "VH")}" class="turn" stroke="{FAINT}" {_LINE}/>')
     parts.append(f'<path d="{axes.steps(frontier.found, "HV")}" stroke="{saved}" {_LINE}/>')
@@ -226,29 +197,15 @@ def _cross(x: float, y: float) -> str:
 
 @dataclass(frozen=True)
 class Panel:
-    """One step: what each method found, and what is proven.
+    """One step: what each method found, and what is proven."""
 
-    Attributes:
-        title: What is written above it.
-        lines: For each method, budgets and extra times, a ratio; in the order of the legend.
-        bounds: Budgets, and the extra time below which nothing exists within them.
-        plain: Plain training.
-    """
-
-    title: str
-    lines: tuple[tuple[str, tuple[Point, ...]], ...]
-    bounds: tuple[Point, ...]
+    title: str  # above it
+    lines: tuple[tuple[str, tuple[Point, ...]], ...]  # of each method, in the order of the legend
+    bounds: tuple[Point, ...]  # budgets, and the extra time below which nothing exists within them
     plain: Point
 
     def draw(self, left: float, top: float, width: int, height: int) -> Iterator[str]:
-        """Draw it.
-
-        Args:
-            left: Pixels to the left of the panel.
-            top: Pixels above it.
-            width: Its width with axes, in pixels.
-            height: The same of its height.
-        """
+        """Draw it at a place and with a size, in pixels; the axes are within."""
         points = self.plain, *self.bounds, *(point for _, points in self.lines for point in points)
         edges = left + LEFT, left + width - RIGHT, top + TOP, top + height - BELOW
         axes = BudgetAxes(points, LEAST_OF_METHODS, True, edges)
@@ -279,16 +236,7 @@ def _line(index: int, name: str, points: Sequence[Point], plain: Point, axes: Bu
 
 
 def legend(names: Sequence[str], top: float, width: int) -> tuple[list[str], float]:
-    """Name the marks, in rows.
-
-    Args:
-        names: The methods.
-        top: Pixels above it.
-        width: Pixels that it may take.
-
-    Returns:
-        The drawing, and the pixels above what comes below it.
-    """
+    """Name the marks of methods, as `lay_out` does."""
     keys: list[tuple[Key, str]] = [(partial(_mark, index), name) for index, name in enumerate(names)]
     return lay_out([*keys, (ring, "plain training"), (stroke(FAINT), "proven: nothing is faster")], top, width)
 
@@ -300,24 +248,16 @@ def _mark(index: int, x: float, y: float) -> str:
 
 
 def panel_of(comparison: Comparison, methods: Sequence[str], title: str, resident_bytes: int, plain: int) -> Panel:
-    """Put a comparison into a panel; budgets are drawn with what is resident.
+    """Put a comparison into a panel, with the methods in the order of the legend; resident bytes are added to all."""
 
-    Args:
-        comparison: What is done.
-        methods: The methods, in the order of the legend.
-        title: What to write above it.
-        resident_bytes: Bytes that exist before the step.
-        plain: Peak of plain training above these.
-    """
-
-    def found(method: str) -> tuple[Point, ...]:
-        mine = (o for o in comparison.outcomes if o.method == method and o.fits)
-        return tuple((resident_bytes + o.budget_bytes, comparison.overhead(o)) for o in mine)
+    def fitting(method: str) -> tuple[Point, ...]:
+        outcomes = (o for o in comparison.outcomes if o.method == method and o.fits)
+        return tuple((resident_bytes + o.budget_bytes, comparison.overhead(o)) for o in outcomes)
 
     budgets = [budget for budget in reversed(comparison.budgets) if not comparison.is_impossible(budget)]
     bounds = [(resident_bytes + budget, comparison.bound_overhead(budget)) for budget in budgets]
     at_plain = (resident_bytes + plain, 0.0)
-    lines = tuple((method, found(method)) for method in methods)
+    lines = tuple((method, fitting(method)) for method in methods)
     return Panel(title, lines, (*bounds, at_plain) if bounds else (), at_plain)
 
 

@@ -25,7 +25,7 @@ from .breakdown import ModuleRow, advice_lines, module_rows, node_words, place_w
 from .budget_svg import frontier_of, frontier_svg, frontier_words
 from .plan_summary import all_numbers, summary_rows, verdict
 from .svg_report import LEFT, PANEL, RIGHT, TimelineDrawing, check_plan, writable
-from .timeline import COLOURS, Band, DrawnStep, Lifetime, planned_run, resident_bands, short_source
+from .timeline import COLOURS, Band, DrawnStep, Lifetime, resident_bands, short_source
 
 MAX_MODULE_ROWS = 40
 MAX_BLOCKS = 12  # listed of those that are live at the peak
@@ -98,13 +98,8 @@ class _Page:
         ]
         if self.plan.rounded:
             rows = [(escape(words),) for words in self.plan.rounded]
-            parts.append(
-                _section(
-                    "Differences by rounding",
-                    _table("Differences by rounding", ("value",), rows, numbers=()),
-                    ROUNDED_WORDS,
-                )
-            )
+            table = _table("Differences by rounding", ("value",), rows, numbers=())
+            parts.append(_section("Differences by rounding", table, ROUNDED_WORDS))
         if self.frontier is not None:
             draw = partial(frontier_svg, self.plan, frontier_of(self.plan, self.frontier))
             figure = f'<div class="wide" id="frontier">{_for_screens(draw)}</div>'
@@ -112,7 +107,9 @@ class _Page:
         return (
             f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title}</title>\n'
-            f"<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n" + "\n".join(parts) + f"\n{self._footer()}\n</main>\n"
+            f"<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n" + "\n".join(parts) + "\n"
+            f"<footer>{escape(f'Made by hiremate-lightning {package_version()}. Costs: {self._device}.')} {_UNITS}"
+            "</footer>\n</main>\n"
             f'<script type="application/json" id="plan">{_safe(json.dumps(self.numbers, indent=2))}</script>\n'
             f'<script type="application/json" id="steps">{_safe(json.dumps(self._steps()))}</script>\n'
             f"<script>{_SCRIPT}</script>\n</body>\n</html>\n"
@@ -176,20 +173,17 @@ class _Page:
 
     def _comparison(self) -> str:
         plan, measured = self.plan, self.plan.measured
-        step_ms = measured.step_ms
-        rows = [
-            ("Peak memory", format_bytes(plan.compared_peak_bytes), _or_none(measured.peak_bytes, format_bytes)),
-            ("Extra time", format_ratio(plan.predicted_overhead), _or_none(measured.overhead, format_ratio)),
-            ("Time of the captured step", format_time(plan.planned.time_ms), _or_none(step_ms, format_time)),
-            (
-                "of which recomputing",
-                format_time(plan.planned.recompute_ms),
-                _or_none(measured.recompute_ms, format_time),
-            ),
+        compared: list[tuple[str, Callable[[float], str], float, float | None]] = [
+            ("Peak memory", format_bytes, plan.compared_peak_bytes, measured.peak_bytes),
+            ("Extra time", format_ratio, plan.predicted_overhead, measured.overhead),
+            ("Time of the captured step", format_time, plan.planned.time_ms, measured.step_ms),
+            ("of which recomputing", format_time, plan.planned.recompute_ms, measured.recompute_ms),
         ]
-        return _table(
-            "Predicted and measured", ("", "predicted", "measured"), [tuple(map(escape, row)) for row in rows]
-        )
+        rows = [
+            (name, escape(write(predicted)), "not yet" if value is None else escape(write(value)))
+            for name, write, predicted, value in compared
+        ]
+        return _table("Predicted and measured", ("", "predicted", "measured"), rows)
 
     def _modules(self) -> str:
         header = ("module", "kept", "not kept", "recomputed", "extra time", "share kept")
@@ -197,7 +191,7 @@ class _Page:
         return _table("What each module keeps", header, cells, _module_cells(total_row(self.rows)))
 
     def _peak(self) -> str:
-        run = planned_run(self.plan)
+        _, run = self.timeline.runs
         at, node = run.peak_position, run.simulation.peak_moment.node
         live = sorted((life for life in run.lives if life.first <= at <= life.last), key=lambda life: -life.size_bytes)
         rows: list[tuple[str, ...]] = [
@@ -224,19 +218,10 @@ class _Page:
         node = self.plan.graph.nodes[life.node]
         return swatch, size, *(escape(text) for text in (node_words(node), node.module, short_source(node.source)))
 
-    def _footer(self) -> str:
-        made_by = escape(f"Made by hiremate-lightning {package_version()}. Costs: {self._device}.")
-        units = "1 GiB is 2<sup>30</sup> bytes. The numbers are in this file as JSON, in the element with id plan."
-        return f"<footer>{made_by} {units}</footer>"
-
 
 def _safe(text: str) -> str:
     """Write JSON so that it can't end the element that it is in."""
     return text.replace("<", "\\u003c")
-
-
-def _or_none(value: float | None, write: Callable[[float], str]) -> str:
-    return "not yet" if value is None else write(value)
 
 
 def _module_cells(row: ModuleRow) -> tuple[str, ...]:
@@ -290,6 +275,7 @@ def _table(
     return f'<div class="wide"><table>{head}<tbody>{body}</tbody>{foot}</table></div>'
 
 
+_UNITS = "1 GiB is 2<sup>30</sup> bytes. The numbers are in this file as JSON, in the element with id plan."
 _HINT = (
     '<span class="pointer">Point at the picture, or press the arrow keys in it,</span><span class="touch">Touch the '
     "picture</span> to see what runs, its source line, what is there."

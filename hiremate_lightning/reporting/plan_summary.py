@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -71,16 +70,12 @@ def batch_words(plan: Plan) -> str:
     """Describe what a step is given, as sizes and type; "" where the graph has no such input."""
     graph = plan.graph
     inputs = (graph.tensors[tensor] for tensor in graph.inputs)
-    given = [
-        f"{_sizes(tensor.shape)} {tensor.dtype}"
+    described = [
+        f"{' x '.join(map(str, tensor.shape))} {tensor.dtype}"
         for tensor in inputs
         if tensor.storage is not None and tensor.shape and graph.storages[tensor.storage].kind is StorageKind.INPUT
     ]
-    return ", ".join(dict.fromkeys(given[:_MOST_INPUTS])) + (", ..." if len(given) > _MOST_INPUTS else "")
-
-
-def _sizes(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape))
+    return ", ".join(dict.fromkeys(described[:_MOST_INPUTS])) + (", ..." if len(described) > _MOST_INPUTS else "")
 
 
 def verdict(numbers: Numbers) -> str:
@@ -102,14 +97,7 @@ def verdict(numbers: Numbers) -> str:
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Read the numbers of a plan.
-
-    Args:
-        path: What `Plan.to_json`, `write_html` or `hiremate plan --json` wrote.
-
-    Raises:
-        ConfigurationError: If the file can't be read, or is none of these.
-    """
+    """Read the numbers of a plan from what `Plan.to_json`, `write_html` or `hiremate plan --json` wrote."""
     expected = "Expected what `hiremate plan --json FILE`, Plan.to_json() or write_html() wrote."
     try:
         text = path.read_text(encoding="utf-8")
@@ -125,14 +113,12 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 
 def summary_rows(numbers: Numbers, most_rounded: int | None = None) -> list[tuple[str, str]]:
-    """Describe the numbers of a plan, by name and in words; what is empty is left out.
-
-    Args:
-        numbers: As `read_summary` and `Plan.to_dict` return them.
-        most_rounded: Differences by rounding to list; None for all.
-    """
+    """Describe the numbers of a plan, by name and in words; of differences by rounding all, or so many at most."""
     resident, rounded = format_bytes(numbers["resident_bytes"]), numbers["rounded"]
     hidden = len(rounded[most_rounded:]) if most_rounded is not None else 0
+    peak = f"{format_bytes(numbers['unplanned_peak_bytes'])} -> {peak_words(numbers, 'planned_peak_bytes', ' planned')}"
+    if numbers["measured_peak_bytes"] is not None:
+        peak += f", {peak_words(numbers, 'measured_peak_bytes', ' measured')}"
     time = f"{format_time(numbers['step_ms'])} -> {format_time(numbers['planned_step_ms'])}, "
     time += f"{format_ratio(numbers['predicted_overhead'])} planned"
     if numbers["measured_overhead"] is not None:
@@ -141,7 +127,7 @@ def summary_rows(numbers: Numbers, most_rounded: int | None = None) -> list[tupl
         time += "; times are estimates"
     rows = [
         ("model", numbers["target"] or "the root module"),
-        ("peak", _peak(numbers)),
+        ("peak", peak),
         ("at", numbers.get("at", "")),
         ("budget", f"{budget_words(numbers)}, {resident} of it resident before the step"),
         ("time", time),
@@ -156,12 +142,3 @@ def summary_rows(numbers: Numbers, most_rounded: int | None = None) -> list[tupl
         *(("note", note) for note in numbers.get("notes", ())),
     ]
     return [row for row in rows if row[1]]
-
-
-def _peak(numbers: Numbers) -> str:
-    words = (
-        f"{format_bytes(numbers['unplanned_peak_bytes'])} -> {peak_words(numbers, 'planned_peak_bytes', ' planned')}"
-    )
-    if numbers["measured_peak_bytes"] is None:
-        return words
-    return f"{words}, {peak_words(numbers, 'measured_peak_bytes', ' measured')}"

@@ -88,42 +88,45 @@ class Reporter:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Show that a stage of planning runs, for as long as it does.
-
-        Args:
-            name: What is being done, such as "tracing".
-        """
+        """Show that a stage of planning runs, for as long as it does; its name is such as "tracing"."""
         LOGGER.debug(name)
         if self.is_silent:
             yield
             return
-        if not self.console.is_interactive:
-            with self._named_if_long(name):
+        with self._drawn(name) if self.console.is_interactive else self._named_if_long(name):
+            yield
+
+    @contextmanager
+    def _drawn(self, name: str) -> Iterator[None]:
+        """Draw a stage on a line of its own, below those that it is within."""
+        if self._progress is None:
+            with self._drawing(), self._drawn(name):
                 yield
             return
-        outermost = self._progress is None
-        if self._progress is None:
-            _clear_bars()
-            self._progress = Progress(
-                SpinnerColumn(),
-                TextColumn("HiRemate: {task.description}", markup=False),
-                BarColumn(bar_width=20),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[detail]}", markup=False, style=FAINT),
-                console=self.console,
-                transient=True,
-            )
-            self._progress.start()
-        progress = self._progress
-        self._tasks.append(progress.add_task(name, total=None, detail=""))
+        self._tasks.append(self._progress.add_task(name, total=None, detail=""))
         try:
             yield
         finally:
-            if outermost:
-                progress.stop()
-                self._progress = None
-                _draw_bars()
-            progress.remove_task(self._tasks.pop())
+            task = self._tasks.pop()
+            if self._tasks:  # the outermost one goes with all that is drawn
+                self._progress.remove_task(task)
+
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
+        columns = (
+            SpinnerColumn(),
+            TextColumn("HiRemate: {task.description}", markup=False),
+            BarColumn(bar_width=20),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[detail]}", markup=False, style=FAINT),
+        )
+        _clear_bars()
+        try:
+            with Progress(*columns, console=self.console, transient=True) as self._progress:
+                yield
+        finally:
+            self._progress = None
+            _draw_bars()
 
     @contextmanager
     def _named_if_long(self, name: str) -> Iterator[None]:
@@ -149,13 +152,7 @@ class Reporter:
             self._stages_s = before_s + time.monotonic() - start
 
     def progress(self, description: str, completed: float, total: float | None = None) -> None:
-        """Show how far the stage under way is; outside of a stage, nothing.
-
-        Args:
-            description: What to show beside the stage's name: what is counted, or the incumbent of a solve.
-            completed: How much is done.
-            total: How much there is to do, None if nobody knows.
-        """
+        """Show how far the stage under way is, beside its name what is counted; outside of a stage, nothing."""
         if self._progress is not None and self._tasks:
             detail = description if total is None else f"{completed:g}/{total:g} {description}"
             self._progress.update(self._tasks[-1], completed=completed, total=total, detail=detail)
@@ -163,12 +160,8 @@ class Reporter:
     def solving(self, step_ms: float) -> Callable[[float, float], None]:
         """Return what shows the progress of a solve, to be its `SolveOptions.progress`.
 
-        Args:
-            step_ms: Time of the step without recomputation.
-
-        Returns:
-            A function of the least recompute time found (infinite before there is one) and the proven bound on it, in
-            milliseconds.
+        It takes the least recompute time that was found, infinite before there is one, and the proven bound on it. The
+        milliseconds given here are those of the step without recomputation.
         """
 
         def tell(best_ms: float, bound_ms: float) -> None:
@@ -271,11 +264,7 @@ class Reporter:
 
 
 class Stages:
-    """Shows the stages of planning, and adds up the seconds of each.
-
-    Attributes:
-        reporter: What shows them.
-    """
+    """Shows the stages of planning, and adds up the seconds of each."""
 
     def __init__(self, reporter: Reporter) -> None:
         self.reporter = reporter
@@ -283,12 +272,7 @@ class Stages:
 
     @contextmanager
     def stage(self, field: str, name: str) -> Iterator[None]:
-        """Show a stage and count its time.
-
-        Args:
-            field: The field of `PlanningTime` that counts it.
-            name: What is being done, such as "tracing".
-        """
+        """Show a stage, and count its time in a field of `PlanningTime`."""
         start = time.perf_counter()
         with self.reporter.stage(name):
             yield

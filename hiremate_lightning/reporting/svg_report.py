@@ -58,11 +58,7 @@ def write_svg(plan: Plan, path: str | Path, width: int = 860) -> Path:
 
 
 def check_plan(plan: object) -> None:
-    """Check that a plan was given, not the None of `get_plan` before the second step, nor a model.
-
-    Raises:
-        ConfigurationError: If it is something else.
-    """
+    """Check that a plan was given, not the None of `get_plan` before the second step, nor a model."""
     if not isinstance(plan, Plan):
         raise ConfigurationError(
             f"Expected a plan to write, found {type(plan).__name__}. get_plan(model) returns it from the second "
@@ -71,11 +67,7 @@ def check_plan(plan: object) -> None:
 
 
 def writable(path: str | Path) -> Path:
-    """Check that a file can be written, before work goes into what it is to hold.
-
-    Raises:
-        ConfigurationError: If its folder doesn't exist, or it is a folder itself.
-    """
+    """Check that a file can be written, before work goes into what it is to hold."""
     path = Path(path)
     if not path.parent.is_dir():
         raise ConfigurationError(f"There is no folder {str(path.parent)!r} to write {path.name} to. Make it first.")
@@ -97,15 +89,10 @@ def open_svg(width: int, height: int, title: str) -> list[str]:
 
 @dataclass(frozen=True)
 class TimelineDrawing:
-    """The picture of one plan.
-
-    Attributes:
-        plan: The plan.
-        width: Pixels.
-    """
+    """The picture of one plan."""
 
     plan: Plan
-    width: int
+    width: int  # pixels
 
     @cached_property
     def runs(self) -> tuple[DrawnStep, ...]:
@@ -175,7 +162,8 @@ class TimelineDrawing:
         yield f'<text x="{LEFT - 6}" y="{top - 8}" text-anchor="end" class="faint" fill="{FAINT}">{unit}</text>'
         moments = run.by_column(self.columns, self.end_ms)
         floor = [0] * len(moments)
-        for colour, sizes in self._layers(run):
+        resident = [(colour, [size] * len(run.simulation.timeline)) for _, colour, size in resident_bands(self.plan)]
+        for colour, sizes in (*resident, *((COLOURS[band], sizes) for band, sizes in run.bands.items())):
             ceiling = [low + sizes[moment] for low, moment in zip(floor, moments, strict=True)]
             if ceiling != floor:
                 yield f'<path d="{self._area(floor, ceiling, top)}" fill="{colour}"/>'
@@ -183,18 +171,10 @@ class TimelineDrawing:
         turn = LEFT + run.starts_ms[run.simulation.turn] / self.end_ms * self.columns
         yield f'<path d="M{turn:.1f} {top}V{top + PANEL}" class="turn" stroke="{FAINT}" stroke-dasharray="1 3"/>'
         if self._shows_budget(self.most_bytes):
-            y = self._y(self.plan.budget_bytes, top)
-            dashes = f'class="budget" stroke="{BUDGET}" stroke-width="2" stroke-dasharray="6 4"'
-            yield f'<path d="M{LEFT} {y}H{self.width - RIGHT}" {dashes}/>'
+            yield budget_line(f"M{LEFT} {self._y(self.plan.budget_bytes, top)}H{self.width - RIGHT}")
         # The peak may be at an operation that takes no time.
         x = LEFT + run.starts_ms[run.peak_position] / self.end_ms * self.columns
         yield ring(x, self._y(self.plan.resident_bytes + run.simulation.peak_bytes, top))
-
-    def _layers(self, run: DrawnStep) -> Iterable[tuple[str, Sequence[int]]]:
-        for _, colour, size_bytes in resident_bands(self.plan):
-            yield colour, [size_bytes] * len(run.simulation.timeline)
-        for band, sizes in run.bands.items():
-            yield COLOURS[band], sizes
 
     def _area(self, floor: Sequence[int], ceiling: Sequence[int], top: int) -> str:
         """Outline what is between two lines of steps: the upper one to the right, the lower one back."""
@@ -219,16 +199,7 @@ Key = Callable[[float, float], str]  # draws what stands before a name in a lege
 
 
 def lay_out(entries: Iterable[tuple[Key, str]], top: float, width: int) -> tuple[list[str], float]:
-    """Lay a legend out in rows.
-
-    Args:
-        entries: What stands before each name, and the name.
-        top: Pixels above it.
-        width: Pixels that it may take.
-
-    Returns:
-        The drawing, and the pixels above what comes below it.
-    """
+    """Lay a legend out in rows; return it, and the pixels above what comes below it."""
     parts, x, y = [], float(LEFT), top + LINE
     for key, name in entries:
         needed = 34 + LETTER * len(name)
@@ -237,6 +208,11 @@ def lay_out(entries: Iterable[tuple[Key, str]], top: float, width: int) -> tuple
         parts += [key(x + 6, y - 4), f'<text x="{x + 18:.1f}" y="{y:g}">{escape(name)}</text>']
         x += needed
     return parts, y + LINE
+
+
+def budget_line(path: str) -> str:
+    """Draw the line of the budget."""
+    return f'<path d="{path}" class="budget" stroke="{BUDGET}" stroke-width="2" stroke-dasharray="6 4"/>'
 
 
 def ring(x: float, y: float) -> str:

@@ -6,14 +6,16 @@ no meaning is in colour alone. Where a stream takes ASCII only, the same is draw
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, OverflowMethod, RenderableType, RenderResult
@@ -34,31 +36,18 @@ ROUNDED = 3  # differences by rounding that are listed
 
 @dataclass(frozen=True, slots=True)
 class Glyphs:
-    """The characters to draw with.
+    """The characters to draw with."""
 
-    Attributes:
-        levels: Cells filled from the bottom, from nearly empty to full.
-        shade: What plain training keeps.
-        away: Values that go to the host's memory, while they are on the device.
-        line: Axis, and budget line.
-        again: Axis where operations are recomputed.
-        turn: Where forward and backward meet on the axis.
-        side: Between labels and drawing.
-        times: Before a count of equal modules.
-        arrow: Between before and after.
-        none: Zero, in tables.
-    """
-
-    levels: str = "▁▂▃▄▅▆▇█"
-    shade: str = "░"
-    away: str = "▒"
-    line: str = "─"
-    again: str = "━"
-    turn: str = "┴"
-    side: str = "│"
-    times: str = "\u00d7"
-    arrow: str = "→"
-    none: str = "·"
+    levels: str = "▁▂▃▄▅▆▇█"  # cells filled from the bottom, from nearly empty to full
+    shade: str = "░"  # what plain training keeps
+    offloaded: str = "▒"  # values that go to the host's memory, while they are on the device
+    line: str = "─"  # axis, and budget line
+    again: str = "━"  # axis where operations are recomputed
+    turn: str = "┴"  # where forward and backward meet on the axis
+    side: str = "│"  # between labels and drawing
+    times: str = "\u00d7"  # before a count of equal modules
+    arrow: str = "→"  # between before and after
+    none: str = "·"  # zero, in tables
 
     @property
     def full(self) -> str:
@@ -72,45 +61,41 @@ class Glyphs:
 
 UNICODE = Glyphs()
 ASCII = Glyphs(
-    levels="_oO#", shade=":", away="%", line="-", again="=", turn="+", side="|", times="x", arrow="->", none="."
+    levels="_oO#", shade=":", offloaded="%", line="-", again="=", turn="+", side="|", times="x", arrow="->", none="."
 )
-_KEPT, FAINT, _BUDGET, _AGAIN, _OVER, _AWAY = "green", "dim", "magenta", "cyan", "bold red", "blue"
-
-
-def plan_table(plan: Plan) -> RenderableType:
-    """Draw a plan: its numbers, what it does to each module, and its memory over time.
-
-    Args:
-        plan: A plan; what was measured of it is shown beside what was predicted.
-
-    Returns:
-        Something to print on a rich console of 60 columns or more; in ASCII where the console's encoding asks for it.
-    """
-    return _PlanTable(plan)
+_KEPT, FAINT, _BUDGET, _AGAIN, _OVER, _OFFLOADED = "green", "dim", "magenta", "cyan", "bold red", "blue"
 
 
 @dataclass(frozen=True)
-class _PlanTable:
-    plan: Plan
+class Drawn:
+    """What is drawn as wide as a rich console is, of 60 columns or more; in ASCII where its encoding asks for that."""
+
+    draw: Callable[[int, Glyphs], RenderableType]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        glyphs = ASCII if options.ascii_only else UNICODE
-        width = min(options.max_width, MAX_WIDTH)
-        inside = width - 4  # the panel's border and padding
-        rows = module_rows(self.plan)
-        yield Panel(
-            Group(
-                _facts(self.plan, glyphs),
-                "",
-                _module_table(rows, total_row(rows), inside, glyphs),
-                "",
-                timeline_text(self.plan, inside, glyphs),
-            ),
-            title=Text(plan_title(self.plan), "bold"),
-            title_align="left",
-            width=width,
-            border_style=FAINT,
-        )
+        yield self.draw(min(options.max_width, MAX_WIDTH), ASCII if options.ascii_only else UNICODE)
+
+
+def plan_table(plan: Plan) -> RenderableType:
+    """Draw a plan, as predicted and measured: its numbers, what it does to each module, and its memory over time."""
+    return Drawn(partial(_plan_panel, plan))
+
+
+def module_table(rows: Sequence[ModuleRow], total: ModuleRow) -> RenderableType:
+    """Draw what each module keeps, and the sum, as a table."""
+    return Drawn(partial(_module_table, rows, total))
+
+
+def _plan_panel(plan: Plan, width: int, glyphs: Glyphs) -> Panel:
+    inside, rows = width - 4, module_rows(plan)  # within the panel's border and padding
+    table, timeline = _module_table(rows, total_row(rows), inside, glyphs), timeline_text(plan, inside, glyphs)
+    return Panel(
+        Group(_facts(plan, glyphs), "", table, "", timeline),
+        title=Text(plan_title(plan), "bold"),
+        title_align="left",
+        width=width,
+        border_style=FAINT,
+    )
 
 
 def _facts(plan: Plan, glyphs: Glyphs) -> Table:
@@ -124,23 +109,6 @@ def _facts(plan: Plan, glyphs: Glyphs) -> Table:
         arrowed = words.replace("->", glyphs.arrow) if name in ("peak", "time") else words
         grid.add_row(name, Text(arrowed, style))
     return grid
-
-
-@dataclass(frozen=True)
-class ModuleTable:
-    """What each module keeps, as a table; in ASCII where the console's encoding asks for it.
-
-    Attributes:
-        rows: The rows.
-        total: Their sum.
-    """
-
-    rows: Sequence[ModuleRow]
-    total: ModuleRow
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        glyphs = ASCII if options.ascii_only else UNICODE
-        yield _module_table(self.rows, self.total, min(options.max_width, MAX_WIDTH), glyphs)
 
 
 def _module_table(rows: Sequence[ModuleRow], total: ModuleRow, width: int, glyphs: Glyphs) -> Table:
@@ -201,29 +169,17 @@ def timeline_text(plan: Plan, width: int, glyphs: Glyphs = UNICODE) -> Text:
     """Draw the memory of the planned step over that of the plain one: time to the right, bytes upwards.
 
     The axis starts at the resident bytes; the budget is a line, unless it is far above all memory. Each column shows
-    the most bytes of its time, those of values that go to the host below.
-
-    Args:
-        plan: A plan.
-        width: Columns of the drawing, labels included, at least 40.
-        glyphs: Characters to draw with.
-
-    Returns:
-        About a dozen lines.
+    the most bytes of its time, those of values that go to the host below. The width is of 40 columns at least, labels
+    included.
     """
     return _Timeline(plan, width, glyphs).draw()
 
 
 class _Level(NamedTuple):
-    """The bytes of a moment.
-
-    Attributes:
-        size_bytes: All of them.
-        away_bytes: Those of values that go to the host, or have come back.
-    """
+    """The bytes of a moment, and those among them of values that go to the host, or have come back."""
 
     size_bytes: int
-    away_bytes: int
+    offloaded_bytes: int
 
 
 @dataclass(frozen=True)
@@ -265,7 +221,7 @@ class _Timeline:
         plain, planned, again = self._levels(plain_run(self.plan)), self._levels(self.run), self._recomputes
         rows = max(math.ceil(self.top_bytes / self.row_bytes - 1e-9), self.budget_row or 0)
         top, budget, _ = self.labels
-        lines = [self._legend(any(again), any(level.away_bytes for level in planned))]
+        lines = [self._legend(any(again), any(level.offloaded_bytes for level in planned))]
         for row in reversed(range(rows)):
             if row + 1 == self.budget_row:
                 lines.append(self._line(budget, [(self.glyphs.line, _BUDGET)] * self.columns))
@@ -288,11 +244,9 @@ class _Timeline:
 
     def _levels(self, run: DrawnStep) -> list[_Level]:
         """Return for each column the most bytes of its time; nothing after the end of the step."""
-        away = run.bands.get(Band.AWAY) if run is self.run else None
-        levels = [
-            _Level(run.simulation.timeline[position].peak_bytes, away[position] if away else 0)
-            for position in run.by_column(self.columns, self.end_ms)
-        ]
+        positions = run.by_column(self.columns, self.end_ms)
+        offloaded = run.bands.get(Band.OFFLOADED, [0] * len(run.simulation.timeline))
+        levels = [_Level(run.simulation.timeline[at].peak_bytes, offloaded[at]) for at in positions]
         return [*levels, *[_Level(0, 0)] * (self.columns - len(levels))]
 
     @property
@@ -312,8 +266,8 @@ class _Timeline:
 
     def _cell(self, row: int, planned: _Level, plain: _Level) -> tuple[str, str]:
         filled = planned.size_bytes / self.row_bytes - row
-        if row < round(planned.away_bytes / self.row_bytes):
-            return self.glyphs.away, _AWAY
+        if row < round(planned.offloaded_bytes / self.row_bytes):
+            return self.glyphs.offloaded, _OFFLOADED
         if filled > 0:
             return self.glyphs.level(min(1.0, filled)), _KEPT
         return (self.glyphs.shade, FAINT) if plain.size_bytes / self.row_bytes > row else (" ", "")
@@ -333,10 +287,10 @@ class _Timeline:
         indent = " " * (self.width - self.columns)
         return Text(f"{indent}{forward:<{self._turn}}  {backward}", FAINT)
 
-    def _legend(self, runs_again: bool, puts_away: bool) -> Text:
+    def _legend(self, runs_again: bool, offloads: bool) -> Text:
         glyphs = self.glyphs
         items = [(glyphs.full, _KEPT, "planned"), (glyphs.shade, FAINT, "unplanned")]
-        items += [(glyphs.away, _AWAY, "goes to the host")] if puts_away else []
+        items += [(glyphs.offloaded, _OFFLOADED, "goes to the host")] if offloads else []
         items += [(glyphs.line, _BUDGET, "budget")] if self.budget_row else []
         items += [(glyphs.again, _AGAIN, "recomputing")] if runs_again else []
         gap = "   " if self.width >= 70 else " "
@@ -367,13 +321,21 @@ class Output(Console):
             self.on_broken_pipe()
 
 
+def write_json(numbers: Mapping[str, Any], target: str) -> None:
+    """Write numbers as JSON to a file, or to the output where the target is "-"."""
+    text = f"{json.dumps(numbers, indent=2)}\n"
+    if target == "-":
+        Output().write(text)
+        return
+    path = Path(target)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
 def plain_table(headers: Iterable[str], rows: Iterable[Iterable[str]], words: Container[str] = ()) -> Table:
     """Make a table without a frame, of ASCII alone where what is printed is not shown on a terminal.
 
-    Args:
-        headers: Of the columns.
-        rows: Their cells.
-        words: Headers of columns of words, which begin at the left; numbers end at the right.
+    Columns whose headers are among the words begin at the left; numbers end at the right.
     """
     table = Table(box=box.SIMPLE_HEAD if Console().is_terminal else box.ASCII2, show_edge=False, pad_edge=False)
     for header in headers:

@@ -25,7 +25,7 @@ class Band(str, Enum):
     """What a block is for, in the order in which bands are stacked, the longest-lived below."""
 
     SAVED = "saved activations"
-    AWAY = "activations that go to the host"
+    OFFLOADED = "activations that go to the host"
     PASSING = "activations, not saved"
     RECOMPUTED = "recomputed activations"
     OUTSIDE = "outside the plan"
@@ -39,7 +39,7 @@ OTHER = "other, resident"
 # Told apart also without red and green; resident bytes are grey.
 COLOURS = {
     Band.SAVED: "#4477aa",
-    Band.AWAY: "#117a8b",
+    Band.OFFLOADED: "#117a8b",
     Band.PASSING: "#a6c8e4",
     Band.RECOMPUTED: "#ee7733",
     Band.OUTSIDE: "#aa6fb0",
@@ -55,39 +55,23 @@ INK, FAINT, BUDGET = "#22262d", "#6b7280", "#c2185b"
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """The life of one block.
+    """The life of one block, from the first to the last operation by their positions in the simulated timeline."""
 
-    Attributes:
-        storage: What it holds; a storage that is computed again has another block.
-        node: Node that allocated it, None for the gradients that the step is handed.
-        band: What it is for.
-        size_bytes: Its bytes.
-        first: First operation during which it is there, as a position in the simulated timeline.
-        last: Last such operation; freed at its end.
-    """
-
-    storage: int
-    node: int | None
+    storage: int  # one that is computed again has another block
+    node: int | None  # that allocated it, None for the gradients that the step is handed
     band: Band
     size_bytes: int
     first: int
-    last: int
+    last: int  # freed at its end
 
 
 def lifetimes(graph: Graph, schedule: Schedule) -> tuple[Lifetime, ...]:
-    """Follow a schedule, block by block.
-
-    Args:
-        graph: The step.
-        schedule: A valid schedule of it.
-
-    Returns:
-        Every block that the step allocates, those of no bytes left out, in order of allocation.
-    """
+    """Return every block of some bytes that a step allocates under a valid schedule, in order of allocation."""
     run = [op.node for op in (*schedule.forward, *schedule.backward) if isinstance(op, Compute)]
     turn = sum(isinstance(op, Compute) for op in schedule.forward)
     stale = {tensor.storage for tensor in graph.tensors if tensor.name == STALE_GRADIENTS}
-    away: dict[int, int | None] = {op.storage: None for op in schedule.backward if isinstance(op, CopyIn)}
+    offloaded = {op.storage for op in schedule.backward if isinstance(op, CopyIn)}
+    makers = dict[int, int | None]()  # of what was offloaded so far
     lives = []
     for storage, first, last in blocks(graph, schedule):
         if not graph.sizes[storage]:
@@ -95,12 +79,13 @@ def lifetimes(graph: Graph, schedule: Schedule) -> tuple[Lifetime, ...]:
         node = None if graph.storages[storage].kind is StorageKind.TANGENT else run[first]
         if storage in stale:
             band = Band.GRADIENT
-        elif storage in away:  # two blocks, before it goes away and when it is back; later ones are computed again
-            band, maker = Band.AWAY, away.pop(storage)
-            if maker is None:
-                away[storage] = node
+        elif storage in offloaded:  # two blocks, before it goes to the host and when it is back
+            band = Band.OFFLOADED
+            if storage in makers:
+                node = makers[storage]
+                offloaded.remove(storage)  # later ones are computed again
             else:
-                node = maker
+                makers[storage] = node
         else:
             band = _band(graph, storage, node, first >= turn, last >= turn)
         lives.append(Lifetime(storage, node, band, graph.sizes[storage], first, last))
@@ -108,15 +93,7 @@ def lifetimes(graph: Graph, schedule: Schedule) -> tuple[Lifetime, ...]:
 
 
 def band_bytes(lives: Iterable[Lifetime], length: int) -> dict[Band, list[int]]:
-    """Add up blocks by band, for each operation while it runs.
-
-    Args:
-        lives: Blocks.
-        length: Operations of the timeline.
-
-    Returns:
-        For each band that occurs, in stacking order, bytes by operation.
-    """
+    """Add up blocks: for each band that occurs, in stacking order, its bytes while each operation runs."""
     changes = {band: [0] * (length + 1) for band in Band}
     for life in lives:
         if life.first <= life.last:
@@ -144,23 +121,14 @@ def _band(graph: Graph, storage: int, node: int | None, is_of_backward: bool, is
 
 @dataclass(frozen=True)
 class DrawnStep:
-    """One of the two steps that are drawn.
-
-    Attributes:
-        plan: The plan.
-        graph: Its graph, or that of plain PyTorch.
-        name: "plain" or "planned".
-        schedule: What runs.
-        simulation: Its timeline.
-        workspace_bytes: By node.
-    """
+    """One of the two steps that are drawn."""
 
     plan: Plan
-    graph: Graph
-    name: str
+    graph: Graph  # of the plan, or of plain PyTorch
+    name: str  # "plain" or "planned"
     schedule: Schedule
     simulation: Simulation
-    workspace_bytes: tuple[int, ...]
+    workspace_bytes: tuple[int, ...]  # by node
 
     @cached_property
     def lives(self) -> tuple[Lifetime, ...]:
@@ -187,12 +155,7 @@ class DrawnStep:
         return starts
 
     def spans(self, columns: int, end_ms: float) -> Iterator[tuple[int, float, float]]:
-        """Go through the operations; yield the position of each, and where it starts and ends.
-
-        Args:
-            columns: Columns of the drawing.
-            end_ms: Time at its right edge; where that is 0, all operations are as wide.
-        """
+        """Yield the position of each operation, and the columns where it starts and ends; all as wide in no time."""
         count = len(self.simulation.timeline)
         starts = (
             [start / end_ms for start in self.starts_ms] if end_ms else [i / max(1, count) for i in range(count + 1)]

@@ -25,11 +25,11 @@ from ..errors import ConfigurationError, did_you_mean
 from ..kinds.recorded_step import RecordedStep
 from ..kinds.step_kind import GraphNumbers, StepKind
 from ..measuring.resident import Resident
+from ..messages.announcements import Announcements
 from ..objects import attempt, is_of
 from ..options import NamedSize
 from ..records.graph import StorageKind
 from ..running.execution import Part
-from ..telling.announcements import Announcements
 from ..torch_private import dynamo
 from ..torch_private.each_size import Sizes
 from .graph_programs import foresee

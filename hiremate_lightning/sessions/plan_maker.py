@@ -15,6 +15,7 @@ from ..measuring.describing import describe
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..memory.allocator import free_bytes
+from ..messages.first_wait import FirstWait
 from ..planning.headroom import resolve
 from ..planning.outcome import Need, Short, least_need, unless_short
 from ..planning.plan import Plan
@@ -30,7 +31,6 @@ from ..records.expressions import NoTemplateError
 from ..records.outline import SizedStep
 from ..records.step import Step
 from ..running.program import Program
-from ..telling.first_wait import FirstWait
 from ..torch_private import runtime
 from ..units import Budget
 from .planned_model import PlannedModel

@@ -25,13 +25,13 @@ from ..kinds.step_kind import StepKind
 from ..kinds.watching import WatchPolicy
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
+from ..messages.plan_reports import PlanReports
 from ..out_of_memory import explain
 from ..planning.headroom import GUARD_BYTES
 from ..planning.outcome import Short, first_short
 from ..planning.plan import Plan
 from ..rewriting.joint import may_choose_anew
 from ..running.execution import Part
-from ..telling.plan_reports import PlanReports
 from ..units import Budget, format_bytes
 from .current_step import CurrentStep
 from .graph_programs import GraphPrograms
@@ -337,7 +337,7 @@ class PlannedKinds:
         for kind, fits in made.items():
             self._reports.planned(kind, fits.plan, f"ahead: {self._largest}" if kind.is_ahead else "")
         for fits in made.values():
-            self._reports.tell(fits.plan)
+            self._reports.notify(fits.plan)
 
     def _take(self, kind: StepKind, fits: Fits) -> None:
         step, plan = kind.recorded, fits.plan
@@ -356,7 +356,7 @@ class PlannedKinds:
         plan = kind.plan = self.maker.with_proofs(kind.own_plan).with_measured(**measured)
         if plan.measured.step_ms is not None:
             self._reports.measured(kind, plan)
-        self._reports.tell(plan)
+        self._reports.notify(plan)
 
     # ---------------------------------------------------------------- plans are checked, and made anew
 

@@ -6,10 +6,10 @@ from torch import nn
 
 from ..kinds.history import History
 from ..measuring.resident_memory import ResidentMemory
+from ..messages.announcements import Announcements
 from ..options import SessionOptions
 from ..reporting.report import Reporter, Stages
 from ..rewriting.fused_kernel import FusedKernels
-from ..telling.announcements import Announcements
 from .offloading import Offloading
 from .parts import Parts
 

@@ -28,6 +28,7 @@ from ..kinds.step_kind import GraphNumbers
 from ..kinds.varying_sizes import VaryingSizes
 from ..kinds.watching import WatchPolicy
 from ..measuring.runs import Run
+from ..messages.first_wait import FirstWait, modules_without_parts
 from ..options import SessionOptions
 from ..out_of_memory import explain
 from ..planning.plan import Plan, describe_peak
@@ -38,7 +39,6 @@ from ..rewriting.joint import updates_under_checkpoint
 from ..running.accumulation import Leaves
 from ..running.execution import Part
 from ..running.program import Program
-from ..telling.first_wait import FirstWait, modules_without_parts
 from ..torch_private import backward_pass, dynamo, tensor_state
 from ..torch_private.same_captures import SameCaptures
 from ..torch_private.tensor_state import tensors_among

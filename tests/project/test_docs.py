@@ -17,7 +17,7 @@ import pytest
 from hiremate_lightning import write_html
 from hiremate_lightning.command_line import cli
 from hiremate_lightning.command_line import run as run_command
-from hiremate_lightning.command_line.arguments import check
+from hiremate_lightning.command_line.arguments import read as read_arguments
 from tests.tiny import blocks_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -341,7 +341,7 @@ def test_every_command_of_a_text_is_understood() -> None:
             run_command.parser().parse_known_args(words[1:])
         elif words and words[0] in cli._EXAMPLES and len(words) > 1:
             words, _ = cli._script_of_doctor(words)
-            check(parser.parse_args([*words, *(["--budget", "1GiB"] if words == ["plan"] else [])]))
+            read_arguments(parser.parse_args([*words, *(["--budget", "1GiB"] if words == ["plan"] else [])]))
 
 
 @pytest.mark.slow

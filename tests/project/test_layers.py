@@ -43,7 +43,7 @@ ORDER = (
     "proofs",
     "calls",
     "kinds",
-    "telling",
+    "messages",
     "sessions",
     "targets",
     "sizes",

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from hiremate_lightning.command_line import commands, doctor
-from hiremate_lightning.command_line.arguments import HALF_TYPES, OPTIMIZERS, TYPES, check_factory
+from hiremate_lightning.command_line.arguments import HALF_TYPES, OPTIMIZERS, TYPES, check_factory, read_inputs
 from hiremate_lightning.command_line.cli import main
 from hiremate_lightning.command_line.doctor import Grade
-from hiremate_lightning.command_line.factory import Workload, find_factory, parse_inputs
+from hiremate_lightning.command_line.factory import Workload, find_factory, make_input
 from hiremate_lightning.command_line.importing import import_failures
 from hiremate_lightning.errors import ConfigurationError
 from hiremate_lightning.planning.solvers import Solution, Status, worker
@@ -237,7 +237,7 @@ def test_inputs_that_are_listed_twice_are_an_error(models, capsys):
         (
             ["{}:with_inputs", "--budget", "50%", "--zero-grad", "befor"],
             2,
-            "found 'befor'. Did you mean 'before'?",
+            "--zero-grad must be one of before, after-forward, accumulate, found 'befor'. Did you mean 'before'?",
         ),
         (
             ["{}:with_inputs", "--budget", "50%", "--offload"],
@@ -293,7 +293,7 @@ def test_plan_says_what_offloading_gains(models, capsys, tmp_path, gb_per_s, wor
     said = " ".join(capsys.readouterr().out.split())
     assert words in said
     assert "The smallest budget found is" in said
-    assert (COLOURS[Band.AWAY] in path.read_text()) == ("nothing goes" not in words)
+    assert (COLOURS[Band.OFFLOADED] in path.read_text()) == ("nothing goes" not in words)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -803,10 +803,11 @@ class TestDoctor:
 
 class TestFactory:
     def test_inputs_have_names_shapes_and_types(self):
-        first, second = parse_inputs("64x3x8:bfloat16, ids=8:int64")
-        assert (first.name, first.shape, first.dtype) == ("", (64, 3, 8), torch.bfloat16)
-        assert (second.name, second.shape, second.dtype) == ("ids", (8,), torch.int64)
-        assert second.make(5).shape == (5,)
+        first, second = read_inputs("64x3x8:bfloat16, ids=8:int64")
+        assert first == ("", (64, 3, 8), "bfloat16")
+        assert second == ("ids", (8,), "int64")
+        made = make_input(second, 5)
+        assert (made.shape, made.dtype) == ((5,), torch.int64)
 
     def test_the_batch_of_a_factory_is_resized(self, models):
         call = Workload(find_factory(f"{models}:by_name"), "by_name").build(3)

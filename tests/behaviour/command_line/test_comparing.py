@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from hiremate_lightning.command_line.comparisons import parse_budgets, parse_methods, spread
+from hiremate_lightning.command_line.arguments import read_budgets, read_methods
+from hiremate_lightning.command_line.comparisons import spread
 from hiremate_lightning.errors import BudgetError, ConfigurationError
 from hiremate_lightning.planning import comparing
 from hiremate_lightning.planning.comparing import Comparison, Outcome, compare, methods_to_compare, proven_ms
@@ -96,14 +97,14 @@ def test_the_fastest_comes_first_and_what_does_not_fit_last():
 
 def test_all_methods_are_compared_but_plain_training():
     assert set(methods_to_compare()) == set(strategy_names()) - {"none"}
-    assert parse_methods(None) == methods_to_compare()
-    assert parse_methods("segments, hilp,segments") == ("segments", "hilp")
+    assert read_methods(None) == ()
+    assert read_methods("segments, hilp,segments") == ("segments", "hilp")
 
 
 @pytest.mark.parametrize(("text", "words"), [("luck", "Unknown solver 'luck'"), (" , ", "--methods names none")])
 def test_methods_that_do_not_exist_are_refused(text: str, words: str):
     with pytest.raises(ConfigurationError, match=words):
-        parse_methods(text)
+        read_methods(text)
 
 
 @pytest.mark.parametrize(
@@ -115,12 +116,12 @@ def test_methods_that_do_not_exist_are_refused(text: str, words: str):
     ],
 )
 def test_budgets_are_read_one_by_one(text: str, expected: tuple[Budget, ...]):
-    assert parse_budgets(text) == expected
+    assert read_budgets(text) == expected
 
 
 def test_a_budget_that_makes_no_sense_is_refused():
     with pytest.raises(BudgetError):
-        parse_budgets("60%,7")
+        read_budgets("60%,7")
 
 
 def test_a_picture_spreads_budgets_up_to_plain_training():

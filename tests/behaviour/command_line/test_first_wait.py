@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning.messages import first_wait
+from hiremate_lightning.messages.first_wait import FirstWait, modules_without_parts
 from hiremate_lightning.planning.plan import PlanningTime
 from hiremate_lightning.reporting import report
-from hiremate_lightning.telling import first_wait
-from hiremate_lightning.telling.first_wait import FirstWait, modules_without_parts
 
 TOOK = PlanningTime(capture_s=20.0, profile_s=4.0, solve_s=7.0, prove_s=3.0)
 

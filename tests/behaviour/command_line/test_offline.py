@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from hiremate_lightning import get_plan, hiremate, remove_hiremate
 from hiremate_lightning.capturing.backend import planning_backend
-from hiremate_lightning.command_line.factory import Workload, parse_inputs
+from hiremate_lightning.command_line.arguments import read_inputs
+from hiremate_lightning.command_line.factory import Workload
 from hiremate_lightning.command_line.offline import OfflineOptions, capture_offline
 from hiremate_lightning.command_line.without_device import rates_of
 from hiremate_lightning.errors import CaptureError, ConfigurationError
@@ -65,7 +66,7 @@ class Choosy(nn.Module):
 
 
 def work(factory, inputs="64x16"):
-    return Workload(factory, "factory", parse_inputs(inputs))
+    return Workload(factory, "factory", read_inputs(inputs))
 
 
 def capture(factory, inputs="64x16", size=None, **options):
@@ -362,9 +363,6 @@ def test_a_step_that_depends_on_values_is_refused():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"device": torch.device("meta")}, "Can't plan for device 'meta'. Choose cpu or cuda."),
-        ({"zero_grad": "never"}, "--zero-grad must be one of before, after-forward, accumulate, found 'never'"),
-        ({"loss": "least"}, "Unknown loss 'least'. Choose one of: auto, model, sum"),
         ({"optimizer": "Optimist"}, "torch.optim has no optimizer 'Optimist'"),
         ({"optimizer": "lr_scheduler"}, "torch.optim has no optimizer 'lr_scheduler'"),
     ],
@@ -402,6 +400,6 @@ def test_operators_that_call_graphs_are_counted_without_memory():
             y = self.linear(x)
             return torch.cond(y.sum() > 0, torch.sin, torch.cos, (y,)).square().mean()
 
-    workload = Workload(Branches, "branches", parse_inputs("16x8"))
+    workload = Workload(Branches, "branches", read_inputs("16x8"))
     captured = capture_offline(workload, OfflineOptions())
     assert any("cond" in node.op for part in captured.captured for node in part.graph.nodes)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
+from hiremate_lightning.messages import announcements
 from hiremate_lightning.targets import entry_points
-from hiremate_lightning.telling import announcements
 from hiremate_lightning.torch_private import dynamo
 from tests.life import (
     ROWS,

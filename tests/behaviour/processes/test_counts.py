@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from hiremate_lightning.command_line.arguments import read_counts
+from hiremate_lightning.command_line.arguments import read_counts, read_inputs
 from hiremate_lightning.command_line.cli import main
 from hiremate_lightning.command_line.counts import Count, answer, count_line, look_at
-from hiremate_lightning.command_line.factory import Workload, parse_inputs
+from hiremate_lightning.command_line.factory import Workload
 from hiremate_lightning.command_line.offline import OfflineOptions, capture_offline
 from hiremate_lightning.command_line.sharded import Layout, planned_paths, repeated_blocks
 from hiremate_lightning.errors import ConfigurationError
@@ -157,7 +157,7 @@ def test_plans_of_models_that_can_not_be_followed_are_refused(plan, words):
     model = nn.Sequential(nn.Linear(6, 8), nn.GELU())
     model._tp_plan, model.config = plan, SimpleNamespace(num_key_value_heads=4)
     with pytest.raises(ConfigurationError) as error:
-        capture_offline(Workload(lambda: model, "factory", parse_inputs("4x6")), OfflineOptions(layout=Layout(1, 3)))
+        capture_offline(Workload(lambda: model, "factory", read_inputs("4x6")), OfflineOptions(layout=Layout(1, 3)))
     assert words in str(error.value)
     assert not torch.distributed.is_initialized()
 
@@ -165,7 +165,7 @@ def test_plans_of_models_that_can_not_be_followed_are_refused(plan, words):
 def test_a_factory_that_starts_processes_is_refused():
     options = OfflineOptions(layout=Layout(2))
     with sharding.imagined_group(2), pytest.raises(ConfigurationError, match="has started a process group"):
-        capture_offline(Workload(lambda: nn.Linear(4, 4), "factory", parse_inputs("4x4")), options)
+        capture_offline(Workload(lambda: nn.Linear(4, 4), "factory", read_inputs("4x4")), options)
 
 
 def test_the_outermost_repeated_blocks_are_units():

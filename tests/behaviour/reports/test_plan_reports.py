@@ -13,10 +13,10 @@ from torch import nn
 
 from hiremate_lightning import hiremate
 from hiremate_lightning.kinds.step_kind import StepKind
+from hiremate_lightning.messages.announcements import Announcements
+from hiremate_lightning.messages.plan_reports import PlanReports
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.reporting.report import Reporter
-from hiremate_lightning.telling.announcements import Announcements
-from hiremate_lightning.telling.plan_reports import PlanReports
 from tests.behaviour.reports.test_report import blocks_plan
 
 STATE = ("optimizer state", 2**18)

@@ -96,7 +96,8 @@ def test_the_legend_names_each_band_once_and_fits_into_the_picture(tmp_path: Pat
     plan = replace(mixed_plan(4), resident_parts=(("parameters", 2_000_000),))
     picture = draw(plan, tmp_path, width=480)
     said = words(picture)
-    names = ["parameters, resident", *(b.value for b in Band if b not in (Band.PASSING, Band.AWAY)), "budget, 4.76 MiB"]
+    drawn = (band.value for band in Band if band not in (Band.PASSING, Band.OFFLOADED))
+    names = ["parameters, resident", *drawn, "budget, 4.76 MiB"]
     assert [said.count(name) for name in names] == [1] * len(names)
     corners = [
         float(text.attrib["x"]) + 6.6 * len("".join(text.itertext()))

@@ -169,7 +169,7 @@ def test_a_value_that_comes_back_may_be_computed_again_later():
     found = simulate(graph, profile, put_away(graph, schedule, [away]))
     assert found.recompute_ms == 2.0
     assert [life.band for life in lifetimes(graph, put_away(graph, schedule, [away])) if life.storage == a0] == [
-        *(Band.AWAY, Band.AWAY),
+        *(Band.OFFLOADED, Band.OFFLOADED),
         Band.RECOMPUTED,
     ]
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from hiremate_lightning import torch_private
-from hiremate_lightning.command_line.without_device import StorageEvents
+from hiremate_lightning.command_line.without_device import CountingMeter
 from hiremate_lightning.measuring.aside import LEAST_ASIDE, SavedAside
 from hiremate_lightning.rewriting.straight_line import compiled
 from hiremate_lightning.torch_private import (
@@ -460,14 +460,14 @@ def test_a_unit_lends_whole_parameters():
 
 
 def test_an_imagined_group_only_counts_what_it_would_send():
-    events = StorageEvents(lambda before, after: None)
-    with sharding.imagined_group(4), tensor_state.fake_mode(), events:
+    meter = CountingMeter(torch.device("cpu"))
+    with sharding.imagined_group(4), tensor_state.fake_mode(), meter:
         name, collectives = torch.distributed.group.WORLD.group_name, torch.ops._c10d_functional
         gathered = collectives.all_gather_into_tensor(torch.ones(8), 4, name)
         part = collectives.reduce_scatter_tensor(gathered, "sum", 4, name)
         collectives.all_reduce(part, "sum", name)
 
-    assert (events.gathered_bytes, events.scattered_bytes, events.reduced_bytes) == (128, 128, 32)
+    assert (meter.gathered_bytes, meter.scattered_bytes, meter.reduced_bytes) == (128, 128, 32)
     assert not sharding.may_shard()
 
 
@@ -478,7 +478,7 @@ def test_code_is_captured_where_storages_are_watched():
         seen.append(module)
         return module.forward
 
-    with StorageEvents(lambda before, after: None):
+    with CountingMeter(torch.device("cpu")):
         torch.compile(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), backend=backend)(torch.ones(4))
 
     assert len(seen) == 1

@@ -19,7 +19,7 @@ Parts = tuple[tuple[str, int], ...]  # of what exists before a step: names and b
 
 
 class PlanReports:
-    """Tells of plans by kind of step.
+    """Reports plans by kind of step.
 
     Args:
         reporter: Shows what is said.
@@ -34,8 +34,8 @@ class PlanReports:
         self.listeners: list[Callable[[Plan], None]] = []
         self._said_bytes = 0  # the largest peak that was announced, where nothing fits
 
-    def tell(self, plan: Plan) -> None:
-        """Let listeners hear of a plan."""
+    def notify(self, plan: Plan) -> None:
+        """Call the listeners with a plan."""
         for listener in self.listeners:
             listener(plan)
 
@@ -52,9 +52,9 @@ class PlanReports:
         self._announcements.checkpointing(plan)
 
     def kept(self, kind: StepKind, plan: Plan) -> None:
-        """Hand a plan that stays to the listeners, and print why its budget changed."""
+        """Report a plan that stays to the listeners, and print why its budget changed."""
         self._say_why(kind, plan, is_new=False)
-        self.tell(plan)
+        self.notify(plan)
         if plan.planned_peak_bytes > plan.budget_bytes:
             self.say_least(kind, plan.planned_peak_bytes)
 
@@ -125,6 +125,6 @@ def _without_batch(told: Told) -> tuple[int, Parts]:
 
 def _more(verb: str, before: Parts, now: Parts) -> str:
     """Return, in words or "", of which part most more exists before a step now."""
-    known = dict(before)
-    size, name = max(((size - known.get(name, 0), name) for name, size in now), default=(0, ""))
+    sizes = dict(before)
+    size, name = max(((size - sizes.get(name, 0), name) for name, size in now), default=(0, ""))
     return f"{format_bytes(size)} of {name} {verb}" if size > 0 else ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-import time
+import timeit
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +24,6 @@ MODULE_S = 0.1  # of a module without modules in it: a BERT of 6 layers has 81, 
 OPERATION_S = 0.03  # of an operation as torch.compile reads it
 USUAL_LOOP_MS = 2.3  # of the loop below, on that core
 MOST_SLOWER = 4.0
-_TURNS = 50_000
 
 
 class FirstWait:
@@ -40,12 +39,7 @@ class FirstWait:
         self._is_noted = False
 
     def expected_s(self, modules: int, operations: int = 0) -> float:
-        """Return about how many seconds it will take.
-
-        Args:
-            modules: Number of the modules without modules in them.
-            operations: Number of captured operations, where these are known.
-        """
+        """Return about how many seconds it will take, by modules without modules in them and captured operations."""
         before = self._read()
         if before is not None:
             return before
@@ -82,11 +76,4 @@ def modules_without_parts(root: nn.Module) -> int:
 
 def _loop_ms() -> float:
     """Time a short loop of Python: the fastest of some, since another process may take the core for a moment."""
-    return 1000 * min(_seconds_of_a_loop() for _ in range(5))
-
-
-def _seconds_of_a_loop() -> float:
-    start = time.perf_counter()
-    for number in range(_TURNS):
-        number * number % 7
-    return time.perf_counter() - start
+    return 1000 * min(timeit.repeat("for number in range(50_000): number * number % 7", number=1, repeat=5))

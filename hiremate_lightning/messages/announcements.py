@@ -45,11 +45,11 @@ class Announcements:
         self._retained = 0  # graphs that were retained for another backward when the latest step began
         self._retaining_steps = 0  # consecutive steps before each of which there were more of them
 
-    def say(self, text: str, found: str = "", topic: str = "") -> None:
-        """Warn, once for each text, whatever was found; where a topic is given, once for that."""
+    def say(self, text: str, cause: str = "", topic: str = "") -> None:
+        """Warn, once for each text, whatever its cause; where a topic is given, once for that."""
         if (topic or text) not in self._said:
             self._said.add(topic or text)
-            warnings.warn(text + found, HiRemateWarning, stacklevel=2)
+            warnings.warn(text + cause, HiRemateWarning, stacklevel=2)
 
     def say_over(self, text: str) -> None:
         """Warn that a step takes more than its budget, and name what ended captured graphs."""
@@ -79,38 +79,32 @@ class Announcements:
         )
 
     def step_ended(self, captured: int) -> bool:
-        """Learn how many graphs there are after a step; warn where each step captures something.
-
-        Returns:
-            Whether the step captured nothing.
-        """
+        """Count the graphs after a step; warn where each step captures some, and return whether this one did not."""
         is_usual = captured == self._captured
-        self._capturing_steps, self._captured = 0 if is_usual else self._capturing_steps + 1, captured
+        self._captured = captured
+        self._capturing_steps = 0 if is_usual else self._capturing_steps + 1
         if self._capturing_steps == CAPTURES - 1:
             self._failed_guards = dynamo.failed_guards()
         if self._capturing_steps == CAPTURES:
             failed = [*(dynamo.failed_guards() - self._failed_guards)]
-            found = f" The latest cause that torch.compile names: {failed[-1]}" if failed else ""
+            cause = f" The latest cause that torch.compile names: {failed[-1]}" if failed else ""
             self.say(
                 f"torch.compile captured code again in each of {CAPTURES} consecutive steps, which takes time. Usual "
                 "causes: changing input shapes, numbers that code computes with, a list that code appends to. Pad "
                 "to a few shapes; hand changing numbers over as tensors; append in a function with "
                 "@torch.compiler.disable; or name what keeps its shapes with target=, a detector's backbone say.",
-                found,
+                cause,
                 topic=ANEW,
             )
         return is_usual
 
     def step_took(self, step_s: float, planned_s: float) -> None:
-        """Learn of the time of a captured step; warn, once, where most steps are still planned.
+        """Note the time of a captured step, and of all planning so far; warn, once, where most steps are planned.
 
         Both times are of the same steps, so that a busy machine does not matter.
-
-        Args:
-            step_s: The time of the step.
-            planned_s: The time of all planning so far.
         """
-        spent_s, self._planned_s = planned_s - self._planned_s, planned_s
+        spent_s = planned_s - self._planned_s
+        self._planned_s = planned_s
         self._planning_shares.append(spent_s / max(step_s, 1e-9))
         if not spent_s:
             return  # as in nearly all steps
@@ -127,7 +121,7 @@ class Announcements:
             )
 
     def step_begins(self, retained: int) -> None:
-        """Learn how many graphs are retained for another backward before a step; warn where they become ever more."""
+        """Note how many graphs are retained for another backward before a step; warn where they become ever more."""
         self._retaining_steps = self._retaining_steps + 1 if retained > self._retained else 0
         self._retained = retained
         if self._retaining_steps == RETAINING:
