@@ -25,7 +25,7 @@ from hiremate_lightning.errors import HiRemateWarning
 from hiremate_lightning.options import SessionOptions, make_options, make_size_options
 from hiremate_lightning.sizes.batch_size import SizeFinder
 from hiremate_lightning.sizes.size_result import BatchSizeResult
-from hiremate_lightning.sizes.size_trials import SizeTask, TrialSession
+from hiremate_lightning.sizes.size_trials import SizeTask, Trial
 from hiremate_lightning.sizes.training_state import TrainingState
 from hiremate_lightning.targets.candidates import Target
 from hiremate_lightning.units import Budget, parse_budget
@@ -260,20 +260,20 @@ def _forget_loaders(trainer: pl.Trainer) -> None:
 
 
 class _Probe(Callback):
-    """Tells a session where a step begins and ends."""
+    """Tells a trial where a step begins and ends."""
 
-    def __init__(self, session: TrialSession) -> None:
-        self._session = session
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._session.expect_batch(batch)
+        self._trial.step_begins(batch)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._session.finish(batch)
+        self._trial.step_ends(batch)
 
 
 class _OneBatch(IterableDataset[Any]):
@@ -358,18 +358,18 @@ class _Trials:
         lightning_setattr(self.module, self._name, size)
         _forget_loaders(self._trainer)
 
-    def train(self, size: int, session: TrialSession) -> None:
+    def train(self, size: int, trial: Trial) -> None:
         """Run one training step."""
         trainer = self._trainer
         self._set(size)
         self._restart()
-        trainer.callbacks = [_Probe(session)]  # type: ignore[attr-defined]
+        trainer.callbacks = [_Probe(trial)]  # type: ignore[attr-defined]
         trainer.fit_loop.epoch_loop.max_steps = trainer.global_step + 1
         with _quiet(), self._longest(size):
             trainer.fit_loop.run()
 
-    def validate(self, size: int, session: TrialSession) -> int:
-        """Run one step of validation, and give its peak."""
+    def validate(self, size: int) -> None:
+        """Run one step of validation."""
         trainer = self._trainer
         self._set(size)
         trainer.callbacks = []  # type: ignore[attr-defined]
@@ -377,7 +377,7 @@ class _Trials:
         trainer.validating = True
         try:
             with _quiet():
-                return session.peak_of(trainer.fit_loop.epoch_loop.val_loop.run, ())
+                trainer.fit_loop.epoch_loop.val_loop.run()
         finally:
             trainer.training = True
             trainer.limit_val_batches = 0

@@ -390,11 +390,11 @@ def test_a_budget_that_costs_more_time_than_allowed_is_refused():
 
 def test_a_search_of_which_no_size_holds_says_so(monkeypatch):
     def fails(finder: SizeFinder, size: int) -> bool:
-        finder._runner.steps = MAX_STEPS
-        finder._failed.update(finder._runner.seen)
+        finder._real.steps = MAX_STEPS
+        finder._failed.update(finder._real.seen)
         return False
 
-    monkeypatch.setattr(SizeFinder, "_verify", fails)
+    monkeypatch.setattr(SizeFinder, "_holds", fails)
     with pytest.raises(ConfigurationError, match="No size was found in 6 real steps: the predictions for sizes"):
         layers().find("4 MiB", max_overhead=9.0)
 
