@@ -26,7 +26,7 @@ from ..records.sized_numbers import FittedLines, Line
 from ..records.step import Decisions, Step
 from ..units import Budget
 
-TOLERANCE = 0.04  # relative width at which a search for the largest size stops
+TOLERANCE = 0.03  # relative width at which a search for the largest size stops
 HALVINGS = 6  # of the budgets between the least memory and no plan, to name one that is enough
 GRID = 6  # sizes between the largest without a plan and the largest that fits, tried for throughput
 SAME_RATE = 0.001  # relative difference of rates below which the larger size is taken
@@ -225,6 +225,8 @@ def search(forecast: Forecast, high: int, max_overhead: float, objective: Object
     feasible = forecast.largest_feasible(high)
     unplanned = forecast.largest_unplanned(feasible) if feasible else 0
     size, refused = max(1, unplanned), high + 1
+    if size > 1 and not forecast.accepts(size, max_overhead):  # a plan may not do what eager PyTorch does
+        size, refused = 1, size
     if not feasible or not forecast.accepts(size, max_overhead):
         return FoundSize(0, Limit.MEMORY, 0)
     while not _is_settled(size, refused, high) and len(forecast.trials) < max_plans:
