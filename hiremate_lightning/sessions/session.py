@@ -24,8 +24,8 @@ from ..calls.replaced import ReplacedCheckpointing, ReplacedCompiling
 from ..capturing.backend import capture_opaque, planning_backend
 from ..capturing.capture import Captured
 from ..errors import CaptureError
+from ..kinds.sizes_of_calls import VaryingSizes
 from ..kinds.step_kind import GraphNumbers
-from ..kinds.varying_sizes import VaryingSizes
 from ..kinds.watching import WatchPolicy
 from ..measuring.runs import Run
 from ..options import SessionOptions
