@@ -25,7 +25,7 @@ from hiremate_lightning.errors import HiRemateWarning
 from hiremate_lightning.options import SessionOptions, make_options, make_size_options
 from hiremate_lightning.sizes.batch_size import SizeFinder
 from hiremate_lightning.sizes.size_result import BatchSizeResult
-from hiremate_lightning.sizes.size_trials import SizeTask, Trial
+from hiremate_lightning.sizes.size_trials import SizeTask, TrialSteps
 from hiremate_lightning.sizes.training_state import TrainingState
 from hiremate_lightning.targets.candidates import Target
 from hiremate_lightning.units import Budget, parse_budget
@@ -254,7 +254,7 @@ def _set_size(trainer: pl.Trainer, module: pl.LightningModule, name: str, size: 
 class _Probe(Callback):
     """Tells a trial where a step begins and ends."""
 
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, trial: TrialSteps) -> None:
         self._trial = trial
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, *_: Any) -> None:
@@ -342,7 +342,7 @@ class _Trials:
     def _set(self, size: Any) -> None:
         _set_size(self._trainer, self.module, self._name, size)
 
-    def train(self, size: int, trial: Trial) -> None:
+    def train(self, size: int, trial: TrialSteps) -> None:
         """Run one training step, on the batch that `longest_batch` gives where there is one."""
         trainer, loop = self._trainer, self._trainer.fit_loop
         self._set(size)

@@ -40,7 +40,7 @@ from ..targets.modules import Targets, targets_of
 from ..units import Budget, format_bytes, format_ratio, parse_budget
 from .size_result import BatchSizeResult, result_table
 from .size_search import Forecast, FoundSize, Limit, SizeTrial, search, trial_of
-from .size_trials import SizeTask, SizeTrials, Trial
+from .size_trials import SizeRunner, SizeTask, TrialSteps
 from .training_state import Stateful, TrainingState
 
 log = logging.getLogger("hiremate_lightning")
@@ -126,7 +126,7 @@ def find_max_batch_size(
     chosen = default if budget is None else parse_budget(budget)
     asked = make_options(chosen, time_limit_s=time_limit_s, solver=solver, verbose=verbose)
 
-    def train(size: int, trial: Trial) -> None:
+    def train(size: int, trial: TrialSteps) -> None:
         batch = make_batch(size)
         trial.step_begins(batch)
         step(model, batch)
@@ -180,14 +180,14 @@ class SizeFinder:
             InfeasibleBudgetError: If not even size 1 fits.
         """
         start = time.perf_counter()
-        self._real = SizeTrials(self._task, self._asked, state)
-        if not MemoryMeter.is_available(self._real.device):
+        self._runner = SizeRunner(self._task, self._asked, state)
+        if not MemoryMeter.is_available(self._runner.device):
             raise ConfigurationError("Another profiler is running, so memory can't be measured: stop it first.")
         with self._reporter.stage("searching for the size"), warnings.catch_warnings():
             warnings.simplefilter("ignore", HiRemateWarning)
             try:
                 asked = self._asked.budget.size_bytes
-                self._budget_bytes = self._agree(self._real.free_bytes() if asked is None else asked)
+                self._budget_bytes = self._agree(self._runner.free_bytes() if asked is None else asked)
                 answer = self._find()
             finally:
                 state.restore()
@@ -200,7 +200,7 @@ class SizeFinder:
             max_overhead=self._options.max_overhead,
             margin=self._options.margin,
             trials=tuple(trial for _, trial in sorted(self._trials.items())),
-            real_steps=self._real.steps,
+            real_steps=self._runner.steps,
             seconds=time.perf_counter() - start,
         )
         self._reporter.show(result_table(result))
@@ -213,7 +213,7 @@ class SizeFinder:
         while not self._holds(answer.size):
             self._failed.add(answer.size)
             high = answer.size - 1
-            if high < 1 or MAX_STEPS - self._real.steps < 2:
+            if high < 1 or MAX_STEPS - self._runner.steps < 2:
                 return self._fall_back(answer)
             answer = self._predict(high)
         return answer
@@ -269,14 +269,14 @@ class SizeFinder:
     def _sample(self, size: int) -> None:
         # One rank that stops inside a step would leave the others waiting in it. Size 1 runs to find out what it needs.
         on_infeasible = "warn" if _is_distributed() or size == 1 else "raise"
-        with self._real.trial(self._budget_bytes, on_infeasible, max_plans=0) as trial:
-            self._real.run(size, trial)
+        with self._runner.trial(self._budget_bytes, on_infeasible, max_plans=0) as trial:
+            self._runner.run(size, trial)
 
     def _second_size(self, first: int) -> int:
         """Choose a size that is sure to fit, even if memory grows with its square; the larger, the better it tells."""
-        sample = self._real.seen[first]
+        sample = self._runner.seen[first]
         least = smallest_budget(Problem(sample.step.graph, sample.step.profile, UNLIMITED)).peak_bytes
-        ratio = (self._limit_bytes - self._real.fixed_bytes) / max(1, least + sample.batch_bytes)
+        ratio = (self._limit_bytes - self._runner.fixed_bytes) / max(1, least + sample.batch_bytes)
         second = int(first * math.sqrt(max(ratio, 1.0)))
         if second == first and (first + 1) / first <= ratio:
             second += 1
@@ -288,28 +288,28 @@ class SizeFinder:
         return None if self._agree(words is None) else words or "on another rank"
 
     def _graph(self, size: int) -> Graph:
-        return self._real.seen[size].step.graph
+        return self._runner.seen[size].step.graph
 
     # ---------------------------------------------------------------- prediction
 
     @property
     def _limit_bytes(self) -> int:
-        room_bytes = max(0, self._budget_bytes - self._real.fixed_bytes)
+        room_bytes = max(0, self._budget_bytes - self._runner.fixed_bytes)
         return self._budget_bytes - int(self._options.margin * room_bytes) - self._spare_bytes
 
     def _forecast(self) -> Forecast | None:
         """Refit the step from the samples that are the same graph as the latest; None where that is only one."""
-        seen = self._real.alike()
+        seen = self._runner.alike()
         if self._agree(len(seen)) < 2:
             return None
         validation = [real.validation_bytes for real in seen.values()]
         return Forecast(
             {size: real.step for size, real in seen.items()},
-            allocated_bytes(1, self._real.device),
-            Line(list(seen), [self._real.fixed_bytes + real.batch_bytes for real in seen.values()]),
+            allocated_bytes(1, self._runner.device),
+            Line(list(seen), [self._runner.fixed_bytes + real.batch_bytes for real in seen.values()]),
             self._limit_bytes,
             replace(self._asked.plan, on_infeasible="warn"),
-            self._real.optimizer_ms,
+            self._runner.optimizer_ms,
             None if self._task.validate is None else Line(list(seen), validation),
         )
 
@@ -317,7 +317,7 @@ class SizeFinder:
         """Search for the best size up to one; ranks agree on the smallest."""
         forecast = self._forecast()
         if forecast is None:
-            seen = max(self._real.seen)
+            seen = max(self._runner.seen)
             return FoundSize(seen if seen <= high else max(1, int(STEP_BACK * high)), Limit.GRAPH, 0)
         answer = search(forecast, high, self._max_overhead, self._options.objective, self._options.max_trials)
         size = self._agree(answer.size)
@@ -343,29 +343,29 @@ class SizeFinder:
             f"({needed_bytes:,} bytes). Raise the budget.",
             budget_bytes=budget_bytes,
             smallest_bytes=needed_bytes,
-            device=self._real.device.type,
+            device=self._runner.device.type,
         )
 
     # ---------------------------------------------------------------- proof
 
     def _holds(self, size: int) -> bool:
         """Run the size, plan it by what was measured, and run it under its plan; whether it fits."""
-        with self._real.trial(self._budget_bytes, "warn", max_plans=1) as trial:
-            self._real.run(size, trial)
-            planned = self._trials[size] = trial_of(size, trial.plan(), self._real.optimizer_ms)
-            excess_bytes = self._real.seen[size].validation_bytes - self._budget_bytes
+        with self._runner.trial(self._budget_bytes, "warn", max_plans=1) as trial:
+            self._runner.run(size, trial)
+            planned = self._trials[size] = trial_of(size, trial.plan(), self._runner.optimizer_ms)
+            excess_bytes = self._runner.seen[size].validation_bytes - self._budget_bytes
             if not self._agree(planned.fits and excess_bytes <= 0):
                 self._spare_bytes += max(0, excess_bytes)
                 return False
             if not self._agree((planned.overhead or 0.0) <= self._options.max_overhead):
                 self._max_overhead *= CAUTION
                 return False
-            self._real.run(size, trial)
+            self._runner.run(size, trial)
         ran = [plan for plan in trial.plans if plan.measured.peak_bytes is not None]
         if not ran:
             log.info("The second step of size %d was of another kind than the first: its peak is not known", size)
             return bool(self._agree(0))
-        proven = self._trials[size] = trial_of(size, ran[-1], self._real.optimizer_ms)
+        proven = self._trials[size] = trial_of(size, ran[-1], self._runner.optimizer_ms)
         excess_bytes = (proven.measured_peak_bytes or 0) - self._budget_bytes
         self._spare_bytes += max(0, excess_bytes)
         return bool(self._agree(excess_bytes <= 0))
@@ -374,13 +374,13 @@ class SizeFinder:
         """Return the largest size that ran at the least memory and that a plan was predicted to fit."""
         forecast = self._forecast()
         if forecast is None and 1 in self._failed:
-            raise self._nothing_fits(self._trials[1], self._real.seen[1].validation_bytes)
-        sizes = sorted(set(self._real.seen) - self._failed, reverse=True)
+            raise self._nothing_fits(self._trials[1], self._runner.seen[1].validation_bytes)
+        sizes = sorted(set(self._runner.seen) - self._failed, reverse=True)
         fits = (s for s in sizes if forecast is not None and forecast.accepts(s, self._options.max_overhead))
         size = self._agree(next(fits, 0))
         if size < 1 or forecast is None:
             raise ConfigurationError(
-                f"No size was found in {self._real.steps} real steps: the predictions for sizes "
+                f"No size was found in {self._runner.steps} real steps: the predictions for sizes "
                 f"{', '.join(map(str, sorted(self._failed)))} were too far off. Start at a larger init_val."
             )
         self._trials[size] = forecast.trial(size)
@@ -390,7 +390,7 @@ class SizeFinder:
         """Return the smallest value of all ranks."""
         if not _is_distributed():
             return int(value)
-        on = self._real.device if torch.distributed.get_backend() == "nccl" else torch.device("cpu")
+        on = self._runner.device if torch.distributed.get_backend() == "nccl" else torch.device("cpu")
         shared = torch.tensor(int(value), dtype=torch.int64, device=on)
         torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MIN)
         return int(shared.item())

@@ -32,7 +32,7 @@ from ..units import Budget
 from .training_state import TrainingState
 
 
-class Trial:
+class TrialSteps:
     """The steps of one size, in a session of their own.
 
     Attributes:
@@ -66,7 +66,7 @@ class Trial:
             return
         ended = self._steps.ended
         record = None if ended is None else ended.record
-        if record is None or not record.backwards or self._steps.count > 1:
+        if record is None or not (record.backwards and record.is_whole) or self._steps.count > 1:
             raise ConfigurationError(
                 "A step must run one forward and one backward of the model, found "
                 f"{'more' if self._steps.count > 1 else 'none'}. Where it accumulates gradients, run one part of it; "
@@ -103,7 +103,7 @@ class SizeTask:
     """
 
     root: nn.Module
-    train: Callable[[int, Trial], None]
+    train: Callable[[int, TrialSteps], None]
     make_targets: Callable[[Session], Targets | StepTarget]
     validate: Callable[[int], Any] | None = None
 
@@ -123,7 +123,7 @@ class RealStep:
     validation_bytes: int
 
 
-class SizeTrials:
+class SizeRunner:
     """Runs steps, and remembers what they have shown.
 
     Attributes:
@@ -157,7 +157,7 @@ class SizeTrials:
         return {n: real for n, real in sorted(self.seen.items()) if difference(real.step.graph, latest) is None}
 
     @contextmanager
-    def trial(self, budget_bytes: int, on_infeasible: str, max_plans: int) -> Iterator[Trial]:
+    def trial(self, budget_bytes: int, on_infeasible: str, max_plans: int) -> Iterator[TrialSteps]:
         """Plan the module's calls by a new session, as long as the context lasts.
 
         Args:
@@ -178,7 +178,7 @@ class SizeTrials:
         targets = self._task.make_targets(session)
         targets.attach()
         try:
-            yield Trial(session)
+            yield TrialSteps(session)
         finally:
             targets.detach()
             for parameter in self._task.root.parameters():
@@ -187,7 +187,7 @@ class SizeTrials:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def run(self, size: int, trial: Trial) -> None:
+    def run(self, size: int, trial: TrialSteps) -> None:
         """Run a step; the first one of a trial is remembered, and validation is run after it."""
         is_first = trial.calls is None
         with self._watching_optimizers():

@@ -41,9 +41,10 @@ class TrainingState:
         self, module: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), others: Iterable[Stateful] = ()
     ) -> None:
         self._module = module
-        self._tensors = [(t, _on_host(t)) for t in (*module.parameters(), *module.buffers())]
+        self._gradients = {parameter: parameter.grad for parameter in module.parameters()}
+        gradients = (gradient for gradient in self._gradients.values() if gradient is not None)
+        self._tensors = [(t, _on_host(t)) for t in (*self._gradients, *module.buffers(), *gradients)]
         self._buffers = [(m, name, b) for m in module.modules() for name, b in m.named_buffers(recurse=False)]
-        self._gradients = [(p, p.grad, None if p.grad is None else _on_host(p.grad)) for p in module.parameters()]
         self._modes = {m: m.training for m in module.modules()}
         self._random = RandomState()
         self._others = [(other, copy.deepcopy(other.state_dict())) for other in others]
@@ -70,10 +71,8 @@ class TrainingState:
                 setattr(module, name, buffer)
             for tensor, values in self._tensors:
                 tensor.copy_(values)
-            for parameter, gradient, numbers in self._gradients:
-                parameter.grad = gradient
-                if gradient is not None and numbers is not None:
-                    gradient.copy_(numbers)
+        for parameter, gradient in self._gradients.items():
+            parameter.grad = gradient
         for optimizer, (states, groups) in self._optimizers.items():
             optimizer.state.clear()
             optimizer.state.update({parameter: _put_back(values) for parameter, values in states.items()})

@@ -390,8 +390,8 @@ def test_a_budget_that_costs_more_time_than_allowed_is_refused():
 
 def test_a_search_of_which_no_size_holds_says_so(monkeypatch):
     def fails(finder: SizeFinder, size: int) -> bool:
-        finder._real.steps = MAX_STEPS
-        finder._failed.update(finder._real.seen)
+        finder._runner.steps = MAX_STEPS
+        finder._failed.update(finder._runner.seen)
         return False
 
     monkeypatch.setattr(SizeFinder, "_holds", fails)
