@@ -353,9 +353,7 @@ class SizeFinder:
         with self._runner.trial(self._budget_bytes, "warn", max_plans=1) as trial:
             self._runner.run(size, trial)
             planned = self._trials[size] = trial_of(size, trial.plan(), self._runner.optimizer_ms)
-            excess_bytes = self._runner.seen[size].validation_bytes - self._budget_bytes
-            if not self._agree(planned.fits and excess_bytes <= 0):
-                self._spare_bytes += max(0, excess_bytes)
+            if not self._agree(planned.fits and self._runner.seen[size].validation_bytes <= self._budget_bytes):
                 return False
             if not self._agree((planned.overhead or 0.0) <= self._options.max_overhead):
                 self._max_overhead *= CAUTION
