@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from ..errors import CaptureError
 from ..records.expressions import NoTemplateError, Sizes
-from ..rewriting.contributions import Contributions, OtherTermsError, TermCounts, likely_terms, sums_alone
+from ..rewriting.contributions import Contributions, OtherTermsError, TermCounts, casts_alone, likely_terms, sums_alone
 from ..rewriting.fused_kernel import FusedKernels
 from ..rewriting.kernels import run_as_eager
 from ..rewriting.straight_line import compiled
@@ -392,7 +392,8 @@ class _Compilation:
         rewrite(Traced(joint, num_fwd_outputs, self._parameters, self._blocks, given, self._kernels))
         captured = capture(joint, num_fwd_outputs, self._parameters)
         terms = sums_alone(captured.backward_outputs, given.of_leaves)
-        self._captured = replace(captured, terms=terms, finished=finished)
+        cast_terms = casts_alone(captured.backward_outputs, given.of_casts)
+        self._captured = replace(captured, terms=terms, cast_terms=cast_terms, finished=finished)
         return stub_modules(self._captured)
 
     def _forward(self, _: fx.GraphModule, __: Sequence[Any]) -> aot.Boxed:

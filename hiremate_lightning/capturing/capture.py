@@ -114,6 +114,8 @@ class Captured:
         overwritten: Storages that code outside overwrites between forward and backward.
         terms: Of how many terms the gradients of leaves are, by position among the inputs, where it is more than one
             and they are added up for that gradient alone.
+        cast_terms: The same for gradients in half precision that are cast to be gradients of parameters, also of one
+            term, where eager PyTorch has one cast of the parameter for all calls in a block of autocast.
         finished: Positions of the inputs that get gradients, in the order in which eager PyTorch finishes these.
         template: What it is made from where it was not traced: then only `graph` is of its sizes. None for a trace.
         sizes: Its sizes, where it is made from a template.
@@ -133,6 +135,7 @@ class Captured:
     mutated: frozenset[int]
     overwritten: frozenset[int] = frozenset()
     terms: Mapping[int, int] = field(default_factory=dict)
+    cast_terms: Mapping[int, int] = field(default_factory=dict)
     finished: tuple[int, ...] = ()
     template: Template | None = None
     sizes: Sizes = ()

@@ -46,7 +46,9 @@ PASSES: tuple[Callable[[Traced], object], ...] = (
     lambda traced: traced.joint.graph.eliminate_dead_code(lambda node: bool(node.users) or node.is_impure()),
     lambda traced: casts.show_types_of_norms(traced.joint),
     lambda traced: traced.contributions.hand_over(traced.joint, traced.forward_count),
-    lambda traced: casts.share(traced.joint, traced.forward_count, traced.parameters, traced.blocks),
+    lambda traced: traced.contributions.note_casts(
+        casts.share(traced.joint, traced.forward_count, traced.parameters, traced.blocks)
+    ),
     lambda traced: assignments.gather(traced.joint),
     lambda traced: views.leave_out(traced.joint),
     lambda traced: losses.join(traced.joint),

@@ -52,7 +52,10 @@ class CodeTemplate:
         self._latest = OrderedDict[Sizes, tuple[Captured, Profile]]()
         self._without(NOTHING)
         # What is taken from the first sample has to be the same in all.
-        facts = [(c.terms, c.finished, c.trained, c.alike, c.mutated, c.overwritten, c.device) for c in self.samples]
+        facts = [
+            (c.terms, c.cast_terms, c.finished, c.trained, c.alike, c.mutated, c.overwritten, c.device)
+            for c in self.samples
+        ]
         if any(of_sample != facts[0] for of_sample in facts):
             raise NoTemplateError("The same code hands on other gradients, or changes other inputs, at other sizes")
         _check_layouts(self.samples, self.sizes)

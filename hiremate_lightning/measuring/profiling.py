@@ -341,9 +341,7 @@ class TimedRun:
             program,
             forward=lambda arguments: self._run(program.forward_module, arguments, recomputed=None),
             backward=lambda arguments: self._run(program.backward_module, arguments, recomputed=Direction.FORWARD),
-            variant=lambda missing, added, carried, overwrites=True: self.wrap(
-                program.variant(missing, added, carried, overwrites)
-            ),
+            variant=lambda changes, overwrites=True: self.wrap(program.variant(changes, overwrites)),
         )
 
     def _run(self, module: fx.GraphModule, arguments: list[Any], recomputed: Direction | None) -> Any:

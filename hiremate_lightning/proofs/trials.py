@@ -222,8 +222,8 @@ def _cleared_casts(device_types: set[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        if any(torch.is_autocast_enabled(kind) for kind in device_types):
-            torch.clear_autocast_cache()
+        for kind in filter(torch.is_autocast_enabled, device_types):
+            autocasting.forget_casts(kind)
 
 
 # ---------------------------------------------------------------- outputs without gradients

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from ..torch_private import aot, tensor_state
-from .contributions import arrivals
+from .contributions import TermCounts, arrivals
 from .joint import show_as, values_of
 
 aten = torch.ops.aten
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 def share(
     joint: fx.GraphModule, forward_outputs: int, parameters: Collection[int], blocks: Mapping[aot.Source, int]
-) -> None:
+) -> TermCounts:
     """Cast each parameter once in a block of autocast, and add up its gradients in that type.
 
     Args:
@@ -35,12 +35,17 @@ def share(
         forward_outputs: How many outputs the forward has.
         parameters: Positions of the parameters among the inputs.
         blocks: From `aot.outermost_autocasts`.
+
+    Returns:
+        Of how many terms gradients in that type are, by position of the parameter, where it is cast in the block around
+        the call only, and once: other calls in that block share the cast.
     """
+    cast_around: dict[int, int] = {}
     backwards: dict[int, list[fx.Node]] = {}
     for node in joint.graph.find_nodes(op="call_function", target=aten._to_copy.default):
         if node.meta.get("autograd_backward"):
             backwards.setdefault(node.meta["seq_nr"], []).append(node)
-    for primal, _ in aot.inputs_with_gradients(joint, forward_outputs):
+    for position, (primal, _) in enumerate(aot.inputs_with_gradients(joint, forward_outputs)):
         uses = list(primal.users) if aot.input_position(primal) in parameters else []
         casts: dict[tuple[Any, int], list[fx.Node]] = {}
         for user in uses:
@@ -56,6 +61,9 @@ def share(
                 for cast in others:
                     cast.replace_all_uses_with(first)
                     joint.graph.erase_node(cast)
+        if len(primal.users) == 1 and [block for _, block in casts] == [aot.BLOCK_AROUND]:
+            cast_around[position] = sum(map(len, casts.values()))
+    return cast_around
 
 
 def _is_like(gradient: fx.Node, primal: fx.Node) -> bool:

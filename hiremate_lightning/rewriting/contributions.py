@@ -71,6 +71,7 @@ class Contributions:
     Attributes:
         terms: For how many terms there are inputs, by position.
         of_leaves: Of how many terms the gradients of parameters are, by position, where it is more than one.
+        of_casts: Of how many terms gradients of casts are that other calls share, see `casts.share`.
     """
 
     def __init__(self, inputs: Sequence[Any], terms: TermCounts) -> None:
@@ -88,11 +89,16 @@ class Contributions:
         self._computed = [i for i in strided if i not in self._leaves]
         self._readers: list[int] = []
         self.of_leaves: TermCounts = {}
+        self.of_casts: TermCounts = {}
         self.terms: TermCounts = {position: count for position, count in terms.items() if position in self._computed}
 
     def settle(self, terms: TermCounts) -> None:
         """Store the terms that a trace has found; the next trace is the last."""
         self.terms, self._is_settled = terms, True
+
+    def note_casts(self, terms: TermCounts) -> None:
+        """Store the terms of the gradients of casts."""
+        self.of_casts = terms
 
     def expand(self, values: Sequence[Any]) -> list[Any]:
         """Add an input for each term of a gradient but the first.
@@ -248,6 +254,25 @@ def sums_alone(gradients: Sequence[Any], terms: TermCounts) -> TermCounts:
 
     def is_alone(total: Any, count: int) -> bool:
         return bool(additions(total, count)) and uses[total] == len(total.users) == 1
+
+    return {position: count for position, count in terms.items() if is_alone(gradients[position], count)}
+
+
+def casts_alone(gradients: Sequence[Any], terms: TermCounts) -> TermCounts:
+    """Return those of the gradients of casts that are cast to be a gradient of a leaf, and are read by nothing else.
+
+    Args:
+        gradients: What a captured graph's backward returns, as rewritten.
+        terms: Of how many terms they were traced, by position.
+    """
+    uses = Counter(value for value in gradients if isinstance(value, fx.Node))
+
+    def is_alone(whole: Any, count: int) -> bool:
+        if not isinstance(whole, fx.Node) or whole.target is not torch.ops.aten._to_copy.default:
+            return False
+        half: Any = whole.args[0]
+        are_alone = uses[whole] == len(whole.users) == len(half.users) == 1
+        return are_alone and (count == 1 or bool(additions(half, count)))
 
     return {position: count for position, count in terms.items() if is_alone(gradients[position], count)}
 

@@ -10,12 +10,16 @@ captured graph hands over one sum for all of its reads of the leaf. Where anothe
 has contributed before, that is another order of additions, and gives other last bits. So where all gradients of a leaf
 come from captured graphs, and one of these gives a sum of several terms, the first runs carry their sum over to the
 next, which add their terms to it one by one, and the last run hands it to autograd.
+
+In a block of autocast a parameter is cast once, for all calls in it, and its gradients are added up before they are
+cast back. So such a sum is carried over in half precision, and the last run of the block casts it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -73,10 +77,14 @@ class SavedRun(Protocol):
     Attributes:
         leaves: The leaves among its inputs, by position.
         terms: Of how many terms their gradients are, by position, where it is more than one.
+        cast_terms: The same of gradients that are cast to be those of parameters.
+        block: Stands for the block of autocast that remembers these casts; None without one.
     """
 
     leaves: Mapping[int, torch.Tensor]
     terms: Mapping[int, int]
+    cast_terms: Mapping[int, int]
+    block: object | None
 
 
 class Shared:
@@ -84,11 +92,12 @@ class Shared:
 
     Attributes:
         awaited: How many of them have not contributed yet.
+        is_of_casts: Whether it is added up in half precision, and cast at the end.
         total: The sum of the others' contributions, None before there is any.
     """
 
-    def __init__(self, awaited: int) -> None:
-        self.awaited = awaited
+    def __init__(self, awaited: int, is_of_casts: bool) -> None:
+        self.awaited, self.is_of_casts = awaited, is_of_casts
         self.total: torch.Tensor | None = None
 
 
@@ -97,14 +106,15 @@ def shared_leaves(run: SavedRun) -> dict[int, Shared]:
     notes = backward_pass.notes()
     if notes is None:
         return {}
-    ran: set[int] = notes.setdefault(RAN, set())
-    if run.terms and SHARED not in notes:
+    ran: list[SavedRun] = notes.setdefault(RAN, [])
+    if (run.terms or run.block) and SHARED not in notes:
         notes[SHARED] = _find_shared(run, ran)
-    ran.add(id(run))
-    shared: dict[int, Shared] = notes.get(SHARED, {})
+    ran.append(run)
+    shared: dict[tuple[int, object], Shared] = notes.get(SHARED, {})
     if not shared:
         return {}
-    return {position: shared[id(leaf)] for position, leaf in run.leaves.items() if id(leaf) in shared}
+    keys = {position: (id(leaf), _block_of(run, position)) for position, leaf in run.leaves.items()}
+    return {position: shared[key] for position, key in keys.items() if key in shared}
 
 
 def hand_on(gradients: Sequence[Any], shared: Mapping[int, Shared], summed: Collection[int]) -> Sequence[Any]:
@@ -127,24 +137,38 @@ def hand_on(gradients: Sequence[Any], shared: Mapping[int, Shared], summed: Coll
     return results
 
 
-def _find_shared(run: SavedRun, ran: set[int]) -> dict[int, Shared]:
-    """Return, by identity, the leaves for whose gradients the order of additions counts.
+def _block_of(run: SavedRun, position: int) -> object | None:
+    """Return the block of autocast in which the gradient of a leaf is added up before it is cast; None for others."""
+    return run.block if position in run.cast_terms else None
 
-    Only captured graphs contribute to such a gradient, none has done so yet, and one contributes a sum of terms.
+
+def _find_shared(run: SavedRun, ran: Sequence[SavedRun]) -> dict[tuple[int, object], Shared]:
+    """Return, by identity and block, the leaves for whose gradients it counts how they are added up.
+
+    Only captured graphs contribute to such a gradient. One of them contributes a sum of terms and none has run yet, or
+    several contribute in one block of autocast.
+
+    Args:
+        run: A run whose backward is about to run.
+        ran: Those whose backwards have run.
     """
     tokens = (getattr(tensor, "hiremate", None) for tensor in backward_pass.saved_by_captured())
-    runs = {id(other): other for other in (run, *tokens) if other is not None and id(other) not in ran}
+    runs = {id(other): other for other in (run, *tokens, *ran) if other is not None}
     if len(runs) == 1:
         return {}
+    begun = {(id(leaf), _block_of(other, position)) for other in ran for position, leaf in other.leaves.items()}
     leaves: dict[int, torch.Tensor] = {}
-    counts: defaultdict[int, list[int]] = defaultdict(list)  # of the terms that each run contributes
-    for other in runs.values():
+    counts: defaultdict[int, defaultdict[object, list[int]]] = defaultdict(partial(defaultdict, list))
+    for other in runs.values():  # of how many terms each one's contribution is, by leaf and block
         for position, leaf in other.leaves.items():
             leaves[id(leaf)] = leaf
-            counts[id(leaf)].append(other.terms.get(position, 1))
-    several = {leaf: len(terms) for leaf, terms in counts.items() if len(terms) > 1 and max(terms) > 1}
+            counts[id(leaf)][_block_of(other, position)].append(other.terms.get(position, 1))
     return {
-        leaf: Shared(number)
-        for leaf, number in several.items()
-        if backward_pass.terms_to(leaves[leaf]) == number and on_default_stream(leaves[leaf].device)
+        (leaf, block): Shared(len(terms), is_of_casts=block is not None)
+        for leaf, by_block in counts.items()
+        for block, terms in by_block.items()
+        if (leaf, block) not in begun
+        if len(terms) > 1 and (block is not None or (max(terms) > 1 and len(by_block) == 1))
+        if backward_pass.terms_to(leaves[leaf]) == sum(map(len, by_block.values()))
+        if on_default_stream(leaves[leaf].device)
     }

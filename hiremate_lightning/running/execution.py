@@ -18,7 +18,7 @@ from ..capturing.capture import Captured
 from ..errors import CaptureError, HiRemateError
 from ..torch_private import aot, autocasting, backward_pass, sharding, tensor_state
 from .accumulation import Leaves, addable, existing, find_leaves, hand_on, shared_leaves
-from .program import Program
+from .program import Changes, Program
 
 FREED = (
     "Trying to backward through the graph a second time, but the saved values have already been freed. "
@@ -146,10 +146,11 @@ class Part:
         totals = self._find_totals(saved.leaves)
         shared = shared_leaves(saved)
         sums = {position: own.total for position, own in sorted(shared.items()) if own.total is not None}
+        uncast = frozenset(position for position, own in shared.items() if own.is_of_casts and own.awaited > 1)
         missing = missing_gradients(tangents)
         (self.tried_without if self.trial else self.ran_without).add(missing)
-        changes = missing, frozenset(totals), frozenset(sums)
-        program = saved.program.variant(*changes) if any(changes) else saved.program
+        changes = Changes(missing, frozenset(totals), frozenset(sums), uncast)
+        program = saved.program.variant(changes) if any(changes) else saved.program
         replaced = saved.find_replaced(program.unread)
         if replaced is not None:
             shape = tuple(replaced.shape)
@@ -276,7 +277,9 @@ class Saved:
 
     __slots__ = (
         "__weakref__",
+        "block",
         "captured",
+        "cast_terms",
         "copies",
         "dtype",
         "fills_buckets",
@@ -308,7 +311,8 @@ class Saved:
         self.leaves = leaves
         self.captured = captured
         self.settings, self.dtype = tensor_state.kernel_settings(), torch.get_default_dtype()
-        self.terms = captured.terms
+        self.terms, self.cast_terms = captured.terms, captured.cast_terms
+        self.block = autocasting.block(captured.device.type) if captured.cast_terms else None
         self.has_run = self.fills_buckets = False
         self.values: list[Any] | None = values
         self.watched: list[torch.Tensor] = [

@@ -10,7 +10,7 @@ import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import fx
@@ -34,20 +34,30 @@ from .saved_values import SavedValues, saved_values
 aten = torch.ops.aten
 
 
+class Changes(NamedTuple):
+    """How a backward differs from the one to which all gradients arrive, and which gives each of its own alone.
+
+    Attributes:
+        missing: Positions of the gradients of outputs that do not arrive.
+        added: Positions of its own gradients that it adds to tensors, which it takes after the tangents.
+        carried: Positions of its own gradients whose sums it continues, which it takes after these.
+        uncast: Positions of its own gradients that it gives in half precision, before they are cast.
+    """
+
+    missing: frozenset[int] = frozenset()
+    added: frozenset[int] = frozenset()
+    carried: frozenset[int] = frozenset()
+    uncast: frozenset[int] = frozenset()
+
+
+NO_CHANGES = Changes()
+
+
 class Variant(Protocol):
-    """Makes the program of another backward than the one to which all gradients arrive."""
+    """Makes the program of another backward."""
 
-    def __call__(
-        self, missing: frozenset[int], added: frozenset[int], carried: frozenset[int], overwrites: bool = True
-    ) -> Program:
-        """Return the program.
-
-        Args:
-            missing: Positions of the gradients of outputs that do not arrive.
-            added: Positions of its own gradients that it adds to tensors, which it takes after the tangents.
-            carried: Positions of its own gradients whose sums it continues, which it takes after these.
-            overwrites: Whether results may take the memory of gradients that die.
-        """
+    def __call__(self, changes: Changes, overwrites: bool = True) -> Program:
+        """Return the program; with `overwrites` results may take the memory of gradients that die."""
 
 
 @dataclass(frozen=True)
@@ -99,13 +109,11 @@ def build(captured: Captured, schedule: Schedule, host: HostMemory | None = None
     backward = _backward_module(captured, schedule, saved, present)
 
     @functools.cache
-    def variant(
-        missing: frozenset[int], added: frozenset[int], carried: frozenset[int], overwrites: bool = True
-    ) -> Program:
-        absence = find_absent(captured, missing) if missing else present
+    def variant(changes: Changes, overwrites: bool = True) -> Program:
+        absence = find_absent(captured, changes.missing) if changes.missing else present
         absence = replace(absence, overwrites={**absence.overwrites, **takes} if overwrites else {})
-        module = _backward_module(captured, schedule, saved, absence, added, carried)
-        if missing:
+        module = _backward_module(captured, schedule, saved, absence, changes)
+        if changes.missing:
             module.graph.eliminate_dead_code()
         backward = compiled(module)
         return replace(program, backward=backward, backward_module=module, unread=_unread(module))
@@ -181,16 +189,17 @@ def _backward_module(
     schedule: Schedule,
     saved: Sequence[fx.Node],
     absence: Absence,
-    added: frozenset[int] = frozenset(),
-    carried: frozenset[int] = frozenset(),
+    changes: Changes = NO_CHANGES,
 ) -> fx.GraphModule:
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     for value in (*saved, *captured.tangents):
         values[value] = _placeholder(graph, value.name, value)
     gradients = captured.backward_outputs
-    totals = {position: _placeholder(graph, f"total_{position}", gradients[position]) for position in sorted(added)}
-    sums = [_Sum(captured, p, _placeholder(graph, f"carried_{p}", gradients[p])) for p in sorted(carried)]
+    totals = {p: _placeholder(graph, f"total_{p}", gradients[p]) for p in sorted(changes.added)}
+    sums = [_Sum(captured, p, graph, is_cast=p not in changes.uncast) for p in sorted(changes.carried)]
+    halves = {gradients[p]: gradients[p].args[0] for p in changes.uncast - changes.carried}
+    absence = replace(absence, replaced={**absence.replaced, **halves})
     _copy_constants(captured, graph, values)
     _Emitter(captured, graph, values, _Copies(captured, schedule), absence, sums).emit(schedule.backward)
     there = (v if isinstance(v, fx.Node) and v not in absence.values else None for v in gradients)
@@ -199,7 +208,7 @@ def _backward_module(
         _add_at_once(graph, total, results[position])
         results[position] = None
     for own in sums:
-        results[own.position] = own.finish(graph, results[own.position])
+        results[own.position] = own.finish(results[own.position])
     graph.output(tuple(results))
     return module_of(captured.joint, graph, "PlannedBackward")
 
@@ -229,27 +238,40 @@ class _Sum:
 
     Attributes:
         position: Of the input whose gradient it is.
-        terms: By node that adds terms of it in the captured graph, these terms; nothing for a single term.
+        terms: By node that adds terms of it in the captured graph, or casts it, these terms; nothing for a single term
+            that is not cast.
     """
 
-    def __init__(self, captured: Captured, position: int, carried: fx.Node) -> None:
+    def __init__(self, captured: Captured, position: int, graph: fx.Graph, is_cast: bool) -> None:
         self.position = position
         self.terms: dict[fx.Node, list[fx.Node]] = {}
-        if position in captured.terms:
-            for term, adding in additions(captured.backward_outputs[position], captured.terms[position]):
-                self.terms.setdefault(adding, []).append(term)
-        self._total = carried
+        gradient, count = captured.backward_outputs[position], captured.terms.get(position, 1)
+        self._cast = gradient if position in captured.cast_terms else None
+        self._is_cast = is_cast and self._cast is not None
+        if self._cast is not None:
+            gradient, count = gradient.args[0], captured.cast_terms[position]
+            self.terms[self._cast] = [gradient] if count == 1 else []
+        for term, adding in additions(gradient, count) if count > 1 else ():
+            self.terms.setdefault(adding, []).append(term)
+        self._graph, self._total = graph, _placeholder(graph, f"carried_{position}", gradient)
 
-    def add(self, graph: fx.Graph, term: fx.Node) -> fx.Node:
-        """Add a term."""
-        self._total = graph.call_function(aten.add_.Tensor, (self._total, term))
+    def add(self, terms: Sequence[fx.Node], node: fx.Node | None = None) -> fx.Node:
+        """Add terms, at a node of the captured graph; return what stands for its value: the sum, cast by its cast."""
+        for term in terms:
+            self._total = self._graph.call_function(aten.add_.Tensor, (self._total, term))
+        return self._in_full() if node is self._cast else self._total
+
+    def _in_full(self) -> fx.Node:
+        if self._is_cast and self._cast is not None:
+            kwargs = dict(self._cast.kwargs)
+            self._total, self._is_cast = self._graph.call_function(aten._to_copy.default, (self._total,), kwargs), False
         return self._total
 
-    def finish(self, graph: fx.Graph, gradient: fx.Node | None) -> fx.Node:
+    def finish(self, gradient: fx.Node | None) -> fx.Node:
         """Return the sum with all terms; the gradient is a single term, or the sum so far."""
         if gradient is not None and not self.terms:
-            self.add(graph, gradient)
-        return self._total
+            self.add([gradient])
+        return self._in_full()
 
 
 class _Copies:
@@ -342,9 +364,8 @@ class _Emitter:
 
     def _add(self, own: _Sum, node: fx.Node) -> None:
         """Add terms to a sum that goes on, those that have arrived."""
-        for term in own.terms[node]:
-            if term not in self._absence.values:
-                self.values[node] = own.add(self._graph, self.values[term])
+        there = [self.values[term] for term in own.terms[node] if term not in self._absence.values]
+        self.values[node] = own.add(there, node)
 
     def _replay(self, record: Node, node: fx.Node) -> None:
         """Compute the results of a captured node again, by another operation."""

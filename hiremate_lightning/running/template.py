@@ -27,7 +27,7 @@ from ..records.step import Decisions
 from ..rewriting.straight_line import Writer, compile_lines
 from ..torch_private import aot
 from .copies import HostMemory
-from .program import Program, build
+from .program import Changes, Program, build
 
 KEPT = 32  # templates of one captured code, by schedule
 _PLACE = "\0"  # marks the place of a number in a source, on both sides
@@ -64,7 +64,7 @@ class ProgramTemplate:
             raise NoTemplateError(f"The same decisions are other schedules at the sizes {sizes}")
         self._forward = _Template([program.forward_module for program in self._programs], sizes)
         self._backward = _Template([program.backward_module for program in self._programs], sizes)
-        self._variants: dict[tuple[frozenset[int], ...], tuple[Program, _Template]] = {}
+        self._variants: dict[Changes, tuple[Program, _Template]] = {}
 
     def is_proved_at(self, sizes: Sizes, without: Collection[frozenset[int]] = ()) -> bool:
         """Whether its programs are taken to give eager PyTorch's bits at some sizes, where some gradients don't come.
@@ -87,36 +87,28 @@ class ProgramTemplate:
     def at(self, sizes: Sizes) -> Program:
         """Return the program for some sizes."""
 
-        def variant(
-            missing: frozenset[int], added: frozenset[int], carried: frozenset[int], overwrites: bool = True
-        ) -> Program:
-            key = missing, added, carried
-            if key not in self._variants:
-                self._variants[key] = self._make_variant(*key)
-            program, template = self._variants[key]
+        def variant(changes: Changes, overwrites: bool = True) -> Program:
+            if changes not in self._variants:
+                self._variants[changes] = self._make_variant(changes)
+            program, template = self._variants[changes]
             return replace(program, backward=template.at(sizes))
 
         forward, backward = self._forward.at(sizes), self._backward.at(sizes)
         return replace(self._programs[0], forward=forward, backward=backward, variant=variant)
 
-    def _make_variant(
-        self, missing: frozenset[int], added: frozenset[int], carried: frozenset[int]
-    ) -> tuple[Program, _Template]:
+    def _make_variant(self, changes: Changes) -> tuple[Program, _Template]:
         """Make the backward for some changes. It overwrites nothing where samples differ in what may be overwritten.
 
         It is made in a backward, where nothing can be traced. All numbers that it may need have expressions, see
         `CodeTemplate`.
         """
-        changes = missing, added, carried
         try:
-            return self._variant_of_samples(*changes, overwrites=True)
+            return self._variant_of_samples(changes, overwrites=True)
         except NoTemplateError:
-            return self._variant_of_samples(*changes, overwrites=False)
+            return self._variant_of_samples(changes, overwrites=False)
 
-    def _variant_of_samples(
-        self, missing: frozenset[int], added: frozenset[int], carried: frozenset[int], overwrites: bool
-    ) -> tuple[Program, _Template]:
-        programs = [program.variant(missing, added, carried, overwrites) for program in self._programs]
+    def _variant_of_samples(self, changes: Changes, overwrites: bool) -> tuple[Program, _Template]:
+        programs = [program.variant(changes, overwrites) for program in self._programs]
         return programs[0], _Template([program.backward_module for program in programs], self._sizes)
 
 

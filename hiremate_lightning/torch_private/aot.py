@@ -262,11 +262,13 @@ def source_of(node: fx.Node) -> Source | None:
 def outermost_autocasts(module: fx.GraphModule) -> dict[Source, int]:
     """Number the blocks of autocast that are within no other, by the nodes in them that run where casts are remembered.
 
-    The body of a call, of `torch.utils.checkpoint` say, runs where it is called; Dynamo makes one for each call.
+    Only the block around the call is number `BLOCK_AROUND`. The body of a call, of `torch.utils.checkpoint` say, runs
+    where it is called; Dynamo makes one for each call.
     """
     return _Autocasts().walk(module)
 
 
+BLOCK_AROUND = 0
 _CASTS_BY_HAND = tuple(("call_method", name) for name in ("to", "type", "type_as", "bfloat16", "half"))
 
 
@@ -275,7 +277,7 @@ class _Autocasts:
 
     def __init__(self) -> None:
         self._remembers = [torch.is_autocast_cache_enabled()]  # in each open block, the innermost last
-        self._outside, self._number = autocasting.open_blocks(), 0
+        self._outside, self._number = autocasting.open_blocks(), BLOCK_AROUND
 
     def walk(self, module: fx.GraphModule) -> dict[Source, int]:
         """Number the nodes of some code, and of the bodies that it calls."""

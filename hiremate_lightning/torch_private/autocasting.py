@@ -10,15 +10,19 @@ what failed in them, and frames hold guards of PyTorch's dispatcher.
 
 from __future__ import annotations
 
+import gc
 import logging
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx import graph_module
+
+from . import tensor_state
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -92,6 +96,45 @@ def open_blocks() -> int:
     return int(torch.autocast_decrement_nesting())
 
 
+BLOCK = "hiremate block"  # in the metadata of a cast that a block of autocast remembers
+
+
+def block(kind: str) -> object | None:
+    """Return what stands for the outermost open block of autocast, in which casts are remembered; None outside of one.
+
+    AOTAutograd leaves autocast for what it calls; the block is open all the same.
+
+    Args:
+        kind: The kind of device.
+    """
+    cast = _remembered_cast(kind) if open_blocks() else None
+    return None if cast is None else cast.metadata.setdefault(BLOCK, object())
+
+
+def forget_casts(kind: str) -> None:
+    """Let autocast forget what it has cast; the open block stays what it was."""
+    before = block(kind)
+    torch.clear_autocast_cache()
+    cast = _remembered_cast(kind)
+    if before is not None and cast is not None:
+        cast.metadata[BLOCK] = before
+
+
+def _remembered_cast(kind: str) -> Any:
+    """Return the node of the cast of an empty parameter, which autocast remembers as it does those of all others."""
+    parameter, key = _empty_on(kind), getattr(torch._C.DispatchKey, f"Autocast{kind.upper()}")
+    with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(key, False):
+        product = torch.mm(parameter, parameter).grad_fn
+    cast = None if product is None else product.next_functions[0][0]
+    return cast if cast is not None and cast.name().startswith("ToCopy") else None
+
+
+@cache
+def _empty_on(kind: str) -> torch.Tensor:
+    with torch.inference_mode(mode=False), tensor_state.real_mode():
+        return torch.empty(0, 0, dtype=torch.float32, device=kind, requires_grad=True)
+
+
 @contextmanager
 def not_printed() -> Iterator[None]:
     """Log at debug level, for a while, what graph modules print of a failure in them."""
@@ -113,18 +156,19 @@ def not_printed() -> Iterator[None]:
 
 @contextmanager
 def releasing_frames() -> Iterator[None]:
-    """Clear the frames of an error on its way through.
+    """Clear the frames of an error on its way through, and set the keys of PyTorch's dispatcher as they were before.
 
-    A frame may hold a guard of PyTorch's dispatcher (`_tensor_str._str` has one), which sets the keys of its time again
+    A frame may hold a guard of the dispatcher (`_tensor_str._str` has one), which sets the keys of its time again
     whenever it is collected: those of a transform of torch.func that is long over.
     """
-    try:
-        yield
-    except BaseException as error:  # Ctrl-C too: its frames hold the same guards
-        with torch._C._PreserveDispatchKeyGuard():
+    with torch._C._PreserveDispatchKeyGuard():
+        try:
+            yield
+        except BaseException as error:  # Ctrl-C too: its frames hold the same guards
             for met in _chain(error):
                 traceback.clear_frames(met.__traceback__)
-        raise
+            gc.collect()  # since 2.14 Dynamo handles errors of the code as that would, and frames stay in circles
+            raise
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:

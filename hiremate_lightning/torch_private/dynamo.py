@@ -89,7 +89,7 @@ def capturing_for_plans(
         hear()
         if user_compiled.is_authors(arguments[4]):
             return _capture(code, *arguments, **options)
-        with answers() if hacks.is_on("answers") else nullcontext(), autocasting.releasing_frames():
+        with answers() if hacks.is_on("answers") else nullcontext():
             return capture(code, *arguments, **options)
 
     before = convert_frame._compile, _innermost.hear
@@ -125,6 +125,7 @@ def _capture_with(
     # These log a break of a graph over many lines: not where nobody asked for that.
     logs_of_breaks = [(each, "disabled", True) for each in _BREAK_LOGS if not each.isEnabledFor(logging.INFO)]
     with (
+        autocasting.releasing_frames(),  # around the collection, which may take what other captures have left
         settings,
         replaced(is_static, *logs_of_breaks),
         warnings.catch_warnings(),
@@ -165,6 +166,8 @@ def _give_up(code: types.CodeType, error: Exception) -> None:
     _given_up.add(_whole(code))
     if isinstance(error, TorchRuntimeError):
         _in_doubt[code] = _with_explanation(str(error)).rpartition(_GOT)[2].split(_LINE_END)[0]
+    elif _RAISED in str(error):  # since 2.14 where code passes a failure on, from a `finally` for example
+        _in_doubt[code] = str(error).partition(_RAISED)[2].split("\n")[0].split(_LINE_END)[0]
 
 
 def _whole(code: types.CodeType) -> types.CodeType:
@@ -251,6 +254,7 @@ _SETTINGS = {name: wish for name, wish in _WISHES.items() if hasattr(dynamo_conf
 _WHY = "Explanation: "  # begins a line of a reason for a graph break
 _SITE = re.compile(r"^.*/site-packages/")
 _GOT, _LINE_END = ": got ", r"\n"  # in such a line, before an error as Python represents it, and in that
+_RAISED = "context: raised exception "  # before an error that traced code did not handle
 _BREAK_LOGS = [logging.getLogger(f"torch._dynamo.{name}") for name in ("exc", "variables.tensor")]
 _GUARDS_LOG = logging.getLogger("torch._guards")
 _captured: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that it did not fail on, once at least

@@ -300,6 +300,8 @@ def _with_numbers(module: fx.GraphModule, numbers: Mapping[int, int]) -> fx.Grap
     for node in module.graph.nodes:
         if node not in values:
             sizes = _numbers_at(node, symbols)
+            if sizes is None and node.op == "call_method" and isinstance(values.get(node.args[0]), int):
+                sizes = _call_method(node, values)  # of a size that is a number now, `__index__` for example
             values[node] = graph.node_copy(node, values.__getitem__) if sizes is None else sizes
             if node.op == "placeholder":
                 values[node]._dynamo_source = node._dynamo_source
@@ -307,6 +309,11 @@ def _with_numbers(module: fx.GraphModule, numbers: Mapping[int, int]) -> fx.Grap
     copy.meta = {**module.meta, NUMBERS: symbols}
     copy._param_name_to_source = module._param_name_to_source
     return copy
+
+
+def _call_method(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    number, *others = fx.node.map_arg(node.args, values.__getitem__)
+    return getattr(number, str(node.target))(*others)
 
 
 def _numbers_at(node: fx.Node, numbers: Mapping[Any, int]) -> Any:

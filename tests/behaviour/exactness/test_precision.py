@@ -141,6 +141,67 @@ def test_a_layer_that_is_used_again_in_blocks_of_autocast_is_exact(blocks, remem
     train_both(lambda: SharedInside(blocks, remembers), simple_loop(rows))
 
 
+class Again(nn.Module):
+    """Applies layers to rows, the first of them so many times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.again, self.rest, self.times = nn.Linear(WIDTH, WIDTH), layers(), times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = torch.tanh(self.again(x)).to(x.dtype) + x
+        return self.rest(x)
+
+
+def in_one_block(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return square_error(module(x) - module(y)) + square_error(module(x * y))
+
+
+def one_of_three_unused(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return sum(square_error(output) for output in (module(x), module(y), module(x + y))[::2])
+
+
+def in_two_blocks(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return in_one_block(module, x, y) + in_one_block(module, y, x)
+
+
+def one_outside(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return in_one_block(module, x, y) + square_error(module(y))
+
+
+def without_memory_of_casts(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        return square_error(module(x) - module(y))
+
+
+def of_other_sizes(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return square_error(module(x)) + square_error(module(y[:-3]))
+
+
+@pytest.mark.parametrize(
+    "loss_of", [in_one_block, one_of_three_unused, in_two_blocks, one_outside, without_memory_of_casts, of_other_sizes]
+)
+@pytest.mark.parametrize("times", [1, 3])
+def test_calls_that_share_the_casts_of_a_block_are_exact(loss_of, times):
+    """Autocast casts a weight once in a block, so that the gradients of all calls are added up in half precision."""
+
+    def loop(module: nn.Module) -> Log:
+        log: Log = []
+        for index in range(4):
+            if index % 2 == 0:
+                module.zero_grad()
+            loss = loss_of(module, rows(index), rows(index + 10))
+            loss.backward()
+            log += [loss.detach(), *leave_behind(module)]
+        return log
+
+    train_both(partial(Again, times), loop, "60%")
+
+
 class SharedInCheckpoints(nn.Module):
     """Calls a layer in each of several checkpoints, without gradients too where that is asked for."""
 

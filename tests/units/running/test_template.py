@@ -20,7 +20,7 @@ from hiremate_lightning.records.costs import estimate
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.step import Decisions
 from hiremate_lightning.running import program as program_module
-from hiremate_lightning.running.program import Program, build
+from hiremate_lightning.running.program import Changes, Program, build
 from hiremate_lightning.running.template import NoTemplateError, ProgramTemplate
 
 NOTHING: frozenset[int] = frozenset()
@@ -77,7 +77,7 @@ def results(
     with torch.no_grad():
         forward = list(program.forward(values[:count]))
         tangents = [None if i in missing else value for i, value in enumerate(values[count:])]
-        program = program.variant(missing, added, NOTHING) if missing or added else program
+        program = program.variant(Changes(missing, added)) if missing or added else program
         return [*forward[:outputs], *program.backward([*forward[outputs:], *tangents, *totals]), *totals]
 
 

@@ -598,3 +598,20 @@ def test_settings_show_the_precision_of_products():
         assert tensor_state.settings() != before
     finally:
         torch.set_float32_matmul_precision(found)
+
+
+def test_a_block_of_autocast_stays_the_same_while_it_is_open():
+    def here():
+        return autocasting.block("cpu")
+
+    assert here() is None
+    with torch.autocast("cpu", torch.bfloat16):
+        first = here()
+        with torch.autocast("cpu", torch.bfloat16), torch._C._DisableAutocast():
+            assert here() is first
+        autocasting.forget_casts("cpu")
+        assert here() is first
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            assert here() is not first
+    with torch.autocast("cpu", torch.bfloat16):
+        assert here() not in (first, None)
