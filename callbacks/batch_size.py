@@ -25,12 +25,16 @@ from hiremate_lightning.errors import HiRemateWarning
 from hiremate_lightning.options import SessionOptions, make_options, make_size_options
 from hiremate_lightning.sizes.batch_size import SizeFinder
 from hiremate_lightning.sizes.size_result import BatchSizeResult
-from hiremate_lightning.sizes.size_trials import SizeTask, TrialSession
+from hiremate_lightning.sizes.size_trials import SizeTask, TrialSteps
 from hiremate_lightning.sizes.training_state import TrainingState
 from hiremate_lightning.targets.candidates import Target
 from hiremate_lightning.units import Budget, parse_budget
 
 MODE = "plan"
+UNPLANNED = (
+    "This Trainer has no HiRemateCallback: the size that HiRemateBatchSizeFinder finds fits under a plan only. "
+    "Add HiRemateCallback with the same budget."
+)
 
 
 class HiRemateBatchSizeFinder(BatchSizeFinder):
@@ -188,20 +192,20 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
         """
         planner = planner_of(trainer)
         trials = _Trials(trainer, pl_module, self._batch_arg_name, self._longest_batch)
-        asked = self._asked
-        if self._budget is None and planner is not None:
-            asked = replace(asked, budget=planner.options.budget)
-        target = self._target if self._target is not None or planner is None else planner.target
+        asked, target = self._asked, self._target
+        if planner is not None:
+            asked = replace(asked, budget=self._budget or planner.options.budget)
+            target = planner.target if target is None else target
         before = int(lightning_getattr(pl_module, self._batch_arg_name) or 0)
         with ExitStack() as stack:
-            if planner is None:
-                self._say_unplanned()
-            else:
+            if planner is not None:
                 stack.enter_context(planner.paused(trainer, pl_module))
+            else:
+                warnings.warn(UNPLANNED, HiRemateWarning, stacklevel=3)
             stack.enter_context(trials)
             self.result = self._search(trials, asked, target)
         self._set(trainer, pl_module, self.result.size)
-        self._say_what_changes(trainer, before)
+        self._say_what_changes(trainer, before, self.result.size)
         if self._early_exit:
             raise _TunerExitException
 
@@ -212,39 +216,26 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
             lambda session: targets_for(trials.module, session, target),
             trials.validate if trials.has_validation else None,
         )
-        with ExitStack() as stack:
-            state = trials.state()
-            stack.callback(state.restore)  # making a loader draws random numbers
+        state = trials.state()
+        try:
             longest = min(self._sizes.max_val, trials.dataset_length(self._sizes.init_val))
             options = replace(self._sizes, init_val=min(self._sizes.init_val, longest), max_val=longest)
             return SizeFinder(task, asked, options).find(state)
+        finally:
+            state.restore()  # making a loader draws random numbers
 
     def _set(self, trainer: pl.Trainer, pl_module: pl.LightningModule, size: int) -> None:
         self.optimal_batch_size = size
-        lightning_setattr(pl_module, self._batch_arg_name, size)
-        _forget_loaders(trainer)
+        _set_size(trainer, pl_module, self._batch_arg_name, size)
 
-    def _say_unplanned(self) -> None:
-        warnings.warn(
-            "This Trainer has no HiRemateCallback: the size that HiRemateBatchSizeFinder finds fits under a plan only. "
-            "Add HiRemateCallback with the same budget.",
-            HiRemateWarning,
-            stacklevel=4,
-        )
-
-    def _say_what_changes(self, trainer: pl.Trainer, before: int) -> None:
-        assert self.result is not None, "the search has ended"
-        size, name = self.result.size, self._batch_arg_name
+    def _say_what_changes(self, trainer: pl.Trainer, before: int, size: int) -> None:
         if size == before:
             return
-        parts = trainer.world_size * trainer.accumulate_grad_batches
-        advice = ""
-        if size < before and before % size == 0:
-            more = trainer.accumulate_grad_batches * before // size
-            advice = f" accumulate_grad_batches={more} would keep the effective size at {before * parts}."
-        elif size > before and trainer.accumulate_grad_batches > 1:
-            fewer = max(1, trainer.accumulate_grad_batches * before // size)
-            advice = f" accumulate_grad_batches={fewer} would keep the effective size near {before * parts}."
+        name, accumulated = self._batch_arg_name, trainer.accumulate_grad_batches
+        parts, advice = trainer.world_size * accumulated, ""
+        if before and (before % size == 0 or (size > before and accumulated > 1)):
+            kept, near = max(1, accumulated * before // size), "at" if before % size == 0 else "near"
+            advice = f" accumulate_grad_batches={kept} would keep the effective size {near} {before * parts}."
         rank_zero_info(
             f"{name} is now {size}, it was {before}: each step of the optimizer sees {size * parts} instead of "
             f"{before * parts} (devices x accumulate_grad_batches x {name}). The learning rate was left as it is; it "
@@ -252,28 +243,27 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
         )
 
 
-def _forget_loaders(trainer: pl.Trainer) -> None:
-    """Make the loops ask for their data loaders again."""
+def _set_size(trainer: pl.Trainer, module: pl.LightningModule, name: str, size: Any) -> None:
+    """Set the attribute that holds the size, and make the loops ask for their data loaders again."""
+    lightning_setattr(module, name, size)
     for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop):
         loop._combined_loader = None
         loop._data_fetcher = None
 
 
 class _Probe(Callback):
-    """Tells a session where a step begins and ends."""
+    """Tells a trial where a step begins and ends."""
 
-    def __init__(self, session: TrialSession) -> None:
-        self._session = session
+    def __init__(self, trial: TrialSteps) -> None:
+        self._trial = trial
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._session.expect_batch(batch)
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, *_: Any) -> None:
+        self._trial.step_begins(batch)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._session.finish(batch)
+        self._trial.step_ends(batch)
 
 
 class _OneBatch(IterableDataset[Any]):
@@ -301,13 +291,9 @@ class _Trials:
         name: str,
         longest_batch: Callable[[int], Any] | None,
     ) -> None:
-        self.module = module
-        self._trainer = trainer
-        self._name = name
-        self._longest_batch = longest_batch
-        self.has_validation = trainer.enable_validation
-        loop = trainer.fit_loop
-        epoch = loop.epoch_loop
+        self.module, self.has_validation = module, trainer.enable_validation
+        self._trainer, self._name, self._longest_batch = trainer, name, longest_batch
+        loop, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         parts = (trainer, loop, epoch, epoch.val_loop, epoch.automatic_optimization, epoch.manual_optimization)
         self._attributes = [(part, dict(part.__dict__)) for part in parts]
         self._progress = copy.deepcopy(loop.state_dict())
@@ -328,8 +314,7 @@ class _Trials:
         self.module.__dict__.update(self._plain)
         self._trainer._logger_connector.reset_results()
         self._trainer._logger_connector.reset_metrics()
-        lightning_setattr(self.module, self._name, self._size)
-        _forget_loaders(self._trainer)
+        self._set(self._size)
 
     def _restart(self) -> None:
         loop = self._trainer.fit_loop
@@ -354,22 +339,24 @@ class _Trials:
             return 2**62
         return max(1, length // self._trainer.world_size)
 
-    def _set(self, size: int) -> None:
-        lightning_setattr(self.module, self._name, size)
-        _forget_loaders(self._trainer)
+    def _set(self, size: Any) -> None:
+        _set_size(self._trainer, self.module, self._name, size)
 
-    def train(self, size: int, session: TrialSession) -> None:
-        """Run one training step."""
-        trainer = self._trainer
+    def train(self, size: int, trial: TrialSteps) -> None:
+        """Run one training step, on the batch that `longest_batch` gives where there is one."""
+        trainer, loop = self._trainer, self._trainer.fit_loop
         self._set(size)
         self._restart()
-        trainer.callbacks = [_Probe(session)]  # type: ignore[attr-defined]
-        trainer.fit_loop.epoch_loop.max_steps = trainer.global_step + 1
-        with _quiet(), self._longest(size):
-            trainer.fit_loop.run()
+        trainer.callbacks = [_Probe(trial)]  # type: ignore[attr-defined]
+        loop.epoch_loop.max_steps = trainer.global_step + 1
+        if self._longest_batch is not None:
+            data = DataLoader(_OneBatch(self._longest_batch(size)), batch_size=None)
+            loop._data_source = _DataLoaderSource(data, loop._data_source.name)
+        with _quiet():
+            loop.run()
 
-    def validate(self, size: int, session: TrialSession) -> int:
-        """Run one step of validation, and give its peak."""
+    def validate(self, size: int) -> None:
+        """Run one step of validation."""
         trainer = self._trainer
         self._set(size)
         trainer.callbacks = []  # type: ignore[attr-defined]
@@ -377,23 +364,10 @@ class _Trials:
         trainer.validating = True
         try:
             with _quiet():
-                return session.peak_of(trainer.fit_loop.epoch_loop.val_loop.run, ())
+                trainer.fit_loop.epoch_loop.val_loop.run()
         finally:
             trainer.training = True
             trainer.limit_val_batches = 0
-
-    @contextmanager
-    def _longest(self, size: int) -> Iterator[None]:
-        """Make the training loop load the batch that `longest_batch` gives."""
-        loop = self._trainer.fit_loop
-        source = loop._data_source
-        if self._longest_batch is not None:
-            data = DataLoader(_OneBatch(self._longest_batch(size)), batch_size=None)
-            loop._data_source = _DataLoaderSource(data, source.name)
-        try:
-            yield
-        finally:
-            loop._data_source = source
 
 
 @contextmanager

@@ -173,10 +173,15 @@ class HiRemateCallback(Callback):
             self._targets.session.expect_batch(batch)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """End the step: what follows (validation, checkpoints, the next batch) is not measured."""
-        if self._targets is not None:
-            self._targets.session.end_step()
-            self._log(trainer)
+        """End the step, since what follows (validation, checkpoints, the next batch) is not measured; log new plans."""
+        if self._targets is None:
+            return
+        self._targets.session.end_step()
+        if self._unlogged is not None:
+            metrics = plan_metrics(self._unlogged, len(self.plans))
+            self._unlogged = None
+            for logger in trainer.loggers:  # these write on rank zero only
+                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Detach from the model."""
@@ -194,15 +199,6 @@ class HiRemateCallback(Callback):
 
     def _note(self, plan: Plan) -> None:
         self.plan = self._unlogged = plan
-
-    def _log(self, trainer: pl.Trainer) -> None:
-        """Log what is new of a plan; loggers write on rank zero only."""
-        if self._unlogged is None or self._targets is None:
-            return
-        metrics = plan_metrics(self._unlogged, len(self.plans))
-        self._unlogged = None
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def _refuse(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         others = [c for c in trainer.callbacks if isinstance(c, HiRemateCallback) and c is not self]  # type: ignore[attr-defined]

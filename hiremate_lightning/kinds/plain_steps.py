@@ -28,7 +28,7 @@ from ..records.graph import OUTSIDE, bytes_of
 from ..records.resizing import Bytes, Resizing
 from ..records.schedule import as_written, lower
 from ..records.simulation import Allocations, allocations
-from .captured_step import CapturedStep
+from .recorded_step import CapturedStep
 from .step_kind import StepKind
 
 UNMEASURED_RATIO = 1.3  # of what grows with the sizes in eager PyTorch to the same in the captured graph

@@ -1,16 +1,19 @@
-"""What a kind of step runs, as the record of one such step shows it."""
+"""What a kind of step runs, as the record of one such step shows it, and as predictions of eager steps need it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
+from ..calls.given import ModuleCall
 from ..capturing.capture import Captured
 from ..measuring.resident import Resident
 from ..memory.allocator import in_blocks
 from ..planning.solvers.base import Strategy
 from ..records.costs import Profile
 from ..records.graph import Graph, StorageKind
+from ..records.resizing import Sample
 from ..records.same_code import at_size, is_no_larger
 from ..records.schedule import Schedule
 from ..records.step import Call, Decisions, Step, holding, merge
@@ -204,3 +207,44 @@ class RecordedStep:
         )
         is_same = all(call.added == before.added for call, before in zip(calls, self.calls, strict=True))
         return self if is_same else replace(self, calls=calls, merged={})
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedStep:
+    """A step that was captured, as predictions of eager steps need it (`plain_steps`).
+
+    Attributes:
+        calls: What each call of a planned module was given in it, in order.
+        code: Stands for its code: equal for all steps that run the same code, at whatever sizes.
+        total_bytes: Bytes of all its values.
+        margin_bytes: By how much it was measured above what was predicted.
+        is_on_host: Whether it ran on a CPU, which reads what was put aside in the memory of its files.
+        read: Returns the step, its inputs left out.
+        source: What it was made from: where that changes, it is made anew.
+    """
+
+    calls: tuple[ModuleCall, ...]
+    code: Hashable
+    total_bytes: int
+    margin_bytes: int
+    is_on_host: bool
+    read: Callable[[], Sample]
+    source: tuple[object, ...] = ()
+
+    @staticmethod
+    def of(
+        step: RecordedStep, calls: Sequence[ModuleCall], code: Hashable, source: tuple[object, ...] = ()
+    ) -> CapturedStep:
+        """Describe a recorded step; the other arguments are fields of the description."""
+
+        def read() -> Sample:
+            merged, storages = step.merge(), sum(len(call.call.graph.storages) for call in step.calls)
+            return Sample((), merged.graph, merged.profile, storages)
+
+        is_on_host = step.calls[0].captured.device.type == "cpu"
+        return CapturedStep(tuple(calls), code, step.bytes_from(0), step.margin_bytes, is_on_host, read, source)
+
+    @cached_property
+    def sample(self) -> Sample:
+        """The step."""
+        return self.read()

@@ -1,9 +1,9 @@
-"""The sizes of the calls of a step that are still to come, where all of its code has templates."""
+"""Sizes of calls: those that vary from call to call, and those of calls to come where all code has templates."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..capturing.capture import Captured
 from ..records.costs import Profile
@@ -12,6 +12,35 @@ from ..records.expressions import LEAST_SAMPLES, NoTemplateError, Sizes, find_ex
 log = logging.getLogger("hiremate_lightning")
 
 REMEMBERED = 8  # sizes of steps
+MOST_SEEN = 16  # different shapes of what one call was given
+
+
+class VaryingSizes:
+    """The sizes of the latest call of a model that differ from call to call, once three calls have differed.
+
+    Args:
+        weights: Returns the shapes of the model's weights. A dimension that always has a size that varies elsewhere
+            can't be told from that one: such a size is left out.
+    """
+
+    def __init__(self, weights: Callable[[], Iterable[Sizes]]) -> None:
+        self._weights = weights
+        self._seen: dict[tuple[object, ...], list[Sizes]] = {}  # different sizes of each call, by its name and ranks
+        self._varied = set[int]()  # of the latest call
+
+    def called(self, name: str, shapes: Sequence[Sizes]) -> None:
+        """Add a call, with the shapes of its arguments."""
+        sizes = tuple(size for shape in shapes for size in shape)
+        seen = self._seen.setdefault((name, *map(len, shapes)), [])
+        if sizes not in seen and len(seen) < MOST_SEEN:
+            seen.append(sizes)
+        columns = list(zip(*seen, sizes, strict=True)) if len(seen) > 2 else []
+        fixed = {column[-1] for column in columns if len(set(column)) == 1}
+        self._varied = {column[-1] for column in columns} - fixed
+
+    def __iter__(self) -> Iterator[int]:
+        """Go through the sizes."""
+        return iter(self._varied.difference(*self._weights()))
 
 
 class SizesOfCalls:

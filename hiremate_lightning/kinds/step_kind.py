@@ -18,8 +18,7 @@ from ..planning.ladder import Ladder
 from ..planning.plan import Plan
 from ..planning.solvers.base import Solution
 from ..running.program import Program
-from .captured_step import CapturedStep, describe
-from .recorded_step import RecordedStep
+from .recorded_step import CapturedStep, RecordedStep
 from .sizes_of_calls import SizesOfCalls
 
 GraphNumbers = tuple[int, ...]  # of the captured graphs that a step runs forward, in order
@@ -198,7 +197,7 @@ class StepKind:
         step, before, calls = self.recorded, self.recorded.resident, self.given or ()
         source = id(step.calls), step.margin_bytes, (before.kept, before.stale_bytes, before.left_bytes), calls
         if self.captured is None or self.captured.source != source:
-            return describe(step, calls, self.code or self, source)
+            return CapturedStep.of(step, calls, self.code or self, source)
         return self.captured
 
     def forget_step(self) -> None:

@@ -139,11 +139,6 @@ class WatchPolicy:
             return Reason.GROWN
         return Reason.AGAIN if expected.may_grow else None
 
-    def _is_due(self, reason: Reason, expected: Expected) -> bool:
-        own = self._of(expected.foreseen if reason is Reason.PLAN else expected.kind)
-        is_any_left = reason is not Reason.PLAN or TO_PLAN.is_due(self._looks_to_plan, self._count)
-        return is_any_left and SCHEDULES[reason].is_due(own.looks[reason], own.steps)
-
     # ---------------------------------------------------------------- what it learns
 
     def _of(self, kind: StepKind | None) -> Watched:
@@ -152,8 +147,10 @@ class WatchPolicy:
     def step_begins(self, expected: Expected) -> Look:
         """Decide about a step that begins now."""
         reason = self.reason(expected)
-        if reason is not None and self._is_due(reason, expected):
-            self._of(expected.foreseen if reason is Reason.PLAN else expected.kind).looks[reason] += 1
+        own = self._of(expected.foreseen if reason is Reason.PLAN else expected.kind)
+        is_any_left = reason is not Reason.PLAN or TO_PLAN.is_due(self._looks_to_plan, self._count)
+        if reason is not None and is_any_left and SCHEDULES[reason].is_due(own.looks[reason], own.steps):
+            own.looks[reason] += 1
             self._looks_to_plan += reason is Reason.PLAN
             watch = Watch.TIME if reason is Reason.TIME else Watch.MEASURE
         else:

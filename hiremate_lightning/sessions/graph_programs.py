@@ -52,15 +52,14 @@ class GraphPrograms:
     Args:
         model: The planned model.
         maker: Knows the budget.
-        may_exceed: Whether a first step may run above the budget, where a plan may follow.
 
     Attributes:
         maker: Knows the budget.
         history: The kinds of steps, with their plans.
     """
 
-    def __init__(self, model: PlannedModel, maker: PlanMaker, may_exceed: bool) -> None:
-        self._model, self.maker, self._may_exceed = model, maker, may_exceed
+    def __init__(self, model: PlannedModel, maker: PlanMaker) -> None:
+        self._model, self.maker = model, maker
         self.history, self._parts, self._stages = model.history, model.parts, model.stages
         self._searches: deque[FirstSolution] = deque(maxlen=REMEMBERED)
         self._taken_over: weakref.WeakKeyDictionary[Part, TakenOver] = weakref.WeakKeyDictionary()
@@ -168,8 +167,6 @@ class GraphPrograms:
 
     def _spare_bytes_or_announce_full(self) -> int:
         """Return the bytes that a first step may take beyond the budget; none, announced, where no plan may follow."""
-        if not self._may_exceed:
-            return 0
         if self._model.has_place:
             return free_bytes(self._model.memory.device)
         self._model.announce_full()

@@ -24,8 +24,8 @@ from ..calls.replaced import ReplacedCheckpointing, ReplacedCompiling
 from ..capturing.backend import capture_opaque, planning_backend
 from ..capturing.capture import Captured
 from ..errors import CaptureError
+from ..kinds.sizes_of_calls import VaryingSizes
 from ..kinds.step_kind import GraphNumbers
-from ..kinds.varying_sizes import VaryingSizes
 from ..kinds.watching import WatchPolicy
 from ..measuring.runs import Run
 from ..messages.first_wait import FirstWait, modules_without_parts
@@ -63,7 +63,6 @@ class Session:
 
     Attributes:
         root: The module whose parameters and buffers are resident.
-        may_exceed: Whether a first step may run above the budget, where a plan may follow.
         updates: Number of updates of the weights so far; optimizers that step after the same forwards make one.
         kernels: Where fused operations are kept, None where nothing is fused.
         stages: Shows the stages of planning, and counts their time.
@@ -77,8 +76,6 @@ class Session:
         first_wait: Foresees how long it takes until the first plan.
     """
 
-    may_exceed = True
-
     def __init__(self, root: nn.Module, options: SessionOptions) -> None:
         self._model = model = PlannedModel(root, options)
         self.root, self._name, self._announcements = root, model.name, model.announcements
@@ -91,7 +88,7 @@ class Session:
         self._varying = VaryingSizes(lambda: (tuple(weight.shape) for weight in root.parameters()))
         self.first_wait = FirstWait(options.cache_dir, self._memory.describe_model)
         maker = PlanMaker(model, self.proofs, self.first_wait)
-        self._graph_programs = GraphPrograms(model, maker, self.may_exceed)
+        self._graph_programs = GraphPrograms(model, maker)
         self.planned = PlannedKinds(model, maker, self._graph_programs, watching, self.largest)
         self._templates = Templates(model, self.largest)
         self.unplanned = UnplannedSteps(model, self.planned, self._templates)

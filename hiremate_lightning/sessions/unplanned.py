@@ -16,8 +16,8 @@ from typing import Any
 
 from .. import thresholds
 from ..calls.given import ModuleCall
-from ..kinds.captured_step import describe
 from ..kinds.plain_steps import PlainSteps, PlainWay
+from ..kinds.recorded_step import CapturedStep
 from ..kinds.releasing import Releases, Timing, gains_nothing, saves_nothing
 from ..kinds.step_kind import StepKind
 from ..memory.allocator import free_bytes
@@ -144,7 +144,7 @@ class UnplannedSteps:
         foreseen = step.comparison.foreseen
         if foreseen is not None and kind.plan is None and self._may_run_plain:
             planned, at_sizes = foreseen
-            self._plain.learn_foreseen(describe(at_sizes, step.calls, self._history.same_code(planned)))
+            self._plain.learn_foreseen(CapturedStep.of(at_sizes, step.calls, self._history.same_code(planned)))
 
     def _describe_planned(self) -> None:
         """Let predictions know what was captured."""

@@ -25,6 +25,7 @@ from torch import nn
 
 from ..calls.refusals import refuse
 from ..errors import BudgetError, ConfigurationError, HiRemateWarning
+from ..memory.allocator import allocated_bytes
 from ..memory.metering import MemoryMeter
 from ..options import SessionOptions, SizeOptions, make_options, make_size_options
 from ..out_of_memory import InfeasibleBudgetError
@@ -32,13 +33,14 @@ from ..planning.solvers import UNLIMITED, smallest_budget
 from ..planning.solvers.base import Problem
 from ..records.graph import OUTSIDE, Graph
 from ..records.same_code import difference
+from ..records.sized_numbers import Line
 from ..reporting.report import Reporter
 from ..targets.candidates import Target
 from ..targets.modules import Targets, targets_of
 from ..units import Budget, format_bytes, format_ratio, parse_budget
 from .size_result import BatchSizeResult, result_table
 from .size_search import Forecast, FoundSize, Limit, SizeTrial, search, trial_of
-from .size_trials import SizeRunner, SizeTask, TrialSession
+from .size_trials import SizeRunner, SizeTask, TrialSteps
 from .training_state import Stateful, TrainingState
 
 log = logging.getLogger("hiremate_lightning")
@@ -124,22 +126,17 @@ def find_max_batch_size(
     chosen = default if budget is None else parse_budget(budget)
     asked = make_options(chosen, time_limit_s=time_limit_s, solver=solver, verbose=verbose)
 
-    def run(size: int, session: TrialSession) -> None:
+    def train(size: int, trial: TrialSteps) -> None:
         batch = make_batch(size)
-        session.expect_batch(batch)
+        trial.step_begins(batch)
         step(model, batch)
-        session.finish(batch)
-
-    def run_validation(size: int, session: TrialSession) -> int:
-        assert validate is not None, "it is run only where it is given"
-        batch = make_batch(size)
-        return session.peak_of(lambda: validate(model, batch), batch)
+        trial.step_ends(batch)
 
     task = SizeTask(
         root,
-        run,
+        train,
         lambda session: Targets(root, session, target),
-        run_validation if validate is not None else None,
+        None if validate is None else lambda size: validate(model, make_batch(size)),
     )
     finder = SizeFinder(task, asked, options)
     with ExitStack() as stack:
@@ -168,15 +165,12 @@ class SizeFinder:
                 f"The budget {asked.budget} is a share of what a step adds, which grows with the batch: no batch is "
                 'the largest. Name bytes, such as "10 GiB", or "auto".'
             )
-        self._task = task
-        self._asked = asked
-        self._options = options
+        self._task, self._asked, self._options = task, asked, options
         self._reporter = Reporter(asked.verbose)
         self._trials: dict[int, SizeTrial] = {}
         self._max_overhead = options.max_overhead
         self._failed: set[int] = set()
-        self._spare_bytes = 0  # by how much a prediction was wrong
-        self._budget_bytes = 0
+        self._spare_bytes = self._budget_bytes = 0  # the first by how much a prediction was wrong
 
     def find(self, state: TrainingState) -> BatchSizeResult:
         """Search, and put the state back however it ends.
@@ -214,20 +208,15 @@ class SizeFinder:
 
     def _find(self) -> FoundSize:
         self._sample_two()
-        self._sample_half_way()
         high = self._options.max_val
         answer = self._predict(high)
-        while not self._verify(answer.size):
+        while not self._holds(answer.size):
             self._failed.add(answer.size)
             high = answer.size - 1
-            if high < 1 or self._steps_left < 2:
+            if high < 1 or MAX_STEPS - self._runner.steps < 2:
                 return self._fall_back(answer)
             answer = self._predict(high)
         return answer
-
-    @property
-    def _steps_left(self) -> int:
-        return MAX_STEPS - self._runner.steps
 
     # ---------------------------------------------------------------- samples
 
@@ -241,7 +230,6 @@ class SizeFinder:
         middle, unlike = (first + second) // 2, self._difference(first, second)
         if unlike is not None and middle > first:
             log.info("Sizes %d and %d are not captured as the same graph: %d is tried", first, second, middle)
-            del self._runner.seen[first]
             self._sample(middle)
             first, unlike = middle, self._difference(middle, second)
         if unlike is not None:
@@ -250,15 +238,15 @@ class SizeFinder:
                 "The size must not decide what the model computes; start at a larger init_val, where it does so only "
                 "for small sizes."
             )
-        self._check_grows(*sorted(self._runner.seen))
-
-    def _sample_half_way(self) -> None:
-        """Run a sample half way where the search would end far beyond those at hand: kernels change with the size."""
+        if _captured_shapes(self._graph(first)) == _captured_shapes(self._graph(second)):
+            raise ConfigurationError(
+                f"The step can't be scaled: at sizes {first} and {second} its tensors are the same. The batch must be "
+                "made of the size that is asked for."
+            )
         forecast = self._forecast()
-        feasible = 0 if forecast is None else forecast.largest_feasible(self._options.max_val)
-        middle = self._agree(feasible // 2)
-        if middle * 2 > FAR * max(self._runner.seen):
-            self._sample(middle)
+        feasible = self._agree(0 if forecast is None else forecast.largest_feasible(self._options.max_val))
+        if feasible > FAR * second:  # kernels change with the size
+            self._sample(feasible // 2)
 
     def _sample_first(self) -> int:
         """Run a step at the first size, or at the largest part of it that fits."""
@@ -281,15 +269,14 @@ class SizeFinder:
     def _sample(self, size: int) -> None:
         # One rank that stops inside a step would leave the others waiting in it. Size 1 runs to find out what it needs.
         on_infeasible = "warn" if _is_distributed() or size == 1 else "raise"
-        with self._runner.session(self._budget_bytes, on_infeasible) as session:
-            self._runner.step(size, session)
+        with self._runner.trial(self._budget_bytes, on_infeasible, max_plans=0) as trial:
+            self._runner.run(size, trial)
 
     def _second_size(self, first: int) -> int:
         """Choose a size that is sure to fit, even if memory grows with its square; the larger, the better it tells."""
-        sample = self._runner.sample(first)
-        least = smallest_budget(Problem(sample.graph, sample.profile, UNLIMITED)).peak_bytes
-        least += self._runner.seen[first].batch_bytes
-        ratio = (self._limit_bytes - self._runner.fixed_bytes) / max(1, least)
+        sample = self._runner.seen[first]
+        least = smallest_budget(Problem(sample.step.graph, sample.step.profile, UNLIMITED)).peak_bytes
+        ratio = (self._limit_bytes - self._runner.fixed_bytes) / max(1, least + sample.batch_bytes)
         second = int(first * math.sqrt(max(ratio, 1.0)))
         if second == first and (first + 1) / first <= ratio:
             second += 1
@@ -297,121 +284,104 @@ class SizeFinder:
 
     def _difference(self, first: int, second: int) -> str | None:
         """Describe where the steps at two sizes are not the same graph, here or on another rank; None for nowhere."""
-        words = difference(self._runner.sample(first).graph, self._runner.sample(second).graph)
+        words = difference(self._graph(first), self._graph(second))
         return None if self._agree(words is None) else words or "on another rank"
 
-    def _check_grows(self, first: int, second: int) -> None:
-        one, other = (_captured_shapes(self._runner.sample(size).graph) for size in (first, second))
-        if one == other:
-            raise ConfigurationError(
-                f"The step can't be scaled: at sizes {first} and {second} its tensors are the same. The batch must be "
-                "made of the size that is asked for."
-            )
+    def _graph(self, size: int) -> Graph:
+        return self._runner.seen[size].step.graph
 
     # ---------------------------------------------------------------- prediction
 
     @property
     def _limit_bytes(self) -> int:
-        room = max(0, self._budget_bytes - self._runner.fixed_bytes)
-        return self._budget_bytes - int(self._options.margin * room) - self._spare_bytes
+        room_bytes = max(0, self._budget_bytes - self._runner.fixed_bytes)
+        return self._budget_bytes - int(self._options.margin * room_bytes) - self._spare_bytes
 
     def _forecast(self) -> Forecast | None:
         """Refit the step from the samples that are the same graph as the latest; None where that is only one."""
-        latest = self._runner.sample(list(self._runner.seen)[-1])
-        samples = {size: self._runner.sample(size) for size in self._runner.seen}
-        samples = {size: step for size, step in samples.items() if difference(step.graph, latest.graph) is None}
-        if len(samples) < 2:
+        seen = self._runner.alike()
+        if self._agree(len(seen)) < 2:
             return None
-        sizes = sorted(samples)
+        validation = [real.validation_bytes for real in seen.values()]
         return Forecast(
-            samples,
-            self._runner.block_bytes,
-            self._runner.resident_line(sizes),
+            {size: real.step for size, real in seen.items()},
+            allocated_bytes(1, self._runner.device),
+            Line(list(seen), [self._runner.fixed_bytes + real.batch_bytes for real in seen.values()]),
             self._limit_bytes,
             replace(self._asked.plan, on_infeasible="warn"),
             self._runner.optimizer_ms,
-            self._runner.validation_line(sizes),
+            None if self._task.validate is None else Line(list(seen), validation),
         )
 
     def _predict(self, high: int) -> FoundSize:
         """Search for the best size up to one; ranks agree on the smallest."""
         forecast = self._forecast()
-        if not self._agree(forecast is not None) or forecast is None:
+        if forecast is None:
             seen = max(self._runner.seen)
             return FoundSize(seen if seen <= high else max(1, int(STEP_BACK * high)), Limit.GRAPH, 0)
         answer = search(forecast, high, self._max_overhead, self._options.objective, self._options.max_trials)
         size = self._agree(answer.size)
         if size < 1:
-            raise self._nothing_fits(forecast)
+            raise self._nothing_fits(forecast.trial(1), forecast.validation_bytes(1))
         forecast.trial(size)
         self._trials.update(forecast.trials)
         return replace(answer, size=size, unplanned_size=self._agree(answer.unplanned_size))
 
-    def _nothing_fits(self, forecast: Forecast | None) -> ConfigurationError | InfeasibleBudgetError:
-        """Describe what stands against size 1, by a forecast or by its own step."""
-        trial = self._trials[1] if forecast is None else forecast.trial(1)
-        is_feasible = forecast is None or forecast.largest_feasible(1) > 0
-        if is_feasible and trial.overhead is not None and trial.overhead > self._max_overhead:
+    def _nothing_fits(self, trial: SizeTrial, validation_bytes: int) -> ConfigurationError | InfeasibleBudgetError:
+        """Describe what stands against size 1."""
+        budget_bytes, limit_bytes, overhead = self._budget_bytes, self._limit_bytes, trial.overhead
+        if overhead is not None and overhead > self._max_overhead and validation_bytes <= limit_bytes:
             return ConfigurationError(
-                f"Even size 1 takes an overhead of {format_ratio(trial.overhead)} to stay within "
-                f"{format_bytes(self._limit_bytes)}, more than max_overhead, {format_ratio(self._max_overhead)}. "
+                f"Even size 1 takes an overhead of {format_ratio(overhead)} to stay within "
+                f"{format_bytes(limit_bytes)}, more than max_overhead, {format_ratio(self._max_overhead)}. "
                 "Raise the budget or max_overhead."
             )
-        needed = max(trial.predicted_peak_bytes, trial.measured_peak_bytes or 0)
-        if forecast is not None:
-            needed = max(forecast.least_bytes(1), forecast.validation_bytes(1))
+        needed_bytes = max(trial.predicted_peak_bytes, trial.measured_peak_bytes or 0, validation_bytes)
         return InfeasibleBudgetError(
-            f"Not even size 1 fits the budget of {format_bytes(self._budget_bytes)}, of which predictions leave "
-            f"{format_bytes(self._budget_bytes - self._limit_bytes)} free: it needs {format_bytes(needed)} "
-            f"({needed:,} bytes). Raise the budget.",
-            budget_bytes=self._budget_bytes,
-            smallest_bytes=needed,
+            f"Not even size 1 fits the budget of {format_bytes(budget_bytes)}, of which predictions leave "
+            f"{format_bytes(budget_bytes - limit_bytes)} free: it needs {format_bytes(needed_bytes)} "
+            f"({needed_bytes:,} bytes). Raise the budget.",
+            budget_bytes=budget_bytes,
+            smallest_bytes=needed_bytes,
             device=self._runner.device.type,
         )
 
     # ---------------------------------------------------------------- proof
 
-    def _verify(self, size: int) -> bool:
+    def _holds(self, size: int) -> bool:
         """Run the size, plan it by what was measured, and run it under its plan; whether it fits."""
-        with self._runner.session(self._budget_bytes, "warn") as session:
-            session.plans_first = True
-            self._runner.step(size, session)
-            plan = session.plan
-            assert plan is not None, "the first step was planned at its end"
-            self._trials[size] = planned = trial_of(size, plan, self._runner.optimizer_ms)
-            validation = self._runner.seen[size].validation_bytes
-            if not self._agree(planned.overhead is not None and validation <= self._budget_bytes):
-                self._spare_bytes += max(0, validation - self._budget_bytes)
+        with self._runner.trial(self._budget_bytes, "warn", max_plans=1) as trial:
+            self._runner.run(size, trial)
+            planned = self._trials[size] = trial_of(size, trial.plan(), self._runner.optimizer_ms)
+            if not self._agree(planned.fits and self._runner.seen[size].validation_bytes <= self._budget_bytes):
                 return False
             if not self._agree((planned.overhead or 0.0) <= self._options.max_overhead):
                 self._max_overhead *= CAUTION
                 return False
-            self._runner.step(size, session)
-            plan = session.plan or plan  # it meets what exists before its own step: gradients may be gone by then
-        if not session.peaks:
+            self._runner.run(size, trial)
+        ran = [plan for plan in trial.plans if plan.measured.peak_bytes is not None]
+        if not ran:
             log.info("The second step of size %d was of another kind than the first: its peak is not known", size)
             return bool(self._agree(0))
-        peak = max(session.peaks)
-        self._trials[size] = replace(trial_of(size, plan, self._runner.optimizer_ms), measured_peak_bytes=peak)
-        excess = peak - self._budget_bytes
-        self._spare_bytes += max(0, excess)
-        return bool(self._agree(excess <= 0))
+        proven = self._trials[size] = trial_of(size, ran[-1], self._runner.optimizer_ms)
+        excess_bytes = (proven.measured_peak_bytes or 0) - self._budget_bytes
+        self._spare_bytes += max(0, excess_bytes)
+        return bool(self._agree(excess_bytes <= 0))
 
     def _fall_back(self, failed: FoundSize) -> FoundSize:
         """Return the largest size that ran at the least memory and that a plan was predicted to fit."""
         forecast = self._forecast()
-        sizes = [size for size in sorted(self._runner.seen, reverse=True) if size not in self._failed]
+        if forecast is None and 1 in self._failed:
+            raise self._nothing_fits(self._trials[1], self._runner.seen[1].validation_bytes)
+        sizes = sorted(set(self._runner.seen) - self._failed, reverse=True)
         fits = (s for s in sizes if forecast is not None and forecast.accepts(s, self._options.max_overhead))
         size = self._agree(next(fits, 0))
-        if size < 1 and forecast is None and 1 in self._failed:
-            raise self._nothing_fits(None)
-        if size < 1:
+        if size < 1 or forecast is None:
             raise ConfigurationError(
                 f"No size was found in {self._runner.steps} real steps: the predictions for sizes "
                 f"{', '.join(map(str, sorted(self._failed)))} were too far off. Start at a larger init_val."
             )
-        if forecast is not None:
-            self._trials[size] = forecast.trial(size)
+        self._trials[size] = forecast.trial(size)
         return replace(failed, size=size, limit=Limit.STEPS)
 
     def _agree(self, value: int) -> int:

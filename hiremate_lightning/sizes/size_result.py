@@ -67,37 +67,27 @@ class BatchSizeResult:
 COLUMNS = ("size", "predicted peak", "measured peak", "overhead", "samples/s", "verified")
 
 
-def _verified(trial: SizeTrial, budget_bytes: int) -> str:
-    if trial.measured_peak_bytes is None:
-        return "no"
-    return "yes" if trial.measured_peak_bytes <= budget_bytes else "over the budget"
-
-
 def result_table(result: BatchSizeResult) -> Table:
     """Draw the trials as a table."""
-    table = Table(title=_title(result), caption=_caption(result), box=box.SIMPLE_HEAD, title_justify="left")
+    what = "largest size" if result.objective == "largest" else "size with the most samples per second"
+    table = Table(
+        title=f"HiRemate: {what} within {format_bytes(result.budget_bytes)} is {result.size}",
+        caption=f"limited by {result.limited_by}; without a plan {result.unplanned_size} would fit; "
+        f"{result.real_steps} real steps, {result.seconds:.1f} s",
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+    )
     for name in COLUMNS:
         table.add_column(name, justify="left" if name == COLUMNS[-1] else "right")
     for trial in result.trials:
+        peak_bytes = trial.measured_peak_bytes
         table.add_row(
             str(trial.size),
             format_bytes(trial.predicted_peak_bytes),
-            "" if trial.measured_peak_bytes is None else format_bytes(trial.measured_peak_bytes),
+            "" if peak_bytes is None else format_bytes(peak_bytes),
             "does not fit" if trial.overhead is None else format_ratio(trial.overhead),
             "" if trial.samples_per_s is None else f"{trial.samples_per_s:.3g}",
-            _verified(trial, result.budget_bytes),
+            "no" if peak_bytes is None else "yes" if peak_bytes <= result.budget_bytes else "over the budget",
             style="bold green" if trial.size == result.size else None,
         )
     return table
-
-
-def _title(result: BatchSizeResult) -> str:
-    what = "largest size" if result.objective == "largest" else "size with the most samples per second"
-    return f"HiRemate: {what} within {format_bytes(result.budget_bytes)} is {result.size}"
-
-
-def _caption(result: BatchSizeResult) -> str:
-    return (
-        f"limited by {result.limited_by}; without a plan {result.unplanned_size} would fit; "
-        f"{result.real_steps} real steps, {result.seconds:.1f} s"
-    )

@@ -1,15 +1,16 @@
 """Search for a size by planning: the largest that fits, or the one with the most samples per second.
 
-A `Forecast` knows a step at every size, and what else is there. It answers three questions of a size: the least memory
-that it needs, the memory that it needs without a plan, and its plan under the budget. The first two are quick and grow
-with the size, so a bisection finds where each passes the limit. A plan takes a solve; its overhead grows with the size
-too, but for what the solver leaves, so few plans between the two bounds are enough.
+A `Forecast` knows a step at every size, and what else is there. Whether given decisions fit a size is quick to say, and
+bytes grow with the size: so bisections find the largest size that fits without a plan, and the largest at which the
+least memory fits. A plan takes a solve. Its overhead grows with the size too, but for what the solver leaves, so few
+plans between these two sizes, and a little beyond, are enough.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -20,11 +21,12 @@ from ..planning.planner import make_plan
 from ..planning.solvers import UNLIMITED, smallest_budget
 from ..planning.solvers.base import Problem
 from ..records.graph_template import GraphTemplate
+from ..records.outline import Outline, SizedStep
 from ..records.sized_numbers import FittedLines, Line
-from ..records.step import Step
+from ..records.step import Decisions, Step
 from ..units import Budget
 
-TOLERANCE = 0.04  # relative width at which a search for the overhead's limit stops
+TOLERANCE = 0.03  # relative width at which a search for the largest size stops
 HALVINGS = 6  # of the budgets between the least memory and no plan, to name one that is enough
 GRID = 6  # sizes between the largest without a plan and the largest that fits, tried for throughput
 SAME_RATE = 0.001  # relative difference of rates below which the larger size is taken
@@ -101,31 +103,47 @@ class Forecast:
         sizes = sorted(self.samples, reverse=True)
         costed = [(self.samples[size].graph, self.samples[size].profile) for size in sizes]
         self._template, self._base = GraphTemplate(costed, FittedLines(sizes), self.block_bytes), self.samples[sizes[0]]
+        self._outline, self._sized = Outline(self._base), dict[int, SizedStep]()
+        self._rungs: list[Decisions] = [_least_memory(self._base)]
 
-    def step_at(self, size: int) -> Step:
+    def at(self, size: int) -> SizedStep:
         """Return the step at a size; at the size of a sample, that sample."""
-        if size in self.samples:
-            return self.samples[size]
-        graph, profile = self._template.at((size,))
-        return replace(self._base, graph=graph, profile=profile)
+        if size not in self._sized:
+            step = self.samples.get(size)
+            if step is None:
+                graph, profile = self._template.at((size,))
+                step = replace(self._base, graph=graph, profile=profile)
+            self._sized[size] = SizedStep(step, self._outline)
+        return self._sized[size]
 
     def least_bytes(self, size: int) -> int:
-        """Return the smallest peak found at a size, resident bytes included."""
-        step = self.step_at(size)
-        smallest = smallest_budget(Problem(step.graph, step.profile, UNLIMITED))
-        return self.resident.whole(size) + smallest.peak_bytes
+        """Return the smallest peak at a size by decisions that are known; that of validation where it is larger."""
+        least_bytes = self.resident.whole(size) + min(map(self.at(size).peak_bytes, self._rungs))
+        return max(least_bytes, self.validation_bytes(size))
 
     def unplanned_bytes(self, size: int) -> int:
         """Return the peak at a size without a plan, resident bytes included."""
-        return self.resident.whole(size) + self.step_at(size).plain_bytes
+        return self.resident.whole(size) + self.at(size).plain_bytes
 
     def validation_bytes(self, size: int) -> int:
         """Return the peak of validation at a size, resident bytes included; 0 where there is none."""
         return 0 if self.validation is None else math.ceil(self.validation.measured(size))
 
+    def largest_unplanned(self, high: int) -> int:
+        """Return the largest size up to one that fits without a plan; 0 for none."""
+        return bisect_right(range(1, high + 1), self.limit_bytes, key=self.unplanned_bytes)
+
     def largest_feasible(self, high: int) -> int:
-        """Return the largest size up to one at which the least memory fits, and validation; 0 for none."""
-        return largest(lambda s: max(self.validation_bytes(s), self.least_bytes(s)), self.limit_bytes, high)
+        """Return the largest size up to one at which the least memory fits, and validation; 0 for none.
+
+        The least memory is searched for there again, as long as that lets a larger size fit.
+        """
+        sizes = range(1, high + 1)
+        size, before = bisect_right(sizes, self.limit_bytes, key=self.least_bytes), -1
+        while size > before:
+            self._rungs.append(_least_memory(self.at(max(1, size)).step))
+            size, before = bisect_right(sizes, self.limit_bytes, key=self.least_bytes), size
+        return size
 
     def trial(self, size: int) -> SizeTrial:
         """Plan a size; once."""
@@ -134,7 +152,7 @@ class Forecast:
         return self.trials[size]
 
     def _plan(self, size: int, budget_bytes: int) -> Plan:
-        budget, step, resident_bytes = Budget(size_bytes=budget_bytes), self.step_at(size), self.resident.whole(size)
+        budget, step, resident_bytes = Budget(size_bytes=budget_bytes), self.at(size).step, self.resident.whole(size)
         return unless_short(make_plan(step, budget, budget_bytes, resident_bytes, self.options, target=str(size)))
 
     def enough_bytes(self, size: int, max_overhead: float) -> int:
@@ -151,9 +169,15 @@ class Forecast:
         return high
 
     def accepts(self, size: int, max_overhead: float) -> bool:
-        """Whether a plan fits at a size, and takes no more overhead than that."""
+        """Whether validation fits at a size, and a plan that takes no more overhead."""
+        if self.validation_bytes(size) > self.limit_bytes:
+            return False
         overhead = self.trial(size).overhead
         return overhead is not None and overhead <= max_overhead
+
+
+def _least_memory(step: Step) -> Decisions:
+    return smallest_budget(Problem(step.graph, step.profile, UNLIMITED)).recompute
 
 
 def trial_of(size: int, plan: Plan, fixed_ms: float) -> SizeTrial:
@@ -199,100 +223,56 @@ def search(forecast: Forecast, high: int, max_overhead: float, objective: Object
         The size, and what stands against a larger one.
     """
     feasible = forecast.largest_feasible(high)
-    if feasible < 1 or not forecast.accepts(1, max_overhead):
+    unplanned = forecast.largest_unplanned(feasible) if feasible else 0
+    size, refused = max(1, unplanned), high + 1
+    if size > 1 and not forecast.accepts(size, max_overhead):  # a plan may not do what eager PyTorch does
+        size, refused = 1, size
+    if not feasible or not forecast.accepts(size, max_overhead):
         return FoundSize(0, Limit.MEMORY, 0)
-    plain = largest(forecast.unplanned_bytes, forecast.limit_bytes, feasible)
-    size, limit = _largest_within(forecast, max(1, plain), feasible, max_overhead, max_plans)
-    if limit is Limit.MEMORY:
-        size = _beyond(forecast, size, high, max_overhead, max_plans)
-        limit = _what_limits(forecast, size, high)
-    if objective is Objective.THROUGHPUT:
-        size, limit = _fastest(forecast, max(1, plain), size, limit, max_overhead)
-    return FoundSize(size, limit, plain)
+    while not _is_settled(size, refused, high) and len(forecast.trials) < max_plans:
+        if refused <= high:
+            tried = _between(forecast, size, refused, max_overhead)
+        elif size < feasible:
+            tried = feasible
+        else:  # the least memory that a heuristic finds is not the least that there is
+            tried = min(max(size + 1, int((1 + TOLERANCE) * size)), high)
+        if forecast.accepts(tried, max_overhead):
+            size = tried
+        else:
+            refused = tried
+    limit = _what_limits(forecast, size, refused, high)
+    if objective is Objective.LARGEST:
+        return FoundSize(size, limit, unplanned)
+    fastest = _fastest(forecast, max(1, unplanned), size, max_overhead)
+    return FoundSize(fastest, limit if fastest == size else Limit.THROUGHPUT, unplanned)
 
 
-def _beyond(forecast: Forecast, size: int, high: int, max_overhead: float, max_plans: int) -> int:
-    """Go on while plans fit: the least memory that a heuristic finds is not the least that there is."""
-    while len(forecast.trials) < max_plans:
-        larger = min(high, size + max(1, int(TOLERANCE * size)))
-        fits = larger > size and forecast.validation_bytes(larger) <= forecast.limit_bytes
-        if not fits or not forecast.accepts(larger, max_overhead):
-            break
-        size = larger
-    return size
+def _between(forecast: Forecast, size: int, refused: int, max_overhead: float) -> int:
+    """Return where the line between two overheads meets the limit, and in every second trial the middle."""
+    share, at_size, at_refused = 0.5, forecast.trial(size).overhead or 0.0, forecast.trial(refused).overhead
+    if at_refused is not None and at_refused > max_overhead and len(forecast.trials) % 2:
+        share = (max_overhead - at_size) / (at_refused - at_size)
+    return min(max(size + round(share * (refused - size)), size + 1), refused - 1)
 
 
-def _what_limits(forecast: Forecast, size: int, high: int) -> Limit:
+def _is_settled(size: int, refused: int, high: int) -> bool:
+    return size == high or size < refused <= min(high, size + max(1, TOLERANCE * size))
+
+
+def _what_limits(forecast: Forecast, size: int, refused: int, high: int) -> Limit:
     if size == high:
         return Limit.MAX_VAL
-    return Limit.VALIDATION if forecast.validation_bytes(size + 1) > forecast.limit_bytes else Limit.MEMORY
+    if not _is_settled(size, refused, high):
+        return Limit.TRIALS
+    if forecast.validation_bytes(refused) > forecast.limit_bytes:
+        return Limit.VALIDATION
+    return Limit.OVERHEAD if forecast.trial(refused).fits else Limit.MEMORY
 
 
-def largest(value: Callable[[int], int], limit: int, high: int) -> int:
-    """Find the largest size whose value is within a limit, where values grow with the size, about evenly.
-
-    The next size to try is where the line between the two ends meets the limit, the middle where that has not helped.
-
-    Args:
-        value: Gives the value of a size.
-        limit: Largest value allowed.
-        high: Largest size to try.
-
-    Returns:
-        The size; 0 where none is within the limit.
-    """
-    low, at_low, at_high = 1, value(1), value(high)
-    if at_low > limit:
-        return 0
-    if at_high <= limit:
-        return high
-    while high - low > 1:
-        width = high - low
-        for share in ((limit - at_low) / (at_high - at_low), 0.5):
-            tried = min(max(low + int(share * width), low + 1), high - 1)
-            at_tried = value(tried)
-            if at_tried <= limit:
-                low, at_low = tried, at_tried
-            else:
-                high, at_high = tried, at_tried
-            if high - low <= 1 or 4 * (high - low) < width:
-                break
-    return low
-
-
-def _largest_within(forecast: Forecast, low: int, high: int, max_overhead: float, max_plans: int) -> tuple[int, Limit]:
-    """Find the largest size whose plan takes no more overhead, between one that needs no plan and one that fits.
-
-    The next size to plan is, in turn, where the line between the two ends meets the limit, and the middle.
-    """
-    limit = Limit.MEMORY
-    if forecast.accepts(high, max_overhead):
-        return high, limit
-    ends = {size: forecast.trial(size).overhead for size in (low, high)}
-    while high - low > max(1, TOLERANCE * low):
-        if len(forecast.trials) >= max_plans:
-            return low, Limit.TRIALS
-        tried = _between(low, high, ends[low] or 0.0, None if len(ends) % 2 else ends[high], max_overhead)
-        ends[tried] = forecast.trial(tried).overhead
-        if forecast.accepts(tried, max_overhead):
-            low = tried
-        else:
-            high = tried
-    return low, limit if ends[high] is None else Limit.OVERHEAD
-
-
-def _between(low: int, high: int, at_low: float, at_high: float | None, wanted: float) -> int:
-    share = 0.5 if at_high is None else (wanted - at_low) / (at_high - at_low)
-    inside = min(max(share, 0.1), 0.9)
-    return min(max(low + round(inside * (high - low)), low + 1), high - 1)
-
-
-def _fastest(forecast: Forecast, plain: int, end: int, limit: Limit, max_overhead: float) -> tuple[int, Limit]:
+def _fastest(forecast: Forecast, unplanned: int, end: int, max_overhead: float) -> int:
     """Find the size with the most samples per second among a few up to the end."""
-    ratio = end / plain
-    grid = {round(plain * ratio ** (i / GRID)) for i in range(GRID + 1)} | {s for s in forecast.trials if s <= end}
-    accepted = [size for size in sorted(grid) if forecast.accepts(size, max_overhead)]
+    grid = {round(unplanned * (end / unplanned) ** (i / GRID)) for i in range(GRID + 1)}
+    accepted = (s for s in grid | {s for s in forecast.trials if s <= end} if forecast.accepts(s, max_overhead))
     rates = {size: forecast.trial(size).samples_per_s or 0.0 for size in accepted}
     top = max(rates.values(), default=0.0)
-    best = max((size for size, rate in rates.items() if rate >= (1 - SAME_RATE) * top), default=plain)
-    return best, limit if best == end else Limit.THROUGHPUT
+    return max((size for size, rate in rates.items() if rate >= (1 - SAME_RATE) * top), default=unplanned)

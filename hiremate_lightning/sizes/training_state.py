@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import nn
+
+_Kept = dict[str, tuple[torch.Tensor | None, Any]]  # values by name: a tensor and its numbers, or anything else
 
 
 class Stateful(Protocol):
@@ -39,13 +41,14 @@ class TrainingState:
         self, module: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), others: Iterable[Stateful] = ()
     ) -> None:
         self._module = module
-        self._tensors = [(t, _on_host(t)) for t in (*module.parameters(), *module.buffers())]
+        self._gradients = {parameter: parameter.grad for parameter in module.parameters()}
+        gradients = (gradient for gradient in self._gradients.values() if gradient is not None)
+        self._tensors = [(t, _on_host(t)) for t in (*self._gradients, *module.buffers(), *gradients)]
         self._buffers = [(m, name, b) for m in module.modules() for name, b in m.named_buffers(recurse=False)]
-        self._gradients = [(p, p.grad, None if p.grad is None else _on_host(p.grad)) for p in module.parameters()]
         self._modes = {m: m.training for m in module.modules()}
         self._random = RandomState()
         self._others = [(other, copy.deepcopy(other.state_dict())) for other in others]
-        self._optimizers: dict[torch.optim.Optimizer, _OptimizerState] = {}
+        self._optimizers: dict[torch.optim.Optimizer, tuple[dict[Any, _Kept], list[_Kept]]] = {}
         for optimizer in optimizers:
             self.watch(optimizer)
 
@@ -57,7 +60,9 @@ class TrainingState:
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep the state of an optimizer, before its first step; one that is kept already stays as kept."""
         if optimizer not in self._optimizers:
-            self._optimizers[optimizer] = _OptimizerState(optimizer)
+            state = {parameter: _kept(values) for parameter, values in optimizer.state.items()}
+            groups = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
+            self._optimizers[optimizer] = state, [_kept(group) for group in groups]
 
     def restore(self) -> None:
         """Put everything back."""
@@ -66,12 +71,15 @@ class TrainingState:
                 setattr(module, name, buffer)
             for tensor, values in self._tensors:
                 tensor.copy_(values)
-            for parameter, gradient, numbers in self._gradients:
-                parameter.grad = gradient
-                if gradient is not None and numbers is not None:
-                    gradient.copy_(numbers)
-        for state in self._optimizers.values():
-            state.restore()
+        for parameter, gradient in self._gradients.items():
+            parameter.grad = gradient
+        for optimizer, (states, groups) in self._optimizers.items():
+            optimizer.state.clear()
+            optimizer.state.update({parameter: _put_back(values) for parameter, values in states.items()})
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                for name in set(group) - {"params", *settings}:
+                    del group[name]
+                group.update(_put_back(settings))
         for other, state_dict in self._others:
             other.load_state_dict(state_dict)
         for module, mode in self._modes.items():
@@ -97,34 +105,15 @@ class RandomState:
         random.setstate(self._python)
 
 
-class _OptimizerState:
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._state = {p: {name: _kept(value) for name, value in s.items()} for p, s in optimizer.state.items()}
-        self._settings = [{k: _kept(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-
-    def restore(self) -> None:
-        self._optimizer.state.clear()
-        for parameter, state in self._state.items():
-            self._optimizer.state[parameter] = {name: _put_back(value) for name, value in state.items()}
-        for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
-            for name in set(group) - {"params", *settings}:
-                del group[name]
-            group.update({name: _put_back(value) for name, value in settings.items()})
-
-
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _kept(value: Any) -> tuple[Any, Any]:
-    """Keep a value: a tensor with a copy of its numbers, anything else as a copy of it."""
-    return (value, _on_host(value)) if isinstance(value, torch.Tensor) else (None, copy.deepcopy(value))
+def _kept(values: Mapping[str, Any]) -> _Kept:
+    """Keep values: each tensor with a copy of its numbers, anything else as a copy of it."""
+    return {n: (v, _on_host(v)) if isinstance(v, torch.Tensor) else (None, copy.deepcopy(v)) for n, v in values.items()}
 
 
-def _put_back(kept: tuple[Any, Any]) -> Any:
-    tensor, values = kept
-    if tensor is None:
-        return values
+def _put_back(kept: _Kept) -> dict[str, Any]:
     with torch.no_grad():
-        return tensor.copy_(values)
+        return {n: value if tensor is None else tensor.copy_(value) for n, (tensor, value) in kept.items()}

@@ -265,6 +265,23 @@ def test_validation_counts():
     assert result.limited_by == "memory of validation"
 
 
+def test_validation_that_grows_late_is_foreseen_after_it_was_seen():
+    """Validation takes little in all samples, and far more than the budget at the first size that is forecast."""
+    case = layers()
+    seen = dict[int, int]()
+
+    def validate(model: nn.Module, batch: torch.Tensor) -> None:
+        seen[len(batch)] = 2**16 * max(0, len(batch) - 500)
+        torch.empty(seen[len(batch)], dtype=torch.uint8)
+
+    result = case.find("8 MiB", max_val=900, max_overhead=9.0, validate=validate)
+
+    assert max(seen.values()) > 8 * MiB
+    assert 500 < int(result) < 900
+    assert seen[int(result)] <= 8 * MiB
+    assert result.trial.measured_peak_bytes <= 8 * MiB
+
+
 def test_any_number_that_the_batch_grows_with_can_be_searched():
     model = GPT(blocks=2, width=64, context=4096)
     case = case_of(model, lambda n: torch.randint(256, (2, n)))
@@ -394,7 +411,7 @@ def test_a_search_of_which_no_size_holds_says_so(monkeypatch):
         finder._failed.update(finder._runner.seen)
         return False
 
-    monkeypatch.setattr(SizeFinder, "_verify", fails)
+    monkeypatch.setattr(SizeFinder, "_holds", fails)
     with pytest.raises(ConfigurationError, match="No size was found in 6 real steps: the predictions for sizes"):
         layers().find("4 MiB", max_overhead=9.0)
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.calls.given import ModuleCall
-from hiremate_lightning.kinds.captured_step import CapturedStep
 from hiremate_lightning.kinds.plain_steps import (
     NEAR,
     ROUNDING,
@@ -21,6 +20,7 @@ from hiremate_lightning.kinds.plain_steps import (
     PlainSteps,
     PlainWay,
 )
+from hiremate_lightning.kinds.recorded_step import CapturedStep
 from hiremate_lightning.kinds.step_kind import StepKind
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.records.graph import StorageKind

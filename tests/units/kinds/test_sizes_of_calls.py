@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from hiremate_lightning.kinds.sizes_of_calls import SizesOfCalls
+from hiremate_lightning.kinds.sizes_of_calls import SizesOfCalls, VaryingSizes
 
 
 class Template:
@@ -62,3 +62,20 @@ def test_steps_that_end_before_their_first_call_tell_nothing():
     """As pieces of a pipeline's iteration do."""
     steps = step(40, 39), step(46, 45), step(59, 58)
     assert learned(*steps, []).foresee(step(100)[:1]) == [("second", (99,))]
+
+
+def test_sizes_vary_that_differ_once_three_calls_have_differed():
+    varying = VaryingSizes(lambda: [(96, 3)])
+    found = []
+    for height, width in ((64, 80), (48, 112), (112, 80), (96, 80), (64, 4)):
+        varying.called("net", [(4, 3, height, width)])
+        found.append(set(varying))
+    assert found == [set(), set(), {112, 80}, {80}, {64}], "96 is a width of the model too, and 4 the number of rows"
+
+
+def test_sizes_of_calls_of_another_form_are_not_compared():
+    varying = VaryingSizes(list)
+    for length in (5, 6, 7):
+        varying.called("net", [(2, length)])
+        varying.called("net", [(2, 9), (length,)])
+    assert set(varying) == {7}

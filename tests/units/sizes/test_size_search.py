@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hiremate_lightning.options import Objective
 from hiremate_lightning.planning.plan import PlanOptions
@@ -14,7 +12,7 @@ from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.graph import Graph
 from hiremate_lightning.records.sized_numbers import Line
 from hiremate_lightning.records.step import Step
-from hiremate_lightning.sizes.size_search import TOLERANCE, Forecast, Limit, largest, search
+from hiremate_lightning.sizes.size_search import TOLERANCE, Forecast, Limit, search
 from tests.tiny import chain
 
 OPTIONS = PlanOptions(solver="turn_point", time_limit_s=1.0, on_infeasible="warn")
@@ -40,35 +38,8 @@ def find(limit: int, high: int = 500, overhead: float = 9.0, objective=Objective
 def test_the_step_at_a_sampled_size_is_the_sample():
     known = forecast(0)
 
-    assert {n: known.step_at(n) for n in (2, 4)} == known.samples
-    assert known.step_at(7).graph.storages == step(7)[0].storages
-
-
-@given(
-    steps=st.lists(st.integers(1, 1000), min_size=1, max_size=80),
-    limit=st.integers(0, 40_000),
-)
-def test_the_largest_within_a_limit_is_that_of_a_scan(steps, limit):
-    values = [sum(steps[: i + 1]) for i in range(len(steps))]
-    asked = []
-
-    def value(size: int) -> int:
-        asked.append(size)
-        return values[size - 1]
-
-    assert largest(value, limit, len(values)) == sum(v <= limit for v in values)
-    assert set(asked) <= set(range(1, len(values) + 1))
-
-
-def test_values_on_a_line_take_few_trials():
-    asked = []
-
-    def value(size: int) -> int:
-        asked.append(size)
-        return 12_345 + 678 * size
-
-    assert largest(value, 10**6, 8192) == (10**6 - 12_345) // 678
-    assert len(asked) <= 6
+    assert {n: known.at(n).step for n in (2, 4)} == known.samples
+    assert known.at(7).step.graph.storages == step(7)[0].storages
 
 
 @pytest.mark.parametrize("limit", [20_000, 50_000, 123_456])
