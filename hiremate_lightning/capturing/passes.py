@@ -49,6 +49,7 @@ PASSES: tuple[Callable[[Traced], object], ...] = (
     lambda traced: traced.contributions.note_casts(
         casts.share(traced.joint, traced.forward_count, traced.parameters, traced.blocks)
     ),
+    lambda traced: casts.leave_out(traced.joint, traced.forward_count, traced.contributions.of_other_types),
     lambda traced: assignments.gather(traced.joint),
     lambda traced: views.leave_out(traced.joint),
     lambda traced: losses.join(traced.joint),

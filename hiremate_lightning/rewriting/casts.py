@@ -20,7 +20,7 @@ from torch import fx
 
 from ..torch_private import aot, tensor_state
 from .contributions import TermCounts, arrivals
-from .joint import show_as, values_of
+from .joint import drop_unread, show_as, values_of
 
 aten = torch.ops.aten
 
@@ -42,7 +42,7 @@ def share(
     """
     cast_around: dict[int, int] = {}
     backwards: dict[int, list[fx.Node]] = {}
-    for node in joint.graph.find_nodes(op="call_function", target=aten._to_copy.default):
+    for node in _casts(joint):
         if node.meta.get("autograd_backward"):
             backwards.setdefault(node.meta["seq_nr"], []).append(node)
     for position, (primal, _) in enumerate(aot.inputs_with_gradients(joint, forward_outputs)):
@@ -64,6 +64,39 @@ def share(
         if len(primal.users) == 1 and [block for _, block in casts] == [aot.BLOCK_AROUND]:
             cast_around[position] = sum(map(len, casts.values()))
     return cast_around
+
+
+def leave_out(joint: fx.GraphModule, forward_outputs: int, positions: Sequence[int]) -> None:
+    """Give some gradients in the types in which they are computed, as autograd hands them to inputs that take any type.
+
+    A trace casts each to the type of its input: right after the operation that computes it, and under its number.
+
+    Args:
+        joint: As for `share`.
+        forward_outputs: How many outputs the forward has.
+        positions: Those of the inputs.
+    """
+    if not positions:
+        return
+    written = {node.meta.get("seq_nr") for node in _casts(joint) if not node.meta.get("autograd_backward")}
+    added = {
+        node for node in _casts(joint) if node.meta.get("autograd_backward") and node.meta["seq_nr"] not in written
+    }
+    gradients = [gradient for _, gradient in aot.inputs_with_gradients(joint, forward_outputs)]
+    for gradient in (gradients[position] for position in positions):
+        arrived: list[Any] = arrivals(gradient) or [(gradient, gradient)]
+        terms = [term.args[0] if term in added else term for term, _ in arrived]
+        total = terms[0]
+        for term, (_, at) in zip(terms[1:], arrived[1:], strict=True):
+            with joint.graph.inserting_before(at):
+                total = _add(joint.graph, total, term, at)
+        if gradient is not None and total is not gradient:
+            gradient.replace_all_uses_with(total, delete_user_cb=lambda user: user.op == "output")
+    drop_unread(joint.graph)
+
+
+def _casts(joint: fx.GraphModule) -> list[fx.Node]:
+    return list(joint.graph.find_nodes(op="call_function", target=aten._to_copy.default))
 
 
 def _is_like(gradient: fx.Node, primal: fx.Node) -> bool:

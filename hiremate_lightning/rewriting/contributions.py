@@ -22,7 +22,7 @@ from torch import fx
 from torch.autograd.graph import get_gradient_edge
 
 from ..torch_private import aot
-from ..torch_private.tensor_state import is_dense, storage_id, versions_of
+from ..torch_private.tensor_state import is_dense, storage_id, takes_other_gradients, versions_of
 from .joint import drop_unread, written_values
 
 aten = torch.ops.aten
@@ -73,6 +73,7 @@ class Contributions:
     Attributes:
         terms: For how many terms there are inputs, by position.
         of_leaves: Of how many terms the gradients of parameters are, by position, where it is more than one.
+        of_other_types: Positions of the inputs that take gradients of other types than their own.
         of_casts: Of how many terms gradients of casts are that other calls share, see `casts.share`.
     """
 
@@ -85,6 +86,7 @@ class Contributions:
         """
         self._is_settled, self._count = False, len(inputs)
         self._with_gradient = [i for i, v in enumerate(inputs) if isinstance(v, torch.Tensor) and v.requires_grad]
+        self.of_other_types = [i for i in self._with_gradient if takes_other_gradients(inputs[i])]
         strided = [i for i in self._with_gradient if inputs[i].layout is torch.strided]
         # The same graph runs for a batch that is a leaf and for what code has computed; Dynamo tells parameters apart.
         self._leaves = [i for i in strided if isinstance(inputs[i], torch.nn.Parameter)]

@@ -338,6 +338,11 @@ def int_hint(value: Any) -> int:
     return int(value)
 
 
+def takes_other_gradients(tensor: torch.Tensor) -> bool:
+    """Whether a leaf takes gradients of other types than its own, as FSDP2's do under mixed precision since 2.15."""
+    return tensor.is_leaf and bool(getattr(tensor, "grad_dtype", tensor.dtype) != tensor.dtype)
+
+
 def real_mode() -> Any:
     """Leave the tracing modes for a while, so that operations run on real tensors."""
     return _disable_current_modes()

@@ -358,6 +358,27 @@ def test_a_precision_of_the_trainer_is_exact(precision):
     assert callbacks[0].plan is not None
 
 
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="PyTorch casts gradients to the weight's type")
+@pytest.mark.parametrize("taken", [torch.float32, None])
+def test_gradients_of_another_type_than_the_weight_are_exact(taken):
+    """FSDP2 lets weights in half precision take gradients in single precision."""
+
+    def make() -> nn.Module:
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RMSNorm(WIDTH)).bfloat16()
+        for parameter in module.parameters():
+            parameter.grad_dtype = taken
+        return module
+
+    def loop(module: nn.Module) -> Log:
+        log: Log = []
+        for index in range(4):
+            square_error(module(rows(index).bfloat16())).backward()
+            log += leave_behind(module)
+        return log
+
+    train_both(make, loop)
+
+
 @pytest.mark.parametrize("weights", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("batch", [torch.contiguous_format, torch.channels_last])
 def test_memory_formats_are_exact(weights, batch):
