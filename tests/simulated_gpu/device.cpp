@@ -517,7 +517,7 @@ class HostCall {  // one call of an operation, with its arguments as the host se
     has_own_ = true;
     const bool written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
     const bool resized = written && tensor.numel() == 0;
-    at::Tensor seen = resized ? at::empty({0}, at::TensorOptions().dtype(tensor.dtype())) : host(tensor);
+    at::Tensor seen = resized ? at::empty(tensor.sizes(), at::TensorOptions().dtype(tensor.dtype())) : host(tensor);
     if (resized) resized_.emplace_back(tensor, seen);
     pairs_.emplace_back(tensor, seen);
     return seen;

@@ -99,6 +99,22 @@ def test_fused_kernels_run_again_bit_for_bit_within_the_budget(name):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+def test_two_calls_in_one_block_of_autocast_are_exact():
+    gradients = []
+    for budget in (None, "100%"):
+        torch.manual_seed(3)
+        model = Wide().cuda()
+        if budget is not None:
+            hiremate(model, budget, verbose=False)
+        for index in range(3):
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = square_error(model(batch(index).cuda()) - model(batch(index + 5).cuda()))
+            loss.backward()
+        gradients.append([p.grad.cpu() for p in model.parameters()])
+        remove_hiremate(model)
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
 def test_accumulated_gradients_are_added_where_they_appear():
     gradients, peaks = [], []
     for budget in (None, "1 GiB"):
