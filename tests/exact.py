@@ -80,7 +80,7 @@ def added_peaks(module: nn.Module, batch: Tensor) -> tuple[int, int]:
     plan = get_plan(module)
     remove_hiremate(module)
     assert plan is not None, "nothing was planned"
-    assert plan.measured.peak_bytes == plan.planned_peak_bytes
+    assert plan.measured.peak_bytes == plan.planned_peak_bytes, (plan.measured, plan.planned_peak_bytes)
     return plainly, plan.planned_peak_bytes - plan.resident_bytes
 
 
