@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Literal
 
 from .errors import ConfigurationError, did_you_mean
@@ -170,12 +171,16 @@ def _is_bytes_or_auto(value: Any) -> bool:
 
 
 def _can_be_written(folder: Any) -> bool:
-    """Whether a folder is there, or can be made, and be written to."""
+    """Whether a folder is there, or can be made, and be written to: permissions alone do not tell root."""
     if folder is None:
         return True
     path = Path(folder).absolute()
     nearest = next(place for place in (path, *path.parents) if os.access(place, os.F_OK))
-    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+    try:
+        with TemporaryFile(dir=nearest):
+            return True
+    except OSError:
+        return False
 
 
 def _word_or_number(text: str) -> str | int:

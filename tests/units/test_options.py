@@ -36,7 +36,7 @@ WRONG = {  # values that are not allowed, as far as a check is told
     "time_limit_s": 0,
     "max_plans": 0,
     "on_infeasible": "stop",
-    "cache_dir": "/dev/null/plans",
+    "cache_dir": "/proc/plans",
     "compile": "nvfuser",
     "offload": "never",
     "host_budget": "50%",
