@@ -67,9 +67,9 @@ def share(
 
 
 def leave_out(joint: fx.GraphModule, forward_outputs: int, positions: Sequence[int]) -> None:
-    """Give some gradients in the types in which they are computed, as autograd hands them to inputs that take any type.
+    """Leave out the casts of gradients to the types of their inputs, where these take gradients of any type.
 
-    A trace casts each to the type of its input: right after the operation that computes it, and under its number.
+    Autograd does not cast such gradients. A trace does: its cast has the number of the operation before it.
 
     Args:
         joint: As for `share`.

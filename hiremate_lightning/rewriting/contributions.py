@@ -254,12 +254,8 @@ def sums_alone(gradients: Sequence[Any], terms: TermCounts) -> TermCounts:
         gradients: What a captured graph's backward returns, as rewritten.
         terms: Of how many terms they were traced, by position.
     """
-    uses = Counter(value for value in gradients if isinstance(value, fx.Node))
-
-    def is_alone(total: Any, count: int) -> bool:
-        return bool(additions(total, count)) and uses[total] == len(total.users) == 1
-
-    return {position: count for position, count in terms.items() if is_alone(gradients[position], count)}
+    alone = _only_returned(gradients)
+    return {p: count for p, count in terms.items() if gradients[p] in alone and additions(gradients[p], count)}
 
 
 def casts_alone(gradients: Sequence[Any], terms: TermCounts) -> TermCounts:
@@ -269,16 +265,21 @@ def casts_alone(gradients: Sequence[Any], terms: TermCounts) -> TermCounts:
         gradients: What a captured graph's backward returns, as rewritten.
         terms: Of how many terms they were traced, by position.
     """
-    uses = Counter(value for value in gradients if isinstance(value, fx.Node))
+    alone = _only_returned(gradients)
 
     def is_alone(whole: Any, count: int) -> bool:
-        if not isinstance(whole, fx.Node) or whole.target is not aten._to_copy.default:
+        if whole not in alone or whole.target is not aten._to_copy.default:
             return False
-        half: Any = whole.args[0]
-        are_alone = uses[whole] == len(whole.users) == len(half.users) == 1
-        return are_alone and (count == 1 or bool(additions(half, count)))
+        half = whole.args[0]
+        return len(half.users) == 1 and (count == 1 or bool(additions(half, count)))
 
     return {position: count for position, count in terms.items() if is_alone(gradients[position], count)}
+
+
+def _only_returned(gradients: Sequence[Any]) -> set[fx.Node]:
+    """List the gradients that are returned once and read by nothing."""
+    uses = Counter(value for value in gradients if isinstance(value, fx.Node))
+    return {value for value, count in uses.items() if count == len(value.users) == 1}
 
 
 def accumulates(node: fx.Node) -> bool:

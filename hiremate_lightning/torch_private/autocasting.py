@@ -167,7 +167,7 @@ def releasing_frames() -> Iterator[None]:
         except BaseException as error:  # Ctrl-C too: its frames hold the same guards
             for met in _chain(error):
                 traceback.clear_frames(met.__traceback__)
-            gc.collect()  # since 2.14 Dynamo handles errors of the code as that would, and frames stay in circles
+            gc.collect()  # since 2.14 Dynamo keeps some errors in reference cycles, with their frames
             raise
 
 
