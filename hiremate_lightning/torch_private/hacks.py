@@ -193,13 +193,6 @@ HACKS = (
         (Stage.CAPTURING,),
         "decided_branches.WHILE_CAPTURING",
     ),
-    Hack(
-        "names of lines",
-        "no file is read for the names of a line's function",
-        "the first step takes longer",
-        (Stage.CAPTURING,),
-        "graph_texts.names_of_lines",
-    ),
     # While AOTAutograd traces
     Hack(
         "eager kernels",
@@ -256,13 +249,6 @@ HACKS = (
         (Stage.TRACING,),
         "aot.taking_gradients_with_metadata",
         mends=True,
-    ),
-    Hack(
-        "unwritten graphs",
-        "graphs are not written as text that nobody reads",
-        "the first step takes longer",
-        (Stage.TRACING,),
-        "graph_texts.unwritten",
     ),
     Hack(
         "byte targets",
