@@ -15,7 +15,6 @@ from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
-import rich
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from lightning.pytorch.callbacks import (
@@ -28,7 +27,6 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.memory import is_oom_error
-from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -637,12 +635,11 @@ def test_many_fits_in_one_process_are_all_planned():
 
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar, None])
-def test_a_fit_says_three_lines_and_writes_a_page(bar, tmp_path, monkeypatch):
+def test_a_fit_says_three_lines_and_writes_a_page(bar, tmp_path, shared_console):
     """Each line starts at the left edge, whichever progress bar of Lightning is on the screen."""
     screen = io.StringIO()
     screen.isatty = lambda: True
-    console = Console(file=screen, width=200, force_terminal=True, color_system=None)
-    monkeypatch.setattr(rich, "_console", console)
+    shared_console(file=screen, width=200, force_terminal=True, color_system=None)
     bars = [] if bar is None else [bar(refresh_rate=1)]
     logger = CSVLogger(tmp_path)
     fitting = trainer(
