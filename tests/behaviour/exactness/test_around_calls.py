@@ -21,11 +21,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from hiremate_lightning import CaptureError, ConfigurationError, HiRemateWarning, get_plan, hiremate
-from hiremate_lightning.capturing import backend
-from hiremate_lightning.capturing.capture import capture
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.targets.modules import targets_of
 from tests.exact import TORCH, simple_loop, train_both
+from tests.faults import change_captures
 
 ROWS, WIDTH = 256, 32
 
@@ -346,12 +345,12 @@ def train_beside(plain: nn.Module) -> tuple[nn.Module, list[str]]:
 
 @pytest.mark.parametrize("level", [logging.WARNING, logging.ERROR])
 def test_what_torch_compile_fails_on_runs_as_it_is_and_what_it_calls_is_planned(monkeypatch, request, level):
-    def fail_on_large_graphs(joint, *arguments):
-        if len(joint.graph.find_nodes(op="call_function", target=torch.ops.aten.gelu.default)) > 2:
+    def fail_on_large_graphs(graph, capture):
+        if len(graph.find_nodes(op="call_function", target=torch.ops.aten.gelu.default)) > 2:
             raise AssertionError("too large")
-        return capture(joint, *arguments)
+        return capture()
 
-    monkeypatch.setattr(backend, "capture", fail_on_large_graphs)
+    change_captures(monkeypatch, fail_on_large_graphs)
     log = logging.getLogger("torch._dynamo.convert_frame")
     request.addfinalizer(partial(log.setLevel, log.level))
     log.setLevel(level)

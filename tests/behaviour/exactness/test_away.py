@@ -226,12 +226,13 @@ def test_the_peak_with_values_away_is_the_predicted_one(rule, most):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.version.cuda is not None, reason="on a real GPU copies may end in time by chance")
-@pytest.mark.parametrize("missing", ["the wait before memory is freed", "the wait before it is read"])
+@pytest.mark.parametrize(
+    "missing",
+    [(copies.Leaving, "wait"), (copies.Arriving, "_wait")],
+    ids=["before memory is freed", "before it is read"],
+)
 def test_a_missing_wait_is_seen_as_other_numbers(monkeypatch, missing):
-    if missing == "the wait before memory is freed":
-        monkeypatch.setattr(copies.Leaving, "wait", lambda self: None)
-    else:
-        monkeypatch.setattr(copies.Arriving, "_wait", lambda self: None)
+    monkeypatch.setattr(*missing, lambda self: None)
     expected, found = both_ways("cuda", Puts(latest))
     assert not are_equal(found, expected)
 

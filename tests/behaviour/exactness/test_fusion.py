@@ -199,11 +199,11 @@ def test_a_second_backward_gives_the_same_gradients():
     assert all(torch.equal(p.grad, 2 * g) for p, g in zip(fused.parameters(), once, strict=True))
 
 
-def test_what_cannot_be_compiled_runs_one_by_one(monkeypatch):
+def test_what_cannot_be_compiled_runs_one_by_one(compile_kernels_by):
     def fail(module, inputs):
         raise RuntimeError("no compiler found")
 
-    monkeypatch.setattr(inductor, "compile_graph", fail)
+    compile_kernels_by(fail)
     model = Convolutions()
     fused = planned(model, "100%")
     with pytest.warns(HiRemateWarning, match=re.escape("which run one by one: RuntimeError: no compiler found")):
@@ -215,7 +215,7 @@ def test_what_cannot_be_compiled_runs_one_by_one(monkeypatch):
 @pytest.mark.parametrize(
     ("fault", "words"), [("strides", "its results are laid out as"), ("memory", "its results share memory")]
 )
-def test_a_kernel_with_results_laid_out_otherwise_is_not_used(monkeypatch, fault, words):
+def test_a_kernel_with_results_laid_out_otherwise_is_not_used(compile_kernels_by, fault, words):
     compile_graph = inductor.compile_graph
 
     def compile_otherwise(module, inputs):
@@ -224,7 +224,7 @@ def test_a_kernel_with_results_laid_out_otherwise_is_not_used(monkeypatch, fault
             return lambda arguments: arguments[:1]
         return lambda arguments: [t.t().contiguous().t() for t in run(arguments)]
 
-    monkeypatch.setattr(inductor, "compile_graph", compile_otherwise)
+    compile_kernels_by(compile_otherwise)
     fused = planned(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Sigmoid()), "100%")
     with pytest.warns(HiRemateWarning, match=words):
         fused(torch.randn(8, 16)).sum().backward()

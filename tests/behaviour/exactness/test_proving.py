@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
 from hiremate_lightning import ConfigurationError, HiRemateWarning, get_plan, hiremate
-from hiremate_lightning.capturing import backend
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.options import make_options
 from hiremate_lightning.proofs import proving
@@ -34,6 +33,7 @@ from hiremate_lightning.sessions import session
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import changes, hacks
 from tests.exact import TORCH, Log, differing, simple_loop
+from tests.faults import change_absences, change_captures
 
 WIDTH = 8
 
@@ -503,13 +503,12 @@ def test_failures_that_a_proof_meets_are_not_printed(capfd):
 
 def lose_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant a fault: where some gradients of outputs do not come, that of the first parameter is left out too."""
-    find = program.find_absent
 
-    def wrong(captured: Any, missing: frozenset[int]) -> Any:
-        found, first = find(captured, missing), next(g for g in captured.backward_outputs if g is not None)
-        return replace(found, values=found.values | {first}, overwrites={})
+    def wrong(captured: Any, absence: Any) -> Any:
+        first = next(g for g in captured.backward_outputs if g is not None)
+        return replace(absence, values=absence.values | {first}, overwrites={})
 
-    monkeypatch.setattr(program, "find_absent", wrong)
+    change_absences(monkeypatch, wrong)
 
 
 def gradients_of(module: nn.Module, loss_of: Callable[[Any], Tensor]) -> list[list[Any]]:
@@ -594,14 +593,9 @@ def scale_what_is_made(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) 
     monkeypatch.setattr(module, name, wrong)
 
 
-def change_captured(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> None:
-    capture = backend.capture
-    monkeypatch.setattr(backend, "capture", lambda *given: change(capture(*given)))
-
-
-def swap_first(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    first, second, *others = values
-    return second, first, *others
+def swap_first(captured: Any, field: str) -> Any:
+    first, second, *others = getattr(captured, field)
+    return replace(captured, **{field: (second, first, *others)})
 
 
 def drop_assignments(captured: Any) -> Any:
@@ -689,19 +683,15 @@ PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], nn.M
         lambda: Written(lambda self, x: self.second(x.sin()).tanh(), second=nn.Linear(WIDTH, WIDTH)),
     ),
     "capture: two outputs in each other's place": (
-        lambda patch: change_captured(
-            patch, lambda captured: replace(captured, forward_outputs=swap_first(captured.forward_outputs))
-        ),
+        lambda patch: change_captures(patch, lambda _, capture: swap_first(capture(), "forward_outputs")),
         lambda: Written(two_results),
     ),
     "capture: two gradients in each other's place": (
-        lambda patch: change_captured(
-            patch, lambda captured: replace(captured, backward_outputs=swap_first(captured.backward_outputs))
-        ),
+        lambda patch: change_captures(patch, lambda _, capture: swap_first(capture(), "backward_outputs")),
         Pair,
     ),
     "capture: a change of a buffer that is dropped": (
-        lambda patch: change_captured(patch, drop_assignments),
+        lambda patch: change_captures(patch, lambda _, capture: drop_assignments(capture())),
         lambda: Written(counted, count=torch.zeros(())),
     ),
 }

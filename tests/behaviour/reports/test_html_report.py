@@ -185,10 +185,10 @@ def test_estimates_are_called_estimates(tmp_path: Path):
     )
 
 
-def test_a_missing_folder_raises_before_anything_is_solved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("hiremate_lightning.reporting.html_report.curve", None)  # not called
+def test_a_missing_folder_raises_before_anything_is_solved(tmp_path: Path):
+    unsolvable = replace(mixed_plan(2), graph=None)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"There is no folder '.*nowhere' to write plan.html to"):
-        write_html(mixed_plan(2), tmp_path / "nowhere" / "plan.html")
+        write_html(unsolvable, tmp_path / "nowhere" / "plan.html")
 
 
 def test_the_none_of_a_model_without_a_plan_is_no_page(tmp_path: Path):

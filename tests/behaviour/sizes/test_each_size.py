@@ -17,6 +17,7 @@ from hiremate_lightning.capturing import backend
 from hiremate_lightning.records.same_code import difference
 from hiremate_lightning.testing import session_of
 from tests.exact import simple_loop, train_both
+from tests.faults import change_captures
 
 WIDTH = 24
 
@@ -259,15 +260,13 @@ def test_what_can_not_be_captured_with_symbols_is_captured_without_and_not_tried
 
 
 def test_what_can_not_be_traced_for_a_size_runs_as_it_is_and_says_so(monkeypatch):
-    capture = backend.capture
-
-    def fail_at_ten_rows(joint, *arguments):
-        values = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
+    def fail_at_ten_rows(graph, capture):
+        values = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
         if any(10 in value.shape for value in values if isinstance(value, torch.Tensor)):
             raise AssertionError("ten rows")
-        return capture(joint, *arguments)
+        return capture()
 
-    monkeypatch.setattr(backend, "capture", fail_at_ten_rows)
+    change_captures(monkeypatch, fail_at_ten_rows)
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(), nn.Linear(WIDTH, 1))
     model = hiremate(copy.deepcopy(plain), "1 MiB", verbose=False)
     texts = []

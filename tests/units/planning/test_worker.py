@@ -188,21 +188,13 @@ def _not_started(monkeypatch):
 
 
 @pytest.mark.usefixtures("_not_started")
-def test_without_processes_it_solves_in_place(monkeypatch):
-    def refuse(*args, **kwargs):
-        raise OSError("no processes here")
-
-    monkeypatch.setattr(subprocess, "Popen", refuse)
-    assert apart("portfolio")(problem_at(80)).is_feasible
-
-
-@pytest.mark.usefixtures("_not_started")
-def test_a_process_that_never_listens_is_solved_in_place(monkeypatch):
+@pytest.mark.parametrize(("executable", "can_start"), [("/nowhere", True), (shutil.which("false"), False)])
+def test_without_a_process_that_listens_it_solves_in_place(executable, can_start, monkeypatch):
     """A program that embeds Python may name itself as the interpreter."""
     monkeypatch.setattr(worker, "_can_start", True)
-    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    monkeypatch.setattr(sys, "executable", executable)
     assert apart("portfolio")(problem_at(80)).is_feasible
-    assert not worker._can_start
+    assert worker._can_start == can_start
 
 
 def test_the_process_imports_no_torch():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hiremate_lightning.capturing.absent import Absence, find_absent
+from hiremate_lightning.capturing.absent import find_absent
 from hiremate_lightning.capturing.backend import planning_backend
 from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.planning.solvers import UNLIMITED, smallest_budget
@@ -19,9 +18,9 @@ from hiremate_lightning.planning.solvers.base import Problem
 from hiremate_lightning.records.costs import estimate
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.step import Decisions
-from hiremate_lightning.running import program as program_module
 from hiremate_lightning.running.program import Changes, Program, build
 from hiremate_lightning.running.template import NoTemplateError, ProgramTemplate
+from tests.faults import change_absences, overwriting_nothing
 
 NOTHING: frozenset[int] = frozenset()
 WIDTH = 16
@@ -118,16 +117,11 @@ def test_backwards_that_overwrite_otherwise_overwrite_nothing(
     lengths: dict[int, Captured], monkeypatch: pytest.MonkeyPatch
 ):
     """Samples differ in what dies as a gradient does not arrive, which nobody could know before."""
-    template, find = template_of({size: lengths[size] for size in (5, 8, 11)}, keep_all(lengths[5].graph)), find_absent
-
-    def find_otherwise(captured: Captured, missing: frozenset[int]) -> Absence:
-        absence = find(captured, missing)
-        return replace(absence, overwrites={}) if captured is lengths[8] else absence
-
-    monkeypatch.setattr(program_module, "find_absent", find_otherwise)
+    template = template_of({size: lengths[size] for size in (5, 8, 11)}, keep_all(lengths[5].graph))
+    change_absences(monkeypatch, overwriting_nothing(lambda captured: captured is lengths[8]))
     new, missing = lengths[19], frozenset({1})
     expected = build(new, lower(new.graph, keep_all(new.graph)))
-    assert find(new, missing).overwrites
+    assert find_absent(new, missing).overwrites
     assert equal(results(new, template.at((19,)), missing), results(new, expected, missing))
 
 
