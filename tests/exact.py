@@ -23,6 +23,50 @@ Log = list[Tensor | None]
 Loop = Callable[[nn.Module], Log]
 
 
+class _Network(nn.Module):
+    """A module with members that are made anew for each instance."""
+
+    make_members: Callable[[], dict[str, Any]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, member in self.make_members().items():
+            if isinstance(member, Tensor) and not isinstance(member, nn.Parameter):
+                self.register_buffer(name, member)
+            else:
+                setattr(self, name, member)
+
+
+def network(
+    make_members: Callable[[], dict[str, Any]], **attributes: Any
+) -> Callable[[Callable[..., Any]], type[nn.Module]]:
+    """Make a class of modules from a function that is their forward.
+
+    The class is called as the function is, in the way of classes.
+
+    Args:
+        make_members: Makes the layers, parameters and buffers of a module.
+        **attributes: Attributes of the class.
+    """
+
+    def make_class(forward: Callable[..., Any]) -> type[nn.Module]:
+        name = "".join(word.capitalize() for word in forward.__name__.split("_"))
+        forward.__code__ = forward.__code__.replace(co_name="forward")  # as tracebacks and guards call it
+        members = {"make_members": staticmethod(make_members), "forward": forward, "__module__": forward.__module__}
+        return type(name, (_Network,), {**members, **attributes})
+
+    return make_class
+
+
+def drawn(*shape: int) -> Callable[..., Tensor]:
+    """Make what draws a batch of a shape, the same one for the same number."""
+
+    def draw(seed: int = 0) -> Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+    return draw
+
+
 def square_error(output: Tensor) -> Tensor:
     """Reduce an output to a loss."""
     return output.float().square().mean()

@@ -33,6 +33,7 @@ from hiremate_lightning import (
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.sizes.batch_size import CAUTION, SizeFinder
 from hiremate_lightning.targets.modules import targets_of
+from tests.exact import network
 from tests.models import GPT, UNet
 from tests.training import resident_bytes
 
@@ -343,21 +344,16 @@ def test_a_batch_that_ignores_the_size_is_refused():
         case.find("4 MiB")
 
 
-class Fickle(nn.Module):
+@network(lambda: {"net": nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))})
+def fickle(self, x: torch.Tensor) -> torch.Tensor:
     """A model that computes something else at each size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(1 + len(x) % 11):
-            x = self.net(x)
-        return x
+    for _ in range(1 + len(x) % 11):
+        x = self.net(x)
+    return x
 
 
 def test_a_step_that_is_another_graph_at_another_size_is_refused_by_its_operation():
-    case = case_of(Fickle(), lambda n: torch.randn(n, 32))
+    case = case_of(fickle(), lambda n: torch.randn(n, 32))
 
     with pytest.raises(ConfigurationError, match=r"it is not the same graph: .*aten"):
         case.find("4 MiB")
@@ -445,21 +441,15 @@ def test_a_step_of_several_backwards_is_refused():
         find_max_batch_size(case.model, case.make_batch, step, budget="4 MiB", verbose=False)
 
 
-class Changes(nn.Module):
+@network(lambda: {"net": nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), "calls": 0.0})
+def changes(self, x: torch.Tensor) -> torch.Tensor:
     """A model that is another graph each time it is called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
-        self.calls = 0.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1.0
-        return self.net(x) * self.calls
+    self.calls += 1.0
+    return self.net(x) * self.calls
 
 
 def test_where_no_size_can_be_proven_the_largest_that_has_run_is_given():
-    case = case_of(Changes(), lambda n: torch.randn(n, 32))
+    case = case_of(changes(), lambda n: torch.randn(n, 32))
 
     result = case.find("4 MiB", max_overhead=9.0)
 

@@ -19,6 +19,7 @@ from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.records.costs import Link
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.testing import fixed_costs, plans
+from tests.exact import network
 from tests.training import build
 
 FAST, SLOW = Link(1e9, 1e9), Link(1.0, 1.0)  # bytes a millisecond
@@ -146,20 +147,16 @@ def test_a_budget_that_is_impossible_otherwise_is_kept(link):
 def test_several_calls_put_away_what_is_their_own(link):
     link(FAST)
 
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = wide(), wide()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.one[:-1](x)
-            torch._dynamo.graph_break()
-            return self.two(y)
+    @network(lambda: {"one": wide(), "two": wide()})
+    def two(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.one[:-1](x)
+        torch._dynamo.graph_break()
+        return self.two(y)
 
     found = []
     for offload in ("off", "auto"):
         torch.manual_seed(3)
-        module = hiremate(Two().cuda(), "60%", verbose=False, offload=offload)
+        module = hiremate(two().cuda(), "60%", verbose=False, offload=offload)
         same, peaks = trained(module, [rows().cuda()] * STEPS)
         found.append(same)
         check_peak(get_plan(module), peaks[-1])

@@ -22,6 +22,7 @@ from hiremate_lightning.running.copies import HostMemory, pinned_storages
 from hiremate_lightning.running.execution import Part
 from hiremate_lightning.running.program import Program, build
 from tests.behaviour.exactness.test_execution import Conductor, Net, every_other_kept, make
+from tests.exact import network
 from tests.training import build as build_model
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -160,18 +161,14 @@ def test_a_forward_without_a_backward_gives_its_blocks_back():
 
 
 def test_a_gradient_that_does_not_arrive_changes_no_other():
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = Net(), Net()
-
-        def forward(self, x):
-            return self.one(x), self.two(x)
+    @network(lambda: {"one": Net(), "two": Net()})
+    def two(self, x):
+        return self.one(x), self.two(x)
 
     gradients = []
     for own in (Conductor(keep_all), Puts(soonest)):
         torch.manual_seed(5)
-        model, x = Two(), torch.randn(256, 16)
+        model, x = two(), torch.randn(256, 16)
         torch.manual_seed(6)
         compiled(model, own)(x)[1].square().mean().backward()
         gradients.append([p.grad for p in model.two.parameters()])

@@ -16,7 +16,7 @@ from torch import nn
 from hiremate_lightning import hiremate
 from hiremate_lightning.capturing.backend import OPAQUE
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import captured_by, simple_loop, train_both
+from tests.exact import captured_by, network, simple_loop, train_both
 
 ROWS, SIZE = 32, 16
 
@@ -229,15 +229,11 @@ def test_an_opaque_function_is_captured_with_what_surrounds_it(monkeypatch):
     setattr(module, function, contract)
     monkeypatch.setitem(sys.modules, name, module)
 
-    class Contracting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(8, 8))
+    @network(lambda: {"weight": nn.Parameter(torch.randn(8, 8))})
+    def contracting(self, x):
+        return torch.tanh(module.einsum("bi,io->bo", torch.tanh(x), self.weight))
 
-        def forward(self, x):
-            return torch.tanh(module.einsum("bi,io->bo", torch.tanh(x), self.weight))
-
-    planned = hiremate(Contracting(), "100%", verbose=False)
+    planned = hiremate(contracting(), "100%", verbose=False)
     x = torch.randn(16, 8)
     loss = planned(x).square().mean()
     loss.backward()

@@ -16,7 +16,7 @@ from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.integrations import compile_backend
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import inductor
-from tests.exact import assert_foreseen
+from tests.exact import assert_foreseen, network
 
 
 class TanhGelu(nn.Module):
@@ -159,16 +159,12 @@ def test_dropout_draws_the_masks_of_eager():
 
 
 def test_a_gradient_that_never_comes_takes_no_memory():
-    class WithLogits(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(32, 256)
+    @network(lambda: {"linear": nn.Linear(32, 256)})
+    def with_logits(self, x):
+        logits = self.linear(x)
+        return (torch.tanh(logits) * 2 + 1).square().mean(), logits.float()
 
-        def forward(self, x):
-            logits = self.linear(x)
-            return (torch.tanh(logits) * 2 + 1).square().mean(), logits.float()
-
-    model = planned(WithLogits(), "100%")
+    model = planned(with_logits(), "100%")
     for _ in range(5):
         loss, logits = model(torch.randn(64, 32))
         del logits
@@ -258,20 +254,16 @@ def test_a_buffer_that_the_step_overwrites_is_read_before():
 
 
 def test_reductions_between_elementwise_operations_of_the_backward_keep_their_order():
-    class WrittenOut(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 64)
-
-        def forward(self, x):
-            y = self.linear(x)
-            weights = (y - y.amax(-1, keepdim=True)).exp()
-            weights = weights / weights.sum(-1, keepdim=True)
-            y = y * weights + weights.mean(-1, keepdim=True) * y.square().sum(-1, keepdim=True).sqrt()
-            return y.square().mean()
+    @network(lambda: {"linear": nn.Linear(16, 64)})
+    def written_out(self, x):
+        y = self.linear(x)
+        weights = (y - y.amax(-1, keepdim=True)).exp()
+        weights = weights / weights.sum(-1, keepdim=True)
+        y = y * weights + weights.mean(-1, keepdim=True) * y.square().sum(-1, keepdim=True).sqrt()
+        return y.square().mean()
 
     torch.manual_seed(0)
-    model = WrittenOut()
+    model = written_out()
     fused = planned(model, "100%")
     for found, expected in zip(train(fused, (8, 16)), train(model, (8, 16)), strict=True):
         torch.testing.assert_close(found, expected)

@@ -16,7 +16,7 @@ from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.rewriting.losses import cross_entropy, cross_entropy_gradient
 from hiremate_lightning.torch_private import hacks
-from tests.exact import added_peaks, captured_by, simple_loop, train_both
+from tests.exact import added_peaks, captured_by, network, simple_loop, train_both
 
 aten = torch.ops.aten
 WIDTH, ROWS, CLASSES, CHUNK = 32, 200, 301, 128
@@ -317,19 +317,13 @@ def test_logits_that_are_returned_may_be_changed_in_place(dtype):
     train_both(lambda: Words(lambda y, x: (entropy(y, x), y), dtype), simple_loop(batch, loss_of=changed))
 
 
-class Table(nn.Module):
+@network(lambda: {"logits": nn.Parameter(torch.randn(ROWS, CLASSES)), "words": Words(entropy)})
+def table(self, x: Tensor) -> Tensor:
     """Logits that are a weight, which the step itself changes once it has their loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logits = nn.Parameter(torch.randn(ROWS, CLASSES))
-        self.words = Words(entropy)
-
-    def forward(self, x: Tensor) -> Tensor:
-        loss = F.cross_entropy(self.logits, x.flatten()) + self.words(x)
-        with torch.no_grad():
-            self.logits.mul_(0.9)
-        return loss
+    loss = F.cross_entropy(self.logits, x.flatten()) + self.words(x)
+    with torch.no_grad():
+        self.logits.mul_(0.9)
+    return loss
 
 
 class Cleared(Words):
@@ -344,7 +338,7 @@ class Cleared(Words):
         return loss
 
 
-@pytest.mark.parametrize("make", [Table, lambda: Cleared(entropy, torch.float32)], ids=["weight", "graph before"])
+@pytest.mark.parametrize("make", [table, lambda: Cleared(entropy, torch.float32)], ids=["weight", "graph before"])
 def test_logits_that_the_step_changes_in_place_are_not_read_again(make):
     train_both(make, simple_loop(batch, loss_of=lambda loss: loss), on_infeasible="warn")
 

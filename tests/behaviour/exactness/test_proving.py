@@ -32,7 +32,7 @@ from hiremate_lightning.running import program
 from hiremate_lightning.sessions import session
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import changes, hacks
-from tests.exact import TORCH, Log, differing, simple_loop
+from tests.exact import TORCH, Log, differing, network, simple_loop
 from tests.faults import change_absences, change_captures
 
 WIDTH = 8
@@ -89,28 +89,18 @@ def make_mixed() -> nn.Module:
     return nn.Sequential(Written(mixed, count=torch.zeros(())), nn.LayerNorm(WIDTH))
 
 
-class WithLogits(nn.Module):
+@network(lambda: {"layer": nn.Linear(WIDTH, WIDTH), "head": nn.Linear(WIDTH, WIDTH)})
+def with_logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns a loss, and the logits that it is computed from."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.head(self.layer(x).tanh())
-        return logits.square().mean(), logits
+    logits = self.head(self.layer(x).tanh())
+    return logits.square().mean(), logits
 
 
-class TwoHeads(nn.Module):
+@network(lambda: {name: nn.Linear(WIDTH, WIDTH) for name in ("layer", "one", "two")})
+def two_heads(self, x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns two results of one trunk."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.one, self.two = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        trunk = self.layer(x).tanh()
-        return self.one(trunk), self.two(trunk)
+    trunk = self.layer(x).tanh()
+    return self.one(trunk), self.two(trunk)
 
 
 # ---------------------------------------------------------------- what is proved
@@ -245,17 +235,13 @@ def test_a_proof_keeps_the_first_step_within_its_budget(monkeypatch, share):
 def test_code_that_takes_gradients_by_itself_is_proved():
     """A gradient penalty in a forward: it needs what it saves, which is put aside where it does not fit."""
 
-    class Penalty(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])
+    @network(lambda: {"layers": nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])})
+    def penalty(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)
+        return gradient.square().mean()
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.clone().requires_grad_()
-            (gradient,) = torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)
-            return gradient.square().mean()
-
-    module = hiremate(Penalty(), "70%", verbose=False)
+    module = hiremate(penalty(), "70%", verbose=False)
     module(torch.randn(2048, 64)).backward()
     words = targets_of(module).session.proofs.words()
     assert re.fullmatch(r"forward (\d) of \1 graphs?, gradients (\d) of \2", words), words
@@ -531,20 +517,20 @@ def test_a_loss_is_proved_without_gradients_of_its_logits(monkeypatch):
     """What runs in the first step already is proved before it runs."""
     lose_a_gradient(monkeypatch)
     with pytest.warns(HiRemateWarning, match="gives other numbers"):
-        assert differing_steps(WithLogits(), lambda out: out[0]) == []
+        assert differing_steps(with_logits(), lambda out: out[0]) == []
 
 
 def test_a_backward_without_some_gradient_is_proved_later(monkeypatch):
     """That one of two results stays unused is seen in the first step: from the next one on its faults are seen too."""
     lose_a_gradient(monkeypatch)
     with pytest.warns(HiRemateWarning, match="gives other numbers"):
-        assert differing_steps(TwoHeads(), lambda out: out[0].sum()) == [0]
+        assert differing_steps(two_heads(), lambda out: out[0].sum()) == [0]
 
 
 def test_each_kind_of_backward_is_proved_once(planning_log):
     """Both results are used, then the first one, then both, then the second one, and all that again."""
     uses = [(0, 1), (0,), (0, 1), (1,)] * 2
-    module, counts = hiremate(TwoHeads(), "1 GiB", verbose=False), []
+    module, counts = hiremate(two_heads(), "1 GiB", verbose=False), []
     for index, used in enumerate(uses):
         results = module(rows(index))
         counts.append(len(planning_log.of("proving")))
@@ -554,7 +540,7 @@ def test_each_kind_of_backward_is_proved_once(planning_log):
 
 
 def test_a_backward_that_was_not_proved_yet_is_not_called_proved():
-    module = hiremate(TwoHeads(), "1 GiB", verbose=False)
+    module = hiremate(two_heads(), "1 GiB", verbose=False)
     words = []
     for index in range(2):
         module(rows(index))[0].sum().backward()
@@ -638,15 +624,10 @@ def filled(self: Any, x: Tensor) -> Tensor:
     return y + x
 
 
-class Pair(nn.Module):
+@network(lambda: {"one": nn.Parameter(torch.ones(WIDTH)), "two": nn.Parameter(torch.ones(WIDTH))})
+def pair(self, x: Tensor) -> Tensor:
     """Two weights of one shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.one).sin() + x * self.two
+    return (x * self.one).sin() + x * self.two
 
 
 PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], nn.Module]]] = {
@@ -688,7 +669,7 @@ PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], nn.M
     ),
     "capture: two gradients in each other's place": (
         lambda patch: change_captures(patch, lambda _, capture: swap_first(capture(), "backward_outputs")),
-        Pair,
+        pair,
     ),
     "capture: a change of a buffer that is dropped": (
         lambda patch: change_captures(patch, lambda _, capture: drop_assignments(capture())),

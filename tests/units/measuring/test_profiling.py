@@ -30,7 +30,7 @@ from hiremate_lightning.records.schedule import lower
 from hiremate_lightning.running.program import build
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import tensor_state
-from tests.exact import captured_by
+from tests.exact import captured_by, network
 from tests.lazily import recompute_lazily
 
 CPU = torch.device("cpu")
@@ -120,17 +120,12 @@ def test_every_node_has_its_costs(captured):
     assert profile.device == describe_device(CPU)
 
 
-class NormedByAll(nn.Module):
+@network(lambda: {"linear": nn.Linear(WIDTH, WIDTH)})
+def normed_by_all(self, x: torch.Tensor) -> torch.Tensor:
     """Divides by what all processes have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x)
-        total = functional_collectives.all_reduce(y.detach().square().sum(), "sum", torch.distributed.group.WORLD)
-        return torch.atan(y / total)
+    y = self.linear(x)
+    total = functional_collectives.all_reduce(y.detach().square().sum(), "sum", torch.distributed.group.WORLD)
+    return torch.atan(y / total)
 
 
 def test_collectives_are_not_run_to_be_measured(monkeypatch, tmp_path):
@@ -139,7 +134,7 @@ def test_collectives_are_not_run_to_be_measured(monkeypatch, tmp_path):
         "gloo", store=torch.distributed.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1
     )
     try:
-        model = hiremate(NormedByAll(), "100%", verbose=False)
+        model = hiremate(normed_by_all(), "100%", verbose=False)
         model(torch.randn(ROWS, WIDTH)).sum().backward()
         captured = targets_of(model).session.parts.all[0].captured
         with counting_calls() as calls:

@@ -20,27 +20,22 @@ from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.step import Decisions
 from hiremate_lightning.running.program import Changes, Program, build
 from hiremate_lightning.running.template import NoTemplateError, ProgramTemplate
+from tests.exact import network
 from tests.faults import change_absences, overwriting_nothing
 
 NOTHING: frozenset[int] = frozenset()
 WIDTH = 16
 
 
-class Attending(nn.Module):
+@network(lambda: {"project": nn.Linear(WIDTH, 3 * WIDTH), "out": nn.Linear(WIDTH, WIDTH), "norm": nn.LayerNorm(WIDTH)})
+def attending(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention with a dropout, and a block behind it; it returns more than its loss needs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        batch, length, _ = x.shape
-        q, k, v = self.project(self.norm(x)).view(batch, length, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
-        weights = (q @ k.transpose(-1, -2)).softmax(-1)
-        y = (weights @ v).transpose(1, 2).reshape(batch, length, WIDTH)
-        y = torch.relu(self.out(F.gelu(y)))
-        return y.square().mean(), y
+    batch, length, _ = x.shape
+    q, k, v = self.project(self.norm(x)).view(batch, length, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+    weights = (q @ k.transpose(-1, -2)).softmax(-1)
+    y = (weights @ v).transpose(1, 2).reshape(batch, length, WIDTH)
+    y = torch.relu(self.out(F.gelu(y)))
+    return y.square().mean(), y
 
 
 def captured_at(module: nn.Module, *shape: int) -> Captured:
@@ -89,7 +84,7 @@ def equal(some: Sequence[Any], other: Sequence[Any]) -> bool:
 
 @pytest.fixture(scope="module")
 def lengths() -> dict[int, Captured]:
-    module = Attending()
+    module = attending()
     return {length: captured_at(module, 2, length, WIDTH) for length in (5, 8, 11, 19)}
 
 
