@@ -10,9 +10,10 @@ from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.kinds.limits import WORTH_A_PLAN
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import leave_behind, network, square_error, train_both
+from tests.exact import drawn, leave_behind, network, square_error, train_both
 
 WIDTH, ROWS, DEPTH, MICRO = 128, 4, 4, 3
+batch = drawn(ROWS, WIDTH)
 
 
 class Wide(nn.Module):
@@ -35,10 +36,6 @@ class Tied(Wide):
     def __init__(self) -> None:
         super().__init__()
         self.body[4].weight, self.body[8].bias = self.body[0].weight, self.body[0].bias
-
-
-def batch(index: int) -> torch.Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(index))
 
 
 def loop(loss_of=lambda model, x: square_error(model(x)), before=lambda model, step: None, keep=False):

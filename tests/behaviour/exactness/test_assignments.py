@@ -14,9 +14,10 @@ from hiremate_lightning import hiremate
 from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.rewriting.assignments import _step, assign, assign_to_new
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import captured_by, network, simple_loop, train_both
+from tests.exact import captured_by, drawn, network, simple_loop, train_both
 
 ROWS, WIDTH = 48, 32
+rows = drawn(ROWS, WIDTH)
 
 
 class Computes(nn.Module):
@@ -31,10 +32,6 @@ class Computes(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.function(self, self.layers, self.layers[0](x).tanh()))
-
-
-def rows(seed: int) -> Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
 def captured_of(function: Callable[..., Any]) -> Captured:

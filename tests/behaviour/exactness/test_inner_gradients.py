@@ -11,9 +11,10 @@ from torch.autograd import grad
 
 from hiremate_lightning import CaptureError, HiRemateWarning, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import leave_behind, network, simple_loop, train_both
+from tests.exact import drawn, leave_behind, network, simple_loop, train_both
 
 WIDTH, ROWS = 64, 256
+positions = drawn(ROWS, 3)
 
 
 def layers_of(inputs: int, outputs: int = 1, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
@@ -284,10 +285,6 @@ class Forces(nn.Module):
 class SwitchedForces(Forces):
     def squash(self, x: Tensor) -> Tensor:
         return SwitchedSquash.apply(x)
-
-
-def positions(index: int) -> Tensor:
-    return torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(index))
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

@@ -11,10 +11,11 @@ from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.rewriting import pooling
 from hiremate_lightning.testing import changed_thresholds
-from tests.exact import added_peaks, captured_by, network, simple_loop, train_both
+from tests.exact import added_peaks, captured_by, drawn, network, simple_loop, train_both
 
 BATCH, CHANNELS, SIZE = 5, 12, 21
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+batch = drawn(4, 3, 32, 32)
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -206,10 +207,6 @@ CHOICES = {
     "adaptive": (lambda: Pooled(lambda x: F.adaptive_max_pool2d(x, 8)), 0),
     "small": (lambda: Pooled(lambda x: F.max_pool2d(x, 32)), 0),
 }
-
-
-def batch(index: int) -> Tensor:
-    return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(index))
 
 
 @pytest.mark.usefixtures("_kernels_uncompiled")

@@ -15,9 +15,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
-from tests.exact import Log, differing, leave_behind, network, quiet, simple_loop, square_error, train_both
+from tests.exact import Log, differing, drawn, leave_behind, network, quiet, simple_loop, square_error, train_both
 
 ROWS, WIDTH = 256, 16
+rows = drawn(ROWS, WIDTH)
+pictures = drawn(16, 3, 12, 12)
 
 
 def layers() -> nn.Sequential:
@@ -34,14 +36,6 @@ def pictures_net() -> nn.Sequential:
         nn.GELU(),
         nn.Conv2d(8, 4, 1),
     )
-
-
-def rows(index: int) -> Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(index))
-
-
-def pictures(index: int) -> Tensor:
-    return torch.randn(16, 3, 12, 12, generator=torch.Generator().manual_seed(index))
 
 
 @network(lambda: {"first": nn.Linear(WIDTH, WIDTH), "layers": layers()})

@@ -32,14 +32,11 @@ from hiremate_lightning.running import program
 from hiremate_lightning.sessions import session
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import changes, hacks
-from tests.exact import TORCH, Log, differing, network, simple_loop
+from tests.exact import TORCH, Log, differing, drawn, network, simple_loop
 from tests.faults import change_absences, change_captures
 
 WIDTH = 8
-
-
-def rows(index: int) -> Tensor:
-    return torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(index))
+rows = drawn(16, WIDTH)
 
 
 class Written(nn.Module):

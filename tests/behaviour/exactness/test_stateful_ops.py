@@ -17,21 +17,13 @@ from torch.nn.utils import parametrizations
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import network, quiet, simple_loop, train_both
+from tests.exact import drawn, network, quiet, simple_loop, train_both
 
 ROWS, WIDTH = 256, 16
-
-
-def rows(index: int) -> Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(index))
-
-
-def tokens(index: int) -> Tensor:
-    return torch.randn(64, 4, WIDTH, generator=torch.Generator().manual_seed(index))
-
-
-def pictures(index: int) -> Tensor:
-    return torch.randn(16, 3, 12, 12, generator=torch.Generator().manual_seed(index))
+rows = drawn(ROWS, WIDTH)
+tokens = drawn(64, 4, WIDTH)
+pictures = drawn(16, 3, 12, 12)
+wide = drawn(4 * ROWS, WIDTH)
 
 
 class Between(nn.Module):
@@ -143,10 +135,6 @@ def scale_by_variable(x: Tensor) -> Tensor:
 OWN, SCALE = torch.Generator(), 2.0
 FUNCTIONS = add_noise, scale_by_python, scale_by_numpy, scale_by_another, scale_by_variable, double
 CUSTOM = {f.__name__: custom(f.__name__, f) for f in FUNCTIONS}
-
-
-def wide(index: int) -> Tensor:
-    return torch.randn(4 * ROWS, WIDTH, generator=torch.Generator().manual_seed(index))
 
 
 LIBRARY = torch.library.Library("hiremate_tests_impl", "DEF")  # goes with its operators
