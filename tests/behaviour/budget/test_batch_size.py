@@ -7,8 +7,6 @@ import gc
 import json
 import random
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +33,7 @@ from hiremate_lightning.sizes.batch_size import CAUTION, SizeFinder
 from hiremate_lightning.targets.modules import targets_of
 from tests.exact import network
 from tests.models import GPT, UNet
+from tests.processes import run_two
 from tests.training import resident_bytes
 
 MiB = 2**20
@@ -461,13 +460,7 @@ def test_where_no_size_can_be_proven_the_largest_that_has_run_is_given():
 
 @pytest.mark.slow
 def test_two_processes_get_the_size_that_the_smaller_budget_allows(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    ran = subprocess.run(
-        [*command, "-m", "tests.two_sizes", str(tmp_path)], capture_output=True, text=True, timeout=240, cwd=ROOT
-    )
-    assert not ran.returncode, ran.stderr[-3000:]
-
-    (first, *_), (second, *_) = ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+    (first, *_), (second, *_) = ranks = run_two("tests.two_sizes", tmp_path, timeout=240)
 
     assert first.size == second.size
     assert (first.budget_bytes, second.budget_bytes) == (2 * MiB, 2 * MiB)

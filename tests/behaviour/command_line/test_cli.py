@@ -26,6 +26,7 @@ from hiremate_lightning.reporting.html_report import write_html
 from hiremate_lightning.reporting.timeline import COLOURS, Band
 from hiremate_lightning.torch_private import hacks
 from hiremate_lightning.units import format_bytes
+from tests.processes import run_python
 from tests.tiny import blocks_plan
 
 MODELS = """
@@ -313,7 +314,7 @@ def test_mistakes_are_found_before_torch_is_loaded(models):
         "    try:\n        return main(line)\n    except SystemExit as stop:\n        return stop.code\n"
         f"print([code(line) for line in {lines}], 'torch' in sys.modules)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=folder)
+    result = run_python("-c", code, cwd=folder)
     assert result.stdout == f"{[2] * len(EARLY)} False\n"
     assert result.stderr.count("\n") == len(EARLY)
     assert "Can't read broken.py, line 1: invalid syntax." in result.stderr
@@ -405,7 +406,7 @@ def test_help_is_quick_and_so_are_mistakes():
         "import sys; from hiremate_lightning.command_line.cli import main; main(['plan', '--help']); main([]); "
         "sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+    assert run_python("-c", code).returncode == 0
 
 
 class TestCurve:
@@ -682,10 +683,7 @@ class TestDoctor:
     def test_a_torch_that_can_not_be_imported_is_told(self, tmp_path):
         (tmp_path / "torch.py").write_text("raise OSError('libcudart.so: cannot open shared object file')")
         path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-        result = subprocess.run(
-            [sys.executable, "-m", "hiremate_lightning", "doctor"], env={**os.environ, "PYTHONPATH": path},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        result = run_python("-m", "hiremate_lightning", "doctor", PYTHONPATH=path)
         assert result.returncode == 1
         expected = "hiremate: torch can't be imported (OSError: libcudart.so: cannot open shared object file). Mend it"
         assert result.stderr.startswith(expected)
@@ -769,8 +767,7 @@ def test_an_output_that_is_not_read_to_its_end_is_no_error(tmp_path):
 def test_the_package_is_a_command(tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(blocks_plan().to_json())
-    command = [sys.executable, "-m", "hiremate_lightning", "show", str(path)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = run_python("-m", "hiremate_lightning", "show", path)
     assert result.returncode == 0, result.stderr
     assert "+16.8% planned" in result.stdout
     assert not result.stderr
@@ -793,7 +790,7 @@ def test_a_step_of_more_memory_than_there_is(tmp_path):
         "'--json', '-']); "
         "sys.stderr.write(f'peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}'); sys.exit(code)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    result = run_python("-c", code)
     assert result.returncode == 0, result.stderr
     numbers = json.loads(result.stdout)
     assert numbers["planned_peak_bytes"] <= 64 * 2**30 < numbers["unplanned_peak_bytes"]

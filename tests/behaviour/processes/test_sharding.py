@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from hiremate_lightning.command_line.without_device import rates_of
 from hiremate_lightning.records.schedule import lower
 from hiremate_lightning.records.simulation import simulate
 from tests.pipelines import BUFFERS_BYTES, PIPELINES, Pipeline
+from tests.processes import run_two
 from tests.sharding import CASES, HEAVY, SCORED, TOO_SMALL, Case, Left, tokens
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -33,19 +31,7 @@ Ranks = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """Run all cases in two processes, once; return what each of them left."""
-    folder = tmp_path_factory.mktemp("shards")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    result = subprocess.run(
-        [*launch, "-m", "tests.sharded_processes", str(folder)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+    return run_two("tests.sharded_processes", tmp_path_factory.mktemp("shards"), timeout=900)
 
 
 def assert_equal(planned: Left, plain: Left) -> None:

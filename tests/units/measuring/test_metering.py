@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.torch_private import host_events
+from tests.processes import run_python
 
 CPU = torch.device("cpu")
 KB = 1024
@@ -183,8 +182,8 @@ def test_nothing_is_said_of_what_was_allocated_before():
         "kept = [torch.ones(10) for _ in range(2000)]\n"
         "print(measure_peak(kept.clear))\n"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "0\n"
+    found = run_python("-c", code)
+    assert found.stdout == "0\n", found.stderr
     assert "Memory block" not in found.stderr
 
 
