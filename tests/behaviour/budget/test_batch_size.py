@@ -38,7 +38,6 @@ from tests.training import resident_bytes
 
 MiB = 2**20
 MAX_STEPS = 6
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from tests.pipelines import BUFFERS_BYTES, PIPELINES, Pipeline
 from tests.processes import run_two
 from tests.sharding import CASES, HEAVY, SCORED, TOO_SMALL, Case, Left, tokens
 
-ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.slow
 MODELS = [pytest.param(name, marks=pytest.mark.models) for name in ("Trainer", "T5", "ViT")]
 TOOLS = ("Accelerate", "Lightning", "ZeRO-1")

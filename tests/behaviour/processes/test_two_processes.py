@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +12,6 @@ from tests.loops import Script, assert_same, assert_within_budget
 from tests.processes import run_two
 from tests.two_processes import SCRIPTS, SLOW_S, WAYS
 
-ROOT = Path(__file__).resolve().parents[3]
-RANKS = (0, 1)
 pytestmark = pytest.mark.slow
 
 
