@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -136,6 +137,16 @@ def assert_foreseen(model: nn.Module, **tolerance: float) -> Plan:
     return plan
 
 
+def planned_alike(
+    plain: nn.Module, act: Callable[[nn.Module], Sequence[Tensor | None]], budget: int | float | str, **options: Any
+) -> nn.Module:
+    """Do the same with a module and with a planned copy of it; fail where the results differ, return the copy."""
+    planned = hiremate(copy.deepcopy(plain), budget, **{"verbose": False, **options})
+    expected = act(plain)
+    assert differing(act(planned), expected) == []
+    return planned
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Don't show warnings of the package: where a budget can't be met, the least memory does as well here.
@@ -148,7 +159,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def differing(found: Log, expected: Log) -> list[int]:
+def differing(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> list[int]:
     """List the positions at which two logs differ in any bit."""
     assert len(found) == len(expected)
     pairs = enumerate(zip(found, expected, strict=True))

@@ -70,7 +70,7 @@ def examine(factory: str | None = None, script: Sequence[str] = ()) -> list[Find
     if factory is not None:
         findings.append(model_finding(factory))
     if script:
-        findings.append(_script(script))
+        findings.append(script_finding(script))
     return findings
 
 
@@ -293,7 +293,7 @@ class _Looking(Finder):
         raise _SeenEnough(0)
 
 
-def _script(given: Sequence[str]) -> Finding:
+def script_finding(given: Sequence[str]) -> Finding:
     """Run a script up to its first training step, and report whether what it trains would be refused."""
     finder = _Looking("auto")
     try:

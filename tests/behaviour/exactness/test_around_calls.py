@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from hiremate_lightning import CaptureError, ConfigurationError, HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import TORCH, network, simple_loop, train_both
+from tests.exact import TORCH, network, planned_alike, simple_loop, train_both
 from tests.faults import change_captures
 
 ROWS, WIDTH = 256, 32
@@ -58,12 +58,9 @@ def train_in_the_backward(model: nn.Module, steps: int = 6) -> list[torch.Tensor
 
 
 def test_optimizers_that_step_in_the_backward_leave_no_profiler_running():
-    plain = layers()
-    model = hiremate(copy.deepcopy(plain), "70%", verbose=False)
-    expected, found = train_in_the_backward(plain), train_in_the_backward(model)
+    model = planned_alike(layers(), train_in_the_backward, "70%")
     targets_of(model).session.end_step()
     assert not is_profiled()
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     plan = get_plan(model)
     assert plan.measured.peak_bytes is not None
     assert plan.measured.peak_bytes <= plan.budget_bytes
@@ -82,13 +79,9 @@ def test_checkpoint_around_a_planned_model_is_announced(is_reentrant):
             losses += [loss.detach(), x.grad]
         return [*losses, *(p.detach() for p in model.parameters())]
 
-    plain = layers()
-    model = hiremate(copy.deepcopy(plain), "70%", verbose=False)
-    expected = train(plain)
     with pytest.warns(HiRemateWarning, match="was called inside of a backward, as torch.utils.checkpoint") as caught:
-        found = train(model)
+        model = planned_alike(layers(), train, "70%")
     assert len([w for w in caught if issubclass(w.category, HiRemateWarning)]) == 1
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert not is_profiled()
     for index in range(3):  # and without checkpoint it is planned
         model(batch(index)).square().mean().backward()
@@ -156,15 +149,11 @@ def train(model: nn.Module, steps: int = 4) -> list[torch.Tensor]:
 
 def test_a_forward_may_call_its_own_module():
     torch.manual_seed(0)
-    plain = on_itself()
-    model = hiremate(copy.deepcopy(plain), "80%", verbose=False)
-    expected, found = train(plain), train(model)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert get_plan(model) is not None
+    assert get_plan(planned_alike(on_itself(), train, "80%")) is not None
 
 
 def test_a_frozen_model_whose_input_is_trained_is_planned():
-    def train_input(model: nn.Module) -> torch.Tensor:
+    def train_input(model: nn.Module) -> list[torch.Tensor]:
         torch.manual_seed(3)
         x = nn.Parameter(torch.randn(ROWS, WIDTH))
         optimizer = torch.optim.Adam([x])
@@ -172,11 +161,9 @@ def test_a_frozen_model_whose_input_is_trained_is_planned():
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
-        return x.detach()
+        return [x.detach()]
 
-    plain = layers().requires_grad_(False)
-    model = hiremate(copy.deepcopy(plain), "60%", verbose=False)
-    assert torch.equal(train_input(model), train_input(plain))
+    model = planned_alike(layers().requires_grad_(False), train_input, "60%")
     assert get_plan(model).solution.recompute_ms > 0
 
 
@@ -190,15 +177,13 @@ class Waves(nn.Module):
 
 
 def test_a_module_without_weights_is_planned_where_its_input_is_trained():
-    def train_input(module: nn.Module) -> torch.Tensor:
+    def train_input(module: nn.Module) -> list[torch.Tensor]:
         x = batch(0, 16 * ROWS).requires_grad_()
         for _ in range(3):
             module(x).square().mean().backward()
-        return x.grad
+        return [x.grad]
 
-    module = hiremate(Waves(), "60%", verbose=False)
-    assert torch.equal(train_input(module), train_input(Waves()))
-    assert get_plan(module).solution.recompute_ms > 0
+    assert get_plan(planned_alike(Waves(), train_input, "60%")).solution.recompute_ms > 0
 
 
 def test_a_model_that_shares_a_part_with_a_planned_one_is_refused():
@@ -273,11 +258,7 @@ LATE_HOOKS = {
 @pytest.mark.parametrize("add", LATE_HOOKS.values(), ids=LATE_HOOKS)
 @pytest.mark.filterwarnings("ignore:A call of Sequential could not be captured")
 def test_hooks_that_come_later_and_go_are_heard(add):
-    plain = layers()
-    model = hiremate(copy.deepcopy(plain), "70%", verbose=False)
-    expected, found = halve_later(plain, add), halve_later(model, add)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert get_plan(model) is not None
+    assert get_plan(planned_alike(layers(), partial(halve_later, add=add), "70%")) is not None
 
 
 def gradient_by_transform(model: nn.Module) -> torch.Tensor:
@@ -330,11 +311,8 @@ def gradients_of(model: nn.Module, steps: int = 5) -> list[torch.Tensor]:
 
 def train_beside(plain: nn.Module) -> tuple[nn.Module, list[str]]:
     """Train a planned copy with the gradients of the plain module; give it, and what was said meanwhile."""
-    model = hiremate(copy.deepcopy(plain), "80%", verbose=False)
-    expected = gradients_of(plain)
     with pytest.warns(HiRemateWarning) as said:
-        found = gradients_of(model)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        model = planned_alike(plain, gradients_of, "80%")
     return model, [str(warning.message) for warning in said]
 
 
@@ -645,11 +623,7 @@ def test_new_calls_inside_a_backward_run_as_written():
             optimizer.zero_grad()
         return [*losses, *(p.detach() for p in model.parameters())]
 
-    plain = layers()
-    model = hiremate(copy.deepcopy(plain), "70%", verbose=False)
-    expected = train(plain)
     with pytest.warns(HiRemateWarning, match=r"loss that embeds a batch in parts \(GradCache\)") as caught:
-        found = train(model)
+        model = planned_alike(layers(), train, "70%")
     assert len([w for w in caught if issubclass(w.category, HiRemateWarning)]) == 1
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert targets_of(model).session.captured_count == 0

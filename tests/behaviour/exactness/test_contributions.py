@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +12,7 @@ from torch.nn.functional import logsigmoid, normalize
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.capturing import backend
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import network
+from tests.exact import network, planned_alike
 
 ROWS, WIDTH = 64, 48
 
@@ -104,11 +103,7 @@ def train(model: nn.Module, steps: int = 4) -> list[torch.Tensor]:
 def trained_exactly(make: Callable[[], nn.Module]) -> nn.Module:
     """Train a model plainly and planned, compare all numbers, and give the planned one."""
     torch.manual_seed(0)
-    plain = make()
-    model = hiremate(copy.deepcopy(plain), "100%", verbose=False)
-    expected, found = train(plain), train(model)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    return model
+    return planned_alike(make(), train, "100%")
 
 
 @pytest.mark.parametrize("first", READERS, ids=lambda f: f.__name__)

@@ -22,7 +22,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.zoo.stand_in import torchvision_or_stand_in
-from hiremate_lightning.command_line import cli
+from hiremate_lightning.command_line import cli, doctor
 from hiremate_lightning.command_line.run import main
 from hiremate_lightning.integrations import any_script
 from tests.processes import TORCHRUN, run_python
@@ -610,7 +610,7 @@ def test_it_is_a_command_of_hiremate(capsys):
 
 def test_doctor_stops_before_the_first_step(capsys):
     write("train.py", LOOP + "    print('trained')\n")
-    assert cli.main(["doctor", "train.py", "--epochs", "3"]) == 0
-    said = capsys.readouterr().out
-    assert "train.py: Net, 4,224 parameters to train (SGD): not refused" in said
-    assert "trained\n" not in said
+    found = doctor.script_finding(["train.py", "--epochs", "3"])
+    assert (found.name, found.verdict) == ("train.py", doctor.Grade.GOOD)
+    assert found.words.startswith("Net, 4,224 parameters to train (SGD): not refused")
+    assert "trained\n" not in capsys.readouterr().out
