@@ -86,13 +86,10 @@ def test_a_planned_step_hears_what_plain_training_hears(name):
     train_scaled(lambda: lambda y: 0.5 if asks() else 2.0)
 
 
-def test_a_function_put_into_graphs_hears_it_too():
-    """A function that Dynamo does not read, and that is traced while torch compiles."""
-
-    @torch.compiler.allow_in_graph
-    def scale(y):
-        return y * (0.5 if torch.compiler.is_compiling() else 2.0)
-
+@pytest.mark.parametrize("wrap", [torch.compiler.allow_in_graph, torch.compile(backend="eager")], ids=["opaque", "own"])
+def test_a_function_put_into_graphs_or_compiled_hears_it_too(wrap):
+    """A function that Dynamo does not read, and that is traced while torch compiles, or that its author compiled."""
+    scale = wrap(lambda y: y * (0.5 if torch.compiler.is_compiling() else 2.0))
     train_scaled(lambda: scale)
 
 
@@ -108,14 +105,6 @@ def test_a_backward_of_an_autograd_function_hears_it_too():
             return gradient * (0.5 if torch.compiler.is_compiling() else 2.0)
 
     train_scaled(lambda: Rounded.apply)
-
-
-def test_what_its_author_compiled_hears_that_it_is_compiled():
-    @torch.compile(backend="eager")
-    def scale(y):
-        return y * (0.5 if torch.compiler.is_compiling() else 2.0)
-
-    train_scaled(lambda: scale)
 
 
 def test_a_question_after_cuda_graphs_ends_no_graph():

@@ -151,16 +151,16 @@ class TestBackends:
                 plan()
 
 
-def test_a_solve_that_takes_too_long_is_ended(own_worker):
-    with pytest.raises(WorkerLostError, match="ended with -9"):
-        own_worker.solve(problem_at(80), "portfolio", 0.0)
-    assert not own_worker.is_usable
-
-
-def test_an_error_there_is_read_here(own_worker):
-    with pytest.raises(WorkerLostError, match="Unknown solver 'fastest'"):
-        own_worker.solve(problem_at(80), "fastest", 60)
-    assert own_worker.is_usable
+@pytest.mark.parametrize(
+    ("name", "limit_s", "words", "is_usable"),
+    [("portfolio", 0.0, "ended with -9", False), ("fastest", 60, "Unknown solver 'fastest'", True)],
+    ids=["takes too long", "raises"],
+)
+def test_a_solve_that_fails_there_is_told_here(own_worker, name, limit_s, words, is_usable):
+    """What takes too long is ended with its process."""
+    with pytest.raises(WorkerLostError, match=words):
+        own_worker.solve(problem_at(80), name, limit_s)
+    assert own_worker.is_usable is is_usable
 
 
 def test_an_interrupt_ends_the_process(own_worker):
