@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from hiremate_lightning import BudgetError, ConfigurationError, HiRemateWarning, InfeasibleBudgetError
 from hiremate_lightning.callbacks import HiRemateBatchSizeFinder, HiRemateCallback
 from hiremate_lightning.memory.metering import measure_peak
+from tests.trainers import quiet_trainer
 
 MiB = 2**20
 WIDTH = 32
@@ -109,17 +110,8 @@ class AtStart(Callback):
 
 
 def trainer(*callbacks: Callback, **options: object) -> pl.Trainer:
-    quiet = {
-        "accelerator": "cpu",
-        "max_epochs": 2,
-        "limit_train_batches": 3,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-    }
-    return pl.Trainer(callbacks=list(callbacks), **{**quiet, **options})
+    few = {"max_epochs": 2, "limit_train_batches": 3, "num_sanity_val_steps": 0}
+    return quiet_trainer(*callbacks, **{**few, **options})
 
 
 def finder(**options: object) -> HiRemateBatchSizeFinder:

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from accelerate import Accelerator
@@ -33,6 +32,7 @@ from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.testing import fixed_costs
 from hiremate_lightning.units import parse_budget
 from tests.exact import network
+from tests.trainers import Squared, quiet_trainer
 
 WIDTH, ROWS, STEPS = 32, 2048, 6
 TOO_SMALL = "256 KiB"
@@ -157,30 +157,16 @@ def train_by_closure(budget: Budget) -> Iterable[Plan]:
     return plans_of(model)
 
 
-class Module(pl.LightningModule):
+class Module(Squared):
     """The model of the README, small."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = layers()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
 
     def training_step(self, x: Tensor, index: int) -> Tensor:
         return squares(self, x)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
-
 
 def train_by_lightning(budget: Budget, **options: object) -> Iterable[Plan]:
     callback = HiRemateCallback(budget, verbose=False, target=options.pop("target", None))
-    trainer = pl.Trainer(
-        max_epochs=1, callbacks=[callback], logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, accelerator="cpu", **options,
-    )  # fmt: skip
-    trainer.fit(Module(), DataLoader(torch.randn(STEPS * 1024, WIDTH), 1024))
+    quiet_trainer(callback, **options).fit(Module(layers()), DataLoader(torch.randn(STEPS * 1024, WIDTH), 1024))
     assert callback.plan is not None
     return [callback.plan]
 

@@ -17,6 +17,7 @@ from hiremate_lightning.integrations import compile_backend
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import inductor
 from tests.exact import assert_foreseen, network
+from tests.trainers import quiet_trainer
 
 
 class TanhGelu(nn.Module):
@@ -282,14 +283,7 @@ def test_the_callback_and_the_backend_of_torch_compile_fuse_too():
             return torch.optim.SGD(self.parameters(), 0.1)
 
     callback = HiRemateCallback(budget="100%", compile="inductor", verbose=False)
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    trainer = pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[callback], **quiet)
-    trainer.fit(Regression(), torch.utils.data.DataLoader(torch.randn(64, 16), batch_size=16))
+    quiet_trainer(callback).fit(Regression(), torch.utils.data.DataLoader(torch.randn(64, 16), batch_size=16))
     torch.compiler.reset()
     net = Regression().net
     model = torch.compile(net, backend="hiremate", options={"budget": "100%", "compile": "inductor", "verbose": False})

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
 from tests.exact import Log, differing, drawn, leave_behind, network, quiet, simple_loop, square_error, train_both
+from tests.trainers import quiet_trainer
 
 ROWS, WIDTH = 256, 16
 rows = drawn(ROWS, WIDTH)
@@ -327,17 +328,8 @@ def test_a_precision_of_the_trainer_is_exact(precision):
         torch.manual_seed(3)
         module = Learner()
         data = DataLoader(TensorDataset(torch.cat([rows(index) for index in range(5)])), batch_size=ROWS)
-        options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            max_epochs=1,
-            precision=precision,
-            callbacks=callbacks,
-            enable_model_summary=False,
-            **options,
-        )
         with quiet():
-            trainer.fit(module, data)
+            quiet_trainer(*callbacks, precision=precision).fit(module, data)
         weights.append([p.detach().clone() for p in module.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
     assert callbacks[0].plan is not None
