@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -135,6 +136,24 @@ def assert_foreseen(model: nn.Module, **tolerance: float) -> Plan:
     assert plan is not None, "nothing was planned"
     assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, **tolerance)
     return plan
+
+
+def assert_same(found: Any, expected: Any, where: str = "") -> None:
+    """Fail where two values differ, or what they hold: dictionaries, lists and tuples of tensors and other values."""
+    if isinstance(expected, Tensor):
+        assert torch.equal(found, expected), where
+    elif isinstance(expected, np.ndarray):
+        assert np.array_equal(found, expected), where
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key in expected:
+            assert_same(found[key], expected[key], f"{where}.{key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), where
+        for index, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+            assert_same(mine, theirs, f"{where}[{index}]")
+    else:
+        assert found == expected, where
 
 
 def planned_alike(

@@ -31,7 +31,7 @@ from hiremate_lightning import (
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.sizes.batch_size import CAUTION, SizeFinder
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import network
+from tests.exact import assert_same, network
 from tests.models import GPT, UNet
 from tests.processes import run_two
 from tests.training import resident_bytes
@@ -184,22 +184,6 @@ def snapshot(case: Case) -> dict[str, object]:
             "python": random.getstate(),
         }
     )
-
-
-def assert_same(found: object, expected: object, where: str = "") -> None:
-    if isinstance(expected, torch.Tensor):
-        assert torch.equal(found, expected), where
-    elif isinstance(expected, np.ndarray):
-        assert np.array_equal(found, expected), where
-    elif isinstance(expected, dict):
-        assert set(found) == set(expected), where
-        for key in expected:
-            assert_same(found[key], expected[key], f"{where}.{key}")
-    elif isinstance(expected, list):
-        for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-            assert_same(mine, theirs, f"{where}[{i}]")
-    else:
-        assert found == expected, where
 
 
 @pytest.mark.parametrize("steps_before", [0, 2])

@@ -16,12 +16,11 @@ from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.messages import announcements
 from hiremate_lightning.targets import entry_points
 from hiremate_lightning.torch_private import dynamo
-from tests.exact import network
+from tests.exact import assert_same, network
 from tests.life import (
     ROWS,
     Net,
     assert_exact,
-    assert_same,
     batch,
     gradients,
     make,

@@ -8,7 +8,7 @@ from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
-from tests.exact import assert_foreseen, network
+from tests.exact import assert_foreseen, assert_same, network
 
 ROWS, WIDTH = 256, 32
 SIZE = ROWS * WIDTH * 4
@@ -45,13 +45,6 @@ def train(model, loss_of, steps=5):
         gradients.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
         optimizer.step()
     return gradients, [p.detach().clone() for p in model.parameters()]
-
-
-def assert_same(found, expected):
-    for mine, theirs in zip(found[0], expected[0], strict=True):
-        assert [g is None for g in mine] == [g is None for g in theirs]
-        assert all(a is None or torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
 
 
 def two(model_class, budget="100%"):

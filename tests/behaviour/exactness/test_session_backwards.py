@@ -15,12 +15,11 @@ from hiremate_lightning import get_plan, hiremate, remove_hiremate
 from hiremate_lightning.errors import CaptureError, HiRemateError
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import Log, leave_behind, network, train_both
+from tests.exact import Log, assert_same, leave_behind, network, train_both
 from tests.life import (
     MANY,
     Net,
     assert_exact,
-    assert_same,
     batch,
     gradients,
     make,

@@ -34,6 +34,7 @@ from hiremate_lightning import HiRemateWarning, InfeasibleBudgetError
 from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.reporting.breakdown import advice_lines
 from hiremate_lightning.units import format_bytes
+from tests.exact import assert_same
 from tests.trainers import quiet_trainer
 
 WIDTH, ROWS = 24, 512
@@ -167,13 +168,6 @@ def fit(kind: type[pl.LightningModule], *callbacks: Callback, **options) -> tupl
     return module, ledger.logged
 
 
-def assert_same_weights(found: nn.Module, expected: nn.Module) -> None:
-    mine, theirs = found.state_dict(), expected.state_dict()
-    assert list(mine) == list(theirs)
-    for name, value in theirs.items():
-        assert torch.equal(mine[name], value), name
-
-
 def assert_fits_alike(
     kind: type[pl.LightningModule], *callbacks: Callback, others: Callable[[], Sequence[Callback]] = tuple, **options
 ) -> pl.LightningModule:
@@ -190,7 +184,7 @@ def assert_fits_alike(
     """
     expected, expected_logs = fit(kind, *others(), **options)
     found, logs = fit(kind, *others(), *callbacks, **options)
-    assert_same_weights(found, expected)
+    assert_same(found.state_dict(), expected.state_dict())
     assert logs == expected_logs
     return found
 
@@ -297,7 +291,7 @@ def test_a_fit_resumes_with_or_without_a_plan(tmp_path, first_is_planned):
 
     expected = run((), ())
     found = run((planned(),), ()) if first_is_planned else run((), (planned(),))
-    assert_same_weights(found, expected)
+    assert_same(found.state_dict(), expected.state_dict())
 
 
 @pytest.mark.parametrize("target", [None, "training_step"])
@@ -423,7 +417,7 @@ def test_averaged_weights_are_the_same(kind, averaging_comes_first):
     expected, _ = fit(kind, averaging(), max_epochs=2)
     callbacks = [averaging(), planned()] if averaging_comes_first else [planned(), averaging()]
     found, _ = fit(kind, *callbacks, max_epochs=2)
-    assert_same_weights(found, expected)
+    assert_same(found.state_dict(), expected.state_dict())
 
 
 @pytest.mark.parametrize("target", [None, "training_step"])
@@ -497,7 +491,7 @@ def test_what_users_put_in_the_place_of_methods_is_called_and_stays():
 
     found, _ = fit(Patched, planned(target="training_step"))
 
-    assert_same_weights(found, expected)
+    assert_same(found.state_dict(), expected.state_dict())
     assert logged == expected_logs
     assert {name: found.__dict__[name].__qualname__ for name in own} == {n: f.__qualname__ for n, f in own.items()}
 

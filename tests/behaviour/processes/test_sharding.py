@@ -16,6 +16,7 @@ from hiremate_lightning.command_line.sharded import PARTS, SHARDS, Layout, divid
 from hiremate_lightning.command_line.without_device import rates_of
 from hiremate_lightning.records.schedule import lower
 from hiremate_lightning.records.simulation import simulate
+from tests.exact import assert_same
 from tests.pipelines import BUFFERS_BYTES, PIPELINES, Pipeline
 from tests.processes import run_two
 from tests.sharding import CASES, HEAVY, SCORED, TOO_SMALL, Case, Left, tokens
@@ -34,14 +35,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 
 def assert_equal(planned: Left, plain: Left) -> None:
     """Assert that two trainings left the same losses, gradients, weights and evaluations, bit for bit."""
-    assert len(planned.losses) == len(plain.losses) > 0
-    assert len(planned.evaluated) == len(plain.evaluated)
-    assert all(map(torch.equal, planned.losses, plain.losses))
-    assert all(map(torch.equal, planned.evaluated, plain.evaluated))
-    assert len(planned.gradients) == len(plain.gradients)
-    for mine, theirs in zip((*planned.gradients, planned.weights), (*plain.gradients, plain.weights), strict=True):
-        assert mine.keys() == theirs.keys()
-        assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
+    assert plain.losses
+    for name in ("losses", "gradients", "weights", "evaluated"):
+        assert_same(getattr(planned, name), getattr(plain, name), name)
 
 
 @pytest.mark.parametrize("tool", [*TOOLS, *MODELS])

@@ -13,14 +13,13 @@ from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.kinds import recorded_step
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import network, quiet
+from tests.exact import assert_same, network, quiet
 from tests.life import (
     MANY,
     ROWS,
     WIDTH,
     Net,
     assert_exact,
-    assert_same,
     batch,
     gradients,
     planned,
