@@ -154,12 +154,14 @@ def test_the_page_says_with_what_it_was_made_and_when(page: Path):
     assert re.fullmatch(r"20\d\d-\d\d-\d\d \d\d:\d\d UTC", facts[-1])
 
 
-def test_a_verdict_on_a_plan_over_its_budget_says_so(tmp_path: Path):
+def test_a_plan_over_its_budget_says_so(tmp_path: Path):
+    """In the verdict, and in the line of the plan."""
     plan = blocks_plan(2)
     over = replace(plan, budget_bytes=plan.planned_peak_bytes - 2**20)
     page = write_html(over, tmp_path / "p.html", curve_limit_s=0)
     assert "1.00 MiB MORE than its budget" in above(page)[0]
     assert '<p id="verdict" class=over>' in page.read_text(encoding="utf-8")
+    assert "(1.00 MiB OVER the budget)" in page.read_text(encoding="utf-8")
 
 
 def test_what_a_step_is_given_is_named():
@@ -169,12 +171,6 @@ def test_what_a_step_is_given_is_named():
     given = replace(graph.tensors[graph.inputs[0]], shape=(8, 64), dtype="int64")
     graph = replace(graph, tensors=tuple(given if t.name == given.name else t for t in graph.tensors))
     assert batch_words(plan_keeping(graph, profile, ["a"])) == "8 x 64 int64"
-
-
-def test_a_plan_over_its_budget_says_so(tmp_path: Path):
-    plan = blocks_plan(2)
-    over = replace(plan, budget_bytes=plan.planned_peak_bytes - 2**20)
-    assert "(1.00 MiB OVER the budget)" in write_html(over, tmp_path / "p.html", curve_limit_s=0).read_text("utf-8")
 
 
 def test_estimates_are_called_estimates(tmp_path: Path):
