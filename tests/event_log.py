@@ -382,8 +382,8 @@ NETWORKS: dict[str, Callable[[], Model]] = {
     "gpt": gpt,
     "unet": lambda: pictures(UNet(8, 2), 2, 48),
     "resnet": lambda: pictures(ResNet(4, (1, 1, 2, 1)), 4, 32),
-    "bert": build_bert,
-    "vit": build_vit,
+    "bert": partial(build_bert, layers=4),
+    "vit": partial(build_vit, depth=6),
 }
 MORE_LENGTHS = (32, 16, 32, 24, 8, 40, 32, 12, 36, 20, 40, 28, 32, 44)
 RUNS: dict[str, Run] = {
