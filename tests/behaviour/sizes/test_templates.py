@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.proofs.trials import TrialOutcome
 from hiremate_lightning.running.template import ProgramTemplate
 from hiremate_lightning.testing import captured_count, is_from_template, is_plain
-from tests.exact import Log, differing, leave_behind
+from tests.exact import Log, differing, leave_behind, planned_alike
 from tests.faults import change_absences, overwriting_nothing
 
 pytestmark = pytest.mark.usefixtures("templates_at_once")
@@ -215,9 +214,7 @@ def test_samples_keep_sizes_equal_that_always_were(recwarn: pytest.WarningsRecor
     """Made-up keys are as long as made-up values, and as their mask: the kernel of attention does not check that."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    plain = Recalling()
-    planned = hiremate(copy.deepcopy(plain), "70%", on_infeasible="warn", verbose=False)
-    assert differing(recall(planned), recall(plain)) == []
+    planned_alike(Recalling(), recall, "70%", on_infeasible="warn")
     assert not [str(told.message) for told in recwarn if "can't be measured alone" in str(told.message)]
 
 
