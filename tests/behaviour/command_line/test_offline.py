@@ -341,7 +341,7 @@ def test_what_the_capture_refuses_is_said():
             return super().forward(x, *args)
 
     with pytest.raises(CaptureError, match=r"torch\.compile could not capture Broken: .*graph_break"):
-        capture(lambda: broken(lambda y: y))
+        capture(lambda: Broken(lambda y: y))
 
 
 def test_a_step_that_depends_on_values_is_refused():
