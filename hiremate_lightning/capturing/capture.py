@@ -157,12 +157,12 @@ class Captured:
         return tuple(position for position, (_, gradient) in enumerate(pairs) if gradient is not None)
 
     @functools.cached_property
-    def alike(self) -> frozenset[int]:
-        """Positions of the inputs that look like their gradients: dense tensors of one shape, type and device."""
+    def alike(self) -> dict[int, torch.dtype]:
+        """Types of the gradients that look like their inputs, dense tensors of one shape and device, by position."""
         inputs, gradients = self.placeholders, self.backward_outputs
         shown = ((p, inputs[p].meta.get("val"), gradients[p].meta.get("val")) for p in self.trained)
         tensors = ((p, pair) for p, *pair in shown if all(isinstance(value, torch.Tensor) for value in pair))
-        return frozenset(position for position, pair in tensors if tensor_state.are_alike(*pair))
+        return {position: pair[1].dtype for position, pair in tensors if tensor_state.are_alike(*pair)}
 
     @functools.cached_property
     def placeholders(self) -> tuple[fx.Node, ...]:

@@ -20,7 +20,7 @@ from ..memory.metering import LiveBytes
 from ..records.costs import A100, HALF_TYPES, Machine
 from ..records.graph import Graph
 from ..rewriting.joint import is_order_dependent_on_gpu
-from ..torch_private import tensor_state
+from ..torch_private import sharding, tensor_state
 from ..torch_private.tensor_state import TorchDispatchMode
 from .factory import ModelCall, Workload
 
@@ -142,6 +142,9 @@ class CountingMeter(LiveBytes, TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a DTensor: its own operations on local tensors are seen
         self._count_resized()
+        if sharding.casts_gradients(func, args, self._device):
+            with self:
+                return sharding.run_in_the_open(func, *args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         inputs, outputs = _dense_among((args, kwargs)), _dense_among(result)
         name, largest_bytes = func.name().partition(".")[0], max((t.nbytes for t in (*inputs, *outputs)), default=0)

@@ -45,13 +45,16 @@ class Order(Generic[K]):
 
     def foresee(self, start: Hashable) -> Iterator[K]:
         """List the kinds that a step may be of, the likeliest first; nothing where none has started so."""
-        followers = (self._followers.get(context) for context in self._contexts(start))
-        return (kind for kind in followers if kind is not None)
+        return self._following(self._contexts(start))
+
+    def _following(self, contexts: Iterable[tuple[Hashable, ...]]) -> Iterator[K]:
+        return (kind for context in contexts if (kind := self._followers.get(context)) is not None)
 
     def note(self, kind: K, start: Hashable) -> None:
         """Learn of a step that has ended."""
-        self._in_a_row = self._in_a_row + 1 if kind == next(self.foresee(start), None) else 0
-        for context in self._contexts(start):
+        contexts = tuple(self._contexts(start))
+        self._in_a_row = self._in_a_row + 1 if kind == next(self._following(contexts), None) else 0
+        for context in contexts:
             self._followers.pop(context, None)
             self._followers[context] = kind
         while len(self._followers) > REMEMBERED:

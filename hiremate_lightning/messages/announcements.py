@@ -264,8 +264,8 @@ class Announcements:
         """Warn that two sets of gradients are planned for."""
         self.say(
             "Gradients can't be accumulated in place any more: a hook sees them, another term of the loss has some "
-            "too, they are of another type than their weights, or autograd.grad asks for them. From now on plans count "
-            "two sets of gradients."
+            "too, they are kept in a narrower type than they are computed in, or autograd.grad asks for them. From now "
+            "on plans count two sets of gradients."
         )
 
     def confused(self, budget_bytes: int, certain: int) -> None:

@@ -29,6 +29,7 @@ from ..torch_private import backward_pass
 from ..torch_private.tensor_state import are_alike
 
 RAN, SHARED = "ran", "shared leaves"  # in the notes about a backward
+HALF = torch.bfloat16, torch.float16
 Leaves = Mapping[int, torch.Tensor]  # by position among the inputs of a captured graph
 
 
@@ -58,9 +59,18 @@ def addable(captured: Captured, leaves: Leaves) -> frozenset[int]:
         for position, leaf in leaves.items()
         if position in captured.alike
         and type(leaf) in (torch.Tensor, torch.nn.Parameter)
-        and ((gradient := leaf.grad) is None or (are_alike(leaf, gradient) and not gradient.requires_grad))
+        and ((gradient := leaf.grad) is None or _takes(gradient, captured.alike[position], leaf))
     }
     return backward_pass.taking_one(usual)
+
+
+def _takes(gradient: torch.Tensor, dtype: torch.dtype, leaf: torch.Tensor) -> bool:
+    """Whether autograd would only add a gradient of some type to the one that a leaf has, and no bit would be lost.
+
+    Weights in half precision may accumulate gradients in single precision (`grad_dtype`), as FSDP2's do since 2.15.
+    """
+    is_exact = dtype is gradient.dtype or (gradient.dtype is torch.float32 and dtype in HALF)
+    return is_exact and are_alike(leaf, gradient) and not gradient.requires_grad
 
 
 def on_default_stream(device: torch.device) -> bool:

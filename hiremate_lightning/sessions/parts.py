@@ -83,11 +83,15 @@ class Parts:
 
     def waiting(self) -> list[tuple[Part, Saved]]:
         """List what forwards have saved whose backward has not run yet, with their parts."""
-        return [(part, saved) for part in list(self._numbers) for saved in part.waiting()]
+        return [(part, saved) for part in self._existing() for saved in part.waiting()]
 
     def retained(self) -> list[Saved]:
         """List what forwards have saved that stays for another backward, after one has run."""
-        return [saved for part in list(self._numbers) for saved in part.retained()]
+        return [saved for part in self._existing() for saved in part.retained()]
+
+    def _existing(self) -> list[Part]:
+        """List the parts that still exist, without the guard that a loop over weak keys takes in each step."""
+        return [part for reference in self._numbers.keyrefs() if (part := reference()) is not None]
 
     def add(self, captured: Captured, conductor: Conductor, profile: Profile | None = None) -> Part:
         """Make a part of a captured graph, whose costs are measured as it first runs, unless they are known."""

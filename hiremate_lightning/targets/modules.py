@@ -165,7 +165,8 @@ class Targets:
         self._thread = threading.get_ident()
         if backward_pass.is_running():
             return None
-        if self._partner is None and (beside := [other for other in list(_attached) if other._is_beside(self)]):
+        others = list(_attached) if self._partner is None and len(_attached) > 1 else []
+        if beside := [other for other in others if other._is_beside(self)]:
             self._partner = min(beside, key=lambda other: other.number)
             self._partner._partner = self
         other = self._partner

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import DispatchKey
 from torch._dynamo.backends import distributed
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
@@ -99,6 +100,22 @@ def buffers_between_units(root: nn.Module) -> list[torch.Tensor]:
         held.append(None if gathered is None else gathered.all_gather_result.all_gather_output)
         held.extend(state.reduce_scatter_input for state in getattr(context, "reduce_scatter_states", ()))
     return [tensor for tensor in held if tensor is not None]
+
+
+def casts_gradients(operator: Any, args: Sequence[Any], device: torch.device) -> bool:
+    """Whether an operator casts gradients of mixed types before FSDP2 reduces them: since 2.15, unseen by modes.
+
+    The kernel of a GPU reads bfloat16 beside single precision as it is.
+    """
+    if operator.name() != "fsdp::chunk_cat_mixed_dtype":
+        return False
+    types = {gradient.dtype for gradient in args[0]}
+    return len(types) > 1 and (device.type == "cpu" or types != {torch.bfloat16, torch.float32})
+
+
+def run_in_the_open(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator by the operators that it is composed of, which modes see."""
+    return operator._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
 def _groups_of(module: nn.Module) -> list[Any]:

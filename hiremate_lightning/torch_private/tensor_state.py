@@ -130,8 +130,8 @@ def versions_of(tensors: Sequence[torch.Tensor | None]) -> list[int]:
 
 
 def are_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are dense, and of one shape, type and device."""
-    same = (tensor.shape, tensor.dtype, tensor.device) == (other.shape, other.dtype, other.device)
+    """Whether two tensors are dense, and of one shape and device."""
+    same = (tensor.shape, tensor.device) == (other.shape, other.device)
     return same and tensor.layout is torch.strided is other.layout
 
 

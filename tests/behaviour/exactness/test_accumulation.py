@@ -14,6 +14,7 @@ from tests.exact import drawn, leave_behind, network, square_error, train_both
 
 WIDTH, ROWS, DEPTH, MICRO = 128, 4, 4, 3
 batch = drawn(ROWS, WIDTH)
+OTHER_TYPES = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="gradients have the weights' type")
 
 
 class Wide(nn.Module):
@@ -36,6 +37,17 @@ class Tied(Wide):
     def __init__(self) -> None:
         super().__init__()
         self.body[4].weight, self.body[8].bias = self.body[0].weight, self.body[0].bias
+
+
+class Takes(Wide):
+    """The same in other types, with a norm whose gradient is in single precision on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(x.to(self.scale.dtype)))
 
 
 def loop(loss_of=lambda model, x: square_error(model(x)), before=lambda model, step: None, keep=False):
@@ -70,9 +82,17 @@ def peak_of(model: nn.Module) -> int:
     return measure_peak(lambda: micro_batch(model, x))
 
 
-def accumulating(budget="1 GiB", **options) -> nn.Module:
+def taking(grad_dtype: torch.dtype | None, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """Make a model of some type whose weights take gradients of another, or of any."""
+    model = Takes().to(dtype)
+    for parameter in model.parameters():
+        parameter.grad_dtype = grad_dtype
+    return model
+
+
+def accumulating(budget="1 GiB", make=Wide, **options) -> nn.Module:
     """Plan a model, and leave it with gradients and a plan that counts on them."""
-    model = hiremate(Wide(), budget, verbose=False, **options)
+    model = hiremate(make(), budget, verbose=False, **options)
     for index in range(4):
         micro_batch(model, batch(index))
     return model
@@ -82,6 +102,39 @@ def accumulating(budget="1 GiB", **options) -> nn.Module:
 @pytest.mark.parametrize("make", [Wide, Tied])
 def test_gradients_that_are_added_are_those_of_plain_training(make, keep):
     train_both(make, loop(keep=keep))
+
+
+@OTHER_TYPES
+@pytest.mark.parametrize(
+    ("dtype", "taken"),
+    [(torch.bfloat16, torch.float32), (torch.bfloat16, None), (torch.float32, torch.bfloat16), (torch.float32, None)],
+    ids=str,
+)
+def test_gradients_of_another_type_are_added_as_in_eager(dtype, taken):
+    """The first backward of each step makes them, the others add to them."""
+
+    def train(model):
+        log = []
+        for index in range(4 * MICRO):
+            if index % MICRO == 0:
+                model.zero_grad()
+            loss = square_error(model(batch(index)))
+            loss.backward()
+            log += [loss.detach(), *leave_behind(model)]
+        return log
+
+    train_both(lambda: taking(taken, dtype), train)
+
+
+@OTHER_TYPES
+def test_one_set_of_gradients_of_another_type_exists():
+    """FSDP2's weights in half precision accumulate gradients in single precision since PyTorch 2.15."""
+    eager, model = taking(torch.float32), accumulating(make=lambda: taking(torch.float32))
+    for _ in range(2):
+        eager_bytes = peak_of(eager)
+    assert peak_of(model) <= eager_bytes < sum(p.grad.nbytes for p in model.parameters()) / 2
+    plan = get_plan(model)
+    assert plan.measured.peak_bytes <= plan.planned_peak_bytes
 
 
 def test_a_second_term_that_reads_parameters_is_added_first():

@@ -102,7 +102,11 @@ def test_stages_of_a_pipeline_train_as_without_a_plan(ranks: Ranks, case: Pipeli
 
 @pytest.mark.parametrize("case", PIPELINES, ids=str)
 def test_graphs_that_wait_in_a_pipeline_count(ranks: Ranks, case: Pipeline):
-    """The peak of an iteration is that of its largest piece, as predicted, with the graphs that wait beside it."""
+    """The peak of an iteration is that of its largest piece, as predicted, with the graphs that wait beside it.
+
+    Without a plan it would exceed the budget. By how much depends on PyTorch: since 2.15 the buffers that a stage
+    receives its inputs in are allocated in each iteration, planned or not, and outputs hold them to its end.
+    """
     for left in ranks:
         plain, planned = left[case.name]
         measured = [plan for plan in planned.plans if plan.measured.peak_bytes is not None]
@@ -112,7 +116,8 @@ def test_graphs_that_wait_in_a_pipeline_count(ranks: Ranks, case: Pipeline):
         assert 0.85 * predicted <= found <= 1.01 * predicted
         buffers = 2 * BUFFERS_BYTES  # of the stage, outputs and gradients of outputs: no tensors of the model
         assert found - buffers <= planned.peak_bytes + planned.resident_bytes <= found + buffers
-        assert planned.peak_bytes < 0.75 * plain.peak_bytes
+        assert plain.peak_bytes + plain.resident_bytes > max(plan.budget_bytes for plan in measured)
+        assert planned.peak_bytes < plain.peak_bytes
 
 
 @pytest.mark.parametrize("case", [*CASES, *HEAVY, *SCORED], ids=str)
