@@ -207,6 +207,7 @@ def test_inputs_that_are_listed_twice_are_an_error(models, capsys):
             "There is no folder 'no' to write plan.json to.",
         ),
         (["{}:fails", "--budget", "50%", "--svg", "."], 2, "'.' is a folder. Name a file in it."),
+        (["{}:fails", "--budget", "50%", "--svg", "/proc/plan.svg"], 2, "Can't write '/proc/plan.svg': "),
         (
             ["{}:Net", "--input", "5x31", "--budget", "50%"],
             2,
@@ -419,7 +420,9 @@ def test_a_wrong_shape_is_told_without_the_log_of_torch(models, capsys):
     finally:
         log.removeHandler(handler)
     assert not records
-    assert capsys.readouterr().err.startswith("hiremate: Net can't be called with --input 5x31: ")
+    said = capsys.readouterr().err
+    assert said.startswith("hiremate: Net can't be called with --input 5x31: ")
+    assert "with 5x31. Give --input the shapes that its forward takes" in said
 
 
 @pytest.mark.parametrize(
