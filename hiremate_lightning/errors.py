@@ -34,6 +34,10 @@ class CaptureError(HiRemateError, RuntimeError):
     """The training step could not be captured as a graph."""
 
 
+class SecondDerivativeError(CaptureError):
+    """A gradient that went through captured code was to be differentiated once more."""
+
+
 class ScheduleError(HiRemateError, RuntimeError):
     """A schedule that computes from a value that is not there, or frees one that is not there."""
 

@@ -216,3 +216,23 @@ def train_both(make: Callable[[], nn.Module], loop: Loop, budget: int | float | 
     peak, is_feasible = plan.measured.peak_bytes, plan.planned_peak_bytes <= plan.budget_bytes
     assert peak is None or not is_feasible or peak <= plan.budget_bytes, f"{peak:,} of {plan.budget_bytes:,} bytes"
     return plan
+
+
+def train_eager(make: Callable[[], nn.Module], loop: Loop) -> list[str]:
+    """Run a loop with a plain module and with one that can't be planned; fail where anything differs, or is planned.
+
+    Returns:
+        What users were told.
+    """
+    logs = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", HiRemateWarning)
+        for is_planned in (False, True):
+            torch.manual_seed(3)
+            module = make()
+            torch.manual_seed(4)
+            logs.append(loop(hiremate(module, "100%", verbose=False) if is_planned else module))
+    assert not differing(logs[1], logs[0])
+    assert get_plan(module) is None
+    remove_hiremate(module)
+    return [str(w.message) for w in told if issubclass(w.category, HiRemateWarning)]

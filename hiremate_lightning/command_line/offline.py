@@ -355,6 +355,11 @@ def _check_inputs(call: ModelCall, options: OfflineOptions) -> None:
         copied = same_tensors(call.module)
     except Exception:  # of a module that can't be copied: the capture will show what is wrong
         return
+    called = list[str]()
+    for name, module in copied.named_modules():
+        is_leaf = next(module.children(), None) is None and not isinstance(module, torch.jit.ScriptModule)
+        if name and is_leaf:
+            module.register_forward_pre_hook(partial(_note_call, called, name))
     with torch.no_grad(), _autocast(options), tensor_state.without_log_of_fakes():
         try:
             copied.train()(*call.args, **call.kwargs)
@@ -364,7 +369,14 @@ def _check_inputs(call: ModelCall, options: OfflineOptions) -> None:
             line = next(iter(str(error).splitlines()), "")
             raise ConfigurationError(
                 f"{type(call.module).__name__} can't be called with --input {shapes}: {line}{place_of(error)}"
+                f"{''.join(called)} Give --input the shapes that its forward takes, the batch first."
             ) from error
+
+
+def _note_call(called: list[str], name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Describe the call of a module that comes last."""
+    shapes = ", ".join("x".join(map(str, tensor.shape)) for tensor in tensor_state.tensors_among(inputs))
+    called[:] = [f" The last module called is {name}, {module}, with {shapes or 'no tensor'}."]
 
 
 def _autocast(options: OfflineOptions) -> Any:

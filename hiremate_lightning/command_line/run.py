@@ -21,6 +21,7 @@ from typing import Any
 
 from ..errors import BudgetError, ConfigurationError, HiRemateError, did_you_mean
 from ..options import ENVIRONMENT_BUDGET, OPTIONS, Option, make_options
+from ..reporting.svg_report import writable
 from . import script
 from .script import Script
 
@@ -151,6 +152,9 @@ def _run(asked: argparse.Namespace, to_run: Script) -> int:
     options = {option.name: getattr(asked, option.name) for option in OPTIONS.values() if option.flag is not None}
     budget = asked.budget or "auto"
     make_options(budget, **options)
+    for target in (asked.html, asked.json):
+        if target is not None and str(target) != "-":
+            writable(target, makes_folder=True)
     from ..integrations.any_script import Finder  # loads torch, which help and mistakes need not
     from .run_summary import show, write_line
 

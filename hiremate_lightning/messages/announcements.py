@@ -135,7 +135,20 @@ class Announcements:
 
     def uncaptured(self, name: str, reason: str) -> None:
         """Warn of a part of a planned module that torch.compile could not capture."""
-        self.say(f"torch.compile could not capture a part of {name}, which runs without a plan: {reason}")
+        topic = _transforms_of(name) if dynamo.is_inside_transform(reason) else ""
+        self.say(f"torch.compile could not capture a part of {name}, which runs without a plan: {reason}", topic=topic)
+
+    def called_inside_transform(self, name: str) -> None:
+        """Warn of calls inside of a transform of torch.func."""
+        self.say(
+            f"{name} was called inside of a transform of torch.func, or of forward-mode differentiation: such calls "
+            "are not planned.",
+            topic=_transforms_of(name),
+        )
+
+    def has_told_of_transforms(self, name: str) -> bool:
+        """Whether a warning said that transforms in a module, or around it, run without a plan."""
+        return _transforms_of(name) in self._said
 
     def called_inside_backward(self, name: str) -> None:
         """Warn that a planned module was called inside of a backward."""
@@ -275,3 +288,8 @@ class Announcements:
             f"budget of {format_bytes(budget_bytes)}. From now on such steps begin by the plan that needs most, until "
             f"{certain} steps in a row have come as expected."
         )
+
+
+def _transforms_of(name: str) -> str:
+    """Return the topic of the warnings of transforms in a module, or around it."""
+    return f"transforms of {name}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from ..errors import ConfigurationError
 from ..planning.plan import Plan, plan_title
@@ -66,14 +67,24 @@ def check_plan(plan: object) -> None:
         )
 
 
-def writable(path: str | Path) -> Path:
-    """Check that a file can be written, before work goes into what it is to hold."""
+def writable(path: str | Path, makes_folder: bool = False) -> Path:
+    """Check that a file can be written, before work goes into what it is to hold.
+
+    Args:
+        path: Of the file.
+        makes_folder: Whether its folder is made where it is missing.
+    """
     path = Path(path)
-    if not path.parent.is_dir():
+    if not (makes_folder or path.parent.is_dir()):
         raise ConfigurationError(f"There is no folder {str(path.parent)!r} to write {path.name} to. Make it first.")
     if path.is_dir():
         raise ConfigurationError(f"{str(path)!r} is a folder. Name a file in it.")
-    return path
+    folder = next(place for place in path.absolute().parents if place.exists())
+    try:
+        with path.open("ab") if path.exists() else TemporaryFile(dir=folder):  # permissions do not tell root
+            return path
+    except OSError as error:
+        raise ConfigurationError(f"Can't write {str(path)!r}: {error.strerror}. Name another file.") from error
 
 
 def open_svg(width: int, height: int, title: str) -> list[str]:

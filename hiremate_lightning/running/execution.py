@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from ..capturing.capture import Captured
-from ..errors import CaptureError, HiRemateError
+from ..errors import CaptureError, HiRemateError, SecondDerivativeError
 from ..torch_private import aot, autocasting, backward_pass, sharding, tensor_state
 from .accumulation import Leaves, addable, existing, find_leaves, hand_on, shared_leaves
 from .program import Changes, Program
@@ -231,7 +231,7 @@ def _what_was_saved(arguments: Sequence[Any]) -> Saved:
             "gives them. Ask for one after the other, call remove_hiremate(model), or plan other submodules only."
         )
     if backward_pass.creates_graph():  # autograd would see no way through to weights and inputs, and say nothing
-        raise CaptureError(
+        raise SecondDerivativeError(
             "Gradients of what a planned module returned were asked for with create_graph=True: they can't be "
             "differentiated once more. Take them inside of what is planned, in a forward that calls "
             "torch.autograd.grad, or plan the whole step with HiRemateCallback(target='training_step'). Where they "

@@ -80,6 +80,8 @@ class Session:
         self._model = model = PlannedModel(root, options)
         self.root, self._name, self._announcements = root, model.name, model.announcements
         self.say, self.why_uncaptured = model.announcements.say, model.announcements.why_uncaptured
+        self.called_inside_transform = model.announcements.called_inside_transform
+        self.has_told_of_transforms = model.announcements.has_told_of_transforms
         self.kernels, self.stages, self.parts, self._memory = model.kernels, model.stages, model.parts, model.memory
         self._runs = self.updates = 0
         self._runs_of_update = 0  # forwards before the latest update

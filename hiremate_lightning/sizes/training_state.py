@@ -7,13 +7,13 @@ whoever refers to one finds it as it was.
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import nn
+
+from ..calls.again import RandomState
 
 _Kept = dict[str, tuple[torch.Tensor | None, Any]]  # values by name: a tensor and its numbers, or anything else
 
@@ -85,24 +85,6 @@ class TrainingState:
         for module, mode in self._modes.items():
             module.training = mode
         self._random.restore()
-
-
-class RandomState:
-    """The generators of torch, numpy and Python at one moment."""
-
-    def __init__(self) -> None:
-        self._host = torch.get_rng_state()
-        self._devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        self._numpy = np.random.get_state()  # noqa: NPY002 - the generator that user code without its own draws from
-        self._python = random.getstate()
-
-    def restore(self) -> None:
-        """Put them back."""
-        torch.set_rng_state(self._host)
-        if self._devices:
-            torch.cuda.set_rng_state_all(self._devices)
-        np.random.set_state(self._numpy)  # noqa: NPY002
-        random.setstate(self._python)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

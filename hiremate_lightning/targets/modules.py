@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..calls.again import BeforeCall
 from ..calls.refusals import reason_of_others, refuse, refuse_each
 from ..calls.slots import Slot, WaitingSlots, slot_for
-from ..errors import HiRemateWarning
+from ..errors import HiRemateWarning, SecondDerivativeError
 from ..sessions.session import Session
 from ..torch_private import backward_pass, dynamo, hooks, sharding, tensor_state
 from .candidates import Candidates, Target, has_weights, parts_with_weights
@@ -69,6 +70,7 @@ class Targets:
         self._hooked: dict[str, frozenset[str]] = {}  # the kinds of hooks that were there then
         self._uncaptured = 0  # calls in a row of which nothing was captured, though something was before
         self.is_inside = self._is_waiting = False
+        self._is_eager = False  # whether all calls run as the user wrote them, from now on
         self.gives_way: Callable[[], None] | None = None
         self._given_up = 0  # number of functions that Dynamo gave up, when it was last looked for their modules
         self._latest_break = dynamo.latest_break()  # of what was captured before
@@ -117,7 +119,7 @@ class Targets:
 
     def call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a candidate: planned where it trains and is outermost, or is called by what can't be captured."""
-        if self._is_waiting or (self.is_inside and self.session.is_plain):
+        if self._is_waiting or self._is_eager or (self.is_inside and self.session.is_plain):
             return hooks.plain_call(module, *args, **kwargs)
         if name in self._around:
             return self._call_around(module, args, kwargs)
@@ -143,7 +145,7 @@ class Targets:
         if name in self._passed_by:  # what it runs before the first planned part belongs to the step
             if self.session.begin_call(name, (args, kwargs), module.forward) and self.session.is_released:
                 return self._call_plain(module, args, kwargs)
-            return self._call_passed_by(name, module, args, kwargs)
+            return self._or_eager(self._call_passed_by, name, module, args, kwargs)
         if name not in self.adopted:
             if module in self._waiting and backward_pass.is_running():
                 return hooks.plain_call(module, *args, **kwargs)  # a part of a planned call is computed again
@@ -151,7 +153,7 @@ class Targets:
         with self._waiting.away():
             if self.session.begin_call(name, (args, kwargs), module.forward):
                 return self._call_plain(module, args, kwargs)
-            return self._call_outermost(name, module, args, kwargs)
+            return self._or_eager(self._call_outermost, name, module, args, kwargs)
 
     def path_of(self, module: nn.Module) -> str:
         """Return the path of a module in the root."""
@@ -224,6 +226,30 @@ class Targets:
                 return self.session.ran_plain(hooks.plain_call(module, *args, **kwargs))
         finally:
             self.is_inside = False
+
+    def _or_eager(
+        self, call: Callable[..., Any], name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a module; where it trains on a gradient through captured code, call the model as eager from then on.
+
+        Such a forward shows this only in the gradient, when some of it has run: it is called once more.
+        """
+        before = None if self.session.captured_count else BeforeCall(module, args, kwargs)
+        try:
+            return call(name, module, args, kwargs)
+        except SecondDerivativeError:
+            if before is None or backward_pass.is_running() or not before.can_be_restored:
+                raise
+        self.session.abandon_step()
+        self._is_eager = True
+        announced.add(self.session)
+        where = name or type(module).__name__
+        self.session.say(
+            f"{where} runs without a plan: it trains on a gradient that it takes in its forward (create_graph=True), "
+            f"and torch.compile can't capture all that is between.{self.session.why_uncaptured()}"
+        )
+        args, kwargs = before.restore()
+        return hooks.plain_call(module, *args, **kwargs)
 
     def _call_outermost(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = self.session.runs
@@ -326,7 +352,8 @@ class Targets:
         parts = parts_with_weights(name, module)
         where = name or type(module).__name__
         if parts:
-            self._say_split(f"Nothing of {where} was captured", type(module))
+            if not self.session.has_told_of_transforms(where):  # there parts may be called, too, and get no plan
+                self._say_split(f"Nothing of {where} was captured", type(module))
         elif self._passed_by or self.candidates.has_others_than(module):
             self._say_uncaptured(where, type(module))
         else:
@@ -371,10 +398,7 @@ class Targets:
         where = name or type(module).__name__
         if tensor_state.is_transforming():
             announced.add(self.session)
-            self.session.say(
-                f"{type(self.root).__name__} was called inside of a transform of torch.func, or of forward-mode "
-                "differentiation: such calls are not planned."
-            )
+            self.session.called_inside_transform(type(self.root).__name__)
             return False
         if not module.training and not self._warned:
             self._warned = True

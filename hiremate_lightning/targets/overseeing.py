@@ -79,12 +79,16 @@ def without_labels(session: Session, module: nn.Module) -> Iterator[None]:
 def check_captured(session: Session, name: str, result: Any) -> None:
     """Refuse a call that trains but ran none of our graphs: it must not pass in silence.
 
-    Where earlier calls were captured, training goes on and this is announced once.
+    Where earlier calls were captured, training goes on and this is announced once. It goes on, too, where transforms
+    of torch.func run without a plan, which is announced already.
 
     Raises:
         CaptureError: If anything in the result requires a gradient, and nothing was ever captured.
     """
     if requires_gradient(result):
+        if session.has_told_of_transforms(name):
+            announced.add(session)
+            return
         why = _why_of_class(result)
         if session.captured_count:
             announced.add(session)

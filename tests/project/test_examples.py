@@ -9,9 +9,11 @@ import runpy
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from hiremate_lightning.planning.plan import Measurement
 from tests.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,9 +84,14 @@ def test_one_extra_time_is_shown_and_its_spread(planned_ms: list[float], extra: 
     """The demo on an idle machine and on a busy one."""
     proof = runpy.run_path(str(ROOT / "examples" / "proof.py"))
 
-    plain, shown, why = proof["time_cells"]([(100.0, planned) for planned in planned_ms], 0.062)
+    pairs_ms = [(100.0, planned) for planned in planned_ms]
+
+    plain, shown, why = proof["time_cells"](pairs_ms, 0.062)
+    measured = proof["timed"](SimpleNamespace(with_measured=Measurement), pairs_ms).overhead
 
     assert plain == "100 ms"
+    assert measured is None or f"{measured:+.1%}" == extra
+    assert (measured is None) == ("predicted" in extra)
     assert shown == extra
     assert words in why
 

@@ -191,6 +191,7 @@ MISTAKES = [
     ("{}:fails --svg no/plan.svg", "There is no folder 'no' to write plan.svg to."),
     ("{}:fails --json no/plan.json", "There is no folder 'no' to write plan.json to."),
     ("{}:fails --svg .", "'.' is a folder. Name a file in it."),
+    ("{}:fails --svg /proc/plan.svg", "Can't write '/proc/plan.svg': "),
     ("{}:Net --input 5x31", "Net can't be called with --input 5x31: a and b must have"),
     ("{}:Images --input 2x4x8x8", "to have 3 channels, but got 4 channels instead ("),
     ("{}", "Expected PACKAGE.MODULE:NAME or path/to/file.py:NAME."),
@@ -368,7 +369,9 @@ def test_a_wrong_shape_is_told_without_the_log_of_torch(models, capsys):
     finally:
         log.removeHandler(handler)
     assert not records
-    assert capsys.readouterr().err.startswith("hiremate: Net can't be called with --input 5x31: ")
+    said = capsys.readouterr().err
+    assert said.startswith("hiremate: Net can't be called with --input 5x31: ")
+    assert "with 5x31. Give --input the shapes that its forward takes" in said
 
 
 @pytest.mark.parametrize(

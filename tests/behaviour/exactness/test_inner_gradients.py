@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import grad
 
-from hiremate_lightning import CaptureError, HiRemateWarning, get_plan, hiremate, remove_hiremate
+from hiremate_lightning import CaptureError, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import drawn, leave_behind, network, simple_loop, train_both
+from tests.exact import drawn, leave_behind, network, simple_loop, train_both, train_eager
 
 WIDTH, ROWS = 64, 256
 positions = drawn(ROWS, 3)
@@ -209,11 +209,22 @@ def test_a_gradient_of_what_has_hooks_runs_them():
 
 
 @pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS)
-def test_one_through_an_earlier_graph_can_not_be_trained_on(ask):
-    model = hiremate(Interrupted(ask, create_graph=True), "100%", verbose=False, on_infeasible="warn")
+def test_one_trained_on_through_an_earlier_graph_is_eager(ask):
+    told = train_eager(lambda: Interrupted(ask, create_graph=True), simple_loop(positions, steps=3))
+    assert len(told) == 1
+    assert told[0].startswith("Interrupted runs without a plan: it trains on a gradient that it takes in its forward")
 
+
+class Overwriting(Interrupted):
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        return super().forward(x)
+
+
+def test_a_forward_that_overwrites_its_input_is_not_run_again():
+    model = hiremate(Overwriting(ASKS["by position"], create_graph=True), "100%", verbose=False)
     with pytest.raises(CaptureError, match="with create_graph=True: they can't be differentiated once more"):
-        model(positions(0)).square().mean().backward()
+        model(positions(0))
 
 
 def penalized(model: nn.Module, x: Tensor) -> Tensor:
@@ -294,11 +305,7 @@ def test_a_function_s_backward_is_differentiated_once_more():
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_a_backward_that_switches_gradients_is_refused():
-    model = hiremate(SwitchedForces(), "100%", verbose=False)
-
-    with (
-        pytest.warns(HiRemateWarning, match="whose backward switches gradients on or off"),
-        pytest.raises(CaptureError, match="with create_graph=True: they can't be differentiated once more"),
-    ):
-        model(positions(0)).square().mean().backward()
+def test_a_backward_that_switches_gradients_is_eager():
+    told = train_eager(SwitchedForces, simple_loop(positions, steps=3))
+    assert "whose backward switches gradients on or off" in told[0]
+    assert told[1].startswith("SwitchedForces runs without a plan: it trains on a gradient")

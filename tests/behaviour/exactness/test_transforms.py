@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 
 from hiremate_lightning import HiRemateWarning, hiremate
-from tests.exact import differing, leave_behind, network
+from tests.exact import differing, leave_behind, network, simple_loop, train_eager
 
 ROWS, SIZE = 4, 8
 
@@ -104,3 +104,37 @@ def test_a_transform_that_can_not_be_captured_leaves_no_trace():
     assert any("could not capture a part of MeanFlow, which runs without a plan" in str(w.message) for w in said)
     gc.collect()
     assert str(torch._C._dispatch_tls_local_exclude_set()) == before
+
+
+class Velocity(nn.Module):
+    """Trains on a derivative of its network alone, as mean flows do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Flow()
+
+    def forward(self, x):
+        value, slope = jvp(self.net, (x,), (torch.ones_like(x),))
+        return value - slope.detach()
+
+
+class BareVelocity(nn.Module):
+    """The same, with weights of its own instead of parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(SIZE, SIZE)), nn.Parameter(torch.ones(SIZE))
+
+    def forward(self, x):
+        value, slope = jvp(self._network, (x,), (torch.ones_like(x),))
+        return value - slope.detach()
+
+    def _network(self, x):
+        return nn.functional.layer_norm(x @ self.weight, (SIZE,), self.scale)
+
+
+@pytest.mark.parametrize("make", [Velocity, BareVelocity])
+def test_a_forward_that_is_all_such_a_transform_is_eager(make):
+    told = train_eager(make, simple_loop(lambda _: torch.randn(ROWS, SIZE), steps=4))
+    assert len(told) == 1
+    assert f"could not capture a part of {make.__name__}, which runs without a plan" in told[0]

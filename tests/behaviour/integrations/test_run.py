@@ -259,13 +259,22 @@ def test_an_error_of_the_script_shows_its_own_traceback(capsys):
 
 def test_a_file_that_cant_be_written_leaves_the_exit_code(capsys):
     """The script may have trained for days by then."""
-    write("train.py", LOOP + "    sys.exit(3)\n")
-    Path("folder").mkdir()
+    write("train.py", LOOP + "    import os\n    os.mkdir('folder')\n    sys.exit(3)\n")
     with pytest.raises(SystemExit) as stop:
         run("--html", "folder", "--json", "new/plan.json", "train.py")
     assert stop.value.code == 3
     assert "can't write what was asked for: " in capsys.readouterr().err
     assert Path("new/plan.json").is_file()
+
+
+@pytest.mark.parametrize("path", ["folder", "/proc/page.html", "folder/file/page.html"])
+@pytest.mark.parametrize("option", ["--html", "--json"])
+def test_a_file_that_cant_be_written_is_refused_at_once(path, option, capsys):
+    write("train.py", "raise AssertionError('the script is not to run')")
+    Path("folder").mkdir()
+    Path("folder/file").touch()
+    assert run(option, path, "train.py") == 2
+    assert path.split("/")[-1] in capsys.readouterr().err
 
 
 def test_threads_that_a_script_leaves_end_before_its_plans(capsys):
