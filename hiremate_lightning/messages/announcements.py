@@ -67,7 +67,8 @@ class Announcements:
         """Return, once and unless another text has named it, what has ended graphs, as a line for the plan; or ""."""
         if self._named_breaks or not (why := self.why_uncaptured()):
             return ""
-        return f"The step is planned in parts; code between them has no plan.{why}"
+        words = "The step is planned in parts; code between them has no plan, and the extra time is of the parts alone."
+        return words + why
 
     def why_over(self) -> str:
         """Return, as sentences or "", why code that ends graphs may be what a budget is not met for."""

@@ -138,9 +138,7 @@ def test_an_infeasible_budget_may_be_due_to_the_planned_module_s_own_code():
 def test_an_infeasible_budget_names_the_value_that_holds_most():
     """A buffer that code works in, say, which is there as long as the operation that it is in."""
     step = step_of(*chain(3))
-    with pytest.raises(
-        InfeasibleBudgetError, match=r"100 B of it are one value, made by \S+ in the code of"
-    ):
+    with pytest.raises(InfeasibleBudgetError, match=r"100 B of it are one value, made by \S+ in the code of"):
         plan_of(step, 1)
     at = replace(step.graph, nodes=tuple(replace(node, source="/home/me/net/loss.py:7") for node in step.graph.nodes))
     with pytest.raises(InfeasibleBudgetError, match=r"100 B of it are one value, made at me/net/loss\.py:7 \(\S+\)\."):
