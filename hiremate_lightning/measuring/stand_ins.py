@@ -90,7 +90,7 @@ def runner(
         argument(value)
     for step in finish.steps:  # the result that they finish is not there yet: it looks as it was traced
         _make_valid(str(step.target), fx.node.map_arg(step.args, lambda value: made.get(value, value.meta["val"])))
-    return lambda: _finished(target(*args, **kwargs), finish, made)
+    return lambda: _finished(lambda: target(*args, **kwargs), finish, made)
 
 
 def _make_valid(op: str, args: Sequence[Any]) -> None:
@@ -122,8 +122,12 @@ def _choose(mask: torch.Tensor, count: int) -> None:
     own.copy_((torch.arange(own.numel(), device=own.device) < chosen).view(own.shape))
 
 
-def _finished(result: Any, finish: Finish, made: Mapping[fx.Node, Any]) -> Any:
-    """Run the operations that finish one of an operation's results; return all results."""
+def _finished(run: Callable[[], Any], finish: Finish, made: Mapping[fx.Node, Any]) -> Any:
+    """Run an operation, and the operations that finish one of its results; return all results.
+
+    The operation runs here: where TorchDynamo watches frames, a caller holds what it passes on until the call ends.
+    """
+    result = run()
     parts = [result] if isinstance(result, torch.Tensor) else list(result)
     del result
     position: Any = finish.value.args[1] if is_part(finish.value) else 0
