@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch._dynamo.variables import BuiltinVariable, ConstantVariable, RangeVariable
@@ -11,8 +10,6 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builtin import GetAttrBuiltinVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
-
-from .hacks import replaced_entries
 
 
 class _RangeToASize(RangeVariable):  # type: ignore[misc]
@@ -27,31 +24,36 @@ class _RangeToASize(RangeVariable):  # type: ignore[misc]
         super().__init__(items, **kwargs)
         self.size = size
 
-    def _end_as_written(self, tracer: Any, name: str) -> Any:
-        is_end = name == "stop" and self.size is not None
-        return self.size if is_end else _attribute_of_range(self, tracer, name)
+    @property
+    def end(self) -> VariableTracker:
+        """Where it ends as it was written."""
+        return self.items[1] if self.size is None else self.size
+
+    def _attribute(self, tracer: Any, name: str) -> Any:
+        return self.end if name == "stop" else _attribute_of_range(self, tracer, name)
 
 
-_ATTRIBUTE = "var_getattr" if hasattr(RangeVariable, "var_getattr") else "tp_getattro_impl"  # before 2.14, and since
-_attribute_of_range = getattr(RangeVariable, _ATTRIBUTE)
-setattr(_RangeToASize, _ATTRIBUTE, _RangeToASize._end_as_written)
+_MEMBERS: dict[str, Any] = getattr(RangeVariable, "tp_members", {})  # since 2.15
+if "stop" in _MEMBERS:
+    _end = type(_MEMBERS["stop"])(lambda own, _: own.end, _MEMBERS["stop"].setter)
+    _RangeToASize.tp_members = {**_MEMBERS, "stop": _end}
+else:
+    _ATTRIBUTE = "var_getattr" if hasattr(RangeVariable, "var_getattr") else "tp_getattro_impl"  # before 2.14; of 2.14
+    _attribute_of_range = getattr(RangeVariable, _ATTRIBUTE)
+    setattr(_RangeToASize, _ATTRIBUTE, _RangeToASize._attribute)
 
 
-def _range_of_steps(tracer: Any, arguments: Sequence[VariableTracker], named: dict[str, VariableTracker]) -> Any:
+def _range_of_steps(variable: Any, tracer: Any, arguments: Sequence[VariableTracker], named: Any) -> Any:
     """Guard on how many steps a range takes to a size, where Dynamo would guard on the size: blocks of tokens, say."""
-    start, size, step = arguments
-    first, end, width = start.as_python_constant(), size.sym_num, step.as_python_constant()
-    if width <= 1 or not end.node.has_hint():
-        return _range(tracer, arguments, named)
-    last = first + width * len(range(first, end.node.hint, width))
-    if last > first and last - width < end <= last:  # which guards these
-        return _RangeToASize([start, ConstantVariable.create(last), step], size)
-    return _range(tracer, arguments, named)
-
-
-def ranges_of_steps() -> AbstractContextManager[None]:
-    """Guard ranges to sizes that vary by how many steps they take: Dynamo looks for who makes them in a table."""
-    return replaced_entries(BuiltinVariable.call_function_handler_cache, {(range, *_TO_A_SIZE): _range_of_steps})
+    if variable.fn is range and len(arguments) == 3:
+        start, size, step = (argument.realize() for argument in arguments)
+        is_to_a_size = isinstance(size, SymNodeVariable) and size.sym_num.node.has_hint()
+        if is_to_a_size and start.is_python_constant() and step.is_python_constant():
+            first, end, width = start.as_python_constant(), size.sym_num, step.as_python_constant()
+            last = first + width * len(range(first, end.node.hint, width)) if width > 1 else first
+            if last > first and last - width < end <= last:  # which guards these
+                return _RangeToASize([start, ConstantVariable.create(last), step], size)
+    return _call(variable, tracer, arguments, named)
 
 
 def _name_at_once(variable: Any, tracer: Any, arguments: Sequence[VariableTracker], named: Any) -> Any:
@@ -61,11 +63,10 @@ def _name_at_once(variable: Any, tracer: Any, arguments: Sequence[VariableTracke
         value = getattr(asked.value, name.as_python_constant(), None)
         if name.as_python_constant() in _NAMES and isinstance(value, str):
             return ConstantVariable.create(value)
-    return _attribute(variable, tracer, arguments, named)
+    return _read(variable, tracer, arguments, named)
 
 
-_TO_A_SIZE = [ConstantVariable, SymNodeVariable, ConstantVariable]
-_range = BuiltinVariable._make_handler(range, _TO_A_SIZE, False)
 _NAMES = ("__module__", "__name__", "__qualname__")
-_attribute = GetAttrBuiltinVariable.call_function
+_call, _read = BuiltinVariable.call_function, GetAttrBuiltinVariable.call_function
+RANGES = ((BuiltinVariable, "call_function", _range_of_steps),)
 NAMES = ((GetAttrBuiltinVariable, "call_function", _name_at_once),)

@@ -187,7 +187,7 @@ HACKS = (
         "a range in steps to a size that varies, over blocks of tokens say, is guarded by how many steps it takes",
         "such code is captured anew for each size",
         (Stage.CAPTURING,),
-        "builtin_functions.ranges_of_steps",
+        "builtin_functions.RANGES",
         checked=_SINCE_2_13,
     ),
     Hack(

@@ -19,6 +19,7 @@ from hiremate_lightning.testing import session_of
 from tests.exact import simple_loop, train_both
 
 WIDTH = 24
+BLOCK = 8  # of rows
 
 pytestmark = pytest.mark.usefixtures("_captures_all", "without_templates")
 
@@ -228,7 +229,7 @@ def test_code_that_needs_the_number_is_captured_for_each():
 
 
 class InBlocks(nn.Module):
-    """Goes through rows in blocks of 8, and counts where they end."""
+    """Goes through rows in blocks, and counts where they end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,9 +237,9 @@ class InBlocks(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.flatten(0, 1)
-        starts, rows = range(0, len(x), 8), torch.empty_like(x)
+        starts, rows = range(0, len(x), BLOCK), torch.empty_like(x)
         for start in starts:
-            end = min(start + 8, starts.stop)
+            end = min(start + BLOCK, starts.stop)
             rows[start:end] = self.linear(x[start:end]).relu()
         return rows * starts.stop
 
