@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch._dynamo.variables import BuiltinVariable, ConstantVariable, RangeVariable
 from torch._dynamo.variables.base import VariableTracker
@@ -12,7 +11,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 
-class _RangeToASize(RangeVariable):  # type: ignore[misc]
+class _RangeToASize(RangeVariable):
     """A range in steps to a size that varies: its items are those of a range to a number.
 
     Args:
@@ -36,27 +35,27 @@ class _RangeToASize(RangeVariable):  # type: ignore[misc]
 _MEMBERS: dict[str, Any] = getattr(RangeVariable, "tp_members", {})  # since 2.15
 if "stop" in _MEMBERS:
     _end = type(_MEMBERS["stop"])(lambda own, _: own.end, _MEMBERS["stop"].setter)
-    _RangeToASize.tp_members = {**_MEMBERS, "stop": _end}
+    setattr(_RangeToASize, "tp_members", {**_MEMBERS, "stop": _end})  # noqa: B010 - earlier releases have no such table
 else:
     _ATTRIBUTE = "var_getattr" if hasattr(RangeVariable, "var_getattr") else "tp_getattro_impl"  # before 2.14; of 2.14
     _attribute_of_range = getattr(RangeVariable, _ATTRIBUTE)
     setattr(_RangeToASize, _ATTRIBUTE, _RangeToASize._attribute)
 
 
-def _range_of_steps(variable: Any, tracer: Any, arguments: Sequence[VariableTracker], named: Any) -> Any:
+def _range_of_steps(variable: Any, tracer: Any, arguments: list[VariableTracker], named: Any) -> Any:
     """Guard on how many steps a range takes to a size, where Dynamo would guard on the size: blocks of tokens, say."""
     if variable.fn is range and len(arguments) == 3:
         start, size, step = (argument.realize() for argument in arguments)
-        is_to_a_size = isinstance(size, SymNodeVariable) and size.sym_num.node.has_hint()
-        if is_to_a_size and start.is_python_constant() and step.is_python_constant():
-            first, end, width = start.as_python_constant(), size.sym_num, step.as_python_constant()
-            last = first + width * len(range(first, end.node.hint, width)) if width > 1 else first
+        if isinstance(size, SymNodeVariable) and start.is_python_constant() and step.is_python_constant():
+            first, end, width = start.as_python_constant(), cast(Any, size.sym_num), step.as_python_constant()
+            goes_by_steps = width > 1 and end.node.has_hint()
+            last = first + width * len(range(first, end.node.hint, width)) if goes_by_steps else first
             if last > first and last - width < end <= last:  # which guards these
                 return _RangeToASize([start, ConstantVariable.create(last), step], size)
     return _call(variable, tracer, arguments, named)
 
 
-def _name_at_once(variable: Any, tracer: Any, arguments: Sequence[VariableTracker], named: Any) -> Any:
+def _name_at_once(variable: Any, tracer: Any, arguments: list[VariableTracker], named: Any) -> Any:
     """Read the name of a class or function of torch, or of its module, which Dynamo 2.13 takes for no string."""
     asked, name, *others = arguments
     if isinstance(asked, TorchInGraphFunctionVariable) and not others and name.is_python_constant():
