@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from torch._dynamo.variables import BuiltinVariable, ConstantVariable, RangeVariable
+from torch._dynamo.variables import BuiltinVariable, ConstantVariable, RangeVariable, builtin
 from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.builtin import GetAttrBuiltinVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
@@ -66,6 +65,7 @@ def _name_at_once(variable: Any, tracer: Any, arguments: list[VariableTracker], 
 
 
 _NAMES = ("__module__", "__name__", "__qualname__")
-_call, _read = BuiltinVariable.call_function, GetAttrBuiltinVariable.call_function
-RANGES = ((BuiltinVariable, "call_function", _range_of_steps),)
-NAMES = ((GetAttrBuiltinVariable, "call_function", _name_at_once),)
+_Getting: Any = getattr(builtin, "GetAttrBuiltinVariable", None)  # since 2.13: on earlier releases nothing is changed
+_call, _read = BuiltinVariable.call_function, cast(Any, getattr(_Getting, "call_function", None))
+RANGES = ((BuiltinVariable, "call_function", _range_of_steps),) if _Getting else ()
+NAMES = ((_Getting, "call_function", _name_at_once),) if _Getting else ()

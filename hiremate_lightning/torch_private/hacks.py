@@ -184,15 +184,13 @@ HACKS = (
         "such code is captured anew for each size",
         (Stage.CAPTURING,),
         "builtin_functions.RANGES",
-        checked=("2.13", "2.14", "2.15"),
     ),
     Hack(
         "names of classes",
         "the names of classes and functions of torch, and of their modules, are strings",
-        "graphs end where code asks what such a name begins with, as peft's DoRA does",
+        "Dynamo 2.13 ends graphs where code asks what such a name begins with, as peft's DoRA does",
         (Stage.CAPTURING,),
         "builtin_functions.NAMES",
-        checked=("2.13",),
     ),
     Hack(
         "written numbers",

@@ -602,7 +602,7 @@ def test_a_block_of_autocast_stays_the_same_while_it_is_open():
         assert here() not in (first, None)
 
 
-@pytest.mark.skipif(torch.__version__.startswith("2.14"), reason="PyTorch 2.14 ends a graph there")
+@pytest.mark.skipif(not torch.__version__.startswith(("2.13", "2.15")), reason="other releases end a graph there")
 def test_names_of_classes_end_no_graph():
     """As peft asks whether a weight is quantized."""
 
