@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, deque
-from statistics import median
 
 from ..errors import HiRemateWarning
 from ..planning.plan import Plan
@@ -18,9 +17,10 @@ from ..units import Budget, format_bytes
 
 CAPTURES = 8  # consecutive steps in which something is captured before that is announced: it goes on like that
 RETAINING = 4  # consecutive steps in which more graphs are retained before that is announced: it goes on like that
-PLANNING = 64  # captured steps, the latest ones, of which most went to planning before that is announced
+PLANNING = 64  # steps, the latest ones, of whose time much went to planning before that is announced
 PLANNING_SHARE = 0.25  # of the time of a step, in planning alone: what goes with it takes as much again, or more
 MOST = 0.75  # of these steps
+ALL_PLANNING_SHARE = 0.5  # of the time of all of them, after as many steps that learn
 REASONS = 5  # why graphs end that a message lists, the most frequent first
 ANEW = "made anew in each step"  # the topic of two warnings, of which the first one is shown
 
@@ -39,8 +39,9 @@ class Announcements:
         self._named_breaks = False  # whether a text named what ends graphs
         self._captured = 0  # graphs when the latest step ended
         self._capturing_steps = 0  # consecutive steps in each of which something was captured
-        self._planning_shares = deque[float](maxlen=PLANNING)  # of the time of the latest captured steps
-        self._planned_s = 0.0  # in planning, when the latest captured step ended
+        self._times = deque[tuple[float, float]](maxlen=PLANNING)  # seconds of the latest steps, and of their planning
+        self._steps = 0
+        self._planned_s = dynamo.capturing_s()  # in planning, when the latest step ended
         self._failed_guards = Counter[str]()  # before the last of so many steps
         self._retained = 0  # graphs that were retained for another backward when the latest step began
         self._retaining_steps = 0  # consecutive steps before each of which there were more of them
@@ -66,7 +67,8 @@ class Announcements:
         """Return, once and unless another text has named it, what has ended graphs, as a line for the plan; or ""."""
         if self._named_breaks or not (why := self.why_uncaptured()):
             return ""
-        return f"The step is planned in parts; code between them has no plan.{why}"
+        words = "The step is planned in parts; code between them has no plan, and the extra time is of the parts alone."
+        return words + why
 
     def why_over(self) -> str:
         """Return, as sentences or "", why code that ends graphs may be what a budget is not met for."""
@@ -99,24 +101,27 @@ class Announcements:
         return is_usual
 
     def step_took(self, step_s: float, planned_s: float) -> None:
-        """Note the time of a captured step, and of all planning so far; warn, once, where most steps are planned.
+        """Note the time of a step, and of all planning so far; warn, once, where that goes on to take much of it.
 
         Both times are of the same steps, so that a busy machine does not matter.
         """
+        planned_s += dynamo.capturing_s()
         spent_s = planned_s - self._planned_s
-        self._planned_s = planned_s
-        self._planning_shares.append(spent_s / max(step_s, 1e-9))
-        if not spent_s:
+        self._planned_s, self._steps = planned_s, self._steps + 1
+        self._times.append((max(step_s, 1e-9), spent_s))
+        if not spent_s or self._steps < PLANNING:
             return  # as in nearly all steps
-        slow = [share for share in self._planning_shares if share > PLANNING_SHARE]
-        if len(slow) >= MOST * PLANNING and len(self._planning_shares) == PLANNING:
-            share = median(slow)
+        slow = [spent for taken, spent in self._times if spent > PLANNING_SHARE * taken]
+        taken_s, all_spent_s = (sum(times) for times in zip(*self._times, strict=True))
+        goes_on = self._steps >= 2 * PLANNING and all_spent_s > ALL_PLANNING_SHARE * taken_s
+        if goes_on or len(slow) >= MOST * PLANNING:
             self.say(
-                f"Planning still takes much of the time of most steps of {self._name}, after {PLANNING} steps or more. "
-                "The usual cause: input sizes that hardly ever come again, whose code is made, proved and planned for "
-                "one step each. Pad to a few sizes; let a data loader sort batches by size; or choose a budget in "
-                "which such steps fit as they are: these run without a plan.",
-                f" In half of these steps it took {min(share, 1.0):.0%} or more.",
+                f"Planning still takes much of the time of training {self._name}, after {PLANNING} steps or more. The "
+                "usual cause: input sizes that hardly ever come again, or layers that are frozen or left out by "
+                "chance, whose code is made, proved and planned for a few steps each. Pad to a few sizes; let a data "
+                "loader sort batches by size; let a choice of layers come again; or choose a budget in which such "
+                "steps fit as they are: these run without a plan.",
+                f" Of the time of the latest {PLANNING} steps it took {min(all_spent_s / taken_s, 1.0):.0%}.",
                 topic=ANEW,
             )
 
@@ -248,11 +253,12 @@ class Announcements:
             topic="without gradients",
         )
 
-    def least(self, peak_bytes: int, budget_bytes: int) -> None:
-        """Warn that nothing fits the budget."""
+    def least(self, peak_bytes: int, budget_bytes: int, largest: str = "") -> None:
+        """Warn that nothing fits the budget; name, as a sentence or "", what holds much of the peak."""
         least, budget = format_bytes(peak_bytes), format_bytes(budget_bytes)
         more = f", {format_bytes(peak_bytes - budget_bytes)} more" if least == budget else ""
-        self.say_over(f"Nothing fits the budget of {budget}: the step runs at the least memory found, {least}{more}.")
+        text = f"Nothing fits the budget of {budget}: the step runs at the least memory found, {least}{more}."
+        self.say(text, largest + self.why_over())
 
     def checkpointing(self, plan: Plan) -> None:
         """Warn, once, that a plan takes the place of what the user's code runs again by itself."""

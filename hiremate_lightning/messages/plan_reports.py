@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..kinds.step_kind import StepKind, Told
+from ..planning.outcome import largest_words
 from ..planning.plan import Plan, plan_title
 from ..reporting.report import Reporter
 from ..units import format_bytes
@@ -62,7 +63,9 @@ class PlanReports:
         """Warn of what a step takes in which nothing fits, planned or measured, clearly more than was said of any."""
         if not kind.recorded.is_provisional and peak_bytes > CLEARLY_MORE * self._said_bytes:
             self._said_bytes = peak_bytes
-            self._announcements.least(peak_bytes, kind.own_plan.budget_bytes)
+            plan = kind.own_plan
+            largest = largest_words(plan.graph, plan.profile, plan.schedule, plan.planned)
+            self._announcements.least(peak_bytes, plan.budget_bytes, largest)
 
     def budget_changed(self) -> None:
         """Forget what was said of a budget that nothing fits."""

@@ -11,8 +11,11 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ..out_of_memory import InfeasibleBudgetError
-from ..records.graph import OUTSIDE, Graph
-from ..records.simulation import Simulation, simulate_plain
+from ..records.away import put_away
+from ..records.costs import Profile
+from ..records.graph import OUTSIDE, Graph, Node
+from ..records.schedule import Schedule, lower
+from ..records.simulation import Simulation, blocks, simulate_plain
 from ..records.step import Decisions
 from ..units import Budget, format_bytes
 from .headroom import guard_bytes
@@ -25,6 +28,7 @@ from .solvers.putting_away import least_with_aways
 DECIDED = "decided"  # in place of a strategy's name, where nothing is to be chosen
 NAMING_SHARE = 0.5  # of the work of a search: a run that is given the named budget does all of it
 SMALLEST, AT_LEAST = "The smallest budget found is", "It needs at least"
+LARGE = 0.25  # of what a step adds at its peak: a value that holds as much is named
 ADVICE = "Raise the budget, or make the batch smaller."
 
 T = TypeVar("T")
@@ -123,6 +127,8 @@ class Short:
         """Build the error that names the budget that is enough, and the place of the peak."""
         need, graph = self.need, self.need.problem.graph
         simulation = replay_solution(need.problem, need.smallest)
+        schedule = put_away(graph, lower(graph, need.smallest.recompute), need.smallest.aways)
+        largest = largest_words(graph, need.problem.profile, schedule, simulation)
         share = whose = offloads = ""
         if need.less_bytes:
             less = format_bytes(need.less_bytes)
@@ -137,7 +143,7 @@ class Short:
             f"of which {format_bytes(need.resident_bytes)} are resident (parameters, gradients, optimizer state, "
             f"batch). {whose}"
             f"Such a plan {offloads}takes at most {simulation.overhead:.0%} more time. "
-            f"The peak is {_place_of(simulation, graph)}. {self.advice}",
+            f"The peak is {_place_of(simulation, graph)}.{largest} {self.advice}",
             budget_bytes=self.budget_bytes,
             smallest_bytes=need.peak_bytes,
             module=graph.nodes[simulation.peak_moment.node].module,
@@ -172,4 +178,27 @@ def _place_of(simulation: Simulation, graph: Graph) -> str:
     held = {graph.tensors[t].storage for t in graph.held if graph.tensors[t].producer in outside}
     if node.op == OUTSIDE or 2 * sum(graph.sizes[s] for s in held if s is not None) > simulation.peak_bytes:
         return "in the code outside of the planned modules"
-    return f"at {node.op} in {f'module {node.module!r}' if node.module else 'the code of the planned module itself'}"
+    return f"at {_call_words(node)}"
+
+
+def _call_words(node: Node) -> str:
+    return f"{node.op} in {f'module {node.module!r}' if node.module else 'the code of the planned module itself'}"
+
+
+def largest_words(graph: Graph, profile: Profile, schedule: Schedule, simulation: Simulation) -> str:
+    """Name, as a sentence or "", what holds much of a peak: the operation that runs, or a value, a buffer say."""
+    moment = simulation.peak_moment
+    peak, workspace_bytes = simulation.timeline.index(moment), profile.workspace_bytes[moment.node]
+    live = [storage for storage, first, last in blocks(graph, schedule) if first <= peak <= last]
+    storage = max(live, key=lambda storage: graph.sizes[storage], default=None)
+    value_bytes = 0 if storage is None else graph.sizes[storage]
+    if max(value_bytes, workspace_bytes) < LARGE * simulation.peak_bytes:
+        return ""
+    if workspace_bytes > value_bytes:
+        needs = f"{graph.nodes[moment.node].op} needs while it runs"
+        return f" {format_bytes(workspace_bytes)} of it are what {needs}."
+    made = next((node for node in graph.nodes if storage in (graph.tensors[t].storage for t in node.outputs)), None)
+    if made is None or made.op == OUTSIDE:
+        return ""
+    place = f"at {'/'.join(made.source.split('/')[-3:])} ({made.op})" if made.source else f"by {_call_words(made)}"
+    return f" {format_bytes(value_bytes)} of it are one value, made {place}."

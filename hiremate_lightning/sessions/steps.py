@@ -260,6 +260,7 @@ class Steps:
             self._memory.batch = []
         if step is None:
             return
+        self._announcements.step_took(time.perf_counter() - step.began_s, self._stages.total.all_s)
         if step.is_unseen:
             self.ended = None
             step.drop()
@@ -280,7 +281,6 @@ class Steps:
     def _end_captured(self, step: CurrentStep, at_once: bool) -> None:
         captured_nothing = self._announcements.step_ended(self._parts.traced_count)
         step.has_captured = not captured_nothing
-        self._announcements.step_took(time.perf_counter() - step.began_s, self._stages.total.all_s)
         self.ended, kind, expected, record = step, self._history[step.graphs], step.expected, step.record
         is_own = step.ran_by(self._history.taken_for(kind))
         self._history.ended(kind, step.start, step.is_by_plans)

@@ -7,6 +7,7 @@ import inspect
 import itertools
 import logging
 import re
+import time
 import types
 import warnings
 import weakref
@@ -89,7 +90,7 @@ def capturing_for_plans(
         hear()
         if user_compiled.is_authors(arguments[4]):
             return _capture(code, *arguments, **options)
-        with answers() if hacks.is_on("answers") else nullcontext():
+        with counting_seconds(), answers() if hacks.is_on("answers") else nullcontext():
             return capture(code, *arguments, **options)
 
     before = convert_frame._compile, _innermost.hear
@@ -99,6 +100,22 @@ def capturing_for_plans(
             yield
     finally:
         convert_frame._compile, _innermost.hear = before
+
+
+@contextmanager
+def counting_seconds() -> Iterator[None]:
+    """Count the time of a capture, or of a trace of captured code at a new size; one inside of another counts once."""
+    before_s, start = _seconds.capturing, time.perf_counter()
+    try:
+        yield
+    finally:
+        _seconds.capturing = before_s + time.perf_counter() - start
+
+
+def capturing_s() -> float:
+    """Return the seconds that captures and traces took in this process."""
+    seconds: float = _seconds.capturing
+    return seconds
 
 
 def _marked(sizes: Iterable[int]) -> AbstractContextManager[Any]:
@@ -263,6 +280,7 @@ _without_symbols: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code th
 _without_fractions: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # that it failed on where fractions vary
 _given_up: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that it failed on altogether
 _innermost = types.SimpleNamespace(hear=lambda: None)  # begins to hear of failures in the innermost call
+_seconds = types.SimpleNamespace(capturing=0.0)
 _in_doubt: dict[types.CodeType, str] = {}  # code that failed as it was traced, and how, until it has run as it is
 
 

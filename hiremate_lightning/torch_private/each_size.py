@@ -160,7 +160,7 @@ class EachSize:
 
     def _make_for(self, sizes: Sizes, others: Sequence[Any]) -> Runner | None:
         """Make code of some sizes run from samples; None where it is to be traced."""
-        if self._maker is None or self._is_particular or not self._maker.may_make(self):
+        if self._maker is None or self._is_particular or not (self._symbols.vary and self._maker.may_make(self)):
             return None
         if not self._samples and not self._maker.may_make_first(self):
             return None
@@ -252,7 +252,7 @@ class EachSize:
     ) -> tuple[Runner, bool]:
         devices = {value.device for value in others if isinstance(value, torch.Tensor)}
         generators = torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"])
-        with generators, collecting_what_it_leaves():
+        with dynamo.counting_seconds(), generators, collecting_what_it_leaves():
             return _trace_apart(self._with_numbers(sizes), others, self._trace, layouts or [None] * len(others))
 
     def _trace_larger(self, sizes: Sizes, others: Sequence[Any]) -> bool:

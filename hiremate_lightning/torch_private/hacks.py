@@ -183,6 +183,20 @@ HACKS = (
         "guards.HOOKS",
     ),
     Hack(
+        "ranges of steps",
+        "a range in steps to a size that varies, over blocks of tokens say, is guarded by how many steps it takes",
+        "such code is captured anew for each size",
+        (Stage.CAPTURING,),
+        "builtin_functions.RANGES",
+    ),
+    Hack(
+        "names of classes",
+        "the names of classes and functions of torch, and of their modules, are strings",
+        "Dynamo 2.13 ends graphs where code asks what such a name begins with, as peft's DoRA does",
+        (Stage.CAPTURING,),
+        "builtin_functions.NAMES",
+    ),
+    Hack(
         "written numbers",
         "a number that varies keeps its format where code writes it into a string",
         "Dynamo before 2.14 forgets the format",

@@ -43,6 +43,11 @@ class SizeSymbols:
         self._computed = [number for number in _computed(module) if number.free_symbols <= known]
 
     @property
+    def vary(self) -> bool:
+        """Whether any size is a symbol; sizes that turned out to be one number each are traced as they come."""
+        return any(symbol is not None for symbol in self._symbols)
+
+    @property
     def are_one(self) -> bool:
         """Whether all sizes are one symbol, of which nothing but sums and products is computed."""
         return len(set(self._symbols)) == 1 and not self._computed

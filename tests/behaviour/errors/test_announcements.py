@@ -35,16 +35,16 @@ def test_bytes_are_added_where_a_peak_and_its_budget_read_the_same():
         Announcements("Net").least(3 * 2**20, 2 * 2**20)
 
 
-def slow_at(shares: list[float]) -> list[int]:
-    """List the captured steps after which slow planning is announced, by its share of the time of each."""
+def slow_at(shares: list[float], step_s: list[float] | None = None) -> list[int]:
+    """List the steps after which slow planning is announced, by its share of the time of each."""
     said, found, planned_s = Announcements("Net"), [], 0.0
-    for step, share in enumerate(shares):
-        planned_s += 2.0 * share
+    for step, (share, taken_s) in enumerate(zip(shares, step_s or [2.0] * len(shares), strict=True)):
+        planned_s += taken_s * share
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            said.step_took(2.0, planned_s)
+            said.step_took(taken_s, planned_s)
         texts = [str(one.message) for one in caught]
-        assert all("In half of these steps it took 40% or more" in text for text in texts)
+        assert all(f"Of the time of the latest {PLANNING} steps it took " in text for text in texts)
         found += [step] * ("Planning still takes" in "".join(texts))
     return found
 
@@ -57,3 +57,15 @@ def test_steps_that_are_all_planned_anew_are_announced_once():
 @pytest.mark.parametrize("learning", [1, PLANNING // 3, 2 * PLANNING // 3])
 def test_steps_that_learn_at_first_are_not_announced(learning):
     assert not slow_at([0.99] * learning + [0.02, 0.0, 0.2] * PLANNING)
+
+
+def test_a_few_steps_that_take_most_of_the_time_are_announced():
+    """One step in eight is planned anew, and takes twenty times as long as the others: three times plain's time."""
+    few, long = [0.95, *[0.0] * 7] * PLANNING, [20.0, *[1.0] * 7] * PLANNING
+    assert slow_at(few, long) == [2 * PLANNING]
+
+
+def test_a_few_long_steps_are_not_announced_once_they_are_rare():
+    """A first plan takes as long as many steps, and so does one that comes now and then."""
+    rare = ([0.95] * 8 + [0.0] * (PLANNING - 8)) + ([0.9] + [0.0] * (PLANNING - 1)) * 4
+    assert not slow_at(rare, [20.0] * 8 + [1.0] * (len(rare) - 8))

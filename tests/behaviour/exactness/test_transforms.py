@@ -111,7 +111,7 @@ class Velocity(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.net = Flow()
+        self.net = flow()
 
     def forward(self, x):
         value, slope = jvp(self.net, (x,), (torch.ones_like(x),))

@@ -20,6 +20,7 @@ from tests.exact import network, simple_loop, train_both
 from tests.faults import change_captures
 
 WIDTH = 24
+BLOCK = 8  # of rows
 
 pytestmark = pytest.mark.usefixtures("_captures_all", "without_templates")
 
@@ -194,6 +195,29 @@ def test_interpolated_images_keep_symbolic_sizes(captures, traced):
 
 def test_code_that_needs_the_number_is_captured_for_each():
     train_both(rooted, simple_loop(batches([6, 9, 12, 14, 9, 11]), steps=6), "1 MiB")
+
+
+class InBlocks(nn.Module):
+    """Goes through rows in blocks, and counts where they end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(0, 1)
+        starts, rows = range(0, len(x), BLOCK), torch.empty_like(x)
+        for start in starts:
+            end = min(start + BLOCK, starts.stop)
+            rows[start:end] = self.linear(x[start:end]).relu()
+        return rows * starts.stop
+
+
+def test_code_that_goes_by_blocks_is_captured_for_their_number(captures, traced):
+    """Sizes of two blocks are of one capture, from the third size on; one of three blocks is of another."""
+    train_both(InBlocks, simple_loop(batches([5, 6, 7, 6, 8, 7, 9], [2] * 7), steps=7), "1 MiB")
+    assert len(captures()) == 4
+    assert traced() == [(7,), (8,), (9,)]
 
 
 @network(lambda: {"first": nn.Linear(WIDTH, WIDTH), "heads": nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))})

@@ -292,3 +292,24 @@ def test_gradients_need_not_arrive_at_new_sizes(monkeypatch: pytest.MonkeyPatch)
         count += is_from_template(planned)
     assert count >= 4
     assert next(calls) > 0
+
+
+class Numbered(nn.Module):
+    """Computes with a size as a number, for which Dynamo has no symbol then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) / len(str(x.shape[1])) * x.shape[1]
+
+
+def test_code_whose_size_is_a_number_is_traced_once_a_size(planning_log):
+    """All samples of such code would be of that size."""
+    lengths = [6, 9, 12, 14, 11, 13]
+    model = hiremate(Numbered(), "1 MiB", verbose=False)
+    for length in lengths:
+        model(torch.randn(8, length, WIDTH)).sum().backward()
+    assert captured_count(model) <= len(lengths)
+    assert not any("Expected the same code" in text for text in planning_log.texts)

@@ -135,6 +135,29 @@ def test_an_infeasible_budget_may_be_due_to_the_planned_module_s_own_code():
         plan_of(step_of(*chain(3)), 1)
 
 
+def test_an_infeasible_budget_names_the_value_that_holds_most():
+    """A buffer that code works in, say, which is there as long as the operation that it is in."""
+    step = step_of(*chain(3))
+    with pytest.raises(InfeasibleBudgetError, match=r"100 B of it are one value, made by \S+ in the code of"):
+        plan_of(step, 1)
+    at = replace(step.graph, nodes=tuple(replace(node, source="/home/me/net/loss.py:7") for node in step.graph.nodes))
+    with pytest.raises(InfeasibleBudgetError, match=r"100 B of it are one value, made at me/net/loss\.py:7 \(\S+\)\."):
+        plan_of(replace(step, graph=at), 1)
+
+
+def test_an_infeasible_budget_names_the_workspace_that_holds_most():
+    step = step_of(*chain(3))
+    profile = replace(step.profile, workspace_bytes=(1000,) * len(step.graph.nodes))
+    with pytest.raises(InfeasibleBudgetError, match=r"1000 B of it are what \S+ needs while it runs\."):
+        plan_of(replace(step, profile=profile), 1)
+
+
+def test_no_value_is_named_where_many_hold_the_peak():
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        plan_of(step_of(*chain(40)), 1)
+    assert "of it are" not in str(caught.value)
+
+
 def test_a_share_that_is_too_small_is_named_as_a_share():
     step = step_of(*transformer(2))
     with pytest.raises(InfeasibleBudgetError, match=r"The budget 1% .*% of what the unplanned step adds"):

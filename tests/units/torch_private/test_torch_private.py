@@ -17,10 +17,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from hiremate_lightning import torch_private
+from hiremate_lightning import hiremate, remove_hiremate, torch_private
 from hiremate_lightning.command_line.without_device import CountingMeter
 from hiremate_lightning.measuring.aside import LEAST_ASIDE, SavedAside
 from hiremate_lightning.rewriting.straight_line import compiled
+from hiremate_lightning.testing import session_of
 from hiremate_lightning.torch_private import (
     aot,
     autocasting,
@@ -599,3 +600,25 @@ def test_a_block_of_autocast_stays_the_same_while_it_is_open():
             assert here() is not first
     with torch.autocast("cpu", torch.bfloat16):
         assert here() not in (first, None)
+
+
+@pytest.mark.skipif(not torch.__version__.startswith(("2.13", "2.15")), reason="other releases end a graph there")
+def test_names_of_classes_end_no_graph():
+    """As peft asks whether a weight is quantized."""
+
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weight = self.linear.weight
+            if type(weight).__module__.startswith("torchao.") or weight.__class__.__name__ == "Params4bit":
+                x = 2 * x
+            return x @ weight
+
+    model = hiremate(Asking(), "1 MiB", verbose=False)
+    model(torch.randn(8, 8)).sum().backward()
+    assert session_of(model).captured_count == 1
+    assert not session_of(model).why_uncaptured()
+    remove_hiremate(model)
