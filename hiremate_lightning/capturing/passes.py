@@ -17,7 +17,6 @@ from ..rewriting.fused_kernel import FusedKernels
 from ..rewriting.fusion import fuse
 from ..rewriting.joint import forward_nodes
 from ..torch_private import aot, tensor_state
-from ..torch_private.graph_texts import module_of
 from .capture import Captured
 
 
@@ -73,7 +72,7 @@ def stub_modules(captured: Captured) -> tuple[fx.GraphModule, fx.GraphModule]:
     with tensor_state.fake_mode_of([n.meta.get("val") for n in captured.placeholders]):
         token = torch.empty(0)
     forward, backward = _forward(captured, token), _backward(captured, token)
-    return module_of(captured.joint, forward), module_of(captured.joint, backward)
+    return fx.GraphModule(captured.joint, forward), fx.GraphModule(captured.joint, backward)
 
 
 def _forward(captured: Captured, token: torch.Tensor) -> fx.Graph:

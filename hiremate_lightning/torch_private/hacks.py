@@ -22,8 +22,6 @@ from . import CHECKED_VERSIONS
 
 log = logging.getLogger("hiremate_lightning")
 
-_SINCE_2_13 = CHECKED_VERSIONS[CHECKED_VERSIONS.index("2.13") :]
-
 
 class Stage(Enum):
     """When a hack is in place."""
@@ -45,8 +43,7 @@ class Hack:
         stages: When it is in place.
         place: The module and the name in it: stand-ins, or a function that returns these or a context manager; "" for
             a hack that other code asks for.
-        mends: Whether it mends what torch gets wrong, and so is tried on releases that it was not checked on.
-        checked: The releases of torch that it was checked on.
+        mends: Whether it mends what torch gets wrong, and so is tried on releases that nobody has tried.
     """
 
     name: str
@@ -55,7 +52,6 @@ class Hack:
     stages: tuple[Stage, ...]
     place: str = ""
     mends: bool = False
-    checked: tuple[str, ...] = CHECKED_VERSIONS
 
 
 HACKS = (
@@ -191,26 +187,11 @@ HACKS = (
         mends=True,
     ),
     Hack(
-        "regions",
-        "modules and blocks that are alike are captured once, and traced once, forward and backward",
-        "the first step takes longer",
-        (Stage.CAPTURING,),
-        "regions.repeated_modules.copied",
-        checked=_SINCE_2_13,
-    ),
-    Hack(
         "decided branches",
         "branches on positions, masks and other integers are decided while code is captured",
         "graphs end at these, and models that ask are planned in pieces",
         (Stage.CAPTURING,),
         "decided_branches.WHILE_CAPTURING",
-    ),
-    Hack(
-        "names of lines",
-        "no file is read for the names of a line's function",
-        "the first step takes longer",
-        (Stage.CAPTURING,),
-        "graph_texts.names_of_lines",
     ),
     # While AOTAutograd traces
     Hack(
@@ -270,13 +251,6 @@ HACKS = (
         mends=True,
     ),
     Hack(
-        "unwritten graphs",
-        "graphs are not written as text that nobody reads",
-        "the first step takes longer",
-        (Stage.TRACING,),
-        "graph_texts.unwritten",
-    ),
-    Hack(
         "byte targets",
         "losses of classes that are bytes are traced",
         "such code runs uncaptured",
@@ -317,8 +291,7 @@ def is_on(name: str) -> bool:
 
 
 def _is_on(hack: Hack) -> bool:
-    is_tried = hack.mends or _torch.release in hack.checked
-    return is_tried and hack.name not in _off and hack.name not in _missing
+    return (hack.mends or is_tried()) and hack.name not in _off and hack.name not in _missing
 
 
 def is_tried() -> bool:
@@ -366,7 +339,7 @@ def applied(stage: Stage) -> Iterator[None]:
 
 
 def _enter(in_place: ExitStack, hack: Hack) -> None:
-    """Put one hack in place; on a release that it was not checked on it may find other names than it needs."""
+    """Put one hack in place; on a release that nobody has tried it may find other names than it needs."""
     module, _, name = hack.place.rpartition(".")
     try:
         place = getattr(importlib.import_module(f".{module}", __package__), name)
@@ -374,7 +347,7 @@ def _enter(in_place: ExitStack, hack: Hack) -> None:
         context: Any = replaced(*stand_ins) if isinstance(stand_ins, (tuple, list)) else stand_ins
         in_place.enter_context(context)
     except Exception as error:  # whatever another release has moved or renamed
-        if _torch.release in hack.checked:
+        if is_tried():
             raise
         _missing[hack.name] = f"{type(error).__name__}: {error}"
         log.debug("torch %s is used without the hack %r", torch.__version__, hack.name, exc_info=True)

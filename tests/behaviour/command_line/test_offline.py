@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from hiremate_lightning import get_plan, hiremate, remove_hiremate
-from hiremate_lightning.capturing.backend import planning_backend
 from hiremate_lightning.command_line.arguments import read_inputs
 from hiremate_lightning.command_line.factory import Workload
 from hiremate_lightning.command_line.offline import OfflineOptions, capture_offline
@@ -22,6 +21,7 @@ from hiremate_lightning.records.simulation import simulate_plain
 from hiremate_lightning.records.sized_numbers import FittedLines
 from hiremate_lightning.rewriting.replays import DRAW_MASK
 from hiremate_lightning.torch_private import tensor_state
+from tests.exact import captured_by
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -82,20 +82,12 @@ def ops(step):
 
 
 def test_the_graph_is_that_of_training():
-    seen = []
-
-    def keep(captured):
-        seen.append(captured.graph)
-        raise InterruptedError
-
-    model = Mixed()
-    with pytest.raises(Exception, match="InterruptedError"):
-        torch.compile(model, backend=planning_backend(keep), dynamic=False)(torch.zeros(64, 16))
+    training = captured_by(Mixed(), torch.zeros(64, 16)).graph
     offline = capture(Mixed).captured[0].graph
 
-    assert [n.key for n in offline.nodes] == [n.key for n in seen[0].nodes]
-    assert offline.storages == seen[0].storages
-    assert [t.storage for t in offline.tensors] == [t.storage for t in seen[0].tensors]
+    assert [n.key for n in offline.nodes] == [n.key for n in training.nodes]
+    assert offline.storages == training.storages
+    assert [t.storage for t in offline.tensors] == [t.storage for t in training.tensors]
     assert {n.module for n in offline.nodes} >= {"mix.0", "mix.4"}
 
 

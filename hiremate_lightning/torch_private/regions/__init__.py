@@ -1,1 +1,0 @@
-"""Modules and blocks that repeat are captured once, and copied."""
