@@ -1,7 +1,7 @@
 """Measure the way to the first plan: the first step of planned training beside torch.compile's and eager PyTorch's.
 
     python benchmarks/first_plan.py [--models gpt2,llama,vit,t5] [--depths 6,12,24,48] [--repeats 3] [--budget 50%]
-                                    [--where]
+                                    [--where | --dynamo]
 
 Each first step is taken in a process of its own, which has imported everything and compiled nothing: of
 eager PyTorch, of `torch.compile(backend="aot_eager")`, and planned. These run in turn, in one thread, and each ratio is
@@ -11,7 +11,8 @@ most. The models small-gpt2, small-llama, small-vit and small-t5 have a width of
 the way to the plan, not computing.
 
 With --where, it prints instead where the CPU time of both planned steps goes, by stage: each stage without those within
-it. The timers stand around whole stages, so they slow nothing down.
+it. The timers stand around whole stages, so they slow nothing down. With --dynamo, it prints the CPU time of
+torch.compile's front end alone, in processes of its own: each layer traced, and those that are alike traced once.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from provenance import provenance
 from zoo.models import Built, gpt2_of, llama_of, t5_of, vit_of
 
 from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning.torch_private import dynamo
+from hiremate_lightning.torch_private.regions import module_traces
 
 OF_DEPTH: dict[str, Callable[..., Built]] = {"gpt2": gpt2_of, "llama": llama_of, "vit": vit_of, "t5": t5_of}
 TEXTS, PICTURES = {"batch": 2, "width": 128, "length": 64}, {"batch": 2, "width": 128, "size": 128}
@@ -116,6 +119,47 @@ def find_stages(name: str, depth: int, budget: str) -> dict[str, float]:
     return dict(spent)
 
 
+def trace(name: str, depth: int, once: bool) -> tuple[float, int]:
+    """Have Dynamo trace a model in this process; return the CPU seconds, and how many modules were copied."""
+    torch.manual_seed(0)
+    module, batch = OF_DEPTH[name](depth)
+    copies, make = Counter[str](), module_traces.Copy.make
+    if not once:
+        module_traces.FEWEST_NODES = sys.maxsize  # no module is worth a copy then
+
+    def counted(copy: Any) -> Any:
+        copies["made"] += 1
+        return make(copy)
+
+    module_traces.Copy.make = counted  # type: ignore[method-assign]
+    seconds = Counter[str]()
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        seconds["traced"] = time.process_time()
+        return graph.forward
+
+    start = time.process_time()
+    with dynamo.capturing_for_plans():
+        torch.compile(module, backend=backend)(*batch)
+    return seconds["traced"] - start, copies["made"]
+
+
+def show_dynamo(options: argparse.Namespace) -> None:
+    """Print the table of Dynamo's times up to its graph: the guards are made after that, the same ones in both ways."""
+    sys.stdout.write(page_tables.head("model", "layers", "each traced, CPU s", "once, CPU s", "ratio", "copies"))
+    for name in options.models.split(","):
+        for depth in map(int, options.depths.split(",")):
+            rounds = [
+                {once: apart(trace, name, depth, once) for once in ((False, True), (True, False))[index % 2]}
+                for index in range(options.repeats)
+            ]
+            medians = [statistics.median(taken[once][0] for taken in rounds) for once in (False, True)]
+            ratio = spread([taken[True][0] / taken[False][0] for taken in rounds])
+            cells = *(f"{seconds:.2f}" for seconds in medians), ratio, rounds[0][True][1]
+            sys.stdout.write(page_tables.row(name, depth, *cells))
+            sys.stdout.flush()
+
+
 def apart(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function in a process of its own, which imports everything first: a fork would copy memory as it runs."""
     context = multiprocessing.get_context("spawn")
@@ -180,11 +224,12 @@ def main() -> None:
     parser.add_argument("--depths", default="6,12,24,48")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--budget", default="50%")
+    parser.add_argument("--dynamo", action="store_true", help="print the times of Dynamo alone")
     parser.add_argument("--where", action="store_true", help="print the stages of the planned steps")
     options = parser.parse_args()
     torch.set_num_threads(1)
     sys.stdout.write(f"{provenance('transformers', 'timm')}; 1 thread, {options.repeats} repeats\n\n")
-    show = show_stages if options.where else show_steps
+    show = show_dynamo if options.dynamo else show_stages if options.where else show_steps
     show(options)
 
 

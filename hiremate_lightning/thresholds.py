@@ -31,6 +31,9 @@ class Thresholds:
             the time that planning takes.
         worth_templates: The same for all sizes together, before they get templates: these take half of that time, and
             half is saved from then on.
+        long_stage_s: A stage of planning that takes longer is named where no progress can be drawn, and a wait that
+            takes longer is told before it.
+        usual_loop_ms: Time of a short loop of Python on the idle core whose seconds of planning all waits are told by.
     """
 
     part_bytes: int = 2**20
@@ -45,6 +48,8 @@ class Thresholds:
     released_peak: float = 1.01
     worth_a_plan: float = 1.0
     worth_templates: float = 8.0
+    long_stage_s: float = 5.0
+    usual_loop_ms: float = 2.3
 
 
 current = Thresholds()

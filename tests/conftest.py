@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
+import rich
 import torch
 import torch._dynamo
 
@@ -19,7 +20,6 @@ from hiremate_lightning.kinds.plain_steps import PlainSteps
 from hiremate_lightning.memory.metering import MemoryMeter
 from hiremate_lightning.planning import solutions
 from hiremate_lightning.planning.solvers import work
-from hiremate_lightning.reporting import report
 from hiremate_lightning.testing import changed_thresholds, templates_at_once, without_templates
 
 MODEL_PACKAGES = ("transformers", "timm")
@@ -39,12 +39,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker(marker) is not None:  # keywords have the names of folders, too
                 item.add_marker(pytest.mark.skip(reason=reason))
-
-
-@pytest.fixture(autouse=True)
-def _no_stage_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a busy machine add no lines to what is expected."""
-    monkeypatch.setattr(report, "LONG_S", 1e6)
 
 
 _tests_run = itertools.count(1)
@@ -88,13 +82,16 @@ def _no_meter_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def change_thresholds() -> Iterator[Callable[..., None]]:
-    """Change thresholds for the rest of a test; in all tests small values are finished in place, as large ones are."""
+    """Change thresholds for the rest of a test.
+
+    In all tests small values are finished in place, as large ones are, and a busy machine adds no lines.
+    """
     with ExitStack() as stack:
 
         def change(**changes: float) -> None:
             stack.enter_context(changed_thresholds(**changes))
 
-        change(finished_bytes=64)
+        change(finished_bytes=64, long_stage_s=1e6)
         yield change
 
 
@@ -134,6 +131,13 @@ def set_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         monkeypatch.setattr(work, "monotonic", lambda: seconds * next(ticks))
 
     return set_seconds
+
+
+@pytest.fixture
+def shared_console() -> Iterator[Callable[..., None]]:
+    """Make the console that all of rich shares anew, from options and what the environment says now."""
+    yield rich.reconfigure
+    rich.reconfigure()
 
 
 @pytest.fixture

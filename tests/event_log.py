@@ -56,8 +56,9 @@ class Recorder:
         """Keep the bits of a loss."""
         self.losses.append(loss.detach().float().item().hex())
 
-    def stepped(self) -> None:
-        """Note how the step ran that has just had its backward."""
+    def stepped(self, loss: Tensor) -> None:
+        """Keep the loss of the step that has just had its backward, and note how it ran."""
+        self.loss(loss)
         for name, model in self._models.items():
             view = testing.step_under_way(model)
             if view is not None:
@@ -115,8 +116,7 @@ def steps_of(
         loss = loss_of()
         loss.backward()
         optimizer.step()
-        recorder.loss(loss)
-        recorder.stepped()
+        recorder.stepped(loss)
         del loss
 
 
@@ -173,9 +173,17 @@ def tokens(seed: int, length: int, count: int = 8) -> Tensor:
     return torch.randint(64, (count, length), generator=torch.Generator().manual_seed(seed))
 
 
-def chain(budget: str | int, recorder: Recorder, steps: int = STEPS, **options: Any) -> None:
-    model = recorder.plan(Chain(), budget, **options)
-    losses = (partial(lambda seed: model(rows(seed)).square().mean(), seed) for seed in range(steps))
+def chain(
+    budget: str | int,
+    recorder: Recorder,
+    make: Callable[[], nn.Module] = Chain,
+    shape: tuple[int, int] = (512, 32),
+    steps: int = STEPS,
+    **options: Any,
+) -> None:
+    """Train a chain, or another model of rows."""
+    model = recorder.plan(make(), budget, **options)
+    losses = (partial(lambda seed: model(rows(seed, *shape)).square().mean(), seed) for seed in range(steps))
     steps_of(model, adam(model), recorder, losses)
 
 
@@ -196,8 +204,7 @@ def accumulation(recorder: Recorder) -> None:
         for micro in range(2):
             loss = model(rows(2 * index + micro)).square().mean() / 2
             loss.backward()
-            recorder.loss(loss)
-            recorder.stepped()
+            recorder.stepped(loss)
             del loss
         optimizer.step()
         optimizer.zero_grad()
@@ -213,14 +220,12 @@ def gan(recorder: Recorder) -> None:
         loss = critic(rows(index)).mean() - critic(maker(rows(100 + index)).detach()).mean()
         loss.backward()
         for_critic.step()
-        recorder.loss(loss)
-        recorder.stepped()
+        recorder.stepped(loss)
         for_maker.zero_grad()
         loss = -critic(maker(rows(200 + index))).mean()
         loss.backward()
         for_maker.step()
-        recorder.loss(loss)
-        recorder.stepped()
+        recorder.stepped(loss)
         del loss
 
 
@@ -235,8 +240,7 @@ def retained(recorder: Recorder) -> None:
         loss = out.abs().mean()
         loss.backward()
         optimizer.step()
-        recorder.loss(loss)
-        recorder.stepped()
+        recorder.stepped(loss)
         del loss, out
 
 
@@ -250,8 +254,7 @@ def waiting(recorder: Recorder) -> None:
             pending.backward()
             optimizer.zero_grad()
         pending = loss
-        recorder.loss(loss)
-        recorder.stepped()
+        recorder.stepped(loss)
         del loss
 
 
@@ -271,20 +274,6 @@ class Broken(Chain):
         return self.head(self.body[8:](x))
 
 
-def broken(recorder: Recorder) -> None:
-    model = recorder.plan(Broken(), "60%")
-    losses = (partial(lambda seed: model(rows(seed)).square().mean(), seed) for seed in range(STEPS))
-    steps_of(model, adam(model), recorder, losses)
-
-
-def parts(recorder: Recorder) -> None:
-    """Only some submodules are planned."""
-    model = Chain()
-    recorder.plan(model, "70%", target=["body"])
-    losses = (partial(lambda seed: model(rows(seed)).square().mean(), seed) for seed in range(STEPS))
-    steps_of(model, adam(model), recorder, losses)
-
-
 def budgets(recorder: Recorder) -> None:
     """The budget changes while training goes on."""
     model = recorder.plan(Chain(), "90%")
@@ -293,13 +282,6 @@ def budgets(recorder: Recorder) -> None:
         if index == 4:
             recorder.plan(model, "60%")
         steps_of(model, optimizer, recorder, iter([partial(lambda i: model(rows(i)).square().mean(), index)]))
-
-
-def too_small(recorder: Recorder) -> None:
-    """Nothing fits the budget, and training goes on at the least memory."""
-    model = recorder.plan(Chain(depth=6, width=64), 1_200_000)
-    losses = (partial(lambda seed: model(rows(seed, 2048, 64)).square().mean(), seed) for seed in range(STEPS))
-    steps_of(model, adam(model), recorder, losses)
 
 
 def plain_optimizer(recorder: Recorder) -> None:
@@ -311,18 +293,15 @@ def plain_optimizer(recorder: Recorder) -> None:
         loss = model(rows(index)).square().mean()
         loss.backward()
         optimizer.step()
-        recorder.loss(loss)
-        recorder.stepped()
+        recorder.stepped(loss)
         del loss
 
 
-def frozen(recorder: Recorder) -> None:
-    """The first half is frozen."""
+def half_frozen() -> nn.Module:
+    """Make a chain whose first half is frozen."""
     model = Chain()
     model.body[:8].requires_grad_(False)
-    recorder.plan(model, "70%")
-    losses = (partial(lambda seed: model(rows(seed)).square().mean(), seed) for seed in range(STEPS))
-    steps_of(model, adam(model), recorder, losses)
+    return model
 
 
 def half(recorder: Recorder) -> None:
@@ -345,12 +324,6 @@ class Compiled(Chain):
 
     def forward(self, x: Tensor) -> Tensor:
         return self._act(super().forward(x))
-
-
-def authors_compile(recorder: Recorder) -> None:
-    model = recorder.plan(Compiled(), "70%")
-    losses = (partial(lambda seed: model(rows(seed)).square().mean(), seed) for seed in range(STEPS))
-    steps_of(model, adam(model), recorder, losses)
 
 
 def evaluation(recorder: Recorder) -> None:
@@ -387,13 +360,6 @@ class Forces(nn.Module):
         return force
 
 
-def inner_gradient(recorder: Recorder) -> None:
-    """The loss is of a gradient that the forward takes."""
-    model = recorder.plan(Forces(), "70%")
-    losses = (partial(lambda seed: model(rows(seed)).square().mean(), seed) for seed in range(STEPS))
-    steps_of(model, adam(model), recorder, losses)
-
-
 def gpt() -> Model:
     return _tokens_model(GPT(blocks=2, width=64, context=64), 64)
 
@@ -416,8 +382,8 @@ NETWORKS: dict[str, Callable[[], Model]] = {
     "gpt": gpt,
     "unet": lambda: pictures(UNet(8, 2), 2, 48),
     "resnet": lambda: pictures(ResNet(4, (1, 1, 2, 1)), 4, 32),
-    "bert": build_bert,
-    "vit": build_vit,
+    "bert": partial(build_bert, layers=4),
+    "vit": partial(build_vit, depth=6),
 }
 MORE_LENGTHS = (32, 16, 32, 24, 8, 40, 32, 12, 36, 20, 40, 28, 32, 44)
 RUNS: dict[str, Run] = {
@@ -438,17 +404,17 @@ RUNS: dict[str, Run] = {
     "retained": retained,
     "waiting": waiting,
     "twice-called": twice_called,
-    "broken": broken,
-    "parts": parts,
+    "broken": partial(chain, "60%", make=Broken),
+    "parts": partial(chain, "70%", target=["body"]),
     "budgets": budgets,
-    "too-small": too_small,
+    "too-small": partial(chain, 1_200_000, make=partial(Chain, depth=6, width=64), shape=(2048, 64)),
     "plain-optimizer": plain_optimizer,
-    "frozen": frozen,
+    "frozen": partial(chain, "70%", make=half_frozen),
     "half": half,
-    "authors-compile": authors_compile,
+    "authors-compile": partial(chain, "70%", make=Compiled),
     "evaluation": evaluation,
     "two-batch-sizes": two_batch_sizes,
-    "inner-gradient": inner_gradient,
+    "inner-gradient": partial(chain, "70%", make=Forces),
 }
 
 

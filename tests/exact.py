@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,50 @@ TORCH = tuple(map(int, torch.__version__.split(".")[:2]))  # the release that ru
 
 Log = list[Tensor | None]
 Loop = Callable[[nn.Module], Log]
+
+
+class _Network(nn.Module):
+    """A module with members that are made anew for each instance."""
+
+    make_members: Callable[[], dict[str, Any]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, member in self.make_members().items():
+            if isinstance(member, Tensor) and not isinstance(member, nn.Parameter):
+                self.register_buffer(name, member)
+            else:
+                setattr(self, name, member)
+
+
+def network(
+    make_members: Callable[[], dict[str, Any]], **attributes: Any
+) -> Callable[[Callable[..., Any]], type[nn.Module]]:
+    """Make a class of modules from a function that is their forward.
+
+    The class is called as the function is, in the way of classes.
+
+    Args:
+        make_members: Makes the layers, parameters and buffers of a module.
+        **attributes: Attributes of the class.
+    """
+
+    def make_class(forward: Callable[..., Any]) -> type[nn.Module]:
+        name = "".join(word.capitalize() for word in forward.__name__.split("_"))
+        forward.__code__ = forward.__code__.replace(co_name="forward")  # as tracebacks and guards call it
+        members = {"make_members": staticmethod(make_members), "forward": forward, "__module__": forward.__module__}
+        return type(name, (_Network,), {**members, **attributes})
+
+    return make_class
+
+
+def drawn(*shape: int) -> Callable[..., Tensor]:
+    """Make what draws a batch of a shape, the same one for the same number."""
+
+    def draw(seed: int = 0) -> Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+    return draw
 
 
 def square_error(output: Tensor) -> Tensor:
@@ -92,6 +138,34 @@ def assert_foreseen(model: nn.Module, **tolerance: float) -> Plan:
     return plan
 
 
+def assert_same(found: Any, expected: Any, where: str = "") -> None:
+    """Fail where two values differ, or what they hold: dictionaries, lists and tuples of tensors and other values."""
+    if isinstance(expected, Tensor):
+        assert torch.equal(found, expected), where
+    elif isinstance(expected, np.ndarray):
+        assert np.array_equal(found, expected), where
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key in expected:
+            assert_same(found[key], expected[key], f"{where}.{key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), where
+        for index, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+            assert_same(mine, theirs, f"{where}[{index}]")
+    else:
+        assert found == expected, where
+
+
+def planned_alike(
+    plain: nn.Module, act: Callable[[nn.Module], Sequence[Tensor | None]], budget: int | float | str, **options: Any
+) -> nn.Module:
+    """Do the same with a module and with a planned copy of it; fail where the results differ, return the copy."""
+    planned = hiremate(copy.deepcopy(plain), budget, **{"verbose": False, **options})
+    expected = act(plain)
+    assert differing(act(planned), expected) == []
+    return planned
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Don't show warnings of the package: where a budget can't be met, the least memory does as well here.
@@ -104,7 +178,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def differing(found: Log, expected: Log) -> list[int]:
+def differing(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> list[int]:
     """List the positions at which two logs differ in any bit."""
     assert len(found) == len(expected)
     pairs = enumerate(zip(found, expected, strict=True))

@@ -11,6 +11,7 @@ from torch import nn
 
 from hiremate_lightning import HiRemateWarning, hiremate
 from hiremate_lightning.targets.modules import targets_of
+from tests.exact import assert_same
 
 WIDTH, ROWS, MANY = 16, 256, 4096
 
@@ -63,11 +64,6 @@ def session_of(model: nn.Module):
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    assert len(found) == len(expected)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def assert_exact(act: Callable[[nn.Module], list[torch.Tensor]], budget="75%", warm: int = 3, **options) -> None:

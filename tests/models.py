@@ -79,12 +79,12 @@ def build_torchvision_mobilenet() -> Model:
     return Model(models.mobilenet_v3_small(), _pictures(batch=16, side=96), cross_entropy_to(_classes))
 
 
-def build_bert() -> Model:
+def build_bert(layers: int = 2) -> Model:
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
         vocab_size=1000,
         hidden_size=128,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         intermediate_size=512,
         max_position_embeddings=128,
@@ -93,14 +93,14 @@ def build_bert() -> Model:
     return Model(module, _tokens(batch=8, length=128, vocabulary=1000), cross_entropy_to(_classes))
 
 
-def build_vit() -> Model:
+def build_vit(depth: int = 3) -> Model:
     with torchvision_or_stand_in():
         timm = pytest.importorskip("timm")
     module = timm.models.vision_transformer.VisionTransformer(
         img_size=64,
         patch_size=8,
         embed_dim=128,
-        depth=6,
+        depth=depth,
         num_heads=4,
         num_classes=10,
         pos_drop_rate=0.1,

@@ -1,12 +1,35 @@
-"""How a process of several ends."""
+"""How tests start other processes, and how a process of several ends."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+
+
+def run_python(
+    *arguments: str | Path, cwd: Path | str | None = None, timeout: float | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python on one thread in a new process, with some variables of the environment; wait for its end."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, check=False,
+        timeout=timeout,
+    )  # fmt: skip
+
+
+def run_two(module: str, folder: Path, timeout: float, **variables: str) -> list[Any]:
+    """Run a module of the tests in two processes; return what each has saved in a folder."""
+    done = run_python(*TORCHRUN, "-m", module, folder, cwd=ROOT, timeout=timeout, **variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
 
 
 def leave() -> NoReturn:

@@ -24,6 +24,7 @@ from hiremate_lightning import InfeasibleBudgetError, get_plan, hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.integrations.accelerate import prepare_hiremate
 from tests.sharding import STEPS, Case, Left, gpt, local, tokens
+from tests.trainers import quiet_trainer
 
 CASE = Case("tools", gpt)
 BUDGET: dict[str, Any] = {"budget": "60%", "verbose": False}
@@ -112,17 +113,8 @@ def lightning(rank: int, planned: bool) -> Left:
     """Train with Lightning's ModelParallelStrategy."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     callback, model = HiRemateCallback(**BUDGET), Sharded(rank)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
-        callbacks=[callback] if planned else [],
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    trainer = quiet_trainer(*[callback] * planned, devices=2, strategy=strategy)
     data = torch.cat([tokens(0, index, CASE) for index in range(2 * STEPS)])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hiremate_lightning.memory.metering import measure_peak
+from tests.exact import assert_same
 from tests.models import BUILDERS, Model
 
 
@@ -85,10 +86,5 @@ def resident_bytes(module: nn.Module, optimizer: torch.optim.Optimizer, batch: t
 def assert_equal(found: Trace, expected: Trace) -> None:
     """Compare two runs bit for bit."""
     assert [x.item().hex() for x in found.losses] == [x.item().hex() for x in expected.losses]
-    for kind in ("gradients", "buffers"):
-        for index, (mine, theirs) in enumerate(zip(getattr(found, kind), getattr(expected, kind), strict=True)):
-            for position, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-                assert (a is None) == (b is None), f"{kind} {position} of step {index}"
-                assert a is None or torch.equal(a, b), f"{kind} {position} of step {index}"
-    assert all(torch.equal(a, b) for a, b in zip(found.random_states, expected.random_states, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(found.parameters, expected.parameters, strict=True))
+    for kind in ("gradients", "buffers", "random_states", "parameters"):
+        assert_same(getattr(found, kind), getattr(expected, kind), kind)

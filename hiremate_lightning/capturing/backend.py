@@ -28,17 +28,21 @@ from ..torch_private import (
     autocasting,
     backward_pass,
     double_backward,
+    hacks,
     tensor_state,
     user_compiled,
 )
 from ..torch_private.changes import lost_changes
 from ..torch_private.each_size import EachSize, Runner, Samples, Smaller, TraceAhead, sizes_among
 from ..torch_private.eager_tracing import traced_as_eager
+from ..torch_private.regions import block_templates
 from ..torch_private.same_captures import SameCaptures
 from .capture import Captured, capture, order_of_gradients
 from .passes import Traced, rewrite, stub_modules
 
 log = logging.getLogger("hiremate_lightning")
+
+MOST_LAYOUTS = 3  # most traces of code with folded blocks: each may show gradients of another layout
 
 
 class Replacement(Protocol):
@@ -135,6 +139,15 @@ def planning_backend(
         return EachSize(module, sizes, code.trace, trace_ahead, maker, same).run
 
     return backend
+
+
+def _folded(module: fx.GraphModule) -> Any:
+    """Return captured code in which one node stands for each block that is alike; None where that is switched off."""
+    if not hacks.is_on("regions"):
+        return None
+    from ..torch_private.regions import alike_blocks  # an untried release of torch may lack names that it needs
+
+    return alike_blocks.fold(module)
 
 
 OPAQUE = (("tensorly", "einsum"),)  # module and function: it depends on nothing but its arguments
@@ -333,9 +346,25 @@ class _Compilation:
         backward_pass.watch()
         self._parameters = frozenset(i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter))
         with traced_as_eager():
-            run = self._settled(module, inputs, terms)
+            folded = _folded(module)  # what it holds lasts until all is traced
+            try:
+                run = self._with_blocks(folded.code if folded else module, inputs, terms)
+            except Exception as error:  # whatever AOTAutograd fails on with blocks that are folded
+                if not folded or folded.code is module or self._captured is not None:
+                    raise
+                log.debug("Blocks that are alike are traced one by one: %s", error, exc_info=True)
+                run = self._settled(module, inputs, terms)
         given = self._contributions
         return run if not given.terms else lambda *arguments: run(*given.expand(arguments))
+
+    def _with_blocks(self, module: fx.GraphModule, inputs: Sequence[Any], terms: TermCounts) -> Runner:
+        """Trace code with blocks that are folded, again where they turn out to give gradients of other layouts."""
+        for _ in range(MOST_LAYOUTS - 1):
+            try:
+                return self._settled(module, inputs, terms)
+            except block_templates.LayoutsError as error:
+                log.debug("Blocks that are alike are traced with %s", error)
+        return self._settled(module, inputs, terms)
 
     def _settled(self, module: fx.GraphModule, inputs: Sequence[Any], terms: TermCounts) -> Runner:
         """Trace code, once more where gradients turn out to be of other terms."""
@@ -358,6 +387,8 @@ class _Compilation:
 
     def _partition(self, joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
         given = self._contributions
+        with given.uncounted():
+            block_templates.write_out(joint)
         finished = order_of_gradients(joint, num_fwd_outputs)
         rewrite(Traced(joint, num_fwd_outputs, self._parameters, self._blocks, given, self._kernels))
         captured = capture(joint, num_fwd_outputs, self._parameters)

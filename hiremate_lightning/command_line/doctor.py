@@ -7,7 +7,7 @@ import platform
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -65,19 +65,29 @@ def examine(factory: str | None = None, script: Sequence[str] = ()) -> list[Find
     """
     python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     findings = [Finding("python", Grade.GOOD if sys.version_info >= (3, 10) else Grade.BAD, python)]
-    findings += [_torch(), *_packages(), *_known_bad_pairs(), *_solvers(), *_devices()]
-    findings += map(_small_plan, ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+    findings += [torch_finding(), *packages(), *known_bad_pairs(), *solvers(), *_devices()]
+    findings += map(small_plan_finding, ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
     if factory is not None:
-        findings.append(_model(factory))
+        findings.append(model_finding(factory))
     if script:
-        findings.append(_script(script))
+        findings.append(script_finding(script))
     return findings
 
 
 # ---------------------------------------------------------------- versions
 
 
-def _torch() -> Finding:
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+VersionOf = Callable[[str], "str | None"]  # of a package, None where it isn't installed
+
+
+def torch_finding() -> Finding:
     """Compare the version of torch with those tested, and name what is off because of it."""
     names = ", ".join(hack.name for hack in hacks.off())
     if hacks.is_tried():
@@ -88,7 +98,9 @@ def _torch() -> Finding:
     return Finding("torch", Grade.KNOW, words)
 
 
-def _packages() -> Iterator[Finding]:
+def packages(
+    version_of: VersionOf = _version, failures_of: Callable[[Sequence[str]], dict[str, str]] = import_failures
+) -> Iterator[Finding]:
     """Import each package that the package asks for, and what needs most of them: Lightning's callbacks."""
     requirements = _requirements()
     if requirements is None:
@@ -96,11 +108,12 @@ def _packages() -> Iterator[Finding]:
     modules = {
         requirement.name: MODULES.get(requirement.name, requirement.name.replace("-", "_"))
         for requirement, _ in requirements or ()
-        if _version(requirement.name) is not None
+        if version_of(requirement.name) is not None
     }
-    failures = import_failures([*modules.values(), CALLBACKS])
+    failures = failures_of([*modules.values(), CALLBACKS])
     for requirement, extra in requirements or ():
-        yield _package(requirement, extra, failures.get(modules.get(requirement.name, "")))
+        installed = version_of(requirement.name)
+        yield _package(requirement, extra, installed, failures.get(modules.get(requirement.name, "")))
     if CALLBACKS in failures:
         is_alone = len(failures) == 1
         mending = f"mend it with: {_mending(PACKAGE)}" if is_alone else "mend what is BAD above"
@@ -120,16 +133,9 @@ def _requirements() -> list[tuple[Requirement, str]] | None:
     return [(requirement, extra) for requirement, extra in by_extra if extra not in WITHOUT]
 
 
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _package(requirement: Requirement, extra: str, failure: str | None) -> Finding:
+def _package(requirement: Requirement, extra: str, installed: str | None, failure: str | None) -> Finding:
     """Compare what is installed with a requirement; a package of an extra may lack a module that nobody asked for."""
-    name, wanted, installed = requirement.name, requirement.specifier, _version(requirement.name)
+    name, wanted = requirement.name, requirement.specifier
     grade, words = Grade.KNOW if extra else Grade.BAD, f", for the extra {extra}" if extra else ""
     mending = "" if extra else f'; mend it with: pip install "{name}{wanted}"'
     if installed is None:
@@ -166,10 +172,10 @@ KNOWN_BAD = {
 }
 
 
-def _known_bad_pairs() -> Iterator[Finding]:
+def known_bad_pairs(version_of: VersionOf = _version) -> Iterator[Finding]:
     """Find pairs of versions that fail together."""
     for pair, words in KNOWN_BAD.items():
-        bounds = [(bound, _version(bound.name) or "") for bound in map(Requirement, pair)]
+        bounds = [(bound, version_of(bound.name) or "") for bound in map(Requirement, pair)]
         if all(installed and bound.specifier.contains(installed, prereleases=True) for bound, installed in bounds):
             yield Finding(" and ".join(f"{bound.name} {installed}" for bound, installed in bounds), Grade.KNOW, words)
 
@@ -177,9 +183,9 @@ def _known_bad_pairs() -> Iterator[Finding]:
 # ---------------------------------------------------------------- solvers and devices
 
 
-def _solvers() -> Iterator[Finding]:
+def solvers(failure_of: Callable[[str], str] = backend_failure) -> Iterator[Finding]:
     """Solve a small integer program with each MIP solver, in the process that solves; planning needs one of them."""
-    failures = {name: backend_failure(name) for name in BACKENDS}
+    failures = {name: failure_of(name) for name in BACKENDS}
     lacking = Grade.BAD if all(failures.values()) else Grade.KNOW
     for name, failure in failures.items():
         mending = f"; mend it with: {MENDING}" if name == BACKENDS[0] else ""
@@ -200,7 +206,8 @@ def _devices() -> Iterator[Finding]:
         yield Finding(f"cuda:{index}", Grade.GOOD, f"{torch.cuda.get_device_name(index)}, {memory}")
 
 
-def _small_plan(device: str) -> Finding:
+def small_plan_finding(device: str) -> Finding:
+    """Train a small model on a device, and report what goes wrong."""
     name = f"small plan on {device}"
     try:
         return Finding(name, Grade.GOOD, small_plan(device))
@@ -246,7 +253,7 @@ def small_plan(device: str) -> str:
 # ---------------------------------------------------------------- a model
 
 
-def _model(factory: str) -> Finding:
+def model_finding(factory: str) -> Finding:
     """Report whether a model would be refused."""
     try:
         with tensor_state.fake_mode():
@@ -286,7 +293,7 @@ class _Looking(Finder):
         raise _SeenEnough(0)
 
 
-def _script(given: Sequence[str]) -> Finding:
+def script_finding(given: Sequence[str]) -> Finding:
     """Run a script up to its first training step, and report whether what it trains would be refused."""
     finder = _Looking("auto")
     try:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torch import nn
 
+from .. import thresholds
 from ..planning.plan import PlanningTime
 
 log = logging.getLogger("hiremate_lightning")
@@ -22,7 +23,6 @@ log = logging.getLogger("hiremate_lightning")
 BASE_S = 1.0  # the first capture of a process
 MODULE_S = 0.1  # of a module without modules in it: a BERT of 6 layers has 81, and took 9 s of an idle core
 OPERATION_S = 0.03  # of an operation as torch.compile reads it
-USUAL_LOOP_MS = 2.3  # of the loop below, on that core
 MOST_SLOWER = 4.0
 
 
@@ -43,7 +43,7 @@ class FirstWait:
         before = self._read()
         if before is not None:
             return before
-        slower = min(max(0.5, _loop_ms() / USUAL_LOOP_MS), MOST_SLOWER)
+        slower = min(max(0.5, _loop_ms() / thresholds.current.usual_loop_ms), MOST_SLOWER)
         return slower * (BASE_S + MODULE_S * modules + OPERATION_S * operations)
 
     def took(self, planning: PlanningTime) -> None:

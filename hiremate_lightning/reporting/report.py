@@ -24,6 +24,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from .. import thresholds
 from ..planning.plan import Plan, PlanningTime, measured_line, near_words, plan_title, planned_lines, planning_words
 from ..units import format_ratio
 from .breakdown import advice_lines
@@ -31,7 +32,6 @@ from .html_report import write_html
 from .terminal import FAINT, plan_table
 
 LOGGER = logging.getLogger("hiremate_lightning")
-LONG_S = 5.0  # a stage that takes longer is named where no progress can be drawn
 CLEARLY_LONGER = 1.1  # report the seconds of planning again where they are this many times those reported before
 LOG_WIDTH = 100  # columns of a table in a log
 PAGE = "hiremate_plan.html"
@@ -130,12 +130,12 @@ class Reporter:
 
     @contextmanager
     def _named_if_long(self, name: str) -> Iterator[None]:
-        """Write a line when the stages since the latest plan have taken `LONG_S`, and whenever that has doubled."""
+        """Write a line when the stages since the latest plan have taken `long_stage_s`, and at each doubling."""
         self._open.append(name)
         is_done, start, before_s = threading.Event(), time.monotonic(), self._stages_s
 
         def tell() -> None:
-            due_s = LONG_S
+            due_s = thresholds.current.long_stage_s
             while due_s <= before_s:
                 due_s *= 2
             while not is_done.wait(due_s - before_s - (time.monotonic() - start)):
@@ -178,7 +178,7 @@ class Reporter:
 
     def expect(self, name: str, seconds: float) -> None:
         """Print, before the first step of a model, about how long planning takes, where that is long."""
-        if seconds >= LONG_S:
+        if seconds >= thresholds.current.long_stage_s:
             rounded = round(seconds) if seconds < 10 else 5 * round(seconds / 5)
             self.note(
                 f"HiRemate: the first two steps of {name} take about {rounded} s longer than later ones: "
@@ -201,7 +201,8 @@ class Reporter:
             self.show(plan_table(plan))
         else:
             lines, seconds = list[str](), sum(asdict(plan.planning).values())
-            if seconds >= max(LONG_S, CLEARLY_LONGER * self._planning_s):  # long, and more than was reported
+            least_s = max(thresholds.current.long_stage_s, CLEARLY_LONGER * self._planning_s)
+            if seconds >= least_s:  # long, and more than was reported
                 self._planning_s = seconds
                 lines.append(f"planned in {planning_words(plan.to_dict())}")
             lines += advice_lines(plan) if is_largest else []

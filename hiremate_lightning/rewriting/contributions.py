@@ -164,6 +164,15 @@ class Contributions:
         finally:
             torch.autograd.grad = grad
 
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Surround traces of other code within this one: what they read does not count."""
+        readers = self._readers
+        try:
+            yield
+        finally:
+            self._readers = readers
+
     def hand_over(self, joint: fx.GraphModule, forward_outputs: int) -> None:
         """Rewrite a graph to hand gradients over term by term.
 

@@ -41,7 +41,6 @@ from torch._dynamo.source import GlobalStateSource
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import Guard
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
@@ -52,6 +51,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .. import thresholds
 from . import tensor_state
 from .hacks import StandIn
+from .regions.module_calls import note_unseen, realized
 from .tensor_state import storage_id, storages_among
 
 log = logging.getLogger("hiremate_lightning")
@@ -324,8 +324,7 @@ def _on_the_cpu(value: Any) -> Any:
 
 def _decide(tracer: InstructionTranslatorBase, variable: VariableTracker, read: Callable[[torch.Tensor], Any]) -> Any:
     """Read a tensor while its code is traced, and guard the value; return None for any other object."""
-    while isinstance(variable, LazyVariableTracker):
-        variable = variable.realize()
+    variable = realized(variable)
     if not isinstance(variable, TensorVariable):
         return None
     environment, result = tracer.output.shape_env, variable.as_proxy().node
@@ -344,6 +343,7 @@ def _decide(tracer: InstructionTranslatorBase, variable: VariableTracker, read: 
     is_few = not computation.writes and sum(argument.example.numel() for argument in inputs) <= _MOST_NUMBERS
     if inputs and not ((isinstance(seen, bool) or is_few) and _is_admitted(tracer, seen)):
         return None
+    note_unseen()  # the next module of the same kind may read another value
     sources += [argument.source for argument in inputs]
     if sources:
         is_as_seen = functools.partial(_is_read_as, seen, computation, read)

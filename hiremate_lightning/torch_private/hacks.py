@@ -22,6 +22,8 @@ from . import CHECKED_VERSIONS
 
 log = logging.getLogger("hiremate_lightning")
 
+_SINCE_2_13 = CHECKED_VERSIONS[CHECKED_VERSIONS.index("2.13") :]
+
 
 class Stage(Enum):
     """When a hack is in place."""
@@ -43,7 +45,8 @@ class Hack:
         stages: When it is in place.
         place: The module and the name in it: stand-ins, or a function that returns these or a context manager; "" for
             a hack that other code asks for.
-        mends: Whether it mends what torch gets wrong, and so is tried on releases that nobody has tried.
+        mends: Whether it mends what torch gets wrong, and so is tried on releases that it was not checked on.
+        checked: The releases of torch that it was checked on.
     """
 
     name: str
@@ -52,6 +55,7 @@ class Hack:
     stages: tuple[Stage, ...]
     place: str = ""
     mends: bool = False
+    checked: tuple[str, ...] = CHECKED_VERSIONS
 
 
 HACKS = (
@@ -187,6 +191,14 @@ HACKS = (
         mends=True,
     ),
     Hack(
+        "regions",
+        "modules and blocks that are alike are captured once, and traced once, forward and backward",
+        "the first step takes longer",
+        (Stage.CAPTURING,),
+        "regions.repeated_modules.copied",
+        checked=_SINCE_2_13,
+    ),
+    Hack(
         "decided branches",
         "branches on positions, masks and other integers are decided while code is captured",
         "graphs end at these, and models that ask are planned in pieces",
@@ -291,7 +303,8 @@ def is_on(name: str) -> bool:
 
 
 def _is_on(hack: Hack) -> bool:
-    return (hack.mends or is_tried()) and hack.name not in _off and hack.name not in _missing
+    is_tried = hack.mends or _torch.release in hack.checked
+    return is_tried and hack.name not in _off and hack.name not in _missing
 
 
 def is_tried() -> bool:
@@ -339,7 +352,7 @@ def applied(stage: Stage) -> Iterator[None]:
 
 
 def _enter(in_place: ExitStack, hack: Hack) -> None:
-    """Put one hack in place; on a release that nobody has tried it may find other names than it needs."""
+    """Put one hack in place; on a release that it was not checked on it may find other names than it needs."""
     module, _, name = hack.place.rpartition(".")
     try:
         place = getattr(importlib.import_module(f".{module}", __package__), name)
@@ -347,7 +360,7 @@ def _enter(in_place: ExitStack, hack: Hack) -> None:
         context: Any = replaced(*stand_ins) if isinstance(stand_ins, (tuple, list)) else stand_ins
         in_place.enter_context(context)
     except Exception as error:  # whatever another release has moved or renamed
-        if is_tried():
+        if _torch.release in hack.checked:
             raise
         _missing[hack.name] = f"{type(error).__name__}: {error}"
         log.debug("torch %s is used without the hack %r", torch.__version__, hack.name, exc_info=True)

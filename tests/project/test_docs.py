@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +15,7 @@ from hiremate_lightning import write_html
 from hiremate_lightning.command_line import cli
 from hiremate_lightning.command_line import run as run_command
 from hiremate_lightning.command_line.arguments import read as read_arguments
+from tests.processes import run_python
 from tests.tiny import blocks_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,18 +34,9 @@ display.SVG = str
 
 def run(code: str, cwd: Path) -> str:
     """Run code in a new process, and give what it printed."""
-    environment = {**os.environ, "COLUMNS": "160", "OMP_NUM_THREADS": "1"}
     script = cwd / "code.py"
     script.write_text(code, encoding="utf-8")
-    result = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    result = run_python(script, cwd=cwd, timeout=300, COLUMNS="160")
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -87,10 +76,7 @@ def test_the_notebook_is_stored_with_its_output_and_small() -> None:
 
 @pytest.mark.slow
 def test_the_picture_of_the_concepts_is_drawn_from_a_plan(tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, str(DOCS / "pictures.py"), "--to", str(tmp_path / "picture.svg")],
-        capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
+    result = run_python(DOCS / "pictures.py", "--to", tmp_path / "picture.svg", timeout=300)
 
     assert result.returncode == 0, result.stderr
     drawn = read(tmp_path / "picture.svg")
@@ -280,12 +266,9 @@ def _first_fixed_words(pieces: list[str]) -> list[str]:
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
 
-    result = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
-        cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
+    command = ("-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site")
+    result = run_python(*command, cwd=ROOT, timeout=300, NO_MKDOCS_2_WARNING="1")
 
     assert result.returncode == 0, result.stdout + result.stderr
     assert "WARNING" not in result.stderr

@@ -7,11 +7,12 @@ import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
@@ -39,10 +40,7 @@ def commands_of(name: str) -> list[str]:
 
 def run(*command: str, cwd: Path, **variables: str) -> str:
     """Run Python in a new process, wide enough that no table wraps, and give what it printed."""
-    environment = {**os.environ, "COLUMNS": "160", **variables}
-    result = subprocess.run(
-        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=300
-    )
+    result = run_python(*command, cwd=cwd, timeout=300, COLUMNS="160", **variables)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout + result.stderr
 
@@ -149,11 +147,9 @@ INSTALLS = {"scikit-image": "skimage", "transformers": "transformers"}  # what t
 def test_an_example_says_at_once_what_to_install(name: str, tmp_path: Path) -> None:
     (tmp_path / f"{NEEDS[name]}.py").write_text(f"raise ModuleNotFoundError('No module named {NEEDS[name]}')")
     (tmp_path / "torch.py").write_text("raise AssertionError('torch is loaded first, which takes seconds')")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
 
-    result = subprocess.run(
-        [sys.executable, ROOT / "examples" / f"{name}.py"], env=environment, capture_output=True, text=True, check=False
-    )
+    result = run_python(ROOT / "examples" / f"{name}.py", PYTHONPATH=path)
 
     package = next(package for package, module in INSTALLS.items() if module == NEEDS[name])
     assert result.returncode == 1

@@ -6,12 +6,12 @@ import ast
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import hiremate_lightning
+from tests.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "hiremate_lightning"
@@ -29,7 +29,7 @@ def listed(key: str) -> set[str]:
 
 def run(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run code in a new interpreter that has a folder on its path."""
-    return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=False)
+    return run_python("-c", code, cwd=cwd)
 
 
 def test_every_subpackage_is_listed_by_name() -> None:

@@ -62,33 +62,18 @@ def test_files_are_written_as_the_options_say():
     assert option_docs.stale() == [], "run: python -m tests.option_docs --write"
 
 
-@pytest.mark.parametrize("entry", [hiremate, HiRemateCallback])
-def test_entry_points_have_each_option_in_their_signature(entry):
-    parameters = inspect.signature(entry).parameters
-    for option in OPTIONS.values():
+ENTRIES = {
+    **dict.fromkeys((hiremate, HiRemateCallback), OPTIONS),
+    **dict.fromkeys((find_max_batch_size, HiRemateBatchSizeFinder), SEARCH_OPTIONS),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_signatures_and_docstrings_have_each_option(entry):
+    parameters, told = inspect.signature(entry).parameters, " ".join(entry.__doc__.split())
+    for option in ENTRIES[entry].values():
         assert parameters[option.name].default == option.default
         assert parameters[option.name].annotation.replace("'", '"') == option.annotation
-
-
-@pytest.mark.parametrize("entry", [find_max_batch_size, HiRemateBatchSizeFinder])
-def test_finders_have_each_option_in_their_signature(entry):
-    parameters = inspect.signature(entry).parameters
-    for option in SEARCH_OPTIONS.values():
-        assert parameters[option.name].default == option.default
-        assert parameters[option.name].annotation.replace("'", '"') == option.annotation
-
-
-@pytest.mark.parametrize("entry", [hiremate, HiRemateCallback])
-def test_docstrings_tell_each_option(entry):
-    told = " ".join(entry.__doc__.split())
-    for option in OPTIONS.values():
-        assert f"{option.name}: {option.meaning}" in told
-
-
-@pytest.mark.parametrize("entry", [find_max_batch_size, HiRemateBatchSizeFinder])
-def test_docstrings_of_finders_tell_each_option(entry):
-    told = " ".join(entry.__doc__.split())
-    for option in SEARCH_OPTIONS.values():
         assert f"{option.name}: {option.meaning}" in told
 
 

@@ -7,8 +7,6 @@ import gc
 import json
 import random
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,12 +31,13 @@ from hiremate_lightning import (
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.sizes.batch_size import CAUTION, SizeFinder
 from hiremate_lightning.targets.modules import targets_of
+from tests.exact import assert_same, network
 from tests.models import GPT, UNet
+from tests.processes import run_two
 from tests.training import resident_bytes
 
 MiB = 2**20
 MAX_STEPS = 6
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @dataclass
@@ -187,22 +186,6 @@ def snapshot(case: Case) -> dict[str, object]:
     )
 
 
-def assert_same(found: object, expected: object, where: str = "") -> None:
-    if isinstance(expected, torch.Tensor):
-        assert torch.equal(found, expected), where
-    elif isinstance(expected, np.ndarray):
-        assert np.array_equal(found, expected), where
-    elif isinstance(expected, dict):
-        assert set(found) == set(expected), where
-        for key in expected:
-            assert_same(found[key], expected[key], f"{where}.{key}")
-    elif isinstance(expected, list):
-        for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-            assert_same(mine, theirs, f"{where}[{i}]")
-    else:
-        assert found == expected, where
-
-
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_everything_is_as_it_was_before(steps_before):
     case = layers()
@@ -343,21 +326,16 @@ def test_a_batch_that_ignores_the_size_is_refused():
         case.find("4 MiB")
 
 
-class Fickle(nn.Module):
+@network(lambda: {"net": nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))})
+def fickle(self, x: torch.Tensor) -> torch.Tensor:
     """A model that computes something else at each size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(1 + len(x) % 11):
-            x = self.net(x)
-        return x
+    for _ in range(1 + len(x) % 11):
+        x = self.net(x)
+    return x
 
 
 def test_a_step_that_is_another_graph_at_another_size_is_refused_by_its_operation():
-    case = case_of(Fickle(), lambda n: torch.randn(n, 32))
+    case = case_of(fickle(), lambda n: torch.randn(n, 32))
 
     with pytest.raises(ConfigurationError, match=r"it is not the same graph: .*aten"):
         case.find("4 MiB")
@@ -445,21 +423,15 @@ def test_a_step_of_several_backwards_is_refused():
         find_max_batch_size(case.model, case.make_batch, step, budget="4 MiB", verbose=False)
 
 
-class Changes(nn.Module):
+@network(lambda: {"net": nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), "calls": 0.0})
+def changes(self, x: torch.Tensor) -> torch.Tensor:
     """A model that is another graph each time it is called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
-        self.calls = 0.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1.0
-        return self.net(x) * self.calls
+    self.calls += 1.0
+    return self.net(x) * self.calls
 
 
 def test_where_no_size_can_be_proven_the_largest_that_has_run_is_given():
-    case = case_of(Changes(), lambda n: torch.randn(n, 32))
+    case = case_of(changes(), lambda n: torch.randn(n, 32))
 
     result = case.find("4 MiB", max_overhead=9.0)
 
@@ -471,13 +443,7 @@ def test_where_no_size_can_be_proven_the_largest_that_has_run_is_given():
 
 @pytest.mark.slow
 def test_two_processes_get_the_size_that_the_smaller_budget_allows(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    ran = subprocess.run(
-        [*command, "-m", "tests.two_sizes", str(tmp_path)], capture_output=True, text=True, timeout=240, cwd=ROOT
-    )
-    assert not ran.returncode, ran.stderr[-3000:]
-
-    (first, *_), (second, *_) = ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+    (first, *_), (second, *_) = ranks = run_two("tests.two_sizes", tmp_path, timeout=240)
 
     assert first.size == second.size
     assert (first.budget_bytes, second.budget_bytes) == (2 * MiB, 2 * MiB)

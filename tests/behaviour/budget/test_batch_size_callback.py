@@ -20,6 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 from hiremate_lightning import BudgetError, ConfigurationError, HiRemateWarning, InfeasibleBudgetError
 from hiremate_lightning.callbacks import HiRemateBatchSizeFinder, HiRemateCallback
 from hiremate_lightning.memory.metering import measure_peak
+from tests.exact import assert_same
+from tests.trainers import quiet_trainer
 
 MiB = 2**20
 WIDTH = 32
@@ -109,17 +111,8 @@ class AtStart(Callback):
 
 
 def trainer(*callbacks: Callback, **options: object) -> pl.Trainer:
-    quiet = {
-        "accelerator": "cpu",
-        "max_epochs": 2,
-        "limit_train_batches": 3,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-    }
-    return pl.Trainer(callbacks=list(callbacks), **{**quiet, **options})
+    few = {"max_epochs": 2, "limit_train_batches": 3, "num_sanity_val_steps": 0}
+    return quiet_trainer(*callbacks, **{**few, **options})
 
 
 def finder(**options: object) -> HiRemateBatchSizeFinder:
@@ -128,18 +121,6 @@ def finder(**options: object) -> HiRemateBatchSizeFinder:
 
 def planned(budget: object = BUDGET, **options: object) -> HiRemateCallback:
     return HiRemateCallback(budget, **{"verbose": False, "time_limit_s": 1.0, **options})
-
-
-def equal(found: object, expected: object) -> bool:
-    if isinstance(expected, torch.Tensor):
-        return isinstance(found, torch.Tensor) and torch.equal(found, expected)
-    if isinstance(expected, dict):
-        return (
-            isinstance(found, dict)
-            and found.keys() == expected.keys()
-            and all(equal(found[k], expected[k]) for k in expected)
-        )
-    return found == expected
 
 
 def test_it_is_lightnings_finder_with_its_leading_arguments():
@@ -208,7 +189,7 @@ def test_training_after_the_search_is_training_without_it_bit_for_bit():
     expected = run(plain)
 
     for name, value in expected.found.items():
-        assert equal(watched.found[name], value), name
+        assert_same(watched.found[name], value, name)
     assert all(
         torch.equal(a, b) for a, b in zip(searched.state_dict().values(), plain.state_dict().values(), strict=True)
     )
@@ -330,7 +311,7 @@ def refused(module: pl.LightningModule, error: type[Exception], match: str, *cal
     with pytest.raises(error, match=match):
         trainer(*callbacks).fit(module, **options)
 
-    assert equal(dict(module.state_dict()), dict(before))
+    assert_same(module.state_dict(), before)
     assert getattr(module, "batch_size", None) == size
 
 

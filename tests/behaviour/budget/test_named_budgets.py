@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from accelerate import Accelerator
@@ -32,6 +31,8 @@ from hiremate_lightning.records.step import Decisions
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.testing import fixed_costs
 from hiremate_lightning.units import parse_budget
+from tests.exact import network
+from tests.trainers import Squared, quiet_trainer
 
 WIDTH, ROWS, STEPS = 32, 2048, 6
 TOO_SMALL = "256 KiB"
@@ -109,17 +110,12 @@ def plans_of(model: nn.Module) -> Iterable[Plan]:
     return targets.session.plans.values()
 
 
-class Broken(nn.Module):
+@network(lambda: {"one": layers(2), "other": layers(2)})
+def broken(self, x: Tensor) -> Tensor:
     """Two captured graphs, with code between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = layers(2), layers(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.one(x)
-        torch._dynamo.graph_break()
-        return self.other(y.exp().log1p())
+    y = self.one(x)
+    torch._dynamo.graph_break()
+    return self.other(y.exp().log1p())
 
 
 class Rivals(nn.Module):
@@ -161,30 +157,16 @@ def train_by_closure(budget: Budget) -> Iterable[Plan]:
     return plans_of(model)
 
 
-class Module(pl.LightningModule):
+class Module(Squared):
     """The model of the README, small."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = layers()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
 
     def training_step(self, x: Tensor, index: int) -> Tensor:
         return squares(self, x)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
-
 
 def train_by_lightning(budget: Budget, **options: object) -> Iterable[Plan]:
     callback = HiRemateCallback(budget, verbose=False, target=options.pop("target", None))
-    trainer = pl.Trainer(
-        max_epochs=1, callbacks=[callback], logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, accelerator="cpu", **options,
-    )  # fmt: skip
-    trainer.fit(Module(), DataLoader(torch.randn(STEPS * 1024, WIDTH), 1024))
+    quiet_trainer(callback, **options).fit(Module(layers()), DataLoader(torch.randn(STEPS * 1024, WIDTH), 1024))
     assert callback.plan is not None
     return [callback.plan]
 
@@ -264,7 +246,7 @@ TRAININGS: dict[str, Train] = {
     "gradients freed after the forward": Loop(zero="middle"),
     "gradients filled with zeros": Loop(zero="fill"),
     "batch norm and dropout": Loop(make=lambda: layers(norm=True), zero="begin"),
-    "two graphs": Loop(make=Broken),
+    "two graphs": Loop(make=broken),
     "three views": Loop(loss=own_two_views),
     "a network as loss": Loop(loss=through_frozen_layers),
     "a penalty on weights": Loop(loss=with_penalty),
@@ -324,7 +306,7 @@ STARVED: dict[str, Loop] = {
     "gradients accumulated": Loop(**DEEP, accumulate=2),
     "batch norm and dropout": Loop(make=lambda: layers(5, norm=True), zero="begin", time_limit_s=STARVED_S),
     "a network as loss": Loop(**DEEP, loss=through_frozen_layers),
-    "two graphs": Loop(make=Broken, time_limit_s=STARVED_S),
+    "two graphs": Loop(make=broken, time_limit_s=STARVED_S),
 }
 
 

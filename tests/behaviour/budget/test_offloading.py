@@ -19,6 +19,7 @@ from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.records.costs import Link
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.testing import fixed_costs, plans
+from tests.exact import assert_same, network
 from tests.training import build
 
 FAST, SLOW = Link(1e9, 1e9), Link(1.0, 1.0)  # bytes a millisecond
@@ -66,10 +67,6 @@ def trained(
     return [*same, *(t.detach().cpu() for t in module.state_dict().values()), torch.cuda.get_rng_state()], peaks
 
 
-def are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 def check_peak(plan: Plan, peak: int) -> None:
     above = peak - plan.planned_peak_bytes
     assert peak <= plan.budget_bytes
@@ -93,7 +90,7 @@ def test_training_with_values_away_is_plain_training(link, name):
         check_peak(plan, peaks[-1])
         assert bool(plan.solution.aways) == (offload == "auto")
         remove_hiremate(module)
-    assert are_equal(found["off"], found["auto"])
+    assert_same(found["off"], found["auto"])
 
 
 @pytest.mark.gpu
@@ -119,7 +116,7 @@ def test_sizes_that_vary_train_bit_for_bit_with_values_away(link):
         largest = max(plans(module), key=lambda plan: plan.unplanned_peak_bytes)
         check_peak(largest, peaks[-1])
     assert any(plan.solution.aways for plan in plans(module))
-    assert are_equal(*found)
+    assert_same(*found)
 
 
 @pytest.mark.gpu
@@ -146,25 +143,21 @@ def test_a_budget_that_is_impossible_otherwise_is_kept(link):
 def test_several_calls_put_away_what_is_their_own(link):
     link(FAST)
 
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = wide(), wide()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.one[:-1](x)
-            torch._dynamo.graph_break()
-            return self.two(y)
+    @network(lambda: {"one": wide(), "two": wide()})
+    def two(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.one[:-1](x)
+        torch._dynamo.graph_break()
+        return self.two(y)
 
     found = []
     for offload in ("off", "auto"):
         torch.manual_seed(3)
-        module = hiremate(Two().cuda(), "60%", verbose=False, offload=offload)
+        module = hiremate(two().cuda(), "60%", verbose=False, offload=offload)
         same, peaks = trained(module, [rows().cuda()] * STEPS)
         found.append(same)
         check_peak(get_plan(module), peaks[-1])
     assert get_plan(module).solution.aways
-    assert are_equal(*found)
+    assert_same(*found)
 
 
 @pytest.mark.gpu

@@ -12,15 +12,12 @@ from torch import nn
 from hiremate_lightning import get_plan, hiremate, remove_hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import differing, leave_behind
+from tests.exact import differing, drawn, leave_behind
 
 ROWS, WIDTH, ITERATIONS = 512, 32, 7
 
 Iteration = Callable[[nn.ModuleList, int], None]
-
-
-def draw(index: int) -> torch.Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(index))
+draw = drawn(ROWS, WIDTH)
 
 
 class Net(nn.Sequential):

@@ -17,7 +17,7 @@ from hiremate_lightning.planning.solvers.model import StepModel
 from hiremate_lightning.planning.solvers.segments import segment_policies
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import dynamo
-from tests.exact import assert_foreseen
+from tests.exact import assert_foreseen, network
 from tests.life import WIDTH, Net, batch, warm_up
 
 
@@ -49,42 +49,31 @@ def test_what_one_part_hands_to_the_next_is_counted_once():
     assert plan.solution.stopped_by == "proof"
 
 
-class HoldsAList(nn.Module):
+@network(lambda: {"first": nn.Linear(WIDTH, 8 * WIDTH), "second": nn.Linear(WIDTH, WIDTH)})
+def holds_a_list(self, x: torch.Tensor) -> torch.Tensor:
     """Code between captured graphs holds a large value that nobody reads any more, until the forward returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = self.first(x)
-        values = [wide, wide.mean(-1, keepdim=True)]
-        torch._dynamo.graph_break()
-        values.append(torch.sigmoid(self.second(x)))
-        torch._dynamo.graph_break()
-        return (values[1] * values[2]).sum(-1) / len(values)
+    wide = self.first(x)
+    values = [wide, wide.mean(-1, keepdim=True)]
+    torch._dynamo.graph_break()
+    values.append(torch.sigmoid(self.second(x)))
+    torch._dynamo.graph_break()
+    return (values[1] * values[2]).sum(-1) / len(values)
 
 
 def test_what_code_between_graphs_holds_is_foreseen():
     torch.manual_seed(1)
-    model = hiremate(HoldsAList(), "1 GiB", verbose=False)
+    model = hiremate(holds_a_list(), "1 GiB", verbose=False)
     warm_up(model, steps=4)
     assert targets_of(model).session.captured_count > 1
     assert_foreseen(model, abs=64)
 
 
-class GivesMore(nn.Module):
+@network(lambda: {"body": Net(), "head": nn.Linear(WIDTH, 8 * WIDTH)})
+def gives_more(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
     """Computes its loss by itself, after code that is not captured, and gives the large values before it too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = Net()
-        self.head = nn.Linear(WIDTH, 8 * WIDTH)
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        logits = self.head(self.body(x))
-        torch._dynamo.graph_break()
-        return {"loss": logits.log_softmax(1).square().mean(), "logits": logits}
+    logits = self.head(self.body(x))
+    torch._dynamo.graph_break()
+    return {"loss": logits.log_softmax(1).square().mean(), "logits": logits}
 
 
 @pytest.mark.usefixtures("no_automatic_collection")
@@ -98,7 +87,7 @@ def test_what_tracing_keeps_is_not_taken_for_the_users(monkeypatch):
 
     monkeypatch.setattr(dynamo, "_capture", leaving_a_cycle)
     torch.manual_seed(1)
-    model = hiremate(GivesMore(), "1 GiB", verbose=False)
+    model = hiremate(gives_more(), "1 GiB", verbose=False)
     for index in range(4):
         model.zero_grad()
         model(batch(index))["loss"].backward()

@@ -14,6 +14,7 @@ from hiremate_lightning.measuring.profiling import TimedRun
 from hiremate_lightning.sessions import offloading
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.units import format_bytes
+from tests.exact import network
 from tests.life import (
     MANY,
     ROWS,
@@ -292,17 +293,13 @@ def test_what_cannot_fit_is_not_planned_again(planning_log):
 def test_a_share_holds_beside_a_part_that_cannot_shrink():
     """After a graph break the loss is a graph of its own, and keeps all that it has."""
 
-    class Breaks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(6)))
+    @network(lambda: {"net": nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(6)))})
+    def breaks(self, x):
+        y = self.net(x)
+        torch._dynamo.graph_break()
+        return F.cross_entropy(y, y.detach().argmax(dim=1))
 
-        def forward(self, x):
-            y = self.net(x)
-            torch._dynamo.graph_break()
-            return F.cross_entropy(y, y.detach().argmax(dim=1))
-
-    model = hiremate(Breaks(), "70%", verbose=False)
+    model = hiremate(breaks(), "70%", verbose=False)
     for _ in range(3):
         model(torch.randn(512, WIDTH)).backward()
         model.zero_grad()

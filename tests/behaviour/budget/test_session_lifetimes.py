@@ -12,29 +12,23 @@ from torch import nn
 from hiremate_lightning import get_plan, hiremate, remove_hiremate
 from hiremate_lightning.reporting.breakdown import advice_lines
 from hiremate_lightning.units import format_bytes
-from tests.exact import assert_foreseen
+from tests.exact import assert_foreseen, network
 from tests.life import WIDTH, assert_exact, batch, make, planned, warm_up
 
 
-class Caching(nn.Module):
+@network(lambda: {"layers": nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)), "head": nn.Linear(WIDTH, WIDTH)})
+def caching(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Returns what the next call could reuse, as language models return keys and values: callers drop it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        cache = []
-        for layer in self.layers:
-            cache.append(torch.tanh(layer(x)))
-            x = x + cache[-1].exp()
-        return self.head(x), cache
+    cache = []
+    for layer in self.layers:
+        cache.append(torch.tanh(layer(x)))
+        x = x + cache[-1].exp()
+    return self.head(x), cache
 
 
 @pytest.mark.parametrize("budget", ["100%", "75%"])
 def test_a_dropped_output_that_the_plan_keeps_is_counted(budget):
-    model = hiremate(Caching(), budget, verbose=False)
+    model = hiremate(caching(), budget, verbose=False)
     for seed in range(4):
         model.zero_grad()
         loss = (4 * model(batch(seed))[0]).exp().sin().square().mean()  # takes more than the backward of the model
@@ -44,7 +38,7 @@ def test_a_dropped_output_that_the_plan_keeps_is_counted(budget):
 
 @pytest.mark.parametrize("drops_first", [False, True])
 def test_outputs_are_counted_until_callers_drop_them(drops_first):
-    model = hiremate(Caching(), "100%", verbose=False)
+    model = hiremate(caching(), "100%", verbose=False)
     for seed in range(4):
         model.zero_grad()
         output, cache = model(batch(seed))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.processes import ROOT, run_python
 from tests.simulated_gpu import build
 
 CHECKED = ("2.13",)  # versions of torch whose interfaces the simulated device implements
@@ -38,15 +36,8 @@ PARTS = {
 
 @pytest.mark.parametrize("part", PARTS)
 def test_the_tests_for_a_gpu_pass_on_a_simulated_one(part):
-    command = [sys.executable, "-m", "tests.simulated_gpu", "-p", "no:cacheprovider", "-q", "-m", "gpu"]
-    root = Path(__file__).parents[3]
-    run = subprocess.run(
-        [*command, "-k", PARTS[part], *(f"tests/{name}.py" for name in FILES)],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    options = ("-p", "no:cacheprovider", "-q", "-m", "gpu", "-k", PARTS[part])
+    run = run_python("-m", "tests.simulated_gpu", *options, *(f"tests/{name}.py" for name in FILES), cwd=ROOT)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-3000:]
     assert " passed" in run.stdout
 
@@ -77,10 +68,7 @@ MOST_FILES, MOST_BYTES = 8, 16 * 2**20
 @pytest.mark.slow
 @pytest.mark.models
 def test_the_check_of_a_gpu_rehearses_each_of_its_parts(tmp_path):
-    root = Path(__file__).parents[3]
-    command = [sys.executable, "benchmarks/gpu_check.py", "--simulated", "--minutes", "20", "--out", str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    run = run_python("benchmarks/gpu_check.py", "--simulated", "--minutes", "20", "--out", tmp_path, cwd=ROOT)
     assert run.returncode == 0, run.stderr[-3000:]
     records = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     others = {r["name"]: r["status"] for r in records if r["status"] != "ok"}

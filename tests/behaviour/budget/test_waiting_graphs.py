@@ -30,15 +30,8 @@ def draw(index: int, *shape: int) -> torch.Tensor:
 
 
 def make_net(width: int = 4 * WIDTH, out: int = 8) -> nn.Module:
-    layers = [
-        nn.Linear(WIDTH, width),
-        nn.Tanh(),
-        nn.Linear(width, width),
-        nn.GELU(),
-        nn.Linear(width, width),
-        nn.Tanh(),
-    ]
-    return nn.Sequential(*layers, nn.Linear(width, out))
+    first, second = (nn.Linear(WIDTH, width), nn.Tanh()), (nn.Linear(width, width), nn.GELU())
+    return nn.Sequential(*first, *second, nn.Linear(width, width), nn.Tanh(), nn.Linear(width, out))
 
 
 def make_wide_net() -> nn.Module:
@@ -96,6 +89,21 @@ def iterate(model: nn.Module, loop: Loop, peaks: list[int]) -> list[torch.Tensor
     return log
 
 
+def plainly_and_planned(
+    make: Callable[[], nn.Module], loop: Loop, share: float
+) -> tuple[nn.Module, list[int], list[list[torch.Tensor | None]]]:
+    """Train plain, and within a share of its peak; return the planned model, and the peaks and logs of both."""
+    peaks, logs = list[int](), []
+    for is_planned in (False, True):
+        torch.manual_seed(1)
+        model = make()
+        if is_planned:
+            hiremate(model, int(share * peaks[0]), verbose=False, on_infeasible="warn")
+        with quiet():
+            logs.append(iterate(model, loop, peaks))
+    return model, peaks, logs
+
+
 @pytest.mark.parametrize(
     ("make", "loop", "share"),
     [
@@ -108,14 +116,7 @@ def iterate(model: nn.Module, loop: Loop, peaks: list[int]) -> list[torch.Tensor
 )
 def test_what_waiting_graphs_hold_counts(make, loop, share):
     """So does what lies beside them: values that losses have saved, and weights that a script has made."""
-    peaks, logs = list[int](), []
-    for is_planned in (False, True):
-        torch.manual_seed(1)
-        model = make()
-        if is_planned:
-            hiremate(model, int(share * peaks[0]), verbose=False, on_infeasible="warn")
-        with quiet():
-            logs.append(iterate(model, loop, peaks))
+    model, peaks, logs = plainly_and_planned(make, loop, share)
     assert not differing(logs[1], logs[0])
     plans = targets_of(model).session.plans
     found = max(plan.measured.peak_bytes or 0 for plan in plans.values())
@@ -144,14 +145,7 @@ def with_heavy_losses(model: nn.Module, index: int) -> None:
 
 
 def test_what_losses_save_beside_waiting_graphs_counts_once():
-    peaks = list[int]()
-    for share in (None, 0.97):
-        torch.manual_seed(1)
-        model = make_pair()
-        if share is not None:
-            hiremate(model, int(share * peaks[0]), verbose=False, on_infeasible="warn")
-        with quiet():
-            iterate(model, with_heavy_losses, peaks)
+    model, peaks, _ = plainly_and_planned(make_pair, with_heavy_losses, 0.97)
     plans = targets_of(model).session.plans.values()
     resident = sum(p.nbytes for p in model["one"].parameters())
     found = max(plan.measured.peak_bytes for plan in plans)
@@ -217,14 +211,7 @@ def retained(model: nn.Module, index: int) -> None:
 
 def plans_met_by(act: Callable[[nn.Module, int], None]) -> list[Plan]:
     """Train plain, and within 85 % of its peak: return the plans, of which one has met the peak of an iteration."""
-    peaks = list[int]()
-    for share in (None, 0.85):
-        torch.manual_seed(1)
-        model = make_pair()
-        if share is not None:
-            hiremate(model, int(share * peaks[0]), verbose=False, on_infeasible="warn")
-        with quiet():
-            iterate(model, act, peaks)
+    model, peaks, _ = plainly_and_planned(make_pair, act, 0.85)
     plans = list(targets_of(model).session.plans.values())
     assert max(plan.measured.peak_bytes for plan in plans) == pytest.approx(peaks[1], abs=1024)
     return plans

@@ -16,6 +16,7 @@ from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.planning.plan import Plan
 from tests.life import recorded, session_of
+from tests.trainers import Squared, quiet_trainer
 
 WIDTH, ROWS, STEPS = 64, 512, 36  # so many steps that looks come after 8, 16 and 32
 
@@ -99,28 +100,10 @@ def test_a_loop_that_stays_as_it_is_keeps_its_plan(loop):
     assert 0.99 * settled.planned_peak_bytes <= get_plan(model).measured.peak_bytes <= settled.planned_peak_bytes
 
 
-class Squared(pl.LightningModule):
-    """A network whose output is to be small, in Lightning's default loop: it frees gradients after the forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = layers()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-    def training_step(self, x: Tensor, index: int) -> Tensor:
-        return self(x).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
-
-
 def test_lightnings_default_loop_keeps_its_plan():
     """The batches exist before training, as those of a small data set do."""
     callback = HiRemateCallback("55%", verbose=False)
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[callback], **quiet)
+    trainer = quiet_trainer(callback)
     solutions = []
 
     class Looks(pl.Callback):
@@ -129,7 +112,7 @@ def test_lightnings_default_loop_keeps_its_plan():
 
     trainer.callbacks.append(Looks())
     with recorded() as said:
-        trainer.fit(Squared(), DataLoader([batch(index) for index in range(STEPS)], batch_size=None))
+        trainer.fit(Squared(layers()), DataLoader([batch(index) for index in range(STEPS)], batch_size=None))
     assert not said
     assert set(solutions[7:]) == {callback.plan.solution}
     assert callback.plan.measured.peak_bytes <= callback.plan.planned_peak_bytes <= callback.plan.budget_bytes

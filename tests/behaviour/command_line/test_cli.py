@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -27,6 +26,7 @@ from hiremate_lightning.reporting.html_report import write_html
 from hiremate_lightning.reporting.timeline import COLOURS, Band
 from hiremate_lightning.torch_private import hacks
 from hiremate_lightning.units import format_bytes
+from tests.processes import run_python
 from tests.tiny import blocks_plan
 
 MODELS = """
@@ -85,6 +85,9 @@ class Split(Net):
 def fails():
     raise RuntimeError("no weights\\nat all")
 
+def interrupted():
+    raise KeyboardInterrupt
+
 def number():
     return 3
 
@@ -99,7 +102,7 @@ LARGE = 512
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     path = tmp_path / "zoo_of_models.py"
     path.write_text(MODELS)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.syspath_prepend(tmp_path / "restored_with_the_path")
     monkeypatch.delitem(sys.modules, "zoo_of_models", raising=False)
     return str(path)
 
@@ -169,109 +172,59 @@ def test_inputs_that_are_listed_twice_are_an_error(models, capsys):
     assert "--input: given twice. Put what it lists behind one, with commas between" in capsys.readouterr().err
 
 
+MISTAKES = [
+    ("{}:Net", "gives a module without inputs. Name them, such as --input 64x3x224x224"),
+    ("{}:Net --input 5x", "Can't read the input '5x'. Expected SHAPE, SHAPE:DTYPE"),
+    ("{}:Net --input 5x5:tiny", "torch has no type 'tiny', in '5x5:tiny'"),
+    ("{}:Net --input 5x32 --budget 12", "Cannot read the budget '12': it has no unit"),
+    ("{}:needs_more", "can't be called without arguments (missing a required argument"),
+    ("{}:number", "gives int. Expected a torch.nn.Module, (module, inputs)"),
+    ("{}:LARGE", "gives int. Expected a torch.nn.Module, (module, inputs)"),
+    ("{}:nothing", "has no 'nothing'. Name a function, a class or a module object in it."),
+    ("{}:Nett", "has no 'Nett'. Did you mean 'Net'"),
+    ("{}:Net --input 5x5:flaot32", "torch has no type 'flaot32', in '5x5:flaot32'. Did"),
+    ("{}:with_inputs --optimizer Adan", "no optimizer 'Adan'. Did you mean 'Adam'"),
+    ("{}:with_inputs --optimizer adamw", "'adamw'. Did you mean 'AdamW'?"),
+    ("{}:with_inputs --loss modle", "Unknown loss 'modle'. Did you mean 'model'?"),
+    ("{}:with_inputs --autocast bf16", "found 'bf16'. Did you mean 'bfloat16'?"),
+    ("{}:fails --html no/plan.html", "There is no folder 'no' to write plan.html to."),
+    ("{}:fails --svg no/plan.svg", "There is no folder 'no' to write plan.svg to."),
+    ("{}:fails --json no/plan.json", "There is no folder 'no' to write plan.json to."),
+    ("{}:fails --svg .", "'.' is a folder. Name a file in it."),
+    ("{}:Net --input 5x31", "Net can't be called with --input 5x31: a and b must have"),
+    ("{}:Images --input 2x4x8x8", "to have 3 channels, but got 4 channels instead ("),
+    ("{}", "Expected PACKAGE.MODULE:NAME or path/to/file.py:NAME."),
+    ("nowhere.py:Net", "There is no file 'nowhere.py'. Expected path/to/file.py:NAME."),
+    ("no_such_package:Net", "There is no module 'no_such_package'."),
+    ("{}:compiled --input 5x32", "Can't plan OptimizedModule: it is compiled already."),
+    ("{}:with_inputs --solver luck", "Unknown solver 'luck'. Choose one of: "),
+    ("{}:with_inputs --time-limit 0", "--time-limit must be above 0, found 0.0"),
+    ("{}:with_inputs --autocast int8", "--autocast must be bfloat16 or float16"),
+    ("{}:with_inputs --device abacus", "Can't plan for device 'abacus'. Choose cpu or cuda."),
+    ("{}:with_inputs --device gpu", "'gpu'. Did you mean 'cuda'? Choose cpu or cuda."),
+    ("{}:with_inputs --zero-grad befor", "before, after-forward, accumulate, found 'befor'. Did you mean 'before'?"),
+    ("{}:with_inputs --offload", "a GPU into the host's memory, which device 'cpu' has already. Add --device cuda"),
+    ("{}:with_inputs --offload --device cuda --host-budget 9%", "must be bytes such as \"64 GiB\", found '9%'"),
+    ("{}:Net --input 4,8", "x joins the sizes of an input, a comma separates inputs."),
+    ("{}:Net --input 4x32,8x32", "Net can't be called with --input as it is (too many"),
+    ("{}:with_inputs --budget 0.5", 'it has no unit. Expected bytes with a unit ("12 GiB", "800 MB"), a'),
+    ("{}:with_inputs --budget 0.5", '"auto". Did you mean "50%"?'),
+    ("{}:Net --input a=4x32", "A comma separates inputs, and NAME=SHAPE passes one"),
+    ("./nowhere:Net", "Can't read './nowhere:Net'. Expected PACKAGE.MODULE:NAME or path"),
+]
+
+
 @pytest.mark.parametrize(
-    ("arguments", "code", "words"),
+    ("arguments", "words", "code"),
     [
-        (["{}:fails", "--budget", "50%"], 1, "RuntimeError: no weights ({}:"),
-        (["{}:Net", "--budget", "50%"], 2, "gives a module without inputs. Name them, such as --input 64x3x224x224"),
-        (["{}:Net", "--input", "5x", "--budget", "50%"], 2, "Can't read the input '5x'. Expected SHAPE, SHAPE:DTYPE"),
-        (["{}:Net", "--input", "5x5:tiny", "--budget", "50%"], 2, "torch has no type 'tiny', in '5x5:tiny'"),
-        (["{}:Net", "--input", "5x32", "--budget", "12"], 2, "Cannot read the budget '12': it has no unit"),
-        (["{}:needs_more", "--budget", "50%"], 2, "can't be called without arguments (missing a required argument"),
-        (["{}:number", "--budget", "50%"], 2, "gives int. Expected a torch.nn.Module, (module, inputs)"),
-        (["{}:LARGE", "--budget", "50%"], 2, "gives int. Expected a torch.nn.Module, (module, inputs)"),
-        (["{}:nothing", "--budget", "50%"], 2, "has no 'nothing'. Name a function, a class or a module object in it."),
-        (["{}:Nett", "--budget", "50%"], 2, "has no 'Nett'. Did you mean 'Net'"),
-        (
-            ["{}:Net", "--input", "5x5:flaot32", "--budget", "50%"],
-            2,
-            "torch has no type 'flaot32', in '5x5:flaot32'. Did",
-        ),
-        (["{}:with_inputs", "--budget", "50%", "--optimizer", "Adan"], 2, "no optimizer 'Adan'. Did you mean 'Adam'"),
-        (
-            ["{}:with_inputs", "--budget", "50%", "--optimizer", "adamw"],
-            2,
-            "'adamw'. Did you mean 'AdamW'?",
-        ),
-        (["{}:with_inputs", "--budget", "50%", "--loss", "modle"], 2, "Unknown loss 'modle'. Did you mean 'model'?"),
-        (["{}:with_inputs", "--budget", "50%", "--autocast", "bf16"], 2, "found 'bf16'. Did you mean 'bfloat16'?"),
-        (
-            ["{}:fails", "--budget", "50%", "--html", "no/plan.html"],
-            2,
-            "There is no folder 'no' to write plan.html to.",
-        ),
-        (["{}:fails", "--budget", "50%", "--svg", "no/plan.svg"], 2, "There is no folder 'no' to write plan.svg to."),
-        (
-            ["{}:fails", "--budget", "50%", "--json", "no/plan.json"],
-            2,
-            "There is no folder 'no' to write plan.json to.",
-        ),
-        (["{}:fails", "--budget", "50%", "--svg", "."], 2, "'.' is a folder. Name a file in it."),
-        (
-            ["{}:Net", "--input", "5x31", "--budget", "50%"],
-            2,
-            "Net can't be called with --input 5x31: a and b must have",
-        ),
-        (["{}:Images", "--input", "2x4x8x8", "--budget", "50%"], 2, "to have 3 channels, but got 4 channels instead ("),
-        (["{}", "--budget", "50%"], 2, "Expected PACKAGE.MODULE:NAME or path/to/file.py:NAME."),
-        (["nowhere.py:Net", "--budget", "50%"], 2, "There is no file 'nowhere.py'. Expected path/to/file.py:NAME."),
-        (["no_such_package:Net", "--budget", "50%"], 2, "There is no module 'no_such_package'."),
-        (
-            ["{}:compiled", "--input", "5x32", "--budget", "50%"],
-            2,
-            "Can't plan OptimizedModule: it is compiled already.",
-        ),
-        (["{}:with_inputs", "--budget", "50%", "--solver", "luck"], 2, "Unknown solver 'luck'. Choose one of: "),
-        (["{}:with_inputs", "--budget", "50%", "--time-limit", "0"], 2, "--time-limit must be above 0, found 0.0"),
-        (["{}:with_inputs", "--budget", "50%", "--autocast", "int8"], 2, "--autocast must be bfloat16 or float16"),
-        (
-            ["{}:with_inputs", "--budget", "50%", "--device", "abacus"],
-            2,
-            "Can't plan for device 'abacus'. Choose cpu or cuda.",
-        ),
-        (
-            ["{}:with_inputs", "--budget", "50%", "--device", "gpu"],
-            2,
-            "'gpu'. Did you mean 'cuda'? Choose cpu or cuda.",
-        ),
-        (
-            ["{}:with_inputs", "--budget", "50%", "--zero-grad", "befor"],
-            2,
-            "--zero-grad must be one of before, after-forward, accumulate, found 'befor'. Did you mean 'before'?",
-        ),
-        (
-            ["{}:with_inputs", "--budget", "50%", "--offload"],
-            2,
-            "puts values of a GPU into the host's memory, which device 'cpu' has already. Add --device cuda",
-        ),
-        (
-            ["{}:with_inputs", "--budget", "50%", "--offload", "--device", "cuda", "--host-budget", "9%"],
-            2,
-            "--host-budget must be bytes such as \"64 GiB\", found '9%'",
-        ),
-        (
-            ["{}:Net", "--input", "4,8", "--budget", "50%"],
-            2,
-            "x joins the sizes of an input, a comma separates inputs.",
-        ),
-        (
-            ["{}:Net", "--input", "4x32,8x32", "--budget", "50%"],
-            2,
-            "Net can't be called with --input as it is (too many",
-        ),
-        (
-            ["{}:with_inputs", "--budget", "0.5"],
-            2,
-            'it has no unit. Expected bytes with a unit ("12 GiB", "800 MB"), a',
-        ),
-        (["{}:with_inputs", "--budget", "0.5"], 2, '"auto". Did you mean "50%"?'),
-        (["{}:Net", "--input", "a=4x32", "--budget", "50%"], 2, "A comma separates inputs, and NAME=SHAPE passes one"),
-        (["{}:picks", "--budget", "50%"], 1, "The step of {}:picks depends on values of its tensors ({}:"),
-        (["./nowhere:Net", "--budget", "50%"], 2, "Can't read './nowhere:Net'. Expected PACKAGE.MODULE:NAME or path"),
+        *((*mistake, 2) for mistake in MISTAKES),
+        ("{}:fails", "RuntimeError: no weights ({}:", 1),
+        ("{}:picks", "The step of {}:picks depends on values of its tensors ({}:", 1),
     ],
 )
-def test_mistakes_are_answered_in_one_line(models, capsys, arguments, code, words):
-    assert main(["plan", *(a.replace("{}", models) for a in arguments)]) == code
+def test_mistakes_are_answered_in_one_line(models, capsys, arguments, words, code):
+    budget = [] if "--budget" in arguments else ["--budget", "50%"]
+    assert main(["plan", *arguments.replace("{}", models).split(), *budget]) == code
     output, error = capsys.readouterr()
     assert words.replace("{}", models) in error
     assert error.startswith("hiremate: ")
@@ -361,7 +314,7 @@ def test_mistakes_are_found_before_torch_is_loaded(models):
         "    try:\n        return main(line)\n    except SystemExit as stop:\n        return stop.code\n"
         f"print([code(line) for line in {lines}], 'torch' in sys.modules)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=folder)
+    result = run_python("-c", code, cwd=folder)
     assert result.stdout == f"{[2] * len(EARLY)} False\n"
     assert result.stderr.count("\n") == len(EARLY)
     assert "Can't read broken.py, line 1: invalid syntax." in result.stderr
@@ -390,12 +343,8 @@ def test_the_names_that_are_checked_early_are_those_of_torch():
     assert all(isinstance(getattr(torch, name), torch.dtype) for name in (*TYPES, *HALF_TYPES))
 
 
-def test_ctrl_c_stops_a_command_and_is_told(models, capsys, monkeypatch):
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(commands, "capture_offline", stop)
-    assert plan(models) == 130
+def test_ctrl_c_stops_a_command_and_is_told(models, capsys):
+    assert plan(models, name="interrupted") == 130
     assert capsys.readouterr().err == "hiremate: stopped by Ctrl-C, before there was an answer\n"
 
 
@@ -425,35 +374,19 @@ def test_a_wrong_shape_is_told_without_the_log_of_torch(models, capsys):
 @pytest.mark.parametrize(
     ("arguments", "usage", "words"),
     [
-        (["plna", "x:y"], "hiremate", "there is no command 'plna'. Did you mean 'plan'? Choose one of: plan, curve"),
-        (
-            ["--budget", "1GiB", "plan"],
-            "hiremate",
-            "options come after the command, such as plan, ",
-        ),
-        (["bake"], "hiremate", "there is no command 'bake'. Choose one of: plan, curve, compare, fit, show, doctor"),
-        (["plan", "x:y", "--devise", "cuda"], "hiremate plan", "no option '--devise'. Did you mean '--device'?"),
-        (
-            ["plan", "x:y", "--batch", "3"],
-            "hiremate plan",
-            "no option '--batch'. The batch size is the first size of",
-        ),
-        (
-            ["plan", "x:y", "--memory", "3"],
-            "hiremate plan",
-            "no option '--memory'. The memory to stay within is --bu",
-        ),
-        (
-            ["curve", "x:y", "--budget", "3"],
-            "hiremate curve",
-            "This command looks at many budgets; plan, fit",
-        ),
-        (["fit", "x:y", "--bugdet=1GiB"], "hiremate fit", "there is no option '--bugdet'. Did you mean '--budget'"),
-        (["doctor", "--jsno", "-"], "hiremate doctor", "there is no option '--jsno'. Did you mean '--json'?"),
+        ("plna x:y", "hiremate", "there is no command 'plna'. Did you mean 'plan'? Choose one of: plan, curve"),
+        ("--budget 1GiB plan", "hiremate", "options come after the command, such as plan, "),
+        ("bake", "hiremate", "there is no command 'bake'. Choose one of: plan, curve, compare, fit, show, doctor"),
+        ("plan x:y --devise cuda", "hiremate plan", "no option '--devise'. Did you mean '--device'?"),
+        ("plan x:y --batch 3", "hiremate plan", "no option '--batch'. The batch size is the first size of"),
+        ("plan x:y --memory 3", "hiremate plan", "no option '--memory'. The memory to stay within is --bu"),
+        ("curve x:y --budget 3", "hiremate curve", "This command looks at many budgets; plan, fit"),
+        ("fit x:y --bugdet=1GiB", "hiremate fit", "there is no option '--bugdet'. Did you mean '--budget'"),
+        ("doctor --jsno -", "hiremate doctor", "there is no option '--jsno'. Did you mean '--json'?"),
     ],
 )
 def test_a_misspelt_name_is_answered_with_the_nearest(capsys, arguments, usage, words):
-    assert main(arguments) == 2
+    assert main(arguments.split()) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"{usage}: ")
     assert words in error
@@ -473,7 +406,7 @@ def test_help_is_quick_and_so_are_mistakes():
         "import sys; from hiremate_lightning.command_line.cli import main; main(['plan', '--help']); main([]); "
         "sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+    assert run_python("-c", code).returncode == 0
 
 
 class TestCurve:
@@ -546,27 +479,30 @@ class TestCompare:
         assert budgets[-1]["budget"] == "60%"
         assert picture.read_text().count("<title>segments: +") == 5
 
-    def test_what_is_done_is_kept_where_it_is_interrupted(self, models, capsys, monkeypatch, tmp_path):
-        solve, solved = commands.solve_by_each, []
+    @pytest.fixture
+    def solves(self, monkeypatch):
+        """Interrupt all solves but so many."""
+        solve, left = commands.solve_by_each, []
 
         def interrupted(problem, methods):
-            if len(solved) == 1:
+            if not left:
                 raise KeyboardInterrupt
-            solved.append(methods)
+            left.pop()
             return solve(problem, methods)
 
         monkeypatch.setattr(commands, "solve_by_each", interrupted)
+        return left
+
+    def test_what_is_done_is_kept_where_it_is_interrupted(self, models, capsys, solves, tmp_path):
+        solves.append("the first one")
         target = tmp_path / "methods.json"
         assert self.compare(models, "--json", str(target)) == 0
         assert "Interrupted: 1 of 4 solves are done. The rest is left out." in capsys.readouterr().out
         (budget,) = json.loads(target.read_text())["budgets"]
         assert [found["method"] for found in budget["methods"]] == ["segments"]
 
-    def test_nothing_is_kept_where_nothing_was_done(self, models, capsys, monkeypatch):
-        def interrupted(problem, methods):
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(commands, "solve_by_each", interrupted)
+    @pytest.mark.usefixtures("solves")
+    def test_nothing_is_kept_where_nothing_was_done(self, models, capsys):
         assert self.compare(models) == 130
         assert capsys.readouterr().err == "hiremate: stopped by Ctrl-C, before there was an answer\n"
 
@@ -671,27 +607,19 @@ class TestShow:
 
 
 class TestDoctor:
-    def test_this_installation_works(self, capsys):
-        assert main(["doctor", "--json", "-"]) == 0
+    def test_this_installation_works(self, models, capsys):
+        assert main(["doctor", f"{models}:Net", "--json", "-"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert found["ok"]
         names = {finding["name"]: finding for finding in found["findings"]}
         assert {"python", "torch", "lightning", "accelerate", "mip", "solver CBC", "cpu"} <= names.keys()
         assert "gradients equal bit for bit" in names["small plan on cpu"]["words"]
+        assert names[f"{models}:Net"]["words"] == "Net, 3,168 parameters to train: not refused"
 
-    @pytest.fixture
-    def _no_small_plan(self, monkeypatch):
-        monkeypatch.setattr(doctor, "small_plan", lambda device: "left out")
-        monkeypatch.setattr(doctor, "import_failures", lambda names: {})
-
-    @pytest.mark.usefixtures("_no_small_plan")
-    def test_what_does_not_work_is_a_problem(self, monkeypatch, capsys):
-        def fails(device):
-            raise RuntimeError("gradients differ")
-
-        monkeypatch.setattr(doctor, "small_plan", fails)
-        assert main(["doctor"]) == 1
-        assert "BAD  small plan on cpu: RuntimeError: gradients differ" in capsys.readouterr().out
+    def test_what_does_not_work_is_a_problem(self):
+        found = doctor.small_plan_finding("abacus")
+        assert found.verdict is Grade.BAD
+        assert found.words.startswith("RuntimeError: Expected one of cpu, cuda")
 
     def test_a_plan_that_never_comes_is_a_problem(self, monkeypatch):
         monkeypatch.setattr(doctor, "get_plan", lambda model: None)
@@ -705,44 +633,39 @@ class TestDoctor:
         with pytest.raises(RuntimeError, match=r"no plan was solved \(a failure of the solver\), only the least"):
             doctor.small_plan("cpu")
 
-    @pytest.mark.usefixtures("_no_small_plan")
-    def test_packages_that_lack_or_are_too_old_are_named(self, monkeypatch):
-        def version_of(name):
-            if name in ("accelerate", "timm"):
-                raise PackageNotFoundError(name)
-            return {"lightning": "2.4.1"}.get(name, "99.0")
+    def test_packages_that_lack_or_are_too_old_are_named(self):
+        versions = {"accelerate": None, "timm": None, "lightning": "2.4.1"}
 
-        monkeypatch.setattr(doctor, "version", version_of)
-        found = {f.name: f for f in doctor.examine()}
+        def version_of(name):
+            return versions.get(name, "99.0")
+
+        found = {f.name: f for f in doctor.packages(version_of, lambda names: {})}
         assert found["accelerate"].verdict is Grade.BAD
         assert found["lightning"].verdict is Grade.BAD
         assert "2.4.1, but " in found["lightning"].words
         assert found["timm"].verdict is Grade.KNOW
-        assert "lightning 2.4.1 and torch 99.0" in found  # they fail together
+        assert [f.name for f in doctor.known_bad_pairs(version_of)] == ["lightning 2.4.1 and torch 99.0"]
 
-    @pytest.mark.usefixtures("_no_small_plan")
-    def test_what_can_not_be_imported_is_a_problem_with_its_mending(self, monkeypatch, capsys):
+    def test_what_can_not_be_imported_is_a_problem_with_its_mending(self):
         reason = "RuntimeError: operator torchvision::nms does not exist"
         failures = dict.fromkeys(("torchvision", "accelerate", "hiremate_lightning.callbacks"), reason)
         failures["timm"] = "ModuleNotFoundError: No module named 'other'"
-        monkeypatch.setattr(doctor, "version", lambda name: "99.0")
-        monkeypatch.setattr(doctor, "import_failures", lambda names: {n: failures[n] for n in names if n in failures})
-        assert main(["doctor"]) == 1
-        output = capsys.readouterr().out
+        found = {f.name: f for f in doctor.packages(lambda name: "99.0", lambda names: failures)}
         fitting = f"0.{int(torch.__version__.split('.')[1]) + 15}.*"
         mending = f'mend it with: pip install --force-reinstall --no-deps "torchvision=={fitting}" from where'
-        assert f"BAD  torchvision: 99.0, but can't be imported: {reason}; {mending}" in output
-        assert "; mend it with: pip install --force-reinstall --no-deps accelerate\n" in output
-        assert f"BAD  hiremate_lightning.callbacks: can't be imported: {reason}; mend what is BAD above\n" in output
-        assert "note timm: 99.0, but can't be imported: ModuleNotFoundError: No module named 'other'\n" in output
-        assert "ok   rich: 99.0\n" in output
+        assert found["torchvision"].words.startswith(f"99.0, but can't be imported: {reason}; {mending}")
+        assert found["accelerate"].words.endswith("; mend it with: pip install --force-reinstall --no-deps accelerate")
+        assert found[doctor.CALLBACKS].words == f"can't be imported: {reason}; mend what is BAD above"
+        assert {found[name].verdict for name in ("torchvision", "accelerate", doctor.CALLBACKS)} == {Grade.BAD}
+        other = "99.0, but can't be imported: ModuleNotFoundError: No module named 'other'"
+        assert found["timm"] == doctor.Finding("timm", Grade.KNOW, other)
+        assert found["rich"] == doctor.Finding("rich", Grade.GOOD, "99.0")
 
-    def test_all_that_is_called_ok_has_been_imported(self, monkeypatch):
+    def test_all_that_is_called_ok_has_been_imported(self):
         asked = []
-        monkeypatch.setattr(doctor, "small_plan", lambda device: "left out")
-        monkeypatch.setattr(doctor, "import_failures", lambda names: asked.extend(names) or {})
-        found = [f.name for f in doctor.examine() if f.verdict is Grade.GOOD and re.fullmatch(r"[a-z-]+", f.name)]
-        assert {doctor.MODULES.get(name, name) for name in found} - {"python", "torch", "cpu"} <= {*asked}
+        findings = doctor.packages(failures_of=lambda names: asked.extend(names) or {})
+        names = [finding.name for finding in findings if finding.verdict is Grade.GOOD]
+        assert {doctor.MODULES.get(name, name) for name in names} <= {*asked}
         assert {"lightning", "accelerate", "mip", "rich", "hiremate_lightning.callbacks"} <= {*asked}
 
     def test_a_package_is_found_broken_where_it_ends_the_process(self, tmp_path, monkeypatch):
@@ -760,45 +683,35 @@ class TestDoctor:
     def test_a_torch_that_can_not_be_imported_is_told(self, tmp_path):
         (tmp_path / "torch.py").write_text("raise OSError('libcudart.so: cannot open shared object file')")
         path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-        result = subprocess.run(
-            [sys.executable, "-m", "hiremate_lightning", "doctor"], env={**os.environ, "PYTHONPATH": path},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        result = run_python("-m", "hiremate_lightning", "doctor", PYTHONPATH=path)
         assert result.returncode == 1
         expected = "hiremate: torch can't be imported (OSError: libcudart.so: cannot open shared object file). Mend it"
         assert result.stderr.startswith(expected)
         assert result.stderr.count("\n") == 1
 
-    @pytest.mark.usefixtures("_no_small_plan")
     def test_a_torch_that_was_not_tried_is_told(self):
         with hacks.as_on("9.9"):
-            found = {f.name: f for f in doctor.examine()}
-        assert found["torch"].verdict is Grade.KNOW
-        assert "was not tried (only 2.11, " in found["torch"].words
-        assert "code is captured plainly, without: small buckets, backwards without a gradient" in found["torch"].words
+            found = doctor.torch_finding()
+        assert found.verdict is Grade.KNOW
+        assert "was not tried (only 2.11, " in found.words
+        assert "code is captured plainly, without: small buckets, backwards without a gradient" in found.words
 
-    @pytest.mark.usefixtures("_no_small_plan")
     @pytest.mark.parametrize(
-        ("lost", "code", "verdict"), [(("HIGHS",), 0, "note "), (("HIGHS", "CBC"), 1, "BAD  ")], ids=str
+        ("lost", "verdict"), [(("HIGHS",), Grade.KNOW), (("HIGHS", "CBC"), Grade.BAD)], ids=["one", "both"]
     )
-    def test_one_solver_is_enough_and_none_is_a_problem(self, monkeypatch, capsys, lost, code, verdict):
-        monkeypatch.setattr(doctor, "backend_failure", lambda name: "no library" if name in lost else "")
-        assert main(["doctor"]) == code
-        expected = f"{verdict}solver HIGHS: no library; mend it with: pip install --force-reinstall highsbox\n"
-        assert expected in capsys.readouterr().out
+    def test_one_solver_is_enough_and_none_is_a_problem(self, lost, verdict):
+        highs, _ = doctor.solvers(lambda name: "no library" if name in lost else "")
+        words = "no library; mend it with: pip install --force-reinstall highsbox"
+        assert highs == doctor.Finding("solver HIGHS", verdict, words)
 
-    @pytest.mark.usefixtures("_no_small_plan")
-    @pytest.mark.parametrize(
-        ("name", "code", "words"),
-        [
-            ("Net", 0, "Net, 3,168 parameters to train: not refused"),
-            ("compiled", 1, "Can't plan OptimizedModule: it is compiled already"),
-            ("frozen", 1, "Net has no parameter to train"),
-        ],
-    )
-    def test_a_model_that_would_be_refused_is_told(self, models, capsys, name, code, words):
-        assert main(["doctor", f"{models}:{name}"]) == code
-        assert words in capsys.readouterr().out
+    def test_a_problem_is_the_exit_code(self, models, capsys):
+        assert main(["doctor", f"{models}:compiled"]) == 1
+        words = r"^BAD  \S+:compiled: Can't plan OptimizedModule: it is compiled already"
+        assert re.search(words, capsys.readouterr().out, re.MULTILINE)
+
+    def test_a_model_without_parameters_to_train_is_a_problem(self, models):
+        found = doctor.model_finding(f"{models}:frozen")
+        assert (found.verdict, found.words) == (Grade.BAD, "Net has no parameter to train")
 
 
 class TestFactory:
@@ -829,7 +742,7 @@ class TestFactory:
     def test_an_import_that_fails_inside_is_not_hidden(self, tmp_path, monkeypatch):
         (tmp_path / "needs_other.py").write_text("import some_other_package_that_is_not_there\n")
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "path", [*sys.path])
+        monkeypatch.syspath_prepend(tmp_path)
         with pytest.raises(ModuleNotFoundError, match="some_other_package"):
             find_factory("needs_other:Net")
 
@@ -854,8 +767,7 @@ def test_an_output_that_is_not_read_to_its_end_is_no_error(tmp_path):
 def test_the_package_is_a_command(tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(blocks_plan().to_json())
-    command = [sys.executable, "-m", "hiremate_lightning", "show", str(path)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = run_python("-m", "hiremate_lightning", "show", path)
     assert result.returncode == 0, result.stderr
     assert "+16.8% planned" in result.stdout
     assert not result.stderr
@@ -878,7 +790,7 @@ def test_a_step_of_more_memory_than_there_is(tmp_path):
         "'--json', '-']); "
         "sys.stderr.write(f'peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}'); sys.exit(code)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    result = run_python("-c", code)
     assert result.returncode == 0, result.stderr
     numbers = json.loads(result.stdout)
     assert numbers["planned_peak_bytes"] <= 64 * 2**30 < numbers["unplanned_peak_bytes"]

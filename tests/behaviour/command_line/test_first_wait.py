@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,24 +11,22 @@ import torch
 from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
-from hiremate_lightning.messages import first_wait
 from hiremate_lightning.messages.first_wait import FirstWait, modules_without_parts
 from hiremate_lightning.planning.plan import PlanningTime
-from hiremate_lightning.reporting import report
 
 TOOK = PlanningTime(capture_s=20.0, profile_s=4.0, solve_s=7.0, prove_s=3.0)
+FAST_MS, SLOW_MS = 1e-9, 1e9  # of a short loop on machines beside which this one is as slow or fast as counts
 
 
-def test_more_modules_take_longer(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(first_wait, "_loop_ms", lambda: first_wait.USUAL_LOOP_MS)
+@pytest.mark.parametrize(("usual_loop_ms", "slower"), [(FAST_MS, 4.0), (SLOW_MS, 0.5)], ids=["slow", "fast"])
+def test_more_modules_and_a_slower_machine_take_longer(
+    usual_loop_ms: float, slower: float, change_thresholds: Callable[..., None]
+):
+    """What a machine is slower or faster counts up to a factor."""
+    change_thresholds(usual_loop_ms=usual_loop_ms)
     wait = FirstWait(None, lambda: "model")
-    assert wait.expected_s(10) == pytest.approx(2.0)
-    assert wait.expected_s(100) == pytest.approx(11.0)
-
-
-def test_a_slower_machine_takes_longer(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(first_wait, "_loop_ms", lambda: 2 * first_wait.USUAL_LOOP_MS)
-    assert FirstWait(None, lambda: "model").expected_s(10) == pytest.approx(4.0)
+    assert wait.expected_s(10) == pytest.approx(2.0 * slower)
+    assert wait.expected_s(100) == pytest.approx(11.0 * slower)
 
 
 def test_the_next_run_knows_what_is_done_again(tmp_path: Path):
@@ -53,10 +52,11 @@ def test_only_modules_without_modules_are_counted():
     assert modules_without_parts(nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), nn.Linear(1, 1))) == 3
 
 
-def test_the_wait_is_said_before_the_first_step(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_the_wait_is_said_before_the_first_step(
+    change_thresholds: Callable[..., None], capsys: pytest.CaptureFixture[str]
+):
     """And afterwards, with the line of the plan, where the time went."""
-    monkeypatch.setattr(first_wait, "_loop_ms", lambda: 4 * first_wait.USUAL_LOOP_MS)
-    monkeypatch.setattr(report, "LONG_S", 1e-3)
+    change_thresholds(usual_loop_ms=FAST_MS, long_stage_s=1e-3)
     model = hiremate(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), "100%")
 
     def step() -> str:

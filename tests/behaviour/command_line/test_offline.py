@@ -21,7 +21,7 @@ from hiremate_lightning.records.simulation import simulate_plain
 from hiremate_lightning.records.sized_numbers import FittedLines
 from hiremate_lightning.rewriting.replays import DRAW_MASK
 from hiremate_lightning.torch_private import tensor_state
-from tests.exact import captured_by
+from tests.exact import captured_by, network
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -35,34 +35,22 @@ class Mixed(nn.Module):
         return x + self.mix(x)
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(32, 96)
-
-    def forward(self, x, mask=None):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.1)
+@network(lambda: {"qkv": nn.Linear(32, 96)})
+def attention(self, x, mask=None):
+    q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.1)
 
 
-class Broken(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.after = Mixed(), Mixed()
-
-    def forward(self, x):
-        x = self.before(x)
-        torch._dynamo.graph_break()
-        return self.after(x)
+@network(lambda: {"before": Mixed(), "after": Mixed()})
+def broken(self, x):
+    x = self.before(x)
+    torch._dynamo.graph_break()
+    return self.after(x)
 
 
-class Choosy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.layer(x) if bool((x > 0).all()) else self.layer(-x)
+@network(lambda: {"layer": nn.Linear(4, 4)})
+def choosy(self, x):
+    return self.layer(x) if bool((x > 0).all()) else self.layer(-x)
 
 
 def work(factory, inputs="64x16"):
@@ -219,7 +207,7 @@ def test_an_error_of_the_factory_is_its_own():
 
 
 def test_calls_on_both_sides_of_a_graph_break_are_linked():
-    step = capture(Broken)
+    step = capture(broken)
     calls, order = step.recorded.describe([estimate(captured.graph) for captured in step.captured])
 
     assert len(step.captured) == 2
@@ -238,19 +226,19 @@ class TestAGpuThatIsNotThere:
         assert all(size % 512 == 0 for _, size in step.resident)
 
     def test_attention_does_not_fall_apart(self):
-        on_gpu, on_cpu = (ops(capture(Attention, "2x8x32", device=device)) for device in (CUDA, CPU))
+        on_gpu, on_cpu = (ops(capture(attention, "2x8x32", device=device)) for device in (CUDA, CPU))
 
         assert "aten._scaled_dot_product_efficient_attention.default" in on_gpu
         assert not any("bmm" in op for op in on_gpu)
         assert any("bmm" in op for op in on_cpu)
 
     def test_half_precision_runs_another_kernel(self):
-        found = ops(capture(Attention, "2x8x32", device=CUDA, autocast=torch.bfloat16))
+        found = ops(capture(attention, "2x8x32", device=CUDA, autocast=torch.bfloat16))
 
         assert "aten._scaled_dot_product_flash_attention.default" in found
 
     def test_a_mask_becomes_a_bias(self):
-        found = ops(capture(Attention, "x=2x8x32,mask=2x1x1x8:bool", device=CUDA))
+        found = ops(capture(attention, "x=2x8x32,mask=2x1x1x8:bool", device=CUDA))
 
         assert "aten._scaled_dot_product_efficient_attention_backward.default" in found
 
@@ -349,7 +337,7 @@ def test_what_the_capture_refuses_is_said():
 
 def test_a_step_that_depends_on_values_is_refused():
     with pytest.raises(CaptureError, match="The step of factory depends on values of its tensors"):
-        capture(Choosy, "2x4")
+        capture(choosy, "2x4")
 
 
 @pytest.mark.parametrize(
@@ -365,33 +353,23 @@ def test_options_are_checked(options, words):
     assert words in str(error.value)
 
 
-class Dropping(nn.Module):
+@network(lambda: {"scale": nn.Parameter(torch.ones(2**18)), "layer": nn.Linear(2**18, 8)})
+def dropping(self, x):
     """Drops from a tensor of a TiB."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(2**18))
-        self.layer = nn.Linear(2**18, 8)
-
-    def forward(self, x):
-        return self.layer(nn.functional.dropout(x * self.scale, 0.5))
+    return self.layer(nn.functional.dropout(x * self.scale, 0.5))
 
 
 def test_a_dropout_is_not_tried_while_it_is_captured():
-    (captured,) = capture(Dropping, "1048576x262144").captured
+    (captured,) = capture(dropping, "1048576x262144").captured
     assert DRAW_MASK in {node.op for node in captured.graph.nodes}
 
 
 def test_operators_that_call_graphs_are_counted_without_memory():
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
+    @network(lambda: {"linear": nn.Linear(8, 8)})
+    def branches(self, x):
+        y = self.linear(x)
+        return torch.cond(y.sum() > 0, torch.sin, torch.cos, (y,)).square().mean()
 
-        def forward(self, x):
-            y = self.linear(x)
-            return torch.cond(y.sum() > 0, torch.sin, torch.cos, (y,)).square().mean()
-
-    workload = Workload(Branches, "branches", read_inputs("16x8"))
+    workload = Workload(branches, "branches", read_inputs("16x8"))
     captured = capture_offline(workload, OfflineOptions())
     assert any("cond" in node.op for part in captured.captured for node in part.graph.nodes)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.calls.given import tensors_inside
 from hiremate_lightning.objects import attempt, attributes_of, held_by, is_of
-from tests.exact import simple_loop, train_both
+from tests.exact import network, simple_loop, train_both
 
 
 class RefusalError(Exception):
@@ -131,19 +131,14 @@ class Inner(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-class Keeper(nn.Module):
+@network(lambda: {"layers": nn.ModuleList(Inner() for _ in range(3))})
+def keeper(self, given: tuple[Tensor, list[Any]]) -> Any:
     """A model that is given such objects, hands them to its layers, and returns them; its graph breaks in between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Inner() for _ in range(3))
-
-    def forward(self, given: tuple[Tensor, list[Any]]) -> Any:
-        x, animals = given
-        for layer in self.layers:
-            x = x + layer(x, animals)
-            torch._dynamo.graph_break()
-        return x, animals
+    x, animals = given
+    for layer in self.layers:
+        x = x + layer(x, animals)
+        torch._dynamo.graph_break()
+    return x, animals
 
 
 @pytest.mark.parametrize("sizes", [(48,), (48, 80, 64, 96, 56, 72, 40, 88)], ids=["one size", "many sizes"])
@@ -155,7 +150,7 @@ def test_models_train_with_objects_that_refuse_to_be_read(sizes: tuple[int, ...]
         return torch.randn(rows, 32, generator=generator), animals
 
     train_both(
-        Keeper, simple_loop(given, steps=5 if len(sizes) == 1 else 12, loss_of=lambda out: out[0].square().mean())
+        keeper, simple_loop(given, steps=5 if len(sizes) == 1 else 12, loss_of=lambda out: out[0].square().mean())
     )
 
 

@@ -16,11 +16,11 @@ from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.messages import announcements
 from hiremate_lightning.targets import entry_points
 from hiremate_lightning.torch_private import dynamo
+from tests.exact import assert_same, network
 from tests.life import (
     ROWS,
     Net,
     assert_exact,
-    assert_same,
     batch,
     gradients,
     make,
@@ -127,15 +127,10 @@ def test_a_growing_list_that_ends_each_capture_is_named(append, is_told):
     assert len(seen) == announcements.CAPTURES + 1
 
 
-class TwoNets(nn.Module):
+@network(lambda: {"one": Net(), "other": Net()})
+def two_nets(self, x: torch.Tensor, first: bool) -> torch.Tensor:
     """Calls one of two networks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = Net(), Net()
-
-    def forward(self, x: torch.Tensor, first: bool) -> torch.Tensor:
-        return self.one(x) if first else self.other(x)
+    return self.one(x) if first else self.other(x)
 
 
 def test_a_break_is_told_in_our_words_alone():
@@ -161,7 +156,7 @@ def test_graph_breaks_of_another_model_are_not_counted():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", HiRemateWarning)
         warm_up(broken)
-    model = hiremate(TwoNets(), "100%", verbose=False)
+    model = hiremate(two_nets(), "100%", verbose=False)
     for index in range(8):
         model.zero_grad()
         model(batch(index), index < 4).square().mean().backward()  # a warning would be an error

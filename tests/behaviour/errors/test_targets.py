@@ -31,6 +31,7 @@ from hiremate_lightning import (
 from hiremate_lightning.sessions import graph_programs
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import hooks
+from tests.exact import network
 
 OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory."  # as a CPU says it
 
@@ -428,21 +429,16 @@ def test_calls_without_gradients_are_not_planned():
     assert targets_of(model).session.captured_count == 0
 
 
-class PlainList(nn.Module):
+@network(lambda: {"layers": [nn.Linear(16, 16) for _ in range(4)]})
+def plain_list(self, x):
     """Its layers are none of its modules."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = [nn.Linear(16, 16) for _ in range(4)]
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        return x
+    for layer in self.layers:
+        x = torch.relu(layer(x))
+    return x
 
 
 def test_layers_in_a_plain_list_are_announced_once_and_planned_from_the_second_call_on():
-    model = hiremate(PlainList(), "64 MiB", verbose=False)
+    model = hiremate(plain_list(), "64 MiB", verbose=False)
     parameters = [p for layer in model.layers for p in layer.parameters()]
     x = torch.randn(8, 16)
 
@@ -464,7 +460,7 @@ def test_layers_in_a_plain_list_are_announced_once_and_planned_from_the_second_c
 
 
 def test_a_frozen_model_in_eval_mode_is_not_said_to_train(recwarn):
-    model = hiremate(PlainList().requires_grad_(False), "64 MiB", verbose=False).eval()
+    model = hiremate(plain_list().requires_grad_(False), "64 MiB", verbose=False).eval()
     for layer in model.layers:
         layer.requires_grad_(False)
 
@@ -652,15 +648,10 @@ class Stem(nn.Linear):
         return super().forward(x).tanh()
 
 
-class Within(nn.Module):
+@network(lambda: {"stem": Stem(32, 32), "inner": BreaksInALoop(), "last": nn.Linear(32, 32)})
+def within(self, x):
     """A forward of which all is captured but for the modules of torch that a part of it calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.inner, self.last = Stem(32, 32), BreaksInALoop(), nn.Linear(32, 32)
-
-    def forward(self, x):
-        return self.last(self.inner(self.stem(x)))
+    return self.last(self.inner(self.stem(x)))
 
 
 class Beside(BreaksInALoop):
@@ -742,7 +733,7 @@ def test_a_module_with_a_backward_hook_leaves_the_others_of_its_kind_planned(reg
     assert all(map(torch.equal, plain.heard, model.heard))
 
 
-@pytest.mark.parametrize(("make", "name"), [(Within, "inner"), (Beside, "Beside"), (InSequence, "inner")])
+@pytest.mark.parametrize(("make", "name"), [(within, "inner"), (Beside, "Beside"), (InSequence, "inner")])
 def test_modules_of_torch_that_are_called_by_what_can_not_be_captured_are_planned(make, name):
     plain, model = make(), make()
     model.load_state_dict(plain.state_dict())

@@ -10,17 +10,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.testing import captured_count
-from tests.exact import Log, differing, leave_behind, quiet, train_both
+from tests.exact import Log, differing, drawn, leave_behind, quiet, train_both
 
 WAITS = "ran without its plan, in the memory of plain PyTorch: FlopCounterMode is around it"
+batch = drawn(128, 32)
 
 
 def make() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)))
-
-
-def batch(index: int) -> Tensor:
-    return torch.randn(128, 32, generator=torch.Generator().manual_seed(index))
 
 
 def step(model: nn.Module, index: int) -> Tensor:

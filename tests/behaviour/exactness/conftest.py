@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -24,6 +26,12 @@ def scaled_gradients(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]
 
 
 @pytest.fixture
-def _kernels_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def compile_kernels_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
+    """Let another function compile what is to be one fused kernel: it takes the module, and its inputs."""
+    return partial(monkeypatch.setattr, inductor, "compile_graph")
+
+
+@pytest.fixture
+def _kernels_uncompiled(compile_kernels_by: Callable[[Callable[..., Any]], None]) -> None:
     """Run what would be one fused kernel operation by operation, which takes no compiler."""
-    monkeypatch.setattr(inductor, "compile_graph", lambda module, _: lambda arguments: module(*arguments))
+    compile_kernels_by(lambda module, _: lambda arguments: module(*arguments))

@@ -8,7 +8,7 @@ from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
-from tests.exact import assert_foreseen
+from tests.exact import assert_foreseen, assert_same, network
 
 ROWS, WIDTH = 256, 32
 SIZE = ROWS * WIDTH * 4
@@ -27,17 +27,11 @@ class TwoHeads(nn.Module):
         return torch.tanh(self.first(trunk)), torch.tanh(self.second(trunk))
 
 
-class WithLogits(nn.Module):
+@network(lambda: {"body": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()), "head": nn.Linear(WIDTH, 16 * WIDTH)})
+def with_logits(self, x):
     """Gives its loss, and what that was computed from."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
-        self.head = nn.Linear(WIDTH, 16 * WIDTH)
-
-    def forward(self, x):
-        logits = self.head(self.body(x))
-        return logits.square().mean(), logits
+    logits = self.head(self.body(x))
+    return logits.square().mean(), logits
 
 
 def train(model, loss_of, steps=5):
@@ -51,13 +45,6 @@ def train(model, loss_of, steps=5):
         gradients.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
         optimizer.step()
     return gradients, [p.detach().clone() for p in model.parameters()]
-
-
-def assert_same(found, expected):
-    for mine, theirs in zip(found[0], expected[0], strict=True):
-        assert [g is None for g in mine] == [g is None for g in theirs]
-        assert all(a is None or torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
 
 
 def two(model_class, budget="100%"):
@@ -98,15 +85,11 @@ def test_a_second_backward_may_bring_other_gradients():
 
 
 def test_zeros_fill_in_where_an_operation_needs_all_gradients():
-    class Split(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
+    @network(lambda: {"linear": nn.Linear(WIDTH, WIDTH)})
+    def split(self, x):
+        return [half.exp() for half in self.linear(x).tanh().split(WIDTH // 2, dim=1)]
 
-        def forward(self, x):
-            return [half.exp() for half in self.linear(x).tanh().split(WIDTH // 2, dim=1)]
-
-    train_alike(Split, lambda out, step: out[0].square().mean())
+    train_alike(split, lambda out, step: out[0].square().mean())
 
 
 class Parted(torch.autograd.Function):
@@ -125,20 +108,16 @@ class Parted(torch.autograd.Function):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("used", [0, 1])
 def test_a_function_with_a_backward_of_its_own_gets_zeros(used):
-    class Split(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    @network(lambda: {"linear": nn.Linear(WIDTH, WIDTH), "other": nn.Linear(WIDTH, WIDTH)})
+    def split(self, x):
+        halves = Parted.apply(self.linear(x).tanh())
+        return [half.exp() for half in halves], Parted.apply(self.other(x).tanh())
 
-        def forward(self, x):
-            halves = Parted.apply(self.linear(x).tanh())
-            return [half.exp() for half in halves], Parted.apply(self.other(x).tanh())
-
-    train_alike(Split, lambda out, step: out[0][used].square().mean())
+    train_alike(split, lambda out, step: out[0][used].square().mean())
 
 
 def test_no_memory_is_taken_for_gradients_that_never_come():
-    plain, planned = two(WithLogits)
+    plain, planned = two(with_logits)
     train(planned, lambda out, step: out[0], steps=4)
     plan = get_plan(planned)
     x = torch.randn(ROWS, WIDTH)
@@ -201,43 +180,31 @@ def test_what_only_an_unused_output_needs_is_gone_when_the_backward_runs():
     assert_foreseen(model, abs=64)
 
 
-class GivesState(nn.Module):
+@network(lambda: {"first": nn.Linear(WIDTH, 8 * WIDTH), "second": nn.Linear(WIDTH, 32 * WIDTH)})
+def gives_state(self, x):
     """Gives a state too, whose gradient alone reads a large value at the end of the backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, 8 * WIDTH)
-        self.second = nn.Linear(WIDTH, 32 * WIDTH)
-
-    def forward(self, x):
-        state = self.first(x).sin().exp().sum()
-        return self.second(x).tanh().square().mean(), state
+    state = self.first(x).sin().exp().sum()
+    return self.second(x).tanh().square().mean(), state
 
 
 def test_what_only_an_absent_gradient_reads_is_not_held_through_the_backward():
     torch.manual_seed(1)
-    model = hiremate(GivesState(), "1 GiB", verbose=False)
+    model = hiremate(gives_state(), "1 GiB", verbose=False)
     train(model, lambda out, step: out[0], steps=4)
     assert_foreseen(model, rel=0.005)
 
 
-class Attends(nn.Module):
+@network(lambda: {"first": nn.Linear(WIDTH, WIDTH), "attention": nn.MultiheadAttention(WIDTH, 4, batch_first=True)})
+def attends(self, x):
     """Gives the result of an attention too, whose backward reads forward values through views of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
-
-    def forward(self, x):
-        x = self.first(x).tanh()
-        rows = x.view(-1, 8, WIDTH)
-        return x.square(), self.attention(rows, rows, rows)[0]
+    x = self.first(x).tanh()
+    rows = x.view(-1, 8, WIDTH)
+    return x.square(), self.attention(rows, rows, rows)[0]
 
 
 def test_views_in_an_absent_backward_make_no_values():
     torch.manual_seed(1)
-    model = hiremate(Attends(), "1 GiB", verbose=False)
+    model = hiremate(attends(), "1 GiB", verbose=False)
     train(model, lambda out, step: out[0].mean(), steps=4)
     plan = get_plan(model)
     made = [storage for allocated in plan.graph.allocates for storage in allocated]
@@ -245,18 +212,13 @@ def test_views_in_an_absent_backward_make_no_values():
     assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, rel=0.005)
 
 
-class WithCache(nn.Module):
+@network(lambda: {"keys": nn.Linear(64, 64)})
+def with_cache(self, x, cache):
     """Keeps keys from piece to piece. Nobody reads those of the last piece, so their gradient is missing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.keys = nn.Linear(64, 64)
-
-    def forward(self, x, cache):
-        keys = self.keys(x).unflatten(-1, (4, -1)).transpose(1, 2)
-        if cache is not None:
-            keys = torch.cat([cache, keys], 2)
-        return keys.tanh().transpose(1, 2).flatten(-2)[:, -16:], keys
+    keys = self.keys(x).unflatten(-1, (4, -1)).transpose(1, 2)
+    if cache is not None:
+        keys = torch.cat([cache, keys], 2)
+    return keys.tanh().transpose(1, 2).flatten(-2)[:, -16:], keys
 
 
 def test_reshapes_are_those_of_plain_training_where_a_gradient_is_missing():
@@ -274,5 +236,5 @@ def test_reshapes_are_those_of_plain_training_where_a_gradient_is_missing():
             model.zero_grad()
         return found
 
-    plain, planned = two(WithCache)
+    plain, planned = two(with_cache)
     assert all(map(torch.equal, gradients(planned), gradients(plain)))

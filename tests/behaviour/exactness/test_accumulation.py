@@ -10,9 +10,10 @@ from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.kinds.limits import WORTH_A_PLAN
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import leave_behind, square_error, train_both
+from tests.exact import drawn, leave_behind, network, square_error, train_both
 
 WIDTH, ROWS, DEPTH, MICRO = 128, 4, 4, 3
+batch = drawn(ROWS, WIDTH)
 
 
 class Wide(nn.Module):
@@ -35,10 +36,6 @@ class Tied(Wide):
     def __init__(self) -> None:
         super().__init__()
         self.body[4].weight, self.body[8].bias = self.body[0].weight, self.body[0].bias
-
-
-def batch(index: int) -> torch.Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(index))
 
 
 def loop(loss_of=lambda model, x: square_error(model(x)), before=lambda model, step: None, keep=False):
@@ -155,22 +152,17 @@ def test_the_first_micro_batch_fits_the_plan_of_the_others():
     assert peak_of(model) + plan.resident_bytes - weight_bytes(model) <= plan.planned_peak_bytes
 
 
-class InParts(nn.Module):
+@network(lambda: {"first": Wide(), "second": Wide()})
+def in_parts(self, x: torch.Tensor) -> torch.Tensor:
     """Two parts of a graph each, with many rows in the first: much is in memory when gradients of the second exist."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Wide(), Wide()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(x.repeat(16, 1))
-        torch._dynamo.graph_break()
-        return self.second(hidden.unflatten(0, (16, -1)).mean(0))
+    hidden = self.first(x.repeat(16, 1))
+    torch._dynamo.graph_break()
+    return self.second(hidden.unflatten(0, (16, -1)).mean(0))
 
 
 @pytest.mark.filterwarnings("ignore:.*was not captured as a whole")
 def test_a_plan_stays_where_an_optimizer_has_made_its_state_since_the_other_micro_batches():
-    model, solutions = InParts(), []
+    model, solutions = in_parts(), []
     hiremate(model, "75%", verbose=False, time_limit_s=2)
     targets_of(model).session.listeners.append(lambda plan: solutions.append(plan.solution))
     loop()(model)  # planned from the second micro-batch on, which has gradients; the fourth has the state and none

@@ -1,4 +1,4 @@
-"""Planned training of networks whose layers are alike: the bits of plain training."""
+"""Planned training of networks whose layers are alike, traced once for all: the bits of plain training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hiremate_lightning import hiremate
-from tests.exact import simple_loop, train_both
+from hiremate_lightning.torch_private.regions import repeated_modules
+from tests.exact import TORCH, simple_loop, train_both
 
 WIDTH, DEPTH = 16, 5
 
@@ -105,16 +106,20 @@ MAKES = {
 
 
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-def test_layers_that_are_alike_train_bit_for_bit(make):
+def test_layers_that_are_alike_train_bit_for_bit(make, planning_log):
     train_both(make, simple_loop(batch))
+    assert planning_log.of("copying") or TORCH < (2, 13)
 
 
-def test_attention_and_what_follows_it_train_bit_for_bit():
+def test_attention_and_what_follows_it_train_bit_for_bit(planning_log):
     train_both(lambda: Stack(Attending), simple_loop(lambda index: batch(index).view(2, 12, WIDTH)))
+    assert planning_log.of("copying") or TORCH < (2, 13)
+    assert Stack.forward.__code__ not in repeated_modules._traced_whole
 
 
-def test_sizes_that_vary_train_bit_for_bit():
+def test_sizes_that_vary_train_bit_for_bit(planning_log):
     train_both(lambda: Stack(Block), simple_loop(lambda index: batch(index, 16 + 8 * index)))
+    assert planning_log.of("copying") or TORCH < (2, 13)
 
 
 def test_a_change_of_one_layer_between_steps_trains_bit_for_bit():

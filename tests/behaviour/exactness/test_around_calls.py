@@ -21,11 +21,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from hiremate_lightning import CaptureError, ConfigurationError, HiRemateWarning, get_plan, hiremate
-from hiremate_lightning.capturing import backend
-from hiremate_lightning.capturing.capture import capture
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import TORCH, simple_loop, train_both
+from tests.exact import TORCH, network, planned_alike, simple_loop, train_both
+from tests.faults import change_captures
 
 ROWS, WIDTH = 256, 32
 
@@ -59,12 +58,9 @@ def train_in_the_backward(model: nn.Module, steps: int = 6) -> list[torch.Tensor
 
 
 def test_optimizers_that_step_in_the_backward_leave_no_profiler_running():
-    plain = layers()
-    model = hiremate(copy.deepcopy(plain), "70%", verbose=False)
-    expected, found = train_in_the_backward(plain), train_in_the_backward(model)
+    model = planned_alike(layers(), train_in_the_backward, "70%")
     targets_of(model).session.end_step()
     assert not is_profiled()
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     plan = get_plan(model)
     assert plan.measured.peak_bytes is not None
     assert plan.measured.peak_bytes <= plan.budget_bytes
@@ -83,13 +79,9 @@ def test_checkpoint_around_a_planned_model_is_announced(is_reentrant):
             losses += [loss.detach(), x.grad]
         return [*losses, *(p.detach() for p in model.parameters())]
 
-    plain = layers()
-    model = hiremate(copy.deepcopy(plain), "70%", verbose=False)
-    expected = train(plain)
     with pytest.warns(HiRemateWarning, match="was called inside of a backward, as torch.utils.checkpoint") as caught:
-        found = train(model)
+        model = planned_alike(layers(), train, "70%")
     assert len([w for w in caught if issubclass(w.category, HiRemateWarning)]) == 1
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert not is_profiled()
     for index in range(3):  # and without checkpoint it is planned
         model(batch(index)).square().mean().backward()
@@ -135,18 +127,13 @@ def test_hooks_that_replace_saved_tensors_are_refused():
         loss.backward()
 
 
-class OnItself(nn.Module):
+@network(lambda: {"body": layers(4), "head": nn.Linear(WIDTH, WIDTH // 2)})
+def on_itself(self, x: torch.Tensor, condition: torch.Tensor | None = None) -> torch.Tensor:
     """Conditions itself on what it gives without a condition."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = layers(4), nn.Linear(WIDTH, WIDTH // 2)
-
-    def forward(self, x: torch.Tensor, condition: torch.Tensor | None = None) -> torch.Tensor:
-        if condition is None:
-            with torch.no_grad():
-                condition = self(x, torch.zeros(len(x), WIDTH // 2))
-        return self.head(self.body(torch.cat([x[:, : WIDTH // 2], condition], 1)))
+    if condition is None:
+        with torch.no_grad():
+            condition = self(x, torch.zeros(len(x), WIDTH // 2))
+    return self.head(self.body(torch.cat([x[:, : WIDTH // 2], condition], 1)))
 
 
 def train(model: nn.Module, steps: int = 4) -> list[torch.Tensor]:
@@ -162,15 +149,11 @@ def train(model: nn.Module, steps: int = 4) -> list[torch.Tensor]:
 
 def test_a_forward_may_call_its_own_module():
     torch.manual_seed(0)
-    plain = OnItself()
-    model = hiremate(copy.deepcopy(plain), "80%", verbose=False)
-    expected, found = train(plain), train(model)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert get_plan(model) is not None
+    assert get_plan(planned_alike(on_itself(), train, "80%")) is not None
 
 
 def test_a_frozen_model_whose_input_is_trained_is_planned():
-    def train_input(model: nn.Module) -> torch.Tensor:
+    def train_input(model: nn.Module) -> list[torch.Tensor]:
         torch.manual_seed(3)
         x = nn.Parameter(torch.randn(ROWS, WIDTH))
         optimizer = torch.optim.Adam([x])
@@ -178,11 +161,9 @@ def test_a_frozen_model_whose_input_is_trained_is_planned():
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
-        return x.detach()
+        return [x.detach()]
 
-    plain = layers().requires_grad_(False)
-    model = hiremate(copy.deepcopy(plain), "60%", verbose=False)
-    assert torch.equal(train_input(model), train_input(plain))
+    model = planned_alike(layers().requires_grad_(False), train_input, "60%")
     assert get_plan(model).solution.recompute_ms > 0
 
 
@@ -196,15 +177,13 @@ class Waves(nn.Module):
 
 
 def test_a_module_without_weights_is_planned_where_its_input_is_trained():
-    def train_input(module: nn.Module) -> torch.Tensor:
+    def train_input(module: nn.Module) -> list[torch.Tensor]:
         x = batch(0, 16 * ROWS).requires_grad_()
         for _ in range(3):
             module(x).square().mean().backward()
-        return x.grad
+        return [x.grad]
 
-    module = hiremate(Waves(), "60%", verbose=False)
-    assert torch.equal(train_input(module), train_input(Waves()))
-    assert get_plan(module).solution.recompute_ms > 0
+    assert get_plan(planned_alike(Waves(), train_input, "60%")).solution.recompute_ms > 0
 
 
 def test_a_model_that_shares_a_part_with_a_planned_one_is_refused():
@@ -279,11 +258,7 @@ LATE_HOOKS = {
 @pytest.mark.parametrize("add", LATE_HOOKS.values(), ids=LATE_HOOKS)
 @pytest.mark.filterwarnings("ignore:A call of Sequential could not be captured")
 def test_hooks_that_come_later_and_go_are_heard(add):
-    plain = layers()
-    model = hiremate(copy.deepcopy(plain), "70%", verbose=False)
-    expected, found = halve_later(plain, add), halve_later(model, add)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert get_plan(model) is not None
+    assert get_plan(planned_alike(layers(), partial(halve_later, add=add), "70%")) is not None
 
 
 def gradient_by_transform(model: nn.Module) -> torch.Tensor:
@@ -336,22 +311,19 @@ def gradients_of(model: nn.Module, steps: int = 5) -> list[torch.Tensor]:
 
 def train_beside(plain: nn.Module) -> tuple[nn.Module, list[str]]:
     """Train a planned copy with the gradients of the plain module; give it, and what was said meanwhile."""
-    model = hiremate(copy.deepcopy(plain), "80%", verbose=False)
-    expected = gradients_of(plain)
     with pytest.warns(HiRemateWarning) as said:
-        found = gradients_of(model)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        model = planned_alike(plain, gradients_of, "80%")
     return model, [str(warning.message) for warning in said]
 
 
 @pytest.mark.parametrize("level", [logging.WARNING, logging.ERROR])
 def test_what_torch_compile_fails_on_runs_as_it_is_and_what_it_calls_is_planned(monkeypatch, request, level):
-    def fail_on_large_graphs(joint, *arguments):
-        if len(joint.graph.find_nodes(op="call_function", target=torch.ops.aten.gelu.default)) > 2:
+    def fail_on_large_graphs(graph, capture):
+        if len(graph.find_nodes(op="call_function", target=torch.ops.aten.gelu.default)) > 2:
             raise AssertionError("too large")
-        return capture(joint, *arguments)
+        return capture()
 
-    monkeypatch.setattr(backend, "capture", fail_on_large_graphs)
+    change_captures(monkeypatch, fail_on_large_graphs)
     log = logging.getLogger("torch._dynamo.convert_frame")
     request.addfinalizer(partial(log.setLevel, log.level))
     log.setLevel(level)
@@ -380,21 +352,16 @@ def test_an_error_of_the_model_is_raised_and_the_plan_stays():
     assert get_plan(model).solution is plan.solution
 
 
-class Marked(nn.Module):
+@network(lambda: {"body": layers()})
+def marked(self, x: torch.Tensor) -> torch.Tensor:
     """Has places that tensors in a list name, which runs, but not as it is traced: no tensor has a value there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = layers()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        marks = torch.zeros(len(x), 1)
-        marks[list(torch.arange(4)), [0] * 4] = 1.0
-        return self.body(x) * marks
+    marks = torch.zeros(len(x), 1)
+    marks[list(torch.arange(4)), [0] * 4] = 1.0
+    return self.body(x) * marks
 
 
 def test_what_fails_only_as_it_is_traced_runs_as_it_is_and_what_it_calls_is_planned():
-    model, texts = train_beside(Marked())
+    model, texts = train_beside(marked())
     assert "could not capture a part of Marked, which runs without a plan: RuntimeError(" in texts[0]
     assert get_plan(model).schedule.recomputed(get_plan(model).graph)
 
@@ -426,25 +393,20 @@ def test_what_a_forward_raises_leaves_the_plan(raised):
     assert get_plan(model).solution == solution
 
 
-class RefusesLarge(nn.Module):
+@network(lambda: {"layers": layers()})
+def refuses_large(self, x: torch.Tensor) -> torch.Tensor:
     """Checks its input, as user code does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = layers()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.max() > 10:
-            raise ArithmeticError("too large")
-        return self.layers(x)
+    if x.max() > 10:
+        raise ArithmeticError("too large")
+    return self.layers(x)
 
 
 def test_a_first_batch_that_the_model_refuses_leaves_no_trace():
-    model = hiremate(RefusesLarge(), "70%", verbose=False)
+    model = hiremate(refuses_large(), "70%", verbose=False)
     with pytest.raises(ArithmeticError, match="too large"):
         model(batch(0) + 100)
     counts = runs_by_step(model, 4)
-    fresh = hiremate(RefusesLarge(), "70%", verbose=False)
+    fresh = hiremate(refuses_large(), "70%", verbose=False)
     assert counts == runs_by_step(fresh, 4)
 
 
@@ -491,17 +453,13 @@ class Pair(tuple):
         raise NotImplementedError
 
 
-class TimesPairs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.pairs = nn.Linear(8, 8), [Pair((2, 3))]
-
-    def forward(self, x):
-        return sum(self.linear(x) * factor + term for factor, term in self.pairs)
+@network(lambda: {"linear": nn.Linear(8, 8), "pairs": [Pair((2, 3))]})
+def times_pairs(self, x):
+    return sum(self.linear(x) * factor + term for factor, term in self.pairs)
 
 
 def test_tuples_that_tell_no_length_are_captured_and_seen_to_change(recwarn):
-    plain, x = TimesPairs(), torch.randn(4, 8)
+    plain, x = times_pairs(), torch.randn(4, 8)
     module = hiremate(copy.deepcopy(plain), "100%", verbose=False)
     for pair in (Pair((2, 3)), Pair((2, 3)), Pair((5, 3))):
         module.pairs[0] = plain.pairs[0] = pair
@@ -526,29 +484,23 @@ class Unchecked(torch.autograd.Function):
         return gradient, gradient[..., ctx.index], None
 
 
-class StepsByStages(nn.Module):
+@network(lambda: {"slope": nn.Linear(16, 16), "weights": nn.Parameter(torch.rand(4))})
+def steps_by_stages(self, x: torch.Tensor) -> torch.Tensor:
     """Adds up stages of which each reads those before; it looks at the data between them, and ends the graph there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.slope = nn.Linear(16, 16)
-        self.weights = nn.Parameter(torch.rand(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        stages = Unchecked.apply(torch.empty(*x.shape, 4), self.slope(x), 0)
-        for index in range(3):
-            if x.sum() > 1e9:
-                break
-            x = x + (stages[..., : index + 1] * self.weights[: index + 1]).sum(-1)
-            stages = Unchecked.apply(stages, self.slope(x).tanh(), index + 1)
-        return x + (stages * 0.5).sum(-1)
+    stages = Unchecked.apply(torch.empty(*x.shape, 4), self.slope(x), 0)
+    for index in range(3):
+        if x.sum() > 1e9:
+            break
+        x = x + (stages[..., : index + 1] * self.weights[: index + 1]).sum(-1)
+        stages = Unchecked.apply(stages, self.slope(x).tanh(), index + 1)
+    return x + (stages * 0.5).sum(-1)
 
 
 @pytest.mark.filterwarnings(
     "ignore:.*should not be instantiated:DeprecationWarning", "ignore:.*was captured as a whole"
 )
 def test_code_that_changes_tensors_unseen_by_autograd_does_so_where_it_is_captured_alone():
-    train_both(StepsByStages, simple_loop(lambda index: torch.randn(64, 16) / (1 + index)), "100%")
+    train_both(steps_by_stages, simple_loop(lambda index: torch.randn(64, 16) / (1 + index)), "100%")
 
 
 class Remembers:
@@ -584,21 +536,16 @@ def test_parts_are_planned_where_each_step_has_a_forward_of_its_own():
     assert get_plan(model) is not None
 
 
-class Generates(nn.Module):
+@network(lambda: {"generator": nn.Linear(8, 16), "critic": nn.Linear(16, 1)})
+def generates(self, x: torch.Tensor) -> torch.Tensor:
     """Two networks; the model itself is what calls the first one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator, self.critic = nn.Linear(8, 16), nn.Linear(16, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.generator(x)
+    return self.generator(x)
 
 
 def test_calls_in_which_nothing_trains_leave_what_was_captured():
     """As in a Lightning module that toggles its optimizers: what is generated for the critic has no gradient."""
     torch.manual_seed(0)
-    model = hiremate(Generates(), "100%", verbose=False)
+    model = hiremate(generates(), "100%", verbose=False)
     captured = []
     for _ in range(4):
         for trains in (True, False):
@@ -676,11 +623,7 @@ def test_new_calls_inside_a_backward_run_as_written():
             optimizer.zero_grad()
         return [*losses, *(p.detach() for p in model.parameters())]
 
-    plain = layers()
-    model = hiremate(copy.deepcopy(plain), "70%", verbose=False)
-    expected = train(plain)
     with pytest.warns(HiRemateWarning, match=r"loss that embeds a batch in parts \(GradCache\)") as caught:
-        found = train(model)
+        model = planned_alike(layers(), train, "70%")
     assert len([w for w in caught if issubclass(w.category, HiRemateWarning)]) == 1
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert targets_of(model).session.captured_count == 0

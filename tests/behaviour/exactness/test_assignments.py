@@ -14,9 +14,10 @@ from hiremate_lightning import hiremate
 from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.rewriting.assignments import _step, assign, assign_to_new
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import captured_by, simple_loop, train_both
+from tests.exact import captured_by, drawn, network, simple_loop, train_both
 
 ROWS, WIDTH = 48, 32
+rows = drawn(ROWS, WIDTH)
 
 
 class Computes(nn.Module):
@@ -31,10 +32,6 @@ class Computes(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.function(self, self.layers, self.layers[0](x).tanh()))
-
-
-def rows(seed: int) -> Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
 def captured_of(function: Callable[..., Any]) -> Captured:
@@ -217,20 +214,16 @@ def test_what_the_caller_laid_out_is_copied():
         y[:3] = 1
         return y
 
-    class Last(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH)
+    @network(lambda: {"layer": nn.Linear(WIDTH, WIDTH)})
+    def last(self, x: Tensor) -> Tensor:
+        return function(self.layer(x))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return function(self.layer(x))
-
-    module = hiremate(Last(), "100%", verbose=False)
+    module = hiremate(last(), "100%", verbose=False)
     module(rows(0)).sum().backward()
     captured = targets_of(module).session.parts.all[0].captured
     assert not [node for node in captured.overwrites if node.target is assign]
-    train_both(Last, simple_loop(rows, loss_of=lambda y: y.sum()), "100%")
-    train_both(Last, simple_loop(rows, loss_of=lambda y: (y.t().contiguous() ** 3).sum()), "100%")
+    train_both(last, simple_loop(rows, loss_of=lambda y: y.sum()), "100%")
+    train_both(last, simple_loop(rows, loss_of=lambda y: (y.t().contiguous() ** 3).sum()), "100%")
 
 
 @pytest.mark.parametrize(

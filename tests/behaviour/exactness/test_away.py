@@ -22,6 +22,7 @@ from hiremate_lightning.running.copies import HostMemory, pinned_storages
 from hiremate_lightning.running.execution import Part
 from hiremate_lightning.running.program import Program, build
 from tests.behaviour.exactness.test_execution import Conductor, Net, every_other_kept, make
+from tests.exact import assert_same, differing, network
 from tests.training import build as build_model
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -99,10 +100,6 @@ def both_ways(device: str, conductor: Puts, steps: int = 3) -> tuple[list[torch.
     return found[0], found[1]
 
 
-def are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 @pytest.mark.parametrize("decide", [keep_all, every_other_kept])
 @pytest.mark.parametrize("rule", [soonest, latest, anywhere])
 @pytest.mark.parametrize("device", DEVICES)
@@ -110,7 +107,7 @@ def test_what_goes_away_comes_back_bit_for_bit(device, rule, decide):
     conductor = Puts(rule, decide)
     expected, found = both_ways(device, conductor)
     assert conductor.away >= 2
-    assert are_equal(found, expected)
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("name", ["gpt", "unet", "resnet"])
@@ -123,7 +120,7 @@ def test_whole_models_train_bit_for_bit_with_values_away(device, name):
         batches = [model.make_batch(index)[0].to(device) for index in range(2)]
         found.append(trained(module, batches, model.loss_of, compiled(module, own)))
     assert conductor.away >= 5
-    assert are_equal(*found)
+    assert_same(*found)
 
 
 def test_blocks_of_the_host_are_used_again_in_each_step():
@@ -145,7 +142,7 @@ def test_a_backward_that_runs_twice_brings_values_back_twice():
         loss.backward(retain_graph=True)
         loss.backward()
         gradients.append([p.grad for p in model.parameters()])
-    assert are_equal(*gradients)
+    assert_same(*gradients)
 
 
 def test_a_forward_without_a_backward_gives_its_blocks_back():
@@ -160,23 +157,19 @@ def test_a_forward_without_a_backward_gives_its_blocks_back():
 
 
 def test_a_gradient_that_does_not_arrive_changes_no_other():
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = Net(), Net()
-
-        def forward(self, x):
-            return self.one(x), self.two(x)
+    @network(lambda: {"one": Net(), "two": Net()})
+    def two(self, x):
+        return self.one(x), self.two(x)
 
     gradients = []
     for own in (Conductor(keep_all), Puts(soonest)):
         torch.manual_seed(5)
-        model, x = Two(), torch.randn(256, 16)
+        model, x = two(), torch.randn(256, 16)
         torch.manual_seed(6)
         compiled(model, own)(x)[1].square().mean().backward()
         gradients.append([p.grad for p in model.two.parameters()])
         assert all(p.grad is None for p in model.one.parameters())
-    assert are_equal(*gradients)
+    assert_same(*gradients)
 
 
 def test_what_must_stay_on_the_device_is_refused_by_name(monkeypatch):
@@ -226,14 +219,15 @@ def test_the_peak_with_values_away_is_the_predicted_one(rule, most):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.version.cuda is not None, reason="on a real GPU copies may end in time by chance")
-@pytest.mark.parametrize("missing", ["the wait before memory is freed", "the wait before it is read"])
+@pytest.mark.parametrize(
+    "missing",
+    [(copies.Leaving, "wait"), (copies.Arriving, "_wait")],
+    ids=["before memory is freed", "before it is read"],
+)
 def test_a_missing_wait_is_seen_as_other_numbers(monkeypatch, missing):
-    if missing == "the wait before memory is freed":
-        monkeypatch.setattr(copies.Leaving, "wait", lambda self: None)
-    else:
-        monkeypatch.setattr(copies.Arriving, "_wait", lambda self: None)
+    monkeypatch.setattr(*missing, lambda self: None)
     expected, found = both_ways("cuda", Puts(latest))
-    assert not are_equal(found, expected)
+    assert differing(found, expected)
 
 
 @pytest.mark.gpu

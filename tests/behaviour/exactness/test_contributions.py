@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +12,7 @@ from torch.nn.functional import logsigmoid, normalize
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.capturing import backend
 from hiremate_lightning.targets.modules import targets_of
+from tests.exact import network, planned_alike
 
 ROWS, WIDTH = 64, 48
 
@@ -103,11 +103,7 @@ def train(model: nn.Module, steps: int = 4) -> list[torch.Tensor]:
 def trained_exactly(make: Callable[[], nn.Module]) -> nn.Module:
     """Train a model plainly and planned, compare all numbers, and give the planned one."""
     torch.manual_seed(0)
-    plain = make()
-    model = hiremate(copy.deepcopy(plain), "100%", verbose=False)
-    expected, found = train(plain), train(model)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    return model
+    return planned_alike(make(), train, "100%")
 
 
 @pytest.mark.parametrize("first", READERS, ids=lambda f: f.__name__)
@@ -131,63 +127,48 @@ def test_terms_that_were_expected_wrongly_are_exact(expected, monkeypatch):
     trained_exactly(lambda: Read(many, many))
 
 
-class Gated(nn.Module):
+@network(lambda: {"enter": nn.Linear(WIDTH, 2 * WIDTH)})
+def gated(self, x: torch.Tensor) -> torch.Tensor:
     """Reads views of a value before and after a look at one of them, which ends a captured part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter = nn.Linear(WIDTH, 2 * WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        value, gate = self.enter(x).view(len(x), 2, -1).unbind(1)
-        level = logsigmoid(gate)
-        if torch.all(value == 0.0):
-            return value.sum()
-        highest = torch.max(value, level)
-        kept = torch.minimum(torch.exp(level - highest), torch.ones_like(value))
-        return (kept * value + torch.exp(value - highest)).square().mean()
+    value, gate = self.enter(x).view(len(x), 2, -1).unbind(1)
+    level = logsigmoid(gate)
+    if torch.all(value == 0.0):
+        return value.sum()
+    highest = torch.max(value, level)
+    kept = torch.minimum(torch.exp(level - highest), torch.ones_like(value))
+    return (kept * value + torch.exp(value - highest)).square().mean()
 
 
 def test_views_that_are_read_in_several_parts_are_traced_with_their_sizes(recwarn):
-    model = trained_exactly(Gated)
+    model = trained_exactly(gated)
     assert targets_of(model).session.captured_count == 2
     assert not [str(w.message) for w in recwarn]
 
 
-class ReadAndOverwritten(nn.Module):
+@network(lambda: {"enter": nn.Linear(WIDTH, WIDTH), "leave": nn.Linear(WIDTH, WIDTH)})
+def read_and_overwritten(self, x: torch.Tensor) -> torch.Tensor:
     """Overwrites a value that it reads several times, in another captured part than the one that made it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.enter(x)
-        torch._dynamo.graph_break()
-        y = h.exp() * 0.1 + h.sigmoid()
-        h.mul_(2.0)
-        y = y + h.tanh() + h.exp() * 0.1
-        torch._dynamo.graph_break()
-        return self.leave(y + h.sigmoid()).square().mean()
+    h = self.enter(x)
+    torch._dynamo.graph_break()
+    y = h.exp() * 0.1 + h.sigmoid()
+    h.mul_(2.0)
+    y = y + h.tanh() + h.exp() * 0.1
+    torch._dynamo.graph_break()
+    return self.leave(y + h.sigmoid()).square().mean()
 
 
-class ReadAndReturned(nn.Module):
+@network(lambda: {"enter": nn.Linear(WIDTH, WIDTH), "leave": nn.Linear(WIDTH, WIDTH)})
+def read_and_returned(self, x: torch.Tensor) -> torch.Tensor:
     """Returns a view of a value that it reads several times, and overwrites it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.enter(x)
-        torch._dynamo.graph_break()
-        y, seen = h.exp() * 0.1 + h.sigmoid() + h.tanh(), h.view(WIDTH, ROWS)
-        torch._dynamo.graph_break()
-        seen.mul_(2.0)
-        return self.leave(y).square().mean() + h.square().mean()
+    h = self.enter(x)
+    torch._dynamo.graph_break()
+    y, seen = h.exp() * 0.1 + h.sigmoid() + h.tanh(), h.view(WIDTH, ROWS)
+    torch._dynamo.graph_break()
+    seen.mul_(2.0)
+    return self.leave(y).square().mean() + h.square().mean()
 
 
-@pytest.mark.parametrize("kind", [ReadAndOverwritten, ReadAndReturned])
+@pytest.mark.parametrize("kind", [read_and_overwritten, read_and_returned])
 def test_values_that_are_overwritten_are_exact(kind):
     trained_exactly(kind)
 
@@ -203,27 +184,22 @@ class Block(nn.Module):
         return torch.tanh(self.leave(many(h)))
 
 
-class Residual(nn.Module):
+@network(lambda: {"blocks": nn.ModuleList(Block() for _ in range(3))})
+def residual(self, x: torch.Tensor) -> torch.Tensor:
     """Blocks that are captured once, for a leaf: the others get what code between them has computed.
 
     So are the norms of a model of transformers whose inputs require gradients (`enable_input_require_grads`, as peft
     calls it), where its layers can't be captured as a whole.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = x.requires_grad_()
-        for block in self.blocks:
-            torch._dynamo.graph_break()
-            h = h + block(h)
-        return h.square().mean()
+    h = x.requires_grad_()
+    for block in self.blocks:
+        torch._dynamo.graph_break()
+        h = h + block(h)
+    return h.square().mean()
 
 
 def test_a_part_that_was_captured_for_a_leaf_is_exact_for_computed_values():
-    model = trained_exactly(Residual)
+    model = trained_exactly(residual)
     assert targets_of(model).session.captured_count < 6
 
 

@@ -12,33 +12,26 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hiremate_lightning.torch_private.eager_tracing import traced_as_eager
-from tests.exact import TORCH, simple_loop, train_both
+from tests.exact import TORCH, network, simple_loop, train_both
 
 
-class Image(nn.Module):
+@network(lambda: {"mix": nn.Linear(8, 8), "norm": nn.GroupNorm(4, 8), "convolution": nn.Conv2d(8, 8, 3, padding=1)})
+def image(self, x: torch.Tensor) -> torch.Tensor:
     """Attention over an image, as the autoencoders of diffusion models have it, then a group norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Linear(8, 8)
-        self.norm = nn.GroupNorm(4, 8)
-        self.convolution = nn.Conv2d(8, 8, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mixed = self.mix(x.flatten(2).transpose(1, 2)).transpose(1, 2).reshape(x.shape)
-        return self.convolution(self.norm((mixed + x) / 2))
+    mixed = self.mix(x.flatten(2).transpose(1, 2)).transpose(1, 2).reshape(x.shape)
+    return self.convolution(self.norm((mixed + x) / 2))
 
 
 def test_a_batch_of_one_trains():
     """A group norm copies its input or doesn't, by the stride of a dimension that has one element."""
-    train_both(Image, simple_loop(lambda step: torch.randn(1, 8, 6, 6)), "1 MiB")
+    train_both(image, simple_loop(lambda step: torch.randn(1, 8, 6, 6)), "1 MiB")
 
 
 @pytest.mark.skipif(TORCH >= (2, 14), reason="torch 2.14 was mended")
 def test_torch_still_traces_it_otherwise():
     """Once no torch does that is supported, our strides for dimensions of size one can go."""
     with pytest.raises(RuntimeError, match="is_contiguous"):
-        torch.compile(Image(), backend="aot_eager")(torch.randn(1, 8, 6, 6))
+        torch.compile(image(), backend="aot_eager")(torch.randn(1, 8, 6, 6))
 
 
 VIEWS = {

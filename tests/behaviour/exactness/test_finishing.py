@@ -17,7 +17,7 @@ from hiremate_lightning.records.same_code import difference
 from hiremate_lightning.records.schedule import keep_all
 from tests.behaviour.exactness.test_execution import compiled, every_other_kept, nothing_kept
 from tests.behaviour.exactness.test_overwriting import Autocast, captured_of
-from tests.exact import added_peaks, simple_loop, train_both
+from tests.exact import added_peaks, network, simple_loop, train_both
 
 ROWS, WIDTH = 64, 32
 BACKWARDS = torch.arange(ROWS).flip(0)
@@ -97,18 +97,13 @@ def test_graphs_of_all_batch_sizes_are_alike(change_thresholds):
 
 
 def test_a_buffer_that_the_step_overwrites_is_read_in_its_time():
-    class Moving(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH)
-            self.register_buffer("shift", torch.zeros(WIDTH))
+    @network(lambda: {"layer": nn.Linear(WIDTH, WIDTH), "shift": torch.zeros(WIDTH)})
+    def moving(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.shift += y.detach().mean(0)
+        return (self.layer(x) + self.shift).relu()
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.layer(x)
-            self.shift += y.detach().mean(0)
-            return (self.layer(x) + self.shift).relu()
-
-    train_both(Moving, simple_loop(lambda index: torch.randn(ROWS, WIDTH)))
+    train_both(moving, simple_loop(lambda index: torch.randn(ROWS, WIDTH)))
 
 
 # ---------------------------------------------------------------- training

@@ -16,7 +16,7 @@ from torch import nn
 from hiremate_lightning import hiremate
 from hiremate_lightning.capturing.backend import OPAQUE
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import captured_by, simple_loop, train_both
+from tests.exact import captured_by, network, simple_loop, train_both
 
 ROWS, SIZE = 32, 16
 
@@ -86,13 +86,10 @@ def test_a_planned_step_hears_what_plain_training_hears(name):
     train_scaled(lambda: lambda y: 0.5 if asks() else 2.0)
 
 
-def test_a_function_put_into_graphs_hears_it_too():
-    """A function that Dynamo does not read, and that is traced while torch compiles."""
-
-    @torch.compiler.allow_in_graph
-    def scale(y):
-        return y * (0.5 if torch.compiler.is_compiling() else 2.0)
-
+@pytest.mark.parametrize("wrap", [torch.compiler.allow_in_graph, torch.compile(backend="eager")], ids=["opaque", "own"])
+def test_a_function_put_into_graphs_or_compiled_hears_it_too(wrap):
+    """A function that Dynamo does not read, and that is traced while torch compiles, or that its author compiled."""
+    scale = wrap(lambda y: y * (0.5 if torch.compiler.is_compiling() else 2.0))
     train_scaled(lambda: scale)
 
 
@@ -108,14 +105,6 @@ def test_a_backward_of_an_autograd_function_hears_it_too():
             return gradient * (0.5 if torch.compiler.is_compiling() else 2.0)
 
     train_scaled(lambda: Rounded.apply)
-
-
-def test_what_its_author_compiled_hears_that_it_is_compiled():
-    @torch.compile(backend="eager")
-    def scale(y):
-        return y * (0.5 if torch.compiler.is_compiling() else 2.0)
-
-    train_scaled(lambda: scale)
 
 
 def test_a_question_after_cuda_graphs_ends_no_graph():
@@ -229,15 +218,11 @@ def test_an_opaque_function_is_captured_with_what_surrounds_it(monkeypatch):
     setattr(module, function, contract)
     monkeypatch.setitem(sys.modules, name, module)
 
-    class Contracting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(8, 8))
+    @network(lambda: {"weight": nn.Parameter(torch.randn(8, 8))})
+    def contracting(self, x):
+        return torch.tanh(module.einsum("bi,io->bo", torch.tanh(x), self.weight))
 
-        def forward(self, x):
-            return torch.tanh(module.einsum("bi,io->bo", torch.tanh(x), self.weight))
-
-    planned = hiremate(Contracting(), "100%", verbose=False)
+    planned = hiremate(contracting(), "100%", verbose=False)
     x = torch.randn(16, 8)
     loss = planned(x).square().mean()
     loss.backward()

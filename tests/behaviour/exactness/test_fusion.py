@@ -16,7 +16,8 @@ from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.integrations import compile_backend
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import inductor
-from tests.exact import assert_foreseen
+from tests.exact import assert_foreseen, network
+from tests.trainers import quiet_trainer
 
 
 class TanhGelu(nn.Module):
@@ -159,16 +160,12 @@ def test_dropout_draws_the_masks_of_eager():
 
 
 def test_a_gradient_that_never_comes_takes_no_memory():
-    class WithLogits(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(32, 256)
+    @network(lambda: {"linear": nn.Linear(32, 256)})
+    def with_logits(self, x):
+        logits = self.linear(x)
+        return (torch.tanh(logits) * 2 + 1).square().mean(), logits.float()
 
-        def forward(self, x):
-            logits = self.linear(x)
-            return (torch.tanh(logits) * 2 + 1).square().mean(), logits.float()
-
-    model = planned(WithLogits(), "100%")
+    model = planned(with_logits(), "100%")
     for _ in range(5):
         loss, logits = model(torch.randn(64, 32))
         del logits
@@ -199,11 +196,11 @@ def test_a_second_backward_gives_the_same_gradients():
     assert all(torch.equal(p.grad, 2 * g) for p, g in zip(fused.parameters(), once, strict=True))
 
 
-def test_what_cannot_be_compiled_runs_one_by_one(monkeypatch):
+def test_what_cannot_be_compiled_runs_one_by_one(compile_kernels_by):
     def fail(module, inputs):
         raise RuntimeError("no compiler found")
 
-    monkeypatch.setattr(inductor, "compile_graph", fail)
+    compile_kernels_by(fail)
     model = Convolutions()
     fused = planned(model, "100%")
     with pytest.warns(HiRemateWarning, match=re.escape("which run one by one: RuntimeError: no compiler found")):
@@ -215,7 +212,7 @@ def test_what_cannot_be_compiled_runs_one_by_one(monkeypatch):
 @pytest.mark.parametrize(
     ("fault", "words"), [("strides", "its results are laid out as"), ("memory", "its results share memory")]
 )
-def test_a_kernel_with_results_laid_out_otherwise_is_not_used(monkeypatch, fault, words):
+def test_a_kernel_with_results_laid_out_otherwise_is_not_used(compile_kernels_by, fault, words):
     compile_graph = inductor.compile_graph
 
     def compile_otherwise(module, inputs):
@@ -224,7 +221,7 @@ def test_a_kernel_with_results_laid_out_otherwise_is_not_used(monkeypatch, fault
             return lambda arguments: arguments[:1]
         return lambda arguments: [t.t().contiguous().t() for t in run(arguments)]
 
-    monkeypatch.setattr(inductor, "compile_graph", compile_otherwise)
+    compile_kernels_by(compile_otherwise)
     fused = planned(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Sigmoid()), "100%")
     with pytest.warns(HiRemateWarning, match=words):
         fused(torch.randn(8, 16)).sum().backward()
@@ -258,20 +255,16 @@ def test_a_buffer_that_the_step_overwrites_is_read_before():
 
 
 def test_reductions_between_elementwise_operations_of_the_backward_keep_their_order():
-    class WrittenOut(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 64)
-
-        def forward(self, x):
-            y = self.linear(x)
-            weights = (y - y.amax(-1, keepdim=True)).exp()
-            weights = weights / weights.sum(-1, keepdim=True)
-            y = y * weights + weights.mean(-1, keepdim=True) * y.square().sum(-1, keepdim=True).sqrt()
-            return y.square().mean()
+    @network(lambda: {"linear": nn.Linear(16, 64)})
+    def written_out(self, x):
+        y = self.linear(x)
+        weights = (y - y.amax(-1, keepdim=True)).exp()
+        weights = weights / weights.sum(-1, keepdim=True)
+        y = y * weights + weights.mean(-1, keepdim=True) * y.square().sum(-1, keepdim=True).sqrt()
+        return y.square().mean()
 
     torch.manual_seed(0)
-    model = WrittenOut()
+    model = written_out()
     fused = planned(model, "100%")
     for found, expected in zip(train(fused, (8, 16)), train(model, (8, 16)), strict=True):
         torch.testing.assert_close(found, expected)
@@ -290,14 +283,7 @@ def test_the_callback_and_the_backend_of_torch_compile_fuse_too():
             return torch.optim.SGD(self.parameters(), 0.1)
 
     callback = HiRemateCallback(budget="100%", compile="inductor", verbose=False)
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    trainer = pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[callback], **quiet)
-    trainer.fit(Regression(), torch.utils.data.DataLoader(torch.randn(64, 16), batch_size=16))
+    quiet_trainer(callback).fit(Regression(), torch.utils.data.DataLoader(torch.randn(64, 16), batch_size=16))
     torch.compiler.reset()
     net = Regression().net
     model = torch.compile(net, backend="hiremate", options={"budget": "100%", "compile": "inductor", "verbose": False})

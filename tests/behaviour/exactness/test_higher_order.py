@@ -14,7 +14,7 @@ from torch.nn.attention import flex_attention as flex
 
 from hiremate_lightning import HiRemateWarning
 from hiremate_lightning.measuring.profiling import CostCache, measure
-from tests.exact import captured_by, simple_loop, train_both
+from tests.exact import captured_by, network, simple_loop, train_both
 
 ROWS, SIZE = 256, 32
 
@@ -140,18 +140,14 @@ def test_both_branches_of_a_condition_are_measured():
 
 
 def test_subgraphs_tell_equal_work_apart(attention_on_host):
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(SIZE, SIZE)
+    @network(lambda: {"inner": nn.Linear(SIZE, SIZE)})
+    def two(self, x):
+        y, positive = self.inner(x), x.sum() > 0
+        for _ in range(2):
+            y = torch.cond(positive, torch.sin, torch.cos, (y,))
+        return torch.cond(positive, lambda t: t.exp().sin(), torch.cos, (y,))
 
-        def forward(self, x):
-            y, positive = self.inner(x), x.sum() > 0
-            for _ in range(2):
-                y = torch.cond(positive, torch.sin, torch.cos, (y,))
-            return torch.cond(positive, lambda t: t.exp().sin(), torch.cos, (y,))
-
-    captured = captured_by(Two(), torch.randn(ROWS, SIZE))
+    captured = captured_by(two(), torch.randn(ROWS, SIZE))
     first, second, other = (captured.graph.nodes[n].key for n in captured.graph.forward if _is_cond(captured, n))
     assert first == second != other
 

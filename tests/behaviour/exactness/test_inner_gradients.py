@@ -11,32 +11,26 @@ from torch.autograd import grad
 
 from hiremate_lightning import CaptureError, HiRemateWarning, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import leave_behind, simple_loop, train_both
+from tests.exact import drawn, leave_behind, network, simple_loop, train_both
 
 WIDTH, ROWS = 64, 256
+positions = drawn(ROWS, 3)
 
 
-def network(inputs: int, outputs: int = 1, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
+def layers_of(inputs: int, outputs: int = 1, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
     sizes = (inputs, WIDTH, WIDTH, WIDTH)
     hidden = [m for a, b in pairwise(sizes) for m in (nn.Linear(a, b), activation())]
     return nn.Sequential(*hidden, nn.Linear(WIDTH, outputs))
 
 
-class Equation(nn.Module):
+@network(lambda: {"network": layers_of(2)}, shape=(ROWS, 2))
+def equation(self, x: Tensor) -> Tensor:
     """A physics-informed network: what is left of Burgers' equation, of second order."""
-
-    shape = (ROWS, 2)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = network(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.requires_grad_(True)
-        u = self.network(x)
-        (first,) = grad(u.sum(), x, create_graph=True)
-        (second,) = grad(first[:, 0].sum(), x, create_graph=True)
-        return first[:, 1] + u[:, 0] * first[:, 0] - 0.01 * second[:, 0]
+    x = x.requires_grad_(True)
+    u = self.network(x)
+    (first,) = grad(u.sum(), x, create_graph=True)
+    (second,) = grad(first[:, 0].sum(), x, create_graph=True)
+    return first[:, 1] + u[:, 0] * first[:, 0] - 0.01 * second[:, 0]
 
 
 class Potential(nn.Module):
@@ -46,7 +40,7 @@ class Potential(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.network = nn.Sequential(network(3, WIDTH, nn.SiLU), nn.Dropout(0.2), nn.Linear(WIDTH, 1))
+        self.network = nn.Sequential(layers_of(3, WIDTH, nn.SiLU), nn.Dropout(0.2), nn.Linear(WIDTH, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_(True)
@@ -80,42 +74,28 @@ class Penalty(nn.Module):
         return self.critic(x) + 10 * (slope.flatten(1).norm(2, 1, keepdim=True) - 1)
 
 
-class InnerOptimizer(nn.Module):
+@network(lambda: {"network": layers_of(8)}, shape=(ROWS, 8))
+def inner_optimizer(self, x: Tensor) -> Tensor:
     """Learns to learn: two steps of gradient descent, differentiated (MAML)."""
-
-    shape = (ROWS, 8)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = network(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = dict(self.network.named_parameters())
-        for _ in range(2):
-            loss = torch.func.functional_call(self.network, weights, (x,)).square().mean()
-            slopes = grad(loss, list(weights.values()), create_graph=True)
-            weights = {name: w - 0.1 * s for (name, w), s in zip(weights.items(), slopes, strict=True)}
-        return torch.func.functional_call(self.network, weights, (x,))
+    weights = dict(self.network.named_parameters())
+    for _ in range(2):
+        loss = torch.func.functional_call(self.network, weights, (x,)).square().mean()
+        slopes = grad(loss, list(weights.values()), create_graph=True)
+        weights = {name: w - 0.1 * s for (name, w), s in zip(weights.items(), slopes, strict=True)}
+    return torch.func.functional_call(self.network, weights, (x,))
 
 
-class Flow(nn.Module):
+@network(lambda: {"network": layers_of(4, 4)}, shape=(ROWS, 4))
+def flow(self, x: Tensor) -> Tensor:
     """A continuous normalizing flow: traces of Jacobians, all rows of one at once."""
-
-    shape = (ROWS, 4)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = network(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, traces = x.requires_grad_(True), torch.zeros(())
-        rows = torch.eye(4).unsqueeze(1).expand(4, len(x), 4)
-        for _ in range(2):
-            speed = self.network(x)
-            (jacobian,) = grad(speed, x, rows, create_graph=True, is_grads_batched=True)
-            traces = traces + jacobian.diagonal(dim1=0, dim2=2).sum(1)
-            x = x + 0.1 * speed
-        return x.square().sum(1) - traces
+    x, traces = x.requires_grad_(True), torch.zeros(())
+    rows = torch.eye(4).unsqueeze(1).expand(4, len(x), 4)
+    for _ in range(2):
+        speed = self.network(x)
+        (jacobian,) = grad(speed, x, rows, create_graph=True, is_grads_batched=True)
+        traces = traces + jacobian.diagonal(dim1=0, dim2=2).sum(1)
+        x = x + 0.1 * speed
+    return x.square().sum(1) - traces
 
 
 class Auxiliary(nn.Module):
@@ -125,14 +105,14 @@ class Auxiliary(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = network(WIDTH, WIDTH, nn.GELU), network(WIDTH, WIDTH, nn.GELU)
+        self.first, self.second = layers_of(WIDTH, WIDTH, nn.GELU), layers_of(WIDTH, WIDTH, nn.GELU)
 
     def forward(self, x: Tensor) -> Tensor:
         self.first(x).square().mean().backward()
         return self.second(self.first(x))
 
 
-MODELS = [Equation, Potential, Penalty, InnerOptimizer, Flow, Auxiliary]
+MODELS = [equation, Potential, Penalty, inner_optimizer, flow, Auxiliary]
 
 
 @pytest.mark.parametrize("make", MODELS)
@@ -166,22 +146,17 @@ def test_they_are_captured_with_the_forward_as_one_graph(make):
     assert get_plan(model) is not None
 
 
-class Broken(nn.Module):
+@network(lambda: {"first": layers_of(WIDTH, WIDTH), "second": layers_of(WIDTH, WIDTH)})
+def broken(self, x: Tensor) -> Tensor:
     """Takes a gradient of what one captured graph gave, in code that was to be the next one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = network(WIDTH, WIDTH), network(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        torch._dynamo.graph_break()
-        (slope,) = grad(h.sum(), self.first[0].bias, retain_graph=True)
-        return self.second(h + slope)
+    h = self.first(x)
+    torch._dynamo.graph_break()
+    (slope,) = grad(h.sum(), self.first[0].bias, retain_graph=True)
+    return self.second(h + slope)
 
 
 def test_a_gradient_between_captured_graphs_is_none_of_what_is_captured(recwarn):
-    plan = train_both(Broken, simple_loop(lambda index: torch.randn(ROWS, WIDTH), steps=4), "80%")
+    plan = train_both(broken, simple_loop(lambda index: torch.randn(ROWS, WIDTH), steps=4), "80%")
     assert plan is not None
     assert not any("get_ident" in str(w.message) for w in recwarn)
 
@@ -191,7 +166,7 @@ class Interrupted(nn.Module):
 
     def __init__(self, ask, create_graph: bool = False) -> None:
         super().__init__()
-        self.first, self.second = network(3, WIDTH), network(WIDTH)
+        self.first, self.second = layers_of(3, WIDTH), layers_of(WIDTH)
         self.ask, self.create_graph = ask, create_graph
 
     def forward(self, x: Tensor) -> Tensor:
@@ -256,7 +231,7 @@ SECOND_ORDER = {
 @pytest.mark.parametrize("train", SECOND_ORDER.values(), ids=SECOND_ORDER)
 def test_a_gradient_of_what_a_planned_model_returned_is_an_error(train):
     """Autograd would leave its part of second derivatives out, in silence where not all gradients are asked for."""
-    model = hiremate(network(3), "100%", verbose=False)
+    model = hiremate(layers_of(3), "100%", verbose=False)
     for _ in range(3):
         model.zero_grad()
         model(torch.randn(ROWS, 3)).square().mean().backward()
@@ -296,7 +271,7 @@ class Forces(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.network = network(3, 3, nn.SiLU)
+        self.network = layers_of(3, 3, nn.SiLU)
 
     def squash(self, x: Tensor) -> Tensor:
         return Squash.apply(x)
@@ -310,10 +285,6 @@ class Forces(nn.Module):
 class SwitchedForces(Forces):
     def squash(self, x: Tensor) -> Tensor:
         return SwitchedSquash.apply(x)
-
-
-def positions(index: int) -> Tensor:
-    return torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(index))
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

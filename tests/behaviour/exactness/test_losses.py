@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.rewriting.losses import cross_entropy, cross_entropy_gradient
 from hiremate_lightning.torch_private import hacks
-from tests.exact import added_peaks, captured_by, simple_loop, train_both
+from tests.exact import added_peaks, captured_by, network, planned_alike, simple_loop, train_both
 
 aten = torch.ops.aten
 WIDTH, ROWS, CLASSES, CHUNK = 32, 200, 301, 128
@@ -317,19 +316,13 @@ def test_logits_that_are_returned_may_be_changed_in_place(dtype):
     train_both(lambda: Words(lambda y, x: (entropy(y, x), y), dtype), simple_loop(batch, loss_of=changed))
 
 
-class Table(nn.Module):
+@network(lambda: {"logits": nn.Parameter(torch.randn(ROWS, CLASSES)), "words": Words(entropy)})
+def table(self, x: Tensor) -> Tensor:
     """Logits that are a weight, which the step itself changes once it has their loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logits = nn.Parameter(torch.randn(ROWS, CLASSES))
-        self.words = Words(entropy)
-
-    def forward(self, x: Tensor) -> Tensor:
-        loss = F.cross_entropy(self.logits, x.flatten()) + self.words(x)
-        with torch.no_grad():
-            self.logits.mul_(0.9)
-        return loss
+    loss = F.cross_entropy(self.logits, x.flatten()) + self.words(x)
+    with torch.no_grad():
+        self.logits.mul_(0.9)
+    return loss
 
 
 class Cleared(Words):
@@ -344,7 +337,7 @@ class Cleared(Words):
         return loss
 
 
-@pytest.mark.parametrize("make", [Table, lambda: Cleared(entropy, torch.float32)], ids=["weight", "graph before"])
+@pytest.mark.parametrize("make", [table, lambda: Cleared(entropy, torch.float32)], ids=["weight", "graph before"])
 def test_logits_that_the_step_changes_in_place_are_not_read_again(make):
     train_both(make, simple_loop(batch, loss_of=lambda loss: loss), on_infeasible="warn")
 
@@ -384,17 +377,16 @@ def test_torch_still_traces_no_loss_of_bytes():
 
 
 def test_logits_are_there_for_another_backward():
-    torch.manual_seed(0)
-    plain = Words(entropy, torch.float32)
-    planned = hiremate(copy.deepcopy(plain), "100%", verbose=False)
-    found = []
-    for module in (plain, planned):
-        module.body[3].p = 0.0
+    def backward_twice(module: nn.Module) -> list[Tensor | None]:
         loss = module(batch(0))
         loss.backward(retain_graph=True)
         loss.backward()
-        found.append([p.grad for p in module.parameters()])
-    assert all(map(torch.equal, *found))
+        return [p.grad for p in module.parameters()]
+
+    torch.manual_seed(0)
+    plain = Words(entropy, torch.float32)
+    plain.body[3].p = 0.0
+    planned_alike(plain, backward_twice, "100%")
 
 
 class InChunks(torch.autograd.Function):

@@ -21,10 +21,12 @@ from hiremate_lightning.rewriting.joint import name_of
 from hiremate_lightning.rewriting.operations import Into, registered
 from hiremate_lightning.rewriting.overwriting import _INTO, _INTO_FIRST, _INTO_FIRST_BY_ROWS, Strides, overwriting
 from tests.behaviour.exactness.test_execution import compiled, nothing_kept
-from tests.exact import captured_by, simple_loop, square_error, train_both
+from tests.exact import captured_by, drawn, simple_loop, square_error, train_both
 
 aten = torch.ops.aten
 ROWS, WIDTH = 64, 32
+pictures = drawn(4, 3, 16, 16)
+rows = drawn(ROWS, WIDTH)
 
 # ---------------------------------------------------------------- kernels
 
@@ -400,14 +402,6 @@ class Gated(nn.Module):
         for _ in range(2):
             x = x + self.scale * (self.first(x).tanh() * self.gate(x).sigmoid()) / 3
         return self.first(x - x.mean(0))
-
-
-def pictures(seed: int) -> Tensor:
-    return torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
-
-
-def rows(seed: int) -> Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
 TRAININGS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {

@@ -11,10 +11,11 @@ from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.rewriting import pooling
 from hiremate_lightning.testing import changed_thresholds
-from tests.exact import added_peaks, captured_by, simple_loop, train_both
+from tests.exact import added_peaks, captured_by, drawn, network, simple_loop, train_both
 
 BATCH, CHANNELS, SIZE = 5, 12, 21
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+batch = drawn(4, 3, 32, 32)
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -208,10 +209,6 @@ CHOICES = {
 }
 
 
-def batch(index: int) -> Tensor:
-    return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(index))
-
-
 @pytest.mark.usefixtures("_kernels_uncompiled")
 def test_pools_are_joined_beside_fused_kernels_too():
     graph = captured_by(Pooled(activated), batch(0), compile="inductor").graph
@@ -228,21 +225,16 @@ def test_training_is_exact_with_the_expected_joined_pools(make, count):
     assert ops.count("hiremate.max_pool") == ops.count("hiremate.max_pool_gradient") == count
 
 
-class Forces(nn.Module):
+@network(lambda: {"layer": nn.Conv2d(3, 16, 3, padding=1)})
+def forces(self, x: Tensor) -> Tensor:
     """Trained on the gradient of a pool."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Conv2d(3, 16, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.requires_grad_()
-        energy = F.max_pool2d(torch.tanh(self.layer(x)), 2).square().sum()
-        return torch.autograd.grad(energy, x, create_graph=True)[0]
+    x = x.requires_grad_()
+    energy = F.max_pool2d(torch.tanh(self.layer(x)), 2).square().sum()
+    return torch.autograd.grad(energy, x, create_graph=True)[0]
 
 
 def test_a_gradient_of_a_gradient_is_exact():
-    train_both(Forces, simple_loop(batch), "100%")
+    train_both(forces, simple_loop(batch), "100%")
 
 
 @pytest.mark.parametrize("pool", [activated, then_activated, several], ids=lambda pool: pool.__name__)

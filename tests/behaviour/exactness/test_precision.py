@@ -15,9 +15,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
-from tests.exact import Log, differing, leave_behind, quiet, simple_loop, square_error, train_both
+from tests.exact import Log, differing, drawn, leave_behind, network, quiet, simple_loop, square_error, train_both
+from tests.trainers import quiet_trainer
 
 ROWS, WIDTH = 256, 16
+rows = drawn(ROWS, WIDTH)
+pictures = drawn(16, 3, 12, 12)
 
 
 def layers() -> nn.Sequential:
@@ -36,41 +39,24 @@ def pictures_net() -> nn.Sequential:
     )
 
 
-def rows(index: int) -> Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(index))
+@network(lambda: {"first": nn.Linear(WIDTH, WIDTH), "layers": layers()})
+def autocast_inside(self, x: Tensor) -> Tensor:
+    x = self.first(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return self.layers(x).float() + x
 
 
-def pictures(index: int) -> Tensor:
-    return torch.randn(16, 3, 12, 12, generator=torch.Generator().manual_seed(index))
-
-
-class AutocastInside(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.layers = nn.Linear(WIDTH, WIDTH), layers()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return self.layers(x).float() + x
-
-
-class SinglePrecisionInside(nn.Module):
+@network(lambda: {name: nn.Linear(WIDTH, WIDTH) for name in ("first", "single", "last")})
+def single_precision_inside(self, x: Tensor) -> Tensor:
     """Attention with dropout computes in single precision on the CPU, whatever it is given; and a layer opts out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.single, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.first(x).view(4, 2, -1, WIDTH // 2)
-        x = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.2).reshape(x.shape)
-        with torch.autocast("cpu", enabled=False):
-            x = torch.tanh(self.single(x.float()))
-        return self.last(x)
+    heads = self.first(x).view(4, 2, -1, WIDTH // 2)
+    x = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.2).reshape(x.shape)
+    with torch.autocast("cpu", enabled=False):
+        x = torch.tanh(self.single(x.float()))
+    return self.last(x)
 
 
-@pytest.mark.parametrize("make", [layers, SinglePrecisionInside])
+@pytest.mark.parametrize("make", [layers, single_precision_inside])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_around_the_call_is_exact(dtype, make):
     def loop(module: nn.Module) -> Log:
@@ -256,7 +242,7 @@ def test_a_weight_of_several_checkpoints_is_exact(make, budget, proved):
 
 
 def test_autocast_inside_the_call_is_exact():
-    train_both(AutocastInside, simple_loop(rows))
+    train_both(autocast_inside, simple_loop(rows))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -342,17 +328,8 @@ def test_a_precision_of_the_trainer_is_exact(precision):
         torch.manual_seed(3)
         module = Learner()
         data = DataLoader(TensorDataset(torch.cat([rows(index) for index in range(5)])), batch_size=ROWS)
-        options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            max_epochs=1,
-            precision=precision,
-            callbacks=callbacks,
-            enable_model_summary=False,
-            **options,
-        )
         with quiet():
-            trainer.fit(module, data)
+            quiet_trainer(*callbacks, precision=precision).fit(module, data)
         weights.append([p.detach().clone() for p in module.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
     assert callbacks[0].plan is not None
@@ -412,16 +389,11 @@ def test_statistics_of_norms_in_half_precision_are_counted_in_the_type_that_they
     assert plan.measured.peak_bytes == plan.planned_peak_bytes
 
 
-class Dithered(nn.Module):
+@network(lambda: {"linear": nn.Linear(WIDTH, WIDTH)})
+def dithered(self, x: Tensor) -> Tensor:
     """Makes tensors whose type is PyTorch's default one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        noise, ramp = torch.rand(WIDTH), torch.linspace(0, 1, WIDTH)
-        return torch.sin(self.linear(x) * noise) * torch.cos(x + ramp)
+    noise, ramp = torch.rand(WIDTH), torch.linspace(0, 1, WIDTH)
+    return torch.sin(self.linear(x) * noise) * torch.cos(x + ramp)
 
 
 def gradients_of(module: nn.Module, is_backward_inside: bool) -> list[Tensor | None]:
@@ -436,7 +408,7 @@ def gradients_of(module: nn.Module, is_backward_inside: bool) -> list[Tensor | N
 def test_a_backward_inside_of_autocast_keeps_the_types_of_its_forward():
     """PyTorch advises against it, and casts products of such a backward alone: no gradient could be computed again."""
     torch.manual_seed(0)
-    module = nn.Sequential(*(Dithered() for _ in range(4)))
+    module = nn.Sequential(*(dithered() for _ in range(4)))
     torch.manual_seed(1)
     expected = gradients_of(module, is_backward_inside=False)
     torch.manual_seed(1)
@@ -465,7 +437,7 @@ def test_recomputed_tensors_keep_the_default_dtype_of_the_forward(dtype, default
         return square_error(output)
 
     def make() -> nn.Module:
-        return nn.Sequential(*(Dithered() for _ in range(4))).to(dtype)
+        return nn.Sequential(*(dithered() for _ in range(4))).to(dtype)
 
     plan = train_both(make, simple_loop(before_the_forward, loss_of=after_the_forward), "50%")
     assert plan.schedule.recomputed(plan.graph)

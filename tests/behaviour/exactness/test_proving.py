@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
 from hiremate_lightning import ConfigurationError, HiRemateWarning, get_plan, hiremate
-from hiremate_lightning.capturing import backend
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.options import make_options
 from hiremate_lightning.proofs import proving
@@ -33,13 +32,11 @@ from hiremate_lightning.running import program
 from hiremate_lightning.sessions import session
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import changes, hacks
-from tests.exact import TORCH, Log, differing, simple_loop
+from tests.exact import TORCH, Log, differing, drawn, network, simple_loop
+from tests.faults import change_absences, change_captures
 
 WIDTH = 8
-
-
-def rows(index: int) -> Tensor:
-    return torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(index))
+rows = drawn(16, WIDTH)
 
 
 class Written(nn.Module):
@@ -89,28 +86,18 @@ def make_mixed() -> nn.Module:
     return nn.Sequential(Written(mixed, count=torch.zeros(())), nn.LayerNorm(WIDTH))
 
 
-class WithLogits(nn.Module):
+@network(lambda: {"layer": nn.Linear(WIDTH, WIDTH), "head": nn.Linear(WIDTH, WIDTH)})
+def with_logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns a loss, and the logits that it is computed from."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.head(self.layer(x).tanh())
-        return logits.square().mean(), logits
+    logits = self.head(self.layer(x).tanh())
+    return logits.square().mean(), logits
 
 
-class TwoHeads(nn.Module):
+@network(lambda: {name: nn.Linear(WIDTH, WIDTH) for name in ("layer", "one", "two")})
+def two_heads(self, x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns two results of one trunk."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.one, self.two = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        trunk = self.layer(x).tanh()
-        return self.one(trunk), self.two(trunk)
+    trunk = self.layer(x).tanh()
+    return self.one(trunk), self.two(trunk)
 
 
 # ---------------------------------------------------------------- what is proved
@@ -245,17 +232,13 @@ def test_a_proof_keeps_the_first_step_within_its_budget(monkeypatch, share):
 def test_code_that_takes_gradients_by_itself_is_proved():
     """A gradient penalty in a forward: it needs what it saves, which is put aside where it does not fit."""
 
-    class Penalty(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])
+    @network(lambda: {"layers": nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])})
+    def penalty(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)
+        return gradient.square().mean()
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.clone().requires_grad_()
-            (gradient,) = torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)
-            return gradient.square().mean()
-
-    module = hiremate(Penalty(), "70%", verbose=False)
+    module = hiremate(penalty(), "70%", verbose=False)
     module(torch.randn(2048, 64)).backward()
     words = targets_of(module).session.proofs.words()
     assert re.fullmatch(r"forward (\d) of \1 graphs?, gradients (\d) of \2", words), words
@@ -503,13 +486,12 @@ def test_failures_that_a_proof_meets_are_not_printed(capfd):
 
 def lose_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant a fault: where some gradients of outputs do not come, that of the first parameter is left out too."""
-    find = program.find_absent
 
-    def wrong(captured: Any, missing: frozenset[int]) -> Any:
-        found, first = find(captured, missing), next(g for g in captured.backward_outputs if g is not None)
-        return replace(found, values=found.values | {first}, overwrites={})
+    def wrong(captured: Any, absence: Any) -> Any:
+        first = next(g for g in captured.backward_outputs if g is not None)
+        return replace(absence, values=absence.values | {first}, overwrites={})
 
-    monkeypatch.setattr(program, "find_absent", wrong)
+    change_absences(monkeypatch, wrong)
 
 
 def gradients_of(module: nn.Module, loss_of: Callable[[Any], Tensor]) -> list[list[Any]]:
@@ -532,20 +514,20 @@ def test_a_loss_is_proved_without_gradients_of_its_logits(monkeypatch):
     """What runs in the first step already is proved before it runs."""
     lose_a_gradient(monkeypatch)
     with pytest.warns(HiRemateWarning, match="gives other numbers"):
-        assert differing_steps(WithLogits(), lambda out: out[0]) == []
+        assert differing_steps(with_logits(), lambda out: out[0]) == []
 
 
 def test_a_backward_without_some_gradient_is_proved_later(monkeypatch):
     """That one of two results stays unused is seen in the first step: from the next one on its faults are seen too."""
     lose_a_gradient(monkeypatch)
     with pytest.warns(HiRemateWarning, match="gives other numbers"):
-        assert differing_steps(TwoHeads(), lambda out: out[0].sum()) == [0]
+        assert differing_steps(two_heads(), lambda out: out[0].sum()) == [0]
 
 
 def test_each_kind_of_backward_is_proved_once(planning_log):
     """Both results are used, then the first one, then both, then the second one, and all that again."""
     uses = [(0, 1), (0,), (0, 1), (1,)] * 2
-    module, counts = hiremate(TwoHeads(), "1 GiB", verbose=False), []
+    module, counts = hiremate(two_heads(), "1 GiB", verbose=False), []
     for index, used in enumerate(uses):
         results = module(rows(index))
         counts.append(len(planning_log.of("proving")))
@@ -555,7 +537,7 @@ def test_each_kind_of_backward_is_proved_once(planning_log):
 
 
 def test_a_backward_that_was_not_proved_yet_is_not_called_proved():
-    module = hiremate(TwoHeads(), "1 GiB", verbose=False)
+    module = hiremate(two_heads(), "1 GiB", verbose=False)
     words = []
     for index in range(2):
         module(rows(index))[0].sum().backward()
@@ -594,14 +576,9 @@ def scale_what_is_made(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) 
     monkeypatch.setattr(module, name, wrong)
 
 
-def change_captured(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> None:
-    capture = backend.capture
-    monkeypatch.setattr(backend, "capture", lambda *given: change(capture(*given)))
-
-
-def swap_first(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    first, second, *others = values
-    return second, first, *others
+def swap_first(captured: Any, field: str) -> Any:
+    first, second, *others = getattr(captured, field)
+    return replace(captured, **{field: (second, first, *others)})
 
 
 def drop_assignments(captured: Any) -> Any:
@@ -644,15 +621,10 @@ def filled(self: Any, x: Tensor) -> Tensor:
     return y + x
 
 
-class Pair(nn.Module):
+@network(lambda: {"one": nn.Parameter(torch.ones(WIDTH)), "two": nn.Parameter(torch.ones(WIDTH))})
+def pair(self, x: Tensor) -> Tensor:
     """Two weights of one shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.one).sin() + x * self.two
+    return (x * self.one).sin() + x * self.two
 
 
 PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], nn.Module]]] = {
@@ -689,19 +661,15 @@ PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], nn.M
         lambda: Written(lambda self, x: self.second(x.sin()).tanh(), second=nn.Linear(WIDTH, WIDTH)),
     ),
     "capture: two outputs in each other's place": (
-        lambda patch: change_captured(
-            patch, lambda captured: replace(captured, forward_outputs=swap_first(captured.forward_outputs))
-        ),
+        lambda patch: change_captures(patch, lambda _, capture: swap_first(capture(), "forward_outputs")),
         lambda: Written(two_results),
     ),
     "capture: two gradients in each other's place": (
-        lambda patch: change_captured(
-            patch, lambda captured: replace(captured, backward_outputs=swap_first(captured.backward_outputs))
-        ),
-        Pair,
+        lambda patch: change_captures(patch, lambda _, capture: swap_first(capture(), "backward_outputs")),
+        pair,
     ),
     "capture: a change of a buffer that is dropped": (
-        lambda patch: change_captured(patch, drop_assignments),
+        lambda patch: change_captures(patch, lambda _, capture: drop_assignments(capture())),
         lambda: Written(counted, count=torch.zeros(())),
     ),
 }

@@ -5,12 +5,11 @@ All runs in new processes: rich draws when it is first imported, and prints othe
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import run_python
 
 SCRIPT = """
 import io
@@ -100,10 +99,7 @@ with watched("the command's plan"):
 
 def watch(code: str, cwd: Path) -> dict[str, str]:
     """Run code in a new process; return for each part of it which generators it moved."""
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT + code], cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
+    result = run_python("-c", SCRIPT + code, cwd=cwd, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = (line.removeprefix("WATCHED ") for line in result.stdout.splitlines() if line.startswith("WATCHED "))
     return dict(line.split(": ", 1) for line in lines)

@@ -16,6 +16,7 @@ from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.proofs.differences import differences
 from hiremate_lightning.proofs.segments import Observed, Segmented, cut
 from hiremate_lightning.proofs.trials import Trial, TrialOutcome
+from tests.exact import network
 
 WIDTH, ROWS, DEPTH = 64, 512, 8
 LEAST_BLOCKS = 4  # of the size of a layer's output, for values of the forward: 8 to 34 in a plain step
@@ -29,47 +30,34 @@ def make_plain() -> nn.Module:
 def make_with_state() -> nn.Module:
     """Batch norms, dropouts, changes in place and residual connections."""
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
-            self.register_buffer("count", torch.zeros(()))
+    @network(lambda: {"linear": nn.Linear(WIDTH, WIDTH), "norm": nn.BatchNorm1d(WIDTH), "count": torch.zeros(())})
+    def block(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return x + F.relu(F.dropout(self.norm(self.linear(x)), 0.3), inplace=True) * self.count
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.count.add_(1)
-            return x + F.relu(F.dropout(self.norm(self.linear(x)), 0.3), inplace=True) * self.count
-
-    return nn.Sequential(*[Block() for _ in range(DEPTH)])
+    return nn.Sequential(*[block() for _ in range(DEPTH)])
 
 
 def make_with_autocast() -> nn.Module:
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = make_plain()
+    @network(lambda: {"layers": make_plain()})
+    def half(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.layers(x)
+        return y.float() * 2
 
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                y = self.layers(x)
-            return y.float() * 2
-
-    return Half()
+    return half()
 
 
 def make_with_vmap() -> nn.Module:
     """A mask that torch.func maps a function over: Dynamo reads what enters and leaves that as nodes."""
 
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = make_plain()
+    @network(lambda: {"layers": make_plain()})
+    def masked(self, x: Tensor) -> Tensor:
+        of_columns = torch.func.vmap(lambda row, column: (row + column) % 3 > 0, in_dims=(None, 0))
+        mask = torch.func.vmap(of_columns, in_dims=(0, None))(torch.arange(ROWS), torch.arange(WIDTH))
+        return self.layers(x).masked_fill(~mask, 0.0)
 
-        def forward(self, x: Tensor) -> Tensor:
-            of_columns = torch.func.vmap(lambda row, column: (row + column) % 3 > 0, in_dims=(None, 0))
-            mask = torch.func.vmap(of_columns, in_dims=(0, None))(torch.arange(ROWS), torch.arange(WIDTH))
-            return self.layers(x).masked_fill(~mask, 0.0)
-
-    return Masked()
+    return masked()
 
 
 def captured(make: Callable[[], nn.Module]) -> tuple[torch.fx.GraphModule, Trial]:

@@ -15,12 +15,11 @@ from hiremate_lightning import get_plan, hiremate, remove_hiremate
 from hiremate_lightning.errors import CaptureError, HiRemateError
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import Log, leave_behind, train_both
+from tests.exact import Log, assert_same, leave_behind, network, train_both
 from tests.life import (
     MANY,
     Net,
     assert_exact,
-    assert_same,
     batch,
     gradients,
     make,
@@ -33,15 +32,11 @@ from tests.life import (
 
 
 def test_a_step_whose_backward_failed_is_not_planned():
-    class Breaks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = make(1), make(2)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            between = self.first(x)
-            torch._dynamo.graph_break()
-            return between, self.last(between)
+    @network(lambda: {"first": make(1), "last": make(2)})
+    def breaks(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        between = self.first(x)
+        torch._dynamo.graph_break()
+        return between, self.last(between)
 
     def fail(_: torch.Tensor) -> None:
         raise ArithmeticError
@@ -57,9 +52,9 @@ def test_a_step_whose_backward_failed_is_not_planned():
             del between, result
         return model
 
-    expected = get_plan(train(hiremate(Breaks(), "70%", verbose=False), failing=-1))
+    expected = get_plan(train(hiremate(breaks(), "70%", verbose=False), failing=-1))
     for failing in (0, 1):
-        found = get_plan(train(hiremate(Breaks(), "70%", verbose=False), failing))
+        found = get_plan(train(hiremate(breaks(), "70%", verbose=False), failing))
         assert found.unplanned_peak_bytes == expected.unplanned_peak_bytes
         assert found.planned_peak_bytes <= found.budget_bytes == expected.budget_bytes
         assert found.measured.peak_bytes == found.planned_peak_bytes

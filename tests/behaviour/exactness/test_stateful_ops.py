@@ -17,21 +17,13 @@ from torch.nn.utils import parametrizations
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import quiet, simple_loop, train_both
+from tests.exact import drawn, network, quiet, simple_loop, train_both
 
 ROWS, WIDTH = 256, 16
-
-
-def rows(index: int) -> Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(index))
-
-
-def tokens(index: int) -> Tensor:
-    return torch.randn(64, 4, WIDTH, generator=torch.Generator().manual_seed(index))
-
-
-def pictures(index: int) -> Tensor:
-    return torch.randn(16, 3, 12, 12, generator=torch.Generator().manual_seed(index))
+rows = drawn(ROWS, WIDTH)
+tokens = drawn(64, 4, WIDTH)
+pictures = drawn(16, 3, 12, 12)
+wide = drawn(4 * ROWS, WIDTH)
 
 
 class Between(nn.Module):
@@ -143,10 +135,6 @@ def scale_by_variable(x: Tensor) -> Tensor:
 OWN, SCALE = torch.Generator(), 2.0
 FUNCTIONS = add_noise, scale_by_python, scale_by_numpy, scale_by_another, scale_by_variable, double
 CUSTOM = {f.__name__: custom(f.__name__, f) for f in FUNCTIONS}
-
-
-def wide(index: int) -> Tensor:
-    return torch.randn(4 * ROWS, WIDTH, generator=torch.Generator().manual_seed(index))
 
 
 LIBRARY = torch.library.Library("hiremate_tests_impl", "DEF")  # goes with its operators
@@ -729,40 +717,30 @@ def test_the_number_of_a_loss_does_not_keep_its_terms(loss):
     assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)
 
 
-class Patches(nn.Module):
+@network(lambda: {"stem": nn.Conv2d(3, 8, 3, padding=1), "mix": nn.Linear(8 * 9, 8 * 9)})
+def patches(self, x: Tensor) -> Tensor:
     """Takes overlapping patches of pictures apart, as columns, and adds them up again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.mix = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8 * 9, 8 * 9)
-
-    def forward(self, x: Tensor) -> Tensor:
-        columns = F.unfold(self.stem(x).tanh(), 3, padding=1)
-        return F.fold(self.mix(columns.transpose(1, 2)).tanh().transpose(1, 2), x.shape[-2:], 3, padding=1)
+    columns = F.unfold(self.stem(x).tanh(), 3, padding=1)
+    return F.fold(self.mix(columns.transpose(1, 2)).tanh().transpose(1, 2), x.shape[-2:], 3, padding=1)
 
 
 def test_folded_columns_do_not_keep_the_memory_of_the_columns():
-    train_both(Patches, simple_loop(pictures, steps=3), budget="80%")
-    model = hiremate(Patches(), "1 TiB", verbose=False)
+    train_both(patches, simple_loop(pictures, steps=3), budget="80%")
+    model = hiremate(patches(), "1 TiB", verbose=False)
     for index in range(3):
         folded = model(pictures(index))
         folded.square().mean().backward()
     plan = get_plan(model)
     assert folded.untyped_storage().nbytes() == folded.nbytes
-    assert Patches()(pictures(0)).untyped_storage().nbytes() == 9 * folded.nbytes  # in plain PyTorch
+    assert patches()(pictures(0)).untyped_storage().nbytes() == 9 * folded.nbytes  # in plain PyTorch
     assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)
 
 
-class OnAGraph(nn.Module):
+@network(lambda: {"before": nn.Linear(WIDTH, WIDTH), "after": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())})
+def on_a_graph(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
     """Layers between products with a sparse matrix, which Dynamo can't capture."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
-
-    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
-        x, edges = inputs
-        return self.after(torch.sparse.mm(edges, torch.relu(self.before(x))))
+    x, edges = inputs
+    return self.after(torch.sparse.mm(edges, torch.relu(self.before(x))))
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support is in beta state")
@@ -772,18 +750,14 @@ def test_sparse_inputs_are_counted_and_exact(layout):
         edges = rows(index) @ rows(index).T > 8
         return rows(index), edges.float().to_sparse(layout=layout)
 
-    train_both(OnAGraph, simple_loop(nodes_and_edges))
+    train_both(on_a_graph, simple_loop(nodes_and_edges))
 
 
 @pytest.mark.parametrize("clears_late", [False, True])
 def test_sparse_gradients_are_exact(clears_late):
-    class Embedded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words, self.layers = nn.Embedding(50, WIDTH, sparse=True), nn.Sequential(*Between(None).before)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layers(self.words(x))
+    @network(lambda: {"words": nn.Embedding(50, WIDTH, sparse=True), "layers": nn.Sequential(*Between(None).before)})
+    def embedded(self, x: Tensor) -> Tensor:
+        return self.layers(self.words(x))
 
     def loop(module: nn.Module) -> Any:
         optimizer, log = torch.optim.SGD(module.parameters(), lr=1e-2), []
@@ -799,26 +773,17 @@ def test_sparse_gradients_are_exact(clears_late):
             log += [loss.detach(), *(p.grad.to_dense().clone() for p in module.parameters())]
         return log
 
-    train_both(Embedded, loop)
+    train_both(embedded, loop)
 
 
-class GroupNormed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv1d(4, 8, 3)
-        self.norm = nn.GroupNorm(2, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.convolution(x))
+@network(lambda: {"convolution": nn.Conv1d(4, 8, 3), "norm": nn.GroupNorm(2, 8)})
+def group_normed(self, x: Tensor) -> Tensor:
+    return self.norm(self.convolution(x))
 
 
-class Distances(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.codes = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(4, 7, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cdist(self.layer(x).transpose(0, 1), self.codes, p=1.0)
+@network(lambda: {"layer": nn.Linear(WIDTH, WIDTH), "codes": nn.Parameter(torch.randn(4, 7, WIDTH))})
+def distances(self, x: Tensor) -> Tensor:
+    return torch.cdist(self.layer(x).transpose(0, 1), self.codes, p=1.0)
 
 
 class Parts(nn.Module):
@@ -837,18 +802,13 @@ class Complex(Parts):
         return torch.view_as_complex(self.layer(x).unflatten(-1, (-1, 2)))
 
 
-class WeightNormed(nn.Module):
+@network(lambda: {"layer": nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 4 * WIDTH))})
+def weight_normed(self, _: Tensor) -> Tensor:
     """Returns a weight that it computes, whatever its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 4 * WIDTH))
-
-    def forward(self, _: Tensor) -> Tensor:
-        return self.layer.weight
+    return self.layer.weight
 
 
-@pytest.mark.parametrize("kind", [GroupNormed, Distances, Parts, WeightNormed])
+@pytest.mark.parametrize("kind", [group_normed, distances, Parts, weight_normed])
 def test_gradients_that_come_transposed_are_read_as_they_are(kind):
     """Some derivatives make their gradient contiguous first; captured with a contiguous one, they would not."""
 
@@ -961,24 +921,19 @@ def test_a_number_that_changes_with_each_call_is_no_reason_to_capture_anew(use):
     assert counted[1] <= most
 
 
-class OverwritesLater(nn.Module):
+@network(lambda: {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, WIDTH)})
+def overwrites_later(self, x: Tensor) -> Tensor:
     """Code between captured graphs overwrites what one of them has read, but needs no more in plain training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        torch._dynamo.graph_break()
-        y = self.last(torch.sigmoid(torch.sigmoid(torch.sigmoid(h))))  # of whose backward each needs only its result
-        torch._dynamo.graph_break()
-        return y + h.mul_(0.5)
+    h = self.first(x)
+    torch._dynamo.graph_break()
+    y = self.last(torch.sigmoid(torch.sigmoid(torch.sigmoid(h))))  # of whose backward each needs only its result
+    torch._dynamo.graph_break()
+    return y + h.mul_(0.5)
 
 
 @pytest.mark.parametrize("budget", ["55%", "70%", "90%"])
 def test_what_is_overwritten_later_is_not_computed_from(budget):
-    train_both(OverwritesLater, simple_loop(rows), budget, on_infeasible="warn")
+    train_both(overwrites_later, simple_loop(rows), budget, on_infeasible="warn")
 
 
 class Returned(nn.Module):

@@ -11,22 +11,17 @@ from torch import nn
 from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 
 from hiremate_lightning import HiRemateWarning, hiremate
-from tests.exact import differing, leave_behind
+from tests.exact import differing, leave_behind, network
 
 ROWS, SIZE = 4, 8
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own forward derivatives
 
 
-class Flow(nn.Module):
+@network(lambda: {"first": nn.Linear(SIZE, 32), "norm": nn.LayerNorm(32), "last": nn.Linear(32, SIZE)})
+def flow(self, x):
     """A network with a norm, whose derivative torch.compile can't take forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(SIZE, 32), nn.LayerNorm(32), nn.Linear(32, SIZE)
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.norm(self.first(x))))
+    return self.last(torch.tanh(self.norm(self.first(x))))
 
 
 def _of_weights(net, x):
@@ -54,7 +49,7 @@ class MeanFlow(nn.Module):
 
     def __init__(self, transform):
         super().__init__()
-        self.net, self.before, self.transform = Flow(), nn.Linear(SIZE, SIZE), transform
+        self.net, self.before, self.transform = flow(), nn.Linear(SIZE, SIZE), transform
 
     def forward(self, x):
         x = torch.tanh(self.before(x))
@@ -96,7 +91,7 @@ def test_a_transform_around_a_planned_model_is_exact(name, has_gradients):
             target = TRANSFORMS[name](model, x)
         return model(x).square().mean() + 1e-3 * torch.tanh(target).sum()
 
-    compare(Flow, loss_of)
+    compare(flow, loss_of)
 
 
 def test_a_transform_that_can_not_be_captured_leaves_no_trace():

@@ -17,7 +17,7 @@ from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.reporting.html_report import write_html
 from hiremate_lightning.reporting.terminal import plan_table
 from hiremate_lightning.torch_private import dynamo, user_compiled
-from tests.exact import simple_loop, square_error, train_both
+from tests.exact import network, simple_loop, square_error, train_both
 
 ROWS, SIZE = 128, 32
 OPERATORS = {"hiremate.run_compiled.default", "hiremate.run_compiled_backward.default"}
@@ -152,16 +152,12 @@ def test_a_compiled_loss_and_autocast_are_exact():
     def loss_of(output, target):
         return functional.smooth_l1_loss(output.log_softmax(-1), target)
 
-    class Losing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = _Block()
+    @network(lambda: {"inner": _Block()})
+    def losing(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_of(self.inner(x), x)
 
-        def forward(self, x):
-            with torch.autocast("cpu", torch.bfloat16):
-                return loss_of(self.inner(x), x)
-
-    plan = train_both(Losing, _loop(loss_of=lambda loss: loss))
+    plan = train_both(losing, _loop(loss_of=lambda loss: loss))
     assert len(_compiled_of(plan)) == 4
 
 

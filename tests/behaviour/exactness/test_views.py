@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from hiremate_lightning import hiremate
-from tests.exact import captured_by, simple_loop, train_both
+from tests.exact import captured_by, drawn, simple_loop, train_both
 
 ROWS, WIDTH = 32, 16
+rows = drawn(ROWS, WIDTH)
 
 
 class Computes(nn.Module):
@@ -26,10 +27,6 @@ class Computes(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.function(self, x)
-
-
-def rows(seed: int) -> Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
 def ops(function: Callable[..., Any]) -> Counter[str]:

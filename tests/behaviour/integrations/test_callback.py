@@ -15,7 +15,6 @@ from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
-import rich
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from lightning.pytorch.callbacks import (
@@ -28,7 +27,6 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.memory import is_oom_error
-from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -36,6 +34,8 @@ from hiremate_lightning import HiRemateWarning, InfeasibleBudgetError
 from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.reporting.breakdown import advice_lines
 from hiremate_lightning.units import format_bytes
+from tests.exact import assert_same
+from tests.trainers import quiet_trainer
 
 WIDTH, ROWS = 24, 512
 SLOT = "_compiled_call_impl"
@@ -157,18 +157,6 @@ def batches(count: int = 4, rows: int = ROWS, width: int = WIDTH) -> DataLoader:
     return DataLoader(TensorDataset(x), batch_size=rows)
 
 
-def trainer(*callbacks: Callback, **options) -> pl.Trainer:
-    quiet = {
-        "accelerator": "cpu",
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return pl.Trainer(callbacks=list(callbacks), **{**quiet, **options})
-
-
 def planned(budget: str = "85%", **options) -> HiRemateCallback:
     return HiRemateCallback(budget, **{"verbose": False, **options})
 
@@ -176,15 +164,8 @@ def planned(budget: str = "85%", **options) -> HiRemateCallback:
 def fit(kind: type[pl.LightningModule], *callbacks: Callback, **options) -> tuple[pl.LightningModule, list]:
     torch.manual_seed(5)
     module, ledger = kind(), Ledger()
-    trainer(ledger, *callbacks, **options).fit(module, batches())
+    quiet_trainer(ledger, *callbacks, **options).fit(module, batches())
     return module, ledger.logged
-
-
-def assert_same_weights(found: nn.Module, expected: nn.Module) -> None:
-    mine, theirs = found.state_dict(), expected.state_dict()
-    assert list(mine) == list(theirs)
-    for name, value in theirs.items():
-        assert torch.equal(mine[name], value), name
 
 
 def assert_fits_alike(
@@ -203,7 +184,7 @@ def assert_fits_alike(
     """
     expected, expected_logs = fit(kind, *others(), **options)
     found, logs = fit(kind, *others(), *callbacks, **options)
-    assert_same_weights(found, expected)
+    assert_same(found.state_dict(), expected.state_dict())
     assert logs == expected_logs
     return found
 
@@ -270,7 +251,7 @@ def test_one_callback_fits_twice():
     torch.manual_seed(5)
     module, callback = CallsItself(), planned()
     for _ in range(2):
-        trainer(callback, max_epochs=1).fit(module, batches())
+        quiet_trainer(callback, max_epochs=1).fit(module, batches())
         assert callback.plan is not None
         assert_left_alone(module)
 
@@ -287,7 +268,7 @@ def test_checkpoints_have_the_same_keys_and_no_callback_state(tmp_path):
     files = []
     for number, callbacks in enumerate([(), (planned(),)]):
         torch.manual_seed(5)
-        runner = trainer(*callbacks, max_epochs=1)
+        runner = quiet_trainer(*callbacks, max_epochs=1)
         runner.fit(CallsItself(), batches())
         runner.save_checkpoint(tmp_path / f"{number}.ckpt")
         files.append(torch.load(tmp_path / f"{number}.ckpt", weights_only=True))
@@ -301,16 +282,16 @@ def test_a_fit_resumes_with_or_without_a_plan(tmp_path, first_is_planned):
     def run(*callbacks_by_part):
         torch.manual_seed(5)
         first, second = CallsItself(), CallsItself()
-        runner = trainer(*callbacks_by_part[0], max_epochs=1)
+        runner = quiet_trainer(*callbacks_by_part[0], max_epochs=1)
         runner.fit(first, batches())
         runner.save_checkpoint(tmp_path / "half.ckpt")
         torch.manual_seed(6)
-        trainer(*callbacks_by_part[1], max_epochs=2).fit(second, batches(), ckpt_path=tmp_path / "half.ckpt")
+        quiet_trainer(*callbacks_by_part[1], max_epochs=2).fit(second, batches(), ckpt_path=tmp_path / "half.ckpt")
         return second
 
     expected = run((), ())
     found = run((planned(),), ()) if first_is_planned else run((), (planned(),))
-    assert_same_weights(found, expected)
+    assert_same(found.state_dict(), expected.state_dict())
 
 
 @pytest.mark.parametrize("target", [None, "training_step"])
@@ -329,14 +310,14 @@ def test_an_exception_leaves_every_module_as_it_was(target, failing_batch):
 
     module = Fails()
     with pytest.raises(KeyError, match="the user's own"):
-        trainer(planned(target=target, on_infeasible="warn")).fit(module, batches())
+        quiet_trainer(planned(target=target, on_infeasible="warn")).fit(module, batches())
     assert_left_alone(module)
 
 
 def test_two_callbacks_are_refused():
     module = CallsItself()
     with pytest.raises(MisconfigurationException, match="two HiRemateCallbacks"):
-        trainer(planned(), planned("50%")).fit(module, batches())
+        quiet_trainer(planned(), planned("50%")).fit(module, batches())
     assert_left_alone(module)
 
 
@@ -360,20 +341,20 @@ def test_a_strategy_that_manages_memory_itself_is_refused_by_name(strategy, reas
 def test_a_compiled_lightning_module_is_refused():
     module = torch.compile(CallsItself())
     with pytest.raises((MisconfigurationException, ValueError), match="compiled"):
-        trainer(planned()).fit(module, batches())
+        quiet_trainer(planned()).fit(module, batches())
 
 
 def test_manual_optimization_refuses_to_plan_the_training_step():
     module = Adversaries()
     with pytest.raises(MisconfigurationException, match="needs automatic optimization"):
-        trainer(planned(target="training_step")).fit(module, batches())
+        quiet_trainer(planned(target="training_step")).fit(module, batches())
     assert_left_alone(module)
 
 
 def test_a_target_that_does_not_exist_is_refused_with_the_nearest():
     module = CallsItself()
     with pytest.raises(ValueError, match="Did you mean 'net'"):
-        trainer(planned(target="nett")).fit(module, batches())
+        quiet_trainer(planned(target="nett")).fit(module, batches())
     assert_left_alone(module)
 
 
@@ -383,7 +364,7 @@ def test_other_stages_are_not_planned():
             self.log("test", self(batch[0]).square().mean())
 
     callback = planned()
-    runner = trainer(callback)
+    runner = quiet_trainer(callback)
     runner.test(Tests(), batches(), verbose=False)
     assert callback._targets is None
 
@@ -436,7 +417,7 @@ def test_averaged_weights_are_the_same(kind, averaging_comes_first):
     expected, _ = fit(kind, averaging(), max_epochs=2)
     callbacks = [averaging(), planned()] if averaging_comes_first else [planned(), averaging()]
     found, _ = fit(kind, *callbacks, max_epochs=2)
-    assert_same_weights(found, expected)
+    assert_same(found.state_dict(), expected.state_dict())
 
 
 @pytest.mark.parametrize("target", [None, "training_step"])
@@ -510,7 +491,7 @@ def test_what_users_put_in_the_place_of_methods_is_called_and_stays():
 
     found, _ = fit(Patched, planned(target="training_step"))
 
-    assert_same_weights(found, expected)
+    assert_same(found.state_dict(), expected.state_dict())
     assert logged == expected_logs
     assert {name: found.__dict__[name].__qualname__ for name in own} == {n: f.__qualname__ for n, f in own.items()}
 
@@ -531,7 +512,7 @@ def test_the_batch_size_finder_sees_the_planned_model():
     torch.manual_seed(5)
     module = Watched(batch_size=64)
     finder = Finds(mode="power", steps_per_trial=3, init_val=64, max_trials=2)
-    trainer(finder, planned("95%", on_infeasible="warn"), max_epochs=1).fit(module)
+    quiet_trainer(finder, planned("95%", on_infeasible="warn"), max_epochs=1).fit(module)
     assert all(slots)
 
 
@@ -539,13 +520,13 @@ def test_the_batch_size_finder_backs_off_from_a_budget_that_is_too_small():
     torch.manual_seed(5)
     module = CallsItself(batch_size=256)
     finder = BatchSizeFinder(mode="power", steps_per_trial=3, init_val=256, max_trials=6)
-    trainer(finder, planned("1 MiB"), max_epochs=1).fit(module)
+    quiet_trainer(finder, planned("1 MiB"), max_epochs=1).fit(module)
     assert 256 <= module.batch_size < 256 * 2**6
 
 
 def test_an_infeasible_budget_is_an_out_of_memory_error_to_everyone():
     with pytest.raises(InfeasibleBudgetError) as caught:
-        trainer(planned("1 MiB")).fit(CallsItself(), batches(rows=16 * ROWS))
+        quiet_trainer(planned("1 MiB")).fit(CallsItself(), batches(rows=16 * ROWS))
     assert is_oom_error(caught.value)
     assert should_reduce_batch_size(caught.value)
 
@@ -553,7 +534,7 @@ def test_an_infeasible_budget_is_an_out_of_memory_error_to_everyone():
 def test_an_infeasible_budget_leaves_the_module_as_it_was():
     module = CallsItself()
     with pytest.raises(InfeasibleBudgetError):
-        trainer(planned("1 MiB")).fit(module, batches(rows=16 * ROWS))
+        quiet_trainer(planned("1 MiB")).fit(module, batches(rows=16 * ROWS))
     assert_left_alone(module)
 
 
@@ -562,7 +543,7 @@ def test_with_warn_an_infeasible_budget_trains_on_and_says_so_once():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         callback = planned("1 MiB", on_infeasible="warn")
-        trainer(callback).fit(CallsItself(), batches(rows=8 * ROWS))
+        quiet_trainer(callback).fit(CallsItself(), batches(rows=8 * ROWS))
     said = [w for w in caught if issubclass(w.category, HiRemateWarning) and "Nothing fits" in str(w.message)]
     assert len(said) == 1
     assert callback.plan.planned_peak_bytes > callback.plan.budget_bytes
@@ -597,7 +578,7 @@ def test_what_the_planned_modules_do_not_receive_of_a_batch_counts():
         x, labels = torch.randn(2048, 32), torch.randn(2048, 64)
         callback = planned("100%")
         data = TensorDataset(x, labels) if with_labels else TensorDataset(x)
-        trainer(callback).fit(Deep(), DataLoader(data, batch_size=512))
+        quiet_trainer(callback).fit(Deep(), DataLoader(data, batch_size=512))
         resident.append(callback.plan.resident_bytes)
     assert resident[1] - resident[0] == 512 * 64 * 4
 
@@ -613,14 +594,14 @@ def assert_measured_as_planned(callback: HiRemateCallback) -> None:
 def test_the_measured_peak_is_within_the_budget_and_near_the_prediction(target):
     torch.manual_seed(5)
     callback = planned("60%", target=target)
-    trainer(callback).fit(Deep())
+    quiet_trainer(callback).fit(Deep())
     assert_measured_as_planned(callback)
 
 
 def test_a_peak_in_the_loss_is_predicted_as_well():
     torch.manual_seed(5)
     callback = planned("60%")
-    trainer(callback).fit(DeepWithHeavyLoss())
+    quiet_trainer(callback).fit(DeepWithHeavyLoss())
     assert_measured_as_planned(callback)
 
 
@@ -632,20 +613,19 @@ def test_many_fits_in_one_process_are_all_planned():
 
     for _ in range(10):
         callback = planned("100%", target="training_step")
-        trainer(callback, max_steps=3).fit(Small(), batches(3, 64, 8))
+        quiet_trainer(callback, max_steps=3).fit(Small(), batches(3, 64, 8))
         assert callback.plan is not None
 
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar, None])
-def test_a_fit_says_three_lines_and_writes_a_page(bar, tmp_path, monkeypatch):
+def test_a_fit_says_three_lines_and_writes_a_page(bar, tmp_path, shared_console):
     """Each line starts at the left edge, whichever progress bar of Lightning is on the screen."""
     screen = io.StringIO()
     screen.isatty = lambda: True
-    console = Console(file=screen, width=200, force_terminal=True, color_system=None)
-    monkeypatch.setattr(rich, "_console", console)
+    shared_console(file=screen, width=200, force_terminal=True, color_system=None)
     bars = [] if bar is None else [bar(refresh_rate=1)]
     logger = CSVLogger(tmp_path)
-    fitting = trainer(
+    fitting = quiet_trainer(
         *bars, planned(verbose=True), logger=logger, enable_progress_bar=bar is not None, log_every_n_steps=1
     )
     with redirect_stdout(screen), redirect_stderr(screen):
@@ -684,7 +664,7 @@ def test_the_advice_on_gradients_saves_in_lightning_what_it_says():
     plans = []
     for kind in (Wide, Early):
         callback = planned("100%")
-        trainer(callback).fit(kind(), batches(rows=128, width=128))
+        quiet_trainer(callback).fit(kind(), batches(rows=128, width=128))
         plans.append(callback.plan)
     late, early = plans
     (line,) = (line for line in advice_lines(late) if "zero_grad" in line)
@@ -698,15 +678,7 @@ def test_what_writes_a_page_names_the_plan_at_hand(tmp_path, monkeypatch, capsys
     """Without a logger that has a folder the third line says what to write: with the callback, its own plan."""
     monkeypatch.chdir(tmp_path)
     callback = HiRemateCallback("100%")
-    trainer = pl.Trainer(
-        max_steps=5,
-        callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(CallsItself(), batches(5))
+    quiet_trainer(callback).fit(CallsItself(), batches(5))
     said = re.search(r"more: .* shows a table; (.*) writes a page", capsys.readouterr().err)
     assert said is not None
     assert "get_plan" not in said[1]

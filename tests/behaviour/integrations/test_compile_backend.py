@@ -6,8 +6,6 @@ import copy
 import gc
 import logging
 import re
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -27,6 +25,7 @@ from hiremate_lightning import (
 )
 from hiremate_lightning.integrations.compile_backend import get_plan
 from hiremate_lightning.targets.compiled import _sessions
+from tests.processes import run_python
 
 WIDTH, ROWS = 48, 384
 
@@ -125,7 +124,7 @@ def test_the_backend_is_found_without_importing_the_package():
         "for _ in range(2): call(torch.ones(2, 4)).sum().backward()\n"
         "assert 'hiremate_lightning' in sys.modules\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", check=False)
+    result = run_python("-c", code, cwd="/")
 
     assert result.returncode == 0, result.stderr
 

@@ -15,9 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from hiremate_lightning import get_plan, hiremate, remove_hiremate
 from hiremate_lightning.calls.replaced import checkpointed_modules
 from hiremate_lightning.torch_private import compiled_by_torch
-from tests.exact import differing, quiet, simple_loop, train_both
+from tests.exact import differing, drawn, quiet, simple_loop, train_both
 
 ROWS, SIZE, BLOCKS = 128, 32, 4
+make_batch = drawn(ROWS, SIZE)
 
 
 class Block(nn.Module):
@@ -58,10 +59,6 @@ def switch_on(model, **options):
 
 def wrapped():
     return nn.Sequential(nn.Linear(SIZE, SIZE), *(checkpoint_wrapper(Block()) for _ in range(BLOCKS)))
-
-
-def make_batch(seed):
-    return torch.randn(ROWS, SIZE, generator=torch.Generator().manual_seed(seed))
 
 
 def functions_of(model):

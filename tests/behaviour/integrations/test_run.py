@@ -22,9 +22,10 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.zoo.stand_in import torchvision_or_stand_in
-from hiremate_lightning.command_line import cli
+from hiremate_lightning.command_line import cli, doctor
 from hiremate_lightning.command_line.run import main
 from hiremate_lightning.integrations import any_script
+from tests.processes import TORCHRUN, run_python
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 QUICK = ("--time-limit", "2")
@@ -155,16 +156,13 @@ def test_a_script_with_hydra_trains_the_same(capsys, tmp_path):
 
 def test_two_processes_of_torchrun_train_the_same(tmp_path):
     """Only the first of them speaks."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    path = os.pathsep.join(filter(None, sys.path))
     script = str(SCRIPTS / "train_ddp.py")
     for command, out in (
         ([script], "plain.pt"),
         (["-m", "hiremate_lightning.run", "--budget", "70%", *QUICK, "--json", "plan.json", script], "out.pt"),
     ):
-        done = subprocess.run(
-            [*torchrun, *command, out], env=environment, capture_output=True, text=True, check=False, timeout=300
-        )
+        done = run_python(*TORCHRUN, *command, out, timeout=300, PYTHONPATH=path)
         assert done.returncode == 0, done.stderr
     assert_same(Path("out.pt"), Path("plain.pt"))
     assert done.stderr.count("hiremate run: Sequential: peak") == 1
@@ -397,9 +395,7 @@ def test_workers_of_data_loaders_plan_nothing(capfd):
             print([batch.sum().item() for batch in loader])
 """,
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", "hiremate_lightning.run", "train.py"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = run_python("-m", "hiremate_lightning.run", "train.py", PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
     assert done.stdout.splitlines() == ["[4.0, 4.0, 4.0, 4.0]"] * 2, done.stderr
     assert done.stderr.count("no training step was seen") == 1
 
@@ -614,7 +610,7 @@ def test_it_is_a_command_of_hiremate(capsys):
 
 def test_doctor_stops_before_the_first_step(capsys):
     write("train.py", LOOP + "    print('trained')\n")
-    assert cli.main(["doctor", "train.py", "--epochs", "3"]) == 0
-    said = capsys.readouterr().out
-    assert "train.py: Net, 4,224 parameters to train (SGD): not refused" in said
-    assert "trained\n" not in said
+    found = doctor.script_finding(["train.py", "--epochs", "3"])
+    assert (found.name, found.verdict) == ("train.py", doctor.Grade.GOOD)
+    assert found.words.startswith("Net, 4,224 parameters to train (SGD): not refused")
+    assert "trained\n" not in capsys.readouterr().out

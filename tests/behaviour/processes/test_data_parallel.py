@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from hiremate_lightning import hiremate, remove_hiremate
 from hiremate_lightning.testing import is_from_template, session_of
-from tests.exact import simple_loop, train_both
+from tests.exact import drawn, simple_loop, train_both
 
 WIDTH = 128
 
 
 pytestmark = pytest.mark.usefixtures("one_process")
+batch = drawn(256, WIDTH)
 
 
 class Blocks(nn.Module):
@@ -34,10 +34,6 @@ class Blocks(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return x
-
-
-def batch(index: int) -> Tensor:
-    return torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(index))
 
 
 def varied(index: int) -> Tensor:

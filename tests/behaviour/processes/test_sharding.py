@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,10 +16,11 @@ from hiremate_lightning.command_line.sharded import PARTS, SHARDS, Layout, divid
 from hiremate_lightning.command_line.without_device import rates_of
 from hiremate_lightning.records.schedule import lower
 from hiremate_lightning.records.simulation import simulate
+from tests.exact import assert_same
 from tests.pipelines import BUFFERS_BYTES, PIPELINES, Pipeline
+from tests.processes import run_two
 from tests.sharding import CASES, HEAVY, SCORED, TOO_SMALL, Case, Left, tokens
 
-ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.slow
 MODELS = [pytest.param(name, marks=pytest.mark.models) for name in ("Trainer", "T5", "ViT")]
 TOOLS = ("Accelerate", "Lightning", "ZeRO-1")
@@ -33,31 +30,14 @@ Ranks = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """Run all cases in two processes, once; return what each of them left."""
-    folder = tmp_path_factory.mktemp("shards")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    result = subprocess.run(
-        [*launch, "-m", "tests.sharded_processes", str(folder)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+    return run_two("tests.sharded_processes", tmp_path_factory.mktemp("shards"), timeout=900)
 
 
 def assert_equal(planned: Left, plain: Left) -> None:
     """Assert that two trainings left the same losses, gradients, weights and evaluations, bit for bit."""
-    assert len(planned.losses) == len(plain.losses) > 0
-    assert len(planned.evaluated) == len(plain.evaluated)
-    assert all(map(torch.equal, planned.losses, plain.losses))
-    assert all(map(torch.equal, planned.evaluated, plain.evaluated))
-    assert len(planned.gradients) == len(plain.gradients)
-    for mine, theirs in zip((*planned.gradients, planned.weights), (*plain.gradients, plain.weights), strict=True):
-        assert mine.keys() == theirs.keys()
-        assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
+    assert plain.losses
+    for name in ("losses", "gradients", "weights", "evaluated"):
+        assert_same(getattr(planned, name), getattr(plain, name), name)
 
 
 @pytest.mark.parametrize("tool", [*TOOLS, *MODELS])

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.loops import Script, assert_same, assert_within_budget
+from tests.processes import run_two
 from tests.two_processes import SCRIPTS, SLOW_S, WAYS
 
-ROOT = Path(__file__).resolve().parents[3]
-RANKS = (0, 1)
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     """Run all that two processes do, once; give what each of them left."""
-    folder = tmp_path_factory.mktemp("ranks")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    command = [*launch, "-m", "tests.two_processes", str(folder)]
-    result = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=500
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in RANKS]
+    return run_two("tests.two_processes", tmp_path_factory.mktemp("ranks"), timeout=500, ACCELERATE_USE_CPU="true")
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=str)

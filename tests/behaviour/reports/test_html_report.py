@@ -154,12 +154,14 @@ def test_the_page_says_with_what_it_was_made_and_when(page: Path):
     assert re.fullmatch(r"20\d\d-\d\d-\d\d \d\d:\d\d UTC", facts[-1])
 
 
-def test_a_verdict_on_a_plan_over_its_budget_says_so(tmp_path: Path):
+def test_a_plan_over_its_budget_says_so(tmp_path: Path):
+    """In the verdict, and in the line of the plan."""
     plan = blocks_plan(2)
     over = replace(plan, budget_bytes=plan.planned_peak_bytes - 2**20)
     page = write_html(over, tmp_path / "p.html", curve_limit_s=0)
     assert "1.00 MiB MORE than its budget" in above(page)[0]
     assert '<p id="verdict" class=over>' in page.read_text(encoding="utf-8")
+    assert "(1.00 MiB OVER the budget)" in page.read_text(encoding="utf-8")
 
 
 def test_what_a_step_is_given_is_named():
@@ -171,12 +173,6 @@ def test_what_a_step_is_given_is_named():
     assert batch_words(plan_keeping(graph, profile, ["a"])) == "8 x 64 int64"
 
 
-def test_a_plan_over_its_budget_says_so(tmp_path: Path):
-    plan = blocks_plan(2)
-    over = replace(plan, budget_bytes=plan.planned_peak_bytes - 2**20)
-    assert "(1.00 MiB OVER the budget)" in write_html(over, tmp_path / "p.html", curve_limit_s=0).read_text("utf-8")
-
-
 def test_estimates_are_called_estimates(tmp_path: Path):
     plan = mixed_plan(2)
     plan = replace(plan, profile=replace(plan.profile, device="estimate"))
@@ -185,10 +181,10 @@ def test_estimates_are_called_estimates(tmp_path: Path):
     )
 
 
-def test_a_missing_folder_raises_before_anything_is_solved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("hiremate_lightning.reporting.html_report.curve", None)  # not called
+def test_a_missing_folder_raises_before_anything_is_solved(tmp_path: Path):
+    unsolvable = replace(mixed_plan(2), graph=None)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"There is no folder '.*nowhere' to write plan.html to"):
-        write_html(mixed_plan(2), tmp_path / "nowhere" / "plan.html")
+        write_html(unsolvable, tmp_path / "nowhere" / "plan.html")
 
 
 def test_the_none_of_a_model_without_a_plan_is_no_page(tmp_path: Path):

@@ -7,18 +7,17 @@ import logging
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import rich
 import torch.distributed
 from rich.console import Console
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from tqdm import tqdm
 
 from hiremate_lightning.planning.plan import PlanningTime, measured_line, planned_lines
-from hiremate_lightning.reporting import report
 from hiremate_lightning.reporting.report import Reporter, calls_for, is_rank_zero
 from tests.tiny import blocks_plan, mixed_plan
 
@@ -27,11 +26,11 @@ TERMINAL_VARIABLES = ("FORCE_COLOR", "NO_COLOR", "COLUMNS", "LINES", "TTY_COMPAT
 
 
 @pytest.fixture(autouse=True)
-def _one_process_without_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def _one_process_without_terminal(monkeypatch: pytest.MonkeyPatch, shared_console: Callable[..., None]) -> None:
     for name in (*RANK_VARIABLES, *TERMINAL_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(rich, "_console", None)
+    shared_console()
 
 
 @pytest.fixture
@@ -175,8 +174,8 @@ def test_stages_run_where_the_bar_was_and_the_bar_comes_back():
     assert "epoch:  50%" in after
 
 
-def test_a_long_stage_is_named_where_no_progress_is_drawn(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(report, "LONG_S", 0.01)
+def test_a_long_stage_is_named_where_no_progress_is_drawn(change_thresholds: Callable[..., None]):
+    change_thresholds(long_stage_s=0.01)
     console = Console(file=io.StringIO(), width=80)
     with Reporter(console=console).stage("solving"):
         time.sleep(0.2)
@@ -185,8 +184,8 @@ def test_a_long_stage_is_named_where_no_progress_is_drawn(monkeypatch: pytest.Mo
     assert second == "HiRemate: still solving, after 0.02 s of planning"
 
 
-def test_a_stage_within_another_is_named_in_its_place(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(report, "LONG_S", 0.5)
+def test_a_stage_within_another_is_named_in_its_place(change_thresholds: Callable[..., None]):
+    change_thresholds(long_stage_s=0.5)
     console = Console(file=io.StringIO(), width=80)
     reporter = Reporter(console=console)
     with reporter.stage("tracing"), reporter.stage("proving"):
@@ -194,9 +193,9 @@ def test_a_stage_within_another_is_named_in_its_place(monkeypatch: pytest.Monkey
     assert written(console).splitlines()[0] == "HiRemate: still proving, after 0.5 s of planning"
 
 
-def test_many_short_stages_are_a_long_wait(monkeypatch: pytest.MonkeyPatch):
+def test_many_short_stages_are_a_long_wait(change_thresholds: Callable[..., None]):
     """None of them takes long enough to be named by itself; a plan ends the count."""
-    monkeypatch.setattr(report, "LONG_S", 1.0)
+    change_thresholds(long_stage_s=1.0)
     console = Console(file=io.StringIO(), width=80)
     reporter = Reporter(console=console)
     for name in ("tracing", "measuring", "solving"):
@@ -210,8 +209,8 @@ def test_many_short_stages_are_a_long_wait(monkeypatch: pytest.MonkeyPatch):
     assert written(console) == before
 
 
-def test_a_long_wait_is_said_before_it_and_explained_after_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(report, "LONG_S", 5.0)
+def test_a_long_wait_is_said_before_it_and_explained_after_it(change_thresholds: Callable[..., None]):
+    change_thresholds(long_stage_s=5.0)
     console = terminal()
     reporter = Reporter(console=console)
     reporter.expect("GPT", 4.0)
@@ -312,13 +311,11 @@ def test_a_logger_set_to_warnings_silences_the_lines(logger: logging.Logger, cap
     assert capsys.readouterr() == ("", "")
 
 
-def test_by_default_a_terminal_is_drawn_on_through_the_console_that_all_of_rich_shares(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    console = terminal()
-    monkeypatch.setattr(rich, "_console", console)
+def test_a_terminal_is_drawn_on_through_the_console_of_rich(shared_console: Callable[..., None]):
+    screen = io.StringIO()
+    shared_console(file=screen, width=80, force_terminal=True, color_system=None)
     Reporter().note("shared")
-    assert written(console) == "shared\n"
+    assert screen.getvalue() == "shared\n"
 
 
 def test_stages_nest_and_vanish_also_when_they_fail():
@@ -401,7 +398,9 @@ def test_the_global_rank_counts_before_the_local_one(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_running_process_group_counts_before_the_environment(rank: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
     monkeypatch.setenv("RANK", str(1 - rank))
-    assert is_rank_zero() is (rank == 0)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+    try:
+        assert is_rank_zero() is (rank == 0)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -16,7 +16,8 @@ from hiremate_lightning import hiremate, remove_hiremate
 from hiremate_lightning.capturing import backend
 from hiremate_lightning.records.same_code import difference
 from hiremate_lightning.testing import session_of
-from tests.exact import simple_loop, train_both
+from tests.exact import network, simple_loop, train_both
+from tests.faults import change_captures
 
 WIDTH = 24
 
@@ -117,66 +118,44 @@ def test_what_was_traced_for_sizes_that_do_not_come_any_more_is_dropped(change_t
     remove_hiremate(model)
 
 
-class Counting(nn.Module):
+@network(lambda: {"linear": nn.Linear(WIDTH, WIDTH), "count": 1})
+def counting(self, x: torch.Tensor) -> torch.Tensor:
     """Uses a number that changes at each step, which no size depends on, beside sizes that vary."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.count = 1
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.count += 1
-        return self.linear(x) * self.count
+    self.count += 1
+    return self.linear(x) * self.count
 
 
 def test_a_number_that_is_no_size_stays_a_symbol(captures, traced):
     loop = simple_loop(batches([6, 7, 8, 9, 8, 9, 8]), steps=7)
-    train_both(Counting, loop, "1 MiB")
+    train_both(counting, loop, "1 MiB")
     assert traced() == [(8,), (9,)]
 
 
-class First(nn.Module):
+@network(lambda: {"linear": nn.Linear(WIDTH, WIDTH), "rows": 1})
+def first(self, x: torch.Tensor) -> torch.Tensor:
     """Looks at as many rows as it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.rows = 1
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.rows += 1
-        return self.linear(x[:, : self.rows]).relu()
+    self.rows += 1
+    return self.linear(x[:, : self.rows]).relu()
 
 
 def test_a_number_that_makes_a_size_is_traced_for_each_value(traced):
-    train_both(First, simple_loop(batches([9] * 7), steps=7), "1 MiB")
+    train_both(first, simple_loop(batches([9] * 7), steps=7), "1 MiB")
     assert len(traced()) == 6, "the number is a symbol from its second value on"
 
 
-class Adding(nn.Module):
+@network(lambda: {"linear": nn.Linear(WIDTH, WIDTH)})
+def adding(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Overwrites its first input, which may overlap with the second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        x.mul_(2)
-        return self.linear(x + y)
+    x.mul_(2)
+    return self.linear(x + y)
 
 
-class Overlapping(nn.Module):
+@network(lambda: {"adding": adding()})
+def overlapping(self, batch: tuple[torch.Tensor, bool]) -> torch.Tensor:
     """Calls a module with tensors that overlap in one step and don't in the next."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.adding = Adding()
-
-    def forward(self, batch: tuple[torch.Tensor, bool]) -> torch.Tensor:
-        x, overlap = batch
-        rows = len(x) // 2
-        return self.adding(x[:rows], x[1 : rows + 1] if overlap else x[rows : 2 * rows])
+    x, overlap = batch
+    rows = len(x) // 2
+    return self.adding(x[:rows], x[1 : rows + 1] if overlap else x[rows : 2 * rows])
 
 
 def test_inputs_that_overlap_are_traced_as_such():
@@ -185,37 +164,27 @@ def test_inputs_that_overlap_are_traced_as_such():
     def loop(module):
         return simple_loop(lambda step: (torch.randn(rows[step], WIDTH), overlap[step]), steps=7)(module)
 
-    train_both(Overlapping, loop, "1 MiB", target="adding")
+    train_both(overlapping, loop, "1 MiB", target="adding")
 
 
-class Rooted(nn.Module):
+@network(lambda: {"linear": nn.Linear(WIDTH, WIDTH)})
+def rooted(self, x: torch.Tensor) -> torch.Tensor:
     """Computes with a number that Dynamo has no symbols for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(x.shape[1] // 4):
-            x = self.linear(x) / len(str(x.shape[1])) ** 0.5
-        return x
+    for _ in range(x.shape[1] // 4):
+        x = self.linear(x) / len(str(x.shape[1])) ** 0.5
+    return x
 
 
-class Zooming(nn.Module):
+@network(lambda: {"layer": nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4))})
+def zooming(self, x: torch.Tensor) -> torch.Tensor:
     """A picture beside its half, interpolated. The batch norm counts its calls, which is a change in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layer(x)
-        halved = nn.functional.max_pool2d(x, 2)
-        return torch.cat([x, nn.functional.interpolate(halved, scale_factor=2, mode="bilinear")], 1)
+    x = self.layer(x)
+    halved = nn.functional.max_pool2d(x, 2)
+    return torch.cat([x, nn.functional.interpolate(halved, scale_factor=2, mode="bilinear")], 1)
 
 
 def test_interpolated_images_keep_symbolic_sizes(captures, traced):
-    model = hiremate(Zooming(), "100%", verbose=False)
+    model = hiremate(zooming(), "100%", verbose=False)
     for height, width in ((8, 16), (12, 24), (16, 12), (20, 8)):
         model(torch.randn(2, 3, height, width)).sum().backward()
     graphs = [part.captured for part in session_of(model).parts.all]
@@ -224,24 +193,18 @@ def test_interpolated_images_keep_symbolic_sizes(captures, traced):
 
 
 def test_code_that_needs_the_number_is_captured_for_each():
-    train_both(Rooted, simple_loop(batches([6, 9, 12, 14, 9, 11]), steps=6), "1 MiB")
+    train_both(rooted, simple_loop(batches([6, 9, 12, 14, 9, 11]), steps=6), "1 MiB")
 
 
-class Numbered(nn.Module):
+@network(lambda: {"first": nn.Linear(WIDTH, WIDTH), "heads": nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))})
+def numbered(self, batch: tuple[torch.Tensor, int]) -> torch.Tensor:
     """Ends with the layer of a given number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.heads = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, batch: tuple[torch.Tensor, int]) -> torch.Tensor:
-        x, number = batch
-        return self.heads[number](self.first(x).relu())
+    x, number = batch
+    return self.heads[number](self.first(x).relu())
 
 
 def test_a_number_that_picks_a_module_is_captured_for_each():
-    train_both(Numbered, simple_loop(lambda step: (torch.randn(8, WIDTH), step % 3), steps=7), "1 MiB")
+    train_both(numbered, simple_loop(lambda step: (torch.randn(8, WIDTH), step % 3), steps=7), "1 MiB")
 
 
 def test_what_can_not_be_captured_with_symbols_is_captured_without_and_not_tried_again(monkeypatch):
@@ -259,15 +222,13 @@ def test_what_can_not_be_captured_with_symbols_is_captured_without_and_not_tried
 
 
 def test_what_can_not_be_traced_for_a_size_runs_as_it_is_and_says_so(monkeypatch):
-    capture = backend.capture
-
-    def fail_at_ten_rows(joint, *arguments):
-        values = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
+    def fail_at_ten_rows(graph, capture):
+        values = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
         if any(10 in value.shape for value in values if isinstance(value, torch.Tensor)):
             raise AssertionError("ten rows")
-        return capture(joint, *arguments)
+        return capture()
 
-    monkeypatch.setattr(backend, "capture", fail_at_ten_rows)
+    change_captures(monkeypatch, fail_at_ten_rows)
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(), nn.Linear(WIDTH, 1))
     model = hiremate(copy.deepcopy(plain), "1 MiB", verbose=False)
     texts = []
@@ -288,24 +249,19 @@ def test_what_can_not_be_traced_for_a_size_runs_as_it_is_and_says_so(monkeypatch
     remove_hiremate(model)
 
 
-class Weighing(nn.Module):
+@network(lambda: {"linear": nn.Linear(WIDTH, WIDTH)})
+def weighing(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Computes a weight of boxes, of which there is another number in each step, beside what is trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        x, boxes = batch
-        torch._dynamo.graph_break()
-        weight = boxes.prod(dim=1).sort().values.cumsum(0).mean()
-        torch._dynamo.graph_break()
-        return self.linear(x) * weight
+    x, boxes = batch
+    torch._dynamo.graph_break()
+    weight = boxes.prod(dim=1).sort().values.cumsum(0).mean()
+    torch._dynamo.graph_break()
+    return self.linear(x) * weight
 
 
 def test_code_without_gradients_is_not_traced(captures, traced):
     loop = simple_loop(lambda step: (torch.randn(8, WIDTH), torch.rand(3 + step, 4)), steps=6)
-    train_both(Weighing, loop, "1 MiB")
+    train_both(weighing, loop, "1 MiB")
     assert captures()
     assert not traced()
 

@@ -13,7 +13,7 @@ from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.garbage import collecting_what_it_leaves
 from hiremate_lightning.kinds import watching
 from hiremate_lightning.testing import session_of
-from tests.exact import simple_loop, train_both
+from tests.exact import network, simple_loop, train_both
 
 WIDTH, LONG = 32, 200
 MEASURED = watching.Look(watching.Watch.MEASURE, None, is_timed=False)
@@ -217,23 +217,18 @@ def test_only_the_cycles_of_a_span_are_collected():
         gc.enable()
 
 
-class WithLogits(nn.Module):
+@network(lambda: {"head": nn.Linear(WIDTH, 1000)})
+def with_logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns its loss, and logits that take most of its memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(WIDTH, 1000)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = self.head(x).bfloat16()
-        return y.float().square().mean(), y
+    y = self.head(x).bfloat16()
+    return y.float().square().mean(), y
 
 
 def test_gradients_that_may_never_come_do_not_refuse_a_budget():
     """Where the loss is returned too, nobody may ask for those of logits."""
 
     def train(budget: str) -> nn.Module:
-        model = hiremate(WithLogits(), budget, verbose=False)
+        model = hiremate(with_logits(), budget, verbose=False)
         for _ in range(4):
             model.zero_grad()
             model(batch(LONG))[0].backward()

@@ -13,14 +13,13 @@ from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.kinds import recorded_step
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import quiet
+from tests.exact import assert_same, network, quiet
 from tests.life import (
     MANY,
     ROWS,
     WIDTH,
     Net,
     assert_exact,
-    assert_same,
     batch,
     gradients,
     planned,
@@ -97,16 +96,12 @@ def test_a_smaller_size_runs_by_the_plan_of_a_larger_one(planning_log):
 def test_a_step_of_other_code_is_not_taken_for_another_size():
     """Of one kind of step three outputs get no gradients; the other kind has a single output."""
 
-    class TwoKinds(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.other = Net(), Net()
+    @network(lambda: {"one": Net(), "other": Net()})
+    def two_kinds(self, x: torch.Tensor, first: bool) -> tuple[torch.Tensor, ...]:
+        y = self.one(x) if first else self.other(x)
+        return (y.relu(), y * 2, y.sigmoid(), y.tanh()) if first else (y,)
 
-        def forward(self, x: torch.Tensor, first: bool) -> tuple[torch.Tensor, ...]:
-            y = self.one(x) if first else self.other(x)
-            return (y.relu(), y * 2, y.sigmoid(), y.tanh()) if first else (y,)
-
-    model = hiremate(TwoKinds(), "90%", verbose=False)
+    model = hiremate(two_kinds(), "90%", verbose=False)
     for index in range(8):
         model.zero_grad()
         model(batch(index), index < 4)[0].square().mean().backward()
@@ -299,15 +294,10 @@ def test_steps_that_leave_out_layers_stay_within_the_budget(is_share):
     assert not over or any("began by the wrong plan" in text for text in said)
 
 
-class Block(nn.Module):
+@network(lambda: {"up": nn.Linear(WIDTH, 2 * WIDTH), "down": nn.Linear(2 * WIDTH, WIDTH)})
+def block(self, x: torch.Tensor) -> torch.Tensor:
     """A layer as the code of a user: captured by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+    return x + self.down(torch.nn.functional.gelu(self.up(x)))
 
 
 class Chosen(nn.Module):
@@ -316,7 +306,7 @@ class Chosen(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.layers, self.at_most, self.chance = nn.ModuleList(Block() for _ in range(5)), 4, 1.0
+        self.layers, self.at_most, self.chance = nn.ModuleList(block() for _ in range(5)), 4, 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,14 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.capturing.absent import Absence
-from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.proofs.trials import TrialOutcome
-from hiremate_lightning.running import program
 from hiremate_lightning.running.template import ProgramTemplate
 from hiremate_lightning.testing import captured_count, is_from_template, is_plain
-from tests.exact import Log, differing, leave_behind
+from tests.exact import Log, differing, leave_behind, planned_alike
+from tests.faults import change_absences, overwriting_nothing
 
 pytestmark = pytest.mark.usefixtures("templates_at_once")
 WORDS, WIDTH, HEADS, LAYERS, BATCH = 64, 32, 4, 2, 8
@@ -217,9 +214,7 @@ def test_samples_keep_sizes_equal_that_always_were(recwarn: pytest.WarningsRecor
     """Made-up keys are as long as made-up values, and as their mask: the kernel of attention does not check that."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    plain = Recalling()
-    planned = hiremate(copy.deepcopy(plain), "70%", on_infeasible="warn", verbose=False)
-    assert differing(recall(planned), recall(plain)) == []
+    planned_alike(Recalling(), recall, "70%", on_infeasible="warn")
     assert not [str(told.message) for told in recwarn if "can't be measured alone" in str(told.message)]
 
 
@@ -283,18 +278,12 @@ def test_gradients_need_not_arrive_at_new_sizes(monkeypatch: pytest.MonkeyPatch)
     weights_bytes = sum(weight.nbytes for weight in models[0].parameters())
     peak_bytes = measure_peak(lambda: trained(models[0], both, FIRST, 0))
     plain, planned = models[0], hiremate(models[1], weights_bytes + int(0.75 * peak_bytes), verbose=False)
-    find, calls = program.find_absent, itertools.count()
-
-    def find_otherwise(captured: Captured, missing: frozenset[int]) -> Absence:
-        absence = find(captured, missing)
-        return replace(absence, overwrites={}) if next(calls) % 2 else absence
-
-    count = 0
+    calls, count = itertools.count(), 0
     for seed, (length, loss) in enumerate(
         [(90, both), (90, both), (83, both), (88, both), (79, first), (85, second), (76, both), (81, first)]
     ):
         if seed == 5:
-            monkeypatch.setattr(program, "find_absent", find_otherwise)
+            change_absences(monkeypatch, overwriting_nothing(lambda captured: next(calls) % 2))
         for model in models:
             model.zero_grad(set_to_none=True)
         for again in range(1 + (seed > 5)):  # in the last ones gradients exist

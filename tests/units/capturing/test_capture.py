@@ -13,7 +13,7 @@ from hiremate_lightning import hiremate
 from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.records.graph import Direction, StorageKind, graph_from_json
 from hiremate_lightning.rewriting import joint
-from tests.exact import assert_foreseen, captured_by
+from tests.exact import assert_foreseen, captured_by, network
 from tests.lazily import recompute_lazily
 
 ROWS, WIDTH = 256, 16
@@ -147,15 +147,11 @@ def test_dropout_is_replayed_never_drawn_again(captured):
 
 @pytest.mark.parametrize("draw", [torch.rand_like, torch.bernoulli, lambda x: F.gumbel_softmax(x)])
 def test_random_operations_are_never_recomputed(draw):
-    class Draws(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH)
+    @network(lambda: {"layer": nn.Linear(WIDTH, WIDTH)})
+    def draws(self, x):
+        return (self.layer(x) * draw(x.abs().clamp(max=1))).square()
 
-        def forward(self, x):
-            return (self.layer(x) * draw(x.abs().clamp(max=1))).square()
-
-    graph = captured_of(Draws()).graph
+    graph = captured_of(draws()).graph
     drawn = {i for i, node in enumerate(graph.nodes) if node.is_random}
     assert drawn
     assert not drawn & {n for before in recompute_lazily(graph, ()) for n in before}
@@ -191,20 +187,15 @@ def test_updates_of_statistics_run_once(captured):
 
 
 def test_what_reads_an_overwritten_buffer_is_not_recomputed():
-    class Averages(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH)
-            self.register_buffer("mean", torch.zeros(WIDTH))
+    @network(lambda: {"layer": nn.Linear(WIDTH, WIDTH), "mean": torch.zeros(WIDTH)})
+    def averages(self, x):
+        y = self.layer(x)
+        z = (y - self.mean).exp()
+        with torch.no_grad():
+            self.mean.lerp_(y.mean(0), 0.1)
+        return z.square()
 
-        def forward(self, x):
-            y = self.layer(x)
-            z = (y - self.mean).exp()
-            with torch.no_grad():
-                self.mean.lerp_(y.mean(0), 0.1)
-            return z.square()
-
-    captured = captured_of(Averages())
+    captured = captured_of(averages())
     graph = captured.graph
     reader = next(n for n in graph.nodes if n.op == "aten.sub.Tensor" and n.direction is Direction.FORWARD)
     assert reader.reads_mutated
@@ -214,17 +205,13 @@ def test_what_reads_an_overwritten_buffer_is_not_recomputed():
 
 
 def test_what_needs_no_gradient_runs_in_the_backward_just_before_its_first_use():
-    class Cubic(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH)
+    @network(lambda: {"layer": nn.Linear(WIDTH, WIDTH)})
+    def cubic(self, x):
+        for _ in range(4):
+            x = self.layer(x) ** 3
+        return x
 
-        def forward(self, x):
-            for _ in range(4):
-                x = self.layer(x) ** 3
-            return x
-
-    graph = captured_of(Cubic()).graph
+    graph = captured_of(cubic()).graph
     made_at = {t: place for place, n in enumerate(graph.backward) for t in graph.nodes[n].outputs}
     powers = [n for n in graph.backward if graph.nodes[n].op == "aten.pow.Tensor_Scalar"]
     assert len(powers) == 4
@@ -251,15 +238,11 @@ def test_equal_work_has_equal_keys(captured):
 
 
 def test_different_shapes_have_different_keys():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+    @network(lambda: {"a": nn.Linear(WIDTH, 8), "b": nn.Linear(8, WIDTH)})
+    def two(self, x):
+        return F.gelu(self.b(F.gelu(self.a(x))))
 
-        def forward(self, x):
-            return F.gelu(self.b(F.gelu(self.a(x))))
-
-    keys = [node.key for node in captured_of(Two()).graph.nodes if node.op == "aten.gelu.default"]
+    keys = [node.key for node in captured_of(two()).graph.nodes if node.op == "aten.gelu.default"]
     assert len(set(keys)) == 2
 
 
@@ -323,21 +306,16 @@ def test_convolutions_that_are_timed_anew_may_take_another_algorithm():
         assert not joint.may_choose_anew(ops, torch.device("cpu"))
 
 
-class Scatters(nn.Module):
+@network(lambda: {"first": nn.Linear(WIDTH, 8 * WIDTH)})
+def scatters(self, x: torch.Tensor) -> torch.Tensor:
     """Writes into views of larger values: PyTorch copies all that lies around the view."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, 8 * WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = torch.tanh(self.first(x))
-        few = torch.select_scatter(wide[: ROWS // 4], x[0].repeat(8), 0, 0)
-        return torch.slice_scatter(few[: ROWS // 8], few[:4], 0, 0, 4).sin().sum() + few.cos().sum()
+    wide = torch.tanh(self.first(x))
+    few = torch.select_scatter(wide[: ROWS // 4], x[0].repeat(8), 0, 0)
+    return torch.slice_scatter(few[: ROWS // 8], few[:4], 0, 0, 4).sin().sum() + few.cos().sum()
 
 
 def test_a_copy_of_a_view_is_as_large_as_what_lies_around_it():
-    model = hiremate(Scatters(), "1 GiB", verbose=False)
+    model = hiremate(scatters(), "1 GiB", verbose=False)
     for _ in range(4):
         model(torch.randn(ROWS, WIDTH)).backward()
     assert_foreseen(model, abs=64)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.torch_private import host_events
+from tests.processes import run_python
 
 CPU = torch.device("cpu")
 KB = 1024
@@ -183,8 +182,8 @@ def test_nothing_is_said_of_what_was_allocated_before():
         "kept = [torch.ones(10) for _ in range(2000)]\n"
         "print(measure_peak(kept.clear))\n"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "0\n"
+    found = run_python("-c", code)
+    assert found.stdout == "0\n", found.stderr
     assert "Memory block" not in found.stderr
 
 
@@ -205,12 +204,8 @@ def test_a_running_meter_leaves_the_means_available_to_the_next():
 class Device:
     """Stands for CUDA's statistics: live bytes and their peak since the last reset."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.live = self.peak = 7 * KB  # of others
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.live)
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peak)
-        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: self.add(0, resets=True))
 
     def add(self, size_bytes: int, resets: bool = False) -> None:
         """Allocate, or free."""
@@ -218,8 +213,19 @@ class Device:
         self.peak = self.live if resets else max(self.peak, self.live)
 
 
-def test_each_interval_of_a_device_has_its_own_peak(monkeypatch):
-    device = Device(monkeypatch)
+@pytest.fixture
+def device(answer_for_gpu) -> Device:
+    device = Device()
+    answer_for_gpu(
+        synchronize=lambda _: None,
+        memory_allocated=lambda _: device.live,
+        max_memory_allocated=lambda _: device.peak,
+        reset_peak_memory_stats=lambda _: device.add(0, resets=True),
+    )
+    return device
+
+
+def test_each_interval_of_a_device_has_its_own_peak(device):
     with MemoryMeter(torch.device("cuda")) as meter:
         device.add(8 * KB)
         meter.mark("second")
@@ -231,8 +237,7 @@ def test_each_interval_of_a_device_has_its_own_peak(monkeypatch):
     assert found == [("start", 0, 8 * KB), ("second", 8 * KB, 40 * KB), ("third", 8 * KB, 8 * KB)]
 
 
-def test_what_another_meter_saw_stay_on_a_device_does_not_count(monkeypatch):
-    device = Device(monkeypatch)
+def test_what_another_meter_saw_stay_on_a_device_does_not_count(device):
     with MemoryMeter(torch.device("cuda")) as outer:
         device.add(2 * KB)
         with MemoryMeter(torch.device("cuda")):

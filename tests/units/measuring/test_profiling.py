@@ -30,6 +30,7 @@ from hiremate_lightning.records.schedule import lower
 from hiremate_lightning.running.program import build
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import tensor_state
+from tests.exact import captured_by, network
 from tests.lazily import recompute_lazily
 
 CPU = torch.device("cpu")
@@ -104,18 +105,11 @@ def test_settings_of_a_gpu_can_be_read_whatever_sets_them(name, precision):
         setting.fp32_precision = before
 
 
-@pytest.fixture
-def measured_nodes(monkeypatch) -> list[int]:
-    """Collect the nodes that are measured."""
-    nodes: list[int] = []
-    original = profiling._measure_node
-
-    def watched(captured, index, *options):
-        nodes.append(index)
-        return original(captured, index, *options)
-
-    monkeypatch.setattr(profiling, "_measure_node", watched)
-    return nodes
+def counted(captured: Captured, cache: CostCache) -> tuple[Profile, int]:
+    """Measure; return the costs, and how many operations were run for them."""
+    heard = []
+    profile = measure(captured, cache, QUICK, progress=lambda done, total: heard.append(done))
+    return profile, max(heard, default=0)
 
 
 def test_every_node_has_its_costs(captured):
@@ -126,17 +120,12 @@ def test_every_node_has_its_costs(captured):
     assert profile.device == describe_device(CPU)
 
 
-class NormedByAll(nn.Module):
+@network(lambda: {"linear": nn.Linear(WIDTH, WIDTH)})
+def normed_by_all(self, x: torch.Tensor) -> torch.Tensor:
     """Divides by what all processes have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x)
-        total = functional_collectives.all_reduce(y.detach().square().sum(), "sum", torch.distributed.group.WORLD)
-        return torch.atan(y / total)
+    y = self.linear(x)
+    total = functional_collectives.all_reduce(y.detach().square().sum(), "sum", torch.distributed.group.WORLD)
+    return torch.atan(y / total)
 
 
 def test_collectives_are_not_run_to_be_measured(monkeypatch, tmp_path):
@@ -145,7 +134,7 @@ def test_collectives_are_not_run_to_be_measured(monkeypatch, tmp_path):
         "gloo", store=torch.distributed.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1
     )
     try:
-        model = hiremate(NormedByAll(), "100%", verbose=False)
+        model = hiremate(normed_by_all(), "100%", verbose=False)
         model(torch.randn(ROWS, WIDTH)).sum().backward()
         captured = targets_of(model).session.parts.all[0].captured
         with counting_calls() as calls:
@@ -177,18 +166,15 @@ def test_gradient_mode_and_autocast_stay_as_they_were(captured):
     assert torch.is_grad_enabled()
 
 
-def test_equal_work_is_measured_once(captured, measured_nodes):
-    measure(captured, CostCache(), QUICK)
-    keys = [captured.graph.nodes[index].key for index in measured_nodes]
-    assert len(keys) == len(set(keys)) < len(captured.graph.nodes)
+def test_equal_work_is_measured_once(captured):
+    keys = {node.key for node in captured.graph.nodes}
+    assert counted(captured, CostCache())[1] == len(keys) < len(captured.graph.nodes)
 
 
-def test_what_is_known_is_not_measured_again(captured, measured_nodes):
+def test_what_is_known_is_not_measured_again(captured):
     cache = CostCache()
     first = measure(captured, cache, QUICK)
-    measured_nodes.clear()
-    assert measure(captured, cache, QUICK) == first
-    assert measured_nodes == []
+    assert counted(captured, cache) == (first, 0)
 
 
 class Operation:
@@ -224,18 +210,16 @@ def test_the_run_that_shows_memory_counts_as_timed():
     assert run.left_ms == [70.0]
 
 
-def test_progress_counts_up_to_all_that_is_measured(captured, measured_nodes):
+def test_progress_counts_up_to_all_that_is_measured(captured):
     heard = []
     measure(captured, CostCache(), QUICK, progress=lambda done, total: heard.append((done, total)))
-    total = len(measured_nodes)
+    total = len({node.key for node in captured.graph.nodes})
     assert heard == [(done, total) for done in range(total + 1)]
 
 
-def test_costs_on_disk_serve_the_next_run(captured, measured_nodes, tmp_path):
+def test_costs_on_disk_serve_the_next_run(captured, tmp_path):
     first = measure(captured, CostCache(tmp_path / "deep" / "er"), QUICK)
-    measured_nodes.clear()
-    assert measure(captured, CostCache(tmp_path / "deep" / "er"), QUICK) == first
-    assert measured_nodes == []
+    assert counted(captured, CostCache(tmp_path / "deep" / "er")) == (first, 0)
 
 
 def test_only_whole_files_are_left_on_disk(captured, tmp_path):
@@ -266,21 +250,18 @@ def _without(text, field):
     ],
     ids=["cut", "empty", "no object", "other format", "other device", "no costs", "no number"],
 )
-def test_a_file_that_cannot_be_used_is_ignored_with_a_warning(
-    damage, words, captured, measured_nodes, tmp_path, caplog
-):
+def test_a_file_that_cannot_be_used_is_ignored_with_a_warning(damage, words, captured, tmp_path, caplog):
     measure(captured, CostCache(tmp_path), QUICK)
     path = _file_in(tmp_path)
     path.write_text(damage(path.read_text()))
-    measured_nodes.clear()
 
     with caplog.at_level(logging.WARNING, "hiremate_lightning"):
-        measure(captured, CostCache(tmp_path), QUICK)
+        _, count = counted(captured, CostCache(tmp_path))
 
     assert "Ignored the profile" in caplog.text
     assert path.name in caplog.text
     assert words in caplog.text
-    assert measured_nodes
+    assert count
     assert json.loads(path.read_text())["device"] == describe_device(CPU)
 
 
@@ -292,17 +273,40 @@ def test_a_folder_that_cannot_be_written_is_announced_and_nothing_else(captured,
     assert len(profile.time_ms) == len(captured.graph.nodes)
 
 
-def test_an_operation_that_cannot_run_alone_gets_its_estimate(captured, monkeypatch):
-    def refuse(captured, index, course):
-        raise RuntimeError("not alone")
+refusals: list[str] = []
 
-    monkeypatch.setattr(stand_ins, "runner", refuse)
+
+@torch.library.custom_op("hiremate_tests::moody", mutates_args=())
+def moody(x: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor, or refuse to."""
+    if refusals:
+        raise RuntimeError(refusals.pop())
+    return x.clone()
+
+
+moody.register_fake(torch.empty_like)
+moody.register_autograd(lambda _, gradient: gradient)
+
+
+@pytest.fixture
+def with_moody() -> tuple[Captured, int]:
+    """A captured graph, and the index of a node in it that may refuse to be run."""
+
+    class Moody(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return moody(super().forward(x)).sin()
+
+    captured = captured_by(Moody(WIDTH, WIDTH), torch.randn(ROWS, WIDTH))
+    return captured, next(i for i, node in enumerate(captured.graph.nodes) if "moody" in node.op)
+
+
+def test_an_operation_that_cannot_run_alone_gets_its_estimate(with_moody):
+    captured, refused = with_moody
+    refusals.append("not alone")
     profile = measure(captured, CostCache(), QUICK)
-    expected = estimate(captured.graph)
-    product = next(i for i, n in enumerate(captured.graph.nodes) if n.op == "aten.addmm.default")
-    same_work = [i for i, n in enumerate(captured.graph.nodes) if n.key == captured.graph.nodes[product].key]
-    assert profile.time_ms[product] in [expected.time_ms[i] for i in same_work]
-    assert profile.workspace_bytes[product] == 0
+    assert not refusals
+    assert profile.time_ms[refused] == estimate(captured.graph).time_ms[refused]
+    assert profile.workspace_bytes[refused] == 0
 
 
 def scatter(x: torch.Tensor, mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -355,18 +359,13 @@ def test_what_chooses_by_a_mask_can_be_measured(function, masked):
     assert not announced
 
 
-def test_estimates_are_not_kept_for_later_runs(captured, monkeypatch, tmp_path):
-    runner = profiling.runner
-
-    def refuse_once(captured, index, course):
-        monkeypatch.setattr(stand_ins, "runner", runner)
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(stand_ins, "runner", refuse_once)
+def test_estimates_are_not_kept_for_later_runs(with_moody, tmp_path):
+    captured, refused = with_moody
+    refusals.append("out of memory")
     measure(captured, CostCache(tmp_path), QUICK)
     (path,) = tmp_path.iterdir()
     missing = {node.key for node in captured.graph.nodes} - json.loads(path.read_text())["costs"].keys()
-    assert len(missing) == 1
+    assert missing == {captured.graph.nodes[refused].key}
     measure(captured, CostCache(tmp_path), QUICK)
     assert missing < json.loads(path.read_text())["costs"].keys()
 

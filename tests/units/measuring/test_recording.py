@@ -11,7 +11,7 @@ from hiremate_lightning.measuring.describing import describe
 from hiremate_lightning.measuring.recording import Existing, StepRecord
 from hiremate_lightning.measuring.resident import LeftOutputs, Resident
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import assert_foreseen
+from tests.exact import assert_foreseen, network
 
 ROWS, WIDTH = 256, 16
 SIZE = ROWS * WIDTH * 4  # bytes of an activation
@@ -268,17 +268,12 @@ def test_outside_code_does_not_hold_what_the_next_part_consumes():
     class Consuming(Net):
         def __init__(self) -> None:
             super().__init__()
-            self.decoder = Shifted()
+            self.decoder = shifted()
 
-    class Shifted(nn.Module):
+    @network(lambda: {"shift": nn.Parameter(torch.zeros(WIDTH))})
+    def shifted(self, x):
         """Needs its output for the backward, and not its input."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.shift = nn.Parameter(torch.zeros(WIDTH))
-
-        def forward(self, x):
-            return torch.tanh(x + self.shift)
+        return torch.tanh(x + self.shift)
 
     model = hiremate(Consuming(), "100%", verbose=False)
     model.decoder(model.encoder(batch())).square().mean().backward()

@@ -69,16 +69,14 @@ def test_what_the_cache_of_files_takes_is_free():
 
 
 @pytest.mark.parametrize(("fraction", "expected"), [(1.0, 70 + 8), (0.5, 50 - 12)])
-def test_free_bytes_of_a_gpu_heed_the_fraction_of_the_process(monkeypatch, fraction, expected):
+def test_free_bytes_of_a_gpu_heed_the_fraction_of_the_process(answer_for_gpu, fraction, expected):
     """Of 100 bytes 70 are free, 20 are reserved by this process, 12 of which are allocated."""
-    answers = {
-        "memory_allocated": 12,
-        "memory_reserved": 20,
-        "mem_get_info": (70, 100),
-        "get_per_process_memory_fraction": fraction,
-    }
-    for name, answer in answers.items():
-        monkeypatch.setattr(torch.cuda, name, lambda _, answer=answer: answer)
+    answer_for_gpu(
+        memory_allocated=lambda _: 12,
+        memory_reserved=lambda _: 20,
+        mem_get_info=lambda _: (70, 100),
+        get_per_process_memory_fraction=lambda _: fraction,
+    )
     assert free_bytes(torch.device("cuda")) == expected
 
 

@@ -123,7 +123,9 @@ def test_the_planner_solves_once(tmp_path):
     assert plan(solve=lambda problem: pytest.fail("it is solved again")).solution == first.solution
 
 
-def test_a_second_run_neither_profiles_nor_solves(tmp_path, monkeypatch):
+def test_a_second_run_neither_profiles_nor_solves(tmp_path):
+    """What it measured and solved would be written."""
+
     def run():
         torch.compiler.reset()
         torch.manual_seed(0)
@@ -134,15 +136,11 @@ def test_a_second_run_neither_profiles_nor_solves(tmp_path, monkeypatch):
             model(torch.ones(4096, 32)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        return get_plan(model), [p.detach().clone() for p in model.parameters()]
+        written = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir() if not path.name.startswith("wait")}
+        return get_plan(model), [p.detach().clone() for p in model.parameters()], written
 
-    first, expected = run()
-    for name in (
-        "planning.planner.get_strategy",
-        "planning.planner.smallest_budget",
-        "measuring.profiling._measure_node",
-    ):
-        monkeypatch.setattr(f"hiremate_lightning.{name}", None)
-    second, found = run()
+    first, expected, kept = run()
+    second, found, kept_again = run()
+    assert kept_again == kept
     assert second.solution == first.solution
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

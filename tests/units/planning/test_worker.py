@@ -151,16 +151,16 @@ class TestBackends:
                 plan()
 
 
-def test_a_solve_that_takes_too_long_is_ended(own_worker):
-    with pytest.raises(WorkerLostError, match="ended with -9"):
-        own_worker.solve(problem_at(80), "portfolio", 0.0)
-    assert not own_worker.is_usable
-
-
-def test_an_error_there_is_read_here(own_worker):
-    with pytest.raises(WorkerLostError, match="Unknown solver 'fastest'"):
-        own_worker.solve(problem_at(80), "fastest", 60)
-    assert own_worker.is_usable
+@pytest.mark.parametrize(
+    ("name", "limit_s", "words", "is_usable"),
+    [("portfolio", 0.0, "ended with -9", False), ("fastest", 60, "Unknown solver 'fastest'", True)],
+    ids=["takes too long", "raises"],
+)
+def test_a_solve_that_fails_there_is_told_here(own_worker, name, limit_s, words, is_usable):
+    """What takes too long is ended with its process."""
+    with pytest.raises(WorkerLostError, match=words):
+        own_worker.solve(problem_at(80), name, limit_s)
+    assert own_worker.is_usable is is_usable
 
 
 def test_an_interrupt_ends_the_process(own_worker):
@@ -188,21 +188,13 @@ def _not_started(monkeypatch):
 
 
 @pytest.mark.usefixtures("_not_started")
-def test_without_processes_it_solves_in_place(monkeypatch):
-    def refuse(*args, **kwargs):
-        raise OSError("no processes here")
-
-    monkeypatch.setattr(subprocess, "Popen", refuse)
-    assert apart("portfolio")(problem_at(80)).is_feasible
-
-
-@pytest.mark.usefixtures("_not_started")
-def test_a_process_that_never_listens_is_solved_in_place(monkeypatch):
+@pytest.mark.parametrize(("executable", "can_start"), [("/nowhere", True), (shutil.which("false"), False)])
+def test_without_a_process_that_listens_it_solves_in_place(executable, can_start, monkeypatch):
     """A program that embeds Python may name itself as the interpreter."""
     monkeypatch.setattr(worker, "_can_start", True)
-    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    monkeypatch.setattr(sys, "executable", executable)
     assert apart("portfolio")(problem_at(80)).is_feasible
-    assert not worker._can_start
+    assert worker._can_start == can_start
 
 
 def test_the_process_imports_no_torch():

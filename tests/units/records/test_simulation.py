@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -178,41 +180,21 @@ def test_an_empty_step_has_no_peak_and_no_overhead():
     assert (simulation.peak_bytes, simulation.overhead, simulation.timeline) == (0, 0.0, ())
 
 
-@pytest.fixture
-def kept() -> tuple[Graph, Profile, Schedule]:
+NOT_IN_MEMORY: dict[str, tuple[Callable[[Graph, Schedule], dict[str, Any]], str]] = {
+    "read": (lambda g, s: {"forward": (Compute(0), Free(g.nodes[0].outputs[0]), *s.forward[1:])}, "'a1' reads 'a0'"),
+    "freed": (lambda g, s: {"forward": (*s.forward, s.forward[-1])}, "The schedule frees 'a2'"),
+    "saved": (lambda g, s: {"saved": (*s.saved, *g.nodes[2].outputs)}, "The schedule saves 'a2'"),
+    "not saved": (lambda g, s: {"saved": s.saved[:-1]}, "'g2' reads 'a1'"),
+    "returned": (lambda g, s: {"backward": (*s.backward, Free(g.gradients[0]))}, "The step returns 'g0'"),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), NOT_IN_MEMORY.values(), ids=NOT_IN_MEMORY)
+def test_use_of_what_is_gone_is_named(change: Callable[[Graph, Schedule], dict[str, Any]], words: str):
     graph, profile = chain(3)
-    return graph, profile, lower(graph, keep_all(graph))
-
-
-def test_a_node_that_reads_what_is_gone_is_named_with_what_it_reads(kept: tuple[Graph, Profile, Schedule]):
-    graph, profile, schedule = kept
-    a0 = graph.nodes[0].outputs[0]
-    broken = replace(schedule, forward=(Compute(0), Free(a0), *schedule.forward[1:]))
-    assert refused(graph, profile, broken) == "'a1' reads 'a0', which is not in memory"
-
-
-def test_a_free_of_what_is_gone_is_named(kept: tuple[Graph, Profile, Schedule]):
-    graph, profile, schedule = kept
-    broken = replace(schedule, forward=(*schedule.forward, schedule.forward[-1]))
-    assert refused(graph, profile, broken) == "The schedule frees 'a2', which is not in memory"
-
-
-def test_saving_what_is_gone_is_named(kept: tuple[Graph, Profile, Schedule]):
-    graph, profile, schedule = kept
-    broken = replace(schedule, saved=(*schedule.saved, *graph.nodes[2].outputs))
-    assert refused(graph, profile, broken) == "The schedule saves 'a2', which is not in memory"
-
-
-def test_what_is_not_saved_is_gone_after_the_turn(kept: tuple[Graph, Profile, Schedule]):
-    graph, profile, schedule = kept
-    broken = replace(schedule, saved=schedule.saved[:-1])
-    assert refused(graph, profile, broken) == "'g2' reads 'a1', which is not in memory"
-
-
-def test_a_gradient_that_is_not_there_at_the_end_is_named(kept: tuple[Graph, Profile, Schedule]):
-    graph, profile, schedule = kept
-    broken = replace(schedule, backward=(*schedule.backward, Free(graph.gradients[0])))
-    assert refused(graph, profile, broken) == "The step returns 'g0', which is not in memory"
+    schedule = lower(graph, keep_all(graph))
+    broken = replace(schedule, **change(graph, schedule))
+    assert refused(graph, profile, broken) == f"{words}, which is not in memory"
 
 
 def test_a_node_that_never_runs_is_named():

@@ -37,28 +37,23 @@ def batch_second(*shape: int) -> Tensor:
 
 ROWS, PICTURES = (contiguous, transposed), (contiguous, channels_last, batch_second)
 EVERY = [True, True, True]
-CONVOLUTION = ([8], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, EVERY)
+CONVOLUTION = (torch.rand(C, C, 3, 3), [8], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, EVERY)
+GROUPS = (torch.rand(N, 2), torch.rand(N, 2), torch.rand(C), N, C, S * S, 2, EVERY)
 Make = Callable[..., tuple[Any, tuple[Any, ...]]]
+
+
+def two(target: Any, *rest: Any, shape: tuple[int, ...] = (N, C, S, S), first: tuple[Any, ...] = ()) -> Make:
+    """Call an operator with a gradient and a value of one shape, and with what comes before and after them."""
+    return lambda g, x: (target, (*first, g(*shape), x(*shape), *rest))
 
 
 def norm(target: Any, *shape: int) -> Make:
     statistics, weight = torch.rand(*shape[:-1], 1), torch.rand(shape[-1])
-    return lambda g, x: (
-        target,
-        (g(*shape), x(*shape), shape[-1:], statistics, statistics, weight, weight, EVERY),
-    )
-
-
-def two(target: Any, *rest: Any) -> Make:
-    return lambda g, x: (target, (g(N, C, S, S), x(N, C, S, S), *rest))
+    return two(target, shape[-1:], statistics, statistics, weight, weight, EVERY, shape=shape)
 
 
 def batch_norm(*shape: int) -> Make:
-    c = torch.rand(shape[1])
-    return lambda g, x: (
-        aten.native_batch_norm_backward.default,
-        (g(*shape), x(*shape), c, c, c, c, c, True, 1e-5, EVERY),
-    )
+    return two(aten.native_batch_norm_backward.default, *[torch.rand(C)] * 5, True, 1e-5, EVERY, shape=shape)
 
 
 BACKWARDS: dict[str, tuple[tuple[Any, ...], Make]] = {
@@ -66,18 +61,9 @@ BACKWARDS: dict[str, tuple[tuple[Any, ...], Make]] = {
     "layer norm of pictures": (PICTURES, norm(aten.native_layer_norm_backward.default, N, C, S, S)),
     "batch norm": (PICTURES, batch_norm(N, C, S, S)),
     "batch norm of rows": (ROWS, batch_norm(N, C, S)),
-    "group norm": (
-        PICTURES,
-        lambda g, x: (
-            aten.native_group_norm_backward.default,
-            (g(N, C, S, S), x(N, C, S, S), torch.rand(N, 2), torch.rand(N, 2), torch.rand(C), N, C, S * S, 2, EVERY),
-        ),
-    ),
-    "log softmax": (
-        ROWS,
-        lambda g, x: (aten._log_softmax_backward_data.default, (g(N, S, C), x(N, S, C), -1, torch.float32)),
-    ),
-    "softmax": (ROWS, lambda g, x: (aten._softmax_backward_data.default, (g(N, S, C), x(N, S, C), -1, torch.float32))),
+    "group norm": (PICTURES, two(aten.native_group_norm_backward.default, *GROUPS)),
+    "log softmax": (ROWS, two(aten._log_softmax_backward_data.default, -1, torch.float32, shape=(N, S, C))),
+    "softmax": (ROWS, two(aten._softmax_backward_data.default, -1, torch.float32, shape=(N, S, C))),
     "gelu": (PICTURES, two(aten.gelu_backward.default)),
     "silu": (PICTURES, two(aten.silu_backward.default)),
     "mish": (PICTURES, two(aten.mish_backward.default)),
@@ -97,20 +83,11 @@ BACKWARDS: dict[str, tuple[tuple[Any, ...], Make]] = {
         lambda g, x: (aten.native_dropout_backward.default, (g(N, C, S, S), x(N, C, S, S) > 0.5, 2.0)),
     ),
     "glu": (PICTURES, lambda g, x: (aten.glu_backward.default, (g(N, C // 2, S, S), x(N, C, S, S), 1))),
-    "convolution": (
-        PICTURES,
-        lambda g, x: (
-            aten.convolution_backward.default,
-            (g(N, C, S, S), x(N, C, S, S), torch.rand(C, C, 3, 3), *CONVOLUTION),
-        ),
-    ),
-    "mean square": (
-        ROWS,
-        lambda g, x: (aten.mse_loss_backward.default, (torch.tensor(1.0), g(N, S, C), x(N, S, C), 1)),
-    ),
+    "convolution": (PICTURES, two(aten.convolution_backward.default, *CONVOLUTION)),
+    "mean square": (ROWS, two(aten.mse_loss_backward.default, 1, shape=(N, S, C), first=(torch.tensor(1.0),))),
     "add": (PICTURES, two(aten.add.Tensor)),
     "mul": (PICTURES, two(aten.mul.Tensor)),
-    "matrices": (ROWS, lambda g, x: (aten.bmm.default, (g(N, S, S), x(N, S, S)))),
+    "matrices": (ROWS, two(aten.bmm.default, shape=(N, S, S))),
     "upsampling": (
         PICTURES,
         lambda g, _: (aten.upsample_nearest2d_backward.default, (g(N, C, S, S), [S, S], [N, C, 3, 3])),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hiremate_lightning.capturing.absent import Absence, find_absent
+from hiremate_lightning.capturing.absent import find_absent
 from hiremate_lightning.capturing.backend import planning_backend
 from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.planning.solvers import UNLIMITED, smallest_budget
@@ -19,29 +18,24 @@ from hiremate_lightning.planning.solvers.base import Problem
 from hiremate_lightning.records.costs import estimate
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.step import Decisions
-from hiremate_lightning.running import program as program_module
 from hiremate_lightning.running.program import Changes, Program, build
 from hiremate_lightning.running.template import NoTemplateError, ProgramTemplate
+from tests.exact import network
+from tests.faults import change_absences, overwriting_nothing
 
 NOTHING: frozenset[int] = frozenset()
 WIDTH = 16
 
 
-class Attending(nn.Module):
+@network(lambda: {"project": nn.Linear(WIDTH, 3 * WIDTH), "out": nn.Linear(WIDTH, WIDTH), "norm": nn.LayerNorm(WIDTH)})
+def attending(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention with a dropout, and a block behind it; it returns more than its loss needs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        batch, length, _ = x.shape
-        q, k, v = self.project(self.norm(x)).view(batch, length, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
-        weights = (q @ k.transpose(-1, -2)).softmax(-1)
-        y = (weights @ v).transpose(1, 2).reshape(batch, length, WIDTH)
-        y = torch.relu(self.out(F.gelu(y)))
-        return y.square().mean(), y
+    batch, length, _ = x.shape
+    q, k, v = self.project(self.norm(x)).view(batch, length, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+    weights = (q @ k.transpose(-1, -2)).softmax(-1)
+    y = (weights @ v).transpose(1, 2).reshape(batch, length, WIDTH)
+    y = torch.relu(self.out(F.gelu(y)))
+    return y.square().mean(), y
 
 
 def captured_at(module: nn.Module, *shape: int) -> Captured:
@@ -90,7 +84,7 @@ def equal(some: Sequence[Any], other: Sequence[Any]) -> bool:
 
 @pytest.fixture(scope="module")
 def lengths() -> dict[int, Captured]:
-    module = Attending()
+    module = attending()
     return {length: captured_at(module, 2, length, WIDTH) for length in (5, 8, 11, 19)}
 
 
@@ -118,16 +112,11 @@ def test_backwards_that_overwrite_otherwise_overwrite_nothing(
     lengths: dict[int, Captured], monkeypatch: pytest.MonkeyPatch
 ):
     """Samples differ in what dies as a gradient does not arrive, which nobody could know before."""
-    template, find = template_of({size: lengths[size] for size in (5, 8, 11)}, keep_all(lengths[5].graph)), find_absent
-
-    def find_otherwise(captured: Captured, missing: frozenset[int]) -> Absence:
-        absence = find(captured, missing)
-        return replace(absence, overwrites={}) if captured is lengths[8] else absence
-
-    monkeypatch.setattr(program_module, "find_absent", find_otherwise)
+    template = template_of({size: lengths[size] for size in (5, 8, 11)}, keep_all(lengths[5].graph))
+    change_absences(monkeypatch, overwriting_nothing(lambda captured: captured is lengths[8]))
     new, missing = lengths[19], frozenset({1})
     expected = build(new, lower(new.graph, keep_all(new.graph)))
-    assert find(new, missing).overwrites
+    assert find_absent(new, missing).overwrites
     assert equal(results(new, template.at((19,)), missing), results(new, expected, missing))
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from hiremate_lightning.torch_private import dynamo
+from tests.exact import network
 
 
 class Counted:
@@ -377,23 +378,17 @@ def test_an_input_that_is_changed_is_read_after_that(change, share):
     torch.compiler.reset()
 
 
-class Initializing(nn.Module):
+@network(lambda: {"is_ready": torch.tensor(0, dtype=torch.uint8), "scale": torch.ones(3)})
+def initializing(self, x):
     """Normalizes by what it sees first, as flows do."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("is_ready", torch.tensor(0, dtype=torch.uint8))
-        self.register_buffer("scale", torch.ones(3))
-
-    def forward(self, x):
-        if not self.is_ready:
-            self.scale.copy_(1 / x.std(0))
-            self.is_ready.fill_(1)
-        return x * self.scale
+    if not self.is_ready:
+        self.scale.copy_(1 / x.std(0))
+        self.is_ready.fill_(1)
+    return x * self.scale
 
 
 def test_a_flag_that_the_code_sets_is_read_as_it_was():
-    modules, backend = (Initializing(), Initializing()), Counted()
+    modules, backend = (initializing(), initializing()), Counted()
     captured = torch.compile(modules[0], backend=backend)
     with dynamo.capturing_for_plans():
         for scale in (1.0, 2.0, 3.0):
@@ -505,19 +500,15 @@ class Layer(nn.Module):
         return x.sin() if (positions > 3).any() else x.cos()
 
 
-class Stack(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(6))
-
-    def forward(self, x):
-        for index, layer in enumerate(self.layers):
-            x = layer(x, torch.arange(3) + index)
-        return x
+@network(lambda: {"layers": nn.ModuleList(Layer() for _ in range(6))})
+def stack(self, x):
+    for index, layer in enumerate(self.layers):
+        x = layer(x, torch.arange(3) + index)
+    return x
 
 
 def test_equal_layers_are_decided_one_by_one():
-    assert graphs_of(Stack(), [torch.ones(2, 4)]) == 1
+    assert graphs_of(stack(), [torch.ones(2, 4)]) == 1
 
 
 def test_numbers_that_code_counts_up_are_not_decided():

@@ -1,0 +1,365 @@
+"""Whether what Dynamo read of one module, as it traced it, is the same of another one.
+
+Dynamo guards all that it reads: a trace holds for any call in which its guards hold. So it holds for another module
+too where all guards on the one and on what it reaches hold for the other, and are guarded there as well. A guard knows
+a value by its source, as in `L['self'].layers[0].norm.eps`; the same of another module has the source that begins with
+that module's. Guards of a kind that isn't known here hold for nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo.guards import GuardBuilder, make_dupe_guard
+from torch._dynamo.source import AttrSource, NNModuleSource, TypeSource
+from torch._guards import ChainedSource, Guard, Source
+
+_VALUES = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.CodeType)
+_UNGUARDED = (inspect.Signature, inspect.Parameter)  # Dynamo takes these for what never changes
+_HOOKS = tuple(name for name in vars(torch.nn.Module()) if name.endswith("_hooks"))
+_OF_INPUTS = "_dynamo_static_input_type"  # which Dynamo marks parameters with that it takes for inputs
+_MEMBERS = ("_parameters", "_buffers", "_modules")
+
+
+class UnlikeError(Exception):
+    """Two modules, or two calls, are not shown to be alike."""
+
+
+def expect(is_alike: bool, what: str) -> None:
+    """Raise `UnlikeError` where something is not alike."""
+    if not is_alike:
+        raise UnlikeError(what)
+
+
+def unwrapped(source: Source) -> Source:
+    """Return a source without the marks of modules around it; these name the same value."""
+    while isinstance(source, NNModuleSource):
+        source = source.base
+    return source
+
+
+class Read:
+    """What Dynamo has read of a module by the end of a traced call: its guards, and the tables whose order counts.
+
+    Args:
+        output: Dynamo's graph that is being made.
+        source: Where the module comes from.
+        aliases: The sources of what was reached from two places: that of the second one, and the first one's.
+
+    Attributes:
+        aliases: Those of them that are of the module, one at least.
+        classes: By the sources of what is guarded: where the class is from through which that was reached.
+
+    Raises:
+        UnlikeError: The module is a key of something.
+    """
+
+    def __init__(self, output: Any, source: Source, aliases: Sequence[tuple[Source, Source]]) -> None:
+        self.root = unwrapped(source)
+        self._within: dict[Source, bool] = {}
+        self.guards = tuple(guard for guard in output.guards if self.has(guard.originating_source))
+        self.aliases = tuple(pair for pair in aliases if any(map(self.has, pair)))
+        self.tensors = {g.originating_source for g in self.guards if g.create_fn_name() == "TENSOR_MATCH"}
+        self.typed = {unwrapped(g.originating_source) for g in self.guards if g.create_fn_name() == "TYPE_MATCH"}
+        self.in_order = tuple(source for source in output.guard_on_key_order if self.has(source))
+        guarded = {unwrapped(guard.originating_source) for guard in self.guards}
+        classes = ((source, self._class_of(source)) for source in guarded)
+        self.classes = {source: link for source, link in classes if link is not None}
+
+    def _class_of(self, source: Source) -> TypeSource | None:
+        return next((link for link in _links(source) if isinstance(link, TypeSource) and self.has(link)), None)
+
+    def has(self, source: Source) -> bool:
+        """Whether a value was reached through the module."""
+        if source not in self._within:
+            inner = [value for value in vars(source).values() if isinstance(value, Source)]
+            is_further = isinstance(source, ChainedSource) and self.has(source.base)
+            expect(is_further or not any(map(self.has, inner)), f"{source.name} is found by the module")
+            self._within[source] = source == self.root or is_further
+        return self._within[source]
+
+
+class Likeness:
+    """One module compared with another one, by what Dynamo read of the one.
+
+    Args:
+        output: Dynamo's graph that is being made.
+        read: What was read of the one module.
+        other: Where the other module comes from.
+
+    Attributes:
+        guards: What has to be guarded where the trace of the one stands for the other.
+        modules: The other modules by the one's, both by their ids.
+
+    Raises:
+        UnlikeError: The trace of the one does not hold for the other.
+    """
+
+    def __init__(self, output: Any, read: Read, other: Source) -> None:
+        self._known, self._read, self._other = output.side_effects, read, unwrapped(other)
+        self._scope = {"G": output.root_tx.f_globals, "L": output.root_tx.f_locals}
+        self._others: dict[Source, Source] = {}
+        self._values: dict[Source, Any] = {}
+        self._shared: dict[Source, bool] = {}
+        self._compared: set[Source] = set()
+        self._guarded_as_shared: set[Source] = set()
+        self._pairs: dict[int, int] = {}
+        self._paired: dict[int, int] = {}
+        self._held: list[Any] = []  # what is numbered by id above
+        self.guards: list[Guard] = []
+        self.modules: dict[int, int] = {}
+        self._compare(read.root)
+        for guard in read.guards:
+            self._add(guard)
+        for again, first in read.aliases:
+            self._compare_alias(again, first)
+
+    def _compare_alias(self, again: Source, first: Source) -> None:
+        """Expect that what the one module has from elsewhere too, or twice, is the same of the other module."""
+        known = [self.value_of(self.other_of(s) if self._read.has(s) else s) for s in (again, first)]
+        expect(known[0] is known[1], f"{again.name} is {first.name}")
+
+    def other_of(self, source: Source) -> Source:
+        """Return where a value comes from in the other module, by where it comes from in the one."""
+        if source not in self._others:
+            self._others[source] = self._other if source == self._read.root else self._rebuilt(source)
+        return self._others[source]
+
+    def value_of(self, source: Source) -> Any:
+        """Return the value that a source names."""
+        try:
+            return source.get_value(self._scope, {}, self._values)
+        except Exception as error:  # a source is code, which may read anything
+            raise UnlikeError(f"{source.name} is not there") from error
+
+    def is_shared(self, source: Source) -> bool:
+        """Whether both modules have the same object there, or further up, and Dynamo knows it by another source."""
+        source = unwrapped(source)
+        if source == self._read.root or not isinstance(source, ChainedSource):
+            return False
+        if source not in self._shared:
+            self._shared[source] = self.is_shared(source.base) or self._is_same_object(source)
+        return self._shared[source]
+
+    def _is_of_class(self, source: Source) -> bool:
+        """Whether a value was reached through the class of what both have, which is guarded to be the same one."""
+        link = self._read.classes.get(source)
+        if link is None:
+            return False
+        is_same = self._or_missing(link) is self._or_missing(self.other_of(link))
+        return is_same and unwrapped(link.base) in self._read.typed
+
+    def _is_same_object(self, source: Source) -> bool:
+        value = self._or_missing(source)
+        return value is self._or_missing(self.other_of(source)) and not is_plain(value) and value in self._known
+
+    def _or_missing(self, source: Source) -> Any:
+        try:
+            return self.value_of(source)
+        except UnlikeError:
+            return None
+
+    def _rebuilt(self, source: Source) -> Source:
+        if not isinstance(source, ChainedSource):
+            raise UnlikeError(f"{source.name} is not of the module")
+        changed = {
+            field.name: self.other_of(value) if self._read.has(value) else value
+            for field in dataclasses.fields(source)
+            if isinstance(value := getattr(source, field.name), Source)
+        }
+        rebuilt: Source = dataclasses.replace(source, **changed)
+        return rebuilt
+
+    def _add(self, guard: Guard) -> None:
+        """Compare what a guard is on, and list the guard that the other module needs for it."""
+        source = unwrapped(guard.originating_source)
+        self._compare_links(source)
+        if self._is_of_class(source):
+            return
+        if self.is_shared(source):
+            self._add_shared(source)
+            return
+        kind, details = guard.create_fn_name(), getattr(guard.create_fn, "keywords", {})
+        if kind == "DUPLICATE_INPUT":
+            self._add_duplicate(guard, details["source_b"])
+            return
+        holds = _COMPARISONS.get(kind)
+        if holds is None:
+            raise UnlikeError(f"{kind} is not compared")
+        if kind == "HASATTR" and "attr" not in details and isinstance(source, AttrSource):  # PyTorch before 2.13
+            details, source = {"attr": source.member}, source.base
+        one, other = self.value_of(source), self.value_of(self.other_of(source))
+        expect(holds(one, other, **details), f"{kind} of {source.name}")
+        if kind != "TENSOR_MATCH":  # which follows where the other tensor is taken for an input
+            self._list(self.other_of(guard.originating_source), guard.create_fn, guard)
+
+    def _list(self, source: Source, create: Any, like: Guard) -> None:
+        added = Guard(source, create)
+        added.stack, added.user_stack = like.stack, like.user_stack
+        self.guards.append(added)
+
+    def _add_shared(self, source: Source) -> None:
+        """Guard that the other module has the same object; Dynamo takes it for the one that it knows."""
+        while isinstance(source, ChainedSource) and self.is_shared(source.base):
+            source = unwrapped(source.base)
+        other = self.other_of(source)
+        variable = self._known[self.value_of(other)]
+        create = make_dupe_guard(other, variable.source)
+        if create is not None and other not in self._guarded_as_shared and other.name != variable.source.name:
+            self._guarded_as_shared.add(other)
+            self.guards.append(Guard(other, create))
+
+    def _add_duplicate(self, guard: Guard, first: Source) -> None:
+        """Compare a value that the one module has twice; what it has from elsewhere is no other's."""
+        source = guard.originating_source
+        expect(self._read.has(first), f"{source.name} is that of another one")
+        self._compare_links(unwrapped(first))
+        self._compare_alias(source, first)
+        create = functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=self.other_of(first))
+        self._list(self.other_of(source), create, guard)
+
+    def _compare_links(self, source: Source) -> None:
+        """Compare a value, and each that it was reached through."""
+        for link in _links(source):
+            if link in self._compared:
+                return
+            self._compared.add(link)
+            if link == self._read.root or not isinstance(link, ChainedSource):
+                return
+            if not isinstance(link, NNModuleSource):
+                self._compare(link)
+
+    def _compare(self, source: Source) -> None:
+        one, other = self._or_missing(source), self._or_missing(self.other_of(source))
+        expect(type(one) is type(other), f"the type of {source.name}")
+        if is_plain(one):
+            expect(not isinstance(one, _CODE) or one is other, f"the code of {source.name}")  # with its defaults
+            return
+        self._pair(one, other, source)
+        if isinstance(one, torch.nn.Module):
+            _compare_modules(one, other, source.name)
+            self.modules[id(one)] = id(other)
+
+    def _pair(self, one: Any, other: Any, source: Source) -> None:
+        """Compare which values are the same objects, and that none was changed since the trace began."""
+        self._held += (one, other)
+        pair = self._pairs.setdefault(id(one), id(other)), self._paired.setdefault(id(other), id(one))
+        expect(pair == (id(other), id(one)), f"{source.name} is another's too")
+        for value in (one, other):
+            if value in self._known:
+                variable, known = self._known[value], self._known
+                can_change = variable.mutation_type is not None
+                is_changed = can_change and (known.is_modified(variable) or known.has_pending_mutation(variable))
+                expect(not is_changed, f"{source.name} was changed")
+        if other is not one and other in self._known:
+            named = self._known[other].source
+            expect(named is not None and named.name == self.other_of(source).name, f"{source.name} is known elsewhere")
+
+
+def _links(source: Source) -> Iterator[Source]:
+    yield source
+    while isinstance(source, ChainedSource):
+        source = source.base
+        yield source
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a constant or code."""
+    return isinstance(value, (*_VALUES, type(...), *_CODE))
+
+
+def _compare_modules(one: torch.nn.Module, other: torch.nn.Module, name: str) -> None:
+    """Compare what modules have, read or not; what differs in what nobody read is a number or a text, as a rule."""
+    expect(tuple(vars(one)) == tuple(vars(other)), f"the attributes of {name}")
+    for hooks in _HOOKS:
+        expect(not vars(one).get(hooks) and not vars(other).get(hooks), f"hooks of {name}")
+    for members in _MEMBERS:
+        has = [[(key, value is None) for key, value in vars(module)[members].items()] for module in (one, other)]
+        expect(has[0] == has[1], f"{members} of {name}")
+    expect(one.training is other.training, f"the mode of {name}")
+    is_of_torch = type(one).__module__.startswith("torch.nn.")
+    for attribute, value in vars(one).items():
+        is_same = not isinstance(value, _UNGUARDED) or value is vars(other)[attribute]
+        is_equal = not (is_of_torch and isinstance(value, _VALUES)) or equal(value, vars(other)[attribute])
+        expect(is_same and is_equal, f"{name}.{attribute}")
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two constants are the same to the last bit: `-0.0` is not `0.0`, and `True` is not 1."""
+    return type(one) is type(other) and repr(one) == repr(other) and (one == other or one != one)
+
+
+def _same_tensor_kind(one: torch.Tensor, other: torch.Tensor, **_: Any) -> bool:
+    marks = {name for tensor in (one, other) for name in vars(tensor) if name.startswith("_dynamo")}
+    return marks <= {_OF_INPUTS} and facts_of(one) == facts_of(other)
+
+
+def facts_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """List what code can ask of a tensor without reading its values."""
+    return *facts_of_inner(tensor), tensor.is_leaf, tensor._is_view()
+
+
+def facts_of_inner(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """List the same, but not how the tensor came about."""
+    expect(tensor.layout is torch.strided, "a tensor that is not strided")
+    where: tuple[Any, ...] = type(tensor), tensor.dtype, tensor.device, *_numbers(tensor)
+    state = tensor.requires_grad, tensor.is_inference()
+    return *where, *state, tensor.is_conj(), tensor.is_neg(), str(torch._C._dispatch_keys(tensor))
+
+
+def _numbers(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return _plain(tensor.size()), _plain(tensor.stride()), *_plain((tensor.storage_offset(),))
+
+
+def _plain(sizes: Any) -> tuple[Any, ...]:
+    return tuple(size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes)
+
+
+def _same_object(one: Any, other: Any, **_: Any) -> bool:
+    return one is other
+
+
+def _equal(one: Any, other: Any, recompile_hint: Any = None) -> bool:
+    return equal(one, other)
+
+
+def _same_keys(one: Any, other: Any) -> bool:
+    return [*one] == [*other] and all(isinstance(key, (str, int)) for key in one)
+
+
+def _same_key(one: Any, other: Any, key: Any) -> bool:
+    return isinstance(key, (str, int)) and (key in one) == (key in other)
+
+
+_COMPARISONS: dict[str, Callable[..., bool]] = {  # by kinds of guards: whether one holds for another value, too
+    "TYPE_MATCH": lambda one, other: type(one) is type(other),
+    **dict.fromkeys(("ID_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "MODULE_MATCH"), _same_object),
+    **dict.fromkeys(("CLOSURE_MATCH", "BUILTIN_MATCH", "NONE_MATCH"), _same_object),
+    **dict.fromkeys(("BOOL_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH"), _equal),
+    "SEQUENCE_LENGTH": lambda one, other: type(one) is type(other) and len(one) == len(other),
+    **dict.fromkeys(("DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK"), _same_keys),
+    **dict.fromkeys(("DICT_CONTAINS", "DICT_NOT_CONTAINS"), _same_key),
+    "HASATTR": lambda one, other, attr: hasattr(one, attr) == hasattr(other, attr),
+    "NOT_PRESENT_IN_GENERIC_DICT": lambda one, other, attr: attr not in vars(one) and attr not in vars(other),
+    "EMPTY_NN_MODULE_HOOKS_DICT": lambda one, other: not one and not other,
+    "TENSOR_MATCH": _same_tensor_kind,
+}

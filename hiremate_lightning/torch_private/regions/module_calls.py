@@ -1,0 +1,162 @@
+"""Calls of modules that Dynamo traces, and how two of them are compared: by their arguments and their circumstances."""
+
+from __future__ import annotations
+
+import operator
+import traceback
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._C._dynamo.guards import GlobalStateGuard
+from torch._dynamo.guards import uninteresting_files
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.variables import ConstantVariable, TupleVariable
+from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._guards import Source
+
+from .likeness import equal, expect, facts_of
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What a call of a module depends on beside the module and what it gets.
+
+    The line that calls it is none of that: code that asks who called it is not traced.
+
+    Attributes:
+        lines: The line that calls, and those which called that code, as texts of stacks begin with them.
+        blocks: The `with` blocks that all these are in.
+        modes: What torch computes with: gradients, autocast, determinism.
+    """
+
+    lines: tuple[traceback.FrameSummary, ...]
+    blocks: tuple[Any, ...]
+    modes: GlobalStateGuard
+
+    @classmethod
+    def of(cls, tx: Any) -> Circumstances:
+        """Look at a call that Dynamo is about to trace.
+
+        Raises:
+            UnlikeError: It depends on what is not compared.
+        """
+        expect(tx.output.current_tracer.parent is None, "in a function of its own")
+        expect(torch._C._functorch.peek_interpreter_stack() is None, "within torch.func")
+        modes = tx.symbolic_torch_function_state
+        expect(modes.torch_function_subclass_enabled and not modes.mode_stack, "a mode of torch functions")
+        expect(not torch.is_inference_mode_enabled() and not tx.output.export, "not in training")
+        expect(not len(tx.exn_vt_stack), "while an error is handled")
+        frames = []
+        while tx is not None:
+            frames.append(tx)
+            tx = getattr(tx, "parent", None)
+        lines = tuple(frame.frame_summary() for frame in frames[::-1] if not frame.is_co_filename_from_nn_modules())
+        blocks = tuple(entry.with_context for frame in frames for entry in frame.block_stack if entry.with_context)
+        return cls(lines, blocks, GlobalStateGuard())
+
+    def expect_same(self, other: Circumstances) -> None:
+        """Compare with those of a later call.
+
+        Raises:
+            UnlikeError: They are others.
+        """
+        is_same = len(self.blocks) == len(other.blocks) and all(map(operator.is_, self.blocks, other.blocks))
+        expect(is_same and self.modes.check(), "other modes")
+
+    def stack_text(self) -> str:
+        """Write the lines as Dynamo begins the stack of each node with them."""
+        shown = [line for line in self.lines if line.filename not in uninteresting_files()]
+        return "".join(traceback.StackSummary.from_list(shown).format())
+
+
+@dataclass(frozen=True)
+class TracedCall:
+    """A call of a module: the module, and what it is called with."""
+
+    module: UnspecializedNNModuleVariable
+    source: Source
+    tx: Any
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+    circumstances: Circumstances
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """What the module is called with, one after the other."""
+        return *self.arguments, *self.named.values()
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """How many arguments there are, and the names of the others."""
+        return len(self.arguments), *self.named
+
+
+class Leaves:
+    """Two trees of values that Dynamo traces, one of each call, compared leaf by leaf.
+
+    Attributes:
+        nodes: The nodes of the other tree's tensors by the one's.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: dict[fx.Node, fx.Node] = {}
+        self.variables: dict[fx.Node, Any] = {}
+        self._back: dict[fx.Node, fx.Node] = {}
+
+    def compare(self, one: Any, other: Any, known: SideEffects) -> None:
+        """Compare a value that one call got with that of the other call at the same place."""
+        if isinstance(one, LazyVariableTracker) and not one.is_realized():
+            expect(one.source is not None and one.source == other.source, "an argument that is not read")
+            return
+        one, other = realized(one), realized(other)
+        expect(type(one) is type(other), "an argument of another kind")
+        if type(one) is TensorVariable:
+            self._pair(one, other, known)
+        elif type(one) is TupleVariable:
+            expect(len(one.items) == len(other.items), "an argument of another length")
+            for inner, other_inner in zip(one.items, other.items, strict=True):
+                self.compare(inner, other_inner, known)
+        elif type(one) is SymNodeVariable:
+            expect(str(one.sym_num) == str(other.sym_num), "a number that varies")
+            self._pair_nodes(one, other)
+        else:
+            expect(is_constant(one) and equal(one.value, other.value), "an argument")
+
+    def _pair(self, one: Any, other: Any, known: SideEffects) -> None:
+        facts = [facts_of(variable.proxy.node.meta["example_value"]) for variable in (one, other)]
+        expect(facts[0] == facts[1], "a tensor of another kind")
+        expect(one.source == other.source, "a tensor that comes from elsewhere")
+        expect(not any(map(known.has_pending_mutation, (one, other))), "a tensor with attributes")
+        self._pair_nodes(one, other)
+
+    def _pair_nodes(self, one: Any, other: Any) -> None:
+        node, other_node = one.as_proxy().node, other.as_proxy().node
+        pair = self.nodes.setdefault(node, other_node), self._back.setdefault(other_node, node)
+        expect(pair == (other_node, node), "an argument that is another one too")
+        self.variables[node] = other
+
+
+def realized(variable: Any) -> Any:
+    """Return what Dynamo makes of a value, where it puts that off."""
+    while isinstance(variable, LazyVariableTracker):
+        variable = variable.realize()
+    return variable
+
+
+def is_constant(variable: Any) -> bool:
+    """Whether a value is a plain constant."""
+    plain = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+    return type(variable) is ConstantVariable and isinstance(variable.value, plain)
+
+
+def note_unseen() -> None:
+    """Note that what code does from here on depends on more than is compared: the module at hand is not copied."""
+    unseen.count += 1
+
+
+unseen = types.SimpleNamespace(count=0)  # how often code asked which object something is, or ran what is not traced

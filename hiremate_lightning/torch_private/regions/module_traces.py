@@ -1,0 +1,364 @@
+"""Traces of calls of modules: the nodes that a call added to Dynamo's graph, and copies of these for another call."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._dynamo.source import FloatTensorSource, NumpyTensorSource
+from torch._dynamo.utils import get_fake_value, set_example_value
+from torch._dynamo.variables import ConstantVariable, TupleVariable
+from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._guards import Source
+from torch._ops import HigherOrderOperator
+
+from .. import tensor_state
+from .likeness import Likeness, Read, UnlikeError, expect, facts_of, facts_of_inner, is_plain
+from .memoryless import Memory, can_be_made
+from .module_calls import Leaves, TracedCall, is_constant, realized
+
+FEWEST_NODES = 4  # in a trace: less is traced as fast as it is compared
+MARK = "hiremate_block"  # in the metadata of nodes
+_KNOWN_OF_NODES = frozenset(  # a node of which more is known has a mark that is its own
+    ("example_value", "stack_trace", "nn_module_stack", "source_fn_stack", "creation_timestamp", MARK)
+)
+taking_gradients: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that takes them itself: copies are run
+_numbers = itertools.count(1)
+_WITH_MORE_INSIDE = HigherOrderOperator, types.MethodType, functools.partial
+_NUMBER_AT_END = re.compile(r"_\d+$")
+_MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\[(['\"])([^'\"\]]+)\1\]")
+
+
+class CopyError(Exception):
+    """A copy failed on its way, or turned out other than its trace; what was added can't be taken back."""
+
+
+@dataclass(frozen=True)
+class TraceMark:
+    """What a node is a copy of, or is copied as.
+
+    Attributes:
+        trace: The trace, by a number.
+        call: The call, in the order in which they came: 0 for the traced one.
+        position: The place of the node among those of its call.
+    """
+
+    trace: int
+    call: int
+    position: int
+
+
+@dataclass(frozen=True)
+class Added:
+    """What a call added to Dynamo's graph.
+
+    Attributes:
+        nodes: The nodes.
+        inputs: The inputs, in order.
+        calls_before: How often each module that it called was called before it, by names.
+        calls: How often it called each module.
+    """
+
+    nodes: list[fx.Node]
+    inputs: list[fx.Node]
+    calls_before: dict[str, int]
+    calls: dict[str, int]
+
+
+class Trace:
+    """A traced call of a module.
+
+    Args:
+        call: The call.
+        result: What it returned.
+        added: What it added to the graph.
+        changes_before: How often something was changed before it.
+        age: Of what was made as it began; what was made before is younger by that number.
+
+    Attributes:
+        number: By which marks name it.
+        copies: How many there are.
+    """
+
+    def __init__(self, call: TracedCall, result: Any, added: Added, changes_before: int, age: int) -> None:
+        self.call, self.result = call, result
+        self.nodes, self.inputs = added.nodes, added.inputs
+        self.calls_before, self.calls = added.calls_before, added.calls
+        self.changes_before, self.age = changes_before, age
+        self.outer = frozenset(call.tx.nn_module_stack)
+        self.returned = frozenset(_nodes_of(result))
+        self.number, self.copies = next(_numbers), 0
+        self._read: Read | None = None
+        self._shows_values: bool | None = None
+
+    @functools.cached_property
+    def seen(self) -> frozenset[fx.Node]:
+        """The nodes whose values, or items of these, the call returned: some operations return what they are given."""
+        returned = set(map(id, _shown(self.returned)))
+        return frozenset(n for n in self.nodes if not returned.isdisjoint(map(id, tensor_state.leaves(_shown([n])))))
+
+    def shows_values(self, inputs: Iterable[fx.Node]) -> bool:
+        """Whether what its nodes read and gave shows what copies of them give."""
+        if self._shows_values is None:
+            self._shows_values = can_be_made(node.meta.get("example_value") for node in (*inputs, *self.nodes))
+        return self._shows_values
+
+    def read(self, aliases: Sequence[tuple[Source, Source]] = ()) -> Read:
+        """List what was read of the module, with the first list of what was reached from two places that is given."""
+        if self._read is None:
+            self._read = Read(self.call.tx.output, self.call.source, aliases)
+        return self._read
+
+    def compare(self, other: TracedCall) -> Leaves:
+        """Compare what another call gets, and when it comes, with those of the traced one.
+
+        Raises:
+            UnlikeError: They are not alike.
+        """
+        call, leaves = self.call, Leaves()
+        expect(call.form == other.form, "other arguments")
+        call.circumstances.expect_same(other.circumstances)
+        for one, another in zip(call.values, other.values, strict=True):
+            leaves.compare(one, another, other.tx.output.side_effects)
+        return leaves
+
+    def copy_for(self, other: TracedCall, leaves: Leaves, aliases: Sequence[tuple[Source, Source]]) -> Any:
+        """Return what another call returns, with the nodes for it in the graph.
+
+        Args:
+            other: The call.
+            leaves: What it gets, compared.
+            aliases: The sources of what was reached from two places.
+
+        Raises:
+            UnlikeError: That call is not shown to be alike; nothing was added.
+            CopyError: It failed when some of it was added.
+        """
+        call = self.call
+        is_new_or_given = all(node in leaves.nodes or node.op != "placeholder" for node in self.returned)
+        expect(is_new_or_given, "a result that is a parameter")
+        likeness = Likeness(other.tx.output, self.read(aliases), other.source)
+        inputs = self._inputs(likeness, leaves)
+        try:
+            return Copy(self, other, leaves, likeness, inputs).make()
+        except Exception as error:  # whatever it is: what was added can't be taken back
+            raise CopyError(call.module.value_type.__name__) from error
+
+    def _inputs(self, likeness: Likeness, leaves: Leaves) -> dict[fx.Node, Source | None]:
+        """List the inputs that the nodes read, in order, each with its source in the other module, None for itself."""
+        own, sources = set(self.nodes), dict[fx.Node, Source | None]()
+        used = (use for node in self.nodes for use in node.all_input_nodes if use not in own)
+        for node in dict.fromkeys((*self.inputs, *used)):
+            if node not in leaves.nodes:
+                expect(node.op == "placeholder", "a value from outside")
+                source = node.meta["grapharg"].source if "grapharg" in node.meta else None
+                is_outside = source is None or not self.read().has(source)
+                sources[node] = None if is_outside else self._other_source(node, cast(Source, source), likeness)
+        return sources
+
+    def _other_source(self, node: fx.Node, source: Source, likeness: Likeness) -> Source:
+        value = node.meta["example_value"]
+        is_static = isinstance(value, torch.Tensor) and not value._has_symbolic_sizes_strides
+        is_itself = source in self.read().tensors and not isinstance(source, (FloatTensorSource, NumpyTensorSource))
+        expect(is_static and is_itself, "an input of the module that varies")
+        other = likeness.other_of(source)
+        likeness.value_of(other)
+        return other
+
+
+class Copy:
+    """The nodes of a trace, added once more for another call."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        call: TracedCall,
+        leaves: Leaves,
+        likeness: Likeness,
+        inputs: dict[fx.Node, Source | None],
+    ) -> None:
+        self._trace, self._tx, self._leaves, self._likeness = trace, call.tx, leaves, likeness
+        self._output = call.tx.output
+        # As Dynamo names modules where it says which modules a node is in.
+        names = (of.module.get_nn_module_stack_source().name for of in (trace.call, call))
+        self._names = tuple(_MEMBER.sub(r".\2", name) for name in names)
+        self._lines = tuple(of.circumstances.stack_text() for of in (trace.call, call))
+        self._others: dict[fx.Node, fx.Node] = dict(leaves.nodes)
+        self._inputs = inputs
+        self._returned: dict[fx.Node, Any] = {}
+
+    def make(self) -> Any:
+        """Add the inputs, the guards and the nodes; return what the call returns."""
+        calls_before = dict(self._tx.num_calls)
+        self._trace.copies += 1
+        for node, source in self._inputs.items():
+            self._others[node] = node if source is None else self._input(node, source, calls_before)
+        for guard in self._likeness.guards:
+            self._output.guards.add(guard, collect_debug_stack=False)
+        self._output.guard_on_key_order.update(map(self._likeness.other_of, self._trace.read().in_order))
+        memory = self._memory()
+        for position, node in enumerate(self._trace.nodes):
+            copy = self._others[node] = self._node(node, calls_before)
+            self._value(node, copy, memory)
+            node.meta[MARK] = TraceMark(self._trace.number, 0, position)
+            copy.meta[MARK] = TraceMark(self._trace.number, self._trace.copies, position)
+        for name, count in self._trace.calls.items():
+            other = self._renamed(name)
+            self._tx.num_calls[other] = self._tx.num_calls.get(other, 0) + count
+        return self._result(self._trace.result)
+
+    def _memory(self) -> Memory | None:
+        """Lay out what the nodes read, where the trace shows what they give; return None where they have to be run."""
+        takes_gradients = self._output.root_tx.f_code in taking_gradients
+        if takes_gradients or not self._trace.shows_values(self._others):
+            return None
+        memory = Memory(self._tx.fake_mode)
+        try:
+            memory.give(_shown(self._others), _shown(self._others.values()))
+        except UnlikeError:  # what it gets shares memory otherwise
+            return None
+        return memory
+
+    def _input(self, node: fx.Node, source: Source, calls_before: dict[str, int]) -> fx.Node:
+        count = len(self._output.placeholders)
+        variable = VariableBuilder(self._tx, source)(self._likeness.value_of(source))
+        added: fx.Node = variable.as_proxy().node
+        if len(self._output.placeholders) > count and "nn_module_stack" in node.meta:
+            added.meta["nn_module_stack"] = self._stack(node, calls_before)
+        return added
+
+    def _node(self, node: fx.Node, calls_before: dict[str, int]) -> fx.Node:
+        tracer = self._output.current_tracer
+        arguments, named = fx.map_arg((node.args, node.kwargs), self._others.__getitem__)
+        first, last = _names_of(node)
+        added: fx.Node = tracer.create_node(node.op, node.target, arguments, named, first, node.type)
+        own = ("example_value", "creation_timestamp", MARK)
+        added.meta.update({key: value for key, value in node.meta.items() if key not in own})
+        if "nn_module_stack" in node.meta:
+            added.meta["nn_module_stack"] = self._stack(node, calls_before)
+        if "stack_trace" in node.meta:
+            one, other = self._lines
+            expect(node.meta["stack_trace"].startswith(one), "a line that is called from elsewhere")
+            added.meta["stack_trace"] = other + node.meta["stack_trace"].removeprefix(one)
+        if "source_fn_stack" in node.meta:
+            *outer, (_, target) = node.meta["source_fn_stack"]
+            added.meta["source_fn_stack"] = [*outer, (added.name, target)]
+        if first != last:
+            added._rename(last)
+        return added
+
+    def _value(self, node: fx.Node, added: fx.Node, memory: Memory | None) -> None:
+        """Set what a copied node gives; what code can look at after the call comes about as in any trace."""
+        shown = node.meta["example_value"]
+        if memory is not None and node not in self._trace.seen:
+            set_example_value(added, memory.like(shown))
+            return
+        if node in self._trace.returned:
+            self._returned[node] = wrap_fx_proxy(self._tx, fx.Proxy(added, self._output.current_tracer))
+        else:
+            set_example_value(added, get_fake_value(added, self._tx))
+        value, of_tensor = added.meta["example_value"], facts_of if node in self._trace.seen else facts_of_inner
+        expect(_facts(value, of_tensor) == _facts(shown, of_tensor), f"{added.name} is another")
+        if memory is not None:
+            memory.give(tensor_state.leaves(shown), tensor_state.leaves(value))
+
+    def _stack(self, node: fx.Node, calls_before: dict[str, int]) -> dict[str, Any]:
+        """Return the modules that the copy of a node is in, by their names."""
+        stack = dict(self._tx.nn_module_stack)
+        for key, (name, kind) in node.meta["nn_module_stack"].items():
+            if key in self._trace.outer:
+                continue
+            other, before = self._renamed(name), self._trace.calls_before.get(name, 0)
+            number, _, calls = key.partition("@")
+            number = str(self._likeness.modules.get(int(number), number))
+            count = calls_before.get(other, 0) + int(calls or 0) - before
+            stack[f"{number}@{count}" if count else number] = other, kind
+        return stack
+
+    def _renamed(self, name: str) -> str:
+        one, other = self._names
+        rest = name.removeprefix(one)
+        return other + rest if name.startswith(one) and not rest[:1].isalnum() else name
+
+    def _result(self, variable: Any) -> Any:
+        variable = realized(variable)
+        if type(variable) is TupleVariable:
+            return TupleVariable([self._result(item) for item in variable.items])
+        if is_constant(variable):
+            return ConstantVariable.create(variable.value)
+        node = variable.as_proxy().node
+        return self._leaves.variables[node] if node in self._leaves.variables else self._returned[node]
+
+
+def _shown(nodes: Iterable[fx.Node]) -> list[Any]:
+    return [node.meta["example_value"] for node in nodes]
+
+
+def _names_of(node: fx.Node) -> tuple[str, str]:
+    """Return the name that a node was made with, and that of a variable that it was stored in, without numbers."""
+    made = node.meta.get("source_fn_stack")
+    names = made[-1][0] if made else node.name, node.name
+    first, last = (_NUMBER_AT_END.sub("", name) for name in names)
+    return first, last
+
+
+def _facts(value: Any, of_tensor: Callable[[torch.Tensor], Any]) -> Any:
+    """List what code can ask of what a node gives."""
+    if isinstance(value, torch.Tensor):
+        return of_tensor(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(_facts(item, of_tensor) for item in value)
+    return type(value), str(value)
+
+
+def nodes_after(node: fx.Node) -> list[fx.Node]:
+    """List the nodes that were added to the graph since a node was its last one, without the inputs.
+
+    Inputs stand before all else: in a graph that had nothing else yet, they come after its last node, too.
+    """
+    nodes: list[fx.Node] = []
+    while (node := node.next).op != "root":
+        if node.op != "placeholder":
+            nodes.append(node)
+    return nodes
+
+
+def can_be_copied(nodes: list[fx.Node], result: Any) -> bool:
+    """Whether what a call added and returned is of operations and values that a copy can have."""
+    return len(nodes) >= FEWEST_NODES and all(map(_is_operation, nodes)) and _is_of_values(result)
+
+
+def _is_operation(node: fx.Node) -> bool:
+    """Whether a node is an operation, with nothing inside of it and of constants that any module would give it."""
+    is_called = node.op in ("call_function", "call_method") and not isinstance(node.target, _WITH_MORE_INSIDE)
+    is_of_values = "example_value" in node.meta and _KNOWN_OF_NODES.issuperset(node.meta)
+    given: list[Any] = []
+    fx.node.map_aggregate((node.args, node.kwargs), given.append)
+    return is_called and is_of_values and all(isinstance(value, fx.Node) or is_plain(value) for value in given)
+
+
+def _is_of_values(result: Any) -> bool:
+    """Whether a module returned tensors and constants, alone or in a tuple."""
+    result = realized(result)
+    if type(result) is TupleVariable:
+        return result.source is None and all(map(_is_of_values, result.items))
+    return type(result) is TensorVariable or (is_constant(result) and result.source is None)
+
+
+def _nodes_of(result: Any) -> Iterator[fx.Node]:
+    """Go through the nodes of the tensors that a module returned."""
+    result = realized(result)
+    if type(result) is TupleVariable:
+        for item in result.items:
+            yield from _nodes_of(item)
+    elif type(result) is TensorVariable:
+        yield result.as_proxy().node
