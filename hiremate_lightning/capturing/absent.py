@@ -46,9 +46,7 @@ NOTHING = Absence()
 def find_absent(captured: Captured, missing: frozenset[int]) -> Absence:
     """Find what is absent where some gradients of outputs have not arrived.
 
-    Args:
-        captured: The captured graph.
-        missing: Positions of these gradients among all of them.
+    `missing` lists the positions of these gradients among all of them.
     """
     tangents = captured.tangents
     absent = {tangents[position] for position in missing}
@@ -88,10 +86,7 @@ def _other_term(node: fx.Node, absent: set[fx.Node]) -> fx.Node | None:
 def without_missing(captured: Captured, missing: frozenset[int], profile: Profile) -> tuple[Graph, Profile]:
     """Return the graph of captured code, and its costs, without what some gradients of outputs would have brought.
 
-    Args:
-        captured: The code.
-        missing: Positions of the gradients that did not arrive.
-        profile: Costs of all of it.
+    `missing` lists the positions of the gradients that did not arrive.
     """
     if not missing:
         return captured.graph, profile
@@ -175,7 +170,8 @@ def _overwritten(captured: Captured, absence: Absence) -> tuple[Graph, dict[fx.N
             merged[of] = merged.get(into, into)
     tensors = tuple(t if t.storage not in merged else replace(t, storage=merged[t.storage]) for t in graph.tensors)
     unmade = (graph.tensors[tensor_of[value]].storage for value in absence.values if value in tensor_of)
-    values, backward = captured.allocating.tensors, (captured.fx_nodes[index] for index in captured.allocating.backward)
+    values = captured.allocating.tensors
+    backward = (captured.fx_nodes[index] for index in captured.allocating.backward)
     pairs = ((read, node) for node in backward if (read := reshaped(node)) is not None)
     storages = (values[tensor_of[value]].storage for pair in pairs for value in pair if value in tensor_of)
     terms = set(merged.values()) | {storage for storage in storages if storage is not None}

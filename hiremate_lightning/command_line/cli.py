@@ -97,14 +97,7 @@ _EXAMPLES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        arguments: Those of the command line by default.
-
-    Returns:
-        The exit code.
-    """
+    """Run a command, by default that of the command line; return its exit code."""
     words = [*(sys.argv[1:] if arguments is None else arguments)]
     parser = _parser()
     if not words:

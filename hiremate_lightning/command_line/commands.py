@@ -74,11 +74,7 @@ FIT_PLANS = 12  # most sizes that `fit` plans
 
 
 class _Work:
-    """The step that a command asked for, captured and costed on demand.
-
-    Args:
-        asked: The arguments, as `arguments.read` has read them.
-    """
+    """The step that a command asked for, captured and costed on demand; `arguments.read` has read the arguments."""
 
     def __init__(self, asked: argparse.Namespace) -> None:
         check_strategy(asked.solver)
@@ -248,7 +244,8 @@ def curve(asked: argparse.Namespace) -> int:
     captured, step = work.capture()
     problem = Problem(step.graph, step.profile, step.plain_bytes, SolveOptions(asked.time_limit))
     with work.reporter.stage("solving"):
-        least, most = smallest_budget(replace(problem, budget_bytes=0)).peak_bytes, problem.budget_bytes
+        least = smallest_budget(replace(problem, budget_bytes=0)).peak_bytes
+        most = problem.budget_bytes
         budgets = [least + (most - least) * i // asked.points for i in range(asked.points)]
         points = points_of(solve_curve(problem, budgets, apart(asked.solver)), captured.resident_bytes)
         points.append(CurvePoint(captured.resident_bytes + most, problem.step_ms, 0.0, 0.0, "plain training"))

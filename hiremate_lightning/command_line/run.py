@@ -138,13 +138,10 @@ def main(arguments: Sequence[str] | None = None, *, ends_process: bool | None = 
     except HiRemateError as error:
         if asked.debug:
             raise
-        sys.stderr.write(f"{PROGRAM}: {_words(error)}\n")
+        words = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        words = words.replace("on_infeasible='warn'", "--on-infeasible warn")  # what is meant there is an argument
+        sys.stderr.write(f"{PROGRAM}: {words}\n")
         return USAGE if isinstance(error, BudgetError | ConfigurationError) else PROBLEM
-
-
-def _words(error: BaseException) -> str:
-    words = "\n".join([str(error), *getattr(error, "__notes__", ())])
-    return words.replace("on_infeasible='warn'", "--on-infeasible warn")  # what is meant there is an argument
 
 
 def _run(asked: argparse.Namespace, to_run: Script) -> int:

@@ -147,7 +147,8 @@ class CountingMeter(LiveBytes, TorchDispatchMode):
                 return sharding.run_in_the_open(func, *args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         inputs, outputs = _dense_among((args, kwargs)), _dense_among(result)
-        name, largest_bytes = func.name().partition(".")[0], max((t.nbytes for t in (*inputs, *outputs)), default=0)
+        name = func.name().partition(".")[0]
+        largest_bytes = max((t.nbytes for t in (*inputs, *outputs)), default=0)
         self.gathered_bytes += largest_bytes if name in _GATHERS else 0
         self.scattered_bytes += largest_bytes if name in _SCATTERS else 0
         self.reduced_bytes += largest_bytes if name in _REDUCES else 0
@@ -182,7 +183,8 @@ class CountingMeter(LiveBytes, TorchDispatchMode):
                 self.add(self._allocated(after) - self._allocated(before))
 
     def _count_until_released(self, tensor: torch.Tensor) -> None:
-        storage, size_bytes = tensor_state.storage_id(tensor), self._allocated(tensor.untyped_storage().nbytes())
+        storage = tensor_state.storage_id(tensor)
+        size_bytes = self._allocated(tensor.untyped_storage().nbytes())
 
         def end() -> None:
             self._known.discard(storage)

@@ -33,12 +33,7 @@ class _InFile:
 
 @dataclass(frozen=True)
 class _Aside:
-    """A tensor that is put aside.
-
-    Attributes:
-        copy: Of its storage.
-        place: Its place there.
-    """
+    """A tensor that is put aside: a copy of its storage, and its place there."""
 
     copy: _InFile | Leaving
     place: Place
@@ -50,11 +45,9 @@ class _Aside:
 
 @dataclass(frozen=True, slots=True)
 class _AsItIs:
-    """A tensor that stays where it is.
+    """A tensor that stays where it is, and the number of its changes in place.
 
-    Attributes:
-        tensor: The tensor.
-        version: Number of its changes in place, which autograd does not look at where there are hooks.
+    Autograd does not look at these changes where there are hooks.
     """
 
     tensor: torch.Tensor
@@ -124,15 +117,13 @@ class SavedAside(torch.autograd.graph.saved_tensors_hooks):
             copied, lives, copy = self._copies[storage]
             if version == copied and lives():
                 return copy
-        copy = _InFile(tensor, self._files) if tensor.device.type == "cpu" else self._leave(tensor)
+        if tensor.device.type == "cpu":
+            copy = _InFile(tensor, self._files)
+        else:
+            copy = Leaving(tensor, self._host)
+            copy.wait()  # later operations may change the storage in place
         self._copies[storage] = version, tensor_state.watch_storage(tensor), copy
         return copy
-
-    def _leave(self, tensor: torch.Tensor) -> Leaving:
-        """Copy a storage to the host. Later operations wait for it, since they may change the storage in place."""
-        leaving = Leaving(tensor, self._host)
-        leaving.wait()
-        return leaving
 
 
 def saving_aside(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,11 +137,7 @@ def saving_aside(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_file(value: torch.Tensor, files: Files) -> torch.Tensor:
-    """Copy a value on the host into a temporary file, where its size is worth that.
-
-    Args:
-        value: The value.
-        files: The files that take it.
+    """Copy a value on the host into one of some temporary files, where its size is worth that.
 
     Raises:
         OSError: If the disk has no room for another file.

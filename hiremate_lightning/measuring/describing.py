@@ -16,13 +16,9 @@ from .runs import Run
 
 
 def describe(record: StepRecord, profiles: Mapping[int, Profile]) -> tuple[list[Call], list[int]]:
-    """Describe a step: its calls, and the order of their backwards.
+    """Describe a recorded step, with costs by number of part: its calls, and the order of their backwards.
 
     A run without a backward is part of the outside.
-
-    Args:
-        record: The step.
-        profiles: Costs by number of part.
     """
     return _Description(record).calls(profiles)
 
@@ -65,7 +61,8 @@ class _Description:
         """
         graph, profile = run.as_run(profile)
         mark = Event.BACKWARD.of(first.index) if following is None else Event.FORWARD.of(following.index)
-        lived, stay = self._lived(run, Event.FORWARD_DONE.of(run.index), place), self._lived(run, mark, place)
+        lived = self._lived(run, Event.FORWARD_DONE.of(run.index), place)
+        stay = self._lived(run, mark, place)
         died = self._died(run, mark, place)
         stages, called_at = self._stages(run, mark, lived, died)
         before = self._between(START, Event.FORWARD.of(run.index)) or Gap()

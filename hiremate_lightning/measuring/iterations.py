@@ -82,10 +82,7 @@ class Iterations:
     def note_uncounted(self, uncounted: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Note which storages were there before the iteration; return those of the tensors that are among them.
 
-        What the iteration has made, `note_and_add` counts.
-
-        Args:
-            uncounted: One for each storage.
+        There is one tensor for each storage. What the iteration has made, `note_and_add` counts.
         """
         tensors = list(uncounted)
         if self._begins or not self._have_waited or self._existing_bytes is None:

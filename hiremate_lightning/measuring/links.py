@@ -14,10 +14,7 @@ LEAST_MS = 1e-3  # no clock here resolves less
 
 
 def measure_link(device: torch.device) -> Link:
-    """Measure the link between a device and the host.
-
-    Args:
-        device: A GPU.
+    """Measure the link between a GPU and the host.
 
     Returns:
         The fastest of a few copies in each direction, while as much goes in the other one.

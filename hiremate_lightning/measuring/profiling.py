@@ -254,7 +254,8 @@ def _workspace_bytes(
         run()
     peak_bytes = measure_peak(run_once, device)
     (result,) = results
-    return max(0, peak_bytes - _storage_bytes([result[position] for position in used] or result, device)), elapsed_ms
+    kept = tensor_state.tensors_among([result[position] for position in used] or result)
+    return max(0, peak_bytes - storage_bytes((t for t in kept if t.device == device), device)), elapsed_ms
 
 
 def as_laid_out(captured: Captured, profile: Profile, strides: Sequence[tuple[int, ...] | None]) -> Profile:
@@ -295,10 +296,6 @@ def as_laid_out(captured: Captured, profile: Profile, strides: Sequence[tuple[in
 
 
 _VIEW_MS = 0.002  # time of the interpreter for a view, which runs no kernel
-
-
-def _storage_bytes(result: Any, device: torch.device) -> int:
-    return storage_bytes((t for t in tensor_state.tensors_among(result) if t.device == device), device)
 
 
 def _time_ms(

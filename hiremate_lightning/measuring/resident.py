@@ -144,7 +144,8 @@ class LeftOutputs:
 
     def step_ended(self, record: StepRecord | None, kind: tuple[int, ...] | None = None) -> None:
         """Store the last step, whose outputs may still exist: its record, None where it has none, and its kind."""
-        self._record, self._kind = record if record is not None and record.is_measured else None, kind
+        self._record = record if record is not None and record.is_measured else None
+        self._kind = kind
 
     def add_to(self, resident: Resident, present: Collection[int]) -> Resident:
         """Add left memory, beside some storages, to a count without it, after a garbage collection.

@@ -205,10 +205,9 @@ class ResidentMemory:
         self._stepped = False
 
     def count_before_step(self, arguments: Sequence[torch.Tensor]) -> Resident:
-        """Count the memory that exists before a step that begins now, including outputs of the step before.
+        """Count the memory that exists before a step with these arguments, which begins now.
 
-        Args:
-            arguments: The arguments of the step.
+        Outputs of the step before are included.
         """
         if self._left.are_some(self._present(arguments)):
             self.collect_garbage()
@@ -225,10 +224,6 @@ class ResidentMemory:
 
         These are outputs of the step before and, on the host, tensors that are not counted as resident: their release
         would count as memory that the step gives back.
-
-        Args:
-            record: The record.
-            arguments: The arguments of the step.
         """
         self._left.watch(record)
         record.counted = self._present(arguments) | self._left.storages
@@ -239,11 +234,9 @@ class ResidentMemory:
 
     def _present(self, arguments: Sequence[torch.Tensor]) -> frozenset[int]:
         """List the storages that exist before a step with these arguments, except those that the step before left."""
-        groups = self._groups(list(self._gradients().values()), [*arguments, *held_by(self._waiting())])
+        waiting = [saved for _, saved in self._find_waiting()]
+        groups = self._groups(list(self._gradients().values()), [*arguments, *held_by(waiting)])
         return frozenset(tensor_state.storage_sizes(tensor for tensors in groups.values() for tensor in tensors))
-
-    def _waiting(self) -> list[Saved]:
-        return [saved for _, saved in self._find_waiting()]
 
     def _uncounted(self, counted: Collection[int]) -> Iterator[torch.Tensor]:
         """List large host tensors that are not counted, one for each storage."""
@@ -336,7 +329,9 @@ class ResidentMemory:
 
 def more_kept_plainly(graph: Graph, schedule: Schedule) -> int:
     """Return the bytes that plain training, which recomputes nothing, saves beyond those of a schedule of a graph."""
-    plain, own, inputs = lower(graph, keep_all(graph)).saved, schedule.saved_on_device(graph), set(graph.inputs)
+    plain = lower(graph, keep_all(graph)).saved
+    own = schedule.saved_on_device(graph)
+    inputs = set(graph.inputs)
     plain_bytes, own_bytes = (bytes_of(graph, [t for t in s if t not in inputs]) for s in (plain, own))
     return max(0, plain_bytes - own_bytes)
 

@@ -9,7 +9,7 @@ steps have lost more time than solving takes, another rung pays.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -40,28 +40,21 @@ class Chosen:
 
 
 def fastest_that_fits(step: SizedStep, room_bytes: int, candidates: Iterable[Decisions]) -> Chosen | None:
-    """Choose among decisions for a step; None where none fit.
+    """Return, of decisions made for the same code at whatever sizes, the fastest that fit; None where none fit.
 
-    Args:
-        step: The step.
-        room_bytes: Bytes that it may add to what is resident.
-        candidates: Decisions that were made for the same code, at whatever sizes.
+    The step may add `room_bytes` to what is resident.
     """
     limit_bytes = room_bytes - guard_bytes(room_bytes)
     too_large = list[tuple[int, float]]()
     for decisions in sorted(dict.fromkeys(candidates), key=step.again_ms):
         again_ms, peak_bytes = step.again_ms(decisions), step.peak_bytes(decisions)
         if peak_bytes <= limit_bytes:
-            lines = (_time_on_line(limit_bytes, (peak_bytes, again_ms), faster) for faster in too_large)
-            return Chosen(decisions, again_ms, again_ms - min(lines, default=again_ms))
+            # What the limit would save, on the line between these decisions and each that are faster and too large.
+            free_bytes = limit_bytes - peak_bytes
+            saved = ((again_ms - fast_ms) * free_bytes / (size - peak_bytes) for size, fast_ms in too_large)
+            return Chosen(decisions, again_ms, max(saved, default=0.0))
         too_large.append((peak_bytes, again_ms))
     return None
-
-
-def _time_on_line(limit_bytes: int, small: tuple[int, float], fast: tuple[int, float]) -> float:
-    """Return the time at a limit, on the line between a point below it and a point above it."""
-    (low_bytes, long_ms), (high_bytes, short_ms) = small, fast
-    return long_ms - (long_ms - short_ms) * (limit_bytes - low_bytes) / (high_bytes - low_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,25 +105,22 @@ class Ladder(Generic[T]):
         return [*self.rungs, *(() if self.least is None else (self.least,))]
 
     def note(self, loss: Loss[T], price_ms: float) -> Loss[T] | None:
-        """Add the loss of a step.
+        """Add the loss of a step; return the step to solve another rung for, None where that does not pay yet.
 
-        Args:
-            loss: The loss.
-            price_ms: The time that another rung takes.
-
-        Returns:
-            The step to solve a rung for; None where that does not pay yet.
+        The price of a rung is the time that solving it takes.
         """
         self.losses.append(loss)
         self.lost_ms += loss.lost_ms
-        return _best(self.losses) if self.lost_ms > price_ms * 2**self.vain else None
+        if self.lost_ms <= price_ms * 2**self.vain:
+            return None
+
+        def saved_ms(loss: Loss[T]) -> float:  # by decisions of its own, which serve all smaller steps, too
+            return loss.lost_ms * sum(other.plain_bytes <= loss.plain_bytes for other in self.losses)
+
+        return max(self.losses, key=saved_ms)
 
     def solved(self, loss: Loss[T], solution: Solution) -> bool:
         """Add the solution for a step that had lost time, and count losses from 0 again.
-
-        Args:
-            loss: The loss of the step.
-            solution: Its solution.
 
         Returns:
             Whether the solution is another rung: it fits, and saves time.
@@ -143,12 +133,3 @@ class Ladder(Generic[T]):
             return False
         self.rungs.append(solution.recompute)
         return True
-
-
-def _best(losses: Sequence[Loss[T]]) -> Loss[T]:
-    """Return the loss of the step whose own decisions would save most: they serve all smaller steps, too."""
-
-    def saved_ms(loss: Loss[T]) -> float:
-        return loss.lost_ms * sum(other.plain_bytes <= loss.plain_bytes for other in losses)
-
-    return max(losses, key=saved_ms)

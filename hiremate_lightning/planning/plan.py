@@ -264,14 +264,7 @@ def planned_lines(plan: Plan) -> list[str]:
 
 
 def measured_line(plan: Plan) -> str:
-    """Describe in one plain line the measurements of a plan, beside its predictions.
-
-    Args:
-        plan: A plan.
-
-    Returns:
-        An ASCII line.
-    """
+    """Describe in one plain line of ASCII the measurements of a plan, beside its predictions."""
     said = []
     if plan.measured.peak_bytes is not None:
         predicted, budget = format_bytes(plan.compared_peak_bytes), format_bytes(plan.budget_bytes)

@@ -15,7 +15,6 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -110,14 +109,14 @@ class Solutions:
     def at_least(self, problem: Problem, solution: Solution) -> Solution:
         """Return a solution, or a known schedule in its place, where that is faster and fits, or alone fits.
 
-        Args:
-            problem: The step and its budget.
-            solution: The new solution; its bound stays.
+        The bound of the new solution stays.
         """
         if solution.status in (Status.OPTIMAL, Status.INFEASIBLE):
             return solution
+        with _lock:
+            known = [recompute for step in _steps if step.is_of(problem) for recompute in step.decisions]
         best = solution
-        for recompute in self._schedules_of(problem):
+        for recompute in (*known, *self._read_schedules(problem)):
             try:
                 replayed = replay(problem, recompute)
             except (HiRemateError, IndexError, KeyError):  # of a file that holds no schedule of this step
@@ -136,11 +135,6 @@ class Solutions:
                     stopped_by=KNOWN_BEFORE,
                 )
         return best
-
-    def _schedules_of(self, problem: Problem) -> Sequence[Decisions]:
-        with _lock:
-            known = [recompute for step in _steps if step.is_of(problem) for recompute in step.decisions]
-        return [*known, *self._read_schedules(problem)]
 
     def _read_schedules(self, problem: Problem) -> list[Decisions]:
         """List the schedules of a step in the folder; nobody has checked them."""

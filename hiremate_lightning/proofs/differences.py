@@ -32,12 +32,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Difference:
-    """A value that two runs do not agree on.
-
-    Attributes:
-        words: Which one, and by how much.
-        is_rounding: Whether it is by rounding alone.
-    """
+    """A value that two runs do not agree on: which one and by how much, and whether it is by rounding alone."""
 
     words: str
     is_rounding: bool = False

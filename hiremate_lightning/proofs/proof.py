@@ -106,10 +106,9 @@ class Proof:
             self.rests, self.runs, self.backward = False, 0, Verdict.UNKNOWN
 
     def rest(self, without: frozenset[int] | None) -> None:
-        """Stop proving until other gradients come.
+        """Stop proving until other gradients come than were missing in the backward that was tried.
 
-        Args:
-            without: Gradients that were missing in the backward that was tried; None where none ran.
+        `without` is None where no backward ran.
         """
         self.rests = True
         self.tried_without |= set() if without is None else {without}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ..capturing.capture import Captured
 from ..measuring.files import HAS_FILES
 from ..records.costs import Profile
-from ..records.graph import Graph, StorageKind, bytes_of
+from ..records.graph import StorageKind, bytes_of
 from ..records.simulation import forward_peak_bytes, simulate, simulate_plain
 from ..running.program import Program
 
@@ -81,9 +81,12 @@ def proof_memory(
     """
     graph = captured.graph
     own = simulate(graph, profile, program.schedule)
+    # Activations that take nothing, and gradients that are dropped as they come.
+    storages = (replace(s, size_bytes=0) if s.kind is StorageKind.ACTIVATION else s for s in graph.storages)
+    without_activations = replace(graph, storages=tuple(storages), gradients=())
     return ProofMemory(
         plain_bytes=plain_bytes,
-        beside_bytes=simulate_plain(_without_activations(graph), profile).peak_bytes,
+        beside_bytes=simulate_plain(without_activations, profile).peak_bytes,
         forward_bytes=forward_peak_bytes(graph, profile),
         own_bytes=own.peak_bytes,
         own_forward_bytes=max((moment.peak_bytes for moment in own.timeline[: own.turn]), default=0),
@@ -92,9 +95,3 @@ def proof_memory(
         free_bytes=max(free_bytes, own.peak_bytes),  # the step takes them in any case
         has_room_aside=HAS_FILES or captured.device.type != "cpu",
     )
-
-
-def _without_activations(graph: Graph) -> Graph:
-    """Return a graph whose activations take nothing, and whose gradients are dropped as they come."""
-    own = (replace(s, size_bytes=0) if s.kind is StorageKind.ACTIVATION else s for s in graph.storages)
-    return replace(graph, storages=tuple(own), gradients=())

@@ -84,12 +84,7 @@ class Proving(Protocol):
 
 
 class Prover:
-    """Proves the captured code of one session.
-
-    Args:
-        session: The session.
-        proofs: The proofs so far.
-    """
+    """Proves the captured code of one session, and keeps the proofs so far."""
 
     def __init__(self, session: Proving, proofs: Proofs) -> None:
         self._session, self._proofs = session, proofs
@@ -98,9 +93,7 @@ class Prover:
     def prove(self, proof: Proof, arguments: Sequence[Any]) -> None:
         """Prove captured code that is about to run, as far as it is unproved and memory is free.
 
-        Args:
-            proof: The code.
-            arguments: Arguments of the run that is about to start; they stay as they are.
+        The arguments of that run stay as they are.
 
         Raises:
             NoTemplateError: If the code was made from traces of other sizes, and can't be proved.

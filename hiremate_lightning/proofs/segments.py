@@ -271,7 +271,8 @@ class _Shape:
 
     def _around_state(self) -> set[int] | None:
         """Return the places to cut before and after each node that sets state; None where one has no such place."""
-        allowed, forced = [place for place, may_cut in enumerate(self._may_cut) if may_cut], set[int]()
+        allowed = [place for place, may_cut in enumerate(self._may_cut) if may_cut]
+        forced = set[int]()
         for index, seen in enumerate(self._seen):
             if seen.sets_state:
                 after = bisect_right(allowed, index)
@@ -322,7 +323,8 @@ class _Shape:
     def segment(self, module: fx.GraphModule, start: int, end: int) -> Segment:
         """Make a segment of the nodes between two places."""
         nodes, graph, copies = self._nodes[start:end], fx.Graph(), dict[fx.Node, fx.Node]()
-        own, read = set(nodes), dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
+        own = set(nodes)
+        read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
         inputs = tuple(node for node in read if node not in own and node.op != "get_attr")
         copies |= {node: graph.placeholder(node.name) for node in inputs}
         copies |= {node: graph.node_copy(node) for node in read if node.op == "get_attr"}

@@ -158,7 +158,10 @@ class Trial:
         with torch.autocast(active[0], enabled=False) if active else nullcontext():
             if ends and own:
                 torch.autograd.backward(ends, inputs=list(own.values()))
-        _let_threads_finish({leaf.device for leaf in own.values()})
+        # Autograd's threads drop the tensors of a backward before they take up the next one.
+        for device in {leaf.device for leaf in own.values()}:
+            nothing = torch.empty(0, device=device, requires_grad=True)
+            torch.autograd.grad(nothing * 1, nothing, torch.empty(0, device=device))
         return gradients
 
     def _kept(self, value: Any, inputs: Sequence[torch.Tensor]) -> Any:
@@ -188,13 +191,6 @@ class _End(torch.autograd.Function):
     def backward(ctx: Any, _: torch.Tensor) -> Any:
         generator = torch.Generator(ctx.device).manual_seed(SEED)  # the same for each run, and none of the user's
         return torch.empty_like(ctx.shape, device=ctx.device).normal_(generator=generator)
-
-
-def _let_threads_finish(devices: set[torch.device]) -> None:
-    """Make autograd's threads drop the tensors of a backward, which they do before they take up the next one."""
-    for device in devices:
-        nothing = torch.empty(0, device=device, requires_grad=True)
-        torch.autograd.grad(nothing * 1, nothing, torch.empty(0, device=device))
 
 
 def _kept(value: Any, inputs: Sequence[torch.Tensor]) -> Any:
@@ -232,9 +228,7 @@ def _cleared_casts(device_types: set[str]) -> Iterator[None]:
 def unused_at(captured: Captured, missing: frozenset[int]) -> frozenset[int] | None:
     """Return the positions of the outputs whose gradients do not come; None where these are of more than outputs.
 
-    Args:
-        captured: The code.
-        missing: Positions of these gradients among all that its backward takes.
+    `missing` lists the positions of these gradients among all that the code's backward takes.
     """
     positions = (aot.output_position(captured.tangents[gradient]) for gradient in missing)
     outputs = [position for position in positions if position is not None]

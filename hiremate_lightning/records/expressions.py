@@ -70,11 +70,9 @@ class Expression:
 
 
 def find_expression(samples: Sequence[Sizes], values: Sequence[int]) -> Expression | None:
-    """Find the expression that has given values at given sizes; None where there is none, or more than one.
+    """Find the expression that has given values, one at the sizes of each sample.
 
-    Args:
-        samples: The sizes of each sample.
-        values: The number at each.
+    None where there is no such expression, or more than one.
     """
     if len(set(values)) == 1:
         return Expression(0, (), values[0])

@@ -173,7 +173,8 @@ class GraphTemplate:
         growing = {}
         for index, nodes in enumerate(zip(*(graph.nodes for graph in graphs), strict=True)):
             if len({(node.key, node.flops, node.plain_bytes) for node in nodes}) > 1:
-                flops, plain_bytes = tuple(node.flops for node in nodes), tuple(node.plain_bytes for node in nodes)
+                flops = tuple(node.flops for node in nodes)
+                plain_bytes = tuple(node.plain_bytes for node in nodes)
                 growing[index] = _made_like(nodes[0]), flops, plain_bytes
                 self._measure(flops)
                 self._measure(plain_bytes)

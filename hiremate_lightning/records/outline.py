@@ -24,11 +24,7 @@ OUTLINES = 16  # of all code, the latest used ones
 
 
 class Outline:
-    """A merged step without its sizes.
-
-    Args:
-        step: The step at some size.
-    """
+    """A merged step, given at some size, without its sizes."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -54,12 +50,7 @@ class Outline:
 
 @dataclass(frozen=True)
 class SizedStep:
-    """A merged step at one size.
-
-    Attributes:
-        step: The step.
-        outline: The parts that do not depend on its size.
-    """
+    """A merged step at one size, and its outline: the parts that do not depend on its size."""
 
     step: Step
     outline: Outline
@@ -98,9 +89,7 @@ class Outlines:
     def at_size(self, step: Step, codes: Iterable[Hashable]) -> SizedStep:
         """Return a merged step with its outline.
 
-        Args:
-            step: The step.
-            codes: For each call a key of its code, equal at all sizes of that code; None where that is not known.
+        Each call has a key of its code, equal at all sizes of that code; None where that is not known.
         """
         codes = tuple(codes)
         if None in codes:

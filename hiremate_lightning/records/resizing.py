@@ -113,7 +113,8 @@ class Resizing:
     """
 
     def __init__(self, samples: Sequence[Sample]) -> None:
-        self._samples, plain = tuple(samples), [as_plain(sample.graph, sample.profile) for sample in samples]
+        self._samples = tuple(samples)
+        plain = [as_plain(sample.graph, sample.profile) for sample in samples]
         self.graph = plain[0][0]
         self._columns = list(dict.fromkeys(zip(*(sample.sizes for sample in samples), strict=True)))
         self._varied = [column for column in self._columns if len(set(column)) > 1]
@@ -129,7 +130,10 @@ class Resizing:
         """Bound the bytes at some sizes, given in the order of those of the samples."""
         ranges = self._ranges(sizes)
         bounds = (self._factor(dims, ranges) for dims in self._dims)
-        factors, measured = np.array([(factor.low, factor.high) for factor in bounds]), _measured_factor(ranges)
+        factors = np.array([(factor.low, factor.high) for factor in bounds])
+        # Measured bytes do not shrink, and grow with a power of the sizes at most.
+        growth = _product(now.over(column[0]) | SAME for column, now in ranges.items())
+        measured = Bounds(growth.low**MEASURED_POWER, growth.high**MEASURED_POWER)
         scale = factors[self._places].prod(axis=1)
         scale[self._places[:, 0] < 0] = measured.low, measured.high
         low, high = self._bytes[0] * scale[:, 0], self._bytes[0] * scale[:, 1]
@@ -194,9 +198,12 @@ class Resizing:
         size, is_own = column[0], any(c[0] == dim and self._is_sure(c) for c in self._columns)
         if is_own or not dim % max(1, size):
             return False
-        is_model = dim in self._widths
-        is_free = dim >= LEAST_SIZE and not any(width % dim == 0 for width in self._widths)
-        return is_free or _is_fraction(dim, size, ROUNDED if is_model else TAKEN_OFF)
+        if dim >= LEAST_SIZE and not any(width % dim == 0 for width in self._widths):
+            return True
+        # Strides of convolutions make about a half, a quarter, ... of a size.
+        halvings = round(math.log2(size / max(1, dim)))
+        taken_off = (ROUNDED if dim in self._widths else TAKEN_OFF) if dim >= LEAST_SIZE else 0
+        return dim > 1 and 0 <= halvings < size and abs(size / 2**halvings - dim) <= taken_off
 
     def _on_line(self, dims: Sizes, column: Sizes, ranges: Mapping[Sizes, Bounds]) -> Bounds | None:
         """Bound the factor of a dimension that lies on a line over one size; None where it does not."""
@@ -204,8 +211,12 @@ class Resizing:
         if any(size == after or dim > more for (size, dim), (after, more) in itertools.pairwise(points)):
             return None
         (first, least), (last, most) = points[0], points[-1]
-        start = least - first * (most - least) / (last - first)
-        if len(self._varied) > 1 and (abs(start) > TAKEN_OFF or not _is_straight(points)):
+
+        def expected(size: int) -> float:
+            return least + (size - first) * (most - least) / (last - first)
+
+        is_straight = all(abs(dim - expected(size)) <= ROUNDED for size, dim in points)
+        if len(self._varied) > 1 and (abs(expected(0)) > TAKEN_OFF or not is_straight):
             return None  # it may be another size's
         line, now = Line(*zip(*points, strict=True)), ranges[column]
         kept = (
@@ -250,19 +261,6 @@ def _near(now: Bounds, size: int) -> Bounds:
     return Bounds(max(0.0, factor.low - share * (1 - factor.low)), factor.high + share * (factor.high - 1))
 
 
-def _measured_factor(ranges: Mapping[Sizes, Bounds]) -> Bounds:
-    """Bound the factor of measured bytes: they do not shrink, and grow with a power of the sizes at most."""
-    factor = _product(now.over(column[0]) | SAME for column, now in ranges.items())
-    return Bounds(factor.low**MEASURED_POWER, factor.high**MEASURED_POWER)
-
-
-def _is_straight(points: Sequence[tuple[int, int]]) -> bool:
-    """Whether all points are on the line between the first and the last one, apart from rounding."""
-    (first, least), (last, most) = points[0], points[-1]
-    expected = (least + (size - first) * (most - least) / (last - first) for size, _ in points)
-    return all(abs(dim - on_line) <= ROUNDED for (_, dim), on_line in zip(points, expected, strict=True))
-
-
 def _most(line: Line, size: float) -> float:
     """Return the most that a dimension is at an input size: it may grow faster than the size, as squares do."""
     (x, low), (y, high) = line.ends(size)
@@ -272,9 +270,3 @@ def _most(line: Line, size: float) -> float:
         if size > y and low and x:
             return float(high * (size / y) ** (math.log(high / low) / math.log(y / x)))
     return max(0.0, line.straight(size))
-
-
-def _is_fraction(dim: int, size: int, taken_off: int) -> bool:
-    """Whether a dimension is about a half, a quarter, ... of a size, as strides of convolutions make it."""
-    halvings = round(math.log2(size / max(1, dim)))
-    return 0 <= halvings < size and abs(size / 2**halvings - dim) <= (taken_off if dim >= LEAST_SIZE else 0) and dim > 1

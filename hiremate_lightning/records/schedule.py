@@ -193,9 +193,7 @@ def as_written(graph: Graph) -> tuple[tuple[int, ...], ...]:
 def with_checkpoints(graph: Graph, calls: Iterable[Sequence[int]]) -> Graph:
     """Return a graph in which the user's code runs some forward nodes in calls of `torch.utils.checkpoint`.
 
-    Args:
-        graph: The graph.
-        calls: The nodes of each call, in order.
+    Of each call the nodes are listed in order.
     """
     nodes = list(graph.nodes)
     for members in calls:

@@ -105,12 +105,7 @@ class Allocations:
     events: np.ndarray
 
     def peak_bytes(self, storage_bytes: np.ndarray, workspace_bytes: np.ndarray) -> int:
-        """Compute the peak of the schedule.
-
-        Args:
-            storage_bytes: Bytes by storage.
-            workspace_bytes: Workspace by node.
-        """
+        """Compute the peak of the schedule from the bytes of each storage and the workspace of each node."""
         live = np.concatenate(([0], np.cumsum(self.signs * storage_bytes[self.storages])))
         return int(np.max(live[self.events] + workspace_bytes[self.nodes], initial=0))
 
@@ -207,7 +202,11 @@ class _Memory:
         if done is not _BEFORE[type(operation)]:
             raise ScheduleError(f"{type(operation).__name__} of {self._name(storage)!r} is out of turn")
         if block is None:
-            block = self._block_to_copy(storage)
+            tensors = self.graph.tensors
+            own_blocks = {own for tensor, own in self.block_of.items() if tensors[tensor].storage == storage}
+            if len(own_blocks) != 1 or -1 in own_blocks:
+                raise ScheduleError(f"The schedule copies {self._name(storage)!r}, which is not one block of the step")
+            block = own_blocks.pop()
             self.host_bytes += self.graph.sizes[storage]
             self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
         elif isinstance(operation, WaitOut):
@@ -237,13 +236,6 @@ class _Memory:
         self.not_there.remove(block)
         self.not_there.add(new)
         return new
-
-    def _block_to_copy(self, storage: int) -> int:
-        tensors = self.graph.tensors
-        own = {block for tensor, block in self.block_of.items() if tensors[tensor].storage == storage}
-        if len(own) != 1 or -1 in own:
-            raise ScheduleError(f"The schedule copies {self._name(storage)!r}, which is not one block of the step")
-        return own.pop()
 
     def _tensors_on(self, block: int) -> list[int]:
         return [tensor for tensor, other in self.block_of.items() if other == block]

@@ -63,11 +63,7 @@ class Line:
 
 
 class Expressions:
-    """Numbers as expressions of sizes.
-
-    Args:
-        sizes: The sizes of each sample.
-    """
+    """Numbers as expressions of the sizes of each sample."""
 
     is_exact = True
 
@@ -86,11 +82,7 @@ class Expressions:
 
 
 class FittedLines:
-    """Numbers on lines through those of samples.
-
-    Args:
-        sizes: The size of each sample.
-    """
+    """Numbers on lines through those of samples, each of one size."""
 
     is_exact = False
 

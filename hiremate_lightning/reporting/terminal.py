@@ -88,7 +88,8 @@ def module_table(rows: Sequence[ModuleRow], total: ModuleRow) -> RenderableType:
 
 def _plan_panel(plan: Plan, width: int, glyphs: Glyphs) -> Panel:
     inside, rows = width - 4, module_rows(plan)  # within the panel's border and padding
-    table, timeline = _module_table(rows, total_row(rows), inside, glyphs), timeline_text(plan, inside, glyphs)
+    table = _module_table(rows, total_row(rows), inside, glyphs)
+    timeline = timeline_text(plan, inside, glyphs)
     return Panel(
         Group(_facts(plan, glyphs), "", table, "", timeline),
         title=Text(plan_title(plan), "bold"),

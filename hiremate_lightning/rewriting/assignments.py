@@ -113,11 +113,7 @@ def _fill(result: torch.Tensor, parts: Sequence[Any]) -> torch.Tensor:
 
 
 def gather(joint: fx.GraphModule) -> None:
-    """Rewrite a joint graph so that each assignment is one operation.
-
-    Args:
-        joint: Forward and backward, dead code already removed; changed.
-    """
+    """Rewrite a joint graph, dead code already removed, so that each assignment is one operation."""
     graph = joint.graph
     for node in list(graph.nodes):
         _stand_alone(node)

@@ -105,11 +105,7 @@ class FusedKernels:
         return self._known[key]
 
     def compile(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Compile what is not compiled yet.
-
-        Args:
-            progress: Called with the number of kernels compiled and their total.
-        """
+        """Compile what is not compiled yet; the progress is the number of compiled kernels, and of all."""
         missing = [kernel for kernel in self._known.values() if not kernel.is_compiled]
         for done, kernel in enumerate(missing):
             progress(done, len(missing))

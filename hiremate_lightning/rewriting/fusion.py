@@ -101,12 +101,7 @@ def fuse(joint: fx.GraphModule, num_forward: int, kernels: FusedKernels) -> None
 
 @dataclass(eq=False)
 class _Group:
-    """Operations that become one kernel.
-
-    Attributes:
-        members: In order.
-        is_written: Whether its node is in the new graph.
-    """
+    """Operations that become one kernel, in order, and whether its node is in the new graph."""
 
     members: list[fx.Node]
     is_written: bool = False
@@ -234,21 +229,15 @@ class _Fuser:
             return True
         if not _is_elementwise(node):
             return self._is_small(node, value)
+        # What the backward would have to read in place of the value, and for it alone.
+        computed = [a for a in map(self.origin, node.all_input_nodes) if a.op not in ("placeholder", "get_attr")]
+        kept = [a for a in computed if _numel(a) >= _numel(node) and not self._is_wanted(a)]
         backward = [c for c in self.consumers(value) if c not in self.is_forward]
-        return all(c in self.fusible for c in backward) and len(self._kept_for(node)) <= 1
+        return all(c in self.fusible for c in backward) and len(kept) <= 1
 
     def _is_wanted(self, value: fx.Node) -> bool:
         """Whether the backward reads a value, or derives another one from it."""
         return any(c not in self.is_forward or c in self.derived for c in self.consumers(value))
-
-    def _kept_for(self, node: fx.Node) -> list[fx.Node]:
-        """List what the backward would have to read in place of an internal value, and for it alone."""
-        size = _numel(node)
-        return [
-            a
-            for a in map(self.origin, node.all_input_nodes)
-            if a.op not in ("placeholder", "get_attr") and _numel(a) >= size and not self._is_wanted(a)
-        ]
 
     def _may_wait(self, node: fx.Node, group: _Group) -> bool:
         """Whether running an operation only where its group runs keeps no more memory waiting."""
@@ -273,14 +262,12 @@ class _Fuser:
         near = near and (not own or all(self.tangents_of[c] == own for c in readers))
         if near and len(others) <= 1 and None not in others:
             members = {node, *(m for g in joined if g is not None for m in g.members)}
-            if len(members) <= MOST_MEMBERS and self._is_ready_before(node, members):
+            read = {self.origin(a) for member in members for a in member.all_input_nodes} - members
+            # Where all that they read exists before the first of them runs, nothing else lies between.
+            is_ready = all(self.position.get(a, -1) < self.position[node] for a in read)
+            if len(members) <= MOST_MEMBERS and is_ready:
                 group.members = sorted(members, key=self.position.__getitem__)
         self.group_of.update(dict.fromkeys(group.members, group))
-
-    def _is_ready_before(self, first: fx.Node, members: set[fx.Node]) -> bool:
-        """Whether all that operations read exists before the first of them runs: then nothing else lies between."""
-        read = {self.origin(a) for member in members for a in member.all_input_nodes} - members
-        return all(self.position.get(a, -1) < self.position[first] for a in read)
 
     def _is_small(self, node: fx.Node, value: fx.Node) -> bool:
         size: int = value.meta["val"].numel()
@@ -364,11 +351,7 @@ class _Body:
         self.inputs: list[fx.Node] = []
 
     def write(self, results: Sequence[fx.Node]) -> fx.GraphModule:
-        """Write the kernel's graph.
-
-        Args:
-            results: What it returns.
-        """
+        """Write the graph of the kernel, which returns the results."""
         for member in self.order:
             self.values[member] = self.graph.node_copy(member, self._value)
         self.graph.output([self._value(v) for v in results])
@@ -379,11 +362,9 @@ class _Body:
 
     def _value(self, node: fx.Node) -> fx.Node:
         if node not in self.values:
-            self.values[node] = self._copy(node) if self._is_inside(node) else self._read(node)
+            is_inside = self._is_inside(node)
+            self.values[node] = self.graph.node_copy(node, self._value) if is_inside else self._read(node)
         return self.values[node]
-
-    def _copy(self, node: fx.Node) -> fx.Node:
-        return self.graph.node_copy(node, self._value)
 
     def _read(self, node: fx.Node) -> fx.Node:
         placeholder = self.graph.placeholder(f"input_{len(self.inputs)}")

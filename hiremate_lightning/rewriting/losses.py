@@ -183,12 +183,9 @@ register(
 
 
 def join(joint: fx.GraphModule) -> None:
-    """Rewrite a joint graph so that a cross entropy is one operation, and its gradient another.
+    """Rewrite a joint graph, dead code already removed: a cross entropy is one operation, and its gradient another.
 
     Not where the step writes to the memory of the logits: the backward could not read them any more.
-
-    Args:
-        joint: Forward and backward, dead code already removed; changed.
     """
     losses = joint.graph.find_nodes(op="call_function", target=aten.nll_loss_forward.default)
     written = written_storages(joint) if losses else set()

@@ -102,10 +102,9 @@ def _first_elements(
 
 
 def join(joint: fx.GraphModule) -> None:
-    """Rewrite a joint graph so that max pools keep places within windows, where only their gradients read places.
+    """Rewrite a joint graph, dead code already removed, so that max pools keep places within windows.
 
-    Args:
-        joint: Forward and backward, dead code already removed; changed.
+    Only their gradients may read the places.
     """
     is_changed = False
     for dims, (pool, backward) in _OPERATORS.items():

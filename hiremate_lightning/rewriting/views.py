@@ -21,11 +21,7 @@ _TO_THE_END = 2**63 - 1
 
 
 def leave_out(joint: fx.GraphModule) -> None:
-    """Make a graph read values where it reads views of them that show the same.
-
-    Args:
-        joint: Forward and backward, dead code already removed; changed.
-    """
+    """Make a joint graph, dead code already removed, read values where it reads views of them that show the same."""
     output = joint.graph.output_node()
     for node in joint.graph.nodes:
         if _only_shapes(node):

@@ -156,11 +156,7 @@ def _find_shared(run: SavedRun, ran: Sequence[SavedRun]) -> dict[tuple[int, obje
     """Return, by identity and block, the leaves for whose gradients it counts how they are added up.
 
     Only captured graphs contribute to such a gradient. One of them contributes a sum of terms and none has run yet, or
-    several contribute in one block of autocast.
-
-    Args:
-        run: A run whose backward is about to run.
-        ran: Those whose backwards have run.
+    several contribute in one block of autocast. The backward of `run` is about to run, those of `ran` have run.
     """
     tokens = (getattr(tensor, "hiremate", None) for tensor in backward_pass.saved_by_captured())
     runs = {id(other): other for other in (run, *tokens, *ran) if other is not None}

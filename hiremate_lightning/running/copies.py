@@ -188,12 +188,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Parked:
-    """A tensor whose storage is on the host.
-
-    Attributes:
-        leaving: Its storage.
-        place: Its place there.
-    """
+    """A tensor whose storage is on the host, and its place there."""
 
     leaving: Leaving
     place: Place

@@ -204,7 +204,10 @@ def _backward_module(
     there = (v if isinstance(v, fx.Node) and v not in absence.values else None for v in gradients)
     results = [None if v is None else values[v] for v in there]
     for position, total in totals.items():
-        _add_at_once(graph, total, results[position])
+        gradient = results[position]
+        if gradient is not None:  # added as soon as it is there: the generated code frees it then
+            with graph.inserting_after(total if gradient.op == "placeholder" else gradient):
+                graph.call_function(aten.add_.Tensor, (total, gradient))
         results[position] = None
     for own in sums:
         results[own.position] = own.finish(results[own.position])
@@ -217,13 +220,6 @@ def _placeholder(graph: fx.Graph, name: str, shown: fx.Node) -> fx.Node:
     added = graph.placeholder(name)
     added.meta = {"val": shown.meta.get("val")}
     return added
-
-
-def _add_at_once(graph: fx.Graph, total: fx.Node, gradient: fx.Node | None) -> None:
-    """Add a gradient to one that exists, as soon as it is there; the generated code frees it then."""
-    if gradient is not None:
-        with graph.inserting_after(total if gradient.op == "placeholder" else gradient):
-            graph.call_function(aten.add_.Tensor, (total, gradient))
 
 
 def _copy_constants(captured: Captured, graph: fx.Graph, values: dict[fx.Node, fx.Node]) -> None:
@@ -263,7 +259,8 @@ class _Sum:
     def _in_full(self) -> fx.Node:
         if self._is_cast and self._cast is not None:
             kwargs = dict(self._cast.kwargs)
-            self._total, self._is_cast = self._graph.call_function(aten._to_copy.default, (self._total,), kwargs), False
+            self._total = self._graph.call_function(aten._to_copy.default, (self._total,), kwargs)
+            self._is_cast = False
         return self._total
 
     def finish(self, gradient: fx.Node | None) -> fx.Node:
@@ -353,18 +350,15 @@ class _Emitter:
         if record.replays is not None:
             self._replay(record, node)
         elif node in self._adding:
-            self._add(self._adding[node], node)
+            own = self._adding[node]  # a sum that goes on with the terms that have arrived
+            arrived = [self.values[term] for term in own.terms[node] if term not in self._absence.values]
+            self.values[node] = own.add(arrived, node)
         elif node in self._absence.values:
             pass  # a gradient that has not arrived
         elif node in self._absence.replaced:
             self.values[node] = self.values[self._absence.replaced[node]]
         else:
             self._compute(record, node)
-
-    def _add(self, own: _Sum, node: fx.Node) -> None:
-        """Add terms to a sum that goes on, those that have arrived."""
-        there = [self.values[term] for term in own.terms[node] if term not in self._absence.values]
-        self.values[node] = own.add(there, node)
 
     def _replay(self, record: Node, node: fx.Node) -> None:
         """Compute the results of a captured node again, by another operation."""

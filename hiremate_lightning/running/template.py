@@ -88,24 +88,17 @@ class ProgramTemplate:
         """Return the program for some sizes."""
 
         def variant(changes: Changes, overwrites: bool = True) -> Program:
+            # Made in a backward, where nothing can be traced: all numbers have expressions, see `CodeTemplate`.
             if changes not in self._variants:
-                self._variants[changes] = self._make_variant(changes)
+                try:
+                    self._variants[changes] = self._variant_of_samples(changes, overwrites=True)
+                except NoTemplateError:  # samples differ in what may be overwritten
+                    self._variants[changes] = self._variant_of_samples(changes, overwrites=False)
             program, template = self._variants[changes]
             return replace(program, backward=template.at(sizes))
 
         forward, backward = self._forward.at(sizes), self._backward.at(sizes)
         return replace(self._programs[0], forward=forward, backward=backward, variant=variant)
-
-    def _make_variant(self, changes: Changes) -> tuple[Program, _Template]:
-        """Make the backward for some changes. It overwrites nothing where samples differ in what may be overwritten.
-
-        It is made in a backward, where nothing can be traced. All numbers that it may need have expressions, see
-        `CodeTemplate`.
-        """
-        try:
-            return self._variant_of_samples(changes, overwrites=True)
-        except NoTemplateError:
-            return self._variant_of_samples(changes, overwrites=False)
 
     def _variant_of_samples(self, changes: Changes, overwrites: bool) -> tuple[Program, _Template]:
         programs = [program.variant(changes, overwrites) for program in self._programs]

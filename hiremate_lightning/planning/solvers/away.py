@@ -29,7 +29,6 @@ import numpy as np
 
 from ...errors import ConfigurationError
 from ...records.away import Away, Host, Idle, idle_storages, put_away
-from ...records.costs import Link
 from ...records.schedule import Schedule, lower
 from ...records.simulation import Simulation, simulate
 from ...records.step import Decisions
@@ -187,7 +186,8 @@ class _Step:
 
     def _gone(self, chosen: Sequence[Idle]) -> dict[int, int]:
         """Wait for copies out at the end of the call's forward, and earlier only where a moment needs the bytes."""
-        over, waiting = np.append(self.over[: self.turn], 0), sorted(chosen, key=lambda i: (i.made, i.storage))
+        over = np.append(self.over[: self.turn], 0)
+        waiting = sorted(chosen, key=lambda i: (i.made, i.storage))
         gone = dict[int, int]()
         for moment in range(self.turn + 1):
             for idle in [i for i in waiting if i.last <= moment]:
@@ -223,7 +223,12 @@ def away_bound(model: StepModel, budget_bytes: int, deadline: float) -> float | 
     Returns:
         Milliseconds of recomputation and waits, or None where no schedule fits.
     """
-    link, excess = _link(model.problem), max(0, model.keep_all_bytes - budget_bytes)
+    link = model.problem.profile.link
+    if link is None:
+        raise ConfigurationError(
+            "Nothing can go away without the speed of copies: give the profile a link (costs.Link)"
+        )
+    excess = max(0, model.keep_all_bytes - budget_bytes)
     if budget_bytes < model.least_bytes:  # values that a node reads and makes are on the device while it runs
         return None
     host_bytes = host_of(model.problem).size_bytes
@@ -244,11 +249,3 @@ def away_bound(model: StepModel, budget_bytes: int, deadline: float) -> float | 
         if recompute_ms is not None:
             least_ms = min(least_ms, extra_ms(start, recompute_ms))
     return None if math.isinf(least_ms) else least_ms
-
-
-def _link(problem: Problem) -> Link:
-    if problem.profile.link is None:
-        raise ConfigurationError(
-            "Nothing can go away without the speed of copies: give the profile a link (costs.Link)"
-        )
-    return problem.profile.link

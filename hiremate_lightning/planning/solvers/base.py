@@ -179,11 +179,7 @@ def away_proposals(name: str, problem: Problem) -> Iterator[Decisions]:
 
 
 def strategy_names(with_ablations: bool = False) -> tuple[str, ...]:
-    """List the registered strategies.
-
-    Args:
-        with_ablations: Whether to list the parts of the default, too.
-    """
+    """List the registered strategies, with the parts of the default where these are asked for."""
     return tuple(sorted(name for name in _STRATEGIES if with_ablations or name not in _ABLATIONS))
 
 

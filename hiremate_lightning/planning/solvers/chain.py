@@ -68,12 +68,7 @@ class ChainLink:
 
 @dataclass(frozen=True, slots=True)
 class ChainSpan:
-    """The choices in memory in a part of the backward.
-
-    Attributes:
-        held: Choices in memory as it begins.
-        own: Choices that come and go within it.
-    """
+    """The choices in memory as a part of the backward begins (held), and those that come and go within it (own)."""
 
     held: frozenset[int]
     own: frozenset[int]
@@ -98,7 +93,8 @@ def links(model: StepModel, count: int) -> list[ChainLink]:
 
 def _with_backwards(model: StepModel, chain: Sequence[ChainLink]) -> list[ChainLink]:
     """Assign to each link its part of the backward, and the values of its tape that this part reads."""
-    count, link_of = len(model.reads), {s: number for number, link in enumerate(chain) for s in link.tape}
+    count = len(model.reads)
+    link_of = {s: number for number, link in enumerate(chain) for s in link.tape}
     latest = [max((link_of[s] for s in reads if s in link_of), default=-1) for reads in model.reads]
     ends, reached = [0] * len(chain), -1
     for position in reversed(range(count)):  # one past the last position that reads from a link or a later one
@@ -121,12 +117,9 @@ def _with_backwards(model: StepModel, chain: Sequence[ChainLink]) -> list[ChainL
 
 
 def chains_of(search: Search, name: str, lengths: Iterable[int]) -> list[list[ChainLink]]:
-    """Cut a step into chains of several lengths; note it where it is none.
+    """Cut the step of a search into chains of several lengths; note it in the search where the step is no chain.
 
-    Args:
-        search: Its model is cut, and takes the note.
-        name: Name of the method.
-        lengths: Lengths of the chains.
+    The note begins with the name of the method.
     """
     graph = search.model.graph
     most = sum(map(bool, (graph.allocates[n] for n in graph.forward)))
@@ -154,7 +147,8 @@ def _width(model: StepModel, link: ChainLink) -> int:
 
 def _cuts(graph: Graph, count: int) -> list[int]:
     """Return the forward positions at which links begin, and the end."""
-    works, weights = list(accumulate(int(bool(graph.allocates[n])) for n in graph.forward)), _weights(graph)
+    works = list(accumulate(int(bool(graph.allocates[n])) for n in graph.forward))
+    weights = _weights(graph)
     size = max(1, -(-works[-1] // max(1, count))) if works else 1
     while len(cuts := _cheapest_cuts(works, weights, size)) >= max(1, count):
         size = size * 5 // 4 + 1
@@ -214,9 +208,7 @@ def last_needs(model: StepModel) -> dict[int, int]:
 def policy_of(model: StepModel, spans: Mapping[int, ChainSpan]) -> Policy:
     """Return the policy that holds the values of each span of the backward, from its first position on.
 
-    Args:
-        model: The step.
-        spans: By the backward position at which each begins; one begins at 0, the turn.
+    `spans` has the backward position at which each begins; one begins at 0, the turn.
     """
     last, fixed = last_needs(model), model.fixed
     kept = frozenset(s for s in spans[0].held if s in last) | fixed
@@ -266,12 +258,7 @@ class ChainBytes:
     """
 
     def __init__(self, model: StepModel, chain: Sequence[ChainLink]) -> None:
-        """Add them up.
-
-        Args:
-            model: The step.
-            chain: Its links.
-        """
+        """Add up the bytes of a chain of a step."""
         self._model, self.chain = model, chain
         last, sizes = last_needs(model), model.sizes
         fixed_after = alive_bytes(((0, last.get(s, 0), sizes[s]) for s in model.fixed), len(model.reads) + 1)

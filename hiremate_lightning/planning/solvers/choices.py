@@ -54,11 +54,9 @@ def at_node(position: int) -> int:
 
 
 def alive_bytes(values: Iterable[tuple[int, int, int]], count: int) -> list[int]:
-    """Return the bytes that are alive at each place.
+    """Return the bytes that are alive at each of `count` places.
 
-    Args:
-        values: The first place, the last place, and the bytes of each value.
-        count: Number of places.
+    Of each value the first place, the last place, and the bytes are given.
     """
     change = [0] * (count + 1)
     for first, last, size_bytes in values:
@@ -100,6 +98,8 @@ class Choices:
         self.made_at = {s: i for i, n in enumerate(graph.forward) for s in graph.allocates[n]}
         self._held = {self.storage_of[t] for t in graph.held}
         self.retained = {self.storage_of[t] for t in graph.retained}
+        reads_of_forward = enumerate(self._forward_storages(graph.nodes[n].inputs) for n in graph.forward)
+        self._last_read = {s: position for position, storages in reads_of_forward for s in storages}
         self.reads = [self._forward_storages(graph.nodes[n].inputs) for n in graph.backward]
         self.returned = self._forward_storages(graph.gradients)
         self.all_reads = [*self.reads, self.returned]
@@ -272,15 +272,9 @@ class Choices:
             seen.update(fresh)
             stack.extend(fresh)
 
-    @cached_property
-    def _last_forward_use(self) -> dict[int, int]:
-        """For each storage that the forward reads, the last position that does."""
-        reads = enumerate(self._forward_storages(self.graph.nodes[n].inputs) for n in self.graph.forward)
-        return {storage: position for position, storages in reads for storage in storages}
-
     def last_forward_use(self, storage: int) -> int:
         """Return the last forward position that reads a choice, its own where none does."""
-        return self._last_forward_use.get(storage, self.made_at[storage])
+        return self._last_read.get(storage, self.made_at[storage])
 
     def is_pinned(self, storage: int, position: int) -> bool:
         """Whether a view that the backward made holds a storage beyond a position."""

@@ -123,7 +123,8 @@ def curve(problem: Problem, budgets: Sequence[int] = (), solve: Strategy | None 
     spread = [smallest.peak_bytes + between_bytes * i // DEFAULT_POINTS for i in range(DEFAULT_POINTS)]
     chosen = sorted(budgets) or spread
     limit_s = problem.options.time_limit_s / max(1, len(chosen))
-    options, solve = replace(problem.options, time_limit_s=limit_s), solve or get_strategy("portfolio")
+    options = replace(problem.options, time_limit_s=limit_s)
+    solve = solve or get_strategy("portfolio")
     for budget in chosen:
         solved = solved.with_solution(budget, solve(replace(problem, budget_bytes=budget, options=options)))
     everything = get_strategy("none")(replace(problem, budget_bytes=whole_bytes))

@@ -59,8 +59,15 @@ Order = Callable[[StepModel, int, set[int]], float]
 
 
 def cheapest(model: StepModel, storage: int, there: set[int]) -> float:
-    """Order by the time of recomputation for each byte."""
-    return _chain_ms(model, storage, there) / max(1, model.sizes[storage])
+    """Order by the time of recomputation, from the choices that are kept, for each byte."""
+    total_ms, stack, seen = 0.0, [storage], set[int]()
+    while stack:
+        node = model.producer.get(stack.pop())
+        if node is not None and node not in seen:
+            seen.add(node)
+            total_ms += model.cost_ms[node]
+            stack.extend(s for s in model.needs[node] if s not in there)
+    return total_ms / max(1, model.sizes[storage])
 
 
 def largest(model: StepModel, storage: int, there: set[int]) -> float:
@@ -169,20 +176,6 @@ def _around(model: StepModel, timeline: Timeline, storage: int, key: int) -> tup
         index = bisect_right(keys, key)
         after += keys[index : index + 1]
     return max(before, default=None), min(after, default=None)
-
-
-def _chain_ms(model: StepModel, storage: int, there: set[int]) -> float:
-    """Return the time to recompute a value from the choices that are kept."""
-    total, stack, seen = 0.0, [storage], set[int]()
-    while stack:
-        top = stack.pop()
-        node = model.producer.get(top)
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        total += model.cost_ms[node]
-        stack.extend(s for s in model.needs[node] if s not in there)
-    return total
 
 
 def keep_more(model: StepModel, start: ReplayedPolicy, limit_bytes: int | None, deadline: float) -> ReplayedPolicy:

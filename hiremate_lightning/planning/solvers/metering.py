@@ -89,8 +89,8 @@ class SolverMeter:
 
     def optimize(self, model: mip.Model, clock_left_s: float) -> mip.OptimizationStatus:
         """Solve a program; it ends at the limit of work, or after so many seconds by the clock."""
-        seconds, is_highs = max(LEAST_S, clock_left_s), model.solver_name.upper() == "HIGHS"
-        library = _library() if is_highs else None
+        seconds = max(LEAST_S, clock_left_s)
+        library = _library() if model.solver_name.upper() == "HIGHS" else None
         if library is None:
             return self._by_nodes(model, seconds)
         if self._price.is_linear:

@@ -88,8 +88,7 @@ def backend_name(options: SolveOptions) -> str:
 def failure(backend: str) -> str:
     """Solve a small program with a backend, once in this process.
 
-    Returns:
-        Why that failed, in one line; empty where it worked.
+    Return why that failed, in one line; empty where it worked.
     """
     program = LinearProgram()
     program.row("two_of_three", [(program.variable(cost), 1.0) for cost in (2.0, 3.0, 5.0)], lower=2.0)
@@ -144,8 +143,9 @@ def solve(
     Returns:
         The best found, with its bound. Values of integer variables are rounded.
     """
-    if not program.costs:
-        return _without_variables(program)
+    if not program.costs:  # python-mip would print that there is nothing to optimize
+        holds = all(lower <= 0.0 <= upper for _, _, lower, upper in program.rows)
+        return Result(Status.OPTIMAL, (), 0.0, 0.0) if holds else Result(Status.INFEASIBLE)
     model = mip.Model(sense=mip.MINIMIZE, solver_name=backend_name(options))
     model.verbose = 0
     model.threads = 1
@@ -167,13 +167,6 @@ def price_of(program: LinearProgram, relax: bool = False) -> Price:
     """Return the price of solving a program, or its relaxation."""
     is_linear = relax or not any(program.is_integer)
     return Price(len(program.rows), sum(len(terms) for _, terms, _, _ in program.rows), is_linear)
-
-
-def _without_variables(program: LinearProgram) -> Result:
-    """Check the rows of a program without variables; python-mip would print that there is nothing to optimize."""
-    if all(lower <= 0.0 <= upper for _, _, lower, upper in program.rows):
-        return Result(Status.OPTIMAL, (), 0.0, 0.0)
-    return Result(Status.INFEASIBLE)
 
 
 def _add_variables(model: mip.Model, program: LinearProgram, relax: bool) -> list[mip.Var]:

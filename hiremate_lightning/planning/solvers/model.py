@@ -56,6 +56,7 @@ class StepModel(Choices):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
+        self._node_rest = np.array(self.gradients, dtype=np.int64)
         self._latest: Lazy | None = None
 
     def with_times(self, times_ms: Sequence[float]) -> StepModel:
@@ -164,7 +165,3 @@ class StepModel(Choices):
     def kept_through_the_turn(self, rows: Rows) -> frozenset[int | None]:
         """Return the storages in memory as the backward starts that it, or a recomputation, reads."""
         return frozenset((*self._timeline(rows).kept(), *self.fixed, *self._held))
-
-    @cached_property
-    def _node_rest(self) -> np.ndarray:
-        return np.array(self.gradients, dtype=np.int64)

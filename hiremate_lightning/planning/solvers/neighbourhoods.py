@@ -31,11 +31,7 @@ class Neighbourhoods:
     """The neighbourhoods of the best schedule, in a program that grows with the places where memory is checked."""
 
     def __init__(self, search: Search) -> None:
-        """Begin with nothing.
-
-        Args:
-            search: Receives the solutions.
-        """
+        """Begin with nothing; the search receives the solutions."""
         self._search, self._draw, self._share = search, random.Random(0), SHARE
         self._checks: Checks | None = None
         self._turn_s = TURN_S
@@ -71,7 +67,8 @@ class Neighbourhoods:
 
     def _check(self, checks: Checks) -> None:
         search = self._search
-        self._checks, self._phased = checks, PhasedProgram(search.model, search.limit, checks, small_share=0.0)
+        self._checks = checks
+        self._phased = PhasedProgram(search.model, search.limit, checks, small_share=0.0)
         program, options, work = self._phased.program, search.problem.options, search.model.work
         self._relaxed = solve(program, options, search.left_s(), relax=True, work=work).values
 

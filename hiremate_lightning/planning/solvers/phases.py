@@ -137,13 +137,6 @@ class PhasedProgram:
         node = self.model.producer.get(storage, -1)
         return [*terms, (self.run[phase, node], 1.0)] if (phase, node) in self.run else terms
 
-    def _inputs(self, node: int) -> list[int]:
-        return [s for s in self.model.needs[node] if s not in self.small]
-
-    def _nodes(self, phase: int) -> list[int]:
-        nodes = dict.fromkeys(self.model.producer.get(s, -1) for s in self._needed[phase])
-        return [node for node in nodes if (phase, node) in self.run]
-
     def _add_uses(self, phase: int) -> None:
         """(1) S[t, d] + R[t, p(d)] >= 1, d read in phase t."""
         for storage in self._read[phase]:
@@ -151,8 +144,10 @@ class PhasedProgram:
 
     def _add_inputs(self, phase: int) -> None:
         """(2) S[t, d] + R[t, p(d)] >= R[t, k], d in in(k)."""
-        for node in self._nodes(phase):
-            for storage in self._inputs(node):
+        makers = dict.fromkeys(self.model.producer.get(s, -1) for s in self._needed[phase])
+        for node in makers:
+            inputs = self.model.needs[node] if (phase, node) in self.run else ()
+            for storage in (s for s in inputs if s not in self.small):
                 terms = [*self._there(phase, storage), (self.run[phase, node], -1.0)]
                 self.program.row(f"2_{phase}_{node}_{storage}", terms, lower=0.0)
 

@@ -45,13 +45,7 @@ def method(name: str, needs_programs: bool = False) -> Callable[[Method], Method
 
 
 def carry_out(search: Search, propose: Method, name: str) -> None:
-    """Take the proposals of a method, repair them where none fits, and fill up the best.
-
-    Args:
-        search: Receives the solutions.
-        propose: The method.
-        name: Its name.
-    """
+    """Take the proposals of a method, repair them where none fits, and fill up the best, for a search to receive."""
     passing = _take(search, propose)
     if search.is_infeasible:
         return

@@ -127,15 +127,10 @@ def polish(search: Search) -> None:
         search.offer(keep_more(search.model, search.best, search.limit, deadline))
 
 
-def improve_segments(search: Search, improve: Callable[[Search], None]) -> None:
-    """Prove a bound, try segments, improve on them, and keep more."""
-    if prove(search):
-        try_segments(search, search.within(QUICK_SHARE))
-        improve(search)
-        polish(search)
-
-
 @searching("phases", needs_programs=True, is_ablation=True)
 def phases(search: Search) -> None:
     """Solve the phased model of the whole graph, refined where its replay passes the budget."""
-    improve_segments(search, refine)
+    if prove(search):
+        try_segments(search, search.within(QUICK_SHARE))
+        refine(search)
+        polish(search)

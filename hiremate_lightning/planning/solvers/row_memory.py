@@ -82,7 +82,8 @@ class RowMemory:
 
     def _in_order(self, storage: int, node: int) -> int | None:
         """Return M[k, d]."""
-        here, made = self._number[node], self._number.get(self._model.producer.get(storage, -1), -1)
+        here = self._number[node]
+        made = self._number.get(self._model.producer.get(storage, -1), -1)
         readers = [self._order[n] for n in self._readers.get(storage, ()) if n >= here]
         needed = [*self._after(storage), *(self._run[k] for k in readers)]
         if made == here:

@@ -70,13 +70,7 @@ def keeping_all(model: Choices) -> Timeline:
 
 
 def with_rows(model: Choices, before: Timeline, changed: Mapping[int, list[int]]) -> Timeline:
-    """Lay out a step in which some rows have changed.
-
-    Args:
-        model: The step.
-        before: A timeline of it.
-        changed: The rows that differ, by position.
-    """
+    """Lay out a step in which some rows, by position, differ from those of an earlier timeline of it."""
     if not changed:
         return before
     touched = set[int]()

@@ -56,13 +56,7 @@ class DtrRun:
     """
 
     def __init__(self, model: StepModel, limit_bytes: int, deadline: float) -> None:
-        """Begin before the forward.
-
-        Args:
-            model: The step.
-            limit_bytes: Bytes at which it evicts.
-            deadline: Stop when so much work was done.
-        """
+        """Begin before the forward, to evict at a limit of bytes; a deadline of work ends it."""
         self._model, self._limit, self._deadline = model, limit_bytes, deadline
         self._last_need = last_needs(self._model)
         self._near = EvictedNeighbours(self._model)
@@ -161,18 +155,10 @@ class DtrRun:
 
 
 class EvictedNeighbours:
-    """The evicted neighbourhoods e*.
-
-    Attributes:
-        evicted: Choices that are evicted.
-    """
+    """The evicted neighbourhoods e*, and the choices that are evicted."""
 
     def __init__(self, model: StepModel) -> None:
-        """Begin with nothing evicted.
-
-        Args:
-            model: The step.
-        """
+        """Begin with nothing evicted."""
         self._model = model
         self.evicted = set[int]()
         self._known: dict[int, float] = {}

@@ -55,7 +55,8 @@ def _options(search: Search, link: ChainLink, handed_on: frozenset[int]) -> list
     """Solve the turn-point program of a block under several limits; options that save as much appear once."""
     model = search.model
     used = [s for s in link.tape if s in model.uses]
-    stays, total = sum(model.sizes[s] for s in link.tape if s in handed_on), sum(model.sizes[s] for s in link.tape)
+    stays = sum(model.sizes[s] for s in link.tape if s in handed_on)
+    total = sum(model.sizes[s] for s in link.tape)
     operands = [s for s in link.tape if s in handed_on]
     options: dict[Sequence[int], None] = {link.tape: None}
     for share in SAVED_SHARES:

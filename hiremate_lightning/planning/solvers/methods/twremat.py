@@ -115,11 +115,7 @@ def tree_decomposition(near: Mapping[int, set[int]]) -> tuple[list[frozenset[int
 
 
 def balanced(bags: list[frozenset[int]], above: list[int]) -> list[Separator]:
-    """Balance a tree of bags: below each separator, no tree has more than half of the bags.
-
-    Args:
-        bags: The bags.
-        above: For each bag the one above it, or -1.
+    """Balance a tree of bags, with the bag above each or -1: below each separator, no tree has more than half of them.
 
     Returns:
         The separators, each after the one above it.
