@@ -14,8 +14,9 @@ from lightning.pytorch.callbacks import Callback
 from hiremate_lightning import ConfigurationError, HiRemateWarning, hiremate
 from hiremate_lightning.callbacks import HiRemateCallback, MemoryMonitor
 from hiremate_lightning.memory.metering import MemoryMeter
-from tests.behaviour.integrations.test_callback import ROWS, WIDTH, CallsItself, Validates, batches, planned, trainer
+from tests.behaviour.integrations.test_callback import ROWS, WIDTH, CallsItself, Validates, batches, planned
 from tests.behaviour.integrations.test_metrics import Notebook
+from tests.trainers import quiet_trainer
 
 STEPS = 24
 MEGABYTE = 10**6
@@ -42,7 +43,7 @@ class Spill(Callback):
 
 def fit(*callbacks: Callback, kind: type[pl.LightningModule] = Lean, steps: int = STEPS, **options: Any) -> pl.Trainer:
     torch.manual_seed(5)
-    run = trainer(*callbacks, log_every_n_steps=1, **options)
+    run = quiet_trainer(*callbacks, log_every_n_steps=1, **options)
     run.fit(kind(), batches(steps))
     return run
 
@@ -122,7 +123,7 @@ def test_loggers_get_the_peak_of_each_measured_step():
 
 def test_a_model_that_was_planned_before_is_compared_with_its_plan():
     module = hiremate(Lean(), budget="85%", verbose=False)
-    run = trainer(MemoryMonitor(every_n_steps=1), Spill("on_before_backward"))
+    run = quiet_trainer(MemoryMonitor(every_n_steps=1), Spill("on_before_backward"))
     with pytest.warns(HiRemateWarning, match="above the budget"):
         run.fit(module, batches(STEPS))
 

@@ -10,8 +10,9 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from hiremate_lightning.reporting.plan_summary import plan_metrics
-from tests.behaviour.integrations.test_callback import CallsItself, batches, planned, trainer
+from tests.behaviour.integrations.test_callback import CallsItself, batches, planned
 from tests.tiny import blocks_plan
+from tests.trainers import quiet_trainer
 
 PREDICTED = {
     "hiremate/budget_bytes": 3_972_000,
@@ -53,7 +54,7 @@ class Notebook(DummyLogger):
 def test_every_logger_gets_the_plan_and_then_what_was_measured(tmp_path: Path):
     callback, notebook = planned(), Notebook()
     file = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
-    trainer(callback, logger=[notebook, file], log_every_n_steps=1).fit(CallsItself(), batches(6))
+    quiet_trainer(callback, logger=[notebook, file], log_every_n_steps=1).fit(CallsItself(), batches(6))
     pages = [(step, page) for step, page in notebook.pages if page]
     plan = callback.plan
     assert plan is not None
@@ -70,7 +71,7 @@ def test_every_logger_gets_the_plan_and_then_what_was_measured(tmp_path: Path):
 def test_the_metrics_of_the_model_stay_what_they_are():
     pages = []
     for callbacks in ((), (planned(),)):
-        run = trainer(*callbacks, logger=DummyLogger(), log_every_n_steps=1)
+        run = quiet_trainer(*callbacks, logger=DummyLogger(), log_every_n_steps=1)
         run.fit(CallsItself(), batches())
         pages.append(set(run.logged_metrics))
     assert pages[0] == pages[1]

@@ -23,11 +23,11 @@ from tests.behaviour.integrations.test_callback import (
     CallsItself,
     CallsNet,
     assert_left_alone,
-    assert_same_weights,
     batches,
     fit,
-    trainer,
 )
+from tests.exact import assert_same
+from tests.trainers import quiet_trainer
 
 needs_cli = pytest.mark.skipif(
     importlib.util.find_spec("jsonargparse") is None, reason="not installed: jsonargparse, which LightningCLI needs"
@@ -54,7 +54,7 @@ def test_a_fit_under_the_strategy_is_a_plain_fit_bit_for_bit(kind, settings, opt
 
     found, logs = fit(kind, strategy=chosen, **options)
 
-    assert_same_weights(found, expected)
+    assert_same(found.state_dict(), expected.state_dict())
     assert logs == expected_logs
     assert_left_alone(found)
     if not options:
@@ -65,7 +65,7 @@ def test_a_fit_under_the_strategy_is_a_plain_fit_bit_for_bit(kind, settings, opt
 def test_the_name_alone_is_enough():
     expected, _ = fit(CallsItself)
 
-    runner = trainer(strategy="hiremate")
+    runner = quiet_trainer(strategy="hiremate")
     torch.manual_seed(5)
     module = CallsItself()
     runner.fit(module, batches())
@@ -73,7 +73,7 @@ def test_the_name_alone_is_enough():
     assert "hiremate" in StrategyRegistry
     assert isinstance(runner.strategy, HiRemateStrategy)
     assert runner.strategy.plan.budget.is_auto
-    assert_same_weights(module, expected)
+    assert_same(module.state_dict(), expected.state_dict())
 
 
 def test_one_trainer_fits_twice_and_tests():
@@ -81,7 +81,7 @@ def test_one_trainer_fits_twice_and_tests():
         def test_step(self, batch, index):
             self.log("test", self(batch[0]).square().mean())
 
-    module, runner = Tests(), trainer(strategy=strategy())
+    module, runner = Tests(), quiet_trainer(strategy=strategy())
     for _ in range(2):
         runner.fit(module, batches())
         assert sum(isinstance(c, HiRemateCallback) for c in runner.callbacks) == 1
@@ -98,7 +98,7 @@ def test_an_exception_leaves_every_module_as_it_was():
 
     module = Fails()
     with pytest.raises(KeyError, match="the user's own"):
-        trainer(strategy=strategy()).fit(module, batches())
+        quiet_trainer(strategy=strategy()).fit(module, batches())
     assert_left_alone(module)
 
 
@@ -106,7 +106,7 @@ def test_checkpoints_are_saved_last_and_say_nothing_of_the_strategy(tmp_path):
     files = []
     for number, options in enumerate([{}, {"strategy": strategy()}]):
         folder = tmp_path / str(number)
-        runner = trainer(ModelCheckpoint(folder, filename="last"), enable_checkpointing=True, **options)
+        runner = quiet_trainer(ModelCheckpoint(folder, filename="last"), enable_checkpointing=True, **options)
         torch.manual_seed(5)
         runner.fit(CallsItself(), batches())
         assert isinstance(runner.callbacks[-1], ModelCheckpoint)
@@ -120,7 +120,7 @@ def test_checkpoints_are_saved_last_and_say_nothing_of_the_strategy(tmp_path):
 @pytest.mark.parametrize("chosen", ["hiremate", strategy()], ids=["name", "object"])
 def test_two_devices_are_refused_with_the_callback_as_the_answer(chosen):
     with pytest.raises(MisconfigurationException) as caught:
-        trainer(strategy=chosen, devices=2)
+        quiet_trainer(strategy=chosen, devices=2)
 
     assert str(caught.value) == (
         "strategy='hiremate' trains on one device, found 2. Pass devices=1, or plan on all of them by "
@@ -139,7 +139,7 @@ class BringsTheCallback(CallsItself):
 def test_the_callback_beside_the_strategy_is_refused(kind, callbacks):
     module = kind()
     with pytest.raises(MisconfigurationException, match="Keep one of the two"):
-        trainer(*callbacks, strategy=strategy()).fit(module, batches())
+        quiet_trainer(*callbacks, strategy=strategy()).fit(module, batches())
     assert_left_alone(module)
 
 
@@ -169,7 +169,7 @@ def test_the_name_alone_trains_on_the_gpu():
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             devices.append(pl_module.device.type)
 
-    runner = trainer(Watch(), strategy="hiremate", accelerator="gpu", devices=1)
+    runner = quiet_trainer(Watch(), strategy="hiremate", accelerator="gpu", devices=1)
     runner.fit(CallsItself(), batches())
 
     assert set(devices) == {"cuda"}

@@ -16,12 +16,12 @@ from tests.behaviour.integrations.test_callback import (
     CallsItself,
     assert_fits_alike,
     assert_left_alone,
-    assert_same_weights,
     batches,
     fit,
     planned,
-    trainer,
 )
+from tests.exact import assert_same
+from tests.trainers import quiet_trainer
 
 
 class LearnsItsRate(CallsItself):
@@ -43,14 +43,14 @@ def test_a_learning_rate_is_found_as_without_a_plan(tmp_path, comes_first, targe
         order = (finder, *callbacks) if comes_first else (*callbacks, finder)
         torch.manual_seed(5)
         module = LearnsItsRate()
-        trainer(*order, default_root_dir=tmp_path).fit(module, batches(30))
+        quiet_trainer(*order, default_root_dir=tmp_path).fit(module, batches(30))
         return module
 
     expected, callback = search(), planned(target=target)
     found = search(callback)
 
     assert found.lr == expected.lr != 1e-2
-    assert_same_weights(found, expected)
+    assert_same(found.state_dict(), expected.state_dict())
     assert callback.plan is not None
 
 
@@ -76,7 +76,7 @@ def test_a_profiler_may_begin_in_the_middle_of_a_step(tmp_path):
     expected, expected_logs = fit(CallsItself, **profiled())
     found, logs = fit(CallsItself, planned(on_infeasible="warn"), **profiled())
 
-    assert_same_weights(found, expected)
+    assert_same(found.state_dict(), expected.state_dict())
     assert logs == expected_logs
 
 
@@ -97,7 +97,7 @@ def test_a_stop_by_hand_in_the_middle_of_a_step_leaves_the_module_as_it_was(step
         torch.manual_seed(5)
         module = CallsItself()
         with pytest.raises(SystemExit) as stopped:
-            trainer(*callbacks, Interrupts(step)).fit(module, batches())
+            quiet_trainer(*callbacks, Interrupts(step)).fit(module, batches())
         assert stopped.value.code == 1
         return module
 
@@ -105,11 +105,11 @@ def test_a_stop_by_hand_in_the_middle_of_a_step_leaves_the_module_as_it_was(step
     found = stop(callback)
 
     assert_left_alone(found)
-    assert_same_weights(found, expected)
+    assert_same(found.state_dict(), expected.state_dict())
     for module, others in ((expected, ()), (found, (callback,))):
         torch.manual_seed(6)
-        trainer(*others).fit(module, batches())
-    assert_same_weights(found, expected)
+        quiet_trainer(*others).fit(module, batches())
+    assert_same(found.state_dict(), expected.state_dict())
     assert callback.plan is not None
 
 
