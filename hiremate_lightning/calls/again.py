@@ -16,6 +16,8 @@ from torch import nn
 from ..torch_private import tensor_state
 from .given import tensors_inside
 
+MOST_BYTES = 2**20  # of a buffer that is kept: statistics and counters are smaller, and what is larger hardly changes
+
 
 class RandomState:
     """The generators of torch, numpy and Python at one moment."""
@@ -69,8 +71,10 @@ class BeforeCall:
 
 
 def _can_be_copied(buffer: torch.Tensor) -> bool:
-    """Whether a buffer is a plain tensor with numbers; others must not change in a call."""
-    return type(buffer) is torch.Tensor and tensor_state.is_dense(buffer) and buffer.numel() > 0
+    """Whether a buffer is a plain tensor with numbers, and small; others must not change in a call."""
+    if type(buffer) is not torch.Tensor or not tensor_state.is_dense(buffer):
+        return False
+    return 0 < buffer.numel() * buffer.element_size() <= MOST_BYTES
 
 
 def _unseen_copy(tensor: torch.Tensor) -> torch.Tensor:
