@@ -18,7 +18,7 @@ from ..planning.headroom import headroom_bytes
 from .step_kind import StepKind
 
 SETTLED_STEPS = 8  # of a kind that ran by its plan before plain steps are tried
-SAMPLES = 6  # steps of each way that are timed
+SAMPLES = 12  # steps of each way that are timed: with six, noise decided between ways that differ by a tenth
 CLEARLY_SLOWER = 1.05  # a plan than eager PyTorch, or it stays
 TRIES = 4  # plain steps to measure in a row, until one shows its peak
 

@@ -203,7 +203,7 @@ MISTAKES = [
     ("{}:with_inputs --autocast int8", "--autocast must be bfloat16 or float16"),
     ("{}:with_inputs --device abacus", "Can't plan for device 'abacus'. Choose cpu or cuda."),
     ("{}:with_inputs --device gpu", "'gpu'. Did you mean 'cuda'? Choose cpu or cuda."),
-    ("{}:with_inputs --zero-grad befor", "--zero-grad must be one of before, after-forward, accumulate, found 'befor'."),
+    ("{}:with_inputs --zero-grad befor", "--zero-grad must be one of before, after-forward, accumulate, found 'befor'"),
     ("{}:with_inputs --offload", "a GPU into the host's memory, which device 'cpu' has already. Add --device cuda"),
     ("{}:with_inputs --offload --device cuda --host-budget 9%", "must be bytes such as \"64 GiB\", found '9%'"),
     ("{}:Net --input 4,8", "x joins the sizes of an input, a comma separates inputs."),
