@@ -2,8 +2,8 @@
 
 Where nothing fits the budget, such a plan takes the memory of the step as the user wrote it: as soon as that is
 measured, all steps run so. Where the step fits the budget as the user wrote it, such a plan recomputes nothing. Whether
-it costs time is measured: steps run planned and plain in turns, some of each, and the medians decide, once for each
-plan. Both give the same numbers.
+it costs time is measured: steps run planned and plain in turns, some of each, and the lower quartiles decide, once for
+each plan: what else runs on a machine only adds to a step. Both give the same numbers.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
+from statistics import quantiles
 
 from .. import thresholds
 from ..planning.headroom import headroom_bytes
 from .step_kind import StepKind
 
 SETTLED_STEPS = 8  # of a kind that ran by its plan before plain steps are tried
-SAMPLES = 12  # steps of each way that are timed: with six, noise decided between ways that differ by a tenth
+SAMPLES = 12  # steps of each way that are timed
 CLEARLY_SLOWER = 1.05  # a plan than eager PyTorch, or it stays
 TRIES = 4  # plain steps to measure in a row, until one shows its peak
 
@@ -114,7 +114,8 @@ class Releases:
         trial.seconds[timing.is_plain].append(self._clock() - timing.began_at)
         if min(map(len, trial.seconds.values())) < SAMPLES:
             return None
-        ratio = median(trial.seconds[False]) / median(trial.seconds[True])
+        planned_s, plain_s = (quantiles(trial.seconds[is_plain])[0] for is_plain in (False, True))
+        ratio = planned_s / plain_s
         trial.is_released = ratio > CLEARLY_SLOWER
         return ratio if trial.is_released else None
 
