@@ -250,13 +250,13 @@ def time_cells(pairs_ms: list[tuple[float, float]], predicted: float) -> tuple[s
 
 
 def extra_time(pairs_ms: list[tuple[float, float]]) -> tuple[float, float]:
-    """Give the median of the extra time of planned steps, and how wide its middle half is, as ratios."""
+    """Return the median extra time of planned steps and the width of its middle half, over the time of plain steps."""
     low, median, high = statistics.quantiles([planned_ms / plain_ms - 1 for plain_ms, planned_ms in pairs_ms], n=4)
     return median, high - low
 
 
 def timed(plan: Plan, pairs_ms: list[tuple[float, float]]) -> Plan:
-    """Put the extra time of the pairs in place of what the plan measured of itself; none where they differ widely."""
+    """Return the plan with the extra time of the pairs as measured, or with none where the pairs differ widely."""
     extra, spread = extra_time(pairs_ms)
     step_ms = statistics.median(plain_ms for plain_ms, _ in pairs_ms)
     if spread > WIDE:

@@ -2,8 +2,8 @@
 
 Where nothing fits the budget, such a plan takes the memory of the step as the user wrote it: as soon as that is
 measured, all steps run so. Where the step fits the budget as the user wrote it, such a plan recomputes nothing. Whether
-it costs time is measured: steps run planned and plain in turns, some of each, and the lower quartiles decide, once for
-each plan: what else runs on a machine only adds to a step. Both give the same numbers.
+it costs time is measured: steps run planned and plain in turns, some of each. The lower quartiles decide, once for each
+plan, since other programs on the machine only add to the time of a step. Both ways give the same numbers.
 """
 
 from __future__ import annotations

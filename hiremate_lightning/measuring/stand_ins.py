@@ -125,7 +125,7 @@ def _choose(mask: torch.Tensor, count: int) -> None:
 def _finished(run: Callable[[], Any], finish: Finish, made: Mapping[fx.Node, Any]) -> Any:
     """Run an operation, and the operations that finish one of its results; return all results.
 
-    The operation runs here: where TorchDynamo watches frames, a caller holds what it passes on until the call ends.
+    The operation runs here. Where TorchDynamo watches frames, a caller would hold its result until this call ends.
     """
     result = run()
     parts = [result] if isinstance(result, torch.Tensor) else list(result)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from .. import thresholds
+from ..torch_private.tensor_state import HALF_PRECISION
 from .trials import TrialOutcome
 
 ROUNDINGS, HALF_ROUNDINGS = 512, 4
@@ -99,13 +100,9 @@ class _Unit:
 
     def of(self, expected: torch.Tensor) -> tuple[float, int]:
         """Return a unit in the last place of the largest value, and how many units two roundings may differ by."""
-        dtype = self._half if self._half is not None and not _is_half(expected.dtype) else expected.dtype
+        dtype = self._half if self._half is not None and expected.dtype not in HALF_PRECISION else expected.dtype
         unit = torch.finfo(dtype).eps * max(_largest(expected, self.device), self._largest_other)
-        return unit, HALF_ROUNDINGS if _is_half(dtype) else ROUNDINGS
-
-
-def _is_half(dtype: torch.dtype) -> bool:
-    return dtype in (torch.float16, torch.bfloat16)
+        return unit, HALF_ROUNDINGS if dtype in HALF_PRECISION else ROUNDINGS
 
 
 def _among(outcomes: Sequence[Mapping[str, Any]], unit: _Unit) -> list[Difference]:

@@ -292,9 +292,7 @@ class Prover:
         if part is None or not self._session.fuses:
             return None
         dtypes = {tensor.dtype for tensor in part.captured.graph.tensors}
-        return next(
-            (half for half in (torch.bfloat16, torch.float16) if str(half).removeprefix("torch.") in dtypes), None
-        )
+        return next((half for half in tensor_state.HALF_PRECISION if str(half).removeprefix("torch.") in dtypes), None)
 
     def _refuse(self, proof: Proof, why: str) -> None:
         proof.refuse(self._proofs)

@@ -108,7 +108,7 @@ def _is_like(gradient: fx.Node, primal: fx.Node) -> bool:
 def _block_of(node: fx.Node, blocks: Mapping[aot.Source, int]) -> int | None:
     """Return the block of autocast that made a node to cast a parameter, None for any other node."""
     is_cast = node.target is aten._to_copy.default and set(node.kwargs) == {"dtype"} and "seq_nr" in node.meta
-    if not is_cast or node.kwargs["dtype"] not in (torch.bfloat16, torch.float16):
+    if not is_cast or node.kwargs["dtype"] not in tensor_state.HALF_PRECISION:
         return None
     source = aot.source_of(node)
     return None if source is None else blocks.get(source)
@@ -183,7 +183,7 @@ def show_types_of_norms(joint: fx.GraphModule) -> None:
 
 def _is_half_on_cpu(node: Any) -> bool:
     shown = node.meta["val"]
-    return shown.device.type == "cpu" and shown.dtype in (torch.bfloat16, torch.float16)
+    return shown.device.type == "cpu" and shown.dtype in tensor_state.HALF_PRECISION
 
 
 def _show_in(dtype: torch.dtype, node: fx.Node, positions: Sequence[int]) -> list[fx.Node]:

@@ -55,7 +55,7 @@ class Decomposer:
         return part
 
     def _precise(self, source: fx.Node) -> fx.Node:
-        is_short = source.meta["val"].dtype in (torch.bfloat16, torch.float16)
+        is_short = source.meta["val"].dtype in tensor_state.HALF_PRECISION
         return self._add(aten._to_copy.default, source, dtype=torch.float32) if is_short else source
 
     def _statistics(self, source: fx.Node, dims: list[int], epsilon: float) -> tuple[fx.Node, fx.Node, list[fx.Node]]:

@@ -26,10 +26,9 @@ import torch
 
 from ..capturing.capture import Captured
 from ..torch_private import backward_pass
-from ..torch_private.tensor_state import are_alike
+from ..torch_private.tensor_state import HALF_PRECISION, are_alike
 
 RAN, SHARED = "ran", "shared leaves"  # in the notes about a backward
-HALF = torch.bfloat16, torch.float16
 Leaves = Mapping[int, torch.Tensor]  # by position among the inputs of a captured graph
 
 
@@ -69,7 +68,7 @@ def _takes(gradient: torch.Tensor, dtype: torch.dtype, leaf: torch.Tensor) -> bo
 
     Weights in half precision may accumulate gradients in single precision (`grad_dtype`), as FSDP2's do since 2.15.
     """
-    is_exact = dtype is gradient.dtype or (gradient.dtype is torch.float32 and dtype in HALF)
+    is_exact = dtype is gradient.dtype or (gradient.dtype is torch.float32 and dtype in HALF_PRECISION)
     return is_exact and are_alike(leaf, gradient) and not gradient.requires_grad
 
 

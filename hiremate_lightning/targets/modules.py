@@ -232,7 +232,7 @@ class Targets:
     ) -> Any:
         """Call a module; where it trains on a gradient through captured code, call the model as eager from then on.
 
-        Such a forward shows this only in the gradient, when some of it has run: it is called once more.
+        Only the gradient shows this, when a part of the forward has run. So the forward is called once more.
         """
         before = None if self.session.captured_count else BeforeCall(module, args, kwargs)
         try:

@@ -14,8 +14,8 @@ class _RangeToASize(RangeVariable):
     """A range in steps to a size that varies: its items are those of a range to a number.
 
     Args:
-        items: Of the range to a number: start, end and step.
-        size: Where it ends as it was written; None for a copy of which nobody knows.
+        items: Start, end and step of the range to a number.
+        size: The end in the user's code; None for copies that Dynamo makes, whose end is that number.
     """
 
     def __init__(self, items: list[VariableTracker], size: VariableTracker | None = None, **kwargs: Any) -> None:
@@ -24,7 +24,7 @@ class _RangeToASize(RangeVariable):
 
     @property
     def end(self) -> VariableTracker:
-        """Where it ends as it was written."""
+        """The end in the user's code."""
         return self.items[1] if self.size is None else self.size
 
     def _attribute(self, tracer: Any, name: str) -> Any:
@@ -49,7 +49,7 @@ def _range_of_steps(variable: Any, tracer: Any, arguments: list[VariableTracker]
             first, end, width = start.as_python_constant(), cast(Any, size.sym_num), step.as_python_constant()
             goes_by_steps = width > 1 and end.node.has_hint()
             last = first + width * len(range(first, end.node.hint, width)) if goes_by_steps else first
-            if last > first and last - width < end <= last:  # which guards these
+            if last > first and last - width < end <= last:  # Dynamo guards these two comparisons
                 return _RangeToASize([start, ConstantVariable.create(last), step], size)
     return _call(variable, tracer, arguments, named)
 

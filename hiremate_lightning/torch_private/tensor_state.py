@@ -38,6 +38,7 @@ __all__ = ["TorchDispatchMode", "leaves", "map_leaves"]
 
 # What is raised where code asks a tensor without memory for its values, or for as many results as these tell.
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 _PLAIN = (type(None), bool, int, float, str)
 

@@ -223,7 +223,7 @@ MISTAKES = [
         ("{}:picks", "The step of {}:picks depends on values of its tensors ({}:", 1),
     ],
 )
-def test_mistakes_are_answered_in_one_line(models, capsys, arguments, words, code):
+def test_a_mistake_gets_an_error_of_one_line(models, capsys, arguments, words, code):
     budget = [] if "--budget" in arguments else ["--budget", "50%"]
     assert main(["plan", *arguments.replace("{}", models).split(), *budget]) == code
     output, error = capsys.readouterr()
@@ -496,7 +496,7 @@ class TestCompare:
         monkeypatch.setattr(commands, "solve_by_each", interrupted)
         return left
 
-    def test_what_is_done_is_kept_where_it_is_interrupted(self, models, capsys, solves, tmp_path):
+    def test_an_interrupted_run_keeps_its_finished_rows(self, models, capsys, solves, tmp_path):
         solves.append("the first one")
         target = tmp_path / "methods.json"
         assert self.compare(models, "--json", str(target)) == 0

@@ -158,7 +158,7 @@ def test_what_a_schedule_saves_is_what_its_program_saves():
 
 @pytest.mark.parametrize("decide", [keep_all, nothing_kept])
 @pytest.mark.parametrize("changed", ["weight", "batch"])
-def test_what_is_saved_and_changed_in_place_is_refused_in_the_usual_words(decide, changed):
+def test_a_saved_value_that_changes_in_place_is_refused(decide, changed):
     model, _ = make()
     x = torch.randn(ROWS, WIDTH)
     call, _ = compiled(model, decide)

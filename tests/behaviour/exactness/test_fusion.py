@@ -212,7 +212,7 @@ def test_what_cannot_be_compiled_runs_one_by_one(compile_kernels_by):
 @pytest.mark.parametrize(
     ("fault", "words"), [("strides", "its results are laid out as"), ("memory", "its results share memory")]
 )
-def test_a_kernel_with_results_laid_out_otherwise_is_not_used(compile_kernels_by, fault, words):
+def test_a_kernel_that_gives_other_layouts_is_not_used(compile_kernels_by, fault, words):
     compile_graph = inductor.compile_graph
 
     def compile_otherwise(module, inputs):

@@ -618,7 +618,7 @@ def test_many_fits_in_one_process_are_all_planned():
 
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar, None])
-def test_a_fit_says_three_lines_and_writes_a_page(bar, tmp_path, shared_console):
+def test_a_fit_prints_three_lines_and_writes_a_page(bar, tmp_path, shared_console):
     """Each line starts at the left edge, whichever progress bar of Lightning is on the screen."""
     screen = io.StringIO()
     screen.isatty = lambda: True

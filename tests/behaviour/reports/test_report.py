@@ -174,7 +174,7 @@ def test_stages_run_where_the_bar_was_and_the_bar_comes_back():
     assert "epoch:  50%" in after
 
 
-def test_a_long_stage_is_named_where_no_progress_is_drawn(change_thresholds: Callable[..., None]):
+def test_a_long_stage_is_named_without_a_progress_bar(change_thresholds: Callable[..., None]):
     change_thresholds(long_stage_s=0.01)
     console = Console(file=io.StringIO(), width=80)
     with Reporter(console=console).stage("solving"):
@@ -184,7 +184,7 @@ def test_a_long_stage_is_named_where_no_progress_is_drawn(change_thresholds: Cal
     assert second == "HiRemate: still solving, after 0.02 s of planning"
 
 
-def test_a_stage_within_another_is_named_in_its_place(change_thresholds: Callable[..., None]):
+def test_an_inner_stage_is_named_instead_of_the_outer_one(change_thresholds: Callable[..., None]):
     change_thresholds(long_stage_s=0.5)
     console = Console(file=io.StringIO(), width=80)
     reporter = Reporter(console=console)
