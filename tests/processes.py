@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -33,12 +34,20 @@ def run_two(module: str, folder: Path, timeout: float, **variables: str) -> list
 
 
 def leave() -> NoReturn:
-    """End this process when all have come here, without the destructors of PyTorch's process group.
+    """End this process when all have come here, without the end of the interpreter and of PyTorch's process group.
 
-    Those of gloo wait, holding the interpreter's lock, for a thread that may need the lock to drop its last all-reduce.
-    Plain DistributedDataParallel scripts hang or abort by it after their last line, too (pytorch/pytorch#56297).
+    A thread of gloo needs the interpreter's lock to drop its last work. Where the interpreter ends meanwhile, the
+    process aborts; where the group's destructor holds the lock, it hangs (pytorch/pytorch#56297). Plain scripts too.
     """
-    torch.distributed.barrier()
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+if __name__ == "__main__":  # python -m tests.processes FILE ARGUMENTS: run a script, and leave
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    leave()

@@ -1,5 +1,6 @@
 """Train in as many processes as torchrun starts, with DistributedDataParallel and a distributed sampler."""
 
+import atexit
 import os
 import sys
 
@@ -8,6 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from tests.processes import leave
 
 
 def main():
@@ -30,8 +33,7 @@ def main():
                 print(f"loss {loss.item():.10f}")
     if rank == 0:
         torch.save(model.module.state_dict(), sys.argv[1])
-    dist.barrier()  # gloo may hang where a group ends while its last sum is being freed
-    dist.destroy_process_group()
+    atexit.register(leave)
 
 
 if __name__ == "__main__":
