@@ -261,7 +261,8 @@ class PlannedKinds:
         self.maker.state_bytes = max(self.maker.state_bytes, resident.state_bytes)
         is_share = self._model.options.budget.share is not None  # of the largest step, which may be this one
         short = self._plan(*ahead, kind, may_hold_more=is_share)
-        if short is not None and self._may_be_small_by_chance(kind):
+        has_dropped = len(kind.recorded.calls) < len(kind.graphs)  # dropped layers, say: a share of it says little
+        if short is not None and is_share and has_dropped and kind.sights.count == 1:
             log.info("%s waits for larger steps: %s", self._name, short)
             kind.step = None
             return None
@@ -306,21 +307,13 @@ class PlannedKinds:
         if excess_bytes > GUARD_BYTES and len(self.history.planned) > 1:
             self._announcements.first_step(peak_bytes, excess_bytes)
 
-    def _may_be_small_by_chance(self, kind: StepKind) -> bool:
-        """Whether a share says little at the first sight: forwards have no backward, as of dropped layers."""
-        has_dropped = len(kind.recorded.calls) < len(kind.graphs)
-        return self._model.options.budget.share is not None and has_dropped and kind.sights.count == 1
-
     # ---------------------------------------------------------------- plans take over
 
     def _plan(self, *kinds: StepKind, may_hold_more: bool = False) -> Short | None:
         """Plan recorded steps, for the first time or anew, until nothing fits one of them; return what that needs.
 
-        Where one does not fit beside graphs that wait and hold everything, these hold the least from now on.
-
-        Args:
-            kinds: Of the steps.
-            may_hold_more: Whether graphs that wait may hold everything again.
+        Where one does not fit beside graphs that wait and hold everything, these hold the least from now on, until they
+        may hold more again.
         """
         for kind in dict.fromkeys((*self.maker.choose_waiting(may_hold_more), *kinds)):
             outcome = self.maker.make(kind)

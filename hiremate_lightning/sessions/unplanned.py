@@ -62,7 +62,9 @@ class UnplannedSteps:
         Returns:
             The kind of the step, where its plan gains nothing; else None.
         """
-        self._describe_planned()
+        for kind in self._history.planned if self._may_run_plain else ():
+            if kind.given is not None:
+                self._plain.learn(kind, kind.as_captured())
         gainless = self._gainless_kind(step)
         step.way = choose_way(StepChoices(self, step, gainless))
         if step.plain is not None and step.plain.released is None:
@@ -146,12 +148,6 @@ class UnplannedSteps:
             planned, at_sizes = foreseen
             self._plain.learn_foreseen(CapturedStep.of(at_sizes, step.calls, self._history.same_code(planned)))
 
-    def _describe_planned(self) -> None:
-        """Let predictions know what was captured."""
-        for kind in self._history.planned if self._may_run_plain else ():
-            if kind.given is not None:
-                self._plain.learn(kind, kind.as_captured())
-
     def note_release(self, timing: Timing) -> None:
         """Learn that the step after one that was timed begins; announce where its kind runs without its plan now."""
         ratio = self.releases.next_begins(timing)
@@ -174,12 +170,7 @@ class UnplannedSteps:
         return max(headroom_bytes(plan.budget_bytes, existing_bytes) for plan, existing_bytes in existing)
 
     def _is_to_be_captured(self, step: CurrentStep, likely: StepKind) -> bool:
-        """Whether saving memory has taken more time, in steps called like this one or in all, than plans would have.
-
-        Args:
-            step: The step, which fits only with less memory.
-            likely: The kind whose code it is expected to run.
-        """
+        """Whether saving memory has taken more time, in steps called like this one or in all, than plans would have."""
         plan = self._planned.latest
         planning_ms = 0.0 if plan is None else 1000 * plan.planning.all_s
         if self._extra_ms.get(tuple(step.calls), 0.0) > thresholds.current.worth_a_plan * planning_ms:
