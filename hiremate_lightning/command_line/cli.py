@@ -164,7 +164,11 @@ class _Parser(OneLineParser):
         """Check names before anything else, so that what is missing is not blamed on them."""
         given = [*(sys.argv[1:] if args is None else args)]
         if self._subparsers is None:
-            self._check_options(given)
+            known = [name for action in self._actions for name in action.option_strings]
+            for name in (text.partition("=")[0] for text in given if text.startswith("--")):
+                if not any(option.startswith(name) for option in known):
+                    meant = f" {_MEANT[name]}" if name in _MEANT else did_you_mean(name, known)
+                    self.error(f"there is no option {name!r}.{meant}")
         else:
             if given and given[0].startswith("--") and given[0] not in ("--help", "--version"):
                 self.error(f"options come after the command, such as plan, found {given[0]!r} before it")
@@ -176,13 +180,6 @@ class _Parser(OneLineParser):
                 hint = did_you_mean(command, _EXAMPLES)
                 self.error(f"there is no command {command!r}.{hint} Choose one of: {', '.join(_EXAMPLES)}")
         return super().parse_known_args(given, namespace)
-
-    def _check_options(self, given: Sequence[str]) -> None:
-        known = [name for action in self._actions for name in action.option_strings]
-        for name in (text.partition("=")[0] for text in given if text.startswith("--")):
-            if not any(option.startswith(name) for option in known):
-                meant = f" {_MEANT[name]}" if name in _MEANT else did_you_mean(name, known)
-                self.error(f"there is no option {name!r}.{meant}")
 
 
 def _parser() -> argparse.ArgumentParser:
