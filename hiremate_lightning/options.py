@@ -29,10 +29,11 @@ BUDGET_MEANING = (
     'allocated on the device included; or a share ("60%", a float in (0, 1]) of what the unplanned step adds to '
     'what exists before it, the largest so far; or "auto" for what the device has free.'
 )
+METHODS = ("hilp", "rockmate", "rotor", "pofo", "min_memory", "twremat", "checkmate", "checkmate_lp", "chen", "dtr")
+_QUOTED_METHODS = '"' + '", "'.join(METHODS) + '"'
 SOLVER_MEANING = (
     'Leave it at the default, "portfolio", the best of several strategies. The others are for comparison: "segments", '
-    'without a MIP solver; "none"; or a method of a paper: "hilp", "rockmate", "rotor", "pofo", "min_memory", '
-    '"twremat", "checkmate", "checkmate_lp", "chen", "dtr"; see docs/formulation.md.'
+    f'without a MIP solver; "none"; or a method of a paper: {_QUOTED_METHODS}; see docs/formulation.md.'
 )
 SIZES_FORM = (
     "sizes must be like {'input_ids': {1: (1, 4096)}}: an argument, its dimension, its smallest and largest size"

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from .. import __version__
 from ..errors import BudgetError, ConfigurationError, HiRemateError, did_you_mean, place_of
-from ..options import OPTIONS, SEARCH_OPTIONS
+from ..options import METHODS, OPTIONS, SEARCH_OPTIONS
 from ..reporting.plan_summary import read_summary, rows_of, summary_rows
 from ..reporting.terminal import Output, module_table
 from .run import OneLineParser
@@ -31,8 +31,7 @@ from .run import main as run_script
 OK, PROBLEM, USAGE, STOPPED = 0, 1, 2, 130
 RUN = "run"  # what follows is a script's, up to its last argument
 SOLVERS = (
-    "leave it at the default, portfolio; to compare, segments, none, or a method of a paper: hilp, rockmate, rotor, "
-    "pofo, min_memory, twremat, checkmate, checkmate_lp, chen, dtr"
+    f"leave it at the default, portfolio; to compare, segments, none, or a method of a paper: {', '.join(METHODS)}"
 )
 LABEL_WIDTH = 12
 

@@ -89,7 +89,7 @@ class Limits:
         return size_bytes <= resident.size_bytes
 
     def have_risen(self, resident: Resident, peak_bytes: int) -> bool:
-        """Whether the budget is clearly more than a plan was made for, since another state was seen.
+        """Whether a state seen since has raised the budget by so much that a new plan pays.
 
         That of the state without gradients is the smallest, and the first to be planned.
 

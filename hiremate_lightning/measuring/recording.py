@@ -66,7 +66,7 @@ class Existing:
 
 
 class StepRecord:
-    """A step under way.
+    """What is measured in one step: its runs, and memory from mark to mark.
 
     The host's allocator reports the size of a release only if the allocation was watched, too. A step frees the
     gradients of the one before. So the peak of a step is measured only where the step before was measured.

@@ -224,7 +224,7 @@ def storages_in(step: Step, by_call: Sequence[Iterable[int]]) -> frozenset[int]:
 
 
 def may_lie_aside(graph: Graph, storages: int) -> frozenset[int]:
-    """Return the storages that autograd saves of a step and nobody else holds until the backward.
+    """Return the storages that autograd saves and that nobody else holds before the backward: they can be offloaded.
 
     Args:
         graph: The step.

@@ -51,7 +51,7 @@ class GraphPrograms:
 
     Args:
         model: The planned model.
-        maker: Knows the budget.
+        maker: Tells budgets, and solves steps without a plan.
 
     Attributes:
         maker: Knows the budget.

@@ -224,7 +224,7 @@ class PlannedKinds:
     # ---------------------------------------------------------------- which kinds get a plan
 
     def gets_plan(self, kind: StepKind) -> bool:
-        """Whether a kind of step gets a plan that has none; announce it where there are too many."""
+        """Whether a kind without a plan gets one; warn where there are `max_plans` already."""
         if not kind.sights.is_worth_a_plan(self._model.parts.are_made(kind.graphs)):
             return False
         has_place = self.maker.captured_before(kind) is not None or self._model.has_place

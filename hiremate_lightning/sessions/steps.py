@@ -100,7 +100,7 @@ class Steps:
         self.watch.next_is_timed = True
 
     def take_record(self) -> StepRecord | None:
-        """Return the record of the step that has ended, where it was to be planned; it won't be any more."""
+        """Take the record of the step that has ended, to be planned by the caller; None where its kind gets no plan."""
         ended, self.ended = self.ended, None
         return ended.record if ended is not None and ended.is_to_be_planned else None
 

@@ -115,7 +115,7 @@ class UnplannedSteps:
         text = f"A plan of {self._name} saves no memory: such steps run without it from now on."
         if not is_released:
             found = "was not seen" if peak_bytes is None else f"is {format_bytes(peak_bytes)}"
-            text = f"A plan of {self._name} saves little memory, and stays: the peak without it {found}."
+            text = f"The plan of {self._name} saves little memory. It stays, since the peak without it {found}."
         log.info(text)
         self._reporter.note(text)
 
@@ -200,7 +200,7 @@ class UnplannedSteps:
         return likely if gains_nothing(likely, plain_bytes, free) else None
 
     def has_own_plan(self, step: CurrentStep) -> bool:
-        """Whether a kind that is called like a step has a plan of use: it recomputes, or all steps run by plans."""
+        """Whether a step runs by the plan of a kind called like it: that recomputes, or sizes did not vary yet."""
         kinds = [] if self._likely(step) is None else self._plain.called_like(step.calls)
         recomputes = any(not kind.own_plan.solution.is_plain for kind in kinds)
         return bool(kinds) and (recomputes or not self._sizes_vary)
@@ -260,7 +260,7 @@ class StepChoices(WayChoices):
         self._steps, self._step, self._gainless, self._begun = steps, step, gainless, begun
 
     def given_back(self) -> Way | None:
-        """As the user wrote it, in turns with the plan until it is decided; a further call may be another kind's."""
+        """Eager in turns with the plan, until it is decided; captured where calls turn out to be another kind's."""
         if self._gainless is None or not (self._begun or self._steps.releases.runs_plain(self._gainless)):
             return None
         return self._steps.given_back(self._step, self._gainless) or BY_GRAPHS
