@@ -275,7 +275,7 @@ def candidates_of(node: fx.Node) -> list[tuple[int, fx.Node]]:
     is_first, target = _is_into_first(node.target), node.target
     if not (is_first or target in _INTO or operation_named(target).into is Into.BY_ROWS):
         return []
-    values = [a.meta.get("val") for a in node.all_input_nodes]
+    values: list[Any] = [a.meta.get("val") for a in node.all_input_nodes]
     is_usual = all(v.layout is torch.strided if isinstance(v, torch.Tensor) else v is not None for v in values)
     if not is_usual or any(isinstance(value, fx.Node) for value in node.kwargs.values()):
         return []
