@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from ..calls.given import ModuleCall
+from ..latest import Latest
 from ..measuring.aside import LEAST_ASIDE
 from ..records.away import may_lie_aside
 from ..records.costs import as_plain
@@ -43,7 +44,6 @@ SIMILAR = 0.5  # of the largest step that was measured: smaller ones tell less, 
 COMPARED = 16  # steps that were measured: the largest
 SAMPLES = 4  # sizes of one code that predictions are made from
 ROUNDING = 1.01  # an allocator's blocks
-REMEMBERED = 1024  # predictions
 GRID = 8  # sizes between a power of two and the next one, to which sizes are rounded up
 ASIDE_BYTES_PER_MS = 3e6  # that are put aside and brought back: on a CPU, in files that are used again
 
@@ -92,7 +92,7 @@ class _PlainCode:
         self._resizing = Resizing(samples)
         self._aside = may_lie_aside(self._resizing.graph, self._base.storages)
         self._allocations: dict[PlainWay, Allocations] = {}
-        self._at: dict[tuple[int, ...], Bytes] = {}
+        self._at = Latest[tuple[int, ...], Bytes](1024)
         self.margin_bytes = max(step.margin_bytes for step in steps)
 
     @property
@@ -130,11 +130,7 @@ class _PlainCode:
         return self._bytes_at(sizes).high[sorted(self._aside) if way is PlainWay.PUT_ASIDE else []]
 
     def _bytes_at(self, sizes: tuple[int, ...]) -> Bytes:
-        if sizes not in self._at:
-            if len(self._at) == REMEMBERED:
-                self._at.clear()
-            self._at[sizes] = self._resizing.at(sizes)
-        return self._at[sizes]
+        return self._at.get_or(sizes, lambda: self._resizing.at(sizes))
 
     def _allocated(self, way: PlainWay) -> Allocations:
         if way not in self._allocations:
@@ -161,7 +157,7 @@ class PlainSteps:
         self._learned: list[StepKind] = []  # the kinds whose steps predictions are made from
         self._foreseen = deque[CapturedStep](maxlen=SAMPLES)
         self._codes: dict[tuple[Hashable, int], tuple[tuple[CapturedStep, ...], _PlainCode]] = {}
-        self._predicted: dict[tuple[object, ...], Prediction | None] = {}
+        self._predicted = Latest[tuple[object, ...], Prediction | None](1024)
         self._measured: dict[PlainWay, list[_Measured]] = {}
         self._largest_bytes: dict[PlainWay, int] = {}  # that were measured
         self._tries = 0
@@ -218,11 +214,7 @@ class PlainSteps:
             What it takes then; None where it may not fit.
         """
         key = tuple(calls), likely, room_bytes, ways
-        if key not in self._predicted:
-            if len(self._predicted) == REMEMBERED:
-                self._predicted.clear()
-            self._predicted[key] = self._predict(key[0], likely, room_bytes, ways)
-        return self._predicted[key]
+        return self._predicted.get_or(key, lambda: self._predict(*key))
 
     def _predict(
         self, calls: tuple[ModuleCall, ...], likely: StepKind, room_bytes: int, ways: tuple[PlainWay, ...] | None

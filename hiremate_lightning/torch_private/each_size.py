@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -25,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .. import thresholds
 from ..garbage import collecting_what_it_leaves
+from ..latest import Latest
 from ..records.expressions import LEAST_SAMPLES, LEAST_SAMPLES_OF_TWO_TERMS, NoTemplateError, vary_alone
 from . import checkpoints, dynamo, tensor_state
 from .same_captures import SameCaptures
@@ -121,7 +121,7 @@ class EachSize:
         self._trace, self._same = trace, same or SameCaptures()
         self._trace_ahead = trace_ahead
         self._is_particular = False
-        self._traced: OrderedDict[tuple[Any, ...], Runner] = OrderedDict()
+        self._traced = Latest[tuple[Any, ...], Runner](thresholds.current.size_traces)
         self._maker, self._symbols = maker, SizeSymbols(module, self._sizes)
         self._samples, self._made = dict[Sizes, Runner](), weakref.WeakSet[Runner]()
 
@@ -132,7 +132,7 @@ class EachSize:
         key = sizes, self._particulars(others)
         run = self._traced.get(key) or self._run_at(sizes, others)
         if key in self._traced:
-            self._traced.move_to_end(key)
+            self._traced[key] = run  # the latest one
         try:
             return run(*others)
         except NoTemplateError as error:
@@ -241,8 +241,6 @@ class EachSize:
 
     def _keep(self, sizes: Sizes, others: Sequence[Any], run: Runner) -> None:
         self._traced[sizes, self._particulars(others)] = run
-        if len(self._traced) > thresholds.current.size_traces:
-            self._traced.popitem(last=False)
 
     def _with_numbers(self, sizes: Sizes) -> fx.GraphModule:
         return _with_numbers(self._module, dict(zip(self._sizes, sizes, strict=True)))
