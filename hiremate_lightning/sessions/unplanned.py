@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
@@ -18,7 +19,7 @@ from .. import thresholds
 from ..calls.given import ModuleCall
 from ..kinds.plain_steps import PlainSteps, PlainWay
 from ..kinds.recorded_step import CapturedStep
-from ..kinds.releasing import Releases, Timing, gains_nothing, saves_nothing
+from ..kinds.releasing import PlainTrial
 from ..kinds.step_kind import StepKind
 from ..memory.allocator import free_bytes
 from ..planning.headroom import headroom_bytes
@@ -43,11 +44,11 @@ class UnplannedSteps:
         templates: Makes code at new sizes.
 
     Attributes:
-        releases: Times kinds of steps with and without their plans.
+        clock: Tells the seconds, by which kinds of steps are timed with and without their plans.
     """
 
     def __init__(self, model: PlannedModel, planned: PlannedKinds, templates: Templates) -> None:
-        self.releases, self._templates = Releases(), templates
+        self.clock, self._templates = time.perf_counter, templates
         self._model, self._name, self._planned = model, model.name, planned
         self._history, self._reporter, self._say = model.history, model.stages.reporter, model.announcements.say
         self._may_run_plain = not model.parts.fuses  # fused kernels give other bits than PyTorch's own
@@ -85,7 +86,7 @@ class UnplannedSteps:
         """Whether to measure a step that runs plain."""
         released = plain.released
         if released is not None and released.own_plan.saves_nothing:
-            return self.releases.is_to_be_measured(released)
+            return released.trial.is_released is None  # a step may take more without the plan
         return self._plain.is_to_be_measured(plain.prediction, self._room_bytes())
 
     def ended(self, step: CurrentStep, plain: AsWritten) -> None:
@@ -101,7 +102,7 @@ class UnplannedSteps:
             plan_bytes = step.record.existing.size_bytes + plain.prediction.captured_bytes
             if self._plain.called_like(step.calls):
                 plan_bytes = released.measured.peak_bytes or released.planned_peak_bytes
-            self._say_measured(self.releases.measured(plain.released, peak_bytes, plan_bytes), peak_bytes)
+            self._say_measured(plain.released.trial.measured(peak_bytes, plan_bytes), peak_bytes)
             return
         if peak_bytes is not None and plan is not None and peak_bytes > plan.budget_bytes:
             self._handle_over_budget(plain, peak_bytes, plan.budget_bytes)
@@ -121,7 +122,7 @@ class UnplannedSteps:
         """Learn that a step that ran plain took more than the budget, and warn, once for each reason."""
         found = f" It took {format_bytes(peak_bytes)}; the budget is {format_bytes(budget_bytes)}."
         if plain.released is not None:
-            self.releases.keep(plain.released)
+            plain.released.trial.is_released = False
             self._say("A step without its plan took more than the budget: such steps run by their plan again.", found)
             return
         way = "a plan" if plain.prediction.saves_memory else "recomputation"
@@ -152,9 +153,9 @@ class UnplannedSteps:
             if kind.given is not None:
                 self._plain.learn(kind, kind.as_captured())
 
-    def note_release(self, timing: Timing) -> None:
+    def note_release(self, timing: PlainTrial) -> None:
         """Learn that the step after one that was timed begins; announce where its kind runs without its plan now."""
-        ratio = self.releases.next_begins(timing)
+        ratio = timing.next_begins(self.clock())
         if ratio is not None:
             text = (
                 f"A plan of {self._name} recomputes nothing and takes {ratio:.2f} times as long as the code without "
@@ -205,8 +206,8 @@ class UnplannedSteps:
         plain_bytes = self._plain.with_margin(likely.own_plan.unplanned.peak_bytes)
         free = partial(free_bytes, self._model.memory.device)
         if not alike:
-            return likely if saves_nothing(likely, plain_bytes, free) else None
-        return likely if gains_nothing(likely, plain_bytes, free) else None
+            return likely if likely.saves_nothing(plain_bytes, free) else None
+        return likely if likely.gains_nothing(plain_bytes, free) else None
 
     def has_own_plan(self, step: CurrentStep) -> bool:
         """Whether a kind that is called like a step has a plan of use: it recomputes, or all steps run by plans."""
@@ -270,9 +271,10 @@ class StepChoices(WayChoices):
 
     def given_back(self) -> Way | None:
         """As the user wrote it, in turns with the plan until it is decided; a further call may be another kind's."""
-        if self._gainless is None or not (self._begun or self._steps.releases.runs_plain(self._gainless)):
+        kind = self._gainless
+        if kind is None or not (self._begun or kind.trial.runs_plain(kind.own_plan.saves_nothing)):
             return None
-        return self._steps.given_back(self._step, self._gainless) or BY_GRAPHS
+        return self._steps.given_back(self._step, kind) or BY_GRAPHS
 
     def own_plan(self) -> Way | None:
         """Captured, where a kind that is called so has a plan."""

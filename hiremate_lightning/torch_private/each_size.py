@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from .. import thresholds
 from ..garbage import collecting_what_it_leaves
 from ..latest import Latest
-from ..records.expressions import LEAST_SAMPLES, LEAST_SAMPLES_OF_TWO_TERMS, NoTemplateError, vary_alone
+from ..records.expressions import LEAST_SAMPLES, LEAST_SAMPLES_OF_TWO_TERMS, NoTemplateError, Sizes, vary_alone
 from . import checkpoints, dynamo, tensor_state
 from .same_captures import SameCaptures
 from .size_symbols import NUMBERS, SizeSymbols, at_numbers, numbers_of
@@ -34,7 +34,6 @@ log = logging.getLogger("hiremate_lightning")
 MOST_SAMPLES = 6  # of code, of which the latest traced size may be one
 TRIED = 6  # sizes of samples
 Runner = Callable[..., Any]
-Sizes = tuple[int, ...]
 Layout = tuple[Sizes, Sizes]  # of a tensor: shape and strides
 Trace = Callable[[fx.GraphModule, Sequence[Any]], Runner]
 Samples = Sequence[tuple[Sizes, Runner]]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from hiremate_lightning.kinds.plain_steps import PlainWay, Prediction
+from hiremate_lightning.kinds.releasing import PlainTrial
 from hiremate_lightning.kinds.step_kind import StepKind
 from hiremate_lightning.sessions.current_step import CurrentStep
 from hiremate_lightning.sessions.unplanned import StepChoices
@@ -53,8 +54,8 @@ def choose(
         without_plan=lambda step, begun: way and without_plan(way),
         has_own_plan=lambda step: has_own_plan,
         given_back=lambda step, kind: way and without_plan(way, kind),
-        releases=SimpleNamespace(runs_plain=lambda kind: runs_plain),
     )
+    KIND.trial, KIND.plan = PlainTrial(is_released=runs_plain), SimpleNamespace(saves_nothing=False)
     begun = without_plan(PLAIN, gainless) if is_begun else None
     return choose_way(StepChoices(steps, CurrentStep(), gainless, begun))
 
