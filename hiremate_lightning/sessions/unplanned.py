@@ -17,7 +17,7 @@ from typing import Any
 
 from .. import thresholds
 from ..calls.given import ModuleCall
-from ..kinds.plain_steps import PlainSteps, PlainWay
+from ..kinds.plain_steps import PlainSteps
 from ..kinds.recorded_step import CapturedStep
 from ..kinds.releasing import PlainTrial
 from ..kinds.step_kind import StepKind
@@ -227,9 +227,9 @@ class UnplannedSteps:
         likely = self._likely(step)
         if likely is None:
             return None
-        ways = None if begun is None else (begun.prediction.way,)
-        ways = (PlainWay.AS_IT_IS,) if self._plain.called_like(step.calls) else ways
-        prediction = self._plain.bound(step.calls, likely, self._room_bytes(), ways)
+        saves_memory = None if begun is None else begun.prediction.saves_memory
+        saves_memory = False if self._plain.called_like(step.calls) else saves_memory
+        prediction = self._plain.bound(step.calls, likely, self._room_bytes(), saves_memory)
         if prediction is None:
             return None
         if not prediction.saves_memory:
@@ -247,7 +247,7 @@ class UnplannedSteps:
             return None
         is_known = not alike and kind.trial.is_released
         predict = self._plain.bound if is_known else self._plain.predict  # what is measured is compared with it
-        prediction = predict(step.calls, kind, sys.maxsize, (PlainWay.AS_IT_IS,))
+        prediction = predict(step.calls, kind, sys.maxsize, saves_memory=False)
         if prediction is None:
             return None
         is_similar = prediction.captured_bytes <= SIMILAR * kind.own_plan.unplanned.peak_bytes

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hiremate_lightning.kinds.plain_steps import PlainWay, Prediction
+from hiremate_lightning.kinds.plain_steps import Prediction
 from hiremate_lightning.kinds.releasing import PlainTrial
 from hiremate_lightning.kinds.step_kind import StepKind
 from hiremate_lightning.sessions.current_step import CurrentStep
@@ -15,7 +15,7 @@ from hiremate_lightning.sessions.ways import BY_GRAPHS, AsWritten, PutAside, Way
 
 RULES = ("given_back", "own_plan", "without_plan", "plan_of_other_sizes", "least_memory")
 KIND = StepKind((0,))
-PLAIN, ASIDE = PlainWay
+PLAIN, ASIDE = False, True
 
 
 @pytest.mark.parametrize("first", range(len(RULES)))
@@ -37,13 +37,15 @@ def test_where_no_rule_has_a_way_graphs_choose():
     assert choose_way(WayChoices()) is BY_GRAPHS
 
 
-def without_plan(way: PlainWay, released: StepKind | None = None) -> AsWritten:
+def without_plan(way: bool | None, released: StepKind | None = None) -> AsWritten | None:
+    if way is None:
+        return None
     prediction = Prediction(way, 10, 10)
     return PutAside(prediction, KIND, room=None) if way is ASIDE else AsWritten(prediction, KIND, released)
 
 
 def choose(
-    way: PlainWay | None = PLAIN,
+    way: bool | None = PLAIN,
     gainless: StepKind | None = None,
     runs_plain: bool = True,
     has_own_plan: bool = False,
@@ -51,9 +53,9 @@ def choose(
 ) -> Way:
     """Choose the way of a step of which so much is known; `way` is the fastest one that fits without a plan."""
     steps = SimpleNamespace(
-        without_plan=lambda step, begun: way and without_plan(way),
+        without_plan=lambda step, begun: without_plan(way),
         has_own_plan=lambda step: has_own_plan,
-        given_back=lambda step, kind: way and without_plan(way, kind),
+        given_back=lambda step, kind: without_plan(way, kind),
     )
     KIND.trial, KIND.plan = PlainTrial(is_released=runs_plain), SimpleNamespace(saves_nothing=False)
     begun = without_plan(PLAIN, gainless) if is_begun else None
