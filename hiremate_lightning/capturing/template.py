@@ -45,7 +45,7 @@ class CodeTemplate:
         if len(set(sizes)) < LEAST_SAMPLES:
             raise NoTemplateError(f"Expected the same code at {LEAST_SAMPLES} sizes or more, not at {sizes}")
         self.samples, self.sizes = tuple(captured for captured, _ in samples), tuple(sizes)
-        self.programs = Latest[Any, Any](32)
+        self.programs: dict[Any, Any] = Latest(32)
         self._profiles = tuple(profile for _, profile in samples)
         self._graphs = dict[frozenset[int], GraphTemplate]()
         # Who foresees a step asks for the code of its calls before they come.
