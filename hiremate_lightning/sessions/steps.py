@@ -272,8 +272,8 @@ class Steps:
 
     def _end_plain(self, step: CurrentStep, plain: AsWritten, at_once: bool) -> None:
         self.ended = step
-        if plain.released is not None:
-            self._history.note(plain.released, step.start)
+        if plain.gainless is not None:
+            self._history.note(plain.gainless, step.start)
         self._memory.step_ended(step.record, plain.likely.graphs)
         if step.record is not None:
             step.record.close(at_once)

@@ -66,7 +66,7 @@ class UnplannedSteps:
         self._describe_planned()
         gainless = self._gainless_kind(step)
         step.way = choose_way(StepChoices(self, step, gainless))
-        if step.plain is not None and step.plain.released is None:
+        if step.plain is not None and step.plain.gainless is None:
             self._sizes_vary = True
             self._extra_ms[tuple(step.calls)] += step.plain.prediction.extra_ms
             self._note(step.plain.describe(self._name))
@@ -76,7 +76,7 @@ class UnplannedSteps:
         """Learn of a further call of the step under way: if it does not fit as it is, it is captured."""
         step.calls.append(call)
         if step.plain is not None:
-            step.way = choose_way(StepChoices(self, step, step.plain.released, step.plain))
+            step.way = choose_way(StepChoices(self, step, step.plain.gainless, step.plain))
 
     def calling(self, plain: AsWritten | None, arguments: Any) -> AbstractContextManager[None]:
         """Surround a call that runs plain, with some arguments; of no step where it is seen by nobody."""
@@ -84,9 +84,9 @@ class UnplannedSteps:
 
     def is_to_be_measured(self, plain: AsWritten) -> bool:
         """Whether to measure a step that runs plain."""
-        released = plain.released
-        if released is not None and released.own_plan.saves_nothing:
-            return released.trial.is_released is None  # a step may take more without the plan
+        gainless = plain.gainless
+        if gainless is not None and gainless.own_plan.saves_nothing:
+            return gainless.trial.is_released is None  # a step may take more without the plan
         return self._plain.is_to_be_measured(plain.prediction, self._room_bytes())
 
     def ended(self, step: CurrentStep, plain: AsWritten) -> None:
@@ -98,11 +98,11 @@ class UnplannedSteps:
         self._plain.measured(step.calls, plain.likely, plain.prediction, added_bytes)
         if self._model.options.budget.is_whole:
             return  # the budget is what plain training takes
-        if plain.released is not None and (released := plain.released.own_plan).saves_nothing:
+        if plain.gainless is not None and (own := plain.gainless.own_plan).saves_nothing:
             plan_bytes = step.record.existing.size_bytes + plain.prediction.captured_bytes
             if self._plain.called_like(step.calls):
-                plan_bytes = released.measured.peak_bytes or released.planned_peak_bytes
-            self._say_measured(plain.released.trial.measured(peak_bytes, plan_bytes), peak_bytes)
+                plan_bytes = own.measured.peak_bytes or own.planned_peak_bytes
+            self._say_measured(plain.gainless.trial.measured(peak_bytes, plan_bytes), peak_bytes)
             return
         if peak_bytes is not None and plan is not None and peak_bytes > plan.budget_bytes:
             self._handle_over_budget(plain, peak_bytes, plan.budget_bytes)
@@ -121,8 +121,8 @@ class UnplannedSteps:
     def _handle_over_budget(self, plain: AsWritten, peak_bytes: int, budget_bytes: int) -> None:
         """Learn that a step that ran plain took more than the budget, and warn, once for each reason."""
         found = f" It took {format_bytes(peak_bytes)}; the budget is {format_bytes(budget_bytes)}."
-        if plain.released is not None:
-            plain.released.trial.is_released = False
+        if plain.gainless is not None:
+            plain.gainless.trial.is_released = False
             self._say("A step without its plan took more than the budget: such steps run by their plan again.", found)
             return
         way = "a plan" if plain.prediction.saves_memory else "recomputation"

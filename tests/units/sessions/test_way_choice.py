@@ -37,11 +37,11 @@ def test_where_no_rule_has_a_way_graphs_choose():
     assert choose_way(WayChoices()) is BY_GRAPHS
 
 
-def without_plan(way: bool | None, released: StepKind | None = None) -> AsWritten | None:
+def without_plan(way: bool | None, gainless: StepKind | None = None) -> AsWritten | None:
     if way is None:
         return None
     prediction = Prediction(way, 10, 10)
-    return PutAside(prediction, KIND, room=None) if way is ASIDE else AsWritten(prediction, KIND, released)
+    return PutAside(prediction, KIND, room=None) if way is ASIDE else AsWritten(prediction, KIND, gainless)
 
 
 def choose(
@@ -82,4 +82,4 @@ def test_a_step_runs_by_the_first_way_that_is_open_to_it(known, chosen):
 def test_a_step_that_is_given_back_names_its_kind():
     way = choose(gainless=KIND, has_own_plan=True)
     assert isinstance(way, AsWritten)
-    assert way.released is KIND
+    assert way.gainless is KIND
