@@ -1,7 +1,7 @@
 """Kinds of steps whose plan gains nothing: they are given back to eager PyTorch.
 
-Where nothing fits the budget, such a plan takes the memory of the step as the user wrote it: as soon as that is
-measured, all steps run so. Where the step fits the budget as the user wrote it, such a plan recomputes nothing. Whether
+Where nothing fits the budget, a plan may take as much memory as no plan. Once a step without it has shown that, all
+such steps run eager. Where the step fits the budget as the user wrote it, such a plan recomputes nothing. Whether
 it costs time is measured: steps run planned and plain in turns, some of each. The lower quartiles decide, once for each
 plan, since other programs on the machine only add to the time of a step. Both ways give the same numbers.
 """

@@ -188,11 +188,8 @@ class StepKind:
     def gains_nothing(self, plain_bytes: int, free_bytes: Callable[[], int]) -> bool:
         """Whether it needs no plan, as was measured and timed: that recomputes nothing, and its steps fit without it.
 
-        So it is too where nothing fits and the plan saves no memory.
-
-        Args:
-            plain_bytes: What a step adds without the plan.
-            free_bytes: Returns what the device could still hand out.
+        So it is too where nothing fits and the plan saves no memory. `plain_bytes` are what a step adds without the
+        plan, `free_bytes` returns what the device could still hand out.
         """
         plan, step = self.own_plan, self.recorded
         if plan.measured.step_ms is None or step.waits:
@@ -205,9 +202,7 @@ class StepKind:
     def saves_nothing(self, plain_bytes: int, free_bytes: Callable[[], int]) -> bool:
         """Whether nothing fits, its plan saves no memory, and the device has memory to run without it.
 
-        Args:
-            plain_bytes: What a step adds without the plan.
-            free_bytes: Returns what the device could still hand out.
+        The arguments are those of `gains_nothing`.
         """
         if not self.own_plan.saves_nothing or self.recorded.waits:
             return False

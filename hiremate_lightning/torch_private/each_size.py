@@ -2,8 +2,8 @@
 
 A plan is of bytes, so the joint graph that it is made of has numbers for sizes. But most seconds of a capture go to
 Dynamo, which reads the user's code. Where sizes vary its graph has symbols for them, and is kept: only AOTAutograd's
-trace is made for each size that comes. Where a plan exists, and numbers are all that differs, not even that: traces of
-a few sizes that were chosen tell those of all sizes.
+trace is made for each size that comes. Once there is a plan, and sizes differ in numbers alone, even that
+is left out: code for a new size is made from traces of a few.
 
 What tells symbols apart is private; `test_torch_private.py` says on which versions of torch this was checked.
 """
