@@ -95,7 +95,7 @@ def _ways(step: CurrentStep) -> Iterator[str]:
         for forward in step.forwards:
             is_own = forward.way.kind is not None and forward.way.kind.graphs == step.graphs
             yield OWN_PLAN if is_own else OTHER_PLAN if forward.way.is_planned else LEAST_MEMORY
-    elif step.plain.released is not None:
+    elif step.plain.gainless is not None:
         yield RELEASED
     else:
         yield PUT_ASIDE if isinstance(step.plain, PutAside) else AS_WRITTEN

@@ -6,13 +6,13 @@ These tell which value is which, and do not depend on sizes.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from ..latest import Latest
 from ..records.costs import Profile
 from ..records.expressions import LEAST_SAMPLES, NoTemplateError, Sizes, find_expression
 from ..records.graph import Graph
@@ -23,7 +23,6 @@ from .absent import without_missing
 from .capture import Captured
 
 NOTHING: frozenset[int] = frozenset()
-REMEMBERED = 4  # sizes whose code is remembered: who foresees a step asks for those of its calls before they come
 
 
 class CodeTemplate:
@@ -46,10 +45,11 @@ class CodeTemplate:
         if len(set(sizes)) < LEAST_SAMPLES:
             raise NoTemplateError(f"Expected the same code at {LEAST_SAMPLES} sizes or more, not at {sizes}")
         self.samples, self.sizes = tuple(captured for captured, _ in samples), tuple(sizes)
-        self.programs = dict[Any, Any]()
+        self.programs: dict[Any, Any] = Latest(32)
         self._profiles = tuple(profile for _, profile in samples)
         self._graphs = dict[frozenset[int], GraphTemplate]()
-        self._latest = OrderedDict[Sizes, tuple[Captured, Profile]]()
+        # Who foresees a step asks for the code of its calls before they come.
+        self._latest = Latest[Sizes, tuple[Captured, Profile]](4)
         self._without(NOTHING)
         # What is taken from the first sample has to be the same in all.
         facts = [
@@ -71,12 +71,11 @@ class CodeTemplate:
 
     def at(self, sizes: Sizes) -> tuple[Captured, Profile]:
         """Return the code at some sizes, with its costs."""
-        if sizes not in self._latest:
-            graph, profile = self._without(NOTHING).at(sizes)
-            self._latest[sizes] = replace(self.samples[0], graph=graph, template=self, sizes=sizes), profile
-            if len(self._latest) > REMEMBERED:
-                self._latest.popitem(last=False)
-        return self._latest[sizes]
+        return self._latest.get_or(sizes, lambda: self._at(sizes))
+
+    def _at(self, sizes: Sizes) -> tuple[Captured, Profile]:
+        graph, profile = self._without(NOTHING).at(sizes)
+        return replace(self.samples[0], graph=graph, template=self, sizes=sizes), profile
 
     def without(self, missing: frozenset[int], sizes: Sizes) -> tuple[Graph, Profile]:
         """Return its graph and costs at some sizes without what some gradients of outputs would have brought.

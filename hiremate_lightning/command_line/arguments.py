@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 from ..errors import ConfigurationError, did_you_mean
 from ..planning.solvers import get_strategy
+from ..records.costs import HALF_TYPES
 from ..reporting.svg_report import writable
 from ..units import Budget, parse_budget
 
 DEVICES = ("cpu", "cuda")
 LOSSES = ("auto", "model", "sum")
-HALF_TYPES = ("bfloat16", "float16")
 ZERO_GRADS = ("before", "after-forward", "accumulate")
 ABOVE_ZERO = ("time_limit", "tflops", "bandwidth", "points", "max_batch", "tp", "link", "host_link")
 # The classes of torch.optim, for misspelt names; torch itself is asked for those that are not here.

@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Generic, TypeVar
 
+from ..latest import Latest
 from ..planning.plan import Plan
 from ..running.program import Program
 from .recorded_step import RecordedStep
 from .step_kind import GraphNumbers, Start, StepKind
 
 LENGTHS = (32, 16, 8, 4, 2, 1, 0)  # of what came before a step, by which it is foreseen
-REMEMBERED = 4096  # sequences
 CERTAIN = 64  # steps that came as foreseen, one after the other, after which the next one is trusted to
 
 K = TypeVar("K", bound=Hashable)
@@ -28,7 +28,7 @@ class Order(Generic[K]):
 
     def __init__(self) -> None:
         self._recent: deque[K] = deque(maxlen=LENGTHS[0])
-        self._followers: dict[tuple[Hashable, ...], K] = {}  # by start and the latest kinds, few or many
+        self._followers = Latest[tuple[Hashable, ...], K](4096)  # by start and the latest kinds, few or many
         self._in_a_row = 0  # that came as foreseen
 
     @property
@@ -55,10 +55,7 @@ class Order(Generic[K]):
         contexts = tuple(self._contexts(start))
         self._in_a_row = self._in_a_row + 1 if kind == next(self._following(contexts), None) else 0
         for context in contexts:
-            self._followers.pop(context, None)
             self._followers[context] = kind
-        while len(self._followers) > REMEMBERED:
-            del self._followers[next(iter(self._followers))]
         self._recent.append(kind)
 
 

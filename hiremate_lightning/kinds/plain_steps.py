@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cached_property
 from math import ceil
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..calls.given import ModuleCall
+from ..latest import Latest
 from ..measuring.aside import LEAST_ASIDE
 from ..records.away import may_lie_aside
 from ..records.costs import as_plain
@@ -43,16 +43,8 @@ SIMILAR = 0.5  # of the largest step that was measured: smaller ones tell less, 
 COMPARED = 16  # steps that were measured: the largest
 SAMPLES = 4  # sizes of one code that predictions are made from
 ROUNDING = 1.01  # an allocator's blocks
-REMEMBERED = 1024  # predictions
 GRID = 8  # sizes between a power of two and the next one, to which sizes are rounded up
 ASIDE_BYTES_PER_MS = 3e6  # that are put aside and brought back: on a CPU, in files that are used again
-
-
-class PlainWay(Enum):
-    """A way to run a step as the user wrote it."""
-
-    AS_IT_IS = 0
-    PUT_ASIDE = 1  # all that autograd saves is put aside until the backward reads it
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +52,17 @@ class Prediction:
     """What a step takes that runs plain.
 
     Attributes:
-        way: How it runs.
+        saves_memory: Whether all that autograd saves is put aside until the backward reads it: that takes less memory
+            than plain PyTorch, and more time.
         added_bytes: What it adds to the resident bytes at its peak, at most.
         captured_bytes: At most that much the captured graph would take of it.
         aside_bytes: What it puts aside, at most.
     """
 
-    way: PlainWay
+    saves_memory: bool
     added_bytes: int
     captured_bytes: int
     aside_bytes: int = 0
-
-    @property
-    def saves_memory(self) -> bool:
-        """Whether it takes less memory than plain PyTorch, and more time."""
-        return self.way is PlainWay.PUT_ASIDE
 
     @property
     def extra_ms(self) -> float:
@@ -91,14 +79,14 @@ class _PlainCode:
         self._base = steps[0].sample
         self._resizing = Resizing(samples)
         self._aside = may_lie_aside(self._resizing.graph, self._base.storages)
-        self._allocations: dict[PlainWay, Allocations] = {}
-        self._at: dict[tuple[int, ...], Bytes] = {}
+        self._allocations: dict[bool, Allocations] = {}  # by whether it saves memory
+        self._at = Latest[tuple[int, ...], Bytes](1024)
         self.margin_bytes = max(step.margin_bytes for step in steps)
 
     @property
-    def ways(self) -> tuple[PlainWay, ...]:
-        """The ways to run it, the fastest first."""
-        return tuple(PlainWay) if self._aside else (PlainWay.AS_IT_IS,)
+    def ways(self) -> tuple[bool, ...]:
+        """Whether it may run saving memory, for each way to run it, the fastest first."""
+        return (False, True) if self._aside else (False,)
 
     @cached_property
     def unmeasured_ratio(self) -> float:
@@ -110,39 +98,35 @@ class _PlainCode:
     def _gradient_bytes(self) -> int:
         return bytes_of(self._resizing.graph, self._resizing.graph.gradients)
 
-    def peaks(self, sizes: tuple[int, ...], way: PlainWay) -> tuple[int, int]:
+    def peaks(self, sizes: tuple[int, ...], saves: bool) -> tuple[int, int]:
         """Bound the captured graph's peak at some sizes, from below and from above."""
-        allocated, bounds, aside = self._allocated(way), self._bytes_at(sizes), self._bytes_aside(sizes, way)
+        allocated, bounds, aside = self._allocated(saves), self._bytes_at(sizes), self._bytes_aside(sizes, saves)
         low = allocated.peak_bytes(bounds.low, bounds.low_workspaces)
         high = allocated.peak_bytes(bounds.high, bounds.high_workspaces)
         return low, high + int(aside[aside < LEAST_ASIDE].sum())  # what is too small to be put aside stays
 
-    def growing(self, sizes: tuple[int, ...], way: PlainWay) -> tuple[int, int]:
+    def growing(self, sizes: tuple[int, ...], saves: bool) -> tuple[int, int]:
         """Bound what of the peak grows with the sizes: in eager PyTorch it is larger."""
-        low, high = self.peaks(sizes, way)
+        low, high = self.peaks(sizes, saves)
         return max(low // 10, low - self._gradient_bytes), max(high // 10, high - self._gradient_bytes)
 
-    def aside_bytes(self, sizes: tuple[int, ...], way: PlainWay) -> int:
+    def aside_bytes(self, sizes: tuple[int, ...], saves: bool) -> int:
         """Bound what is put aside at some sizes, from above."""
-        return int(self._bytes_aside(sizes, way).sum())
+        return int(self._bytes_aside(sizes, saves).sum())
 
-    def _bytes_aside(self, sizes: tuple[int, ...], way: PlainWay) -> np.ndarray:
-        return self._bytes_at(sizes).high[sorted(self._aside) if way is PlainWay.PUT_ASIDE else []]
+    def _bytes_aside(self, sizes: tuple[int, ...], saves: bool) -> np.ndarray:
+        return self._bytes_at(sizes).high[sorted(self._aside) if saves else []]
 
     def _bytes_at(self, sizes: tuple[int, ...]) -> Bytes:
-        if sizes not in self._at:
-            if len(self._at) == REMEMBERED:
-                self._at.clear()
-            self._at[sizes] = self._resizing.at(sizes)
-        return self._at[sizes]
+        return self._at.get_or(sizes, lambda: self._resizing.at(sizes))
 
-    def _allocated(self, way: PlainWay) -> Allocations:
-        if way not in self._allocations:
+    def _allocated(self, saves: bool) -> Allocations:
+        if saves not in self._allocations:
             graph, _ = as_plain(self._base.graph, self._base.profile)
             schedule = lower(graph, as_written(graph))
-            aside = self._aside if way is PlainWay.PUT_ASIDE else ()
-            self._allocations[way] = allocations(graph, schedule, aside, () if self._is_on_host else aside)
-        return self._allocations[way]
+            aside = self._aside if saves else ()
+            self._allocations[saves] = allocations(graph, schedule, aside, () if self._is_on_host else aside)
+        return self._allocations[saves]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +145,11 @@ class PlainSteps:
         self._learned: list[StepKind] = []  # the kinds whose steps predictions are made from
         self._foreseen = deque[CapturedStep](maxlen=SAMPLES)
         self._codes: dict[tuple[Hashable, int], tuple[tuple[CapturedStep, ...], _PlainCode]] = {}
-        self._predicted: dict[tuple[object, ...], Prediction | None] = {}
-        self._measured: dict[PlainWay, list[_Measured]] = {}
-        self._largest_bytes: dict[PlainWay, int] = {}  # that were measured
+        self._predicted = Latest[tuple[object, ...], Prediction | None](1024)
+        self._measured: dict[bool, list[_Measured]] = {}  # by whether they saved memory
+        self._largest_bytes: dict[bool, int] = {}  # that were measured, likewise
         self._tries = 0
-        self._ratios: dict[tuple[PlainWay, float], float] = {}
+        self._ratios: dict[tuple[bool, float], float] = {}
 
     def learn(self, kind: StepKind, step: CapturedStep) -> None:
         """Learn what a kind of step takes."""
@@ -193,19 +177,19 @@ class PlainSteps:
         return [kind for kind, step in pairs if step is not None and step.calls[:count] == given]
 
     def bound(
-        self, calls: Sequence[ModuleCall], likely: StepKind, room_bytes: int, ways: tuple[PlainWay, ...] | None = None
+        self, calls: Sequence[ModuleCall], likely: StepKind, room_bytes: int, saves_memory: bool | None = None
     ) -> Prediction | None:
         """Predict a step at its sizes rounded up: many steps share them, so most predictions are known.
 
         Where the larger step does not fit as it is, or is to be measured, the step's own sizes are used.
         """
         larger = [replace(c, shapes=tuple(tuple(map(_next_on_grid, shape)) for shape in c.shapes)) for c in calls]
-        rounded = self.predict(larger, likely, room_bytes, ways)
+        rounded = self.predict(larger, likely, room_bytes, saves_memory)
         is_enough = rounded is not None and not rounded.saves_memory and not self.is_to_be_measured(rounded, room_bytes)
-        return rounded if is_enough else self.predict(calls, likely, room_bytes, ways)
+        return rounded if is_enough else self.predict(calls, likely, room_bytes, saves_memory)
 
     def predict(
-        self, calls: Sequence[ModuleCall], likely: StepKind, room_bytes: int, ways: tuple[PlainWay, ...] | None = None
+        self, calls: Sequence[ModuleCall], likely: StepKind, room_bytes: int, saves_memory: bool | None = None
     ) -> Prediction | None:
         """Find the fastest way to run the step under way plain.
 
@@ -213,26 +197,22 @@ class PlainSteps:
             calls: What its calls were given so far.
             likely: The kind whose code it most likely runs.
             room_bytes: What it may add to the resident bytes.
-            ways: The ways to choose from; None for all that are known.
+            saves_memory: Whether it is to save memory; None for the faster that fits.
 
         Returns:
             What it takes then; None where it may not fit.
         """
-        key = tuple(calls), likely, room_bytes, ways
-        if key not in self._predicted:
-            if len(self._predicted) == REMEMBERED:
-                self._predicted.clear()
-            self._predicted[key] = self._predict(key[0], likely, room_bytes, ways)
-        return self._predicted[key]
+        key = tuple(calls), likely, room_bytes, saves_memory
+        return self._predicted.get_or(key, lambda: self._predict(*key))
 
     def _predict(
-        self, calls: tuple[ModuleCall, ...], likely: StepKind, room_bytes: int, ways: tuple[PlainWay, ...] | None
+        self, calls: tuple[ModuleCall, ...], likely: StepKind, room_bytes: int, saves_memory: bool | None
     ) -> Prediction | None:
         codes = self._codes_called(calls, likely)
         if not codes:
             return None
-        for way in codes[0].ways if ways is None else ways:
-            predictions = [self._takes(code, _sizes(calls), way) for code in codes]  # other code may come instead
+        for saves in codes[0].ways if saves_memory is None else (saves_memory,):
+            predictions = [self._takes(code, _sizes(calls), saves) for code in codes]  # other code may come instead
             most = max(predictions, key=lambda prediction: prediction.added_bytes)
             if most.added_bytes <= room_bytes:
                 return most
@@ -240,13 +220,13 @@ class PlainSteps:
 
     def with_margin(self, added_bytes: int) -> int:
         """Return what a plain step takes, of which the captured graph takes so many bytes."""
-        return ceil(added_bytes * self._ratio(PlainWay.AS_IT_IS, RANDOM_RATIO))
+        return ceil(added_bytes * self._ratio(False, RANDOM_RATIO))
 
-    def _takes(self, code: _PlainCode, sizes: tuple[int, ...], way: PlainWay) -> Prediction:
-        captured_bytes = code.peaks(sizes, way)[1]
-        excess_bytes = (self._ratio(way, code.unmeasured_ratio) - 1) * code.growing(sizes, way)[1]
+    def _takes(self, code: _PlainCode, sizes: tuple[int, ...], saves: bool) -> Prediction:
+        captured_bytes = code.peaks(sizes, saves)[1]
+        excess_bytes = (self._ratio(saves, code.unmeasured_ratio) - 1) * code.growing(sizes, saves)[1]
         added_bytes = ceil(ROUNDING * (captured_bytes + excess_bytes)) + code.margin_bytes
-        return Prediction(way, added_bytes, captured_bytes, code.aside_bytes(sizes, way))
+        return Prediction(saves, added_bytes, captured_bytes, code.aside_bytes(sizes, saves))
 
     def _codes_called(self, calls: tuple[ModuleCall, ...], likely: StepKind) -> list[_PlainCode]:
         """List the codes whose first calls have the form of these, that of the likely kind first; none without it."""
@@ -272,7 +252,7 @@ class PlainSteps:
 
     def is_to_be_measured(self, prediction: Prediction, room_bytes: int) -> bool:
         """Whether to measure a plain step: where it takes much of its room, and clearly more than what was measured."""
-        is_larger = prediction.captured_bytes > CLEARLY_LARGER * self._largest_bytes.get(prediction.way, 0)
+        is_larger = prediction.captured_bytes > CLEARLY_LARGER * self._largest_bytes.get(prediction.saves_memory, 0)
         return 0 < self._tries < TRIES or (is_larger and prediction.added_bytes > NEAR * room_bytes)
 
     def measured(
@@ -287,30 +267,30 @@ class PlainSteps:
             added_bytes: What it added at its peak; None where the measurement did not see all.
         """
         self._tries += 1
-        way = prediction.way
+        saves = prediction.saves_memory
         if added_bytes is not None:
-            measured = [*self._measured.get(way, ()), _Measured(tuple(calls), likely, added_bytes)]
-            self._measured[way] = sorted(measured, key=lambda step: step.added_bytes)[-COMPARED:]
+            measured = [*self._measured.get(saves, ()), _Measured(tuple(calls), likely, added_bytes)]
+            self._measured[saves] = sorted(measured, key=lambda step: step.added_bytes)[-COMPARED:]
             self._forget_predictions()
         if added_bytes is not None or self._tries == TRIES:
-            self._largest_bytes[way] = max(self._largest_bytes.get(way, 0), prediction.captured_bytes)
+            self._largest_bytes[saves] = max(self._largest_bytes.get(saves, 0), prediction.captured_bytes)
             self._tries = 0
 
-    def _ratio(self, way: PlainWay, unmeasured: float) -> float:
+    def _ratio(self, saves: bool, unmeasured: float) -> float:
         """Return the ratio of what grows with the sizes in eager PyTorch to the same in the captured graph.
 
         That is `unmeasured` as long as no step was measured.
         """
-        if (way, unmeasured) not in self._ratios:
-            compared = [self._compare(way, measured) for measured in self._measured.get(way, ())]
+        if (saves, unmeasured) not in self._ratios:
+            compared = [self._compare(saves, measured) for measured in self._measured.get(saves, ())]
             largest_bytes = max((size_bytes for size_bytes, _ in compared), default=0.0)
             similar = [ratio for size_bytes, ratio in compared if size_bytes >= SIMILAR * largest_bytes]
-            others = (self._ratio(other, unmeasured) for other in self._measured if other != way and not largest_bytes)
-            least = UNMEASURED_WAY_RATIO if way is PlainWay.PUT_ASIDE and self._measured else unmeasured
-            self._ratios[way, unmeasured] = max([LEAST_RATIO, *similar]) if largest_bytes else max([least, *others])
-        return self._ratios[way, unmeasured]
+            others = (self._ratio(way, unmeasured) for way in self._measured if way != saves and not largest_bytes)
+            least = UNMEASURED_WAY_RATIO if saves and self._measured else unmeasured
+            self._ratios[saves, unmeasured] = max([LEAST_RATIO, *similar]) if largest_bytes else max([least, *others])
+        return self._ratios[saves, unmeasured]
 
-    def _compare(self, way: PlainWay, measured: _Measured) -> tuple[int, float]:
+    def _compare(self, saves: bool, measured: _Measured) -> tuple[int, float]:
         """Return what grows with the sizes in a plain step that was measured, and its ratio to the captured graph.
 
         What the captured graph takes is only bounded: at worst the ratio is that to the lower bound. A step that took
@@ -318,7 +298,7 @@ class PlainSteps:
         """
         sizes = _sizes(measured.calls)
         for code in self._codes_called(measured.calls, measured.likely)[:1]:
-            peaks, growing = code.peaks(sizes, way), code.growing(sizes, way)
+            peaks, growing = code.peaks(sizes, saves), code.growing(sizes, saves)
             if growing[0]:
                 excess = [(measured.added_bytes - peak) / size for peak, size in zip(peaks, growing, strict=True)]
                 return growing[0], 1 + min(excess[0], max(code.unmeasured_ratio - 1, excess[1]))

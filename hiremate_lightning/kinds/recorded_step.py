@@ -8,6 +8,7 @@ from functools import cached_property
 
 from ..calls.given import ModuleCall
 from ..capturing.capture import Captured
+from ..latest import Latest
 from ..measuring.resident import Resident
 from ..memory.allocator import in_blocks
 from ..planning.solvers.base import Strategy
@@ -20,7 +21,10 @@ from ..records.step import Call, Decisions, Step, holding, merge
 from ..running.execution import Part
 from .limits import Limits
 
-MERGED = 4  # graphs of one step that are kept, by what exists before it
+
+def no_graphs() -> Latest[object, Step]:
+    """Return a store for a few graphs of one step, by what existed before the step."""
+    return Latest(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,7 @@ class RecordedStep:
     others_bytes: int = 0
     is_provisional: bool = False
     decided: tuple[Decisions, ...] = ()
-    merged: dict[object, Step] = field(default_factory=dict, compare=False, repr=False)
+    merged: Latest[object, Step] = field(default_factory=no_graphs, compare=False, repr=False)
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -112,15 +116,14 @@ class RecordedStep:
         """Put it into one graph, as allocated."""
         before, held = self.resident, (self.waits, self.unfinished_bytes, self.others_bytes)
         state = before.kept, before.stale_bytes, before.left_bytes, *held
-        if state not in self.merged:
-            if len(self.merged) == MERGED:
-                self.merged.clear()
-            calls = [call.beside(before.kept) for call in self.calls]
-            if self.waits:
-                calls = holding([call.beside_others(self.others_bytes) for call in calls], self.unfinished_bytes)
-            step = merge(calls, self.order, before.stale_bytes, before.left_bytes)
-            self.merged[state] = replace(step, graph=in_blocks(step.graph, self.calls[0].captured.device))
-        return self.merged[state]
+        return self.merged.get_or(state, self._merge)
+
+    def _merge(self) -> Step:
+        before, calls = self.resident, [call.beside(self.resident.kept) for call in self.calls]
+        if self.waits:
+            calls = holding([call.beside_others(self.others_bytes) for call in calls], self.unfinished_bytes)
+        step = merge(calls, self.order, before.stale_bytes, before.left_bytes)
+        return replace(step, graph=in_blocks(step.graph, self.calls[0].captured.device))
 
     def runs_at(self, place: int, captured: Captured) -> bool:
         """Whether the code of its forward at a place is that captured, at whatever size.
@@ -158,7 +161,7 @@ class RecordedStep:
             if call is None:
                 return None
             calls[index] = replace(calls[index], call=call, captured=captured)
-        return replace(self, calls=tuple(calls), resident=resident, merged={})
+        return replace(self, calls=tuple(calls), resident=resident, merged=no_graphs())
 
     def is_no_smaller(self, begun: Sequence[Captured]) -> bool:
         """Whether its first calls are nowhere smaller than these, of the same code."""
@@ -203,7 +206,7 @@ class RecordedStep:
             for call in self.calls
         )
         is_same = all(call.added == before.added for call, before in zip(calls, self.calls, strict=True))
-        return self if is_same else replace(self, calls=calls, merged={})
+        return self if is_same else replace(self, calls=calls, merged=no_graphs())
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,12 +6,12 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..capturing.capture import Captured
+from ..latest import Latest
 from ..records.costs import Profile
 from ..records.expressions import LEAST_SAMPLES, NoTemplateError, Sizes, find_expression, vary_alone
 
 log = logging.getLogger("hiremate_lightning")
 
-REMEMBERED = 8  # sizes of steps
 MOST_SEEN = 16  # different shapes of what one call was given
 
 
@@ -48,7 +48,7 @@ class SizesOfCalls:
 
     def __init__(self) -> None:
         self._calls: tuple[Captured, ...] = ()  # of the latest step
-        self._sizes: dict[Sizes, tuple[Sizes, ...]] = {}  # of the steps so far, by those of the first call
+        self._sizes = Latest[Sizes, tuple[Sizes, ...]](8)  # of the latest steps, by those of the first call
 
     def note(self, calls: Sequence[Captured]) -> None:
         """Learn of the calls of a step that has ended."""
@@ -58,8 +58,6 @@ class SizesOfCalls:
             self._sizes.clear()  # of other traces
         self._calls = tuple(calls)
         self._sizes[calls[0].sizes] = tuple(call.sizes for call in calls)
-        if len(self._sizes) > REMEMBERED:
-            del self._sizes[next(iter(self._sizes))]
 
     def foresee(self, begun: Sequence[Captured]) -> list[tuple[Captured, Profile]]:
         """Return the calls to come of a step, with their costs; none where their sizes are not known for sure."""

@@ -8,17 +8,19 @@ frozen records that are replaced as a whole. So what fails halfway is undone by 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
 from ..calls.given import ModuleCall
 from ..measuring.resident import GradientState, Resident
+from ..planning.headroom import headroom_bytes
 from ..planning.ladder import Ladder
 from ..planning.plan import Plan
 from ..planning.solvers.base import Solution
 from ..running.program import Program
 from .recorded_step import CapturedStep, RecordedStep
+from .releasing import PlainTrial
 from .sizes_of_calls import SizesOfCalls
 
 GraphNumbers = tuple[int, ...]  # of the captured graphs that a step runs forward, in order
@@ -63,23 +65,6 @@ class Watched:
     higher: int = 0
     has_grown: bool = False
     allocated_bytes: int | None = None
-
-
-@dataclass
-class PlainTrial:
-    """What steps of one kind take with and without their plan (`releasing`).
-
-    Attributes:
-        planned_steps: How many ran by the plan, unwatched.
-        seconds: By whether the step ran plain, the seconds of each.
-        is_released: Whether they run plain from now on, None before that is decided.
-        tries: How many plain ones were measured that did not show their peak.
-    """
-
-    planned_steps: int = 0
-    seconds: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
-    is_released: bool | None = None
-    tries: int = 0
 
 
 @dataclass(frozen=True)
@@ -199,6 +184,29 @@ class StepKind:
         if self.captured is None or self.captured.source != source:
             return CapturedStep.of(step, calls, self.code or self, source)
         return self.captured
+
+    def gains_nothing(self, plain_bytes: int, free_bytes: Callable[[], int]) -> bool:
+        """Whether it needs no plan, as was measured and timed: that recomputes nothing, and its steps fit without it.
+
+        So it is too where nothing fits and the plan saves no memory. `plain_bytes` are what a step adds without the
+        plan, `free_bytes` returns what the device could still hand out.
+        """
+        plan, step = self.own_plan, self.recorded
+        if plan.measured.step_ms is None or step.waits:
+            return False
+        if plan.planned_peak_bytes > plan.budget_bytes:
+            return self.saves_nothing(plain_bytes, free_bytes)
+        room_bytes = headroom_bytes(plan.budget_bytes, plan.resident_bytes, step.margin_bytes)
+        return plan.solution.is_plain and (plan.budget.is_whole or plain_bytes <= room_bytes)
+
+    def saves_nothing(self, plain_bytes: int, free_bytes: Callable[[], int]) -> bool:
+        """Whether nothing fits, its plan saves no memory, and the device has memory to run without it.
+
+        The arguments are those of `gains_nothing`.
+        """
+        if not self.own_plan.saves_nothing or self.recorded.waits:
+            return False
+        return self.trial.is_released is not None or plain_bytes - self.own_plan.planned.peak_bytes < free_bytes()
 
     def forget_step(self) -> None:
         """Forget what it runs, and its plan: both are to come anew."""

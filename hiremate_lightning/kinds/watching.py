@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from ..latest import Latest
 from .step_kind import PlanState, Reason, StepKind, Watched
 
 OFTEN = 2  # steps that came before one is measured for a higher prediction: gradients may be left to a step by chance
-REMEMBERED = 64  # kinds that were missed
 IN_A_ROW = 8  # steps that are measured at most until one of a kind comes whose frees are seen
 
 
@@ -116,7 +116,7 @@ class WatchPolicy:
     def __init__(self) -> None:
         self._without_plans = Watched()  # steps that came before there was any plan
         self._looks_to_plan = self._count = 0  # of steps that have ended
-        self._missed: dict[StepKind, None] = {}
+        self._missed = Latest[StepKind, None](64)
         self._largest_bytes = 0
         self._unseen: tuple[StepKind, Reason | None] | None = None  # of a look that saw no frees
         self._left_in_a_row = 0
@@ -191,10 +191,7 @@ class WatchPolicy:
 
     def missed(self, kind: StepKind) -> None:
         """Learn that a step was to be measured, for its kind to be planned, and was not."""
-        self._missed.pop(kind, None)
         self._missed[kind] = None
-        if len(self._missed) > REMEMBERED:
-            del self._missed[next(iter(self._missed))]
 
     def found(self, kind: StepKind) -> None:
         """Learn that a step was measured whose kind has no plan."""

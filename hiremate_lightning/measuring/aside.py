@@ -9,14 +9,11 @@ from typing import Any
 import torch
 
 from ..running.copies import HostMemory, Leaving, Place
+from ..running.execution import CHANGED
 from ..torch_private import tensor_state
 from .files import HAS_FILES, Files
 
 LEAST_ASIDE = 2**14  # bytes
-CHANGED = (
-    "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape "
-    "{shape} is at version {found}; expected version {expected} instead"
-)
 
 
 class _InFile:
@@ -61,7 +58,8 @@ class _AsItIs:
         """
         (version,) = tensor_state.versions_of([self.tensor])
         if version != self.version:
-            raise RuntimeError(CHANGED.format(shape=tuple(self.tensor.shape), found=version, expected=self.version))
+            name = f"a tensor of shape {tuple(self.tensor.shape)}"
+            raise RuntimeError(CHANGED.format(name=name, found=version, expected=self.version))
         return self.tensor
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 
 from .graph import OUTSIDE, Graph, Node
 
-HALF_TYPES = ("float16", "bfloat16")
+HALF_TYPES = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)

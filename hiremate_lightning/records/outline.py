@@ -7,20 +7,17 @@ bytes in the same order: exact, in well under a millisecond.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from ..latest import Latest
 from .costs import as_plain
 from .schedule import as_written, lower
 from .simulation import Allocations, allocations
 from .step import Decisions, Step
-
-KEPT = 64  # decisions of an outline, the latest used ones
-OUTLINES = 16  # of all code, the latest used ones
 
 
 class Outline:
@@ -28,18 +25,16 @@ class Outline:
 
     def __init__(self, step: Step) -> None:
         self._step = step
-        self._replayed: OrderedDict[Decisions, tuple[Allocations, np.ndarray]] = OrderedDict()
+        self._replayed = Latest[Decisions, tuple[Allocations, np.ndarray]](64)
 
     def replayed(self, decisions: Decisions) -> tuple[Allocations, np.ndarray]:
         """Return the allocations and frees of decisions, and the nodes that they compute again."""
-        if decisions not in self._replayed:
-            if len(self._replayed) == KEPT:
-                self._replayed.popitem(last=False)
-            graph = self._step.graph
-            again = np.array([node for before in decisions for node in before], dtype=np.int64)
-            self._replayed[decisions] = allocations(graph, lower(graph, decisions)), again
-        self._replayed.move_to_end(decisions)
-        return self._replayed[decisions]
+        return self._replayed.get_or(decisions, lambda: self._replay(decisions))
+
+    def _replay(self, decisions: Decisions) -> tuple[Allocations, np.ndarray]:
+        graph = self._step.graph
+        again = np.array([node for before in decisions for node in before], dtype=np.int64)
+        return allocations(graph, lower(graph, decisions)), again
 
     @cached_property
     def plain(self) -> Allocations:
@@ -84,7 +79,7 @@ class Outlines:
     """The outlines of steps."""
 
     def __init__(self) -> None:
-        self._outlines: OrderedDict[Hashable, Outline] = OrderedDict()
+        self._outlines = Latest[Hashable, Outline](16)
 
     def at_size(self, step: Step, codes: Iterable[Hashable]) -> SizedStep:
         """Return a merged step with its outline.
@@ -94,13 +89,7 @@ class Outlines:
         codes = tuple(codes)
         if None in codes:
             return SizedStep(step, Outline(step))
-        key = (codes, *_ends(step))
-        if key not in self._outlines:
-            if len(self._outlines) == OUTLINES:
-                self._outlines.popitem(last=False)
-            self._outlines[key] = Outline(step)
-        self._outlines.move_to_end(key)
-        return SizedStep(step, self._outlines[key])
+        return SizedStep(step, self._outlines.get_or((codes, *_ends(step)), lambda: Outline(step)))
 
 
 def _ends(step: Step) -> tuple[Hashable, ...]:

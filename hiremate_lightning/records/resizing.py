@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .costs import Profile, as_plain
+from .expressions import Sizes
 from .graph import Graph, StorageKind, item_bytes
 from .sized_numbers import Line
 
@@ -32,7 +33,6 @@ TAKEN_OFF = 8  # most that a dimension is below an input size, where it is neith
 ROUNDED = 1  # most that a dimension may be off its line, where code divides sizes
 MOST_FACTORS = 3  # of a dimension that is a product of sizes
 MEASURED_POWER = 2  # of the sizes, by which measured bytes grow at most
-Sizes = tuple[int, ...]  # of the inputs of a step, or of one dimension at all samples
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,11 +60,6 @@ def register(function: Callable[..., Any], operation: Operation) -> None:
     _registered[function] = operation
 
 
-def registered() -> dict[Any, Operation]:
-    """Return all functions that may stand in joint graphs, with what they promise."""
-    return dict(_registered)
-
-
 def operation_named(target: Any) -> Operation:
     """Return what is promised of a node's target; the defaults of `Operation` where nothing is registered."""
     return _registered.get(target, _DEFAULTS) if callable(target) else _DEFAULTS

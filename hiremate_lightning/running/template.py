@@ -29,7 +29,6 @@ from ..torch_private import aot
 from .copies import HostMemory
 from .program import Changes, Program, build
 
-KEPT = 32  # templates of one captured code, by schedule
 _PLACE = "\0"  # marks the place of a number in a source, on both sides
 
 
@@ -133,15 +132,12 @@ def template_of(captured: Captured, schedule: Schedule) -> ProgramTemplate | Non
     if template is None:
         return None
     if key not in template.programs:
-        while len(template.programs) >= KEPT:
-            del template.programs[next(iter(template.programs))]
         template.programs[key] = None  # where none can be made, that is not tried again
         if any(isinstance(operation, CopyOut) for operation in schedule.forward):
             raise NoTemplateError("A program holds the host's memory that values go away to")
         samples = [sample.reading_once(captured.overwritten) for sample in template.samples]
         programs = ProgramTemplate(samples, template.sizes, schedule.decisions(captured.graph))
         if programs.schedule == schedule:
-            del template.programs[key]
             template.programs[programs.schedule, captured.overwritten] = programs  # the very one that programs name
     made: ProgramTemplate | None = template.programs[key]
     if made is None:

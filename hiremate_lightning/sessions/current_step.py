@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ..calls.given import ModuleCall
 from ..capturing.capture import Captured
 from ..kinds.recorded_step import RecordedStep
-from ..kinds.releasing import Timing
+from ..kinds.releasing import PlainTrial
 from ..kinds.step_kind import GraphNumbers, Start, StepKind
 from ..kinds.watching import Look, Watch
 from ..measuring.profiling import TimedRun
@@ -105,7 +105,7 @@ class CurrentStep:
         is_unknown: Whether it is likely of a kind without a plan that runs more than the expected one: then all of it
             runs at the least memory.
         look: What is watched in it, None where that was not asked.
-        timing: How its whole time is taken, None where it is not.
+        timing: What its whole time is taken for, None where it is not.
         record: What is measured in it, None for nothing.
         timed: Times of its operations, None where they are not taken.
         forwards: Its forwards so far.
@@ -127,7 +127,7 @@ class CurrentStep:
     expected: StepKind | None = None
     is_unknown: bool = False
     look: Look | None = None
-    timing: Timing | None = None
+    timing: PlainTrial | None = None
     record: StepRecord | None = None
     timed: TimedRun | None = None
     forwards: list[Forward] = field(default_factory=list)

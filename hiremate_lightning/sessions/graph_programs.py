@@ -14,8 +14,9 @@ from functools import cache, partial
 from ..capturing.absent import without_missing
 from ..capturing.capture import Captured
 from ..garbage import collecting_what_it_leaves
-from ..kinds.recorded_step import RecordedStep
+from ..kinds.recorded_step import RecordedStep, no_graphs
 from ..kinds.step_kind import GraphNumbers, StepKind
+from ..latest import Latest
 from ..measuring.resident import Resident
 from ..memory.allocator import free_bytes, in_blocks
 from ..planning.headroom import headroom_bytes
@@ -40,10 +41,9 @@ from .planned_model import PlannedModel
 from .ways import ByProgram, LeastMemory, OwnPlan, PlanOfOtherSizes, Way, WayChoices, choose_way
 
 REMEMBERED = 64  # searches, whose result may serve at another size: a step may have dozens of graphs
-KEPT = 64  # programs of a part, by what ran before it in its step
 TRACING_BYTES = 2**14  # that tracing takes for itself: states of the random generator, three deep
 
-TakenOver = dict[GraphNumbers, PlanOfOtherSizes | None]  # how a part runs by other steps' plans, by what ran before it
+TakenOver = Latest[GraphNumbers, PlanOfOtherSizes | None]  # how a part runs by other steps' plans, by what ran before
 
 
 class GraphPrograms:
@@ -66,7 +66,7 @@ class GraphPrograms:
         self._fits = dict[tuple[StepKind, tuple[Schedule, ...]], bool]()  # kinds whose steps began by these
         self._most_bytes = 0  # that were resident
         self._outlines, self._ladders = Outlines(), Ladders(model, maker)
-        self._schedules = dict[Hashable, Schedule]()  # of decisions, for all sizes of code
+        self._schedules = Latest[Hashable, Schedule](64)  # of decisions, for all sizes of code
 
     def forget_plans(self) -> None:
         """Decide anew what to take over: there is another plan, or more is resident."""
@@ -108,11 +108,9 @@ class GraphPrograms:
 
     def take_over(self, step: CurrentStep, part: Part, ran: GraphNumbers, profile: Profile) -> PlanOfOtherSizes | None:
         """Return how a part runs by a plan for the same step at other sizes; None where none fits."""
-        ways = self._taken_over.setdefault(part, {})
+        ways = self._taken_over.setdefault(part, TakenOver(64))
         if ran not in ways:
             with self._stages.stage("solve_s", "solving"):
-                if len(ways) == KEPT:
-                    ways.clear()
                 before = [way for way in ways.values() if way is not None]
                 ways[ran] = self._decide(step, part.captured, profile, before)
         return ways[ran]
@@ -202,8 +200,6 @@ class GraphPrograms:
         alike = (way.program for way in before if way.program.schedule == schedule)
         program = next(alike, None) or _build(captured, schedule)
         if captured.template is not None:
-            if len(self._schedules) == KEPT:
-                del self._schedules[next(iter(self._schedules))]
             self._schedules[key] = program.schedule
         return program
 
@@ -252,7 +248,7 @@ class GraphPrograms:
         plain_bytes = sized.peak_bytes(keep_all(whole.graph))
         loss = Loss(
             self._code(step).ladder,
-            replace(foreseen, merged={}),
+            replace(foreseen, merged=no_graphs()),
             room_bytes,
             plain_bytes,
             chosen.again_ms,

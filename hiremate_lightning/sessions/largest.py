@@ -28,10 +28,10 @@ from ..measuring.resident import Resident
 from ..messages.announcements import Announcements
 from ..objects import attempt, is_of
 from ..options import NamedSize
+from ..records.expressions import Sizes
 from ..records.graph import StorageKind
 from ..running.execution import Part
 from ..torch_private import dynamo
-from ..torch_private.each_size import Sizes
 from .graph_programs import foresee
 from .parts import Parts
 

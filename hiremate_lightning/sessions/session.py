@@ -149,7 +149,7 @@ class Session:
     @property
     def is_released(self) -> bool:
         """Whether the step under way runs eager though its kind has a plan, which gains nothing or is being timed."""
-        return self.steps.plain is not None and self.steps.plain.released is not None
+        return self.steps.plain is not None and self.steps.plain.gainless is not None
 
     @property
     def parameters_of_step(self) -> frozenset[int] | None:

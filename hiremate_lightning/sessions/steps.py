@@ -146,8 +146,9 @@ class Steps:
             self._unplanned.note_release(before.timing)
         gainless = self._unplanned.step_begins(step)
         self.watch.begin(step, arguments)
-        if gainless is not None:
-            step.timing = self._unplanned.releases.step_begins(gainless, step.plain is not None, step.is_watched)
+        is_plain, now_s = step.plain is not None, self._unplanned.clock()
+        if gainless is not None and gainless.trial.step_begins(is_plain, step.is_watched, now_s):
+            step.timing = gainless.trial
 
     # ---------------------------------------------------------------- the beginning, in detail
 
@@ -263,8 +264,8 @@ class Steps:
 
     def _end_plain(self, step: CurrentStep, plain: AsWritten, at_once: bool) -> None:
         self.ended = step
-        if plain.released is not None:
-            self._history.note(plain.released, step.start)
+        if plain.gainless is not None:
+            self._history.note(plain.gainless, step.start)
         self._memory.step_ended(step.record, plain.likely.graphs)
         if step.record is not None:
             step.record.close(at_once)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
@@ -16,9 +17,9 @@ from typing import Any
 
 from .. import thresholds
 from ..calls.given import ModuleCall
-from ..kinds.plain_steps import PlainSteps, PlainWay
+from ..kinds.plain_steps import PlainSteps
 from ..kinds.recorded_step import CapturedStep
-from ..kinds.releasing import Releases, Timing, gains_nothing, saves_nothing
+from ..kinds.releasing import PlainTrial
 from ..kinds.step_kind import StepKind
 from ..memory.allocator import free_bytes
 from ..planning.headroom import headroom_bytes
@@ -43,11 +44,11 @@ class UnplannedSteps:
         templates: Makes code at new sizes.
 
     Attributes:
-        releases: Times kinds of steps with and without their plans.
+        clock: Tells the seconds, by which kinds of steps are timed with and without their plans.
     """
 
     def __init__(self, model: PlannedModel, planned: PlannedKinds, templates: Templates) -> None:
-        self.releases, self._templates = Releases(), templates
+        self.clock, self._templates = time.perf_counter, templates
         self._model, self._name, self._planned = model, model.name, planned
         self._history, self._reporter, self._say = model.history, model.stages.reporter, model.announcements.say
         self._may_run_plain = not model.parts.fuses  # fused kernels give other bits than PyTorch's own
@@ -67,7 +68,7 @@ class UnplannedSteps:
                 self._plain.learn(kind, kind.as_captured())
         gainless = self._gainless_kind(step)
         step.way = choose_way(StepChoices(self, step, gainless))
-        if step.plain is not None and step.plain.released is None:
+        if step.plain is not None and step.plain.gainless is None:
             self._sizes_vary = True
             self._extra_ms[tuple(step.calls)] += step.plain.prediction.extra_ms
             self._note(step.plain.describe(self._name))
@@ -77,7 +78,7 @@ class UnplannedSteps:
         """Learn of a further call of the step under way: if it does not fit as it is, it is captured."""
         step.calls.append(call)
         if step.plain is not None:
-            step.way = choose_way(StepChoices(self, step, step.plain.released, step.plain))
+            step.way = choose_way(StepChoices(self, step, step.plain.gainless, step.plain))
 
     def calling(self, plain: AsWritten | None, arguments: Any) -> AbstractContextManager[None]:
         """Surround a call that runs plain, with some arguments; of no step where it is seen by nobody."""
@@ -85,9 +86,9 @@ class UnplannedSteps:
 
     def is_to_be_measured(self, plain: AsWritten) -> bool:
         """Whether to measure a step that runs plain."""
-        released = plain.released
-        if released is not None and released.own_plan.saves_nothing:
-            return self.releases.is_to_be_measured(released)
+        gainless = plain.gainless
+        if gainless is not None and gainless.own_plan.saves_nothing:
+            return gainless.trial.is_released is None  # a step may take more without the plan
         return self._plain.is_to_be_measured(plain.prediction, self._room_bytes())
 
     def ended(self, step: CurrentStep, plain: AsWritten) -> None:
@@ -99,11 +100,11 @@ class UnplannedSteps:
         self._plain.measured(step.calls, plain.likely, plain.prediction, added_bytes)
         if self._model.options.budget.is_whole:
             return  # the budget is what plain training takes
-        if plain.released is not None and (released := plain.released.own_plan).saves_nothing:
+        if plain.gainless is not None and (own := plain.gainless.own_plan).saves_nothing:
             plan_bytes = step.record.existing.size_bytes + plain.prediction.captured_bytes
             if self._plain.called_like(step.calls):
-                plan_bytes = released.measured.peak_bytes or released.planned_peak_bytes
-            self._say_measured(self.releases.measured(plain.released, peak_bytes, plan_bytes), peak_bytes)
+                plan_bytes = own.measured.peak_bytes or own.planned_peak_bytes
+            self._say_measured(plain.gainless.trial.measured(peak_bytes, plan_bytes), peak_bytes)
             return
         if peak_bytes is not None and plan is not None and peak_bytes > plan.budget_bytes:
             self._handle_over_budget(plain, peak_bytes, plan.budget_bytes)
@@ -122,8 +123,8 @@ class UnplannedSteps:
     def _handle_over_budget(self, plain: AsWritten, peak_bytes: int, budget_bytes: int) -> None:
         """Learn that a step that ran plain took more than the budget, and warn, once for each reason."""
         found = f" It took {format_bytes(peak_bytes)}; the budget is {format_bytes(budget_bytes)}."
-        if plain.released is not None:
-            self.releases.keep(plain.released)
+        if plain.gainless is not None:
+            plain.gainless.trial.is_released = False
             self._say("A step without its plan took more than the budget: such steps run by their plan again.", found)
             return
         way = "a plan" if plain.prediction.saves_memory else "recomputation"
@@ -148,9 +149,9 @@ class UnplannedSteps:
             planned, at_sizes = foreseen
             self._plain.learn_foreseen(CapturedStep.of(at_sizes, step.calls, self._history.same_code(planned)))
 
-    def note_release(self, timing: Timing) -> None:
+    def note_release(self, timing: PlainTrial) -> None:
         """Learn that the step after one that was timed begins; announce where its kind runs without its plan now."""
-        ratio = self.releases.next_begins(timing)
+        ratio = timing.next_begins(self.clock())
         if ratio is not None:
             text = (
                 f"A plan of {self._name} recomputes nothing and takes {ratio:.2f} times as long as the code without "
@@ -196,8 +197,8 @@ class UnplannedSteps:
         plain_bytes = self._plain.with_margin(likely.own_plan.unplanned.peak_bytes)
         free = partial(free_bytes, self._model.memory.device)
         if not alike:
-            return likely if saves_nothing(likely, plain_bytes, free) else None
-        return likely if gains_nothing(likely, plain_bytes, free) else None
+            return likely if likely.saves_nothing(plain_bytes, free) else None
+        return likely if likely.gains_nothing(plain_bytes, free) else None
 
     def has_own_plan(self, step: CurrentStep) -> bool:
         """Whether a step runs by the plan of a kind called like it: that recomputes, or sizes did not vary yet."""
@@ -217,9 +218,9 @@ class UnplannedSteps:
         likely = self._likely(step)
         if likely is None:
             return None
-        ways = None if begun is None else (begun.prediction.way,)
-        ways = (PlainWay.AS_IT_IS,) if self._plain.called_like(step.calls) else ways
-        prediction = self._plain.bound(step.calls, likely, self._room_bytes(), ways)
+        saves_memory = None if begun is None else begun.prediction.saves_memory
+        saves_memory = False if self._plain.called_like(step.calls) else saves_memory
+        prediction = self._plain.bound(step.calls, likely, self._room_bytes(), saves_memory)
         if prediction is None:
             return None
         if not prediction.saves_memory:
@@ -237,7 +238,7 @@ class UnplannedSteps:
             return None
         is_known = not alike and kind.trial.is_released
         predict = self._plain.bound if is_known else self._plain.predict  # what is measured is compared with it
-        prediction = predict(step.calls, kind, sys.maxsize, (PlainWay.AS_IT_IS,))
+        prediction = predict(step.calls, kind, sys.maxsize, saves_memory=False)
         if prediction is None:
             return None
         is_similar = prediction.captured_bytes <= SIMILAR * kind.own_plan.unplanned.peak_bytes
@@ -261,9 +262,10 @@ class StepChoices(WayChoices):
 
     def given_back(self) -> Way | None:
         """Eager in turns with the plan, until it is decided; captured where calls turn out to be another kind's."""
-        if self._gainless is None or not (self._begun or self._steps.releases.runs_plain(self._gainless)):
+        kind = self._gainless
+        if kind is None or not (self._begun or kind.trial.runs_plain(kind.own_plan.saves_nothing)):
             return None
-        return self._steps.given_back(self._step, self._gainless) or BY_GRAPHS
+        return self._steps.given_back(self._step, kind) or BY_GRAPHS
 
     def own_plan(self) -> Way | None:
         """Captured, where a kind that is called so has a plan."""

@@ -102,12 +102,12 @@ class AsWritten(Way):
     Attributes:
         prediction: What it takes then.
         likely: The kind whose code it is expected to run.
-        released: Its kind, where that has a plan that gains nothing so far; None where it has no plan.
+        gainless: Its kind, where that has a plan that gains nothing so far; None where it has no plan.
     """
 
     prediction: Prediction
     likely: StepKind
-    released: StepKind | None = None
+    gainless: StepKind | None = None
 
     def around(self, arguments: Any) -> AbstractContextManager[None]:
         """Surround a call of the step that is given some arguments."""

@@ -16,6 +16,7 @@ from torch import nn
 from ..errors import ConfigurationError
 from ..measuring.describing import describe
 from ..measuring.resident import Resident
+from ..measuring.resident_memory import ResidentMemory
 from ..memory.allocator import free_bytes
 from ..memory.metering import measure_peak
 from ..options import SessionOptions
@@ -148,7 +149,7 @@ class SizeRunner:
         """Return the bytes that "auto" stands for: what is there, and most of what is free."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        resident = Session(self._task.root, self._options).steps.resident()
+        resident = ResidentMemory(self._task.root).count(())
         return resolve(Budget(), resident.size_bytes, 0, free_bytes(self.device))
 
     def alike(self) -> dict[int, RealStep]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -25,7 +24,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .. import thresholds
 from ..garbage import collecting_what_it_leaves
-from ..records.expressions import LEAST_SAMPLES, LEAST_SAMPLES_OF_TWO_TERMS, NoTemplateError, vary_alone
+from ..latest import Latest
+from ..records.expressions import LEAST_SAMPLES, LEAST_SAMPLES_OF_TWO_TERMS, NoTemplateError, Sizes, vary_alone
 from . import checkpoints, dynamo, tensor_state
 from .same_captures import SameCaptures
 from .size_symbols import NUMBERS, SizeSymbols, at_numbers, numbers_of
@@ -34,7 +34,6 @@ log = logging.getLogger("hiremate_lightning")
 MOST_SAMPLES = 6  # of code, of which the latest traced size may be one
 TRIED = 6  # sizes of samples
 Runner = Callable[..., Any]
-Sizes = tuple[int, ...]
 Layout = tuple[Sizes, Sizes]  # of a tensor: shape and strides
 Trace = Callable[[fx.GraphModule, Sequence[Any]], Runner]
 Samples = Sequence[tuple[Sizes, Runner]]
@@ -121,7 +120,7 @@ class EachSize:
         self._trace, self._same = trace, same or SameCaptures()
         self._trace_ahead = trace_ahead
         self._is_particular = False
-        self._traced: OrderedDict[tuple[Any, ...], Runner] = OrderedDict()
+        self._traced = Latest[tuple[Any, ...], Runner](thresholds.current.size_traces)
         self._maker, self._symbols = maker, SizeSymbols(module, self._sizes)
         self._samples, self._made = dict[Sizes, Runner](), weakref.WeakSet[Runner]()
 
@@ -132,7 +131,7 @@ class EachSize:
         key = sizes, self._particulars(others)
         run = self._traced.get(key) or self._run_at(sizes, others)
         if key in self._traced:
-            self._traced.move_to_end(key)
+            self._traced[key] = run  # the latest one
         try:
             return run(*others)
         except NoTemplateError as error:
@@ -237,8 +236,6 @@ class EachSize:
 
     def _keep(self, sizes: Sizes, others: Sequence[Any], run: Runner) -> None:
         self._traced[sizes, self._particulars(others)] = run
-        if len(self._traced) > thresholds.current.size_traces:
-            self._traced.popitem(last=False)
 
     def _with_numbers(self, sizes: Sizes) -> fx.GraphModule:
         return _with_numbers(self._module, dict(zip(self._sizes, sizes, strict=True)))

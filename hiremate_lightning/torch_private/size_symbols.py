@@ -14,9 +14,8 @@ import torch
 from sympy.core.function import Application  # type: ignore[import-untyped]
 from torch import fx
 
+from ..records.expressions import Sizes
 from . import tensor_state
-
-Sizes = tuple[int, ...]
 
 SHARES = (0.83, 0.61, 1.27, 0.47, 0.92, 0.71)  # of a real size, that sizes of samples are near
 MULTIPLES = (1, 2, 4, 8)  # of odd numbers, that sizes of samples are: code may ask for even ones

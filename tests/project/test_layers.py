@@ -30,6 +30,7 @@ ORDER = (
     "buckets",
     "garbage",
     "objects",
+    "latest",
     "records",
     "planning",
     "options",

@@ -105,10 +105,6 @@ class StepModel(Choices):
             replay = other
         return replay
 
-    def replay_rows(self, rows: Rows) -> Replay:
-        """Return the peak and the time of recomputing given producers before each backward position."""
-        return self._replay(self._timeline(rows), None)
-
     def _timeline(self, rows: Rows) -> Timeline:
         changed = {position: list(row) for position, row in enumerate(rows) if row}
         return with_rows(self, self.keeping_all.timeline, changed)

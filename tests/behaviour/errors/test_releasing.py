@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.kinds.releasing import SAMPLES, SETTLED_STEPS, Releases
-from hiremate_lightning.kinds.step_kind import StepKind
+from hiremate_lightning.kinds.releasing import SAMPLES, SETTLED_STEPS, PlainTrial
 from hiremate_lightning.sessions.session import Session
 from hiremate_lightning.targets.modules import targets_of
 from tests.exact import differing, leave_behind, quiet
@@ -30,47 +29,39 @@ class Clock:
         return self.now_s
 
 
-@pytest.fixture
-def kind() -> StepKind:
-    return StepKind((0,))
-
-
-def run(releases: Releases, kind: StepKind, clock: Clock, planned_s: float, steps: int) -> list[bool]:
+def run(trial: PlainTrial, clock: Clock, planned_s: float, steps: int) -> list[bool]:
     """Run steps that take a second plainly; list which ones ran plain."""
-    found, timing = [], None
+    found, is_timed = [], False
     for _ in range(steps):
-        if timing is not None:
-            releases.next_begins(timing)
-        is_plain = releases.runs_plain(kind)
-        timing = releases.step_begins(kind, is_plain, is_watched=False)
+        if is_timed:
+            trial.next_begins(clock())
+        is_plain = trial.runs_plain(saves_nothing=False)
+        is_timed = trial.step_begins(is_plain, is_watched=False, now_s=clock())
         clock.now_s += 1.0 if is_plain else planned_s
         found.append(is_plain)
     return found
 
 
 @pytest.mark.parametrize(("planned_s", "is_released"), [(1.5, True), (1.1, True), (1.04, False), (0.9, False)])
-def test_a_kind_with_a_slower_plan_is_given_back_once(planned_s, is_released, kind):
-    clock = Clock()
-    found = run(Releases(clock), kind, clock, planned_s, DECIDED + 20)
+def test_a_kind_with_a_slower_plan_is_given_back_once(planned_s, is_released):
+    found = run(PlainTrial(), Clock(), planned_s, DECIDED + 20)
     assert not any(found[:SETTLED_STEPS])
     assert sum(found[:DECIDED]) == SAMPLES, "both ways in turns"
     assert found[DECIDED:] == [is_released] * 20
 
 
-def test_a_kind_that_does_not_fit_without_its_plan_keeps_it(kind):
-    clock = Clock()
-    releases = Releases(clock)
-    run(releases, kind, clock, 2.0, SETTLED_STEPS + 2)
-    releases.keep(kind)
-    assert not any(run(releases, kind, clock, 2.0, 30))
+def test_a_kind_that_does_not_fit_without_its_plan_keeps_it():
+    clock, trial = Clock(), PlainTrial()
+    run(trial, clock, 2.0, SETTLED_STEPS + 2)
+    trial.is_released = False
+    assert not any(run(trial, clock, 2.0, 30))
 
 
-def test_watched_steps_are_not_timed(kind):
-    clock = Clock()
-    releases = Releases(clock)
+def test_watched_steps_are_not_timed():
+    trial = PlainTrial()
     for _ in range(50):
-        assert releases.step_begins(kind, is_plain=False, is_watched=True) is None
-    assert not releases.runs_plain(kind)
+        assert not trial.step_begins(is_plain=False, is_watched=True, now_s=0.0)
+    assert not trial.runs_plain(saves_nothing=False)
 
 
 def make() -> nn.Module:
@@ -81,15 +72,14 @@ def make() -> nn.Module:
 
 
 @pytest.mark.parametrize(("peaks", "is_released"), [([None, 101], True), ([None, 102], False), ([None] * 4, False)])
-def test_a_plan_without_gain_stays_where_a_plain_step_takes_more(peaks, is_released, kind):
+def test_a_plan_without_gain_stays_where_a_plain_step_takes_more(peaks, is_released):
     """Until a plain step has shown its peak, each is measured; of one that never shows it nothing is known."""
-    releases = Releases(Clock())
+    trial = PlainTrial()
     for peak_bytes in peaks:
-        assert releases.is_to_be_measured(kind)
-        found = releases.measured(kind, peak_bytes, 100)
-    assert found is is_released
-    assert not releases.is_to_be_measured(kind)
-    assert run(releases, kind, Clock(), 0.5, DECIDED + 2) == [is_released] * (DECIDED + 2), "however fast each is"
+        assert trial.is_released is None
+        found = trial.measured(peak_bytes, 100)
+    assert found is trial.is_released is is_released
+    assert run(trial, Clock(), 0.5, DECIDED + 2) == [is_released] * (DECIDED + 2), "however fast each is"
 
 
 @dataclass
@@ -117,7 +107,7 @@ def settle(budget: str, sizes: Sequence[int], planned_s: float | None = None, is
             hiremate(model, budget, verbose=False, on_infeasible="warn")
             session = targets_of(model).session
             if planned_s is not None:
-                session.unplanned.releases = Releases(clock)
+                session.unplanned.clock = clock
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with quiet():
             for index, rows in enumerate(sizes):

@@ -18,7 +18,7 @@ from hiremate_lightning.records.costs import estimate
 from hiremate_lightning.records.graph import StorageKind
 from hiremate_lightning.rewriting.assignments import assign
 from hiremate_lightning.rewriting.joint import name_of
-from hiremate_lightning.rewriting.operations import Into, registered
+from hiremate_lightning.rewriting.operations import Into, _registered
 from hiremate_lightning.rewriting.overwriting import _INTO, _INTO_FIRST, _INTO_FIRST_BY_ROWS, Strides, overwriting
 from tests.behaviour.exactness.test_execution import compiled, nothing_kept
 from tests.exact import captured_by, drawn, simple_loop, square_error, train_both
@@ -93,7 +93,7 @@ def same_bits(found: Tensor, expected: Tensor) -> bool:
 
 def test_every_operator_that_overwrites_is_compared():
     assert set(CALLS) == set(_INTO)
-    ours = {function for function, promised in registered().items() if promised.into is Into.FIRST}
+    ours = {function for function, promised in _registered.items() if promised.into is Into.FIRST}
     assert set(WRITES) == set(_INTO_FIRST) | ours
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
-from hiremate_lightning.kinds.plain_steps import PlainWay
 from hiremate_lightning.measuring.aside import LEAST_ASIDE, SavedAside
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.options import make_options
@@ -76,8 +75,8 @@ def ways(model: nn.Module) -> list[str]:
 
 def way_of(session: Session) -> str:
     """Return how the latest step ran."""
-    way = session.steps.plain.prediction.way if session.is_plain else None
-    return "plan" if way is None else "aside" if way is PlainWay.PUT_ASIDE else "plain"
+    plain = session.steps.plain
+    return "plan" if plain is None else "aside" if plain.prediction.saves_memory else "plain"
 
 
 @pytest.mark.parametrize("make", [Net, Gradients])

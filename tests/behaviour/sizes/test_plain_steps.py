@@ -18,7 +18,6 @@ from hiremate_lightning.kinds.plain_steps import (
     UNMEASURED_RATIO,
     UNMEASURED_WAY_RATIO,
     PlainSteps,
-    PlainWay,
 )
 from hiremate_lightning.kinds.recorded_step import CapturedStep
 from hiremate_lightning.kinds.step_kind import StepKind
@@ -70,9 +69,9 @@ def known(*steps: CapturedStep) -> PlainSteps:
     return plain
 
 
-def takes(plain: PlainSteps, rows: int, length: int, ways: tuple[PlainWay, ...] = (PlainWay.AS_IT_IS,)) -> float | None:
+def takes(plain: PlainSteps, rows: int, length: int, saves_memory: bool = False) -> float | None:
     """Return what the captured graph is predicted to take, without the few bytes that always remain."""
-    found = plain.predict([call(rows, length)], KIND, 10**9, ways)
+    found = plain.predict([call(rows, length)], KIND, 10**9, saves_memory)
     return None if found is None else found.captured_bytes
 
 
@@ -87,7 +86,7 @@ def test_a_step_fits_or_it_does_not():
     most = plain.predict([call(4, 60)], KIND, 10**9)
     assert most is not None
     assert plain.predict([call(4, 60)], KIND, most.added_bytes) is not None
-    assert plain.predict([call(4, 60)], KIND, most.added_bytes - 1, (PlainWay.AS_IT_IS,)) is None
+    assert plain.predict([call(4, 60)], KIND, most.added_bytes - 1, saves_memory=False) is None
 
 
 def test_a_bound_at_rounded_sizes_serves_sizes_near_it():
@@ -105,7 +104,7 @@ def test_a_bound_is_never_below_the_prediction(room_bytes):
         bound, exact = (find([call(rows, length)], KIND, room_bytes) for find in (plain.bound, plain.predict))
         assert (bound is None) == (exact is None)
         if bound is not None and exact is not None:
-            assert bound.way is exact.way
+            assert bound.saves_memory is exact.saves_memory
             assert exact.added_bytes <= bound.added_bytes <= room_bytes
 
 
@@ -113,8 +112,8 @@ def test_the_first_way_that_fits_is_chosen():
     plain = known(captured(400, 100, times=8))
     rooms = 10**9, 4 * bytes_at(400, 100), 4
     found = [plain.predict([call(400, 100)], KIND, room) for room in rooms]
-    ways = [None if prediction is None else prediction.way for prediction in found]
-    assert ways == [PlainWay.AS_IT_IS, PlainWay.PUT_ASIDE, None]
+    ways = [None if prediction is None else prediction.saves_memory for prediction in found]
+    assert ways == [False, True, None]
 
 
 def test_calls_of_another_form_tell_nothing():
@@ -138,14 +137,14 @@ def test_kinds_called_like_a_step_are_found_by_its_first_calls():
 
 
 def added(plain: PlainSteps, length: int) -> int:
-    found = plain.predict([call(4, length)], KIND, 10**9, (PlainWay.AS_IT_IS,))
+    found = plain.predict([call(4, length)], KIND, 10**9, saves_memory=False)
     assert found is not None
     return found.added_bytes
 
 
 def measure(plain: PlainSteps, length: int, ratio: float | None) -> None:
     """Let a plain step of a length have taken so many times what the captured graph takes."""
-    found = plain.predict([call(4, length)], KIND, 10**9, (PlainWay.AS_IT_IS,))
+    found = plain.predict([call(4, length)], KIND, 10**9, saves_memory=False)
     assert found is not None
     plain.measured([call(4, length)], KIND, found, None if ratio is None else round(ratio * found.captured_bytes))
 
@@ -170,13 +169,13 @@ def test_a_bound_that_lies_high_does_not_lower_the_ratio():
 
 
 def test_a_way_that_was_not_measured_has_a_margin_of_its_own():
-    plain, ways = known(captured(4, 100)), (PlainWay.PUT_ASIDE,)
+    plain = known(captured(4, 100))
     measure(plain, 90, 1.05)
-    found = plain.predict([call(4, 90)], KIND, 10**9, ways)
+    found = plain.predict([call(4, 90)], KIND, 10**9, saves_memory=True)
     assert found is not None
     assert found.added_bytes > UNMEASURED_WAY_RATIO * (found.captured_bytes - 8)
     measure(plain, 91, 1.4)
-    assert plain.predict([call(4, 90)], KIND, 10**9, ways).added_bytes > 1.4 * (found.captured_bytes - 8)
+    assert plain.predict([call(4, 90)], KIND, 10**9, saves_memory=True).added_bytes > 1.4 * (found.captured_bytes - 8)
 
 
 def test_a_measured_margin_counts():
@@ -185,7 +184,7 @@ def test_a_measured_margin_counts():
 
 def test_clearly_larger_steps_are_measured():
     plain = known(captured(4, 100))
-    found = [plain.predict([call(4, length)], KIND, 10**9, (PlainWay.AS_IT_IS,)) for length in (50, 51, 60)]
+    found = [plain.predict([call(4, length)], KIND, 10**9, saves_memory=False) for length in (50, 51, 60)]
     assert plain.is_to_be_measured(found[0], found[0].added_bytes)
     measure(plain, 50, 1.2)
     assert [plain.is_to_be_measured(step, step.added_bytes) for step in found] == [False, False, True]
@@ -193,14 +192,14 @@ def test_clearly_larger_steps_are_measured():
 
 def test_steps_that_take_little_of_their_room_are_not_measured():
     plain = known(captured(4, 100))
-    found = plain.predict([call(4, 50)], KIND, 10**9, (PlainWay.AS_IT_IS,))
+    found = plain.predict([call(4, 50)], KIND, 10**9, saves_memory=False)
     rooms = (int(found.added_bytes / share) for share in (NEAR - 0.01, NEAR + 0.01))
     assert [plain.is_to_be_measured(found, room_bytes) for room_bytes in rooms] == [False, True]
 
 
 def test_a_step_that_was_not_seen_whole_is_measured_again():
     plain = known(captured(4, 100))
-    prediction = plain.predict([call(4, 50)], KIND, 10**9, (PlainWay.AS_IT_IS,))
+    prediction = plain.predict([call(4, 50)], KIND, 10**9, saves_memory=False)
     for _ in range(TRIES):
         assert plain.is_to_be_measured(prediction, prediction.added_bytes)
         measure(plain, 50, None)

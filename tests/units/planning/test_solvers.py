@@ -353,7 +353,7 @@ def test_every_schedule_satisfies_the_program_of_its_own_peak(seed: int, length:
     rows = model.lazy(random_policy(model, rng)).timeline.rows
     for position in range(len(rows)):
         rows = model.in_order(rows, position) if in_order else rows
-    replayed = model.replay_rows(rows)
+    replayed = model._replay(model._timeline(rows), None)
     program = whole_program(model, replayed.peak_bytes, in_order)
     values = program.start(replayed.rows)
     assert program.program.rows

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hiremate_lightning.kinds.plain_steps import PlainWay, Prediction
+from hiremate_lightning.kinds.plain_steps import Prediction
+from hiremate_lightning.kinds.releasing import PlainTrial
 from hiremate_lightning.kinds.step_kind import StepKind
 from hiremate_lightning.sessions.current_step import CurrentStep
 from hiremate_lightning.sessions.unplanned import StepChoices
@@ -14,7 +15,7 @@ from hiremate_lightning.sessions.ways import BY_GRAPHS, AsWritten, PutAside, Way
 
 RULES = ("given_back", "own_plan", "without_plan", "plan_of_other_sizes", "least_memory")
 KIND = StepKind((0,))
-PLAIN, ASIDE = PlainWay
+PLAIN, ASIDE = False, True
 
 
 @pytest.mark.parametrize("first", range(len(RULES)))
@@ -36,13 +37,15 @@ def test_where_no_rule_has_a_way_graphs_choose():
     assert choose_way(WayChoices()) is BY_GRAPHS
 
 
-def without_plan(way: PlainWay, released: StepKind | None = None) -> AsWritten:
+def without_plan(way: bool | None, gainless: StepKind | None = None) -> AsWritten | None:
+    if way is None:
+        return None
     prediction = Prediction(way, 10, 10)
-    return PutAside(prediction, KIND, room=None) if way is ASIDE else AsWritten(prediction, KIND, released)
+    return PutAside(prediction, KIND, room=None) if way is ASIDE else AsWritten(prediction, KIND, gainless)
 
 
 def choose(
-    way: PlainWay | None = PLAIN,
+    way: bool | None = PLAIN,
     gainless: StepKind | None = None,
     runs_plain: bool = True,
     has_own_plan: bool = False,
@@ -50,11 +53,11 @@ def choose(
 ) -> Way:
     """Choose the way of a step of which so much is known; `way` is the fastest one that fits without a plan."""
     steps = SimpleNamespace(
-        without_plan=lambda step, begun: way and without_plan(way),
+        without_plan=lambda step, begun: without_plan(way),
         has_own_plan=lambda step: has_own_plan,
-        given_back=lambda step, kind: way and without_plan(way, kind),
-        releases=SimpleNamespace(runs_plain=lambda kind: runs_plain),
+        given_back=lambda step, kind: without_plan(way, kind),
     )
+    KIND.trial, KIND.plan = PlainTrial(is_released=runs_plain), SimpleNamespace(saves_nothing=False)
     begun = without_plan(PLAIN, gainless) if is_begun else None
     return choose_way(StepChoices(steps, CurrentStep(), gainless, begun))
 
@@ -79,4 +82,4 @@ def test_a_step_runs_by_the_first_way_that_is_open_to_it(known, chosen):
 def test_a_step_that_is_given_back_names_its_kind():
     way = choose(gainless=KIND, has_own_plan=True)
     assert isinstance(way, AsWritten)
-    assert way.released is KIND
+    assert way.gainless is KIND
