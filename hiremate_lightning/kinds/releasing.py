@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import quantiles
 
 from .. import thresholds
-from ..planning.headroom import headroom_bytes
 from .step_kind import StepKind
 
 SETTLED_STEPS = 8  # of a kind that ran by its plan before plain steps are tried
@@ -54,8 +53,8 @@ def gains_nothing(kind: StepKind, plain_bytes: int, free_bytes: Callable[[], int
         return False
     if plan.planned_peak_bytes > plan.budget_bytes:
         return saves_nothing(kind, plain_bytes, free_bytes)
-    room_bytes = headroom_bytes(plan.budget_bytes, plan.resident_bytes, step.margin_bytes)
-    return plan.solution.is_plain and (plan.budget.is_whole or plain_bytes <= room_bytes)
+    room = replace(plan.room, margin_bytes=step.margin_bytes)
+    return plan.solution.is_plain and (plan.budget.is_whole or plain_bytes <= room.step_bytes)
 
 
 def saves_nothing(kind: StepKind, plain_bytes: int, free_bytes: Callable[[], int]) -> bool:

@@ -18,7 +18,7 @@ from ..kinds.recorded_step import RecordedStep
 from ..kinds.step_kind import GraphNumbers, StepKind
 from ..measuring.resident import Resident
 from ..memory.allocator import free_bytes, in_blocks
-from ..planning.headroom import headroom_bytes
+from ..planning.headroom import Room
 from ..planning.ladder import Chosen, Loss, fastest_that_fits
 from ..planning.outcome import unless_short
 from ..planning.planner import FirstSolution, first_solution
@@ -126,9 +126,8 @@ class GraphPrograms:
             before = [begun[place].decisions(step.forwards[place].captured.graph) for place in places]
             decisions = _going_on(whole, before, plan.solution.recompute)
             peak_bytes = replay(Problem(whole.graph, whole.profile, 0), decisions).peak_bytes
-            most_bytes = max(plan.budget_bytes, plan.planned_peak_bytes)
-            room_bytes = headroom_bytes(most_bytes, recorded.resident.size_bytes, recorded.margin_bytes)
-            self._fits[kind, begun] = peak_bytes <= room_bytes
+            room = recorded.room(plan.budget, max(plan.budget_bytes, plan.planned_peak_bytes))
+            self._fits[kind, begun] = peak_bytes <= room.step_bytes
         return self._fits[kind, begun]
 
     def find_least(self, step: CurrentStep, part: Part, profile: Profile) -> Program:
@@ -149,9 +148,7 @@ class GraphPrograms:
                 alone = merge([Call(in_blocks(graph, captured.device), costs)], [0])
                 outcome = first_solution(
                     alone,
-                    options.budget,
-                    self.maker.budget_bytes(alone, before) if is_checked else 0,
-                    before.size_bytes,
+                    self.maker.room(alone, before) if is_checked else Room.unlimited(options.budget),
                     options.plan,
                     self._model.name,
                     self._stages.reporter.solving(step_time_ms(captured.graph, profile)),
@@ -239,25 +236,18 @@ class GraphPrograms:
         whole = foreseen.merge()
         sized = self._outlines.at_size(whole, [recorded.code for recorded in foreseen.calls])
         traced_bytes = TRACING_BYTES if len(foreseen.calls) > 1 else 0  # graphs are traced while values of others live
-        budget_bytes, existing_bytes = self.maker.budget_bytes(sized, resident), resident.size_bytes + traced_bytes
-        room_bytes = headroom_bytes(budget_bytes, existing_bytes)
-        margin_bytes = self._margin_bytes(step, room_bytes, captured.template is not None)
-        room_bytes = headroom_bytes(budget_bytes, existing_bytes, margin_bytes)
+        room = self.maker.room(sized, resident)
+        room = replace(room, resident_bytes=room.resident_bytes + traced_bytes)
+        room = replace(room, margin_bytes=self._margin_bytes(step, room.step_bytes, captured.template is not None))
         before = [forward.program.schedule.decisions(forward.captured.graph) for forward in begun]
-        chosen = self._choose_among(step, sized, room_bytes, before, captured.template is not None)
+        chosen = self._choose_among(step, sized, room, before, captured.template is not None)
         if call + 1 == len(foreseen.calls):
             step.comparison.foreseen = alike[0], foreseen
         if chosen is None:
             return None
         plain_bytes = sized.peak_bytes(keep_all(whole.graph))
-        loss = Loss(
-            self._code(step).ladder,
-            replace(foreseen, merged={}),
-            room_bytes,
-            plain_bytes,
-            chosen.again_ms,
-            chosen.lost_ms,
-        )
+        ladder, lasting = self._code(step).ladder, replace(foreseen, merged={})
+        loss = Loss(ladder, lasting, room, plain_bytes, chosen.again_ms, chosen.lost_ms)
         return Followed(foreseen, whole.split(chosen.decisions), None if captured.template is None else loss)
 
     def _margin_bytes(self, step: CurrentStep, room_bytes: int, is_made: bool) -> int:
@@ -268,14 +258,14 @@ class GraphPrograms:
         return max(margin_bytes, int(room_bytes * excess / (1 + excess)))
 
     def _choose_among(
-        self, step: CurrentStep, sized: SizedStep, room_bytes: int, before: Sequence[Decisions], is_made: bool
+        self, step: CurrentStep, sized: SizedStep, room: Room, before: Sequence[Decisions], is_made: bool
     ) -> Chosen | None:
         """Choose among all decisions for the code of a step, some of whose calls have run already.
 
         Args:
             step: The step.
             sized: The same, as foreseen.
-            room_bytes: Bytes that it may add to what is resident.
+            room: How many bytes it has.
             before: The decisions that its calls ran by so far.
             is_made: Whether its code was made from traces of other sizes: where nothing fits, decisions are solved for
                 all of these.
@@ -285,11 +275,11 @@ class GraphPrograms:
 
         def fastest() -> Chosen | None:
             candidates = dict.fromkeys([keep_all(whole.graph), *plans, *ladder.decisions])
-            return fastest_that_fits(sized, room_bytes, [_going_on(whole, before, d) for d in candidates])
+            return fastest_that_fits(sized, room, [_going_on(whole, before, d) for d in candidates])
 
         chosen = fastest()
         if chosen is None and is_made:
-            self._ladders.find(ladder, sized, room_bytes)
+            self._ladders.find(ladder, sized, room)
             chosen = fastest()
             step.comparison.fits_nothing = chosen is None
         return chosen

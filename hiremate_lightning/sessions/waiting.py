@@ -22,7 +22,7 @@ from ..kinds.step_kind import StepKind
 from ..measuring.resident import WAITING, Resident
 from ..memory.allocator import in_blocks
 from ..options import SessionOptions
-from ..planning.headroom import guard_bytes, headroom_bytes
+from ..planning.headroom import Room
 from ..planning.solvers import UNLIMITED, smallest_budget
 from ..planning.solvers.base import Problem, SolveOptions, replay
 from ..records.costs import Profile
@@ -103,7 +103,7 @@ class WaitingGraphs:
         """Whether graphs wait beside a step of a kind, or what it runs has to fit such steps too."""
         return step.waits or kind.backwards_vary
 
-    def fits(self, kind: StepKind, recorded: RecordedStep, budget_bytes: int) -> bool:
+    def fits(self, kind: StepKind, recorded: RecordedStep, room: Room) -> bool:
         """Whether a step of a kind fits where all that waits beside it holds everything.
 
         Its own calls run at the least memory then, unless it is decided what they compute again.
@@ -111,9 +111,8 @@ class WaitingGraphs:
         recorded = self.at(kind, recorded, Holds.EVERYTHING)
         step = recorded.merge()
         decided = recorded.decided or tuple(self._of(call.part, Holds.LEAST).decisions for call in recorded.calls)
-        size_bytes = headroom_bytes(budget_bytes, recorded.resident.size_bytes, recorded.margin_bytes)
-        peak_bytes = replay(Problem(step.graph, step.profile, size_bytes), step.join(decided)).peak_bytes
-        return peak_bytes + guard_bytes(size_bytes) <= size_bytes
+        peak_bytes = replay(Problem(step.graph, step.profile, 0), step.join(decided)).peak_bytes
+        return peak_bytes <= replace(room, resident_bytes=recorded.resident.size_bytes).solved_bytes
 
     def at(self, kind: StepKind, step: RecordedStep, holds: Holds | None = None) -> RecordedStep:
         """Return the step of a kind where all that waits holds so much, by default what it holds now."""

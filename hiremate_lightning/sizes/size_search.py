@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from ..options import Objective
+from ..planning.headroom import Room
 from ..planning.outcome import unless_short
 from ..planning.plan import Plan, PlanOptions
 from ..planning.planner import make_plan
@@ -152,8 +153,8 @@ class Forecast:
         return self.trials[size]
 
     def _plan(self, size: int, budget_bytes: int) -> Plan:
-        budget, step, resident_bytes = Budget(size_bytes=budget_bytes), self.at(size).step, self.resident.whole(size)
-        return unless_short(make_plan(step, budget, budget_bytes, resident_bytes, self.options, target=str(size)))
+        room = Room(Budget(size_bytes=budget_bytes), budget_bytes, self.resident.whole(size))
+        return unless_short(make_plan(self.at(size).step, room, self.options, target=str(size)))
 
     def enough_bytes(self, size: int, max_overhead: float) -> int:
         """Return a budget under which a plan fits at a size and takes no more overhead, near the least such one."""
