@@ -17,7 +17,7 @@ from ..garbage import collecting_what_it_leaves
 from ..kinds.recorded_step import RecordedStep
 from ..kinds.step_kind import GraphNumbers, StepKind
 from ..measuring.resident import Resident
-from ..memory.allocator import free_bytes, in_blocks
+from ..memory.allocator import alone, free_bytes
 from ..planning.headroom import Room
 from ..planning.ladder import Chosen, Loss, fastest_that_fits
 from ..planning.outcome import unless_short
@@ -28,7 +28,7 @@ from ..records.graph import Graph
 from ..records.outline import Outlines, SizedStep
 from ..records.same_code import is_no_larger
 from ..records.schedule import Schedule, keep_all, lower
-from ..records.step import Call, Decisions, Step, merge
+from ..records.step import Decisions, Step
 from ..running.execution import Part
 from ..running.program import Program
 from ..running.template import program_of
@@ -62,6 +62,7 @@ class GraphPrograms:
         self._model, self.maker = model, maker
         self.history, self._parts, self._stages = model.history, model.parts, model.stages
         self._searches: deque[FirstSolution] = deque(maxlen=REMEMBERED)
+        self._least: weakref.WeakKeyDictionary[Part, Program] = weakref.WeakKeyDictionary()
         self._taken_over: weakref.WeakKeyDictionary[Part, TakenOver] = weakref.WeakKeyDictionary()
         self._fits = dict[tuple[StepKind, tuple[Schedule, ...]], bool]()  # kinds whose steps began by these
         self._most_bytes = 0  # that were resident
@@ -81,7 +82,7 @@ class GraphPrograms:
 
     def forget_least(self, part: Part) -> None:
         """Learn that a part can't run any more as it did."""
-        self._parts.least.pop(part, None)
+        self._least.pop(part, None)
         self._taken_over.pop(part, None)
 
     def choose(self, step: CurrentStep, part: Part) -> Forward:
@@ -138,29 +139,27 @@ class GraphPrograms:
         Where there are several processes it runs in any case: one that stops alone leaves the others waiting in a
         collective.
         """
-        programs = self._parts.least
-        if part not in programs:
+        if part not in self._least:
             options, is_alone = self._model.options, runtime.process_group_store() is None
             is_checked = is_alone and options.budget.share is None and options.plan.on_infeasible == "raise"
             with self._stages.stage("solve_s", "solving"), collecting_what_it_leaves():
                 captured, before = part.captured, step.resident_in(self._model.memory)
-                graph, costs = _without_doubtful(captured, profile)
-                alone = merge([Call(in_blocks(graph, captured.device), costs)], [0])
+                whole = alone(*_without_doubtful(captured, profile), captured.device)
                 outcome = first_solution(
-                    alone,
-                    self.maker.room(alone, before) if is_checked else Room.unlimited(options.budget),
+                    whole,
+                    self.maker.room(whole, before) if is_checked else Room.unlimited(options.budget),
                     options.plan,
                     self._model.name,
                     self._stages.reporter.solving(step_time_ms(captured.graph, profile)),
                     self._searches,
                     self._spare_bytes_or_announce_full,
-                    self._model.offloading.host(alone, [captured]),
+                    self._model.offloading.host(whole, [captured]),
                 )
                 least = unless_short(outcome)
-                self._searches.append(FirstSolution(alone, least))
-                (program,) = self._model.offloading.build(alone, [captured], least)
-                programs[part] = replace(program, protects=True)  # see `_build`
-        return programs[part]
+                self._searches.append(FirstSolution(whole, least))
+                (program,) = self._model.offloading.build(whole, [captured], least)
+                self._least[part] = replace(program, protects=True)  # see `_build`
+        return self._least[part]
 
     def _spare_bytes_or_announce_full(self) -> int:
         """Return the bytes that a first step may take beyond the budget; none, announced, where no plan may follow."""

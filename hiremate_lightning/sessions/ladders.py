@@ -12,11 +12,10 @@ from ..garbage import collecting_what_it_leaves
 from ..kinds.recorded_step import RecordedStep
 from ..planning.headroom import Room
 from ..planning.ladder import Ladder, Loss
-from ..planning.solvers import Problem, Solution, SolveOptions, smallest_budget
+from ..planning.solvers import Problem, SolveOptions, smallest_budget
 from ..records.costs import step_time_ms
 from ..records.outline import SizedStep
 from ..records.schedule import keep_all
-from ..records.step import Step
 from .plan_maker import PlanMaker
 from .planned_model import PlannedModel
 
@@ -58,18 +57,15 @@ class Ladders:
             return  # what fits does so only without what has run
         log.debug("searching for the least memory at all sizes")
         with self._model.stages.stage("solve_s", "solving"), collecting_what_it_leaves():
-            least, leaving_some = self._least(step, limit_bytes), Room(room.budget, int(HEADROOM * room.step_bytes))
+            limits = SolveOptions(self._model.options.plan.time_limit_s, progress=self._maker.progress(step))
+            least = smallest_budget(Problem(step.graph, step.profile, limit_bytes, limits))
+            leaving_some = Room(room.budget, int(HEADROOM * room.step_bytes))
             if sized.peak_bytes(least.recompute) < leaving_some.step_bytes and self._model.has_place:
                 ladder.rungs.append(self._maker.decide(step, leaving_some, LIMIT_S).recompute)
                 return
         ladder.least = least.recompute
         if sized.peak_bytes(ladder.least) > limit_bytes:
             ladder.least_share = share
-
-    def _least(self, step: Step, limit_bytes: int) -> Solution:
-        options, progress = self._model.options.plan, self._maker.progress(step)
-        limits = SolveOptions(time_limit_s=options.time_limit_s, progress=progress)
-        return smallest_budget(Problem(step.graph, step.profile, limit_bytes, limits))
 
     def step_ended(self, loss: StepLoss) -> bool:
         """Learn of a step that ran by decisions of other sizes; solve some for all sizes where that has paid by now.

@@ -20,7 +20,7 @@ from ..capturing.capture import Captured
 from ..kinds.recorded_step import RecordedStep
 from ..kinds.step_kind import StepKind
 from ..measuring.resident import WAITING, Resident
-from ..memory.allocator import in_blocks
+from ..memory.allocator import alone, in_blocks
 from ..options import SessionOptions
 from ..planning.headroom import Room
 from ..planning.solvers import UNLIMITED, smallest_budget
@@ -29,7 +29,7 @@ from ..records.costs import Profile
 from ..records.graph import Graph, StorageKind, bytes_of
 from ..records.schedule import Schedule, keep_all, lower
 from ..records.simulation import simulate
-from ..records.step import Call, Decisions, merge
+from ..records.step import Decisions
 from ..running.execution import Part
 from ..running.program import Program
 from ..running.template import program_of
@@ -159,7 +159,7 @@ class WaitingGraphs:
 
     def _least(self, captured: Captured, profile: Profile) -> Decisions:
         """Decide, for a graph as a step of its own, what to compute again so that it takes the least memory."""
-        step = merge([Call(in_blocks(captured.graph, captured.device), profile)], [0])
+        step = alone(captured.graph, profile, captured.device)
         options = SolveOptions(time_limit_s=self._options.time_limit_s)
         return step.split(smallest_budget(Problem(step.graph, step.profile, UNLIMITED, options)).recompute)[0]
 
