@@ -29,10 +29,11 @@ BUDGET_MEANING = (
     'allocated on the device included; or a share ("60%", a float in (0, 1]) of what the unplanned step adds to '
     'what exists before it, the largest so far; or "auto" for what the device has free.'
 )
+METHODS = ("hilp", "rockmate", "rotor", "pofo", "min_memory", "twremat", "checkmate", "checkmate_lp", "chen", "dtr")
+_QUOTED_METHODS = '"' + '", "'.join(METHODS) + '"'
 SOLVER_MEANING = (
     'Leave it at the default, "portfolio", the best of several strategies. The others are for comparison: "segments", '
-    'without a MIP solver; "none"; or a method of a paper: "hilp", "rockmate", "rotor", "pofo", "min_memory", '
-    '"twremat", "checkmate", "checkmate_lp", "chen", "dtr"; see docs/formulation.md.'
+    f'without a MIP solver; "none"; or a method of a paper: {_QUOTED_METHODS}; see docs/formulation.md.'
 )
 SIZES_FORM = (
     "sizes must be like {'input_ids': {1: (1, 4096)}}: an argument, its dimension, its smallest and largest size"
@@ -154,20 +155,8 @@ class NamedSize:
         return f"dimension {self.dimension} of {self.argument}"
 
 
-def _is_number_of_proofs(verify: Any) -> bool:
-    return verify in ("first", "off") if isinstance(verify, str) else _is_whole(verify) and verify >= 1
-
-
-def _number_of_proofs(verify: str | int) -> int:
-    return int(verify == "first") if isinstance(verify, str) else verify
-
-
 def _are_operators(names: Any) -> bool:
     return isinstance(names, tuple | list) and all(isinstance(name, str) and "::" in name for name in names)
-
-
-def _is_bytes_or_auto(value: Any) -> bool:
-    return parse_budget(value).share is None
 
 
 def _can_be_written(folder: Any) -> bool:
@@ -286,7 +275,7 @@ class SessionOptions:
         'Most bytes of the host\'s memory for values that are away, of this process ("64 GiB", an int); "auto" for '
         "half of what is free as planning begins, shared by the processes of a machine.",
         allowed='bytes such as "64 GiB", or "auto"',
-        is_allowed=_is_bytes_or_auto,
+        is_allowed=lambda value: parse_budget(value).share is None,
         read=parse_budget,
         flag=Flag("most bytes of the host for values away", metavar="BYTES"),
     )
@@ -296,8 +285,8 @@ class SessionOptions:
         '"first" to prove captured code against eager PyTorch at its first run, a number of steps to prove it at as '
         'many runs, "off" to believe it; see docs/limits.md.',
         allowed="'first', 'off' or a number of steps of at least 1",
-        is_allowed=_is_number_of_proofs,
-        read=_number_of_proofs,
+        is_allowed=lambda value: (_is_whole(value) and value >= 1) or value in ("first", "off"),
+        read=lambda value: int(value == "first") if isinstance(value, str) else value,
         hint="'first' proves captured code against eager PyTorch at its first run.",
         flag=Flag("runs that are proved against eager PyTorch: first, off or a number", _word_or_number, (), "RUNS"),
     )

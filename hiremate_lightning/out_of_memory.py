@@ -33,7 +33,8 @@ class InfeasibleBudgetError(HiRemateError, torch.OutOfMemoryError):
         less_bytes: int = 0,
         device: str = "estimate",
     ) -> None:
-        self._for_finders = _words_for_finders(device)
+        words = " DefaultCPUAllocator: can't allocate memory." if device.startswith("cpu") else " CUDA out of memory."
+        self._for_finders = "" if device == "estimate" else words
         super().__init__(message + self._for_finders)
         self.budget_bytes = budget_bytes
         self.smallest_bytes = smallest_bytes
@@ -43,13 +44,6 @@ class InfeasibleBudgetError(HiRemateError, torch.OutOfMemoryError):
     def __str__(self) -> str:
         """Return what people read."""
         return str(self.args[0]).replace(self._for_finders, "") if self._for_finders else str(self.args[0])
-
-
-def _words_for_finders(device: str) -> str:
-    """Return the words by which batch-size finders of Lightning and Accelerate know that memory ran out."""
-    if device == "estimate":
-        return ""
-    return " DefaultCPUAllocator: can't allocate memory." if device.startswith("cpu") else " CUDA out of memory."
 
 
 def explain(error: torch.OutOfMemoryError, text: str) -> None:

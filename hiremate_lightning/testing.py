@@ -17,8 +17,7 @@ from .capturing.capture import Captured
 from .measuring import profiling
 from .planning.plan import Plan
 from .records.costs import Machine, estimate
-from .records.graph import Graph
-from .records.schedule import Compute, Free, Operation
+from .records.schedule import Compute, Free
 from .sessions.current_step import CurrentStep
 from .sessions.session import Session
 from .sessions.templates import Templates
@@ -105,19 +104,17 @@ def _ways(step: CurrentStep) -> Iterator[str]:
 def plan_digest(plan: Plan) -> str:
     """Return a short digest of what a plan runs: its operations in order, and what is freed after each."""
     schedule = plan.schedule
-    lines = [_spell(plan.graph, operation) for operation in (*schedule.forward, *schedule.backward)]
+    lines = []
+    for operation in (*schedule.forward, *schedule.backward):
+        match operation:
+            case Compute(node):
+                op = plan.graph.nodes[node].op.replace("_unsafe_view", "view")  # one and the same before PyTorch 2.15
+                lines.append(f"{node} {op}")
+            case Free(tensor):
+                lines.append(f"free {tensor}")
+            case copying:
+                lines.append(f"{type(copying).__name__} {copying.storage}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
-
-
-def _spell(graph: Graph, operation: Operation) -> str:
-    match operation:
-        case Compute(node):
-            op = graph.nodes[node].op.replace("_unsafe_view", "view")  # one and the same before PyTorch 2.15
-            return f"{node} {op}"
-        case Free(tensor):
-            return f"free {tensor}"
-        case copying:
-            return f"{type(copying).__name__} {copying.storage}"
 
 
 @contextmanager

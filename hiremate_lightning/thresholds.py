@@ -29,8 +29,8 @@ class Thresholds:
             It allows for the blocks of an allocator.
         worth_a_plan: Time spent on saving memory at one size without a plan, before the size gets one, as a share of
             the time that planning takes.
-        worth_templates: The same for all sizes together, before they get templates: these take half of that time, and
-            half is saved from then on.
+        worth_templates: The same for all sizes together, before code for all sizes is made: in multiples of the time
+            that planning took.
         long_stage_s: A stage of planning that takes longer is named where no progress can be drawn, and a wait that
             takes longer is told before it.
         usual_loop_ms: Time of a short loop of Python on the idle core whose seconds of planning all waits are told by.

@@ -75,9 +75,13 @@ def parse_budget(value: int | float | str | Budget) -> Budget:
         raise _unreadable(value, f"it is a {type(value).__name__}")
     if isinstance(value, str):
         return _parse_text(value)
-    if isinstance(value, float):
-        return _parse_float(value)
-    return _parse_int(value)
+    if isinstance(value, float) and 0 < value <= 1:
+        return Budget(share=value)
+    if isinstance(value, float) and not (value >= 2**20 and value.is_integer()):  # YAML reads 8e9 as a float
+        raise _unreadable(value, "a float must be a share in (0, 1]")
+    if 0 < value < 2**20:
+        raise _unreadable(value, f"{value} bytes is less than 1 MiB", f' Did you mean "{value} GiB"?')
+    return _check_bytes(int(value), value)
 
 
 def _parse_text(text: str) -> Budget:
@@ -95,33 +99,14 @@ def _parse_text(text: str) -> Budget:
             raise _unreadable(text, "a percentage must be above 0 and at most 100")
         return Budget(share=number / 100)
     if not unit:
-        raise _unreadable(text, "it has no unit", f' Did you mean "{_with_unit(number, text.strip())}"?')
+        in_bytes = f"{text.strip()} {'GiB' if number < BYTES_PER_UNIT['MIB'] else 'B'}"
+        guess = f"{100 * number:g}%" if 0 < number <= 1 else in_bytes
+        raise _unreadable(text, "it has no unit", f' Did you mean "{guess}"?')
     if unit not in BYTES_PER_UNIT:
         units = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB or %"
         hint = f' Did you mean "{match[1]} {unit}iB"?' if f"{unit}IB" in BYTES_PER_UNIT else ""
         raise _unreadable(text, f"{match[2]!r} is not one of the units {units}", hint)
     return _check_bytes(math.floor(number * BYTES_PER_UNIT[unit]), text)
-
-
-def _with_unit(number: float, text: str) -> str:
-    """Guess the unit of a number: a share up to 1, GiB up to a million, else bytes."""
-    if 0 < number <= 1:
-        return f"{100 * number:g}%"
-    return f"{text} {'GiB' if number < BYTES_PER_UNIT['MIB'] else 'B'}"
-
-
-def _parse_float(value: float) -> Budget:
-    if 0 < value <= 1:
-        return Budget(share=value)
-    if value >= 2**20 and value.is_integer():  # YAML reads 8e9 as a float
-        return Budget(size_bytes=int(value))
-    raise _unreadable(value, "a float must be a share in (0, 1]")
-
-
-def _parse_int(value: int) -> Budget:
-    if 0 < value < 2**20:
-        raise _unreadable(value, f"{value} bytes is less than 1 MiB", f' Did you mean "{value} GiB"?')
-    return _check_bytes(value, value)
 
 
 def _check_bytes(size_bytes: int, given: object) -> Budget:

@@ -46,12 +46,13 @@ class BeforeCall:
         others = [buffer for buffer in module.buffers() if not _can_be_copied(buffer)]
         self._read = [*module.parameters(), *others, *tensors_inside(self._arguments)]
         self._versions = tensor_state.versions_of(self._read)
-        self._buffers = [
-            (owner, name, buffer, _unseen_copy(buffer))
-            for owner in module.modules()
-            for name, buffer in owner.named_buffers(recurse=False)
-            if _can_be_copied(buffer)
-        ]
+        self._buffers: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
+        for owner in module.modules():
+            for name, buffer in owner.named_buffers(recurse=False):
+                if _can_be_copied(buffer):
+                    memory = torch.from_numpy(np.empty(buffer.numel() * buffer.element_size(), np.uint8))
+                    values = memory.view(buffer.dtype).reshape(buffer.shape).copy_(buffer.detach())
+                    self._buffers.append((owner, name, buffer, values))
         self._random = RandomState()
 
     @property
@@ -75,9 +76,3 @@ def _can_be_copied(buffer: torch.Tensor) -> bool:
     if type(buffer) is not torch.Tensor or not tensor_state.is_dense(buffer):
         return False
     return 0 < buffer.numel() * buffer.element_size() <= MOST_BYTES
-
-
-def _unseen_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor's numbers into memory of NumPy."""
-    memory = torch.from_numpy(np.empty(tensor.numel() * tensor.element_size(), np.uint8))
-    return memory.view(tensor.dtype).reshape(tensor.shape).copy_(tensor.detach())

@@ -121,7 +121,7 @@ class WaitingSlots(dict[nn.Module, Slot]):
 
     @property
     def _is_watching(self) -> bool:
-        """Whether slots are in place after the latest call: after the first 16 ones, and after each 16th.
+        """Whether slots are put back after this call: after the first `watched_calls` ones, then after one in so many.
 
         There they see what is called alone.
         """

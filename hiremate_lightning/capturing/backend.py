@@ -141,15 +141,6 @@ def planning_backend(
     return backend
 
 
-def _folded(module: fx.GraphModule) -> Any:
-    """Return captured code in which one node stands for each block that is alike; None where that is switched off."""
-    if not hacks.is_on("regions"):
-        return None
-    from ..torch_private.regions import alike_blocks  # an untried release of torch may lack names that it needs
-
-    return alike_blocks.fold(module)
-
-
 OPAQUE = (("tensorly", "einsum"),)  # module and function: it depends on nothing but its arguments
 
 
@@ -346,7 +337,11 @@ class _Compilation:
         backward_pass.watch()
         self._parameters = frozenset(i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter))
         with traced_as_eager():
-            folded = _folded(module)  # what it holds lasts until all is traced
+            folded = None  # what it holds lasts until all is traced
+            if hacks.is_on("regions"):
+                from ..torch_private.regions import alike_blocks  # untried releases of torch may lack names for it
+
+                folded = alike_blocks.fold(module)
             try:
                 run = self._with_blocks(folded.code if folded else module, inputs, terms)
             except Exception as error:  # whatever AOTAutograd fails on with blocks that are folded

@@ -425,8 +425,11 @@ def work_key(node: fx.Node) -> str:
     subgraphs = subgraphs_of(node)
 
     def describe(value: Any) -> str:
+        if isinstance(value, fx.Node) and value in subgraphs:
+            inner = (module.code for module in subgraphs[value].modules() if isinstance(module, fx.GraphModule))
+            return f"graph {hashlib.sha256(''.join(inner).encode()).hexdigest()[:16]}"
         if isinstance(value, fx.Node):
-            return _describe_graph(subgraphs[value]) if value in subgraphs else describe(value.meta.get("val"))
+            return describe(value.meta.get("val"))
         if isinstance(value, torch.Tensor):
             shape, strides = (tuple(map(tensor_state.int_hint, sizes)) for sizes in (value.shape, value.stride()))
             return _describe_tensor(value.dtype, shape, strides, value.device.type)
@@ -443,12 +446,6 @@ def work_key(node: fx.Node) -> str:
 @functools.lru_cache(maxsize=4096)
 def _describe_tensor(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], device_type: str) -> str:
     return f"{dtype}[{','.join(map(str, shape))}|{','.join(map(str, strides))}]@{device_type}"
-
-
-def _describe_graph(module: fx.GraphModule) -> str:
-    """Describe what a subgraph computes, graphs inside of it included."""
-    sources = "".join(inner.code for inner in module.modules() if isinstance(inner, fx.GraphModule))
-    return f"graph {hashlib.sha256(sources.encode()).hexdigest()[:16]}"
 
 
 def _flops(node: fx.Node) -> int:

@@ -58,7 +58,16 @@ class CodeTemplate:
         ]
         if any(of_sample != facts[0] for of_sample in facts):
             raise NoTemplateError("The same code hands on other gradients, or changes other inputs, at other sizes")
-        _check_layouts(self.samples, self.sizes)
+        # Each number that any backward may need has an expression: nothing can be traced in a backward.
+        layouts = [
+            [_layout(value) for node in c.joint.graph.nodes for value in tensor_state.leaves(node.meta.get("val"))]
+            for c in self.samples
+        ]
+        if len({tuple(map(len, of_sample)) for of_sample in layouts}) > 1:
+            raise NoTemplateError("The same code has other values at other sizes")
+        numbers = {same for values in zip(*layouts, strict=True) for same in zip(*values, strict=True)}
+        if any(find_expression(self.sizes, same) is None for same in numbers):
+            raise NoTemplateError("How a value lies in memory is no expression of the sizes")
 
     def at(self, sizes: Sizes) -> tuple[Captured, Profile]:
         """Return the code at some sizes, with its costs."""
@@ -85,23 +94,6 @@ class CodeTemplate:
             present = [without_missing(captured, missing, profile) for captured, profile in pairs]
             self._graphs[missing] = GraphTemplate(present, Expressions(self.sizes))
         return self._graphs[missing]
-
-
-def _check_layouts(samples: Sequence[Captured], sizes: Sequence[Sizes]) -> None:
-    """Make sure that all numbers that any backward may need have an expression.
-
-    Which gradients will not arrive is seen in a backward: nothing can be traced then.
-    """
-    layouts = [[_layout(value) for value in _values(captured)] for captured in samples]
-    if len({tuple(map(len, of_sample)) for of_sample in layouts}) > 1:
-        raise NoTemplateError("The same code has other values at other sizes")
-    numbers = {same for values in zip(*layouts, strict=True) for same in zip(*values, strict=True)}
-    if any(find_expression(sizes, same) is None for same in numbers):
-        raise NoTemplateError("How a value lies in memory is no expression of the sizes")
-
-
-def _values(captured: Captured) -> list[Any]:
-    return [value for node in captured.joint.graph.nodes for value in tensor_state.leaves(node.meta.get("val"))]
 
 
 def _layout(value: Any) -> tuple[int, ...]:

@@ -112,8 +112,17 @@ def _read_step(asked: argparse.Namespace) -> None:
     if asked.optimizer not in ("none", *OPTIMIZERS) and (hint := did_you_mean(asked.optimizer, OPTIMIZERS)):
         raise ConfigurationError(f"torch.optim has no optimizer {asked.optimizer!r}.{hint} Name one, or none.")
     asked.input = () if asked.input is None else read_inputs(asked.input)
-    if getattr(asked, "offload", False):
-        _read_host(asked)
+    if not getattr(asked, "offload", False):
+        return
+    if asked.device.partition(":")[0] != "cuda":
+        raise ConfigurationError(
+            f"--offload puts values of a GPU into the host's memory, which device {asked.device!r} has already. "
+            "Add --device cuda, which need not be there."
+        )
+    if asked.host_budget is not None:
+        text, asked.host_budget = asked.host_budget, parse_budget(asked.host_budget).size_bytes
+        if asked.host_budget is None:
+            raise ConfigurationError(f'--host-budget must be bytes such as "64 GiB", found {text!r}')
 
 
 def _check_choices(device: str, loss: str, zero_grad: str) -> None:
@@ -127,18 +136,6 @@ def _check_choices(device: str, loss: str, zero_grad: str) -> None:
     if zero_grad not in ("auto", *ZERO_GRADS):
         hint = did_you_mean(zero_grad, ZERO_GRADS)
         raise ConfigurationError(f"--zero-grad must be one of {', '.join(ZERO_GRADS)}, found {zero_grad!r}.{hint}")
-
-
-def _read_host(asked: argparse.Namespace) -> None:
-    if asked.device.partition(":")[0] != "cuda":
-        raise ConfigurationError(
-            f"--offload puts values of a GPU into the host's memory, which device {asked.device!r} has already. "
-            "Add --device cuda, which need not be there."
-        )
-    if asked.host_budget is not None:
-        text, asked.host_budget = asked.host_budget, parse_budget(asked.host_budget).size_bytes
-        if asked.host_budget is None:
-            raise ConfigurationError(f'--host-budget must be bytes such as "64 GiB", found {text!r}')
 
 
 class Input(NamedTuple):

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from .. import __version__
 from ..errors import BudgetError, ConfigurationError, HiRemateError, did_you_mean, place_of
-from ..options import OPTIONS, SEARCH_OPTIONS
+from ..options import METHODS, OPTIONS, SEARCH_OPTIONS
 from ..reporting.plan_summary import read_summary, rows_of, summary_rows
 from ..reporting.terminal import Output, module_table
 from .run import OneLineParser
@@ -31,8 +31,7 @@ from .run import main as run_script
 OK, PROBLEM, USAGE, STOPPED = 0, 1, 2, 130
 RUN = "run"  # what follows is a script's, up to its last argument
 SOLVERS = (
-    "leave it at the default, portfolio; to compare, segments, none, or a method of a paper: hilp, rockmate, rotor, "
-    "pofo, min_memory, twremat, checkmate, checkmate_lp, chen, dtr"
+    f"leave it at the default, portfolio; to compare, segments, none, or a method of a paper: {', '.join(METHODS)}"
 )
 LABEL_WIDTH = 12
 
@@ -164,7 +163,11 @@ class _Parser(OneLineParser):
         """Check names before anything else, so that what is missing is not blamed on them."""
         given = [*(sys.argv[1:] if args is None else args)]
         if self._subparsers is None:
-            self._check_options(given)
+            known = [name for action in self._actions for name in action.option_strings]
+            for name in (text.partition("=")[0] for text in given if text.startswith("--")):
+                if not any(option.startswith(name) for option in known):
+                    meant = f" {_MEANT[name]}" if name in _MEANT else did_you_mean(name, known)
+                    self.error(f"there is no option {name!r}.{meant}")
         else:
             if given and given[0].startswith("--") and given[0] not in ("--help", "--version"):
                 self.error(f"options come after the command, such as plan, found {given[0]!r} before it")
@@ -176,13 +179,6 @@ class _Parser(OneLineParser):
                 hint = did_you_mean(command, _EXAMPLES)
                 self.error(f"there is no command {command!r}.{hint} Choose one of: {', '.join(_EXAMPLES)}")
         return super().parse_known_args(given, namespace)
-
-    def _check_options(self, given: Sequence[str]) -> None:
-        known = [name for action in self._actions for name in action.option_strings]
-        for name in (text.partition("=")[0] for text in given if text.startswith("--")):
-            if not any(option.startswith(name) for option in known):
-                meant = f" {_MEANT[name]}" if name in _MEANT else did_you_mean(name, known)
-                self.error(f"there is no option {name!r}.{meant}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -314,8 +314,12 @@ class OfflineRun(Conductor):
         calls, order = describe(self.record, dict(enumerate(profiles)))
         if are_added:
             calls = [call.without_gradients(run.added) for call, run in zip(calls, self.runs, strict=True)]
-        paths = [self._paths[run.index] for run in self.runs]
-        return [_below(call, path) if path else call for call, path in zip(calls, paths, strict=True)], order
+        for index, run in enumerate(self.runs):
+            if path := self._paths[run.index]:
+                graph = calls[index].graph
+                nodes = tuple(replace(node, module=f"{path}.{node.module}".rstrip(".")) for node in graph.nodes)
+                calls[index] = replace(calls[index], graph=replace(graph, nodes=nodes))
+        return calls, order
 
     # ---------------------------------------------------------------- conductor of the parts
 
@@ -340,12 +344,6 @@ class OfflineRun(Conductor):
     def name_of(self, tensor: torch.Tensor) -> str:
         """Describe a tensor."""
         return f"A tensor of shape {tuple(tensor.shape)}"
-
-
-def _below(call: Call, path: str) -> Call:
-    """Return a call whose nodes' modules are named by their paths in the model."""
-    nodes = tuple(replace(node, module=f"{path}.{node.module}".rstrip(".")) for node in call.graph.nodes)
-    return replace(call, graph=replace(call.graph, nodes=nodes))
 
 
 def _check_inputs(call: ModelCall, options: OfflineOptions) -> None:

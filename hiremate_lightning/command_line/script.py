@@ -62,23 +62,18 @@ class Script:
 
     def run(self) -> None:
         """Run it to its end, and to that of the threads that it leaves."""
-        with self._arguments_and_path():
-            if self.is_module:
-                _run_as_main(*_of_module(self.name), self._ends_process)
-            elif Path(self.name).is_dir() or zipfile.is_zipfile(self.name):
-                runpy.run_path(self.name, run_name="__main__")
-            else:
-                _run_as_main(*_of_file(Path(self.name).absolute()), self._ends_process)
-
-    @contextmanager
-    def _arguments_and_path(self) -> Iterator[None]:
         before, first = sys.argv, sys.path[0] if sys.path else None
         sys.argv = [self.name, *self.arguments]
         folder = str(Path.cwd() if self.is_module else Path(self.name).resolve().parent)
         if first is not None and not getattr(sys.flags, "safe_path", False):
             sys.path[0] = folder  # it was the folder of the command
         try:
-            yield
+            if self.is_module:
+                _run_as_main(*_of_module(self.name), self._ends_process)
+            elif Path(self.name).is_dir() or zipfile.is_zipfile(self.name):
+                runpy.run_path(self.name, run_name="__main__")
+            else:
+                _run_as_main(*_of_file(Path(self.name).absolute()), self._ends_process)
         finally:
             sys.argv = before
             if first is not None and sys.path and sys.path[0] == folder:

@@ -35,11 +35,24 @@ _REDUCES = ("_c10d_functional::all_reduce", "_c10d_functional::all_reduce_")
 
 
 def build_on_fakes(workload: Workload, device: torch.device, size: int | None, mode: Any) -> ModelCall:
-    """Build a workload, and replace each tensor that is not a fake one on the device; refuse what can't be planned."""
+    """Build a workload, and replace each tensor that is not a fake one on the device; refuse what can't be planned.
+
+    Tensors of the module are replaced in a copy of it.
+    """
     built = _built(workload, device, size, mode)
     refuse(built.module)
+
+    def as_fake(value: Any) -> Any:
+        is_real = isinstance(value, torch.Tensor) and not _is_fake_on(value, device)
+        return _fake_of(value, device) if is_real else value
+
     with mode:
-        return _on_fakes(built, device)
+        memo: dict[int, Any] = {}
+        for value in _tensors_of(built.module):
+            if not _is_fake_on(value, device) and id(value) not in memo:
+                memo[id(value)] = _fake_of(value, device)
+        module = copy.deepcopy(built.module, memo) if memo else built.module
+        return ModelCall(module, *built.changed(as_fake))
 
 
 def _built(workload: Workload, device: torch.device, size: int | None, mode: Any) -> ModelCall:
@@ -59,21 +72,6 @@ def _built(workload: Workload, device: torch.device, size: int | None, mode: Any
             except Exception as error:  # of the factory; the next attempt may suit it, and the last one raises
                 log.debug("%s can't be built in %s: %s", workload.name, context, error)
     return workload.build(size)
-
-
-def _on_fakes(call: ModelCall, device: torch.device) -> ModelCall:
-    """Replace each tensor that is not a fake one on the device by such a one, in a copy of the module."""
-    memo: dict[int, Any] = {}
-    for value in _tensors_of(call.module):
-        if not _is_fake_on(value, device) and id(value) not in memo:
-            memo[id(value)] = _fake_of(value, device)
-
-    def as_fake(value: Any) -> Any:
-        is_real = isinstance(value, torch.Tensor) and not _is_fake_on(value, device)
-        return _fake_of(value, device) if is_real else value
-
-    module = copy.deepcopy(call.module, memo) if memo else call.module
-    return ModelCall(module, *call.changed(as_fake))
 
 
 def same_tensors(module: nn.Module) -> nn.Module:

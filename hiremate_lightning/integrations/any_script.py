@@ -213,11 +213,6 @@ class Finder:
             if not self.seen.unplanned[Unplanned.EVAL]:  # the outermost of the first call
                 self.seen.unplanned[Unplanned.EVAL].add(_name(module))
             return own(*args, **kwargs)
-        return self._call_trained(module, own, args, kwargs)
-
-    def _call_trained(
-        self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
         if not self._ensure_planned(module):
             return self._call_apart(own, args, kwargs)
         slot = hooks.get_call(module)
@@ -276,7 +271,10 @@ class Finder:
             return False
         if not alive.knows(module) and not _may_be_planned(root):  # an export that is tried out, say
             return False
-        if self._target is not None and not self._has_targets(root):
+        paths = {path for path, _ in root.named_modules()} if self._target else set()
+        missing = next((path for path in self._target or () if path not in paths), None)
+        if missing is not None:
+            self._tell(f"{_name(root)} has no submodule {missing!r} (--target): it is not planned")
             return False
         self._refuse_unplanned_ranks()
         self._plan(root if self._target else together([root, *alive.others_trained(root)]), alive)
@@ -297,13 +295,6 @@ class Finder:
         session.listeners.append(trained.note)
         self.trained.append(trained)
 
-    def _has_targets(self, root: nn.Module) -> bool:
-        paths = {path for path, _ in root.named_modules()}
-        missing = [path for path in self._target or () if path not in paths]
-        if missing:
-            self._tell(f"{_name(root)} has no submodule {missing[0]!r} (--target): it is not planned")
-        return not missing
-
     def _refuse_unplanned_ranks(self) -> None:
         """Refuse a script that has started its other processes by itself: these run without a plan."""
         is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -317,7 +308,7 @@ class Finder:
     # ---------------------------------------------------------------- optimizers
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note an update of weights."""
+        """Note an update of weights; a dry run ends where all is measured, or can't be in a few steps."""
         self._optimizers.add(optimizer)
         self.seen.updates += 1
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -327,11 +318,8 @@ class Finder:
                 self.note_script_plans(_name(by_script))
             else:
                 self.seen.passed_by += 1
-        if self._is_dry and self.seen.updates >= DRY_STEPS:
-            self._end_dry_run()
-
-    def _end_dry_run(self) -> None:
-        """Stop the script where all that it trains was planned and measured, or can't be in a few steps."""
+        if not self._is_dry or self.seen.updates < DRY_STEPS:
+            return
         for session in self._sessions():
             session.end_step()
         is_known = bool(self.trained) and all(trained.is_measured for trained in self.trained)

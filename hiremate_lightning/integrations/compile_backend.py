@@ -80,9 +80,16 @@ def hiremate(
     """
     if mode is not None:
         raise ConfigurationError(f"The backend 'hiremate' has no modes, found mode={mode!r}. Pass options= instead.")
-    known = _check_names(options or {})
-    session, kept = _session_of(known, module)
-    return module.forward if kept.is_removed else _Graph(session, kept, module, inputs).run
+    checked = _check_names(options or {})
+    key = tuple(sorted((name, repr(value)) for name, value in checked.items()))
+    callers = compiled_by_torch.under_way()
+    equal = [(session, known) for session, known in compiled.sessions() if known.key == key]
+    # What was captured for one that was removed belongs to that one, and stays unplanned.
+    removed = [(session, known) for session, known in equal if known.is_removed and known.has(callers)]
+    alive = [(s, known) for s, known in equal if not known.is_removed and not _root_of(s).is_gone]
+    session, known = next(iter(removed + alive), None) or _begin(checked, key, module)
+    known.add(callers)
+    return module.forward if known.is_removed else _Graph(session, known, module, inputs).run
 
 
 def _check_names(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,21 +107,6 @@ def _check_names(options: Mapping[str, Any]) -> dict[str, Any]:
             f"The backend 'hiremate' has no option {names}.{hint} Valid options: {', '.join(valid)}."
         )
     return {"budget": "auto", **options}
-
-
-def _session_of(options: dict[str, Any], module: fx.GraphModule) -> tuple[Session, CompiledSession]:
-    """Find the session of all that was compiled with equal options, or begin one.
-
-    What was captured for one that was removed belongs to that one, and stays unplanned.
-    """
-    key = tuple(sorted((name, repr(value)) for name, value in options.items()))
-    callers = compiled_by_torch.under_way()
-    equal = [(session, known) for session, known in compiled.sessions() if known.key == key]
-    removed = [(session, known) for session, known in equal if known.is_removed and known.has(callers)]
-    alive = [(s, known) for s, known in equal if not known.is_removed and not _root_of(s).is_gone]
-    session, known = next(iter(removed + alive), None) or _begin(options, key, module)
-    known.add(callers)
-    return session, known
 
 
 def _begin(options: dict[str, Any], key: compiled.Key, module: fx.GraphModule) -> tuple[Session, CompiledSession]:
@@ -225,16 +217,12 @@ class _Graph:
             return self._plain(*arguments)
         if not self._trains or any(map(is_fake, arguments)):  # Dynamo asks for shapes: DDP splits what it captured
             return self._run(*arguments)
-        self._see(arguments)
-        self._session.largest.called(None, (arguments, {}), tensors_among(arguments))
-        self._session.begin_step(arguments)
-        with self._session.calling(self._name):
-            return self._run(*arguments)
-
-    def _see(self, arguments: Sequence[Any]) -> None:
-        root = _root_of(self._session)
-        tensors = [t for t in arguments if isinstance(t, torch.Tensor)]
+        root, tensors = _root_of(self._session), [t for t in arguments if isinstance(t, torch.Tensor)]
         root.see_parameters([t for t in tensors if isinstance(t, nn.Parameter) or (t.requires_grad and t.is_leaf)])
         root.see_buffers([arguments[i] for i in self._buffers])
         if tensors:
             root.see_device(tensors[0].device)
+        self._session.largest.called(None, (arguments, {}), tensors_among(arguments))
+        self._session.begin_step(arguments)
+        with self._session.calling(self._name):
+            return self._run(*arguments)

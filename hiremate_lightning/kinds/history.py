@@ -75,7 +75,7 @@ class History:
         self.margin_bytes = 0
         self._kinds: dict[GraphNumbers, StepKind] = {}  # those that were recorded last, in the order of that
         self._order = Order[StepKind]()
-        self._confusing = set[GraphNumbers]()  # the first graph of kinds of which one was taken for another
+        self._confusing = set[GraphNumbers]()  # first graphs of kinds that were mistaken for each other
         self._planned: tuple[StepKind, ...] | None = None
 
     def __getitem__(self, graphs: GraphNumbers) -> StepKind:

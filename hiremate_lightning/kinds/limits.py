@@ -77,10 +77,7 @@ class Limits:
     def stays(self, resident: Resident, peak_bytes: int, is_least: bool) -> bool:
         """Whether a plan may stay: it fits, or another one would not fit either, or takes as much in another state.
 
-        Args:
-            resident: What exists before the step.
-            peak_bytes: What the plan takes then.
-            is_least: Whether it was made in a state in which nothing fits.
+        `is_least` tells that it was made in a state in which nothing fits.
         """
         least = [least_bytes for _, least_bytes in self.least.values()] if is_least else []
         if peak_bytes <= max((self.budget_bytes, *least)):
@@ -89,13 +86,9 @@ class Limits:
         return size_bytes <= resident.size_bytes
 
     def have_risen(self, resident: Resident, peak_bytes: int) -> bool:
-        """Whether the budget is clearly more than a plan was made for, since another state was seen.
+        """Whether a state seen since has raised the budget by so much that a new plan pays.
 
         That of the state without gradients is the smallest, and the first to be planned.
-
-        Args:
-            resident: What exists before the step.
-            peak_bytes: What the plan takes then.
         """
         (budget_bytes, peak_bytes), (before_bytes, peak_before_bytes) = self._without_state(peak_bytes), self.of_plan
         risen_bytes = budget_bytes - before_bytes

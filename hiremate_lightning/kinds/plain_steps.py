@@ -199,7 +199,8 @@ class PlainSteps:
 
         Where the larger step does not fit as it is, or is to be measured, the step's own sizes are used.
         """
-        rounded = self.predict([_rounded_up(call) for call in calls], likely, room_bytes, ways)
+        larger = [replace(c, shapes=tuple(tuple(map(_next_on_grid, shape)) for shape in c.shapes)) for c in calls]
+        rounded = self.predict(larger, likely, room_bytes, ways)
         is_enough = rounded is not None and not rounded.saves_memory and not self.is_to_be_measured(rounded, room_bytes)
         return rounded if is_enough else self.predict(calls, likely, room_bytes, ways)
 
@@ -298,9 +299,7 @@ class PlainSteps:
     def _ratio(self, way: PlainWay, unmeasured: float) -> float:
         """Return the ratio of what grows with the sizes in eager PyTorch to the same in the captured graph.
 
-        Args:
-            way: How the step runs.
-            unmeasured: The ratio as long as no step was measured.
+        That is `unmeasured` as long as no step was measured.
         """
         if (way, unmeasured) not in self._ratios:
             compared = [self._compare(way, measured) for measured in self._measured.get(way, ())]
@@ -324,10 +323,6 @@ class PlainSteps:
                 excess = [(measured.added_bytes - peak) / size for peak, size in zip(peaks, growing, strict=True)]
                 return growing[0], 1 + min(excess[0], max(code.unmeasured_ratio - 1, excess[1]))
         return 0, 0.0
-
-
-def _rounded_up(call: ModuleCall) -> ModuleCall:
-    return replace(call, shapes=tuple(tuple(map(_next_on_grid, shape)) for shape in call.shapes))
 
 
 def _next_on_grid(size: int) -> int:

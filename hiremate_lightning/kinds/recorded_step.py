@@ -121,15 +121,12 @@ class RecordedStep:
         if state not in self.merged:
             if len(self.merged) == MERGED:
                 self.merged.clear()
-            self.merged[state] = self._merge()
+            calls = [call.beside(before.kept) for call in self.calls]
+            if self.waits:
+                calls = holding([call.beside_others(self.others_bytes) for call in calls], self.unfinished_bytes)
+            step = merge(calls, self.order, before.stale_bytes, before.left_bytes)
+            self.merged[state] = replace(step, graph=in_blocks(step.graph, self.calls[0].captured.device))
         return self.merged[state]
-
-    def _merge(self) -> Step:
-        before, calls = self.resident, [call.beside(self.resident.kept) for call in self.calls]
-        if self.waits:
-            calls = holding([call.beside_others(self.others_bytes) for call in calls], self.unfinished_bytes)
-        step = merge(calls, self.order, before.stale_bytes, before.left_bytes)
-        return replace(step, graph=in_blocks(step.graph, self.calls[0].captured.device))
 
     def runs_at(self, place: int, captured: Captured) -> bool:
         """Whether the code of its forward at a place is that captured, at whatever size.

@@ -1,7 +1,7 @@
 """Kinds of steps whose plan gains nothing: they are given back to eager PyTorch.
 
-Where nothing fits the budget, such a plan takes the memory of the step as the user wrote it: as soon as that is
-measured, all steps run so. Where the step fits the budget as the user wrote it, such a plan recomputes nothing. Whether
+Where nothing fits the budget, a plan may take as much memory as no plan. Once a step without it has shown that, all
+such steps run eager. Where the step fits the budget as the user wrote it, such a plan recomputes nothing. Whether
 it costs time is measured: steps run planned and plain in turns, some of each. The lower quartiles decide, once for each
 plan, since other programs on the machine only add to the time of a step. Both ways give the same numbers.
 """
@@ -41,12 +41,8 @@ def gains_nothing(kind: StepKind, plain_bytes: int, free_bytes: Callable[[], int
     """Whether a step needs no plan that was measured and timed.
 
     So it is where the plan recomputes nothing and the step fits without it. So it is too where nothing fits and the
-    plan saves no memory.
-
-    Args:
-        kind: The kind of step.
-        plain_bytes: What it adds without its plan.
-        free_bytes: Returns what the device could still hand out.
+    plan saves no memory. `plain_bytes` are what the step adds without its plan, `free_bytes` returns what the device
+    could still hand out.
     """
     plan, step = kind.own_plan, kind.recorded
     if plan.measured.step_ms is None or step.waits:
@@ -60,10 +56,7 @@ def gains_nothing(kind: StepKind, plain_bytes: int, free_bytes: Callable[[], int
 def saves_nothing(kind: StepKind, plain_bytes: int, free_bytes: Callable[[], int]) -> bool:
     """Whether nothing fits, the plan saves no memory, and the device has memory to run without it.
 
-    Args:
-        kind: The kind of step.
-        plain_bytes: What it adds without its plan.
-        free_bytes: Returns what the device could still hand out.
+    The arguments are those of `gains_nothing`.
     """
     if not kind.own_plan.saves_nothing or kind.recorded.waits:
         return False
@@ -71,11 +64,7 @@ def saves_nothing(kind: StepKind, plain_bytes: int, free_bytes: Callable[[], int
 
 
 class Releases:
-    """Times kinds of steps with and without their plans, and decides which are given back.
-
-    Args:
-        clock: Tells the seconds.
-    """
+    """Times kinds of steps with and without their plans, and decides which are given back."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock

@@ -66,7 +66,7 @@ class _AsItIs:
 
 
 class SavedAside(torch.autograd.graph.saved_tensors_hooks):
-    """Offloads the tensors that autograd saves for a backward, each storage once, but no given and no small ones.
+    """Offloads the tensors that autograd saves for a backward, each storage once; those given and small ones stay.
 
     Args:
         given: Storages that existed before, and stay.

@@ -19,11 +19,7 @@ REST = 99  # a look is followed by this many times its own duration without one
 
 
 class Between:
-    """Measures the allocations of code between the forwards and the backward of a step, on a CPU.
-
-    Args:
-        clock: Tells the seconds.
-    """
+    """Measures the allocations of code between the forwards and the backward of a step, on a CPU."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock

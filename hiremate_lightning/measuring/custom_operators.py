@@ -32,9 +32,7 @@ _KERNELS_OF_USERS = "hiremate::"  # operators that run kernels of users: their P
 def without_unsteady(captured: Captured, recomputable: Collection[str] = ()) -> Captured:
     """Return the captured code, in which custom operators that may give other numbers again run once only.
 
-    Args:
-        captured: The code.
-        recomputable: Operators with Python code that give the same numbers again, as the user says: "library::name".
+    Recomputable are operators with Python code that give the same numbers again, as the user says: "library::name".
     """
     custom = [i for i, node in enumerate(captured.fx_nodes) if captured.graph.nodes[i].is_pure and _is_custom(node)]
     by_key = {captured.graph.nodes[i].key: i for i in custom}

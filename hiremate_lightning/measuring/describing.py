@@ -61,9 +61,11 @@ class _Description:
         """
         graph, profile = run.as_run(profile)
         mark = Event.BACKWARD.of(first.index) if following is None else Event.FORWARD.of(following.index)
-        lived = self._lived(run, Event.FORWARD_DONE.of(run.index), place)
-        stay = self._lived(run, mark, place)
-        died = self._died(run, mark, place)
+        done = Event.FORWARD_DONE.of(run.index)
+        lived, stay = self._lived(run, done, place), self._lived(run, mark, place)
+        died, alive = list[Output](), set(stay)
+        if self._spans(done, mark) and mark in self._record.alive_at:  # nobody held them, and no saved value lies there
+            died = [(i, t) for i, t in lived if (i, t) not in alive and not self._record.runs[i].saves(t)]
         stages, called_at = self._stages(run, mark, lived, died)
         before = self._between(START, Event.FORWARD.of(run.index)) or Gap()
         is_alone = not died and all(i == run.index for i, _ in lived)
@@ -133,14 +135,6 @@ class _Description:
     def _lived(self, run: Run, mark: Mark, among: Collection[int]) -> list[Output]:
         """List the outputs that lived at a mark, of a run and of those before it, among the runs of some indices."""
         return [(i, t) for i, t in self._record.alive_at.get(mark, ()) if i <= run.index and i in among]
-
-    def _died(self, run: Run, following: Mark, among: Collection[int]) -> list[Output]:
-        """List the outputs whose memory was freed before a mark: nobody held them, and no saved value lies there."""
-        done = Event.FORWARD_DONE.of(run.index)
-        if self._between(done, following) is None or following not in self._record.alive_at:
-            return []
-        lived, alive = self._lived(run, done, among), set(self._lived(run, following, among))
-        return [(i, t) for i, t in lived if (i, t) not in alive and not self._record.runs[i].saves(t)]
 
     def _sizes(self, outputs: Iterable[Output]) -> dict[int, int]:
         """Return the bytes of outputs that live at the same time, by storage."""

@@ -66,7 +66,7 @@ class Existing:
 
 
 class StepRecord:
-    """A step under way.
+    """What is measured in one step: its runs, and memory from mark to mark.
 
     The host's allocator reports the size of a release only if the allocation was watched, too. A step frees the
     gradients of the one before. So the peak of a step is measured only where the step before was measured.
@@ -189,13 +189,7 @@ class StepRecord:
         return all(span.peak_bytes == span.start_bytes for span in before)
 
     def watch_left(self, before: StepRecord, left_bytes: int, is_stale: bool) -> None:
-        """Mark when the outputs that the step before has left are released.
-
-        Args:
-            before: The record of that step.
-            left_bytes: Bytes of these outputs.
-            is_stale: Whether they count as stale.
-        """
+        """Mark when the outputs that the step before has left, of so many bytes, are released."""
         self._watched = left_bytes, is_stale
         living = ((run, tensor) for run in before.runs for tensor in run.living)
         before._left = {Mark(Event.RELEASED, r.index, t) for r, t in living if r.graph.tensors[t].shape}
@@ -269,7 +263,10 @@ class StepRecord:
         run.accumulated_bytes = sum(leaves[position].nbytes for position in existing(leaves).keys() - added)
         run.missing = missing_gradients(tangents)
         run.is_retained = retains or run.is_retained
-        run.tangent_bytes = _storage_bytes(tangents)
+        seen = set[int]()  # each storage counts once
+        run.tangent_bytes = tuple(
+            storage_bytes([t], t.device, seen) if isinstance(t, torch.Tensor) else 0 for t in tangents
+        )
         run.tangent_strides = tuple(tuple(t.stride()) if tensor_state.is_dense(t) else None for t in tangents)
         run.made_outside = {storage: made for storage, made in run.made_outside.items() if made[0]()}
         watched = ((position, t) for position, t in enumerate(tangents) if tensor_state.is_dense(t))
@@ -391,12 +388,6 @@ class StepRecord:
         """
         leaves = [leaf() for run in self.runs if run.living for leaf in run.trained]
         return [tensor for leaf in leaves if leaf is not None for tensor in (leaf, leaf.grad) if tensor is not None]
-
-
-def _storage_bytes(values: Sequence[Any]) -> tuple[int, ...]:
-    """Return the bytes of each tensor's storage, as its allocator rounds them; 0 for one that was seen before."""
-    seen = set[int]()
-    return tuple(storage_bytes([v], v.device, seen) if isinstance(v, torch.Tensor) else 0 for v in values)
 
 
 def _passed_on(part: Part, arguments: Sequence[Any], lent: Collection[int]) -> tuple[int, ...]:

@@ -34,10 +34,7 @@ def allocated_bytes(size_bytes: int, device: torch.device) -> int:
 def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device, seen: set[int] | None = None) -> int:
     """Add up the storages of tensors as a device's allocator rounds them, each once.
 
-    Args:
-        tensors: The tensors.
-        device: The device.
-        seen: Storages that were counted before, and are not counted again; the tensors' storages are added.
+    Storages seen before are not counted again; the tensors' storages are added to them.
     """
     seen = set() if seen is None else seen
     sizes = tensor_state.storage_sizes(tensors)

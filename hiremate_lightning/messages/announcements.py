@@ -222,8 +222,8 @@ class Announcements:
     def held(self, budget: Budget, steps: int) -> None:
         """Warn that nothing fits the budget, and that at most so many steps run before an error says what would."""
         self.say_over(
-            f"The budget {budget} is too small: steps run at the least memory until all that may need "
-            f"more was seen, at most {steps}. Then an error says which budget is enough."
+            f"The budget {budget} is too small. Up to {steps} steps run at the least memory, to see what all of them "
+            "need; then an error names the budget that is enough."
         )
 
     def first_step(self, peak_bytes: int, excess_bytes: int) -> None:

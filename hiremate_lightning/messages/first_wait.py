@@ -43,7 +43,9 @@ class FirstWait:
         before = self._read()
         if before is not None:
             return before
-        slower = min(max(0.5, _loop_ms() / thresholds.current.usual_loop_ms), MOST_SLOWER)
+        # A short loop of Python, the fastest of some: another process may take the core for a moment.
+        loops_s = timeit.repeat("for number in range(50_000): number * number % 7", number=1, repeat=5)
+        slower = min(max(0.5, 1000 * min(loops_s) / thresholds.current.usual_loop_ms), MOST_SLOWER)
         return slower * (BASE_S + MODULE_S * modules + OPERATION_S * operations)
 
     def took(self, planning: PlanningTime) -> None:
@@ -72,8 +74,3 @@ class FirstWait:
 def modules_without_parts(root: nn.Module) -> int:
     """Count the modules that have no modules in them."""
     return sum(next(module.children(), None) is None for module in root.modules())
-
-
-def _loop_ms() -> float:
-    """Time a short loop of Python: the fastest of some, since another process may take the core for a moment."""
-    return 1000 * min(timeit.repeat("for number in range(50_000): number * number % 7", number=1, repeat=5))

@@ -89,15 +89,7 @@ class _Item:
 
 
 def group(graph: Graph, max_nodes: int) -> list[tuple[int, ...]]:
-    """Group the forward of a step.
-
-    Args:
-        graph: The step.
-        max_nodes: M_l, the most nodes of a group that allocate.
-
-    Returns:
-        Groups of forward nodes, each after those that it reads.
-    """
+    """Return groups of forward nodes, each after those that it reads, of at most `max_nodes` (M_l) that allocate."""
     items = _single_nodes(graph)
     groups = _Contraction(graph, items, max_nodes).run()
     return [tuple(sorted(node for part in g.parts for node in items[part].parts)) for g in groups]

@@ -339,7 +339,7 @@ def planning_words(numbers: Numbers) -> str:
 
 
 def describe_peak(name: str, plan: Plan | None) -> str:
-    """Describe the planned and the measured peak of a model in words; None where there is no plan yet."""
+    """Describe the planned and the measured peak of a model; before a plan, that it ran at the least memory."""
     if plan is None:
         return f"{name} ran at the least memory found, before there was a plan."
     text = (

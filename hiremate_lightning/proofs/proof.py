@@ -93,7 +93,7 @@ class Proof:
         self._run, self.forward, self.backward = run, Verdict.REFUSED, Verdict.REFUSED
 
     def next_without(self) -> frozenset[int] | None:
-        """Return the gradients that were missing in a backward that ran unproved; None where all are proved."""
+        """Choose the missing gradients to prove next, None for none; sets that can't be proved are noted as tried."""
         if self.part is None or self.part.ran_without <= self.tried_without:
             return None
         unproved = self.part.ran_without - self.tried_without

@@ -52,16 +52,12 @@ class Watching(TorchDispatchMode):
                 self._tell(tensor)
         result = operator(*args, **kwargs)
         if getattr(operator, "overloadpacket", None) in _UNWRITTEN and tensor_state.is_dense(result):
-            self._fill(result)
+            self.has_filled |= result.numel() > 0
+            if result.dtype is torch.bool:
+                result.fill_(bool(self._byte))
+            elif type(result) is torch.Tensor and not result.is_quantized:
+                tensor_state.memory_of(result).fill_(self._byte)
         return result
-
-    def _fill(self, tensor: torch.Tensor) -> None:
-        self.has_filled |= tensor.numel() > 0
-        is_plain = type(tensor) is torch.Tensor and tensor.dtype is not torch.bool
-        if is_plain and not tensor.is_quantized:
-            tensor_state.memory_of(tensor).fill_(self._byte)
-        elif tensor.dtype is torch.bool:
-            tensor.fill_(bool(self._byte))
 
 
 class Restoring:

@@ -91,12 +91,9 @@ class Away:
 
 
 def idle_storages(graph: Graph, schedule: Schedule, pinned: Collection[int] = ()) -> tuple[Idle, ...]:
-    """List the storages that may go away in a schedule, in order of their last use in the forward.
+    """List the storages that may go away in a schedule in which nothing is, in order of their last forward use.
 
-    Args:
-        graph: The step.
-        schedule: A valid schedule of it, in which nothing is away.
-        pinned: Storages that must stay for other reasons.
+    Pinned are storages that must stay for other reasons.
     """
     forward, backward = _runs(schedule.forward), _runs(schedule.backward)
     first = dict[int | None, int]()
@@ -224,11 +221,9 @@ def storages_in(step: Step, by_call: Sequence[Iterable[int]]) -> frozenset[int]:
 
 
 def may_lie_aside(graph: Graph, storages: int) -> frozenset[int]:
-    """Return the storages that autograd saves of a step and nobody else holds until the backward.
+    """Return the storages that autograd saves and that nobody else holds before the backward: they can be offloaded.
 
-    Args:
-        graph: The step.
-        storages: The number of its first storages that captured code holds.
+    `storages` is how many of its first storages captured code holds.
     """
     stay = {graph.tensors[t].storage for t in (*graph.outputs, *graph.held, *graph.retained, *graph.gradients)}
     made = {storage for index in graph.forward for storage in graph.allocates[index]}

@@ -72,7 +72,12 @@ class GraphTemplate:
         counts = _counts(self._base, elements)
 
         def number(index: int, values: Values) -> int:
-            return measured[values] if values in measured else _bound(values, self._counts[index], counts[index])
+            if values in measured:
+                return measured[values]
+            # Without an expression it grows no faster than its largest ratio to the elements read and made.
+            before, most = self._counts[index], max(values)
+            ratio = max(value / max(1, count) for value, count in zip(values, before, strict=True))
+            return most if counts[index] <= max(before) else max(most, math.ceil(ratio * counts[index]))
 
         suffix = f" at {sizes}"
         for index, (make, flops, plain_bytes) in self._nodes.items():
@@ -170,20 +175,16 @@ class GraphTemplate:
 
     def _find_nodes(self, graphs: Sequence[Graph]) -> dict[int, GrowingNode]:
         """Find for each operation that grows its arithmetic, and the bytes that plain PyTorch needs for it."""
-        growing = {}
+        growing: dict[int, GrowingNode] = {}
         for index, nodes in enumerate(zip(*(graph.nodes for graph in graphs), strict=True)):
             if len({(node.key, node.flops, node.plain_bytes) for node in nodes}) > 1:
                 flops = tuple(node.flops for node in nodes)
                 plain_bytes = tuple(node.plain_bytes for node in nodes)
-                growing[index] = _made_like(nodes[0]), flops, plain_bytes
+                same = {f.name: getattr(nodes[0], f.name) for f in fields(nodes[0]) if f.name not in GROWING}
+                growing[index] = partial(Node, **same), flops, plain_bytes  # several times as fast as `replace`
                 self._measure(flops)
                 self._measure(plain_bytes)
         return growing
-
-
-def _made_like(node: Node) -> Callable[..., Node]:
-    """Return a function that makes such nodes with other growing fields, several times as fast as `replace`."""
-    return partial(Node, **{f.name: getattr(node, f.name) for f in fields(node) if f.name not in GROWING})
 
 
 def _structure(node: Node) -> tuple[object, ...]:
@@ -206,13 +207,3 @@ def _line(works: Sequence[int], times: Sequence[float]) -> Line:
     for work, time_ms in zip(works, times, strict=True):
         longest[work] = max(longest.get(work, 0.0), time_ms)
     return Line(*zip(*sorted(longest.items()), strict=True))
-
-
-def _bound(values: Sequence[int], counts: Sequence[int], count: int) -> int:
-    """Bound a number from above that has no expression: it grows no faster than its largest ratio to the elements.
-
-    The counts are of elements that the operation reads and makes in each sample, and now.
-    """
-    most = max(values)
-    ratio = max(value / max(1, elements) for value, elements in zip(values, counts, strict=True))
-    return most if count <= max(counts) else max(most, math.ceil(ratio * count))

@@ -128,7 +128,10 @@ class Resizing:
 
     def at(self, sizes: Sizes) -> Bytes:
         """Bound the bytes at some sizes, given in the order of those of the samples."""
-        ranges = self._ranges(sizes)
+        new_sizes: dict[Sizes, list[int]] = {}  # by those of the samples: what was equal in all may differ now
+        for column, size in zip(zip(*(s.sizes for s in self._samples), strict=True), sizes, strict=True):
+            new_sizes.setdefault(column, []).append(size)
+        ranges = {column: Bounds(min(now), max(now)) for column, now in new_sizes.items()}
         bounds = (self._factor(dims, ranges) for dims in self._dims)
         factors = np.array([(factor.low, factor.high) for factor in bounds])
         # Measured bytes do not shrink, and grow with a power of the sizes at most.
@@ -146,13 +149,6 @@ class Resizing:
             if all(map(operator.ge, sizes, sample.sizes)):
                 low, least = np.maximum(low, own), np.maximum(least, workspaces)
         return Bytes(np.ceil(low), np.ceil(high), least, most)
-
-    def _ranges(self, sizes: Sizes) -> dict[Sizes, Bounds]:
-        """Bound the new values of each size of the samples: sizes that were equal in all samples may differ now."""
-        new_sizes: dict[Sizes, list[int]] = {}
-        for column, size in zip(zip(*(s.sizes for s in self._samples), strict=True), sizes, strict=True):
-            new_sizes.setdefault(column, []).append(size)
-        return {column: Bounds(min(now), max(now)) for column, now in new_sizes.items()}
 
     # ---------------------------------------------------------------- dimensions
 

@@ -210,7 +210,10 @@ class _Memory:
             self.host_bytes += self.graph.sizes[storage]
             self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
         elif isinstance(operation, WaitOut):
-            self._leave(block)
+            if self.tensors_on[block] != len(self._tensors_on(block)):
+                raise ScheduleError(f"{self._name(storage)!r} can't go away: it is held to the end of the step")
+            self.not_there.add(block)
+            self._give_back(block)
         elif isinstance(operation, CopyIn):
             block = self._move(block)
         else:
@@ -219,14 +222,6 @@ class _Memory:
             del self.copied[storage]
             return
         self.copied[storage] = block, type(operation)
-
-    def _leave(self, block: int) -> None:
-        """Free a block whose tensors are on the host."""
-        if self.tensors_on[block] != len(self._tensors_on(block)):
-            name = self._name(self.storage_of_block[block])
-            raise ScheduleError(f"{name!r} can't go away: it is held to the end of the step")
-        self.not_there.add(block)
-        self._give_back(block)
 
     def _move(self, block: int) -> int:
         """Put the tensors of a block that is away on a new one, which is not there yet."""
@@ -284,7 +279,11 @@ def allocations(
     """
     simulation, memory, events = _run(graph, _without_costs(graph), schedule)
     nodes, turn = [moment.node for moment in simulation.timeline], simulation.turn
-    uses = _moments_of(graph, nodes, aside)
+    uses: dict[int, list[int]] = {storage: [] for storage in aside}  # moments at which they are read or written
+    for moment, index in enumerate(nodes):
+        touched = (*graph.nodes[index].inputs, *graph.nodes[index].outputs)
+        for storage in uses.keys() & {graph.tensors[t].storage for t in touched}:
+            uses[storage].append(moment)
     first, last = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)  # storages, by moment
     for storage, start, end in _blocks(memory, events):
         first[start].append(storage)
@@ -300,17 +299,6 @@ def allocations(
         signs += [1] * len(first[moment]) + [-1] * len(last[moment])
         before.append(len(storages) - len(last[moment]))
     return Allocations(*(np.array(values, dtype=np.int64) for values in (storages, signs, nodes, before)))
-
-
-def _moments_of(graph: Graph, nodes: Sequence[int], storages: Collection[int]) -> dict[int, list[int]]:
-    """List the moments at which some storages are read or written."""
-    moments: dict[int, list[int]] = {storage: [] for storage in storages}
-    for moment, index in enumerate(nodes):
-        node = graph.nodes[index]
-        for storage in {graph.tensors[t].storage for t in (*node.inputs, *node.outputs)}:
-            if storage is not None and storage in moments:
-                moments[storage].append(moment)
-    return moments
 
 
 def blocks(graph: Graph, schedule: Schedule) -> list[tuple[int, int, int]]:

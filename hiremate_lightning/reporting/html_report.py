@@ -90,7 +90,7 @@ class _Page:
         if any(row.shares for row in self.rows):
             modules += "; where they are planned differently, each has its own bar"
         parts = [
-            f"<header><h1>{title}</h1>{self._verdict()}{self._cards()}</header>",
+            f"<header><h1>{title}</h1>{self._summary()}</header>",
             _section("Memory over the step", self._timeline(), " ".join(advice_lines(self.plan))),
             _section("Predicted and measured", self._comparison()),
             _section("What each module keeps", self._modules(), f"{modules}."),
@@ -145,31 +145,26 @@ class _Page:
 
     # ------------------------------------------------------------ words and tables
 
-    def _verdict(self) -> str:
-        """Describe in one sentence what the plan does; below it batch, device, versions and date."""
+    def _summary(self) -> str:
+        """Describe in one sentence what the plan does; below it batch, device, versions and date, and its numbers."""
         words = verdict(self.numbers)
         batch = f"batch {self.numbers['batch']}" if self.numbers["batch"] else ""
         made = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"
         facts = (batch, self._device, f"hiremate-lightning {package_version()}", f"Python {python_version()}", made)
         is_over = "MORE than its budget" in words
-        return (
-            f'<p id="verdict"{" class=over" * is_over}>{escape(words)}</p>'
-            f'<p id="facts">{escape(BETWEEN.join(filter(None, facts)))}</p>'
-        )
+        parts = [f'<p id="verdict"{" class=over" * is_over}>{escape(words)}</p>']
+        parts.append(f'<p id="facts">{escape(BETWEEN.join(filter(None, facts)))}</p>')
+        for name, value in summary_rows(self.plan.to_dict())[1:]:
+            if name != "rounding":
+                is_over = name == "peak" and "OVER" in value
+                body = escape(value).replace("-&gt;", "\u2192")
+                parts.append(f'<div class="card"><span>{name}</span><p{" class=over" * is_over}>{body}</p></div>')
+        return "".join(parts)
 
     @property
     def _device(self) -> str:
         device = self.plan.profile.device
         return "estimated from operation counts" if device == "estimate" else device
-
-    def _cards(self) -> str:
-        cards = []
-        for name, value in summary_rows(self.plan.to_dict())[1:]:
-            if name != "rounding":
-                is_over = name == "peak" and "OVER" in value
-                body = escape(value).replace("-&gt;", "\u2192")
-                cards.append(f'<div class="card"><span>{name}</span><p{" class=over" * is_over}>{body}</p></div>')
-        return "".join(cards)
 
     def _comparison(self) -> str:
         plan, measured = self.plan, self.plan.measured

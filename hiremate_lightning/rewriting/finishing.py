@@ -125,11 +125,8 @@ class _FinishSearch:
         if reader in self.outputs and any(_only_looks(step) for step in before):
             return False  # the caller would get a view, which may not be changed in place as freely
         others = [a for a in reader.all_input_nodes if a is not value]
-        return all(self._is_there(other, first) and other not in self.overwritten for other in others)
-
-    def _is_there(self, value: fx.Node, first: fx.Node) -> bool:
-        maker = operation_of(value)
-        return maker.op in ("placeholder", "get_attr") or self.position[maker] < self.position[first]
+        makers = (maker for maker in map(operation_of, others) if maker.op not in ("placeholder", "get_attr"))
+        return self.overwritten.isdisjoint(others) and all(self.position[m] < self.position[first] for m in makers)
 
 
 def _only_looks(node: fx.Node) -> bool:

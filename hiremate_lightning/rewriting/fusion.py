@@ -123,7 +123,10 @@ class _Fuser:
         everything = [n for n in computations(joint) if n not in forward_set]
         self.backward = [n for n in sink(everything, tangents) if n not in self.transparent]
         self.is_forward = set(self.forward)
-        self.tangents_of = _tangents_of(joint.graph, tangents)
+        self.tangents_of = {tangent: frozenset([tangent]) for tangent in tangents}  # on which each value depends
+        for node in joint.graph.nodes:
+            if node not in self.tangents_of:
+                self.tangents_of[node] = frozenset().union(*(self.tangents_of[a] for a in node.all_input_nodes))
         self.fusible = {n for n in operations if self._is_fusible(n)}
         self.group_of: dict[fx.Node, _Group] = {}
         self.derived: set[fx.Node] = set()  # internal values that backward operations compute for themselves
@@ -205,23 +208,17 @@ class _Fuser:
 
     def _place_forward(self, node: fx.Node) -> None:
         """Put an operation into the group of all that reads it, or begin a group with it."""
-        group = self._absorbing(node)
-        if group is None:
+        readers = {c for c in self.consumers(node) if c in self.is_forward or c.op == "output"}
+        groups = {self.group_of.get(c) for c in readers}
+        group = groups.pop() if len(groups) == 1 else None
+        can_join = group is not None and len(group.members) < MOST_MEMBERS and self._may_wait(node, group)
+        if group is None or not can_join or not all(self._can_be_internal(node, value) for value in values_of(node)):
             self.group_of[node] = _Group([node])
             return
         group.members.insert(0, node)
         self.group_of[node] = group
         if _is_elementwise(node) and self._is_wanted(node):
             self.derived.add(node)
-
-    def _absorbing(self, node: fx.Node) -> _Group | None:
-        """Find the group that a forward operation can be inside of."""
-        readers = {c for c in self.consumers(node) if c in self.is_forward or c.op == "output"}
-        groups = {self.group_of.get(c) for c in readers}
-        group = groups.pop() if len(groups) == 1 else None
-        if group is None or len(group.members) >= MOST_MEMBERS or not self._may_wait(node, group):
-            return None
-        return group if all(self._can_be_internal(node, value) for value in values_of(node)) else None
 
     def _can_be_internal(self, node: fx.Node, value: fx.Node) -> bool:
         """Whether a value can vanish into a group, or come out beside its result at little cost."""
@@ -316,7 +313,10 @@ class _Writer:
     def _write_group(self, group: _Group) -> None:
         group.is_written = True
         body = _Body(self.fuser, group)
-        results = [v for member in group.members for v in values_of(member) if self._is_read_outside(v, group)]
+        derived, group_of, readers = self.fuser.derived, self.fuser.group_of, self.fuser.consumers
+        inner = [v for member in group.members for v in values_of(member) if v not in derived]
+        # Others read a result, or need it for what they derive.
+        results = [v for v in inner if any(c in derived or group_of.get(c) is not group for c in readers(v))]
         module = body.write(results)
         shown = [v.meta["val"] for v in results]
         kernel = self.fuser.kernels.get(module, shown)
@@ -329,14 +329,6 @@ class _Writer:
             else:
                 part = self.values[value] = self.graph.call_function(operator.getitem, (node, position))
                 part.meta = {**node.meta, "val": shown[position]}
-
-    def _is_read_outside(self, value: fx.Node, group: _Group) -> bool:
-        """Whether what a group computes is a result of it: read by other operations, or for what these derive."""
-        derived = self.fuser.derived
-        if value in derived:
-            return False
-        readers = self.fuser.consumers(value)
-        return any(c in derived or self.fuser.group_of.get(c) is not group for c in readers)
 
 
 class _Body:
@@ -361,16 +353,13 @@ class _Body:
         return fx.GraphModule(torch.nn.Module(), self.graph)
 
     def _value(self, node: fx.Node) -> fx.Node:
-        if node not in self.values:
-            is_inside = self._is_inside(node)
-            self.values[node] = self.graph.node_copy(node, self._value) if is_inside else self._read(node)
+        if node not in self.values and self._is_inside(node):
+            self.values[node] = self.graph.node_copy(node, self._value)
+        elif node not in self.values:
+            self.values[node] = self.graph.placeholder(f"input_{len(self.inputs)}")
+            self.values[node].meta = {"val": node.meta["val"]}
+            self.inputs.append(node)
         return self.values[node]
-
-    def _read(self, node: fx.Node) -> fx.Node:
-        placeholder = self.graph.placeholder(f"input_{len(self.inputs)}")
-        placeholder.meta = {"val": node.meta["val"]}
-        self.inputs.append(node)
-        return placeholder
 
     def _is_inside(self, node: fx.Node) -> bool:
         """Whether a value is computed here: by a member, derived, or a view or a cast of such."""
@@ -379,15 +368,6 @@ class _Body:
                 return True
             node = source_of(node)
         return node in self.members or node in self.fuser.derived
-
-
-def _tangents_of(graph: fx.Graph, tangents: Sequence[fx.Node]) -> dict[fx.Node, frozenset[fx.Node]]:
-    """Find on which incoming gradients each value depends."""
-    tangents_of = {tangent: frozenset([tangent]) for tangent in tangents}
-    for node in graph.nodes:
-        if node not in tangents_of:
-            tangents_of[node] = frozenset().union(*(tangents_of[a] for a in node.all_input_nodes))
-    return tangents_of
 
 
 def _is_elementwise(node: fx.Node) -> bool:

@@ -131,7 +131,10 @@ class _Search:
     ) -> None:
         self.graph, self.fx_nodes, self.fx_values = graph, fx_nodes, fx_values
         self.tensor_of = {value: index for index, value in enumerate(fx_values)}
-        self.last = _last_reads(graph)
+        # For each storage, the last position of the backward that reads it; one past the end for what is returned.
+        self.last = {graph.tensors[t].storage: at for at, n in enumerate(graph.backward) for t in graph.nodes[n].inputs}
+        kept = (*graph.gradients, *graph.outputs, *graph.held)
+        self.last |= {graph.tensors[t].storage: len(graph.backward) for t in kept}
         self.barred = _seen_by_others(graph, fx_nodes) | set(spared) | set(absent)
         self.absent = absent
         self.unsettled = _unsettled(graph, fx_nodes)
@@ -144,26 +147,21 @@ class _Search:
     def run(self) -> tuple[Graph, dict[fx.Node, int]]:
         nodes, overwrites = list(self.graph.nodes), dict[fx.Node, int]()
         for position, index in enumerate(self.graph.backward):
-            if not self._may_overwrite(index):
+            node, made, fx_node = self.graph.nodes[index], self.graph.allocates[index], self.fx_nodes[index]
+            if not len(node.outputs) == len(made) == 1 or made[0] in self.absent or may_lie_otherwise(fx_node):
                 continue
-            candidates = ((place, self.tensor_of[a]) for place, a in candidates_of(self.fx_nodes[index]))
+            if not self.unsettled.isdisjoint(node.inputs[:1] if _is_into_first(fx_node.target) else node.inputs):
+                continue
+            candidates = ((place, self.tensor_of[a]) for place, a in candidates_of(fx_node))
             safe = [(place, dying) for place, dying in candidates if self._is_safe(position, index, dying)]
             if safe:
-                overwrites[self.fx_nodes[index]], dying = safe[0]
+                overwrites[fx_node], dying = safe[0]
                 self._take(index, dying)
-                nodes[index] = replace(nodes[index], is_mutating=True)
+                nodes[index] = replace(node, is_mutating=True)
         tensors = tuple(replace(t, storage=self.taken.get(t.storage, t.storage)) for t in self.graph.tensors)
         sizes = (0 if i in self.taken else storage.size_bytes for i, storage in enumerate(self.graph.storages))
         storages = tuple(replace(s, size_bytes=size) for s, size in zip(self.graph.storages, sizes, strict=True))
         return replace(self.graph, nodes=tuple(nodes), tensors=tensors, storages=storages), overwrites
-
-    def _may_overwrite(self, index: int) -> bool:
-        node, made, fx_node = self.graph.nodes[index], self.graph.allocates[index], self.fx_nodes[index]
-        if not len(node.outputs) == len(made) == 1 or made[0] in self.absent or may_lie_otherwise(fx_node):
-            return False
-        if _is_into_first(fx_node.target):
-            return node.inputs[0] not in self.unsettled
-        return self.unsettled.isdisjoint(node.inputs)
 
     def _block(self, tensor: int) -> int | None:
         storage = self.graph.tensors[tensor].storage
@@ -235,13 +233,6 @@ def find_takes(
     return takes
 
 
-def _last_reads(graph: Graph) -> dict[int | None, int]:
-    """For each storage, the last position of the backward that reads it; one past the end for what is returned."""
-    last = {graph.tensors[t].storage: at for at, n in enumerate(graph.backward) for t in graph.nodes[n].inputs}
-    kept = (*graph.gradients, *graph.outputs, *graph.held)
-    return last | {graph.tensors[t].storage: len(graph.backward) for t in kept}
-
-
 def _seen_by_others(graph: Graph, fx_nodes: Sequence[fx.Node]) -> set[int | None]:
     """List the storages read or made by what may keep them, or hand on its input as its result: unlike PyTorch's own.
 
@@ -284,27 +275,22 @@ def candidates_of(node: fx.Node) -> list[tuple[int, fx.Node]]:
     is_first, target = _is_into_first(node.target), node.target
     if not (is_first or target in _INTO or operation_named(target).into is Into.BY_ROWS):
         return []
-    values = [a.meta.get("val") for a in node.all_input_nodes]
+    values: list[Any] = [a.meta.get("val") for a in node.all_input_nodes]
     is_usual = all(v.layout is torch.strided if isinstance(v, torch.Tensor) else v is not None for v in values)
     if not is_usual or any(isinstance(value, fx.Node) for value in node.kwargs.values()):
         return []
     result = node.meta["val"]
     if node.target in _INTO_FIRST_BY_ROWS and not result.is_contiguous():
         return []
-    if isinstance(result, torch.Tensor) and result.dtype.is_complex and not _rounds_alike(node, values):
-        return []
+    if isinstance(result, torch.Tensor) and result.dtype.is_complex:
+        lie_alike = target is not aten.mul.Tensor or len({(v.shape, v.stride()) for v in values if v.dim()}) == 1
+        if target in _COMPLEX_PRODUCTS or not lie_alike:
+            return []
     arguments = [(i, a) for i, a in enumerate(node.args) if isinstance(a, fx.Node)]
     if is_first and node.args[0] in tensor_state.leaves(node.args[1:]):
         return []  # what is put there is read from there
     taken = arguments[:1] if is_first else arguments
     return [(i, a) for i, a in taken if _look_alike(a.meta["val"], result)]
-
-
-def _rounds_alike(node: fx.Node, values: Sequence[Any]) -> bool:
-    """Whether an operation on complex numbers gives the same where it writes over one of them."""
-    if node.target is aten.mul.Tensor:
-        return len({(v.shape, v.stride()) for v in values if v.dim()}) == 1
-    return node.target not in _COMPLEX_PRODUCTS
 
 
 def _look_alike(dying: Any, result: Any) -> bool:

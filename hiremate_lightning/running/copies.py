@@ -50,19 +50,14 @@ class HostMemory:
         whole_bytes = round_block(size_bytes) if is_pinned else size_bytes
         idle = self._idle[whole_bytes, is_pinned]
         if not idle:
-            self._make_room(whole_bytes)
+            if self.most_bytes is not None and self.size_bytes + whole_bytes > self.most_bytes:
+                for unused in self._idle.values():
+                    self.size_bytes -= sum(block.memory.nbytes for block in unused)
+                    unused.clear()
+                runtime.empty_host_cache()
             idle.append(Block(_allocate(whole_bytes, is_pinned), is_pinned))
             self.size_bytes += whole_bytes
         return idle.pop()
-
-    def _make_room(self, size_bytes: int) -> None:
-        """Free the blocks in which no value lies."""
-        if self.most_bytes is None or self.size_bytes + size_bytes <= self.most_bytes:
-            return
-        for idle in self._idle.values():
-            self.size_bytes -= sum(block.memory.nbytes for block in idle)
-            idle.clear()
-        runtime.empty_host_cache()
 
     def give(self, block: Block) -> None:
         """Take a block back, the last copy from which may still run."""

@@ -83,7 +83,6 @@ class Part:
     knows the model; a backward that outlives both still runs.
 
     Attributes:
-        captured: The captured graph.
         own: Positions of outputs that are returned as tensors of their own, where the graph may give views.
         trial: The program that runs in place of the one that the conductor chooses, and without it: to see what it
             gives. None where the part runs as a part of a step.

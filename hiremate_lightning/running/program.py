@@ -64,7 +64,6 @@ class Program:
     """A schedule, ready to run on a captured graph.
 
     Attributes:
-        schedule: The schedule.
         forward: Takes the inputs in a list, returns outputs followed by saved values.
         backward: Takes saved values followed by tangents in a list, returns gradients.
         forward_module: FX module of the forward.

@@ -57,7 +57,10 @@ class ProgramTemplate:
                 raise NoTemplateError(f"The code at the sizes {size} is not that at the sizes {sizes[0]}: {why}")
         self._sizes, self._proved = tuple(sizes), list[Sizes]()
         self._proved_without = set[frozenset[int]]()
-        self._programs = [_program_for_all_sizes(captured, decisions) for captured in samples]
+        self._programs = list[Program]()
+        for captured in samples:  # small values are treated as large ones
+            finishes = {node: replace(finish, at_all_sizes=True) for node, finish in captured.finishes.items()}
+            self._programs.append(build(replace(captured, finishes=finishes), lower(captured.graph, decisions)))
         first = self._programs[0]
         self.schedule: Schedule = first.schedule
         if any((p.schedule, p.saved, p.unread) != (first.schedule, first.saved, first.unread) for p in self._programs):
@@ -152,12 +155,6 @@ def is_proved_by_another(captured: Captured) -> bool:
     return any(template is not None and template.is_proved_at(captured.sizes) for template in programs)
 
 
-def _program_for_all_sizes(captured: Captured, decisions: Decisions) -> Program:
-    """Build a program that treats small values as it treats large ones."""
-    finishes = {node: replace(finish, at_all_sizes=True) for node, finish in captured.finishes.items()}
-    return build(replace(captured, finishes=finishes), lower(captured.graph, decisions))
-
-
 class _WithPlaces(Writer):
     """Writes the source of a graph with a place for each whole number."""
 
@@ -175,14 +172,19 @@ class _Template:
     """One source for the code of the same graph at several sizes."""
 
     def __init__(self, modules: Sequence[fx.GraphModule], sizes: Sequence[Sizes]) -> None:
-        sources = [_WithPlaces(module) for module in modules]
-        for other in sources[1:]:
-            _check_alike(sources[0], other)
+        first, *others = sources = [_WithPlaces(module) for module in modules]
+        for other in others:  # the numbers in their places are all that may differ
+            if first.lines != other.lines:
+                raise NoTemplateError("The same code runs other operations at other sizes")
+            for name, value in first.known.items():
+                known = other.known[name]
+                if not _are_equal(value, known):
+                    raise NoTemplateError(f"The same code names {value!r} at one size and {known!r} at another")
         self._names = [f"s{dimension}" for dimension in range(len(sizes[0]))]
         texts = self._texts(sources, sizes)
         head = [f"{', '.join(self._names)}, = sizes"]
-        lines = [*head, *(_filled(line, texts) for line in sources[0].lines)]
-        self._run = compile_lines(lines, dict(sources[0].known), "arguments, sizes")
+        lines = [*head, *(_filled(line, texts) for line in first.lines)]
+        self._run = compile_lines(lines, dict(first.known), "arguments, sizes")
 
     def _texts(self, sources: Sequence[_WithPlaces], sizes: Sequence[Sizes]) -> list[str]:
         """Return the text for each place."""
@@ -205,16 +207,6 @@ class _Template:
 def _filled(line: str, texts: Sequence[str]) -> str:
     pieces = line.split(_PLACE)
     return "".join(texts[int(piece)] if index % 2 else piece for index, piece in enumerate(pieces))
-
-
-def _check_alike(one: _WithPlaces, other: _WithPlaces) -> None:
-    """Make sure that two sources differ in no more than the numbers in their places."""
-    pairs = zip(one.lines, other.lines, strict=False)
-    if len(one.lines) != len(other.lines) or any(a != b for a, b in pairs):
-        raise NoTemplateError("The same code runs other operations at other sizes")
-    for name, value in one.known.items():
-        if not _are_equal(value, other.known[name]):
-            raise NoTemplateError(f"The same code names {value!r} at one size and {other.known[name]!r} at another")
 
 
 def _are_equal(value: Any, other: Any) -> bool:

@@ -102,8 +102,8 @@ class CurrentStep:
         resident: What existed when it began, None where that was not counted.
         way: How it runs.
         expected: The kind by whose plan it begins, None for none.
-        is_unknown: Whether it is likely of a kind without a plan, which runs more than that one: all of it runs at the
-            least memory.
+        is_unknown: Whether it is likely of a kind without a plan that runs more than the expected one: then all of it
+            runs at the least memory.
         look: What is watched in it, None where that was not asked.
         timing: How its whole time is taken, None where it is not.
         record: What is measured in it, None for nothing.

@@ -51,7 +51,7 @@ class GraphPrograms:
 
     Args:
         model: The planned model.
-        maker: Knows the budget.
+        maker: Tells budgets, and solves steps without a plan.
 
     Attributes:
         maker: Knows the budget.
@@ -253,21 +253,18 @@ class GraphPrograms:
         """Return the bytes of a room to leave free, since steps of the same code took more than was predicted."""
         kinds = step.comparison.alike
         margin_bytes = max(self.history.margin_bytes, *(kind.recorded.margin_bytes for kind in kinds))
-        excess = max(map(_excess_of, kinds)) if is_made else 0.0
+        excess = 0.0  # measured beyond what was predicted, over that
+        for plan in (kind.own_plan for kind in kinds if is_made):
+            excess_bytes = (plan.measured.peak_bytes or 0) - plan.planned_peak_bytes
+            excess = max(excess, excess_bytes / max(1, plan.planned.peak_bytes))
         return max(margin_bytes, int(room_bytes * excess / (1 + excess)))
 
     def _choose_among(
         self, step: CurrentStep, sized: SizedStep, room: Room, before: Sequence[Decisions], is_made: bool
     ) -> Chosen | None:
-        """Choose among all decisions for the code of a step, some of whose calls have run already.
+        """Choose among all decisions for the code of a step, some of whose calls have run already by those in `before`.
 
-        Args:
-            step: The step.
-            sized: The same, as foreseen.
-            room: How many bytes it has.
-            before: The decisions that its calls ran by so far.
-            is_made: Whether its code was made from traces of other sizes: where nothing fits, decisions are solved for
-                all of these.
+        Where nothing fits code that was made from traces of other sizes, decisions are solved for all of these.
         """
         whole, ladder = sized.step, self._code(step).ladder
         plans = [kind.own_plan.solution.recompute for kind in step.comparison.alike]
@@ -364,13 +361,6 @@ def foresee(
     at_sizes = (step.at_sizes(codes, as_run, resident) for step in steps)
     foreseen = [step for step in at_sizes if step is not None]
     return max(foreseen, key=lambda step: step.outside_bytes, default=None)
-
-
-def _excess_of(kind: StepKind) -> float:
-    """Return what a planned kind was measured to add beyond what was predicted, over that."""
-    plan = kind.own_plan
-    excess_bytes = (plan.measured.peak_bytes or 0) - plan.planned_peak_bytes
-    return max(0.0, excess_bytes / max(1, plan.planned.peak_bytes))
 
 
 def _going_on(whole: Step, before: Sequence[Decisions], decisions: Decisions) -> Decisions:

@@ -84,8 +84,8 @@ class Ladders:
         if not ladder.solved(target, solution):
             return False
         text = (
-            f"Decisions of {self._model.name} for sizes without a plan: steps like one that computed "
-            f"{target.again_ms:.0f} ms of work again compute {solution.extra_ms:.0f} ms again from now on."
+            f"Sizes of {self._model.name} without a plan of their own recompute less from now on: "
+            f"{solution.extra_ms:.0f} ms in place of {target.again_ms:.0f} ms in a step like the slowest one lately."
         )
         log.info(text)
         self._model.stages.reporter.note(text)

@@ -217,25 +217,21 @@ def _by_name(
 ) -> dict[str, torch.Tensor]:
     """List the tensors among some arguments by their names; those of a mapping by its keys, others by their numbers."""
     args, kwargs = arguments
-    named: dict[str, Any] = attempt(lambda: _arguments_of(function, args, kwargs), {}, "the signature of a forward")
+    named: dict[str, Any] = {}
+    if function is not None:
+        named = attempt(
+            lambda: dict(inspect.signature(function).bind_partial(*args, **kwargs).arguments),
+            {},
+            "the signature of a forward",
+        )
     for value in list(named.values()):
         if is_of(value, Mapping):
-            items: dict[str, Any] = attempt(partial(_items_of, value), {}, f"the items of {type(value).__name__}")
+            items: dict[str, Any] = attempt(partial(dict, value), {}, f"the items of {type(value).__name__}")
             named = {**items, **named}
     by_name = {str(name): value for name, value in named.items() if isinstance(value, torch.Tensor)}
     known = {id(tensor) for tensor in by_name.values()}
     others = [tensor for tensor in tensors if id(tensor) not in known]
     return by_name | {f"argument {number}": tensor for number, tensor in enumerate(others, start=1)}
-
-
-def _items_of(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(mapping)
-
-
-def _arguments_of(
-    function: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    return {} if function is None else dict(inspect.signature(function).bind_partial(*args, **kwargs).arguments)
 
 
 def _marked(given: Mapping[str, torch.Tensor]) -> list[NamedSize]:

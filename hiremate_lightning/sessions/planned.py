@@ -224,7 +224,7 @@ class PlannedKinds:
     # ---------------------------------------------------------------- which kinds get a plan
 
     def gets_plan(self, kind: StepKind) -> bool:
-        """Whether a kind of step gets a plan that has none; announce it where there are too many."""
+        """Whether a kind without a plan gets one; warn where there are `max_plans` already."""
         if not kind.sights.is_worth_a_plan(self._model.parts.are_made(kind.graphs)):
             return False
         has_place = self.maker.captured_before(kind) is not None or self._model.has_place
@@ -261,7 +261,8 @@ class PlannedKinds:
         self.maker.state_bytes = max(self.maker.state_bytes, resident.state_bytes)
         is_share = self._model.options.budget.share is not None  # of the largest step, which may be this one
         short = self._plan(*ahead, kind, may_hold_more=is_share)
-        if short is not None and self._may_be_small_by_chance(kind):
+        has_dropped = len(kind.recorded.calls) < len(kind.graphs)  # dropped layers, say: a share of it says little
+        if short is not None and is_share and has_dropped and kind.sights.count == 1:
             log.info("%s waits for larger steps: %s", self._name, short)
             kind.step = None
             return None
@@ -306,21 +307,13 @@ class PlannedKinds:
         if excess_bytes > GUARD_BYTES and len(self.history.planned) > 1:
             self._announcements.first_step(peak_bytes, excess_bytes)
 
-    def _may_be_small_by_chance(self, kind: StepKind) -> bool:
-        """Whether a share says little at the first sight: forwards have no backward, as of dropped layers."""
-        has_dropped = len(kind.recorded.calls) < len(kind.graphs)
-        return self._model.options.budget.share is not None and has_dropped and kind.sights.count == 1
-
     # ---------------------------------------------------------------- plans take over
 
     def _plan(self, *kinds: StepKind, may_hold_more: bool = False) -> Short | None:
         """Plan recorded steps, for the first time or anew, until nothing fits one of them; return what that needs.
 
-        Where one does not fit beside graphs that wait and hold everything, these hold the least from now on.
-
-        Args:
-            kinds: Of the steps.
-            may_hold_more: Whether graphs that wait may hold everything again.
+        Where one does not fit beside graphs that wait and hold everything, these hold the least from now on, until they
+        may hold more again.
         """
         for kind in dict.fromkeys((*self.maker.choose_waiting(may_hold_more), *kinds)):
             outcome = self.maker.make(kind)

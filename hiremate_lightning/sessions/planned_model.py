@@ -15,7 +15,7 @@ from .parts import Parts
 
 
 class PlannedModel:
-    """A model that is planned. It decides nothing: the objects of a session learn of each other's doings here.
+    """What the objects of one session share: options, memory, graphs, history, warnings. It decides nothing.
 
     Args:
         root: The model.

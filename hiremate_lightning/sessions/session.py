@@ -148,7 +148,7 @@ class Session:
 
     @property
     def is_released(self) -> bool:
-        """Whether the step under way runs as the user wrote it, though its kind has a plan: that gains nothing."""
+        """Whether the step under way runs eager though its kind has a plan, which gains nothing or is being timed."""
         return self.steps.plain is not None and self.steps.plain.released is not None
 
     @property
@@ -369,7 +369,7 @@ class Session:
         return self.is_plain
 
     def waits_for_modes(self) -> bool:
-        """Whether a call is to run as the user wrote it, and nothing learned of it, since a mode sees each operator."""
+        """Let a call run eager, unseen, where a mode around it sees each operator, and warn; return whether it does."""
         modes = [] if backward_pass.is_running() else tensor_state.watching_modes()
         if not modes:
             return False

@@ -100,7 +100,7 @@ class Steps:
         self.watch.next_is_timed = True
 
     def take_record(self) -> StepRecord | None:
-        """Return the record of the step that has ended, where it was to be planned; it won't be any more."""
+        """Take the record of the step that has ended, to be planned by the caller; None where its kind gets no plan."""
         ended, self.ended = self.ended, None
         return ended.record if ended is not None and ended.is_to_be_planned else None
 
@@ -127,9 +127,17 @@ class Steps:
     def _begin(self, arguments: list[torch.Tensor], calls: list[ModuleCall]) -> None:
         """Begin a step. What was learned from the one before is used here, and nowhere else."""
         before, self.ended = self.ended, None
-        self._end_unseen_steps()
+        if self._is_passed_by:
+            self._memory.step_ended(None)
+            self._is_passed_by = False
         finished = before if before is not None and before.is_to_be_planned else None
-        step = self.current = self._new_step(arguments, calls)
+        if not self.count:
+            self._planned.maker.announce()
+        self.count += 1
+        size_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in arguments)
+        waiting = len(self._parts.waiting())
+        foreseen = self._history.foresee((size_bytes, waiting))
+        step = self.current = CurrentStep(size_bytes, waiting, foreseen, calls)
         self._memory.step_begins(arguments)
         self._announcements.step_begins(len(self._parts.retained()))
         if finished is not None or self._counts_resident(step):
@@ -142,22 +150,6 @@ class Steps:
             step.timing = self._unplanned.releases.step_begins(gainless, step.plain is not None, step.is_watched)
 
     # ---------------------------------------------------------------- the beginning, in detail
-
-    def _end_unseen_steps(self) -> None:
-        """Report the end of steps that ran unseen to the memory."""
-        if self._is_passed_by:
-            self._memory.step_ended(None)
-            self._is_passed_by = False
-
-    def _new_step(self, arguments: list[torch.Tensor], calls: list[ModuleCall]) -> CurrentStep:
-        """Number the step, and list the kinds that it may be of."""
-        if not self.count:
-            self._planned.maker.announce()
-        self.count += 1
-        size_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in arguments)
-        waiting = len(self._parts.waiting())
-        foreseen = self._history.foresee((size_bytes, waiting))
-        return CurrentStep(size_bytes, waiting, foreseen, calls)
 
     def _was_trial(self, step: CurrentStep, call: ModuleCall | None) -> bool:
         """Whether a first step was one call to see what the same module returns, as pipelines make one."""
@@ -314,10 +306,7 @@ class Steps:
     def _learn_from(self, step: CurrentStep, kind: StepKind, is_own: bool) -> Saw:
         """Keep the record of a step to plan its kind, or compare its peak or time with those of its plan.
 
-        Args:
-            step: The step.
-            kind: Its kind.
-            is_own: Whether it ran by the plan of its kind throughout, or of a kind that it is taken for.
+        The latter where it is its own: it ran throughout by the plan of its kind, or of a kind that it is taken for.
         """
         record = step.record
         if record is None:

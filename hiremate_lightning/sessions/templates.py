@@ -102,9 +102,14 @@ class Templates:
         Raises:
             NoTemplateError: If there is no template for them.
         """
-        first = samples[0][1]
+        first, sizes_before = samples[0][1], tuple(varying for varying, _ in samples)
         self._of(code).number = first.captured.graph.code
-        captured, profile = self._template_of(samples).at(sizes)
+        template = self._templates.get(first)
+        if template is None or template.sizes != sizes_before:
+            profiles = [self._parts.prepare(part, OF_SAMPLES)[1] for _, part in samples]
+            costed = [(part.captured, profile) for (_, part), profile in zip(samples, profiles, strict=True)]
+            template = self._templates[first] = CodeTemplate(costed, sizes_before)
+        captured, profile = template.at(sizes)
         part = self._parts.add(captured, first.conductor, profile)
         part.own = first.own
         self._largest.took(part)
@@ -123,15 +128,6 @@ class Templates:
 
     def _of(self, code: object) -> _Code:
         return self._codes.setdefault(code, _Code())
-
-    def _template_of(self, samples: Sequence[tuple[Sizes, Part]]) -> CodeTemplate:
-        first, sizes = samples[0][1], tuple(varying for varying, _ in samples)
-        template = self._templates.get(first)
-        if template is None or template.sizes != sizes:
-            profiles = [self._parts.prepare(part, OF_SAMPLES)[1] for _, part in samples]
-            costed = [(part.captured, profile) for (_, part), profile in zip(samples, profiles, strict=True)]
-            template = self._templates[first] = CodeTemplate(costed, sizes)
-        return template
 
 
 def predicted_peak_bytes(step: CurrentStep) -> int | None:

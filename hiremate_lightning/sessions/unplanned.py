@@ -62,7 +62,9 @@ class UnplannedSteps:
         Returns:
             The kind of the step, where its plan gains nothing; else None.
         """
-        self._describe_planned()
+        for kind in self._history.planned if self._may_run_plain else ():
+            if kind.given is not None:
+                self._plain.learn(kind, kind.as_captured())
         gainless = self._gainless_kind(step)
         step.way = choose_way(StepChoices(self, step, gainless))
         if step.plain is not None and step.plain.released is None:
@@ -113,7 +115,7 @@ class UnplannedSteps:
         text = f"A plan of {self._name} saves no memory: such steps run without it from now on."
         if not is_released:
             found = "was not seen" if peak_bytes is None else f"is {format_bytes(peak_bytes)}"
-            text = f"A plan of {self._name} saves little memory, and stays: the peak without it {found}."
+            text = f"The plan of {self._name} saves little memory. It stays, since the peak without it {found}."
         log.info(text)
         self._reporter.note(text)
 
@@ -146,12 +148,6 @@ class UnplannedSteps:
             planned, at_sizes = foreseen
             self._plain.learn_foreseen(CapturedStep.of(at_sizes, step.calls, self._history.same_code(planned)))
 
-    def _describe_planned(self) -> None:
-        """Let predictions know what was captured."""
-        for kind in self._history.planned if self._may_run_plain else ():
-            if kind.given is not None:
-                self._plain.learn(kind, kind.as_captured())
-
     def note_release(self, timing: Timing) -> None:
         """Learn that the step after one that was timed begins; announce where its kind runs without its plan now."""
         ratio = self.releases.next_begins(timing)
@@ -174,12 +170,7 @@ class UnplannedSteps:
         return max(room.step_bytes for room in rooms)
 
     def _is_to_be_captured(self, step: CurrentStep, likely: StepKind) -> bool:
-        """Whether saving memory has taken more time, in steps called like this one or in all, than plans would have.
-
-        Args:
-            step: The step, which fits only with less memory.
-            likely: The kind whose code it is expected to run.
-        """
+        """Whether saving memory has taken more time, in steps called like this one or in all, than plans would have."""
         plan = self._planned.latest
         planning_ms = 0.0 if plan is None else 1000 * plan.planning.all_s
         if self._extra_ms.get(tuple(step.calls), 0.0) > thresholds.current.worth_a_plan * planning_ms:
@@ -209,7 +200,7 @@ class UnplannedSteps:
         return likely if gains_nothing(likely, plain_bytes, free) else None
 
     def has_own_plan(self, step: CurrentStep) -> bool:
-        """Whether a kind that is called like a step has a plan of use: it recomputes, or all steps run by plans."""
+        """Whether a step runs by the plan of a kind called like it: that recomputes, or sizes did not vary yet."""
         kinds = [] if self._likely(step) is None else self._plain.called_like(step.calls)
         recomputes = any(not kind.own_plan.solution.is_plain for kind in kinds)
         return bool(kinds) and (recomputes or not self._sizes_vary)
@@ -269,7 +260,7 @@ class StepChoices(WayChoices):
         self._steps, self._step, self._gainless, self._begun = steps, step, gainless, begun
 
     def given_back(self) -> Way | None:
-        """As the user wrote it, in turns with the plan until it is decided; a further call may be another kind's."""
+        """Eager in turns with the plan, until it is decided; captured where calls turn out to be another kind's."""
         if self._gainless is None or not (self._begun or self._steps.releases.runs_plain(self._gainless)):
             return None
         return self._steps.given_back(self._step, self._gainless) or BY_GRAPHS

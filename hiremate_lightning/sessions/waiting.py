@@ -26,7 +26,7 @@ from ..planning.headroom import Room
 from ..planning.solvers import UNLIMITED, smallest_budget
 from ..planning.solvers.base import Problem, SolveOptions, replay
 from ..records.costs import Profile
-from ..records.graph import Graph, StorageKind, bytes_of
+from ..records.graph import StorageKind, bytes_of
 from ..records.schedule import Schedule, keep_all, lower
 from ..records.simulation import simulate
 from ..records.step import Decisions
@@ -75,7 +75,9 @@ class _Waiting:
     def _backward_bytes(self, is_added: bool) -> int:
         graph, outputs = self.captured.graph, self.captured.backward_outputs
         values = {node: t for t, node in enumerate(self.captured.fx_values)}
-        trained = [p for p in self.captured.trained if is_added and _is_parameter(graph, p) and outputs[p] in values]
+        weights = {s for s, storage in enumerate(graph.storages) if storage.kind is StorageKind.PARAMETER}
+        are_weights = [graph.tensors[t].storage in weights for t in graph.inputs]
+        trained = [p for p in self.captured.trained if is_added and are_weights[p] and outputs[p] in values]
         added = {values[outputs[position]] for position in trained}
         stay = tuple(t for t in graph.gradients if t not in added)
         graph = in_blocks(replace(graph, gradients=stay), self.captured.device)
@@ -162,8 +164,3 @@ class WaitingGraphs:
         step = alone(captured.graph, profile, captured.device)
         options = SolveOptions(time_limit_s=self._options.time_limit_s)
         return step.split(smallest_budget(Problem(step.graph, step.profile, UNLIMITED, options)).recompute)[0]
-
-
-def _is_parameter(graph: Graph, position: int) -> bool:
-    storage = graph.tensors[graph.inputs[position]].storage
-    return storage is not None and graph.storages[storage].kind is StorageKind.PARAMETER

@@ -4,8 +4,8 @@ A way is chosen as a step begins, or goes on with another call. Where that is `B
 way is chosen for each captured graph as it comes. `choose_way` holds the order of the rules. What each rule looks at
 stands with the objects that know it: `unplanned` for steps, `graph_programs` for graphs.
 
-- A step: its plan gains nothing and it is given back; it has a plan of its own; without a plan as it is, or put aside,
-  the faster of these that fits (`plain_steps`); else `BY_GRAPHS`.
+- A step: eager, where its plan gains nothing or that is being measured; by a plan of its own; without a plan as it is,
+  or with saved values offloaded, the faster of these that fits (`plain_steps`); else `BY_GRAPHS`.
 - A graph: by the plan of its step; by a plan of other sizes; at the least memory.
 """
 
@@ -102,7 +102,7 @@ class AsWritten(Way):
     Attributes:
         prediction: What it takes then.
         likely: The kind whose code it is expected to run.
-        released: Its kind, where that has a plan which gains nothing; else None.
+        released: Its kind, where that has a plan that gains nothing so far; None where it has no plan.
     """
 
     prediction: Prediction
@@ -137,9 +137,9 @@ class PutAside(AsWritten):
     def describe(self, name: str) -> str:
         """Describe such steps of the named model for the user."""
         return (
-            "Steps of other input sizes that fit the budget only with less memory run without a plan, and put what the "
-            "backward reads aside, in temporary files or, from a GPU, in the host's memory, until plans for them "
-            "are worth the time that they take to make."
+            "Steps of new input sizes that fit the budget only with less memory run without a plan at first: what the "
+            "backward reads is offloaded to temporary files or, from a GPU, to the host's memory. They get plans once "
+            "that has cost more time than planning."
         )
 
 
@@ -162,7 +162,7 @@ class WayChoices:
         """Captured, by a plan for the same code at other sizes, where that fits."""
 
     def least_memory(self) -> Way:
-        """Captured, at the least memory."""
+        """What is left: for a step, that its graphs choose; for a graph, the least memory."""
         return BY_GRAPHS
 
 

@@ -255,8 +255,8 @@ class SizeFinder:
             except InfeasibleBudgetError as error:
                 log.info("Size %d does not fit: %s", size, error)
                 if size == 1:
-                    raise _at_size(1, error) from error
-                size, refused = max(1, size // 4), _at_size(size, error)
+                    raise _at_size(1, error, self._runner.device) from error
+                size, refused = max(1, size // 4), _at_size(size, error, self._runner.device)
             except Exception as error:  # the user chose another size: some models can't train on fewer samples
                 if refused is None:
                     raise
@@ -347,7 +347,7 @@ class SizeFinder:
     # ---------------------------------------------------------------- proof
 
     def _holds(self, size: int) -> bool:
-        """Run the size, plan it by what was measured, and run it under its plan; whether it fits."""
+        """Run a size, plan it, and run it by its plan; return whether it fits. Later predictions learn from it."""
         with self._runner.trial(self._budget_bytes, "warn", max_plans=1) as trial:
             self._runner.run(size, trial)
             planned = self._trials[size] = trial_of(size, trial.plan(), self._runner.optimizer_ms)
@@ -403,10 +403,12 @@ def _is_distributed() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def _at_size(size: int, error: InfeasibleBudgetError) -> InfeasibleBudgetError:
+def _at_size(size: int, error: InfeasibleBudgetError, device: torch.device) -> InfeasibleBudgetError:
     return InfeasibleBudgetError(
         f"Not even size {size} fits. {error}",
         budget_bytes=error.budget_bytes,
         smallest_bytes=error.smallest_bytes,
         module=error.module,
+        device=device.type,
+        less_bytes=error.less_bytes,
     )

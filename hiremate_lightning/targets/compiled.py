@@ -37,7 +37,7 @@ class CompiledSession:
     def add(self, callables: Iterable[Any]) -> None:
         """Learn of functions and modules whose calls are captured."""
         known = {id(one) for one in self.alive()}
-        self.callables += [_weak(one) for one in callables if id(one) not in known and _has_weak(one)]
+        self.callables += [weakref.ref(one) for one in callables if id(one) not in known and _has_weak(one)]
 
     def alive(self) -> list[Any]:
         """List the functions and modules that still exist."""
@@ -81,10 +81,6 @@ def remove(session: Session) -> None:
     _sessions[session].is_removed = True
     _listeners.pop(session).remove()
     session.close()
-
-
-def _weak(found: Any) -> weakref.ref[Any]:
-    return weakref.ref(found)
 
 
 def _has_weak(found: Any) -> bool:

@@ -92,8 +92,8 @@ class Targets:
             self._hook = listen_to_optimizers(self.session)
         self._around = self.candidates.holders()
         for name, module in (self.candidates.by_path() | self._around).items():
-            is_free = name not in self._passed_by and not self._is_inside_adopted(name)
-            if is_free and hooks.get_call(module) is None:
+            is_inside = any(name == outer or name.startswith(f"{outer}." if outer else "") for outer in self.adopted)
+            if name not in self._passed_by and not is_inside and hooks.get_call(module) is None:
                 hooks.set_call(module, slot_for(self, name, module))
 
     def detach(self) -> None:
@@ -113,9 +113,6 @@ class Targets:
     def inner(self) -> set[nn.Module]:
         """The modules that are planned as parts of adopted ones."""
         return {inner for adopted in self.adopted.values() for inner in adopted.modules()}
-
-    def _is_inside_adopted(self, name: str) -> bool:
-        return any(name == outer or name.startswith(f"{outer}." if outer else "") for outer in self.adopted)
 
     def call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a candidate: planned where it trains and is outermost, or is called by what can't be captured."""

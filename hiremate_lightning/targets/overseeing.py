@@ -89,7 +89,9 @@ def check_captured(session: Session, name: str, result: Any) -> None:
         if session.has_told_of_transforms(name):
             announced.add(session)
             return
-        why = _why_of_class(result)
+        kinds = " and ".join(sorted(kind.__name__ for kind in classes_with_code(result)))
+        own_code = "runs code of its own with each operation: give it x.as_subclass(torch.Tensor)."
+        why = f" It returns {kinds}, which {own_code}" if kinds else ""
         if session.captured_count:
             announced.add(session)
             later = why or " Later ones are tried."
@@ -101,15 +103,6 @@ def check_captured(session: Session, name: str, result: Any) -> None:
             f"Nothing of {name} was captured: torch.compile ran it as it is.{session.why_uncaptured()}{why} "
             "Name submodules that can be captured with target=, or train without a plan."
         )
-
-
-def _why_of_class(result: Any) -> str:
-    """Return, as a sentence or "", that a class of tensors is why a call that returns it was not captured."""
-    kinds = classes_with_code(result)
-    if not kinds:
-        return ""
-    names = " and ".join(sorted(kind.__name__ for kind in kinds))
-    return f" It returns {names}, which runs code of its own with each operation: give it x.as_subclass(torch.Tensor)."
 
 
 def classes_with_code(result: Any) -> set[type]:

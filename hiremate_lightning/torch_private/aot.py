@@ -176,7 +176,7 @@ def _trace_with_inputs_in_place(*given: Any, meta: Any, trace_joint: bool, **opt
 
 
 def not_looking_for_aliases() -> AbstractContextManager[None]:
-    """Keep what is traced meanwhile from looking, at its first run, for custom operators that return their inputs.
+    """Keep what is traced meanwhile from checking, at its first run, whether custom operators return their inputs.
 
     AOTAutograd looks by a mode that refuses every subclass of tensors, those too that only carry metadata with them.
     """

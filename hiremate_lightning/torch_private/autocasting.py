@@ -103,9 +103,6 @@ def block(kind: str) -> object | None:
     """Return what stands for the outermost open block of autocast, in which casts are remembered; None outside of one.
 
     AOTAutograd leaves autocast for what it calls; the block is open all the same.
-
-    Args:
-        kind: The kind of device.
     """
     cast = _remembered_cast(kind) if open_blocks() else None
     return None if cast is None else cast.metadata.setdefault(BLOCK, object())

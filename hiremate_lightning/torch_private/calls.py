@@ -9,7 +9,7 @@ Checked on the torch versions in `CHECKED_VERSIONS`; `test_calls.py` fails loudl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +29,9 @@ def shortest(node: fx.Node) -> Any:
         return target
     form = _form(node)
     if form not in _known:
-        _known[form] = next((f for f in _functions_named(target) if _does_the_same(f, node, node.args)), None)
+        places = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase) if target.namespace == "aten" else ()
+        named = (getattr(place, target.overloadpacket.__name__, None) for place in places)
+        _known[form] = next((f for f in named if f is not None and _does_the_same(f, node, node.args)), None)
     return _known[form] or schema_call(target)
 
 
@@ -56,14 +58,6 @@ def schema_call(target: aot.OpOverload) -> Callable[..., Any]:
     """Return what an operator's call goes on to."""
     call: Callable[..., Any] = target._op
     return call
-
-
-def _functions_named(target: aot.OpOverload) -> Iterator[Callable[..., Any]]:
-    """Return the functions that users call which are named as an operator."""
-    name = target.overloadpacket.__name__
-    for where in (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase):
-        if target.namespace == "aten" and hasattr(where, name):
-            yield getattr(where, name)
 
 
 def _kind(argument: Any) -> Any:

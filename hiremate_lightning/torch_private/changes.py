@@ -38,7 +38,11 @@ def lost_changes(written: fx.GraphModule) -> list[str]:
     if not any(counts):
         return []
     try:
-        again = _count_again(written, inputs)
+        with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True), torch.no_grad():
+            new = [_with_numbers(value) for value in shown]
+            changes_before = [_changes_of(value) for value in new]
+            fx.Interpreter(written).run(*new)
+        again = [_changes_of(value) - changes for value, changes in zip(new, changes_before, strict=True)]
     except Exception as error:  # whatever needs a number, or a gradient
         log.debug("Changes in place could not be counted again: %s", error)
         return []
@@ -90,8 +94,9 @@ def _is_result_like(out: Any, mode: FakeTensorMode, function: Any, args: Any, kw
     except Exception as error:  # whatever the call may raise: Dynamo will raise it again
         log.debug("A call with out= can not be traced without it: %s", error)
         return False
-    needs_gradients = isinstance(result, torch.Tensor) and (result.requires_grad or out.requires_grad)
-    return isinstance(result, torch.Tensor) and not needs_gradients and _is_like(result, out)
+    if not isinstance(result, torch.Tensor) or result.requires_grad or out.requires_grad:
+        return False
+    return (result.shape, result.dtype, result.device) == (out.shape, out.dtype, out.device)
 
 
 @cache
@@ -104,10 +109,6 @@ def _writing(function: Any) -> Any:
         return function(*args, out=out, **kwargs)  # type: ignore[no-any-return]
 
     return write
-
-
-def _is_like(value: torch.Tensor, other: torch.Tensor) -> bool:
-    return (value.shape, value.dtype, value.device) == (other.shape, other.dtype, other.device)
 
 
 _call = TorchInGraphFunctionVariable.call_function
@@ -146,12 +147,3 @@ def _with_numbers(value: Any) -> Any:
         return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else value
     shape, strides = (map(tensor_state.int_hint, sizes) for sizes in (value.shape, value.stride()))
     return torch.empty_strided(tuple(shape), tuple(strides), dtype=value.dtype, device=value.device)
-
-
-def _count_again(written: fx.GraphModule, inputs: list[fx.Node]) -> list[int]:
-    shown = [node.meta.get("example_value") for node in inputs]
-    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True), torch.no_grad():
-        new = [_with_numbers(value) for value in shown]
-        before = [_changes_of(value) for value in new]
-        fx.Interpreter(written).run(*new)
-    return [_changes_of(value) - count for value, count in zip(new, before, strict=True)]

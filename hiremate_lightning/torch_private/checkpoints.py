@@ -55,8 +55,10 @@ def _body(call: fx.Node) -> fx.Node:
 
 
 def _checkpoint(_: fx.Graph, call: fx.Node, __: fx.GraphModule) -> None:
+    # The user's code does not pass buffers as arguments.
+    names = [a.name if isinstance(a, fx.Node) and a.op == "placeholder" else "" for a in call.args[1:]]
     call.target = _checkpointed
-    call.kwargs = call.kwargs | {"buffers": _buffers(call.args[1:])}
+    call.kwargs = call.kwargs | {"buffers": tuple(i for i, name in enumerate(names) if "_buffers_" in name)}
 
 
 def _inline(graph: fx.Graph, call: fx.Node, body: fx.GraphModule) -> None:
@@ -71,12 +73,6 @@ def _inline(graph: fx.Graph, call: fx.Node, body: fx.GraphModule) -> None:
         user.replace_all_uses_with(results[cast(int, user.args[1])])
         graph.erase_node(user)
     graph.erase_node(call)
-
-
-def _buffers(arguments: Sequence[Any]) -> tuple[int, ...]:
-    """List the positions of buffers among the arguments of a call, which the user's code does not pass as such."""
-    names = [a.name if isinstance(a, fx.Node) and a.op == "placeholder" else "" for a in arguments]
-    return tuple(i for i, name in enumerate(names) if "_buffers_" in name)
 
 
 def _checkpointed(function: fx.GraphModule, *arguments: Any, buffers: tuple[int, ...], **options: Any) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -79,15 +79,10 @@ def under_way() -> list[Any]:
     while frame is not None:
         names = frame.f_locals if frame.f_globals.get("__name__") == _WRAPPERS else {}
         if callable(names.get("fn")) and callable(names.get("callback")):  # torch.compiler.disable has no callback
-            owners += _owners(names["fn"])
+            function = names["fn"]
+            while function is not None:
+                bound = getattr(function, "__self__", None)
+                owners += [function] if bound is None else [function, bound]
+                function = vars(function).get("__wrapped__") if hasattr(function, "__dict__") else None
         frame = frame.f_back
     return owners
-
-
-def _owners(function: Any) -> Iterator[Any]:
-    """Go through what a call belongs to: the function, what it wraps, and the object whose method it is."""
-    while function is not None:
-        yield function
-        if (owner := getattr(function, "__self__", None)) is not None:
-            yield owner
-        function = vars(function).get("__wrapped__") if hasattr(function, "__dict__") else None

@@ -304,14 +304,9 @@ def _is_of_torch(node: fx.Node) -> bool:
 
 def _numbers_in(node: fx.Node) -> Iterator[torch.SymInt]:
     """Yield the symbolic numbers among the arguments of an operation."""
-    given: list[Any] = [value if not isinstance(value, fx.Node) else None for value in _arguments(node)]
     shown = [_value_of(value) for value in node.all_input_nodes if _is_number(value)]
-    flat = tensor_state.leaves([given, shown])
-    return (value for value in flat if isinstance(value, torch.SymInt))
-
-
-def _arguments(node: fx.Node) -> list[Any]:
-    return tensor_state.leaves([node.args, dict(node.kwargs)])
+    values = tensor_state.leaves([node.args, dict(node.kwargs), shown])
+    return (value for value in values if isinstance(value, torch.SymInt))
 
 
 def _on_the_cpu(value: Any) -> Any:

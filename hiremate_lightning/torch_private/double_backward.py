@@ -77,24 +77,16 @@ def keep_modes_of_backwards(code: fx.GraphModule) -> bool:
         return True
     outer = [module for module in code.modules() if isinstance(module, fx.GraphModule)]
     calls = [(module, node) for module in outer for node in module.graph.find_nodes(op="call_function", target=_APPLY)]
-    return all(_keep_mode(module.get_submodule(str(_body(node).target))) for module, node in calls)
-
-
-def _body(call: fx.Node) -> fx.Node:
-    """Return the node that stands for the backward of an autograd function that is called."""
-    body: Any = call.args[1]
-    assert isinstance(body, fx.Node), "Dynamo hands over both bodies as attributes"
-    return body
-
-
-def _keep_mode(backward: Any) -> bool:
-    """Leave out that a backward switches gradients off as it begins, and on as it ends."""
-    changes = backward.graph.find_nodes(op="call_function", target=_SET_MODE)
-    if not changes:
-        return True
-    if [node.args for node in changes] != [(False,), (True,)]:
-        return False
-    for node in changes:
-        backward.graph.erase_node(node)
-    backward.recompile()
+    for module, call in calls:
+        body = call.args[1]
+        assert isinstance(body, fx.Node), "Dynamo hands over both bodies as attributes"
+        backward: Any = module.get_submodule(str(body.target))
+        changes = backward.graph.find_nodes(op="call_function", target=_SET_MODE)
+        if not changes:
+            continue
+        if [node.args for node in changes] != [(False,), (True,)]:  # off as it begins, on as it ends
+            return False
+        for node in changes:
+            backward.graph.erase_node(node)
+        backward.recompile()
     return True

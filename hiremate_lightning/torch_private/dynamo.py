@@ -215,29 +215,18 @@ def gave_up(module: torch.nn.Module, since: Any = None) -> bool:
         module: The module.
         since: The `latest_break` before it was planned: all models run the forward of an `nn.Sequential`.
     """
-    functions = _wrapped_by(attempt(lambda: module.forward, None, f"the forward of {type(module).__name__}"))
-    if any(getattr(function, "__code__", None) in _given_up for function in functions):
-        return True
-    return _is_of_torch(module) and _breaks_within(type(module).forward.__code__, since)
-
-
-def _wrapped_by(function: Any) -> Iterator[types.FunctionType | types.MethodType]:
-    """Go through a function and those that decorators say to be inside of it; other objects may say anything."""
-    seen = set[int]()
+    function = attempt(lambda: module.forward, None, f"the forward of {type(module).__name__}")
+    seen = set[int]()  # decorators say what is inside of a function; other objects may say anything
     while is_of(function, (types.FunctionType, types.MethodType)) and id(function) not in seen:
+        if getattr(function, "__code__", None) in _given_up:
+            return True
         seen.add(id(function))
-        yield function
         function = getattr(function, "__wrapped__", None)
-
-
-def _is_of_torch(module: torch.nn.Module) -> bool:
-    """Whether torch itself wrote a module's forward; that of code which was generated is of no module."""
-    function = inspect.getattr_static(type(module), "forward", None)  # that of TorchScript can't be asked for
-    return type(function) is types.FunctionType and str(function.__module__).startswith("torch.nn.")
-
-
-def _breaks_within(code: types.CodeType, since: Any) -> bool:
-    """Whether a graph has broken in code that was captured with its caller, after a break that was the latest."""
+    forward = inspect.getattr_static(type(module), "forward", None)  # that of TorchScript can't be asked for
+    is_of_torch = type(forward) is types.FunctionType and str(forward.__module__).startswith("torch.nn.")
+    if not is_of_torch:  # code which was generated is of no module
+        return False
+    code = forward.__code__
     lines = {line for *_, line in code.co_lines()}
     later = itertools.takewhile(lambda reason: reason is not since, reversed(graph_break_reasons))
     frames = (frame for reason in later for frame in reason.user_stack)

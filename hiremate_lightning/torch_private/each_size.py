@@ -2,8 +2,8 @@
 
 A plan is of bytes, so the joint graph that it is made of has numbers for sizes. But most seconds of a capture go to
 Dynamo, which reads the user's code. Where sizes vary its graph has symbols for them, and is kept: only AOTAutograd's
-trace is made for each size that comes. Where a plan exists, and numbers are all that differs, not even that: traces of
-a few sizes that were chosen tell those of all sizes.
+trace is made for each size that comes. Once there is a plan, and sizes differ in numbers alone, even that
+is left out: code for a new size is made from traces of a few.
 
 What tells symbols apart is private; `test_torch_private.py` says on which versions of torch this was checked.
 """
@@ -154,7 +154,16 @@ class EachSize:
         return run
 
     def _trace_new(self, sizes: Sizes, others: Sequence[Any]) -> Runner:
-        run = self._trace_for(sizes, others)
+        log.debug("tracing for the sizes %s", sizes)
+        try:
+            run, is_general = self._trace_at(sizes, others)
+        except Exception as error:  # whatever AOTAutograd fails on
+            dynamo.tell_of_failure(error)
+            run, is_general = checkpoints.as_written(self._with_numbers(sizes)), True
+        else:
+            self._note_sample(sizes, run, is_general)
+        self._is_particular = self._is_particular or not is_general
+        self._keep(sizes, others, run)
         self._trace_ahead(self, sizes, lambda larger: self._trace_larger(larger, others))
         return run
 
@@ -221,19 +230,6 @@ class EachSize:
             if _layouts_at(self._module, self._sizes, sample) is not None:
                 tried += 1
                 self._trace_larger(sample, others)
-
-    def _trace_for(self, sizes: tuple[int, ...], others: Sequence[Any]) -> Runner:
-        log.debug("tracing for the sizes %s", sizes)
-        try:
-            run, is_general = self._trace_at(sizes, others)
-        except Exception as error:  # whatever AOTAutograd fails on
-            dynamo.tell_of_failure(error)
-            run, is_general = checkpoints.as_written(self._with_numbers(sizes)), True
-        else:
-            self._note_sample(sizes, run, is_general)
-        self._is_particular = self._is_particular or not is_general
-        self._keep(sizes, others, run)
-        return run
 
     def _note_sample(self, sizes: Sizes, run: Runner, is_general: bool) -> None:
         if is_general and self._maker is not None and self._maker.may_make(self) and len(self._samples) < MOST_SAMPLES:
@@ -302,7 +298,8 @@ def _with_numbers(module: fx.GraphModule, numbers: Mapping[int, int]) -> fx.Grap
         if node not in values:
             sizes = _numbers_at(node, symbols)
             if sizes is None and node.op == "call_method" and isinstance(values.get(node.args[0]), int):
-                sizes = _call_method(node, values)  # of a size that is a number now, `__index__` for example
+                number, *others = fx.node.map_arg(node.args, values.__getitem__)
+                sizes = getattr(number, str(node.target))(*others)  # of a size that is a number now, as `__index__`
             values[node] = graph.node_copy(node, values.__getitem__) if sizes is None else sizes
             if node.op == "placeholder":
                 values[node]._dynamo_source = node._dynamo_source
@@ -310,11 +307,6 @@ def _with_numbers(module: fx.GraphModule, numbers: Mapping[int, int]) -> fx.Grap
     copy.meta = {**module.meta, NUMBERS: symbols}
     copy._param_name_to_source = module._param_name_to_source
     return copy
-
-
-def _call_method(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    number, *others = fx.node.map_arg(node.args, values.__getitem__)
-    return getattr(number, str(node.target))(*others)
 
 
 def _numbers_at(node: fx.Node, numbers: Mapping[Any, int]) -> Any:

@@ -66,16 +66,20 @@ _IMPLICIT = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
 @contextmanager
 def eager_kernels() -> Iterator[None]:
     """Remove the Python decompositions of some operators from the dispatcher for a while."""
-    gru_cell = torch.ops.aten.gru_cell.default
-    operators = [*_decomposed_unlike_eager(), gru_cell]
+    aten, gru_cell = torch.ops.aten, torch.ops.aten.gru_cell.default
+    # The decompositions of these give other numbers: products fold otherwise, resizing rounds.
+    packets = [aten.dropout, aten.matmul, aten.hardshrink, aten.softshrink, aten.stft, aten.istft]
+    packets += [getattr(aten, name) for name in dir(aten) if name.startswith(("upsample_", "_upsample_"))]
+    overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    operators = [*(op for op in overloads if any(key in op.py_kernels for key in _IMPLICIT)), gru_cell]
     kernels_before: dict[OpOverload, dict[Any, Any]] = {op: dict(op.py_kernels) for op in operators}
     for op in operators:
         for key in _IMPLICIT:
             op.py_kernels.pop(key, None)
         op._dispatch_cache.clear()
     for key in _IMPLICIT:
-        torch.ops.aten.dropout.default.py_kernels[key] = _eager_dropout
-        torch.ops.aten.istft.default.py_kernels[key] = folding.istft
+        aten.dropout.default.py_kernels[key] = _eager_dropout
+        aten.istft.default.py_kernels[key] = folding.istft
         gru_cell.py_kernels[key] = _eager_gru_cell
     try:
         yield
@@ -84,15 +88,6 @@ def eager_kernels() -> Iterator[None]:
             op.py_kernels.clear()
             op.py_kernels.update(kernels)
             op._dispatch_cache.clear()
-
-
-def _decomposed_unlike_eager() -> list[OpOverload]:
-    """List the operators whose Python decomposition gives other numbers: products fold otherwise, resizing rounds."""
-    aten = torch.ops.aten
-    packets = [aten.dropout, aten.matmul, aten.hardshrink, aten.softshrink, aten.stft, aten.istft]
-    packets += [getattr(aten, name) for name in dir(aten) if name.startswith(("upsample_", "_upsample_"))]
-    overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
-    return [op for op in overloads if any(key in op.py_kernels for key in _IMPLICIT)]
 
 
 def _eager_dropout(input: torch.Tensor, p: float, train: bool | None) -> torch.Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable
@@ -42,8 +41,9 @@ def call_cached(variable: Any, tracer: Any, arguments: list[Any], named: dict[st
     """Read through a function whose results are cached, unless it draws or changes something."""
     changes, before = _changes(tracer), set(tracer.output.graph.nodes)
     result = _inline(variable, tracer, arguments, named)
-    drawn = any(_draws(node) for node in tracer.output.graph.nodes if node not in before)
-    if drawn or _changes(tracer) != changes:
+    added = [node for node in tracer.output.graph.nodes if node not in before]
+    is_drawn = any(draws(node.target) for node in added if node.op in ("call_function", "call_method"))
+    if is_drawn or _changes(tracer) != changes:
         _end_graph(variable.get_name(), "its results are cached, and it draws random numbers or changes something")
     return result
 
@@ -53,10 +53,6 @@ def _changes(tracer: Any) -> tuple[int, int]:
     effects: SideEffects = tracer.output.side_effects
     existing = (v for v in effects.id_to_variable.values() if v.source is not None)
     return sum(map(effects.is_modified, existing)), len(tracer.output.random_calls)
-
-
-def _draws(node: fx.Node) -> bool:
-    return node.op in ("call_function", "call_method") and draws(node.target)
 
 
 def draws(function: Any) -> bool:

@@ -73,8 +73,11 @@ def _key(module: fx.GraphModule, inputs: Sequence[Any]) -> Hashable:
     if not hacks.is_on("same captures"):
         return None
     symbols = _Symbols(module.meta.get(NUMBERS, {}))
+    autocasts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in DEVICE_TYPES]
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled()
+    settings = (*modes, *autocasts, *tensor_state.kernel_settings(), torch.get_default_dtype())
     try:
-        return _settings(), symbols.inputs(inputs), _described_graph(module, symbols)
+        return settings, symbols.inputs(inputs), _described_graph(module, symbols)
     except _CanNotBeComparedError:
         return None
 
@@ -88,12 +91,6 @@ def _guards() -> tuple[int, int]:
     shapes = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
     of_code = 0 if context is None else len(context.guards_context.aotautograd_guards)
     return of_code, 0 if shapes is None else len(shapes.guards)
-
-
-def _settings() -> Hashable:
-    autocasts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in DEVICE_TYPES]
-    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled()
-    return (*modes, *autocasts, *tensor_state.kernel_settings(), torch.get_default_dtype())
 
 
 def _described_graph(module: fx.GraphModule, symbols: _Symbols) -> Hashable:

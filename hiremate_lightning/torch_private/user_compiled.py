@@ -62,8 +62,15 @@ def _call_inline(
     cls: Any, parent: Any, function: Any, arguments: list[Any], named: dict[str, Any], **options: Any
 ) -> Any:
     """Read through a function; mark what is captured of a method that was compiled in its class."""
-    wrapper = _wrapper_of(function, arguments)
-    if wrapper is None:
+    owner: type | None = None
+    first = arguments[0] if arguments and isinstance(function, UserFunctionVariable) else None
+    # Dynamo guards an argument where it reads it first, and names that line where the guard fails.
+    if type(first) is LazyVariableTracker and not first.is_realized():
+        owner = first.peek_type()
+    elif isinstance(first, UserDefinedObjectVariable):
+        owner = first.python_type()
+    wrapper: Any = None if owner is None else inspect.getattr_static(owner, function.get_name(), None)
+    if not _is_compiled(wrapper) or wrapper._torchdynamo_orig_callable is not function.get_function():
         return _inline_call(cls, parent, function, arguments, named, **options)
     return _marked(parent, wrapper, lambda: _inline_call(cls, parent, function, arguments, named, **options))
 
@@ -85,26 +92,6 @@ def _is_compiled(function: Any) -> bool:
     return bool(attribute) and getattr(function, "_torchdynamo_wrapper_id", None) == id(function)
 
 
-def _wrapper_of(function: Any, arguments: list[Any]) -> Any:
-    """Find what torch.compile made of a method in its class, None where that was not compiled."""
-    owner = _type_of(arguments[0]) if arguments and isinstance(function, UserFunctionVariable) else None
-    if owner is None:
-        return None
-    wrapper = inspect.getattr_static(owner, function.get_name(), None)
-    is_its = _is_compiled(wrapper) and wrapper._torchdynamo_orig_callable is function.get_function()
-    return wrapper if is_its else None
-
-
-def _type_of(argument: Any) -> type | None:
-    """Return the class of an argument if a user wrote it, and do not read what Dynamo has not read yet.
-
-    Dynamo guards an argument where it reads it first, and names that line where the guard fails.
-    """
-    if type(argument) is LazyVariableTracker and not argument.is_realized():
-        return argument.peek_type()
-    return argument.python_type() if isinstance(argument, UserDefinedObjectVariable) else None
-
-
 def _marked(tracer: Any, function: Any, inline: Callable[[], Any]) -> Any:
     context = context_of(function)
     backend = innermost_backend(context.callback)
@@ -121,7 +108,8 @@ def _marked(tracer: Any, function: Any, inline: Callable[[], Any]) -> Any:
             hints=[],
         )
     before = set(tracer.output.graph.nodes)
-    call = KernelCall(function, *_autocast())
+    casts = tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in ("cpu", "cuda"))
+    call = KernelCall(function, casts, torch.is_autocast_cache_enabled())
     with questions.as_compiled():
         result = inline()
     for node in tracer.output.graph.nodes:
@@ -141,11 +129,6 @@ def _why_apart(function: Any, context: Any, backend: Any) -> str:
     return "it is compiled with dynamic=True" if context._dynamic else ""
 
 
-def _autocast() -> tuple[tuple[tuple[str, bool, torch.dtype], ...], bool]:
-    devices = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in ("cpu", "cuda")]
-    return tuple(devices), torch.is_autocast_cache_enabled()
-
-
 # ---------------------------------------------------------------- what is cut out
 
 
@@ -157,20 +140,16 @@ def cut_out(module: fx.GraphModule) -> list[KernelOperation]:
     """
     operations = []
     for inner in [m for m in module.modules() if isinstance(m, fx.GraphModule)]:
-        for call, nodes in _calls(inner.graph).items():
+        calls: dict[KernelCall, list[fx.Node]] = {}
+        for node in inner.graph.nodes:
+            if _MARK in node.meta:
+                calls.setdefault(node.meta[_MARK], []).append(node)
+        for call, nodes in calls.items():
             if operation := _cut(inner, call, nodes):
                 operations.append(operation)
         if operations:
             inner.recompile()
     return operations
-
-
-def _calls(graph: fx.Graph) -> dict[KernelCall, list[fx.Node]]:
-    calls: dict[KernelCall, list[fx.Node]] = {}
-    for node in graph.nodes:
-        if _MARK in node.meta:
-            calls.setdefault(node.meta[_MARK], []).append(node)
-    return calls
 
 
 def _cut(module: fx.GraphModule, call: KernelCall, nodes: list[fx.Node]) -> KernelOperation | None:

@@ -108,7 +108,7 @@ class KernelOperation:
         Raises:
             NotCompiledError: Where there are no kernels for such inputs yet.
         """
-        shown = _show(inputs)
+        shown = tuple((_layout(tensor), torch.is_grad_enabled() and tensor.requires_grad) for tensor in inputs)
         if shown not in self._compiled:
             if any(isinstance(i, (FakeTensor, FunctionalTensor)) for i in inputs):
                 raise NotCompiledError(self, shown)
@@ -139,10 +139,6 @@ class KernelOperation:
             if CompileContext.try_get() is not None:
                 end_graph_at(self._call.function)
             self._compiled[shown] = None
-
-
-def _show(inputs: Sequence[torch.Tensor]) -> _Shown:
-    return tuple((_layout(tensor), torch.is_grad_enabled() and tensor.requires_grad) for tensor in inputs)
 
 
 def _layouts(shown: _Shown) -> list[_Layout]:
@@ -233,18 +229,12 @@ class UserKernels:
         for tangent, strides in zip(tangents, self.tangents, strict=True):
             arguments.append(tensor_state.with_strides(tangent, strides))
         taken = {tensor_state.storage_id(a) for a in (*arguments, *tangents)}
-        gradients = [g for g in self.backward(arguments) if g is not None]
-        return _of_their_own(gradients, taken)
-
-
-def _of_their_own(tensors: Sequence[torch.Tensor], taken: set[int]) -> list[torch.Tensor]:
-    """Copy what shares its memory with something else."""
-    own = []
-    for tensor in tensors:
-        storage = tensor_state.storage_id(tensor)
-        own.append(tensor.clone() if storage in taken else tensor)
-        taken.add(storage)
-    return own
+        gradients = []
+        for gradient in [g for g in self.backward(arguments) if g is not None]:
+            storage = tensor_state.storage_id(gradient)
+            gradients.append(gradient.clone() if storage in taken else gradient)
+            taken.add(storage)
+        return gradients
 
 
 class _Differentiated(torch.autograd.Function):

@@ -76,17 +76,19 @@ class ChainSpan:
 
 def links(model: StepModel, count: int) -> list[ChainLink]:
     """Cut a step into at most `count` links."""
-    cuts = _cuts(model.graph, count)
-    made: list[ChainLink] = []
+    graph, made = model.graph, list[ChainLink]()
+    works = list(accumulate(int(bool(graph.allocates[n])) for n in graph.forward))
+    weights = _weights(graph)
+    size = max(1, -(-works[-1] // max(1, count))) if works else 1
+    while len(cuts := _cheapest_cuts(works, weights, size)) >= max(1, count):
+        size = size * 5 // 4 + 1
     free, crossing = deque(s for s in model.choices if s in model.producer), set[int]()
-    for first, last in pairwise(cuts):
+    for first, last in pairwise([0, *cuts, len(graph.forward)]):
         crossing = {s for s in crossing if model.last_forward_use(s) >= first}
         tape = []
         while free and model.made_at[free[0]] < last:
             tape.append(free.popleft())
-        made.append(
-            ChainLink(model.graph.forward[first:last], first, frozenset(crossing), tuple(tape), frozenset(), 0, 0)
-        )
+        made.append(ChainLink(graph.forward[first:last], first, frozenset(crossing), tuple(tape), frozenset(), 0, 0))
         crossing.update(tape)
     return _with_backwards(model, made)
 
@@ -124,7 +126,11 @@ def chains_of(search: Search, name: str, lengths: Iterable[int]) -> list[list[Ch
     graph = search.model.graph
     most = sum(map(bool, (graph.allocates[n] for n in graph.forward)))
     chains = [links(search.model, length) for length in dict.fromkeys(min(most, length) for length in lengths)]
-    widths = [[_width(search.model, link) for link in chain[1:]] for chain in chains]
+    widths = list[list[int]]()
+    for chain in chains:
+        sizes = [[search.model.sizes[s] for s in link.input] for link in chain[1:]]
+        # Of the large values that cross the cut before a link; masks, for example, are small.
+        widths.append([sum(size >= LARGE_SHARE * max(own) for size in own) for own in sizes])
     if all(max(width, default=0) > 1 for width in widths):
         widest, cuts = max(map(max, widths)), sum(map(len, widths))
         wide = sum(width > 1 for each in widths for width in each)
@@ -136,23 +142,7 @@ def chains_of(search: Search, name: str, lengths: Iterable[int]) -> list[list[Ch
     return chains
 
 
-def _width(model: StepModel, link: ChainLink) -> int:
-    """Count the large values that cross the cut before a link; masks, for example, are small."""
-    sizes = [model.sizes[s] for s in link.input]
-    return sum(size >= LARGE_SHARE * max(sizes) for size in sizes)
-
-
 # ---------------------------------------------------------------- where to cut
-
-
-def _cuts(graph: Graph, count: int) -> list[int]:
-    """Return the forward positions at which links begin, and the end."""
-    works = list(accumulate(int(bool(graph.allocates[n])) for n in graph.forward))
-    weights = _weights(graph)
-    size = max(1, -(-works[-1] // max(1, count))) if works else 1
-    while len(cuts := _cheapest_cuts(works, weights, size)) >= max(1, count):
-        size = size * 5 // 4 + 1
-    return [0, *cuts, len(graph.forward)]
 
 
 def _weights(graph: Graph) -> list[float]:
@@ -288,13 +278,10 @@ class ChainBytes:
         yield from (*self.rest, *self.start, *self._forward, *self.again)
 
     def sweeps(self, start: int) -> list[tuple[int, int]]:
-        """Return the bytes that running each link takes beyond the input of a link that is held.
+        """Return the bytes that running each link takes beyond the input of a link, `start`, that is held.
 
-        Args:
-            start: The link whose input is held.
-
-        Returns:
-            For each link from that one on: in the forward, and again in the backward; dead values are freed at once.
+        These are, for each link from that one on, the bytes in the forward, and again in the backward. Dead values are
+        freed at once.
         """
         model, chain, sizes = self._model, self.chain, list[tuple[int, int]]()
         held = sorted(chain[start].input, key=model.last_forward_use)

@@ -107,6 +107,10 @@ class Choices:
         for position, storages in enumerate(self.all_reads):
             for storage in storages:
                 self.uses.setdefault(storage, []).append(position)
+        # A later call reads some storages as inputs, in its backward or to compute something again.
+        again = {t for node in set(graph.recomputers) if node is not None for t in graph.nodes[node].inputs}
+        handed = {t for t in again if graph.tensors[t].producer is None}
+        self._passed_on = {self.storage_of[t] for t in (*graph.needed, *handed) if graph.recomputers[t] is None}
         self._collect_choices()
         self._collect_pins()
         self._measure_the_rest()
@@ -116,13 +120,14 @@ class Choices:
         return tuple(s for s in storages if s is not None and s in self.made_at and s not in self._held)
 
     def _collect_choices(self) -> None:
-        self._passed_on = self._find_passed_on()
         graph, self.producer, self.needs = self.graph, dict[int, int](), dict[int, tuple[int, ...]]()
         fixed, stack, seen = set(), list(self.uses), set(self.uses)
         while stack:
             storage = stack.pop()
-            node = self._recomputer(storage)
-            if node is None:
+            made_by = graph.nodes[graph.forward[self.made_at[storage]]]
+            first = next(t for t in made_by.outputs if self.storage_of[t] == storage)
+            node = graph.recomputers[first]
+            if node is None or storage in self._passed_on:  # a later call can't run nodes of an earlier one
                 fixed.add(storage)
                 continue
             self.producer[storage] = node
@@ -141,13 +146,6 @@ class Choices:
                 self.makes.setdefault(self.producer[storage], []).append(storage)
         times_ms = self.problem.profile.time_ms
         self.cost_ms = {node: max(times_ms[node], LEAST_MS) for node in self.makes}
-
-    def _find_passed_on(self) -> set[int | None]:
-        """Find the storages that a later call reads as an input, in its backward or to compute something again."""
-        graph = self.graph
-        again = {t for node in set(graph.recomputers) if node is not None for t in graph.nodes[node].inputs}
-        handed = {t for t in again if graph.tensors[t].producer is None}
-        return {self.storage_of[t] for t in (*graph.needed, *handed) if graph.recomputers[t] is None}
 
     def _collect_pins(self) -> None:
         """Find the spans in which views made by the backward hold forward storages."""
@@ -174,17 +172,6 @@ class Choices:
         direct = {self.storage_of[t] for t in tensors if t not in made}
         viewed = {self.storage_of[t]: made[t] for t in tensors if t in made}
         return {s: position for s, position in viewed.items() if s is not None and s not in direct}
-
-    def _recomputer(self, storage: int) -> int | None:
-        """Return the node that computes a storage again: the recomputer of the tensor that its first producer makes.
-
-        None where a later call reads it as an input: that call can't run nodes of an earlier one.
-        """
-        if storage in self._passed_on:
-            return None
-        node = self.graph.nodes[self.graph.forward[self.made_at[storage]]]
-        first = next(t for t in node.outputs if self.storage_of[t] == storage)
-        return self.graph.recomputers[first]
 
     def _measure_the_rest(self) -> None:
         """Measure the bytes that no decision changes, by replaying plain training with all choices of size zero."""
@@ -283,10 +270,7 @@ class Choices:
     def recompute(self, storage: int, live: set[int], waiting: list[int] | None = None) -> Iterator[int]:
         """Yield the nodes that recompute a choice from live ones; the choices that they make are live from then on.
 
-        Args:
-            storage: The choice.
-            live: Choices that are live.
-            waiting: Receives the choices that wait for the yielded node.
+        `waiting` receives the choices that wait for the yielded node.
         """
         return must_run(storage, live, self.producer, self.needs, self.makes, waiting)
 

@@ -13,9 +13,7 @@ from .model import StepModel
 def decisions(model: StepModel, rows: Rows) -> tuple[tuple[int, ...], ...]:
     """Return the nodes to run before each backward position, with views and other nodes that cost nothing.
 
-    Args:
-        model: The step.
-        rows: Producers recomputed before each backward position, as a replay returns them.
+    The rows have the producers recomputed before each backward position, as a replay returns them.
     """
     return _Lowering(model, rows).decisions()
 
@@ -58,7 +56,10 @@ class _Lowering:
             for node in row:
                 self._bring(graph.nodes[node].inputs, before)
                 before.append(node)
-                self._renew(graph.nodes[node].outputs)
+                made = set(graph.nodes[node].outputs)
+                for storage in {self._model.storage_of[t] for t in made} - {None}:  # views of earlier values are stale
+                    self._available.difference_update([t for t in self._on.get(storage, ()) if t not in made])
+                self._available.update(made)
             if position < len(graph.backward):
                 last = graph.nodes[graph.backward[position]]
                 self._bring(last.inputs, before)
@@ -67,13 +68,6 @@ class _Lowering:
                 self._bring(graph.gradients, before)
             rows.append(tuple(before))
         return tuple(rows)
-
-    def _renew(self, outputs: tuple[int, ...]) -> None:
-        """Note that tensors were computed again: views of the earlier values are stale."""
-        made = set(outputs)
-        for storage in {self._model.storage_of[t] for t in made} - {None}:
-            self._available.difference_update([t for t in self._on.get(storage, ()) if t not in made])
-        self._available.update(made)
 
     def _bring(self, tensors: Iterable[int], before: list[int]) -> None:
         """Run the views, and other nodes that cost nothing, that make tensors available."""

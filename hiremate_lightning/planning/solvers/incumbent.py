@@ -98,15 +98,15 @@ class Search:
             return True
         return self.best is not None and self.best.replay.recompute_ms <= self.bound_ms + self.gap_ms
 
-    def _why_it_ends(self) -> str:
-        if self.model.work.is_cut:
-            return CLOCK
-        return "time limit" if self.left_s() <= 0 else "end of the search"
-
     def answer(self, strategy: str) -> Solution:
         """Return the solution, with the time and the peak that the independent simulator finds."""
         seconds = time.monotonic() - self.start
-        stopped_by = "proof" if self.is_done else self._why_it_ends()
+        if self.is_done:
+            stopped_by = "proof"
+        elif self.model.work.is_cut:
+            stopped_by = CLOCK
+        else:
+            stopped_by = "time limit" if self.left_s() <= 0 else "end of the search"
         own = self.proposed
         answer = Solution(
             strategy=strategy,

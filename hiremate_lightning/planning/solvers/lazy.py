@@ -96,11 +96,7 @@ class _Live(set[int]):
 class _Walk:
     """A walk through the backward, from one place that may differ to the next.
 
-    Args:
-        model: The step.
-        near: The policy whose rows are known.
-        drops: The drops of the other policy.
-        early: The choices that the other policy recomputes early.
+    The rows of the near policy are known; drops and early choices are those of the other one.
     """
 
     def __init__(self, model: Choices, near: Lazy, drops: Pairs, early: Pairs) -> None:

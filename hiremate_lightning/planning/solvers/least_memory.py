@@ -42,12 +42,9 @@ SLACK, FASTER = 0.005, 0.5  # a peak larger by this share is taken where it take
 
 
 def find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int = 0) -> ReplayedPolicy:
-    """Find a policy of small peak, and for that peak of short time.
+    """Find a policy of small peak, and for that peak of short time, in so many seconds of work.
 
-    Args:
-        model: The step.
-        time_limit_s: Seconds of work to search for.
-        budget_bytes: A budget; the search goes on for seconds while nothing fits it.
+    The search goes on for seconds while nothing fits the budget.
     """
     smallest = _find_smallest(model.with_times(estimate(model.graph).time_ms), time_limit_s, budget_bytes)
     return ReplayedPolicy(smallest.policy, model.replay(smallest.policy))
@@ -81,19 +78,14 @@ def _find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int) -> 
     smallest, fastest = min(near, key=_by_peak), min(near, key=lambda f: f.rank)
     smallest = filled if smallest is leanest else _filled(model, smallest, time_limit_s)
     while smallest.replay.peak_bytes > enough_bytes:
-        low = _evicted(model, smallest, deadline)
+        way = zip(evict(model, smallest.policy, 0, deadline), range(PATIENCE), strict=False)
+        low = min((step for step, _ in way), key=_by_peak)
         if low.replay.peak_bytes >= smallest.replay.peak_bytes:
             break
         smallest = _filled(model, low, time_limit_s)
     if fastest.replay.recompute_ms < FASTER * smallest.replay.recompute_ms:
         return _filled(model, fastest, time_limit_s)
     return smallest
-
-
-def _evicted(model: StepModel, filled: ReplayedPolicy, deadline: float) -> ReplayedPolicy:
-    """Evict from a policy that was filled up; return the one of the smallest peak on the way."""
-    way = zip(evict(model, filled.policy, 0, deadline), range(PATIENCE), strict=False)
-    return min((step for step, _ in way), key=_by_peak)
 
 
 def _deepen(model: StepModel, start: ReplayedPolicy, deadline: float) -> Iterator[ReplayedPolicy]:

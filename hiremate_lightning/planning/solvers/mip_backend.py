@@ -151,8 +151,7 @@ def solve(
     model.threads = 1
     if not relax and absolute_gap > 0:
         model.max_mip_gap_abs = absolute_gap
-    variables = _add_variables(model, program, relax)
-    _add_rows(model, program, variables)
+    variables = _add_program(model, program, relax)
     if start and not relax:
         model.start = list(zip(variables, start, strict=True))
     if relax and backend_name(options) == "CBC":  # without an integer, CBC takes a way that writes to the console
@@ -169,20 +168,19 @@ def price_of(program: LinearProgram, relax: bool = False) -> Price:
     return Price(len(program.rows), sum(len(terms) for _, terms, _, _ in program.rows), is_linear)
 
 
-def _add_variables(model: mip.Model, program: LinearProgram, relax: bool) -> list[mip.Var]:
-    return [
+def _add_program(model: mip.Model, program: LinearProgram, relax: bool) -> list[mip.Var]:
+    """Add the variables and the rows of a program; return the variables."""
+    variables = [
         model.add_var(lb=lower, ub=upper, obj=cost, var_type=mip.INTEGER if integer and not relax else mip.CONTINUOUS)
         for cost, (lower, upper), integer in zip(program.costs, program.bounds, program.is_integer, strict=True)
     ]
-
-
-def _add_rows(model: mip.Model, program: LinearProgram, variables: list[mip.Var]) -> None:
     for name, terms, lower, upper in program.rows:
         chosen, coefficients = [variables[v] for v, _ in terms], [c for _, c in terms]
         if lower > -math.inf:
             model.add_constr(mip.LinExpr(chosen, coefficients, -lower, ">"), name)
         if upper < math.inf:
             model.add_constr(mip.LinExpr(chosen, coefficients, -upper, "<"), name)
+    return variables
 
 
 def _read(

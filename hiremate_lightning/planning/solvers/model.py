@@ -124,25 +124,22 @@ class StepModel(Choices):
         peak_bytes = max(forward_peak, int(peaks[position]))
         if forward_peak == peak_bytes:
             position = -1
+            node = self.graph.forward[forward_position] if self.graph.forward else 0
+        elif timeline.row_peaks[position] < peak_bytes:
+            node = self.graph.backward[position]
+        else:
+            node = timeline.rows[position][timeline.row_bytes(self, position).index(peak_bytes)]
         return Replay(
             peak_bytes=peak_bytes,
             recompute_ms=timeline.recompute_ms,
             position=position,
-            node=self._node_at(peak_bytes, position, forward_position, timeline),
+            node=node,
             timeline=timeline,
             peaks=peaks,
             forward_position=forward_position,
             forward_peak=forward_peak,
             lazy=lazy,
         )
-
-    def _node_at(self, peak_bytes: int, position: int, forward_position: int, timeline: Timeline) -> int:
-        """Find the node with a peak, at a backward position or, for -1, at one of the forward."""
-        if position < 0:
-            return self.graph.forward[forward_position] if self.graph.forward else 0
-        if timeline.row_peaks[position] < peak_bytes:
-            return self.graph.backward[position]
-        return timeline.rows[position][timeline.row_bytes(self, position).index(peak_bytes)]
 
     def row_bytes(self, rows: Rows, position: int) -> list[int]:
         """Return the bytes while each value is recomputed before a backward position."""

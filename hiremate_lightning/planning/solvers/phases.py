@@ -33,7 +33,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import itemgetter
 
 from .choices import Policy, Rows
@@ -86,16 +86,17 @@ class PhasedProgram:
         self.program = LinearProgram()
         self.held: dict[tuple[int, int], int] = {}
         self.run: dict[tuple[int, int], int] = {}
-        self.small = _small(model, small_share * limit_bytes)
+        by_size = sorted(model.choices, key=lambda s: (model.sizes[s], s))
+        totals = zip(by_size, accumulate(model.sizes[s] for s in by_size), strict=True)
+        self.small = frozenset(s for s, total in totals if total <= small_share * limit_bytes)
         self._starts = (-1, *checks.instants)
         self._collect_needs()
         for phase in range(self.phases):
             self._add_variables(phase)
         for phase in range(self.phases):
-            self._add_uses(phase)
-            self._add_inputs(phase)
-            self._add_stays(phase)
-            self._add_memory(phase)
+            self._add_presence(phase)
+            if phase > 0:
+                self._add_memory(phase)
         self._add_forward_memory()
         self._add_row_memory()
 
@@ -137,22 +138,16 @@ class PhasedProgram:
         node = self.model.producer.get(storage, -1)
         return [*terms, (self.run[phase, node], 1.0)] if (phase, node) in self.run else terms
 
-    def _add_uses(self, phase: int) -> None:
-        """(1) S[t, d] + R[t, p(d)] >= 1, d read in phase t."""
+    def _add_presence(self, phase: int) -> None:
+        """(1), (2) and (3): what is read in a phase, what a recomputed node reads, and what stays is there."""
         for storage in self._read[phase]:
             self.program.row(f"1_{phase}_{storage}", self._there(phase, storage), lower=1.0)
-
-    def _add_inputs(self, phase: int) -> None:
-        """(2) S[t, d] + R[t, p(d)] >= R[t, k], d in in(k)."""
         makers = dict.fromkeys(self.model.producer.get(s, -1) for s in self._needed[phase])
         for node in makers:
             inputs = self.model.needs[node] if (phase, node) in self.run else ()
             for storage in (s for s in inputs if s not in self.small):
                 terms = [*self._there(phase, storage), (self.run[phase, node], -1.0)]
                 self.program.row(f"2_{phase}_{node}_{storage}", terms, lower=0.0)
-
-    def _add_stays(self, phase: int) -> None:
-        """(3) S[t, d] + R[t, p(d)] >= S[t+1, d]."""
         for storage in self.model.choices:
             if (phase + 1, storage) in self.held:
                 terms = [*self._there(phase, storage), (self.held[phase + 1, storage], -1.0)]
@@ -160,8 +155,6 @@ class PhasedProgram:
 
     def _add_memory(self, phase: int) -> None:
         """(4) sum_d m_d S[t, d] + G[i_t] <= B."""
-        if phase == 0:
-            return
         sizes = self.model.sizes
         terms = [
             (self.held[phase, s], sizes[s] / UNIT) for s in self.model.choices if (phase, s) in self.held and sizes[s]
@@ -225,17 +218,6 @@ class PhasedProgram:
         for variable, (above, less) in self._maxima.items():
             values[variable] = max(0.0, max(values[v] for v in above) - (0.0 if less is None else values[less]))
         return values
-
-
-def _small(model: StepModel, most_bytes: float) -> frozenset[int]:
-    """Return the values that are too small to matter, the smallest first."""
-    total, small = 0, set()
-    for storage in sorted(model.choices, key=lambda s: (model.sizes[s], s)):
-        total += model.sizes[storage]
-        if total > most_bytes:
-            break
-        small.add(storage)
-    return frozenset(small)
 
 
 def first_checks(model: StepModel) -> Checks:

@@ -93,8 +93,11 @@ def _round(
         start=start,
         work=search.model.work,
     )
-    if restrict is None:
-        _take_bound(search, checks, result)
+    if restrict is None and not checks.in_order:
+        if result.status is Status.INFEASIBLE:
+            search.is_infeasible = search.best is None
+        elif result.bound > 0:
+            search.raise_bound(result.bound)
     if not result.values:
         return result, None
     policy = program.policy(result.values)
@@ -109,15 +112,6 @@ def _round(
     elif replay.peak_bytes <= 1.1 * search.limit:
         search.repair(policy, search.within(0.1))
     return result, replay
-
-
-def _take_bound(search: Search, checks: Checks, result: Result) -> None:
-    if checks.in_order:
-        return
-    if result.status is Status.INFEASIBLE:
-        search.is_infeasible = search.best is None
-    elif result.bound > 0:
-        search.raise_bound(result.bound)
 
 
 def polish(search: Search) -> None:

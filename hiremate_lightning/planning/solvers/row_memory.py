@@ -68,17 +68,16 @@ class RowMemory:
         """
         model, terms = self._model, {self._run[node]: self._model.transient[node] / UNIT}
         for storage in values:
-            variable = self._in_order(storage, node) if in_order else self._in_any_order(storage, node)
+            if in_order:
+                variable = self._in_order(storage, node)
+            elif storage in model.needs[node] or storage in model.makes[node]:
+                variable = self._run[node]  # R[t, k]
+            else:
+                variable = self._maximum(self._after(storage), self._maker(storage))  # H[d]
             if variable is not None:
                 terms[variable] = terms.get(variable, 0.0) + model.sizes[storage] / UNIT
         limit = (limit_bytes - model.live_gradients[self._position]) / UNIT
         self._program.row(f"{10 if in_order else 9}_{self._position}_{node}", list(terms.items()), upper=limit)
-
-    def _in_any_order(self, storage: int, node: int) -> int | None:
-        """Return R[t, k] for a value that k reads or makes, H[d] for another one."""
-        if storage in self._model.needs[node] or storage in self._model.makes[node]:
-            return self._run[node]
-        return self._maximum(self._after(storage), self._maker(storage))
 
     def _in_order(self, storage: int, node: int) -> int | None:
         """Return M[k, d]."""

@@ -27,7 +27,10 @@ def segment_policies(model: StepModel) -> list[Policy]:
     for count in SEGMENT_COUNTS:
         if count > max(1, length):
             break
-        cuts = [_narrowest(crossing, length * k // count, length // count // 3) for k in range(1, count)]
+        cuts, reach = list[int](), length // count // 3
+        for middle in (length * k // count for k in range(1, count)):
+            near = range(max(0, middle - reach), min(length, middle + reach + 1))
+            cuts.append(min(near, key=lambda position: (crossing[position], abs(position - middle))))
         between = (s for s, (made, last) in lives.items() if bisect_right(cuts, made) < bisect_right(cuts, last))
         kept.append(frozenset(between) & choices)
     return [Policy(values) for values in dict.fromkeys([*kept, choices])]
@@ -48,11 +51,6 @@ def crossing_bytes(graph: Graph) -> list[int]:
     """Return, for each forward position, the bytes made before it that it or a later one reads."""
     lives = ((made + 1, last, graph.sizes[storage]) for storage, (made, last) in lives_of(graph).items())
     return alive_bytes(lives, len(graph.forward))
-
-
-def _narrowest(crossing: list[int], middle: int, reach: int) -> int:
-    first, end = max(0, middle - reach), min(len(crossing), middle + reach + 1)
-    return min(range(first, end), key=lambda position: (crossing[position], abs(position - middle)))
 
 
 def try_segments(search: Search, deadline: float) -> None:

@@ -140,28 +140,22 @@ def _blocks_of(model: Choices, storage: int, touches: tuple[int, ...], makes: tu
         return ((makes[0], max((*uses[-1:], touches[-1]))),)
     blocks, begin, end = list[Block](), None, 0
     for key in sorted((*uses, *touches)):
+        position = key >> ROW
         if key in makes:
-            if begin is not None:
-                end = end_of_all if begin < 0 and is_retained else _end_of_block(model, storage, key >> ROW, end)
+            if begin is not None and begin < 0 and is_retained:
+                blocks.append((begin, end_of_all))
+            elif begin is not None:  # views may need the value still
+                pins = model.pins.get(storage, ())
+                end = max((until << ROW | LAST for first, until in pins if first < position <= until), default=end)
                 blocks.append((begin, end))
             begin = end = key
-        elif not (key & LAST == LAST and _is_read_from_before(model, storage, key >> ROW, begin)):
+            continue
+        viewed = model.seen_from[position].get(storage) if key & LAST == LAST else None
+        if viewed is None or begin is None or begin <= viewed << ROW | LAST:  # else it reads a view of an older block
             begin, end = -1 if begin is None else begin, key
     assert begin is not None, "what is touched is read or made"
     blocks.append((begin, end_of_all if begin < 0 and is_retained else end))
     return tuple(blocks)
-
-
-def _end_of_block(model: Choices, storage: int, position: int, last: int) -> int:
-    """Return the last key of a block whose value is recomputed at a position: views may need it still."""
-    pins = model.pins.get(storage, ())
-    return max((until << ROW | LAST for first, until in pins if first < position <= until), default=last)
-
-
-def _is_read_from_before(model: Choices, storage: int, position: int, begin: int | None) -> bool:
-    """Whether a node reads a value only through a view of a block that is older than the one that began at a key."""
-    viewed = model.seen_from[position].get(storage)
-    return viewed is not None and begin is not None and begin > viewed << ROW | LAST
 
 
 def _row_bytes(

@@ -44,7 +44,6 @@ class AlikeBlock:
     """Some nodes of captured code that follow each other, and what they read and give.
 
     Attributes:
-        nodes: The nodes.
         inputs: What they read, in the order in which they read it.
         outputs: Those that are read by other nodes, as positions among the nodes.
     """
@@ -101,7 +100,6 @@ class Folded:
     """Captured code in which one node stands for each block that is alike.
 
     Attributes:
-        code: The code.
         calls: The blocks; nodes name them by numbers, and they last as long as this.
     """
 

@@ -57,7 +57,6 @@ class BlockTemplate:
     """The joint graph of a block.
 
     Args:
-        joint: The joint graph.
         forward_count: How many of its outputs the forward returns.
         metadata: What AOTAutograd knows of the block's inputs and outputs.
         shared: Positions of the inputs of which copies are the last outputs.
@@ -218,7 +217,6 @@ class BlockCall:
     """A block that is alike, and the template that stands for it.
 
     Args:
-        template: The template.
         stacks: The modules that its nodes are in.
         make: Makes the template for gradients of other strides.
 
@@ -359,7 +357,6 @@ class _Writing:
     """Writes blocks into a joint graph.
 
     Args:
-        graph: The graph.
         mode: Of its values, which have no memory.
     """
 
@@ -407,7 +404,9 @@ class _Writing:
         for user in list(place.users):
             expect(user.target is operator.getitem, "the results of a block")
             position: Any = user.args[1]
-            sums.update((results[position], reader) for reader in user.users if _adds(reader, user))
+            for reader in user.users:
+                if reader.meta.get("is_gradient_acc") and len(reader.args) > 1 and reader.args[1] is user:
+                    sums[results[position]] = reader
             self._values.append(user.meta["val"])
             self._stale |= storages_among([user.meta["val"]])
             user.replace_all_uses_with(copies[results[position]])
@@ -428,11 +427,6 @@ class _Writing:
             else:  # before all of the block's backward
                 copies[template.backward[0]].prepend(sums[term])
             last[before] = sums[term]
-
-
-def _adds(node: fx.Node, term: fx.Node) -> bool:
-    """Whether a node adds a term to a gradient."""
-    return bool(node.meta.get("is_gradient_acc")) and len(node.args) > 1 and node.args[1] is term
 
 
 def _run(node: fx.Node) -> Any:

@@ -81,12 +81,11 @@ class Read:
         self.tensors = {g.originating_source for g in self.guards if g.create_fn_name() == "TENSOR_MATCH"}
         self.typed = {unwrapped(g.originating_source) for g in self.guards if g.create_fn_name() == "TYPE_MATCH"}
         self.in_order = tuple(source for source in output.guard_on_key_order if self.has(source))
-        guarded = {unwrapped(guard.originating_source) for guard in self.guards}
-        classes = ((source, self._class_of(source)) for source in guarded)
-        self.classes = {source: link for source, link in classes if link is not None}
-
-    def _class_of(self, source: Source) -> TypeSource | None:
-        return next((link for link in _links(source) if isinstance(link, TypeSource) and self.has(link)), None)
+        self.classes = dict[Source, TypeSource]()
+        for guarded in {unwrapped(guard.originating_source) for guard in self.guards}:
+            for link in _links(guarded):
+                if isinstance(link, TypeSource) and self.has(link):
+                    self.classes.setdefault(guarded, link)
 
     def has(self, source: Source) -> bool:
         """Whether a value was reached through the module."""
@@ -115,9 +114,9 @@ class Likeness:
     """
 
     def __init__(self, output: Any, read: Read, other: Source) -> None:
-        self._known, self._read, self._other = output.side_effects, read, unwrapped(other)
+        self._known, self._read = output.side_effects, read
         self._scope = {"G": output.root_tx.f_globals, "L": output.root_tx.f_locals}
-        self._others: dict[Source, Source] = {}
+        self._others = {read.root: unwrapped(other)}
         self._values: dict[Source, Any] = {}
         self._shared: dict[Source, bool] = {}
         self._compared: set[Source] = set()
@@ -141,7 +140,14 @@ class Likeness:
     def other_of(self, source: Source) -> Source:
         """Return where a value comes from in the other module, by where it comes from in the one."""
         if source not in self._others:
-            self._others[source] = self._other if source == self._read.root else self._rebuilt(source)
+            if not isinstance(source, ChainedSource):
+                raise UnlikeError(f"{source.name} is not of the module")
+            changed = {
+                field.name: self.other_of(value) if self._read.has(value) else value
+                for field in dataclasses.fields(source)
+                if isinstance(value := getattr(source, field.name), Source)
+            }
+            self._others[source] = dataclasses.replace(source, **changed)
         return self._others[source]
 
     def value_of(self, source: Source) -> Any:
@@ -177,17 +183,6 @@ class Likeness:
             return self.value_of(source)
         except UnlikeError:
             return None
-
-    def _rebuilt(self, source: Source) -> Source:
-        if not isinstance(source, ChainedSource):
-            raise UnlikeError(f"{source.name} is not of the module")
-        changed = {
-            field.name: self.other_of(value) if self._read.has(value) else value
-            for field in dataclasses.fields(source)
-            if isinstance(value := getattr(source, field.name), Source)
-        }
-        rebuilt: Source = dataclasses.replace(source, **changed)
-        return rebuilt
 
     def _add(self, guard: Guard) -> None:
         """Compare what a guard is on, and list the guard that the other module needs for it."""
@@ -321,13 +316,10 @@ def facts_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 def facts_of_inner(tensor: torch.Tensor) -> tuple[Any, ...]:
     """List the same, but not how the tensor came about."""
     expect(tensor.layout is torch.strided, "a tensor that is not strided")
-    where: tuple[Any, ...] = type(tensor), tensor.dtype, tensor.device, *_numbers(tensor)
+    numbers = _plain(tensor.size()), _plain(tensor.stride()), *_plain((tensor.storage_offset(),))
+    where: tuple[Any, ...] = type(tensor), tensor.dtype, tensor.device, *numbers
     state = tensor.requires_grad, tensor.is_inference()
     return *where, *state, tensor.is_conj(), tensor.is_neg(), str(torch._C._dispatch_keys(tensor))
-
-
-def _numbers(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return _plain(tensor.size()), _plain(tensor.stride()), *_plain((tensor.storage_offset(),))
 
 
 def _plain(sizes: Any) -> tuple[Any, ...]:

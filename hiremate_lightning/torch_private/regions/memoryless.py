@@ -6,7 +6,7 @@ way. To make these takes a fiftieth of the time that it takes to run an operatio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,17 +26,13 @@ def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return *kind_of(tensor), tensor.stride()
 
 
-def can_be_made(values: Iterable[Any]) -> bool:
-    """Whether a `Memory` can make values like these: plain tensors of definite sizes that nothing has changed in place.
+def can_be_made(value: Any) -> bool:
+    """Whether a `Memory` can make a value like this: plain tensors of definite sizes that nothing has changed in place.
 
-    A change that was counted may have been one of the operations that gave the values, which a copy would not make.
+    A change that was counted may have been one of the operations that gave the value, which a copy would not make.
     """
-    return all(_can_be_made(value) for value in values)
-
-
-def _can_be_made(value: Any) -> bool:
     if type(value) in (tuple, list):
-        return can_be_made(value)
+        return all(map(can_be_made, value))
     if value is None:
         return True
     if type(value) is not FakeTensor or value.layout is not torch.strided or value.is_inference():

@@ -9,7 +9,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -62,7 +62,6 @@ class Added:
     """What a call added to Dynamo's graph.
 
     Attributes:
-        nodes: The nodes.
         inputs: The inputs, in order.
         calls_before: How often each module that it called was called before it, by names.
         calls: How often it called each module.
@@ -78,7 +77,6 @@ class Trace:
     """A traced call of a module.
 
     Args:
-        call: The call.
         result: What it returned.
         added: What it added to the graph.
         changes_before: How often something was changed before it.
@@ -109,7 +107,7 @@ class Trace:
     def shows_values(self, inputs: Iterable[fx.Node]) -> bool:
         """Whether what its nodes read and gave shows what copies of them give."""
         if self._shows_values is None:
-            self._shows_values = can_be_made(node.meta.get("example_value") for node in (*inputs, *self.nodes))
+            self._shows_values = all(can_be_made(node.meta.get("example_value")) for node in (*inputs, *self.nodes))
         return self._shows_values
 
     def read(self, aliases: Sequence[tuple[Source, Source]] = ()) -> Read:
@@ -158,21 +156,20 @@ class Trace:
         own, sources = set(self.nodes), dict[fx.Node, Source | None]()
         used = (use for node in self.nodes for use in node.all_input_nodes if use not in own)
         for node in dict.fromkeys((*self.inputs, *used)):
-            if node not in leaves.nodes:
-                expect(node.op == "placeholder", "a value from outside")
-                source = node.meta["grapharg"].source if "grapharg" in node.meta else None
-                is_outside = source is None or not self.read().has(source)
-                sources[node] = None if is_outside else self._other_source(node, cast(Source, source), likeness)
+            if node in leaves.nodes:
+                continue
+            expect(node.op == "placeholder", "a value from outside")
+            source = node.meta["grapharg"].source if "grapharg" in node.meta else None
+            if source is None or not self.read().has(source):
+                sources[node] = None
+                continue
+            value = node.meta["example_value"]
+            is_static = isinstance(value, torch.Tensor) and not value._has_symbolic_sizes_strides
+            is_itself = source in self.read().tensors and not isinstance(source, (FloatTensorSource, NumpyTensorSource))
+            expect(is_static and is_itself, "an input of the module that varies")
+            sources[node] = other = likeness.other_of(source)
+            likeness.value_of(other)
         return sources
-
-    def _other_source(self, node: fx.Node, source: Source, likeness: Likeness) -> Source:
-        value = node.meta["example_value"]
-        is_static = isinstance(value, torch.Tensor) and not value._has_symbolic_sizes_strides
-        is_itself = source in self.read().tensors and not isinstance(source, (FloatTensorSource, NumpyTensorSource))
-        expect(is_static and is_itself, "an input of the module that varies")
-        other = likeness.other_of(source)
-        likeness.value_of(other)
-        return other
 
 
 class Copy:
@@ -239,7 +236,9 @@ class Copy:
     def _node(self, node: fx.Node, calls_before: dict[str, int]) -> fx.Node:
         tracer = self._output.current_tracer
         arguments, named = fx.map_arg((node.args, node.kwargs), self._others.__getitem__)
-        first, last = _names_of(node)
+        made = node.meta.get("source_fn_stack")
+        names = made[-1][0] if made else node.name, node.name  # it was made with the first, and stored with the second
+        first, last = (_NUMBER_AT_END.sub("", name) for name in names)
         added: fx.Node = tracer.create_node(node.op, node.target, arguments, named, first, node.type)
         own = ("example_value", "creation_timestamp", MARK)
         added.meta.update({key: value for key, value in node.meta.items() if key not in own})
@@ -301,14 +300,6 @@ class Copy:
 
 def _shown(nodes: Iterable[fx.Node]) -> list[Any]:
     return [node.meta["example_value"] for node in nodes]
-
-
-def _names_of(node: fx.Node) -> tuple[str, str]:
-    """Return the name that a node was made with, and that of a variable that it was stored in, without numbers."""
-    made = node.meta.get("source_fn_stack")
-    names = made[-1][0] if made else node.name, node.name
-    first, last = (_NUMBER_AT_END.sub("", name) for name in names)
-    return first, last
 
 
 def _facts(value: Any, of_tensor: Callable[[torch.Tensor], Any]) -> Any:

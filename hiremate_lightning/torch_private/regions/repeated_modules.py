@@ -83,8 +83,18 @@ class _Changes:
         items = [item for item in self._changed[since:] if _age_of(item) < age]
         if not all(map(_is_new, items)):
             return True
-        held = _held_by_existing(self._known) if items else set()
-        return any(id(item) in held for item in items)
+        if not items:
+            return False
+        known, reached = self._known, set[int]()
+        existing = [v for v in known.id_to_variable.values() if v.mutation_type is not None and not _is_new(v)]
+        ahead = [v for v in existing if known.is_modified(v) or known.has_pending_mutation(v)]
+        while ahead:
+            variable = ahead.pop()
+            if id(variable) not in reached:
+                reached.add(id(variable))
+                attributes = list(known.store_attr_mutations.get(variable, {}).values())
+                VariableTracker.visit(ahead.append, [variable, attributes])
+        return any(id(item) in reached for item in items)
 
 
 def _age_of(item: Any) -> int:
@@ -93,19 +103,6 @@ def _age_of(item: Any) -> int:
 
 def _is_new(item: Any) -> bool:
     return isinstance(item.mutation_type, (AttributeMutationNew, ValueMutationNew))
-
-
-def _held_by_existing(known: SideEffects) -> set[int]:
-    """List, by their ids, what can be reached from objects that were there before the traced code changed them."""
-    existing = [v for v in known.id_to_variable.values() if v.mutation_type is not None and not _is_new(v)]
-    reached, ahead = set[int](), [v for v in existing if known.is_modified(v) or known.has_pending_mutation(v)]
-    while ahead:
-        variable = ahead.pop()
-        if id(variable) not in reached:
-            reached.add(id(variable))
-            attributes = list(known.store_attr_mutations.get(variable, {}).values())
-            VariableTracker.visit(ahead.append, [variable, attributes])
-    return reached
 
 
 class _Traces:

@@ -372,6 +372,7 @@ def test_a_budget_that_not_even_one_sample_fits_is_refused_with_the_smallest_tha
         case.find("1 MiB")
 
     assert caught.value.smallest_bytes > MiB
+    assert "can't allocate memory" in caught.value.args[0], "batch-size finders look for these words"
 
 
 def test_a_budget_that_costs_more_time_than_allowed_is_refused():

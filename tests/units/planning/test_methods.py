@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hiremate_lightning import hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.command_line.cli import SOLVERS
+from hiremate_lightning.options import METHODS
 from hiremate_lightning.planning.solvers import get_strategy, strategy_names
 from hiremate_lightning.planning.solvers.chain import ChainBytes, ChainLink, ChainSpan, links, policy_of
 from hiremate_lightning.planning.solvers.incumbent import Search
@@ -29,7 +30,6 @@ from tests.helpers import lazy_frontier, problem_of, random_graph
 from tests.tiny import KB, Builder, chain, transformer
 from tests.units.planning.test_planner import plan_of, step_of
 
-PAPERS = ("checkmate", "checkmate_lp", "chen", "dtr", "hilp", "min_memory", "pofo", "rockmate", "rotor", "twremat")
 TOLERANCE_MS = 1e-3  # the model counts what takes no time as a nanosecond
 
 
@@ -73,7 +73,7 @@ def search_of(step: tuple[Graph, Profile], budget: int = 0) -> Search:
 
 
 def test_the_names_are_those_of_the_papers_and_of_what_is_simple():
-    assert strategy_names() == tuple(sorted((*PAPERS, "none", "portfolio", "segments")))
+    assert strategy_names() == tuple(sorted((*METHODS, "none", "portfolio", "segments")))
     assert set(strategy_names(with_ablations=True)) - set(strategy_names()) == {"least_memory", "phases", "turn_point"}
 
 

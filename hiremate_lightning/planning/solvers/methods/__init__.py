@@ -1,5 +1,7 @@
 """The methods of the papers, one file a paper: each proposes policies, and `proposals` carries them out."""
 
-from . import checkmate, chen, dtr, hilp, min_memory, pofo, rockmate, rotor, twremat
+import pkgutil
+from importlib import import_module
 
-__all__ = ["checkmate", "chen", "dtr", "hilp", "min_memory", "pofo", "rockmate", "rotor", "twremat"]
+for _module in pkgutil.iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")  # a method registers itself

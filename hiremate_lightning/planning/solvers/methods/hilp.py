@@ -50,14 +50,9 @@ Frontier = tuple[frozenset[int], ...]
 
 
 def frontiers(model: StepModel, clusters: Sequence[Cluster]) -> Iterator[tuple[list[int], Frontier]]:
-    """Yield each cluster's values, and its options as the values that are kept; equal clusters are solved once.
+    """Yield of each cluster with values of its own these and its options, the one that saves most first.
 
-    Args:
-        model: The step.
-        clusters: Those of a partition.
-
-    Yields:
-        Of each cluster with values of its own these and its options, the one that saves most first.
+    An option is the values that are kept. Equal clusters are solved once.
     """
     solved: dict[str, tuple[tuple[int, ...], ...]] = {}
     for cluster in clusters:

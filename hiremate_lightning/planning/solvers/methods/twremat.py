@@ -87,10 +87,7 @@ def neighbours_of(model: StepModel) -> dict[int, set[int]]:
 
 
 def tree_decomposition(near: Mapping[int, set[int]]) -> tuple[list[frozenset[int]], list[int]]:
-    """Decompose a graph by eliminating the value of the least degree, again and again.
-
-    Args:
-        near: The neighbours of each value.
+    """Decompose a graph, given as the neighbours of each value, by eliminating the value of least degree, repeatedly.
 
     Returns:
         The bags, and for each the one above it, which comes later; -1 for the last of each component.
