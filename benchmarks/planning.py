@@ -26,6 +26,7 @@ from provenance import provenance
 from solvers import load, names_of
 
 from hiremate_lightning.planning import solutions
+from hiremate_lightning.planning.headroom import Room
 from hiremate_lightning.planning.outcome import unless_short
 from hiremate_lightning.planning.plan import Plan, PlanOptions
 from hiremate_lightning.planning.planner import make_plan
@@ -57,11 +58,11 @@ def plan_once(step: Step, share: float) -> Planned:
         if best_ms < math.inf and best_ms - bound_ms < CLOSE * step_ms:
             close.append(time.process_time() - start)
 
-    budget_bytes = int(share * simulate_plain(step.graph, step.profile).peak_bytes)
+    room = Room(Budget(share=share), int(share * simulate_plain(step.graph, step.profile).peak_bytes))
     options = PlanOptions(on_infeasible="warn")
     solve = get_strategy(options.solver)
-    plan = unless_short(make_plan(step, Budget(share=share), budget_bytes, 0, options, solve=solve, progress=note))
-    assert plan.planned.peak_bytes <= budget_bytes or not plan.solution.is_feasible
+    plan = unless_short(make_plan(step, room, options, solve=solve, progress=note))
+    assert plan.planned.peak_bytes <= room.step_bytes or not plan.solution.is_feasible
     seconds = time.process_time() - start
     return Planned(plan, close[0] if close else seconds, seconds)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hiremate_lightning.planning.headroom import Room
 from hiremate_lightning.planning.plan import Plan, PlanningTime
 from hiremate_lightning.planning.solvers.base import Solution, Status
 from hiremate_lightning.records.costs import Profile
@@ -225,6 +226,11 @@ def storages_of(graph: Graph, names: Iterable[str]) -> set[int]:
     """Find the storages that the nodes of some names allocate."""
     names = set(names)
     return {s for i, node in enumerate(graph.nodes) if node.name in names for s in graph.allocates[i]}
+
+
+def room(size_bytes: int, resident_bytes: int = 0, margin_bytes: int = 0) -> Room:
+    """Return how many bytes a step has within a budget that names bytes."""
+    return Room(Budget(size_bytes=size_bytes), size_bytes, resident_bytes, margin_bytes)
 
 
 def plan_keeping(graph: Graph, profile: Profile, names: Iterable[str], **changes: Any) -> Plan:

@@ -20,9 +20,9 @@ from ..options import Objective
 from ..out_of_memory import InfeasibleBudgetError
 from ..planning.comparing import Comparison, Outcome, methods_to_compare, proven_ms
 from ..planning.comparing import compare as solve_by_each
-from ..planning.headroom import guard_bytes, resolve
+from ..planning.headroom import Room, resolve
 from ..planning.outcome import unless_short
-from ..planning.plan import Plan, PlanningTime, PlanOptions
+from ..planning.plan import Plan, PlanOptions
 from ..planning.planner import make_plan
 from ..planning.solvers import Problem, SolveOptions, smallest_budget
 from ..planning.solvers.curve import curve as solve_curve
@@ -116,6 +116,11 @@ class _Work:
             raise ConfigurationError('A budget of "auto" needs the device, and there is no CUDA device here.')
         return resolve(budget, 0, 0, torch.cuda.mem_get_info(self.options.device)[0])
 
+    def room(self, budget: Budget, captured: OfflineStep, step: Step) -> Room:
+        """Return how many bytes a step has within a budget."""
+        resident_bytes = captured.resident_bytes
+        return Room(budget, self.budget_bytes(budget, resident_bytes, step.plain_bytes), resident_bytes)
+
     def notes(self, captured: OfflineStep) -> list[str]:
         """Describe what the numbers rest on."""
         costs = "Times and workspaces of operations are measured one by one on this device."
@@ -189,21 +194,14 @@ def plan(asked: argparse.Namespace) -> int:
 def _plan_on(work: _Work, shards: int, on_infeasible: str = "raise") -> tuple[OfflineStep, Plan, list[str]]:
     """Plan on a number of GPUs that parameters are sharded over; return the plan, and notes on the host's memory."""
     captured, step = work.capture(shards=shards)
-    budget_bytes = work.budget_bytes(work.asked.budget, captured.resident_bytes, step.plain_bytes)
+    room = work.room(work.asked.budget, captured, step)
 
     def solve(step: Step, on_infeasible: str, host: Host | None = None) -> Plan:
-        outcome = make_plan(
-            step,
-            work.asked.budget,
-            budget_bytes,
-            captured.resident_bytes,
-            PlanOptions(work.asked.solver, work.asked.time_limit, on_infeasible),
-            target=captured.name,
-            planning=PlanningTime(capture_s=captured.capture_s),
-            progress=work.reporter.solving(step_time_ms(step.graph, step.profile)),
-            host=host,
-        )
-        return replace(unless_short(outcome), resident_parts=captured.resident)
+        options = PlanOptions(work.asked.solver, work.asked.time_limit, on_infeasible)
+        progress = work.reporter.solving(step_time_ms(step.graph, step.profile))
+        made = unless_short(make_plan(step, room, options, captured.name, progress=progress, host=host))
+        planning = replace(made.planning, capture_s=captured.capture_s)
+        return replace(made, planning=planning, resident_parts=captured.resident)
 
     with work.reporter.stage("solving"):
         if not work.asked.offload:
@@ -271,7 +269,7 @@ def compare(asked: argparse.Namespace) -> int:
     work = _Work(asked)
     captured, step = work.capture()
     resident_bytes = captured.resident_bytes
-    named = _budgets_in_words(work, resident_bytes, step.plain_bytes)
+    named = _budgets_in_words(work, captured, step)
     problem = Problem(step.graph, step.profile, step.plain_bytes, SolveOptions(asked.time_limit))
     comparison = _solved_by_each(work, problem, named, methods)
     if asked.svg is not None:
@@ -299,12 +297,12 @@ def _tables_of(comparison: Comparison, named: dict[int, str], resident_bytes: in
         yield _wrapped(f"{o.method}: {o.note}" for o in comparison.under(budget_bytes) if o.note)
 
 
-def _budgets_in_words(work: _Work, resident_bytes: int, plain_bytes: int) -> dict[int, str]:
+def _budgets_in_words(work: _Work, captured: OfflineStep, step: Step) -> dict[int, str]:
     """Return the bytes that the step may add under each budget, largest first; a picture has more than one budget."""
-    named = {}
+    named, plain_bytes, resident_bytes = {}, step.plain_bytes, captured.resident_bytes
     for budget in work.asked.budget:
-        room = max(0, work.budget_bytes(budget, resident_bytes, plain_bytes) - resident_bytes)
-        named[room - guard_bytes(room) if room < plain_bytes else room] = str(budget)  # as `plan` solves it
+        room = work.room(budget, captured, step)
+        named[room.solved_bytes if room.step_bytes < plain_bytes else room.step_bytes] = str(budget)  # as `plan` does
     if work.asked.svg is not None and len(named) == 1 and min(named) < plain_bytes:
         more = spread(min(named), plain_bytes)
         named |= {budget: format_bytes(resident_bytes + budget) for budget in more if budget not in named}

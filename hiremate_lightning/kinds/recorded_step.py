@@ -11,6 +11,7 @@ from ..capturing.capture import Captured
 from ..latest import Latest
 from ..measuring.resident import Resident
 from ..memory.allocator import in_blocks
+from ..planning.headroom import Room
 from ..planning.solvers.base import Strategy
 from ..records.costs import Profile
 from ..records.graph import Graph, StorageKind
@@ -19,6 +20,7 @@ from ..records.same_code import at_size, is_no_larger
 from ..records.schedule import Schedule
 from ..records.step import Call, Decisions, Step, holding, merge
 from ..running.execution import Part
+from ..units import Budget
 from .limits import Limits
 
 
@@ -111,6 +113,10 @@ class RecordedStep:
     def waits(self) -> bool:
         """Whether graphs wait for a later backward: before this step, or after it."""
         return bool(self.unfinished or self.resident.waiting)
+
+    def room(self, budget: Budget, budget_bytes: int) -> Room:
+        """Return how many bytes it has within a budget."""
+        return Room(budget, budget_bytes, self.resident.size_bytes, self.margin_bytes)
 
     def merge(self) -> Step:
         """Put it into one graph, as allocated."""

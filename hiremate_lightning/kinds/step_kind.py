@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from ..calls.given import ModuleCall
 from ..measuring.resident import GradientState, Resident
-from ..planning.headroom import headroom_bytes
 from ..planning.ladder import Ladder
 from ..planning.plan import Plan
 from ..planning.solvers.base import Solution
@@ -196,8 +195,8 @@ class StepKind:
             return False
         if plan.planned_peak_bytes > plan.budget_bytes:
             return self.saves_nothing(plain_bytes, free_bytes)
-        room_bytes = headroom_bytes(plan.budget_bytes, plan.resident_bytes, step.margin_bytes)
-        return plan.solution.is_plain and (plan.budget.is_whole or plain_bytes <= room_bytes)
+        room = replace(plan.room, margin_bytes=step.margin_bytes)
+        return plan.solution.is_plain and (plan.budget.is_whole or plain_bytes <= room.step_bytes)
 
     def saves_nothing(self, plain_bytes: int, free_bytes: Callable[[], int]) -> bool:
         """Whether nothing fits, its plan saves no memory, and the device has memory to run without it.

@@ -14,7 +14,9 @@ from pathlib import Path
 import psutil
 import torch
 
+from ..records.costs import Profile
 from ..records.graph import Graph
+from ..records.step import Call, Step, merge
 from ..torch_private import runtime, tensor_state
 
 BLOCK_BYTES = 512  # a request is rounded up to a multiple of it
@@ -50,6 +52,11 @@ def in_blocks(graph: Graph, device: torch.device) -> Graph:
         return graph
     storages = tuple(replace(storage, size_bytes=block_bytes(storage.size_bytes)) for storage in graph.storages)
     return replace(graph, storages=storages)
+
+
+def alone(graph: Graph, profile: Profile, device: torch.device) -> Step:
+    """Return a captured graph as a step of its own, as allocated."""
+    return merge([Call(in_blocks(graph, device), profile)], [0])
 
 
 def block_bytes(size_bytes: int) -> int:

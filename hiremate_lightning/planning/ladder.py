@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from ..records.outline import SizedStep
 from ..records.step import Decisions
-from .headroom import guard_bytes
+from .headroom import Room
 from .solvers import Solution
 
 REMEMBERED = 16  # steps that lost time, the latest ones
@@ -39,12 +39,9 @@ class Chosen:
     lost_ms: float
 
 
-def fastest_that_fits(step: SizedStep, room_bytes: int, candidates: Iterable[Decisions]) -> Chosen | None:
-    """Return, of decisions made for the same code at whatever sizes, the fastest that fit; None where none fit.
-
-    The step may add `room_bytes` to what is resident.
-    """
-    limit_bytes = room_bytes - guard_bytes(room_bytes)
+def fastest_that_fits(step: SizedStep, room: Room, candidates: Iterable[Decisions]) -> Chosen | None:
+    """Return, of decisions made for the same code at whatever sizes, the fastest that fit; None where none fit."""
+    limit_bytes = room.solved_bytes
     too_large = list[tuple[int, float]]()
     for decisions in sorted(dict.fromkeys(candidates), key=step.again_ms):
         again_ms, peak_bytes = step.again_ms(decisions), step.peak_bytes(decisions)
@@ -64,7 +61,7 @@ class Loss(Generic[T]):
     Attributes:
         ladder: The decisions for its code.
         step: The step.
-        room_bytes: Bytes that it may add to what is resident.
+        room: How many bytes it has.
         plain_bytes: Bytes that it adds where it keeps everything.
         again_ms: Time of the nodes that it computes again.
         lost_ms: The least part of it that decisions of the step's own would save, as estimated.
@@ -72,7 +69,7 @@ class Loss(Generic[T]):
 
     ladder: Ladder[T]
     step: T
-    room_bytes: int
+    room: Room
     plain_bytes: int
     again_ms: float
     lost_ms: float
@@ -125,7 +122,7 @@ class Ladder(Generic[T]):
         Returns:
             Whether the solution is another rung: it fits, and saves time.
         """
-        saved_ms = loss.again_ms - solution.extra_ms if solution.peak_bytes <= loss.room_bytes else 0.0
+        saved_ms = loss.again_ms - solution.extra_ms if solution.peak_bytes <= loss.room.step_bytes else 0.0
         self.vain = 0 if saved_ms > WORTH_SAVING * loss.lost_ms else self.vain + 1
         self.losses.clear()
         self.lost_ms = 0.0

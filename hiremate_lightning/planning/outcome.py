@@ -17,8 +17,8 @@ from ..records.graph import OUTSIDE, Graph, Node
 from ..records.schedule import Schedule, lower
 from ..records.simulation import Simulation, blocks, simulate_plain
 from ..records.step import Decisions
-from ..units import Budget, format_bytes
-from .headroom import guard_bytes
+from ..units import format_bytes
+from .headroom import Room, guard_bytes
 from .solutions import Solutions
 from .solvers import smallest_budget
 from .solvers.base import Problem, Solution, Status, replay, replay_solution
@@ -104,16 +104,14 @@ class Short:
 
     Attributes:
         needs: The needs of all steps that are to fit.
-        budget: The budget as asked for.
-        budget_bytes: The same in bytes, resident bytes included.
+        room: How many bytes there are.
         target: Path of the planned module.
         words: How to begin the sentence that names the bytes.
         advice: What to do.
     """
 
     needs: tuple[Need, ...]
-    budget: Budget
-    budget_bytes: int
+    room: Room
     target: str
     words: str = SMALLEST
     advice: str = ADVICE
@@ -125,7 +123,7 @@ class Short:
 
     def error(self) -> InfeasibleBudgetError:
         """Build the error that names the budget that is enough, and the place of the peak."""
-        need, graph = self.need, self.need.problem.graph
+        need, graph, budget_bytes = self.need, self.need.problem.graph, self.room.budget_bytes
         simulation = replay_solution(need.problem, need.smallest)
         schedule = put_away(graph, lower(graph, need.smallest.recompute), need.smallest.aways)
         largest = largest_words(graph, need.problem.profile, schedule, simulation)
@@ -135,16 +133,16 @@ class Short:
             whose = f"Another process of this training has {less} less than this one for its step. "
         if need.smallest.aways:
             offloads = f"puts {format_bytes(simulation.host_bytes)} in the host's memory and "
-        if self.budget.share is not None:
+        if self.room.budget.share is not None:
             share = f", {100 * max(need.share for need in self.needs):.1f}% of what the unplanned step adds"
         return InfeasibleBudgetError(
-            f"The budget {self.budget} ({self.budget_bytes:,} bytes) is too small for {self.target or 'this model'}. "
+            f"The budget {self.room.budget} ({budget_bytes:,} bytes) is too small for {self.target or 'this model'}. "
             f"{self.words} {format_bytes(need.peak_bytes, up=True)} ({need.peak_bytes:,} bytes{share}), "
             f"of which {format_bytes(need.resident_bytes)} are resident (parameters, gradients, optimizer state, "
             f"batch). {whose}"
             f"Such a plan {offloads}takes at most {simulation.overhead:.0%} more time. "
             f"The peak is {_place_of(simulation, graph)}.{largest} {self.advice}",
-            budget_bytes=self.budget_bytes,
+            budget_bytes=budget_bytes,
             smallest_bytes=need.peak_bytes,
             module=graph.nodes[simulation.peak_moment.node].module,
             less_bytes=need.less_bytes,

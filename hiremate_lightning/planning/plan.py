@@ -20,6 +20,7 @@ from ..records.graph import Graph
 from ..records.schedule import Schedule, lower
 from ..records.simulation import Simulation, simulate_plain
 from ..units import Budget, format_bytes, format_ratio, format_time
+from .headroom import Room
 from .solutions import Solutions
 from .solvers.base import Problem, Solution, Status, replay_solution
 
@@ -126,6 +127,11 @@ class Plan:
     resident_parts: tuple[tuple[str, int], ...] = ()
     proved: str = ""
     rounded: tuple[str, ...] = ()
+
+    @property
+    def room(self) -> Room:
+        """How many bytes the step has."""
+        return Room(self.budget, self.budget_bytes, self.resident_bytes)
 
     @cached_property
     def schedule(self) -> Schedule:

@@ -15,13 +15,12 @@ from ..records.away import Host
 from ..records.costs import Profile
 from ..records.schedule import keep_all
 from ..records.step import Decisions, Step
-from ..units import Budget
-from .headroom import guard_bytes, headroom_bytes
+from .headroom import Room
 from .outcome import AT_LEAST, Need, Short, as_decided, least_need
 from .plan import Plan, PlanningTime, PlanOptions
 from .shared_solving import agreed
 from .solutions import Solutions
-from .solvers import UNLIMITED, smallest_budget
+from .solvers import smallest_budget
 from .solvers.base import (
     CLOCK,
     Problem,
@@ -45,13 +44,9 @@ SAVES_AS_MUCH = 0.02  # saved shares of the peak up to this difference count as 
 
 def make_plan(
     step: Step,
-    budget: Budget,
-    budget_bytes: int,
-    resident_bytes: int,
+    room: Room,
     options: PlanOptions,
     target: str = "",
-    planning: PlanningTime = PlanningTime(),
-    margin_bytes: int = 0,
     solve: Strategy | None = None,
     progress: Callable[[float, float], None] | None = None,
     decided: Decisions | None = None,
@@ -61,13 +56,9 @@ def make_plan(
 
     Args:
         step: The merged step.
-        budget: The budget as asked for.
-        budget_bytes: The same in bytes, resident bytes included.
-        resident_bytes: Bytes that exist before the step.
+        room: How many bytes it has.
         options: How to plan.
         target: Path of the planned module, for reports.
-        planning: Seconds that the stages before took.
-        margin_bytes: Bytes of the budget to leave free, because an earlier plan was measured that much above it.
         solve: The strategy, by default the one that the options name, in a process of its own.
         progress: Called with solutions while solving, see `SolveOptions`.
         decided: The nodes that are computed again, where they are not to be chosen.
@@ -80,29 +71,25 @@ def make_plan(
     log.debug("planning")
     start = time.perf_counter()
     strategy = solve or apart(options.solver)
-    own = Problem(
-        step.graph,
-        step.profile,
-        headroom_bytes(budget_bytes, resident_bytes, margin_bytes),
-        SolveOptions(time_limit_s=options.time_limit_s, progress=progress),
-        None if decided is not None else host,
-    )
+    limits = SolveOptions(time_limit_s=options.time_limit_s, progress=progress)
+    own = Problem(step.graph, step.profile, room.step_bytes, limits, None if decided is not None else host)
     problem = agreed(own, strategy)
+    less_bytes = own.budget_bytes - problem.budget_bytes
+    shared_room = replace(room, budget_bytes=room.budget_bytes - less_bytes)
     profile = problem.profile
     if decided is not None:
         solution = as_decided(problem, decided)
     elif replay(problem, keep_all(step.graph)).peak_bytes <= problem.budget_bytes:
         solution = get_strategy("none")(problem)
     else:
-        guarded = replace(problem, budget_bytes=problem.budget_bytes - guard_bytes(problem.budget_bytes))
+        guarded = replace(problem, budget_bytes=shared_room.solved_bytes)
         solution, profile = _solve(guarded, options, strategy, problem is own)
     if not _fits(problem, solution):
         solution = solution if decided is not None else _least_memory(problem, solution)
         if solution.peak_bytes > problem.budget_bytes and options.on_infeasible == "raise":
-            less_bytes = own.budget_bytes - problem.budget_bytes
-            need = least_need(problem, resident_bytes, decided, options.solutions)
+            need = least_need(problem, room.resident_bytes, decided, options.solutions)
             if need.smallest.peak_bytes > problem.budget_bytes:
-                return Short((replace(need, less_bytes=less_bytes),), budget, budget_bytes - less_bytes, target)
+                return Short((replace(need, less_bytes=less_bytes),), shared_room, target)
             solution = replace(need.smallest, status=Status.FEASIBLE, stopped_by=solution.stopped_by)
         if decided is None:
             solution, profile = _fastest_within_its_peak(problem, solution, options, strategy, problem is own)
@@ -111,8 +98,8 @@ def make_plan(
     if solution.note:
         _announce(solution.note)
     profile = step.profile if profile is problem.profile else profile
-    planning = replace(planning, solve_s=planning.solve_s + time.perf_counter() - start)
-    return Plan(target, step.graph, profile, solution, budget, budget_bytes, resident_bytes, planning)
+    planning = PlanningTime(solve_s=time.perf_counter() - start)
+    return Plan(target, step.graph, profile, solution, room.budget, room.budget_bytes, room.resident_bytes, planning)
 
 
 @cache
@@ -202,9 +189,7 @@ def _saved_share(problem: Problem, solution: Solution) -> float:
 
 def first_solution(
     step: Step,
-    budget: Budget,
-    budget_bytes: int,
-    resident_bytes: int,
+    room: Room,
     options: PlanOptions,
     target: str,
     progress: Callable[[float, float], None] | None = None,
@@ -221,9 +206,7 @@ def first_solution(
 
     Args:
         step: The part.
-        budget: The budget as asked for.
-        budget_bytes: The same in bytes, resident bytes included; 0 where it is not known from this part alone.
-        resident_bytes: Bytes that exist before the step.
+        room: How many bytes it has.
         options: How to plan.
         target: Path of the planned module, for reports.
         progress: Called with solutions while solving, see `SolveOptions`.
@@ -235,13 +218,8 @@ def first_solution(
         How it runs; where it can't run, the least that it needs.
     """
     log.debug("searching for a first schedule")
-    problem = Problem(
-        step.graph,
-        step.profile,
-        headroom_bytes(budget_bytes, resident_bytes) if budget_bytes else UNLIMITED,
-        SolveOptions(time_limit_s=options.time_limit_s, gap=ANY_GAP, progress=progress),
-        host,
-    )
+    limits = SolveOptions(time_limit_s=options.time_limit_s, gap=ANY_GAP, progress=progress)
+    problem = Problem(step.graph, step.profile, room.step_bytes, limits, host)
     at_other_sizes = (first for first in known if first.step.graph.code == step.graph.code)
     solution = next((first.solution for first in at_other_sizes if first.serves_as_well(problem)), None)
     if solution is not None:
@@ -252,11 +230,11 @@ def first_solution(
     solved = _solve_until_it_fits(problem, apart(options.solver))
     if _fits(problem, solved):
         return solved
-    room_bytes = free_bytes()
-    if smallest.peak_bytes > room_bytes:
+    beyond_bytes = free_bytes()
+    if smallest.peak_bytes > beyond_bytes:
         smallest = least_with_aways(problem, smallest)
-    if replay_solution(problem, smallest).peak_bytes > room_bytes:
-        return Short((Need(problem, smallest, resident_bytes),), budget, budget_bytes, target, AT_LEAST)
+    if replay_solution(problem, smallest).peak_bytes > beyond_bytes:
+        return Short((Need(problem, smallest, room.resident_bytes),), room, target, AT_LEAST)
     return smallest
 
 

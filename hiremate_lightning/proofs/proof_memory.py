@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+
+import torch
 
 from ..capturing.capture import Captured
 from ..measuring.files import HAS_FILES
+from ..memory.allocator import alone, in_blocks
 from ..records.costs import Profile
 from ..records.graph import StorageKind, bytes_of
 from ..records.simulation import forward_peak_bytes, simulate, simulate_plain
+from ..records.step import Step
 from ..running.program import Program
 
 
@@ -68,30 +73,29 @@ class ProofMemory:
 
 
 def proof_memory(
-    captured: Captured, profile: Profile, program: Program, plain_bytes: int, free_bytes: int
+    captured: Captured, profile: Profile, program: Program, free_bytes: Callable[[Step, torch.device], int]
 ) -> ProofMemory:
-    """Predict the bytes that the runs of a proof take.
+    """Predict the bytes that the runs of a proof take, as allocated.
 
     Args:
         captured: The captured graph.
         profile: Costs of its operations.
         program: The program that is about to run.
-        plain_bytes: Bytes of a plain forward and backward.
-        free_bytes: Bytes that are free.
+        free_bytes: Returns the bytes that are free on a device beside what exists before a step.
     """
-    graph = captured.graph
+    graph, step = in_blocks(captured.graph, captured.device), alone(captured.graph, profile, captured.device)
     own = simulate(graph, profile, program.schedule)
     # Activations that take nothing, and gradients that are dropped as they come.
     storages = (replace(s, size_bytes=0) if s.kind is StorageKind.ACTIVATION else s for s in graph.storages)
     without_activations = replace(graph, storages=tuple(storages), gradients=())
     return ProofMemory(
-        plain_bytes=plain_bytes,
+        plain_bytes=step.plain_bytes,
         beside_bytes=simulate_plain(without_activations, profile).peak_bytes,
         forward_bytes=forward_peak_bytes(graph, profile),
         own_bytes=own.peak_bytes,
         own_forward_bytes=max((moment.peak_bytes for moment in own.timeline[: own.turn]), default=0),
         changed_bytes=2 * bytes_of(graph, captured.mutated),
         kept_bytes=bytes_of(graph, (*graph.outputs, *graph.gradients)) if captured.device.type == "cpu" else 0,
-        free_bytes=max(free_bytes, own.peak_bytes),  # the step takes them in any case
+        free_bytes=max(free_bytes(step, captured.device), own.peak_bytes),  # the step takes them in any case
         has_room_aside=HAS_FILES or captured.device.type != "cpu",
     )

@@ -30,7 +30,7 @@ from ..measuring.custom_operators import has_unsteady
 from ..measuring.files import Files
 from ..records.costs import Profile
 from ..records.expressions import NoTemplateError, WrongTemplateError
-from ..records.step import Call, Step, merge
+from ..records.step import Step
 from ..reporting.report import Stages
 from ..rewriting.joint import is_collective
 from ..running.execution import Part
@@ -182,7 +182,7 @@ class Prover:
             self._leave_unproved(proof, "it may give other numbers when it runs once more")
             return
         with self._session.stages.stage("prove_s", "proving"), unmeasured(device), collecting_what_it_leaves():
-            memory, without = self._memory_of(proof.part, program, device), proof.next_without()
+            memory, without = self._memory_of(proof.part, program), proof.next_without()
             if memory is None or memory.has_plain or memory.has_forward:
                 proof.why_unproved = ""
                 with trying(proof.part, program), autocasting.not_printed():
@@ -304,14 +304,11 @@ class Prover:
             "are those of plain PyTorch. This is a fault of torch.compile or of hiremate_lightning; please report it."
         )
 
-    def _memory_of(self, part: Part | None, program: Program | None, device: torch.device) -> ProofMemory | None:
+    def _memory_of(self, part: Part | None, program: Program | None) -> ProofMemory | None:
         """Predict the memory that the proof of a part takes; None for code without gradients, which always runs."""
         if part is None or program is None:
             return None
-        profile = self._session.costs_of(part)
-        alone = merge([Call(part.captured.graph, profile)], [0])
-        free_bytes = self._session.free_bytes(alone, device)
-        return proof_memory(part.captured, profile, program, alone.plain_bytes, free_bytes)
+        return proof_memory(part.captured, self._session.costs_of(part), program, self._session.free_bytes)
 
 
 def _outcome_in_little_memory(

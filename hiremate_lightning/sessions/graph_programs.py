@@ -18,8 +18,8 @@ from ..kinds.recorded_step import RecordedStep, no_graphs
 from ..kinds.step_kind import GraphNumbers, StepKind
 from ..latest import Latest
 from ..measuring.resident import Resident
-from ..memory.allocator import free_bytes, in_blocks
-from ..planning.headroom import headroom_bytes
+from ..memory.allocator import alone, free_bytes
+from ..planning.headroom import Room
 from ..planning.ladder import Chosen, Loss, fastest_that_fits
 from ..planning.outcome import unless_short
 from ..planning.planner import FirstSolution, first_solution
@@ -29,7 +29,7 @@ from ..records.graph import Graph
 from ..records.outline import Outlines, SizedStep
 from ..records.same_code import is_no_larger
 from ..records.schedule import Schedule, keep_all, lower
-from ..records.step import Call, Decisions, Step, merge
+from ..records.step import Decisions, Step
 from ..running.execution import Part
 from ..running.program import Program
 from ..running.template import program_of
@@ -62,6 +62,7 @@ class GraphPrograms:
         self._model, self.maker = model, maker
         self.history, self._parts, self._stages = model.history, model.parts, model.stages
         self._searches: deque[FirstSolution] = deque(maxlen=REMEMBERED)
+        self._least: weakref.WeakKeyDictionary[Part, Program] = weakref.WeakKeyDictionary()
         self._taken_over: weakref.WeakKeyDictionary[Part, TakenOver] = weakref.WeakKeyDictionary()
         self._fits = dict[tuple[StepKind, tuple[Schedule, ...]], bool]()  # kinds whose steps began by these
         self._most_bytes = 0  # that were resident
@@ -81,7 +82,7 @@ class GraphPrograms:
 
     def forget_least(self, part: Part) -> None:
         """Learn that a part can't run any more as it did."""
-        self._parts.least.pop(part, None)
+        self._least.pop(part, None)
         self._taken_over.pop(part, None)
 
     def choose(self, step: CurrentStep, part: Part) -> Forward:
@@ -124,9 +125,8 @@ class GraphPrograms:
             before = [begun[place].decisions(step.forwards[place].captured.graph) for place in places]
             decisions = _going_on(whole, before, plan.solution.recompute)
             peak_bytes = replay(Problem(whole.graph, whole.profile, 0), decisions).peak_bytes
-            most_bytes = max(plan.budget_bytes, plan.planned_peak_bytes)
-            room_bytes = headroom_bytes(most_bytes, recorded.resident.size_bytes, recorded.margin_bytes)
-            self._fits[kind, begun] = peak_bytes <= room_bytes
+            room = recorded.room(plan.budget, max(plan.budget_bytes, plan.planned_peak_bytes))
+            self._fits[kind, begun] = peak_bytes <= room.step_bytes
         return self._fits[kind, begun]
 
     def find_least(self, step: CurrentStep, part: Part, profile: Profile) -> Program:
@@ -137,31 +137,27 @@ class GraphPrograms:
         Where there are several processes it runs in any case: one that stops alone leaves the others waiting in a
         collective.
         """
-        programs = self._parts.least
-        if part not in programs:
+        if part not in self._least:
             options, is_alone = self._model.options, runtime.process_group_store() is None
             is_checked = is_alone and options.budget.share is None and options.plan.on_infeasible == "raise"
             with self._stages.stage("solve_s", "solving"), collecting_what_it_leaves():
                 captured, before = part.captured, step.resident_in(self._model.memory)
-                graph, costs = _without_doubtful(captured, profile)
-                alone = merge([Call(in_blocks(graph, captured.device), costs)], [0])
+                whole = alone(*_without_doubtful(captured, profile), captured.device)
                 outcome = first_solution(
-                    alone,
-                    options.budget,
-                    self.maker.budget_bytes(alone, before) if is_checked else 0,
-                    before.size_bytes,
+                    whole,
+                    self.maker.room(whole, before) if is_checked else Room.unlimited(options.budget),
                     options.plan,
                     self._model.name,
                     self._stages.reporter.solving(step_time_ms(captured.graph, profile)),
                     self._searches,
                     self._spare_bytes_or_announce_full,
-                    self._model.offloading.host(alone, [captured]),
+                    self._model.offloading.host(whole, [captured]),
                 )
                 least = unless_short(outcome)
-                self._searches.append(FirstSolution(alone, least))
-                (program,) = self._model.offloading.build(alone, [captured], least)
-                programs[part] = replace(program, protects=True)  # see `_build`
-        return programs[part]
+                self._searches.append(FirstSolution(whole, least))
+                (program,) = self._model.offloading.build(whole, [captured], least)
+                self._least[part] = replace(program, protects=True)  # see `_build`
+        return self._least[part]
 
     def _spare_bytes_or_announce_full(self) -> int:
         """Return the bytes that a first step may take beyond the budget; none, announced, where no plan may follow."""
@@ -235,25 +231,18 @@ class GraphPrograms:
         whole = foreseen.merge()
         sized = self._outlines.at_size(whole, [recorded.code for recorded in foreseen.calls])
         traced_bytes = TRACING_BYTES if len(foreseen.calls) > 1 else 0  # graphs are traced while values of others live
-        budget_bytes, existing_bytes = self.maker.budget_bytes(sized, resident), resident.size_bytes + traced_bytes
-        room_bytes = headroom_bytes(budget_bytes, existing_bytes)
-        margin_bytes = self._margin_bytes(step, room_bytes, captured.template is not None)
-        room_bytes = headroom_bytes(budget_bytes, existing_bytes, margin_bytes)
+        room = self.maker.room(sized, resident)
+        room = replace(room, resident_bytes=room.resident_bytes + traced_bytes)
+        room = replace(room, margin_bytes=self._margin_bytes(step, room.step_bytes, captured.template is not None))
         before = [forward.program.schedule.decisions(forward.captured.graph) for forward in begun]
-        chosen = self._choose_among(step, sized, room_bytes, before, captured.template is not None)
+        chosen = self._choose_among(step, sized, room, before, captured.template is not None)
         if call + 1 == len(foreseen.calls):
             step.comparison.foreseen = alike[0], foreseen
         if chosen is None:
             return None
         plain_bytes = sized.peak_bytes(keep_all(whole.graph))
-        loss = Loss(
-            self._code(step).ladder,
-            replace(foreseen, merged=no_graphs()),
-            room_bytes,
-            plain_bytes,
-            chosen.again_ms,
-            chosen.lost_ms,
-        )
+        ladder, lasting = self._code(step).ladder, replace(foreseen, merged=no_graphs())
+        loss = Loss(ladder, lasting, room, plain_bytes, chosen.again_ms, chosen.lost_ms)
         return Followed(foreseen, whole.split(chosen.decisions), None if captured.template is None else loss)
 
     def _margin_bytes(self, step: CurrentStep, room_bytes: int, is_made: bool) -> int:
@@ -267,7 +256,7 @@ class GraphPrograms:
         return max(margin_bytes, int(room_bytes * excess / (1 + excess)))
 
     def _choose_among(
-        self, step: CurrentStep, sized: SizedStep, room_bytes: int, before: Sequence[Decisions], is_made: bool
+        self, step: CurrentStep, sized: SizedStep, room: Room, before: Sequence[Decisions], is_made: bool
     ) -> Chosen | None:
         """Choose among all decisions for the code of a step, some of whose calls have run already by those in `before`.
 
@@ -278,11 +267,11 @@ class GraphPrograms:
 
         def fastest() -> Chosen | None:
             candidates = dict.fromkeys([keep_all(whole.graph), *plans, *ladder.decisions])
-            return fastest_that_fits(sized, room_bytes, [_going_on(whole, before, d) for d in candidates])
+            return fastest_that_fits(sized, room, [_going_on(whole, before, d) for d in candidates])
 
         chosen = fastest()
         if chosen is None and is_made:
-            self._ladders.find(ladder, sized, room_bytes)
+            self._ladders.find(ladder, sized, room)
             chosen = fastest()
             step.comparison.fits_nothing = chosen is None
         return chosen

@@ -10,13 +10,12 @@ import logging
 
 from ..garbage import collecting_what_it_leaves
 from ..kinds.recorded_step import RecordedStep
-from ..planning.headroom import guard_bytes
+from ..planning.headroom import Room
 from ..planning.ladder import Ladder, Loss
-from ..planning.solvers import Problem, Solution, SolveOptions, smallest_budget
+from ..planning.solvers import Problem, SolveOptions, smallest_budget
 from ..records.costs import step_time_ms
 from ..records.outline import SizedStep
 from ..records.schedule import keep_all
-from ..records.step import Step
 from .plan_maker import PlanMaker
 from .planned_model import PlannedModel
 
@@ -41,7 +40,7 @@ class Ladders:
     def __init__(self, model: PlannedModel, maker: PlanMaker) -> None:
         self._model, self._maker = model, maker
 
-    def find(self, ladder: StepLadder, sized: SizedStep, room_bytes: int) -> None:
+    def find(self, ladder: StepLadder, sized: SizedStep, room: Room) -> None:
         """Solve decisions for a step that nothing fits so far, unless the same was tried in no less room.
 
         They leave some of the room, so that somewhat larger steps may run by them too.
@@ -49,27 +48,24 @@ class Ladders:
         Args:
             ladder: The decisions for its code, which take them.
             sized: The step.
-            room_bytes: Bytes that it may add to what is resident.
+            room: How many bytes it has.
         """
-        step, limit_bytes = sized.step, max(0, room_bytes - guard_bytes(room_bytes))
-        share = room_bytes / max(1, sized.peak_bytes(keep_all(step.graph)))
+        step, limit_bytes = sized.step, room.solved_bytes
+        share = room.step_bytes / max(1, sized.peak_bytes(keep_all(step.graph)))
         fitting = (decisions for decisions in ladder.decisions if sized.peak_bytes(decisions) <= limit_bytes)
         if share <= ladder.least_share or next(fitting, None) is not None:
             return  # what fits does so only without what has run
         log.debug("searching for the least memory at all sizes")
         with self._model.stages.stage("solve_s", "solving"), collecting_what_it_leaves():
-            least, leaving_some = self._least(step, limit_bytes), int(HEADROOM * room_bytes)
-            if sized.peak_bytes(least.recompute) < leaving_some and self._model.has_place:
+            limits = SolveOptions(self._model.options.plan.time_limit_s, progress=self._maker.progress(step))
+            least = smallest_budget(Problem(step.graph, step.profile, limit_bytes, limits))
+            leaving_some = Room(room.budget, int(HEADROOM * room.step_bytes))
+            if sized.peak_bytes(least.recompute) < leaving_some.step_bytes and self._model.has_place:
                 ladder.rungs.append(self._maker.decide(step, leaving_some, LIMIT_S).recompute)
                 return
         ladder.least = least.recompute
         if sized.peak_bytes(ladder.least) > limit_bytes:
             ladder.least_share = share
-
-    def _least(self, step: Step, limit_bytes: int) -> Solution:
-        options, progress = self._model.options.plan, self._maker.progress(step)
-        limits = SolveOptions(time_limit_s=options.time_limit_s, progress=progress)
-        return smallest_budget(Problem(step.graph, step.profile, limit_bytes, limits))
 
     def step_ended(self, loss: StepLoss) -> bool:
         """Learn of a step that ran by decisions of other sizes; solve some for all sizes where that has paid by now.
@@ -84,7 +80,7 @@ class Ladders:
         if target is None or not self._model.has_place:
             return False
         with self._model.stages.stage("solve_s", "solving"), collecting_what_it_leaves():
-            solution = self._maker.decide(target.step.merge(), target.room_bytes, LIMIT_S)
+            solution = self._maker.decide(target.step.merge(), target.room, LIMIT_S)
         if not ladder.solved(target, solution):
             return False
         text = (

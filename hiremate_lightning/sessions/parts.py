@@ -15,7 +15,6 @@ from ..records.costs import Profile
 from ..reporting.report import Stages
 from ..rewriting.fused_kernel import FusedKernels
 from ..running.execution import Conductor, Part, Saved
-from ..running.program import Program
 
 
 class Parts:
@@ -34,7 +33,6 @@ class Parts:
         fuses: Whether operations are fused.
         count: How many parts there were so far.
         traced_count: How many captures there were: other parts were made from these, for other sizes.
-        least: The program by which a part runs at the least memory, where that was looked for.
         measures_link: Returns whether plans need to know how fast the device copies to the host and back.
     """
 
@@ -56,7 +54,6 @@ class Parts:
         self._parts: dict[int, weakref.ref[Part]] = {}
         self._numbers: weakref.WeakKeyDictionary[Part, int] = weakref.WeakKeyDictionary()
         self._profiles: weakref.WeakKeyDictionary[Part, Profile] = weakref.WeakKeyDictionary()
-        self.least: weakref.WeakKeyDictionary[Part, Program] = weakref.WeakKeyDictionary()
 
     def captured_again(self) -> None:
         """Count a capture of code that runs by a part that was made of the same code before."""

@@ -16,7 +16,7 @@ from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..memory.allocator import free_bytes
 from ..messages.first_wait import FirstWait
-from ..planning.headroom import resolve
+from ..planning.headroom import Room, resolve
 from ..planning.outcome import Need, Short, least_need, unless_short
 from ..planning.plan import Plan
 from ..planning.planner import make_plan
@@ -76,8 +76,8 @@ class PlanMaker:
         """Return the budgets of a kind of step of which none was seen."""
         return Limits(self._model.options.budget.share is not None)
 
-    def budget_bytes(self, step: Step | SizedStep, resident: Resident, kind: StepKind | None = None) -> int:
-        """Return the budget of a step, resident bytes included; a share is of the largest step that is known.
+    def room(self, step: Step | SizedStep, resident: Resident, kind: StepKind | None = None) -> Room:
+        """Return how many bytes a step has; a share is of the largest step that is known.
 
         A share is of what plain training adds, graphs that wait for their backward included. All kinds of steps have
         the largest budget of any.
@@ -87,7 +87,8 @@ class PlanMaker:
             resident: What exists before it.
             kind: Its kind, None where that is not known yet.
         """
-        return max(self._own_budget_bytes(step, resident, kind), self._others_budget_bytes(kind))
+        budget_bytes = max(self._own_budget_bytes(step, resident, kind), self._others_budget_bytes(kind))
+        return Room(self._model.options.budget, budget_bytes, resident.size_bytes)
 
     def _others_budget_bytes(self, kind: StepKind | None) -> int:
         """Return the largest budget of the other planned kinds of steps, 0 where budgets are no shares."""
@@ -134,7 +135,8 @@ class PlanMaker:
         steps = [replace(kind.recorded, resident=before) for kind, before in zip(concerned, residents, strict=True)]
         with self._stages.stage("solve_s", "solving"):
             budgets = [self.limits(kind, step).budget_bytes for kind, step in zip(concerned, steps, strict=True)]
-            fit = all(map(self.waiting.fits, concerned, steps, budgets))
+            rooms = [step.room(self._model.options.budget, of) for step, of in zip(steps, budgets, strict=True)]
+            fit = all(map(self.waiting.fits, concerned, steps, rooms))
         before, self.waiting.holds = self.waiting.holds, Holds.EVERYTHING if fit else Holds.LEAST
         if self.waiting.holds is before:
             return []
@@ -197,18 +199,14 @@ class PlanMaker:
             dropped, where it is made from traces of other sizes and these do not tell its programs.
         """
         recorded, options = kind.recorded, self._model.options
-        step, before = recorded.merge(), recorded.resident
-        limits = self.limits(kind, recorded)
+        step, limits = recorded.merge(), self.limits(kind, recorded)
         recorded = kind.step = replace(recorded, limits=limits)
         with self._stages.stage("solve_s", "solving"):
             plan = make_plan(
                 step,
-                options.budget,
-                limits.budget_bytes,
-                before.size_bytes,
+                recorded.room(options.budget, limits.budget_bytes),
                 replace(options.plan, on_infeasible="warn") if recorded.is_provisional else options.plan,
                 target=self._model.name,
-                margin_bytes=recorded.margin_bytes,
                 solve=recorded.solve,
                 progress=self.progress(step),
                 decided=step.join(recorded.decided) if recorded.decided else None,
@@ -227,18 +225,16 @@ class PlanMaker:
 
     def short_of_all(self, shortage: Shortage) -> Short | None:
         """Return what is enough for all steps seen, with all that may come; None where all fit the budget after all."""
-        needs, budgets = list[Need](), dict[int, int]()
+        needs, rooms = list[Need](), dict[int, Room]()
         for kind in self._history.recorded:
             step = self.waiting.at(kind, kind.recorded, Holds.LEAST)
             states = [replace(step, resident=shortage.with_all(seen)) for seen in kind.before.values()]
             of_kind = [self._need(state, shortage.less_bytes) for state in states]
-            budget_bytes = max((self.budget_bytes(s.merge(), s.resident, kind) for s in states), default=0)
-            budgets.update((need.peak_bytes, budget_bytes) for need in of_kind if need.peak_bytes > budget_bytes)
+            of_states = (self.room(state.merge(), state.resident, kind) for state in states)
+            room = max(of_states, key=lambda room: room.budget_bytes, default=Room(self._model.options.budget, 0))
+            rooms.update((need.peak_bytes, room) for need in of_kind if need.peak_bytes > room.budget_bytes)
             needs += of_kind
-        if not budgets:
-            return None
-        budget, budget_bytes = self._model.options.budget, budgets[max(budgets)]
-        return Short(tuple(needs), budget, budget_bytes, self._model.name, shortage.words, ADVICE)
+        return Short(tuple(needs), rooms[max(rooms)], self._model.name, shortage.words, ADVICE) if rooms else None
 
     def _need(self, recorded: RecordedStep, less_bytes: int) -> Need:
         step, resident, options = recorded.merge(), recorded.resident, self._model.options.plan
@@ -249,18 +245,17 @@ class PlanMaker:
         waiting_bytes = resident.waiting_bytes, resident.plain_waiting_bytes
         return replace(need, waiting_bytes=waiting_bytes, is_guarded=True, less_bytes=less_bytes)
 
-    def decide(self, step: Step, room_bytes: int, limit_s: float) -> Solution:
+    def decide(self, step: Step, room: Room, limit_s: float) -> Solution:
         """Solve a step that gets no plan of its own; where nothing fits, find its least memory.
 
         Args:
             step: The merged step.
-            room_bytes: Bytes that it may add to what is resident.
+            room: How many bytes it has.
             limit_s: Seconds for solving, at most; fewer where the options ask for fewer.
         """
-        asked, options = self._model.options, self._model.options.plan
+        options = self._model.options.plan
         options = replace(options, on_infeasible="warn", time_limit_s=min(limit_s, options.time_limit_s))
-        progress, name = self.progress(step), self._model.name
-        plan = make_plan(step, asked.budget, room_bytes, 0, options, target=name, progress=progress)
+        plan = make_plan(step, room, options, self._model.name, progress=self.progress(step))
         return unless_short(plan).solution
 
     def progress(self, step: Step) -> Callable[[float, float], None] | None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 
 from ..memory.allocator import free_bytes
-from ..planning.headroom import headroom_bytes
 from ..records.costs import Profile
 from ..records.step import Step
 from ..running.execution import Part
@@ -62,11 +62,10 @@ class ProvedCode:
     def free_bytes(self, step: Step, device: torch.device) -> int:
         """Return the bytes that the budget of a step, and the device, leave beside what is there."""
         resident = self._steps.resident()
-        budget_bytes = self._planned.maker.budget_bytes(step, resident)
-        plan = self._planned.latest
-        if plan is not None:
-            budget_bytes = max(budget_bytes, plan.budget_bytes)
+        room, plan = self._planned.maker.room(step, resident), self._planned.latest
+        budget_bytes = max(room.budget_bytes, 0 if plan is None else plan.budget_bytes)
         live_bytes = resident.size_bytes + self._steps.under_way.live_bytes
         if device.type == "cuda":
             live_bytes = max(live_bytes, torch.cuda.memory_allocated(device))
-        return min(headroom_bytes(budget_bytes, live_bytes), free_bytes(device))
+        room = replace(room, budget_bytes=budget_bytes, resident_bytes=live_bytes)
+        return min(room.step_bytes, free_bytes(device))

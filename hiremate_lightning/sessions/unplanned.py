@@ -12,6 +12,7 @@ import sys
 import time
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -22,7 +23,6 @@ from ..kinds.recorded_step import CapturedStep
 from ..kinds.releasing import PlainTrial
 from ..kinds.step_kind import StepKind
 from ..memory.allocator import free_bytes
-from ..planning.headroom import headroom_bytes
 from ..units import format_bytes
 from .aside_room import AsideRoom
 from .current_step import CurrentStep
@@ -164,11 +164,11 @@ class UnplannedSteps:
         """Return what a step may add to the resident bytes; any, where the budget is what plain training takes."""
         if self._model.options.budget.is_whole:
             return sys.maxsize
-        plans = [kind.own_plan for kind in self._history.planned]
-        is_share = self._model.options.budget.share is not None
-        most_resident_bytes = max(plan.resident_bytes for plan in plans)
-        existing = ((plan, plan.resident_bytes if is_share else most_resident_bytes) for plan in plans)
-        return max(headroom_bytes(plan.budget_bytes, existing_bytes) for plan, existing_bytes in existing)
+        rooms = [kind.own_plan.room for kind in self._history.planned]
+        if self._model.options.budget.share is None:
+            most_resident_bytes = max(room.resident_bytes for room in rooms)
+            rooms = [replace(room, resident_bytes=most_resident_bytes) for room in rooms]
+        return max(room.step_bytes for room in rooms)
 
     def _is_to_be_captured(self, step: CurrentStep, likely: StepKind) -> bool:
         """Whether saving memory has taken more time, in steps called like this one or in all, than plans would have."""

@@ -20,16 +20,16 @@ from ..capturing.capture import Captured
 from ..kinds.recorded_step import RecordedStep
 from ..kinds.step_kind import StepKind
 from ..measuring.resident import WAITING, Resident
-from ..memory.allocator import in_blocks
+from ..memory.allocator import alone, in_blocks
 from ..options import SessionOptions
-from ..planning.headroom import guard_bytes, headroom_bytes
+from ..planning.headroom import Room
 from ..planning.solvers import UNLIMITED, smallest_budget
 from ..planning.solvers.base import Problem, SolveOptions, replay
 from ..records.costs import Profile
 from ..records.graph import StorageKind, bytes_of
 from ..records.schedule import Schedule, keep_all, lower
 from ..records.simulation import simulate
-from ..records.step import Call, Decisions, merge
+from ..records.step import Decisions
 from ..running.execution import Part
 from ..running.program import Program
 from ..running.template import program_of
@@ -105,7 +105,7 @@ class WaitingGraphs:
         """Whether graphs wait beside a step of a kind, or what it runs has to fit such steps too."""
         return step.waits or kind.backwards_vary
 
-    def fits(self, kind: StepKind, recorded: RecordedStep, budget_bytes: int) -> bool:
+    def fits(self, kind: StepKind, recorded: RecordedStep, room: Room) -> bool:
         """Whether a step of a kind fits where all that waits beside it holds everything.
 
         Its own calls run at the least memory then, unless it is decided what they compute again.
@@ -113,9 +113,8 @@ class WaitingGraphs:
         recorded = self.at(kind, recorded, Holds.EVERYTHING)
         step = recorded.merge()
         decided = recorded.decided or tuple(self._of(call.part, Holds.LEAST).decisions for call in recorded.calls)
-        size_bytes = headroom_bytes(budget_bytes, recorded.resident.size_bytes, recorded.margin_bytes)
-        peak_bytes = replay(Problem(step.graph, step.profile, size_bytes), step.join(decided)).peak_bytes
-        return peak_bytes + guard_bytes(size_bytes) <= size_bytes
+        peak_bytes = replay(Problem(step.graph, step.profile, 0), step.join(decided)).peak_bytes
+        return peak_bytes <= replace(room, resident_bytes=recorded.resident.size_bytes).solved_bytes
 
     def at(self, kind: StepKind, step: RecordedStep, holds: Holds | None = None) -> RecordedStep:
         """Return the step of a kind where all that waits holds so much, by default what it holds now."""
@@ -162,6 +161,6 @@ class WaitingGraphs:
 
     def _least(self, captured: Captured, profile: Profile) -> Decisions:
         """Decide, for a graph as a step of its own, what to compute again so that it takes the least memory."""
-        step = merge([Call(in_blocks(captured.graph, captured.device), profile)], [0])
+        step = alone(captured.graph, profile, captured.device)
         options = SolveOptions(time_limit_s=self._options.time_limit_s)
         return step.split(smallest_budget(Problem(step.graph, step.profile, UNLIMITED, options)).recompute)[0]

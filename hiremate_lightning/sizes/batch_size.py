@@ -29,8 +29,6 @@ from ..memory.allocator import allocated_bytes
 from ..memory.metering import MemoryMeter
 from ..options import SessionOptions, SizeOptions, make_options, make_size_options
 from ..out_of_memory import InfeasibleBudgetError
-from ..planning.solvers import UNLIMITED, smallest_budget
-from ..planning.solvers.base import Problem
 from ..records.graph import OUTSIDE, Graph
 from ..records.same_code import difference
 from ..records.sized_numbers import Line
@@ -39,7 +37,7 @@ from ..targets.candidates import Target
 from ..targets.modules import Targets, targets_of
 from ..units import Budget, format_bytes, format_ratio, parse_budget
 from .size_result import BatchSizeResult, result_table
-from .size_search import Forecast, FoundSize, Limit, SizeTrial, search, trial_of
+from .size_search import Forecast, FoundSize, Limit, SizeTrial, least_memory, search, trial_of
 from .size_trials import SizeRunner, SizeTask, TrialSteps
 from .training_state import Stateful, TrainingState
 
@@ -275,7 +273,7 @@ class SizeFinder:
     def _second_size(self, first: int) -> int:
         """Choose a size that is sure to fit, even if memory grows with its square; the larger, the better it tells."""
         sample = self._runner.seen[first]
-        least = smallest_budget(Problem(sample.step.graph, sample.step.profile, UNLIMITED)).peak_bytes
+        least = least_memory(sample.step).peak_bytes
         ratio = (self._limit_bytes - self._runner.fixed_bytes) / max(1, least + sample.batch_bytes)
         second = int(first * math.sqrt(max(ratio, 1.0)))
         if second == first and (first + 1) / first <= ratio:

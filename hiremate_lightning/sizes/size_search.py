@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from ..options import Objective
+from ..planning.headroom import Room
 from ..planning.outcome import unless_short
 from ..planning.plan import Plan, PlanOptions
 from ..planning.planner import make_plan
-from ..planning.solvers import UNLIMITED, smallest_budget
-from ..planning.solvers.base import Problem
+from ..planning.solvers import UNLIMITED, Problem, Solution, smallest_budget
 from ..records.graph_template import GraphTemplate
 from ..records.outline import Outline, SizedStep
 from ..records.sized_numbers import FittedLines, Line
@@ -104,7 +104,7 @@ class Forecast:
         costed = [(self.samples[size].graph, self.samples[size].profile) for size in sizes]
         self._template, self._base = GraphTemplate(costed, FittedLines(sizes), self.block_bytes), self.samples[sizes[0]]
         self._outline, self._sized = Outline(self._base), dict[int, SizedStep]()
-        self._rungs: list[Decisions] = [_least_memory(self._base)]
+        self._rungs: list[Decisions] = [least_memory(self._base).recompute]
 
     def at(self, size: int) -> SizedStep:
         """Return the step at a size; at the size of a sample, that sample."""
@@ -141,7 +141,7 @@ class Forecast:
         sizes = range(1, high + 1)
         size, before = bisect_right(sizes, self.limit_bytes, key=self.least_bytes), -1
         while size > before:
-            self._rungs.append(_least_memory(self.at(max(1, size)).step))
+            self._rungs.append(least_memory(self.at(max(1, size)).step).recompute)
             size, before = bisect_right(sizes, self.limit_bytes, key=self.least_bytes), size
         return size
 
@@ -152,8 +152,8 @@ class Forecast:
         return self.trials[size]
 
     def _plan(self, size: int, budget_bytes: int) -> Plan:
-        budget, step, resident_bytes = Budget(size_bytes=budget_bytes), self.at(size).step, self.resident.whole(size)
-        return unless_short(make_plan(step, budget, budget_bytes, resident_bytes, self.options, target=str(size)))
+        room = Room(Budget(size_bytes=budget_bytes), budget_bytes, self.resident.whole(size))
+        return unless_short(make_plan(self.at(size).step, room, self.options, target=str(size)))
 
     def enough_bytes(self, size: int, max_overhead: float) -> int:
         """Return a budget under which a plan fits at a size and takes no more overhead, near the least such one."""
@@ -176,8 +176,9 @@ class Forecast:
         return overhead is not None and overhead <= max_overhead
 
 
-def _least_memory(step: Step) -> Decisions:
-    return smallest_budget(Problem(step.graph, step.profile, UNLIMITED)).recompute
+def least_memory(step: Step) -> Solution:
+    """Find the least memory of a step at once."""
+    return smallest_budget(Problem(step.graph, step.profile, UNLIMITED))
 
 
 def trial_of(size: int, plan: Plan, fixed_ms: float) -> SizeTrial:

@@ -16,9 +16,9 @@ from hiremate_lightning.planning.shared_solving import SharedSolving, agreed, an
 from hiremate_lightning.planning.solvers import get_strategy
 from hiremate_lightning.planning.solvers.base import Problem, Solution, Status
 from hiremate_lightning.records.step import Call, Gap, merge
-from hiremate_lightning.units import Budget, format_bytes
+from hiremate_lightning.units import format_bytes
 from tests.helpers import problem_of
-from tests.tiny import transformer
+from tests.tiny import room, transformer
 
 BUDGET = 2_600_000
 LESS = BUDGET * 9 // 10
@@ -149,9 +149,9 @@ def test_a_budget_too_small_for_one_rank_is_an_error_on_all(ranks, rank):
     step = merge([Call(*transformer(4))], [0])
 
     def plan(index):
-        budget = Budget(size_bytes=1_000 if index == rank else 100 * BUDGET)
+        limit = room(1_000 if index == rank else 100 * BUDGET)
         with pytest.raises(InfeasibleBudgetError) as caught:
-            unless_short(make_plan(step, budget, budget.size_bytes, 0, PlanOptions(), solve=ranks[index].solve))
+            unless_short(make_plan(step, limit, PlanOptions(), solve=ranks[index].solve))
         return str(caught.value)
 
     texts = together(lambda: plan(0), lambda: plan(1))
@@ -167,8 +167,7 @@ def test_ranks_that_solve_several_times_do_so_together(store):
     step = merge([Call(*transformer(4))], [0])
 
     def plan(index):
-        budget = Budget(size_bytes=BUDGET)
-        return unless_short(make_plan(step, budget, BUDGET, 0, PlanOptions(), solve=ranks[index].solve))
+        return unless_short(make_plan(step, room(BUDGET), PlanOptions(), solve=ranks[index].solve))
 
     first, second = together(lambda: plan(0), lambda: plan(1))
 

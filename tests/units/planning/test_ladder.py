@@ -6,6 +6,7 @@ import pytest
 
 from hiremate_lightning.planning.ladder import Ladder, Loss, fastest_that_fits
 from hiremate_lightning.planning.solvers import Solution, Status
+from tests.tiny import room
 
 PLAIN, MIDDLE, LEAST = ((),), ((1,),), ((1, 2),)
 PEAKS, TIMES_MS = {PLAIN: 1000, MIDDLE: 600, LEAST: 200}, {PLAIN: 0.0, MIDDLE: 10.0, LEAST: 40.0}
@@ -19,7 +20,7 @@ class Costs:
 
 
 def choose(room_bytes, candidates=(LEAST, PLAIN, MIDDLE)):
-    return fastest_that_fits(Costs(), room_bytes, candidates)
+    return fastest_that_fits(Costs(), room(room_bytes), candidates)
 
 
 @pytest.mark.parametrize(("room_bytes", "decisions"), [(1100, PLAIN), (1000, MIDDLE), (700, MIDDLE), (300, LEAST)])
@@ -40,7 +41,7 @@ def test_a_loss_is_what_the_line_to_what_is_faster_saves(room_bytes, lost_ms):
 
 
 def loss(ladder, lost_ms=10.0, plain_bytes=100):
-    return Loss(ladder, f"step of {plain_bytes}", 80, plain_bytes, 30.0, lost_ms)
+    return Loss(ladder, f"step of {plain_bytes}", room(80), plain_bytes, 30.0, lost_ms)
 
 
 def solution(again_ms, rung=MIDDLE, peak_bytes=80):

@@ -8,7 +8,7 @@ import pytest
 
 from hiremate_lightning.out_of_memory import InfeasibleBudgetError
 from hiremate_lightning.planning import planner
-from hiremate_lightning.planning.headroom import AUTO_MARGIN, resolve
+from hiremate_lightning.planning.headroom import AUTO_MARGIN, Room, resolve
 from hiremate_lightning.planning.outcome import Need, Short, unless_short
 from hiremate_lightning.planning.planner import FirstSolution, PlanOptions, first_solution, make_plan
 from hiremate_lightning.planning.solvers import base, smallest_budget
@@ -17,7 +17,7 @@ from hiremate_lightning.records.schedule import lower
 from hiremate_lightning.records.simulation import simulate, simulate_plain
 from hiremate_lightning.records.step import Call, Gap, merge
 from hiremate_lightning.units import Budget, parse_budget
-from tests.tiny import KB, chain, transformer
+from tests.tiny import KB, chain, room, transformer
 
 MANY = 10**9
 
@@ -27,8 +27,7 @@ def step_of(graph, profile, held=0):
 
 
 def plan_of(step, budget_bytes, resident_bytes=0, **options):
-    budget = Budget(size_bytes=budget_bytes)
-    return unless_short(make_plan(step, budget, budget_bytes, resident_bytes, PlanOptions(**options), target="Net"))
+    return unless_short(make_plan(step, room(budget_bytes, resident_bytes), PlanOptions(**options), target="Net"))
 
 
 def smallest_of(step):
@@ -77,7 +76,7 @@ def test_resident_bytes_are_part_of_the_budget():
 def test_a_margin_is_left_free():
     step = step_of(*transformer(2))
     most = step.plain_bytes
-    plan = unless_short(make_plan(step, Budget(size_bytes=most), most, 0, PlanOptions(), margin_bytes=KB))
+    plan = unless_short(make_plan(step, room(most, margin_bytes=KB), PlanOptions()))
     assert plan.planned_peak_bytes <= most - KB
 
 
@@ -87,7 +86,7 @@ def test_a_generous_budget_recomputes_nothing():
 
 def test_what_nothing_fits_is_an_outcome_that_can_raise():
     step = step_of(*transformer(2))
-    outcome = make_plan(step, Budget(size_bytes=1), 1, 0, PlanOptions())
+    outcome = make_plan(step, room(1), PlanOptions())
     assert isinstance(outcome, Short)
     assert outcome.need.peak_bytes == outcome.error().smallest_bytes == smallest_of(step)
     assert str(outcome) == str(outcome.error())
@@ -161,7 +160,7 @@ def test_no_value_is_named_where_many_hold_the_peak():
 def test_a_share_that_is_too_small_is_named_as_a_share():
     step = step_of(*transformer(2))
     with pytest.raises(InfeasibleBudgetError, match=r"The budget 1% .*% of what the unplanned step adds"):
-        unless_short(make_plan(step, Budget(share=0.01), 10, 0, PlanOptions()))
+        unless_short(make_plan(step, Room(Budget(share=0.01), 10), PlanOptions()))
 
 
 def test_a_share_that_is_named_is_never_above_all_of_the_step():
@@ -202,25 +201,25 @@ def test_a_strategy_that_lies_about_its_peak_is_not_believed():
     assert plan.solution.strategy != "liar"
 
 
-def first_of(step, budget, budget_bytes, free_bytes=0):
-    outcome = first_solution(step, budget, budget_bytes, 0, PlanOptions(), "Net", free_bytes=lambda: free_bytes)
+def first_of(step, budget_bytes, free_bytes=0):
+    outcome = first_solution(step, room(budget_bytes), PlanOptions(), "Net", free_bytes=lambda: free_bytes)
     return unless_short(outcome)
 
 
 def test_a_part_that_fits_neither_the_budget_nor_the_device_is_refused():
     step = step_of(*transformer(2))
     smallest = smallest_of(step)
-    assert first_of(step, Budget(size_bytes=smallest), smallest).peak_bytes == smallest
-    assert first_of(step, Budget(size_bytes=smallest - 1), smallest - 1, free_bytes=smallest).peak_bytes == smallest
+    assert first_of(step, smallest).peak_bytes == smallest
+    assert first_of(step, smallest - 1, free_bytes=smallest).peak_bytes == smallest
     with pytest.raises(InfeasibleBudgetError, match=r"too small for Net.* It needs at least"):
-        first_of(step, Budget(size_bytes=smallest - 1), smallest - 1, free_bytes=smallest - 1)
+        first_of(step, smallest - 1, free_bytes=smallest - 1)
 
 
 def test_a_solver_is_asked_before_the_first_step_is_refused(monkeypatch):
     monkeypatch.setattr(planner, "smallest_budget", get_strategy("none"))
     step = step_of(*transformer(2))
     budget = step.plain_bytes * 7 // 10
-    assert first_of(step, Budget(size_bytes=budget), budget).peak_bytes <= budget
+    assert first_of(step, budget).peak_bytes <= budget
 
 
 def searched(step):
@@ -230,8 +229,8 @@ def searched(step):
 
 def next_of(step, known, budget_bytes=0):
     """Find how a part runs after others; a solution is the same object only where it was not searched again."""
-    budget = Budget(size_bytes=budget_bytes) if budget_bytes else Budget(share=0.9)
-    return first_solution(step, budget, budget_bytes, 0, PlanOptions(), "Net", known=known)
+    limit = room(budget_bytes) if budget_bytes else Room.unlimited(Budget(share=0.9))
+    return first_solution(step, limit, PlanOptions(), "Net", known=known)
 
 
 def test_a_part_at_another_size_runs_as_it_did_before():

@@ -33,9 +33,8 @@ from hiremate_lightning.records.graph import OUTSIDE, Graph
 from hiremate_lightning.records.schedule import CopyOut, Schedule, keep_all, lower
 from hiremate_lightning.records.simulation import simulate
 from hiremate_lightning.records.step import Call, Gap, Step, merge
-from hiremate_lightning.units import Budget
 from tests.behaviour.processes.test_shared_solving import Store
-from tests.tiny import chain, transformer
+from tests.tiny import chain, room, transformer
 
 FAST, SLOW = Link(1e9, 1e9), Link(1e-3, 1e-3)
 HOST = Host(UNLIMITED)
@@ -59,7 +58,7 @@ def drawn_once(length: int = 8) -> Step:
 
 def plan_of(step: Step, budget_bytes: int, host: Host | None = HOST, **options) -> Plan:
     options = PlanOptions(time_limit_s=2.0, **options)
-    return unless_short(make_plan(step, Budget(size_bytes=budget_bytes), budget_bytes, 0, options, host=host))
+    return unless_short(make_plan(step, room(budget_bytes), options, host=host))
 
 
 def share_of(step: Step, share: float) -> int:
@@ -128,9 +127,8 @@ def test_no_more_goes_away_than_the_host_holds():
 
 def test_what_is_decided_stays_on_the_device():
     step = step_of(transformer(2))
-    budget = Budget(size_bytes=share_of(step, 1.0))
     options = PlanOptions(on_infeasible="warn")
-    plan = unless_short(make_plan(step, budget, 1, 0, options, decided=keep_all(step.graph), host=HOST))
+    plan = unless_short(make_plan(step, room(1), options, decided=keep_all(step.graph), host=HOST))
     assert plan.solution.aways == ()
 
 

@@ -16,9 +16,8 @@ from hiremate_lightning.planning.planner import make_plan
 from hiremate_lightning.planning.solutions import Solutions
 from hiremate_lightning.planning.solvers import get_strategy
 from hiremate_lightning.records.step import Call, merge
-from hiremate_lightning.units import parse_budget
 from tests.helpers import problem_of
-from tests.tiny import transformer
+from tests.tiny import room, transformer
 
 
 @pytest.fixture
@@ -117,7 +116,7 @@ def test_the_planner_solves_once(tmp_path):
     options = PlanOptions(cache_dir=tmp_path)
 
     def plan(**how):
-        return unless_short(make_plan(step, parse_budget(budget), budget, 0, options, **how))
+        return unless_short(make_plan(step, room(budget), options, **how))
 
     first = plan()
     assert plan(solve=lambda problem: pytest.fail("it is solved again")).solution == first.solution

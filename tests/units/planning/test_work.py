@@ -24,9 +24,8 @@ from hiremate_lightning.planning.solvers.model import StepModel
 from hiremate_lightning.planning.solvers.work import Work, clock_limit_s
 from hiremate_lightning.planning.solvers.worker import Worker
 from hiremate_lightning.records.step import Call, merge
-from hiremate_lightning.units import parse_budget
 from tests.helpers import problem_of
-from tests.tiny import transformer
+from tests.tiny import room, transformer
 from tests.units.planning.test_mip_backend import hard
 
 LIMIT_S = 0.5  # of work: the step below needs more for a proof
@@ -139,13 +138,13 @@ def test_the_clock_ends_a_search_that_takes_many_times_its_work(set_clock: Calla
 def test_a_plan_that_the_clock_cut_short_says_so(caplog: pytest.LogCaptureFixture):
     problem = problem_to_cut()
     step = merge([Call(problem.graph, problem.profile)], [0])
-    budget = parse_budget(f"{problem.budget_bytes + 2**16} B")
+    limit = room(problem.budget_bytes + 2**16)
 
     def cut(asked: Problem) -> Solution:
         return replace(get_strategy("segments")(asked), status=Status.FEASIBLE, stopped_by=CLOCK, solve_s=130.0)
 
     with caplog.at_level(logging.WARNING, "hiremate_lightning"):
-        unless_short(make_plan(step, budget, budget.size_bytes, 0, PlanOptions(), solve=cut))
+        unless_short(make_plan(step, limit, PlanOptions(), solve=cut))
 
     assert "Solving was cut short after 130 s" in caplog.text
     assert "pass a time_limit_s above 30" in caplog.text
@@ -206,9 +205,9 @@ def test_a_proof_is_not_compared_with_what_was_found_before():
 def test_a_plan_is_never_slower_than_the_one_before_it():
     problem = problem_to_cut()
     step = merge([Call(problem.graph, problem.profile)], [0])
-    budget = parse_budget(f"{problem.budget_bytes + 2**16} B")
+    limit = room(problem.budget_bytes + 2**16)
     first, second = (
-        unless_short(make_plan(step, budget, budget.size_bytes, 0, PlanOptions(), solve=get_strategy(name)))
+        unless_short(make_plan(step, limit, PlanOptions(), solve=get_strategy(name)))
         for name in ("portfolio", "least_memory")
     )
     assert second.solution.recompute == first.solution.recompute
