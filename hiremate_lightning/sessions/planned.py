@@ -261,8 +261,8 @@ class PlannedKinds:
         self.maker.state_bytes = max(self.maker.state_bytes, resident.state_bytes)
         is_share = self._model.options.budget.share is not None  # of the largest step, which may be this one
         short = self._plan(*ahead, kind, may_hold_more=is_share)
-        has_dropped = len(kind.recorded.calls) < len(kind.graphs)  # dropped layers, say: a share of it says little
-        if short is not None and is_share and has_dropped and kind.sights.count == 1:
+        is_first_share = is_share and kind.sights.count == 1
+        if short is not None and is_first_share and len(kind.recorded.calls) < len(kind.graphs):  # dropped layers, say
             log.info("%s waits for larger steps: %s", self._name, short)
             kind.step = None
             return None
