@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -161,6 +163,30 @@ def test_hooks_see_what_they_see_in_plain_training():
     half = len(seen) // 2
     assert half == 2 * MICRO
     assert all(torch.equal(a, b) for a, b in zip(seen[:half], seen[half:], strict=True))
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_run_in_the_order_of_plain_training(register):
+    """They draw noise, so another order gives other weights."""
+    order = []
+
+    def hook(model, step):
+        def disturb(name, value):
+            order.append(name)
+            gradient = value if register == "register_hook" else value.grad
+            noise = 1e-2 * torch.randn_like(gradient)
+            if register == "register_hook":
+                return gradient + noise
+            gradient.add_(noise)
+            return None
+
+        if step == 0:
+            for name, parameter in model.named_parameters():
+                getattr(parameter, register)(partial(disturb, name))
+
+    train_both(Wide, loop(before=hook))
+    half = len(order) // 2
+    assert order[:half] == order[half:]
 
 
 def test_a_gradient_that_was_asked_for_is_returned():
