@@ -16,7 +16,7 @@ from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..memory.allocator import free_bytes
 from ..messages.first_wait import FirstWait
-from ..planning.headroom import Room, resolve
+from ..planning.headroom import GUARD_BYTES, Room, resolve
 from ..planning.outcome import Need, Short, least_need, unless_short
 from ..planning.plan import Plan
 from ..planning.planner import make_plan
@@ -165,7 +165,18 @@ class PlanMaker:
 
     def describe(self, record: StepRecord, resident: Resident) -> RecordedStep:
         """Describe a kind of step by the record of one, and by what exists before the next."""
-        twin = self.captured_before(self._history[record.graphs])
+        return self._describe(record, resident, self.captured_before(self._history[record.graphs]))
+
+    def describe_larger(self, kind: StepKind, record: StepRecord, resident: Resident) -> RecordedStep | None:
+        """Describe a planned kind by a step that has more gradients, or more outside of its calls; else None."""
+        later, step = self.waiting.at(kind, self._describe(record, resident, None)), kind.recorded
+        if later.places != step.places:
+            return None
+        pairs = zip(later.calls, step.calls, strict=True)
+        has_more = later.outside_bytes > step.outside_bytes + GUARD_BYTES
+        return later if has_more or any(now.missing < before.missing for now, before in pairs) else None
+
+    def _describe(self, record: StepRecord, resident: Resident, twin: RecordedStep | None) -> RecordedStep:
         described, order = describe(record, self._parts.profiles)
         calls = described if twin is None else [call.call for call in twin.calls]
         runs = [run for run in record.runs if run.index in record.backwards]

@@ -20,6 +20,7 @@ from typing import Any
 from ..calls.given import ModuleCall
 from ..garbage import collecting_what_it_leaves
 from ..kinds.history import CERTAIN, starts_so
+from ..kinds.recorded_step import RecordedStep
 from ..kinds.shortage import HELD_STEPS, Shortage
 from ..kinds.step_kind import StepKind
 from ..kinds.watching import WatchPolicy
@@ -398,13 +399,16 @@ class PlannedKinds:
             self._plan(kind)  # where nothing fits, the plan stays
         return None
 
-    def peak_measured(self, kind: StepKind, peak_bytes: int, resident: Resident) -> None:
+    def peak_measured(
+        self, kind: StepKind, peak_bytes: int, resident: Resident, record: StepRecord | None = None
+    ) -> None:
         """Compare a measured peak with the budget; where it is over, plan with less, a few times at most.
 
         Args:
             kind: Of the step.
             peak_bytes: Its peak.
             resident: What existed before it. Where another kind was foreseen, the plan was made for something else.
+            record: What it ran, where it is to be planned anew for what it has more than the step that was planned.
         """
         if kind.is_searching:  # cuDNN tried its algorithms, with all the memory that these may take
             kind.is_searching = False
@@ -426,10 +430,11 @@ class PlannedKinds:
         if plan.planned_peak_bytes > plan.budget_bytes:
             self._reports.say_least(kind, peak_bytes)
         elif peak_bytes > plan.budget_bytes:
-            self._correct(kind, peak_bytes)
+            larger = None if record is None else self.maker.describe_larger(kind, record, resident)
+            self._correct(kind, peak_bytes, larger)
 
-    def _correct(self, kind: StepKind, peak_bytes: int) -> None:
-        """Plan with a margin where a peak was measured above the budget, or say why not."""
+    def _correct(self, kind: StepKind, peak_bytes: int, larger: RecordedStep | None) -> None:
+        """Plan a larger step, or with a margin, where a peak was measured above the budget; or say why not."""
         plan, step = kind.own_plan, kind.recorded
         excess_bytes = peak_bytes - plan.budget_bytes
         text = f"The measured peak {format_bytes(peak_bytes)} is {format_bytes(excess_bytes)} above the budget"
@@ -440,7 +445,8 @@ class PlannedKinds:
             return
         margin_bytes = peak_bytes - plan.planned_peak_bytes  # more than the last one, which was left free
         corrected = replace(step, corrections=step.corrections + 1)
-        tries = [replace(corrected, margin_bytes=margin_bytes)]
+        tries = [] if larger is None else [replace(larger, corrections=corrected.corrections)]
+        tries.append(replace(corrected, margin_bytes=margin_bytes))
         if plan.solution.aways:  # the allocator rounds less up where nothing is offloaded
             tries.append(replace(corrected, margin_bytes=0, keeps_on_device=True))
         for kind.step in tries:

@@ -331,5 +331,5 @@ class Steps:
             return Saw.NOTHING
         if record.peak_bytes is None:
             return Saw.NO_FREES
-        self._planned.peak_measured(kind, record.peak_bytes, self._memory.as_seen(step.resident))
+        self._planned.peak_measured(kind, record.peak_bytes, self._memory.as_seen(step.resident), record)
         return Saw.PEAK

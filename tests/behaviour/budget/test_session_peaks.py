@@ -14,6 +14,7 @@ from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.sessions import planned as planning
 from hiremate_lightning.sessions.planned import CORRECTIONS
 from hiremate_lightning.targets.modules import targets_of
+from tests.exact import assert_foreseen
 from tests.life import ROWS, WIDTH, batch, planned, recorded, session_of, step, warm_up
 
 
@@ -235,3 +236,39 @@ def test_the_plain_peak_counts_masks_as_eager_saves_them(dtype):
         model(x).square().mean().backward()
     plan = get_plan(model)
     assert plan.unplanned_peak_bytes - plan.resident_bytes == pytest.approx(plain_bytes, abs=64)
+
+
+class Headed(nn.Module):
+    """A chain with two more heads, which losses that begin later read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, depth in (("body", 5), ("first", 2), ("second", 2)):
+            blocks = (nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(depth))
+            setattr(self, name, nn.Sequential(*blocks))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        base = self.body(x)
+        return base, self.first(base), self.second(base)
+
+
+def test_terms_of_a_loss_that_begin_later_are_planned_for():
+    """They bring gradients that had not come so far, and values between forward and backward."""
+    model = Headed()
+    optimizer = torch.optim.AdamW(model.parameters())
+    hiremate(model, "41%", verbose=False, optimizer=optimizer)
+    for index in range(40):
+        x = torch.randn(1024, 64)
+        base, first, second = model(x)
+        loss = (base - x).square().mean()
+        if index >= 5:
+            loss = loss + first.abs().mean()
+        if index >= 9:
+            loss = loss + second.cos().mean()
+        if index >= 12:
+            loss = loss + (base * second).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    plan = assert_foreseen(model, rel=0.01)
+    assert plan.measured.peak_bytes <= plan.budget_bytes
