@@ -345,7 +345,8 @@ def graph_breaks() -> Counter[str]:
     breaks, placed = Counter[str](), set[str]()
     for ended in graph_break_reasons:
         if ended.graph_break and ended.user_stack:
-            reason, frame = _with_explanation(ended.reason), ended.user_stack[-1]
+            frames = [frame for frame in ended.user_stack if not questions.is_of_tools(frame.filename)]
+            reason, frame = _with_explanation(ended.reason), (frames or ended.user_stack)[-1]
             placed.add(reason)
             breaks[f"{reason} (at {_SITE.sub('', frame.filename)}:{frame.lineno}, in {frame.name})"] += 1
     for text, count in counters["graph_break"].items():
