@@ -1,4 +1,4 @@
-"""Predict what the host's memory gives: plans with and without values that go away, from estimated times.
+"""Predict what the host's memory gives: plans with and without values that are offloaded, from estimated times.
 
     python benchmarks/away.py [--models resnet101,mixer] [--limit 5] [--toy]
 
@@ -33,10 +33,10 @@ from hiremate_lightning.planning.solvers import (
     get_strategy,
     smallest_budget,
 )
-from hiremate_lightning.planning.solvers.away import Choice, away_bound, fastest_choice, least_bytes
 from hiremate_lightning.planning.solvers.model import StepModel
-from hiremate_lightning.records.away import Host
+from hiremate_lightning.planning.solvers.offload import Choice, fastest_choice, least_bytes, offload_bound
 from hiremate_lightning.records.costs import A100, Link, Machine
+from hiremate_lightning.records.offload import Host
 from hiremate_lightning.records.schedule import keep_all
 from hiremate_lightning.records.simulation import simulate_plain
 from hiremate_lightning.records.step import Decisions
@@ -77,7 +77,7 @@ class Row:
         share: The budget, a share of the peak of plain PyTorch above what is resident.
         problem: The step with estimated times, under the budget.
         without: What was found that only recomputes.
-        choice: What was found that may also put values away, None where nothing fits.
+        choice: What was found that may also put values offloaded, None where nothing fits.
         bound_ms: Proven least extra time of all such plans, None where none exists.
     """
 
@@ -97,7 +97,7 @@ class Row:
         alone = percent(self.without.recompute_ms) if self.without.is_feasible else "none found"
         if choice is None:
             return [f"{100 * self.share:.0f}", alone, "none found", percent(self.bound_ms), ""]
-        host = format_bytes(choice.host_bytes) if choice.aways else "declines"
+        host = format_bytes(choice.host_bytes) if choice.offloads else "declines"
         return [f"{100 * self.share:.0f}", alone, percent(choice.extra_ms), percent(self.bound_ms), host]
 
 
@@ -125,18 +125,24 @@ def solved(whole: Problem, plain_bytes: int) -> tuple[dict[float, Solution], lis
 
 
 def rows(whole: Problem, found: dict[float, Solution], schedules: list[Decisions], plain_bytes: int) -> Iterator[Row]:
-    """Put away what each budget asks for."""
+    """Offload what each budget asks for."""
     for share, without in found.items():
         problem = replace(whole, budget_bytes=int(share * plain_bytes))
         model = StepModel(replace(problem, options=SolveOptions(BOUND_LIMIT_S)))
-        bound_ms = away_bound(model, problem.budget_bytes, BOUND_LIMIT_S)
+        bound_ms = offload_bound(model, problem.budget_bytes, BOUND_LIMIT_S)
         yield Row(share, problem, without, fastest_choice(problem, schedules), bound_ms)
 
 
 def write(name: str, is_toy: bool, limit_s: float) -> None:
     """Print the tables of a model."""
     step, known = capture(name, is_toy), dict[Machine, tuple[dict[float, Solution], list[Decisions]]]()
-    columns = ("budget %", "recomputing only: extra %", "with values away: extra %", "no plan below %", "on the host")
+    columns = (
+        "budget %",
+        "recomputing only: extra %",
+        "with values offloaded: extra %",
+        "no plan below %",
+        "on the host",
+    )
     for label, (machine, gb_per_s) in MACHINES.items():
         whole = problem_of(step, machine, gb_per_s, limit_s)
         plain_bytes = simulate_plain(whole.graph, whole.profile).peak_bytes
@@ -148,7 +154,7 @@ def write(name: str, is_toy: bool, limit_s: float) -> None:
         found, schedules = known[machine]
         if len(known) == 1 and machine is next(iter(known)):
             least = (least_bytes(whole, schedules) or 0) / plain_bytes
-            print(f"; with values away {100 * least:.1f} %.\n")
+            print(f"; with values offloaded {100 * least:.1f} %.\n")
         print(f"{label}: a plain step takes {whole.step_ms:.1f} ms.\n\n{page_tables.head(*columns)}", end="")
         for row in rows(whole, found, schedules, plain_bytes):
             print(page_tables.row(*row.cells()), end="", flush=True)

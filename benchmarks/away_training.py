@@ -1,4 +1,4 @@
-"""Train small models with values away in the host's memory and without, on a GPU, and compare bits and peaks.
+"""Train small models with values offloaded in the host's memory and without, on a GPU, and compare bits and peaks.
 
     python benchmarks/away_training.py [--simulated] [--lengths] [transformers/gpt2 timm/resnet unet_condition ...]
 
@@ -123,7 +123,7 @@ def compared(one: Trained, other: Trained) -> str:
 
 
 def first_that_fits(name: str) -> tuple[str, Trained]:
-    """Train without values away, within the least of the budgets in which that is possible."""
+    """Train without values offloaded, within the least of the budgets in which that is possible."""
     for budget in BUDGETS[:-1]:
         try:
             return budget, train(name, budget, "off")
@@ -141,7 +141,7 @@ def row(name: str) -> str:
         name,
         budget,
         compared(without, away),
-        len(plan.solution.aways),
+        len(plan.solution.offloads),
         format_bytes(plan.planned.host_bytes),
         f"{plan.planned_peak_bytes:,}",
         f"{away.peaks[-1]:,}",
@@ -155,9 +155,9 @@ def row_of_lengths(name: str) -> str:
     """Train a model on texts of several lengths both ways, and write what came out."""
     size_bytes = first_that_fits(name)[1].plans[0].budget_bytes
     without, away = (train(name, size_bytes, offload, LENGTHS) for offload in ("off", "auto"))
-    with_aways = sum(bool(plan.solution.aways) for plan in away.plans[1:])
+    with_offloading = sum(bool(plan.solution.offloads) for plan in away.plans[1:])
     bytes_of = max(away.peaks[:FIRST]), max(away.peaks[FIRST:]), max(without.peaks[FIRST:]), size_bytes
-    counts = compared(without, away), f"{with_aways} of {len(away.plans) - 1}"
+    counts = compared(without, away), f"{with_offloading} of {len(away.plans) - 1}"
     return page_tables.row(name, *counts, *(f"{size:,}" for size in bytes_of))
 
 
@@ -171,7 +171,7 @@ def main() -> None:
         columns = (
             "model",
             "equal values",
-            "plans with values away",
+            "plans with values offloaded",
             "peak of the first steps",
             "of later ones",
             "of these without",
@@ -179,7 +179,15 @@ def main() -> None:
         )
     else:
         make = row
-        columns = "model", "budget", "equal values", "storages away", "on the host", "predicted peak", "measured peak"
+        columns = (
+            "model",
+            "budget",
+            "equal values",
+            "storages offloaded",
+            "on the host",
+            "predicted peak",
+            "measured peak",
+        )
         columns = *columns, "budget in bytes", "extra % without", "extra % with"
     print(page_tables.head(*columns), end="", flush=True)
     for name in [name for name in sys.argv[1:] if not name.startswith("--")] or NAMES:

@@ -58,7 +58,7 @@ STAGES = (  # each with the functions that it is spent in: module, owner if any,
     ("least memory", "hiremate_lightning.sessions.graph_programs", "first_solution"),
     ("programs", "hiremate_lightning.running.template", "build"),
     ("proof", "hiremate_lightning.proofs.proving", "Prover.prove"),
-    ("planning", "hiremate_lightning.sessions.planned", "PlannedKinds.meet"),
+    ("planning", "hiremate_lightning.sessions.planned", "PlannedSignatures.meet"),
 )
 RUNNING = "running, and all else"
 

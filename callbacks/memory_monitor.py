@@ -183,7 +183,7 @@ class MemoryMonitor(Callback):
 
 
 def _plans(trainer: pl.Trainer, pl_module: pl.LightningModule) -> tuple[Plan, ...]:
-    """Return the plans of all kinds of steps: which one ran may not be settled yet when a step ends."""
+    """Return the plans of all step signatures: which one ran may not be settled yet when a step ends."""
     if (planner := planner_of(trainer)) is not None:
         return planner.plans
     targets = targets_of(pl_module)

@@ -57,8 +57,8 @@ def hiremate(
         optimizer: Its state counts; found by itself at its first step where not given.
         time_limit_s: Seconds for solving one plan, counted as the work of an idle core: a busy machine takes longer and
             finds the same. The clock ends it after 10 s and four times as long, with a warning.
-        max_plans: Most plans to make, one for each kind of step (input shapes, for example). Beyond it, a step runs as
-            was planned for another input shape, where that fits, or else at the least memory.
+        max_plans: Most plans to make, one for each step signature (input shapes, for example). Beyond it, a step runs
+            as was planned for another input shape, where that fits, or else at the least memory.
         on_infeasible: "raise" where nothing fits the budget, or "warn" to train on with the least memory found.
         cache_dir: Folder for measured costs and plans, reused by later runs; None for no files.
         solver: Leave it at the default, "portfolio", the best of several strategies. The others are for comparison:
@@ -69,8 +69,8 @@ def hiremate(
         offload: "auto" to let plans put values into the host's memory between forward and backward, where that is
             faster than to compute them again or nothing else fits, in up to half of what the host has free; "always
             allowed" for as much as host_budget names; "off" for never. See docs/offloading.md.
-        host_budget: Most bytes of the host's memory for values that are away, of this process ("64 GiB", an int);
-            "auto" for half of what is free as planning begins, shared by the processes of a machine.
+        host_budget: Most bytes of the host's memory for offloaded values, of this process ("64 GiB", an int); "auto"
+            for half of what is free as planning begins, shared by the processes of a machine.
         verify: "first" to prove captured code against eager PyTorch at its first run, a number of steps to prove it at
             as many runs, "off" to believe it; see docs/limits.md.
         sizes: Smallest and largest size of a dimension of an argument, such as `{"input_ids": {1: (1, 4096)}}`.
@@ -178,7 +178,7 @@ def remove_hiremate(model: Planned) -> Planned:
 
 
 def get_plan(model: nn.Module | Callable[..., Any]) -> Plan | None:
-    """Return the plan of a model's latest kind of step. There is none before the second training step.
+    """Return the plan of a model's latest step signature. There is none before the second training step.
 
     Args:
         model: The model that `hiremate()` planned; or the model or function that was compiled with

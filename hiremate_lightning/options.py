@@ -221,11 +221,11 @@ class SessionOptions:
     max_plans: int = _option(
         "int",
         8,
-        "Most plans to make, one for each kind of step (input shapes, for example). Beyond it, a step runs as was "
+        "Most plans to make, one for each step signature (input shapes, for example). Beyond it, a step runs as was "
         "planned for another input shape, where that fits, or else at the least memory.",
         allowed="at least 1",
         is_allowed=lambda value: isinstance(value, int) and value >= 1,
-        flag=Flag("most plans to make, one for each kind of step", int, metavar="COUNT"),
+        flag=Flag("most plans to make, one for each step signature", int, metavar="COUNT"),
     )
     on_infeasible: str = _option(
         "str",
@@ -272,12 +272,12 @@ class SessionOptions:
     host_budget: Budget = _option(  # noqa: RUF009
         "int | str",
         "auto",
-        'Most bytes of the host\'s memory for values that are away, of this process ("64 GiB", an int); "auto" for '
+        'Most bytes of the host\'s memory for offloaded values, of this process ("64 GiB", an int); "auto" for '
         "half of what is free as planning begins, shared by the processes of a machine.",
         allowed='bytes such as "64 GiB", or "auto"',
         is_allowed=lambda value: parse_budget(value).share is None,
         read=parse_budget,
-        flag=Flag("most bytes of the host for values away", metavar="BYTES"),
+        flag=Flag("most bytes of the host for values offloaded", metavar="BYTES"),
     )
     verify: int = _option(
         "str | int",

@@ -21,11 +21,11 @@ from .records.schedule import Compute, Free
 from .sessions.current_step import CurrentStep
 from .sessions.session import Session
 from .sessions.templates import Templates
-from .sessions.ways import PutAside
+from .sessions.ways import Offloaded
 from .targets.modules import targets_of
 
 OWN_PLAN, OTHER_PLAN, LEAST_MEMORY = "own plan", "plan of another step", "least memory"
-AS_WRITTEN, PUT_ASIDE, RELEASED = "as written", "as written, saved values put aside", "as written, its plan given back"
+EAGER, OFFLOADED, RELEASED = "eager", "eager, saved values offloaded", "eager, its plan given back"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class StepView:
     """How the latest step of a model runs, or ran.
 
     Attributes:
-        kind: Numbers of its captured graphs, in the order of their forwards; empty where it runs as written.
-        ways: How each of its forwards runs; one way for the whole step where it runs as written.
+        signature: Numbers of its captured graphs, in the order of their forwards; empty where it runs eager.
+        ways: How each of its forwards runs; one way for the whole step where it runs eager.
     """
 
-    kind: tuple[int, ...]
+    signature: tuple[int, ...]
     ways: tuple[str, ...]
 
 
@@ -54,7 +54,7 @@ def session_of(model: nn.Module) -> Session:
 
 
 def plans(model: nn.Module) -> tuple[Plan, ...]:
-    """Return the plans of a model, one for each kind of step, in the order in which they were first made."""
+    """Return the plans of a model, one for each step signature, in the order in which they were first made."""
     return tuple(session_of(model).plans.values())
 
 
@@ -93,12 +93,12 @@ def step_under_way(model: nn.Module) -> StepView | None:
 def _ways(step: CurrentStep) -> Iterator[str]:
     if step.plain is None:
         for forward in step.forwards:
-            is_own = forward.way.kind is not None and forward.way.kind.graphs == step.graphs
+            is_own = forward.way.signature is not None and forward.way.signature.graphs == step.graphs
             yield OWN_PLAN if is_own else OTHER_PLAN if forward.way.is_planned else LEAST_MEMORY
     elif step.plain.gainless is not None:
         yield RELEASED
     else:
-        yield PUT_ASIDE if isinstance(step.plain, PutAside) else AS_WRITTEN
+        yield OFFLOADED if isinstance(step.plain, Offloaded) else EAGER
 
 
 def plan_digest(plan: Plan) -> str:

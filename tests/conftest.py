@@ -16,10 +16,10 @@ import rich
 import torch
 import torch._dynamo
 
-from hiremate_lightning.kinds.plain_steps import PlainSteps
 from hiremate_lightning.memory.metering import MemoryMeter
 from hiremate_lightning.planning import solutions
 from hiremate_lightning.planning.solvers import work
+from hiremate_lightning.signatures.plain_steps import PlainSteps
 from hiremate_lightning.testing import changed_thresholds, templates_at_once, without_templates
 
 MODEL_PACKAGES = ("transformers", "timm")
@@ -58,7 +58,7 @@ def _quick_garbage_collection() -> None:
 
 @pytest.fixture(name="without_templates")
 def _without_templates() -> Iterator[None]:
-    """Let steps of new sizes that do not fit as they are written put values aside."""
+    """Let steps of new sizes that do not fit as they are written offload values."""
     with without_templates():
         yield
 

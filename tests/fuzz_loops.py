@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from hiremate_lightning import HiRemateWarning, hiremate, remove_hiremate
-from hiremate_lightning.kinds.watching import Watch, WatchPolicy
 from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.signatures.watching import Watch, WatchPolicy
 from hiremate_lightning.targets.modules import targets_of
 from tests.exact import differing, leave_behind
 
@@ -35,7 +35,13 @@ LONG_ITERATIONS = 1010  # of one loop in so many: the first looks at each kind a
 LONG_EVERY = 50
 ACCOUNTED = 500  # last iterations of a long loop of whose time watching may take a share
 SLACK_BYTES = 4096  # numbers and states of random generators, which nobody counts
-ANNOUNCED = ("Nothing fits", "no plan leaves", "with a margin", "began by the wrong plan", "first step of another kind")
+ANNOUNCED = (
+    "Nothing fits",
+    "no plan leaves",
+    "with a margin",
+    "began by the wrong plan",
+    "first step of another signature",
+)
 
 Action = tuple[Any, ...]
 

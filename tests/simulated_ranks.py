@@ -1,4 +1,4 @@
-"""What each of two processes does for test_simulated_ranks.py: training with values away, on a simulated GPU each.
+"""What each of two processes does for test_simulated_ranks.py: training with values offloaded, on a simulated GPU each.
 
 Each case trains plain, and planned with `offload="auto"`, from the same random states. What is right is decided by the
 tests.

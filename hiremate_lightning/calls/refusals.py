@@ -74,7 +74,7 @@ def _reason_to_refuse(module: nn.Module) -> str | None:
     call, is_optimized = hooks.get_call(module), type(module).__name__ == "OptimizedModule"
     if isinstance(call, Slot):
         return "it is planned already. Call remove_hiremate(model) first."
-    if call is not None or (is_optimized and not compiled_by_torch.runs_as_written(module)):
+    if call is not None or (is_optimized and not compiled_by_torch.runs_eager(module)):
         return "it is compiled already. Pass the module itself, without torch.compile or .compile()."
     if isinstance(module, nn.DataParallel):
         return "DataParallel copies modules at every step. Use DistributedDataParallel, one process for each device."

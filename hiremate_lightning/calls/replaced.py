@@ -24,7 +24,7 @@ from ..records.graph import Graph
 from ..records.schedule import with_checkpoints
 from ..records.simulation import simulate_plain
 from ..torch_private import hooks
-from ..torch_private.compiled_by_torch import compiled_around, compiled_inside, run_as_written
+from ..torch_private.compiled_by_torch import compiled_around, compiled_inside, run_eager
 from ..units import format_bytes
 
 FLAG, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
@@ -110,7 +110,7 @@ class ReplacedCompiling:
         Args:
             aside: Give back what was taken away inside of the model already.
         """
-        undo = [*aside, *map(run_as_written, compiled_around(self._root))]
+        undo = [*aside, *map(run_eager, compiled_around(self._root))]
         self._undo += undo
         return bool(undo)
 
@@ -153,9 +153,9 @@ class CompiledCall:
         return (type(None), ())
 
 
-def take_aside(model: nn.Module) -> list[Callable[[], None]]:
+def take_checkpoints(model: nn.Module) -> list[Callable[[], None]]:
     """Take the compiled code out of a model that is to be planned; return what puts each of it back."""
-    put_back = [run_as_written(inner) for inner in compiled_inside(model)]
+    put_back = [run_eager(inner) for inner in compiled_inside(model)]
     for module in model.modules():
         call = hooks.get_call(module)
         if isinstance(call, CompiledCall):

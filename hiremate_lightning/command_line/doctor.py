@@ -19,7 +19,7 @@ from torch import nn
 from .. import torch_private
 from ..api import get_plan, hiremate, remove_hiremate
 from ..calls.refusals import refuse
-from ..calls.replaced import checkpointed_modules, take_aside
+from ..calls.replaced import checkpointed_modules, take_checkpoints
 from ..errors import ConfigurationError, HiRemateError
 from ..integrations.any_script import Alive, Finder
 from ..memory.allocator import free_host_bytes
@@ -280,7 +280,7 @@ class _Looking(Finder):
     words = ""  # of what was found
 
     def _plan(self, root: nn.Module, alive: Alive) -> None:
-        take_aside(root)
+        take_checkpoints(root)
         refuse(root)
         trained = sum(p.numel() for p in root.parameters() if p.requires_grad)
         optimizers = " and ".join(sorted({type(o).__name__ for o in alive.optimizers_of(root)})) or "no optimizer yet"

@@ -11,8 +11,8 @@ from ..measuring.links import measure_link
 from ..planning.outcome import least_need
 from ..planning.plan import Plan
 from ..planning.solvers import UNLIMITED, Problem, SolveOptions
-from ..records.away import Host, storages_in
 from ..records.costs import Link
+from ..records.offload import Host, storages_in
 from ..records.step import Step
 from ..running.copies import pinned_storages
 from ..units import format_bytes, format_ratio
@@ -47,7 +47,7 @@ def host_words(step: Step, host: Host, made: Plan, without: Plan) -> str:
     least = min(least, without.planned_peak_bytes)
     offloaded = min(offloaded, made.planned_peak_bytes, least)
     use = "nothing goes there, since that would not be faster"
-    if made.solution.aways:
+    if made.solution.offloads:
         size, cost = format_bytes(made.planned.host_bytes), format_ratio(made.predicted_overhead)
         use = f"{size} go there in a step, which takes {cost} more time than a plain one"
     is_within = without.planned_peak_bytes <= without.budget_bytes

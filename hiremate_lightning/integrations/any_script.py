@@ -26,7 +26,7 @@ from torch import nn
 
 from ..api import FABRIC_WRAPPER, hiremate, inside_wrappers
 from ..calls.refusals import refuse
-from ..calls.replaced import CompiledCall, take_aside
+from ..calls.replaced import CompiledCall, take_checkpoints
 from ..calls.slots import is_ours
 from ..errors import ConfigurationError, HiRemateError
 from ..planning.plan import Plan
@@ -281,7 +281,7 @@ class Finder:
         return True
 
     def _plan(self, root: nn.Module, alive: Alive) -> None:
-        aside = take_aside(root)
+        aside = take_checkpoints(root)
         hiremate(root, self._budget, target=self._target, **self._options)
         planned = targets_of(root)
         assert planned is not None, "hiremate() has just taken it over"
@@ -396,7 +396,7 @@ class Alive:
 
 
 def _may_be_planned(model: nn.Module) -> bool:
-    aside = take_aside(model)
+    aside = take_checkpoints(model)
     try:
         refuse(model)
     except ConfigurationError:

@@ -14,9 +14,9 @@ from ..torch_private import tensor_state
 from .recording import StepRecord
 from .resident import Resident
 
-GraphNumbers = tuple[int, ...]  # of the parts that a kind of step runs
+GraphNumbers = tuple[int, ...]  # of the parts that a step signature runs
 PartIds = tuple[int, ...]  # of parts whose graphs wait
-Place = tuple[GraphNumbers | None, PartIds]  # the kind of the step before, and the parts that wait
+Place = tuple[GraphNumbers | None, PartIds]  # the signature of the step before, and the parts that wait
 
 
 class Iterations:
@@ -25,7 +25,7 @@ class Iterations:
     An iteration begins where nothing waits, and graphs have waited before or an optimizer has stepped. Uncounted memory
     that a script holds then, for ever perhaps, does not count in the following steps. Only memory counts that was
     allocated since and not freed. Where something was not measured, the bytes of the latest measured step count that
-    came after the same kind of step, beside the same graphs.
+    came after the same step signature, beside the same graphs.
 
     Attributes:
         needs_measured_steps: Whether steps are to be measured, since nothing is known of this memory.
@@ -42,19 +42,19 @@ class Iterations:
         self._storages_before: dict[int, Callable[[], bool]] = {}  # the iteration, and whether each lives
 
     def step_begins(
-        self, before: StepRecord | None, kind: GraphNumbers | None, waiting: PartIds, has_stepped: bool
+        self, before: StepRecord | None, signature: GraphNumbers | None, waiting: PartIds, has_stepped: bool
     ) -> None:
         """Begin a step.
 
         Args:
             before: The record of the step before, None where not all of its allocations were seen.
-            kind: The kind of the step before, None where that is not known.
+            signature: The signature of the step before, None where that is not known.
             waiting: Identities of the parts whose graphs wait for their backward.
             has_stepped: Whether an optimizer has stepped since the latest backward.
         """
         waited, existing_bytes = bool(self._place[1]), self._existing_bytes
         grown_bytes = None if before is None else before.grown_bytes
-        self._place, self._existing_bytes = (kind, waiting), None
+        self._place, self._existing_bytes = (signature, waiting), None
         self._have_waited = self._have_waited or bool(waiting)
         self._begins = not waiting and (waited or has_stepped)
         if self._begins:

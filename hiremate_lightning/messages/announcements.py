@@ -227,11 +227,11 @@ class Announcements:
         )
 
     def first_step(self, peak_bytes: int, excess_bytes: int) -> None:
-        """Warn, once, that the first step of another kind took more than its budget."""
+        """Warn, once, that the first step of another signature took more than its budget."""
         took = f"{format_bytes(peak_bytes)}, {format_bytes(excess_bytes)} above its budget"
         self.say(
-            f"The first step of another kind took {took}, since it had no plan yet. Other new kinds of steps may do so "
-            "too, once each: from its second step on a kind has a plan.",
+            f"The first step of another signature took {took}, since it had no plan yet. Other new signatures may do "
+            "so too, once each: from its second step on a signature has a plan.",
             topic="first step",
         )
 
@@ -288,7 +288,7 @@ class Announcements:
         )
 
     def confused(self, budget_bytes: int, certain: int) -> None:
-        """Warn that a step began by the plan of another kind of step."""
+        """Warn that a step began by the plan of another step signature."""
         self.say(
             "A step called other code than expected, so it began by the wrong plan: it may have taken more than its "
             f"budget of {format_bytes(budget_bytes)}. From now on such steps begin by the plan that needs most, until "

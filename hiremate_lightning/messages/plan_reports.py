@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..kinds.step_kind import StepKind, Told
 from ..planning.outcome import largest_words
 from ..planning.plan import Plan, plan_title
 from ..reporting.report import Reporter
+from ..signatures.step_signature import StepSignature, Told
 from ..units import format_bytes
 from .announcements import Announcements
 
@@ -20,7 +20,7 @@ Parts = tuple[tuple[str, int], ...]  # of what exists before a step: names and b
 
 
 class PlanReports:
-    """Reports plans by kind of step.
+    """Reports plans by step signature.
 
     Args:
         reporter: Shows what is said.
@@ -40,30 +40,30 @@ class PlanReports:
         for listener in self.listeners:
             listener(plan)
 
-    def planned(self, kind: StepKind, plan: Plan, remark: str = "") -> None:
+    def planned(self, signature: StepSignature, plan: Plan, remark: str = "") -> None:
         """Show a new plan, after what came since the one before, and warn of what it brings."""
-        self._say_why(kind, plan, is_new=True)
+        self._say_why(signature, plan, is_new=True)
         self._reporter.planned(plan, remark)
         if split := self._announcements.split():
             self._reporter.note(f"  {split}")
-        if kind.is_searching:
+        if signature.is_searching:
             self._announcements.algorithms()
         if plan.planned_peak_bytes > plan.budget_bytes:
-            self.say_least(kind, plan.planned_peak_bytes)
+            self.say_least(signature, plan.planned_peak_bytes)
         self._announcements.checkpointing(plan)
 
-    def kept(self, kind: StepKind, plan: Plan) -> None:
+    def kept(self, signature: StepSignature, plan: Plan) -> None:
         """Report a plan that stays to the listeners, and print why its budget changed."""
-        self._say_why(kind, plan, is_new=False)
+        self._say_why(signature, plan, is_new=False)
         self.notify(plan)
         if plan.planned_peak_bytes > plan.budget_bytes:
-            self.say_least(kind, plan.planned_peak_bytes)
+            self.say_least(signature, plan.planned_peak_bytes)
 
-    def say_least(self, kind: StepKind, peak_bytes: int) -> None:
+    def say_least(self, signature: StepSignature, peak_bytes: int) -> None:
         """Warn of what a step takes in which nothing fits, planned or measured, clearly more than was said of any."""
-        if not kind.recorded.is_provisional and peak_bytes > CLEARLY_MORE * self._said_bytes:
+        if not signature.recorded.is_provisional and peak_bytes > CLEARLY_MORE * self._said_bytes:
             self._said_bytes = peak_bytes
-            plan = kind.own_plan
+            plan = signature.own_plan
             largest = largest_words(plan.graph, plan.profile, plan.schedule, plan.planned)
             self._announcements.least(peak_bytes, plan.budget_bytes, largest)
 
@@ -71,18 +71,18 @@ class PlanReports:
         """Forget what was said of a budget that nothing fits."""
         self._said_bytes = 0
 
-    def measured(self, kind: StepKind, plan: Plan) -> None:
+    def measured(self, signature: StepSignature, plan: Plan) -> None:
         """Show what was measured of a plan, once; again where it takes more than the budget, and did not before."""
-        told = kind.told or _told(plan)
+        told = signature.told or _told(plan)
         is_over = (plan.measured.peak_bytes or 0) > plan.budget_bytes
         if told.measured is not plan.solution or (is_over and not told.is_over):
             self._reporter.measured(plan)
-        kind.told = replace(told, measured=plan.solution, is_over=is_over)
+        signature.told = replace(told, measured=plan.solution, is_over=is_over)
 
-    def _say_why(self, kind: StepKind, plan: Plan, is_new: bool) -> None:
-        before, now = kind.told, _told(plan)
+    def _say_why(self, signature: StepSignature, plan: Plan, is_new: bool) -> None:
+        before, now = signature.told, _told(plan)
         if before is None or before.asked != now.asked:
-            kind.told = now if before is None else _as_measured(before, now)
+            signature.told = now if before is None else _as_measured(before, now)
             return
         why, came = _why(before, now), _more("came", before.parts, now.parts)
         if why:
@@ -91,7 +91,7 @@ class PlanReports:
         elif is_new and came:
             self._reporter.note(f"{plan_title(plan)} is made again, since {came}")
         if why or is_new:
-            kind.told = _as_measured(before, now)
+            signature.told = _as_measured(before, now)
 
 
 def _told(plan: Plan) -> Told:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ..out_of_memory import InfeasibleBudgetError
-from ..records.away import put_away
 from ..records.costs import Profile
 from ..records.graph import OUTSIDE, Graph, Node
+from ..records.offload import with_offloads
 from ..records.schedule import Schedule, lower
 from ..records.simulation import Simulation, blocks, simulate_plain
 from ..records.step import Decisions
@@ -23,7 +23,7 @@ from .solutions import Solutions
 from .solvers import smallest_budget
 from .solvers.base import Problem, Solution, Status, replay, replay_solution
 from .solvers.least_memory import SEARCH_S
-from .solvers.putting_away import least_with_aways
+from .solvers.offloading import least_with_offloads
 
 DECIDED = "decided"  # in place of a strategy's name, where nothing is to be chosen
 NAMING_SHARE = 0.5  # of the work of a search: a run that is given the named budget does all of it
@@ -95,7 +95,7 @@ def least_need(
     hurried = replace(problem, budget_bytes=0, options=replace(problem.options, time_limit_s=limit_s))
     smallest = smallest_budget(hurried)
     solutions.remember(problem, smallest.recompute)
-    return Need(problem, least_with_aways(problem, smallest), resident_bytes)
+    return Need(problem, least_with_offloads(problem, smallest), resident_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +125,13 @@ class Short:
         """Build the error that names the budget that is enough, and the place of the peak."""
         need, graph, budget_bytes = self.need, self.need.problem.graph, self.room.budget_bytes
         simulation = replay_solution(need.problem, need.smallest)
-        schedule = put_away(graph, lower(graph, need.smallest.recompute), need.smallest.aways)
+        schedule = with_offloads(graph, lower(graph, need.smallest.recompute), need.smallest.offloads)
         largest = largest_words(graph, need.problem.profile, schedule, simulation)
         share = whose = offloads = ""
         if need.less_bytes:
             less = format_bytes(need.less_bytes)
             whose = f"Another process of this training has {less} less than this one for its step. "
-        if need.smallest.aways:
+        if need.smallest.offloads:
             offloads = f"puts {format_bytes(simulation.host_bytes)} in the host's memory and "
         if self.room.budget.share is not None:
             share = f", {100 * max(need.share for need in self.needs):.1f}% of what the unplanned step adds"

@@ -14,9 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..records.away import put_away
 from ..records.costs import Profile, step_time_ms
 from ..records.graph import Graph
+from ..records.offload import with_offloads
 from ..records.schedule import Schedule, lower
 from ..records.simulation import Simulation, simulate_plain
 from ..units import Budget, format_bytes, format_ratio, format_time
@@ -136,7 +136,7 @@ class Plan:
     @cached_property
     def schedule(self) -> Schedule:
         """The straight-line program that runs."""
-        return put_away(self.graph, lower(self.graph, self.solution.recompute), self.solution.aways)
+        return with_offloads(self.graph, lower(self.graph, self.solution.recompute), self.solution.offloads)
 
     @cached_property
     def planned(self) -> Simulation:
@@ -236,8 +236,8 @@ class Plan:
             "costs": self.profile.device,
             "step_ms": step_time_ms(self.graph, self.profile),
             "planned_step_ms": self.planned.time_ms,
-            "away_bytes": self.planned.host_bytes,
-            "away_wait_ms": self.planned.wait_ms,
+            "offloaded_bytes": self.planned.host_bytes,
+            "offload_wait_ms": self.planned.wait_ms,
         }
 
     def to_json(self) -> str:
@@ -261,10 +261,10 @@ def planned_lines(plan: Plan) -> list[str]:
     """Describe a plan: peak and time, then solver and planning."""
     numbers = plan.to_dict()
     peak = f"{format_bytes(plan.unplanned_peak_bytes)} -> {peak_words(numbers, 'planned_peak_bytes')}"
-    away = away_words(numbers)
+    offload = offload_words(numbers)
     return [
         f"{plan_title(plan)}: peak {peak}, budget {budget_words(numbers)}, "
-        f"extra time {format_ratio(plan.predicted_overhead)}{away and f'; {away}'}",
+        f"extra time {format_ratio(plan.predicted_overhead)}{offload and f'; {offload}'}",
         f"  {solver_words(numbers)}; planned in {planning_words(numbers)}",
     ]
 
@@ -298,19 +298,19 @@ def budget_words(numbers: Numbers) -> str:
     return size if size == asked else f"{size} ({asked})"
 
 
-def away_words(numbers: Numbers) -> str:
-    """Describe the bytes that go away to the host in a step, and their cost; "" for none."""
-    if not numbers.get("away_bytes"):  # of files of earlier versions, too
+def offload_words(numbers: Numbers) -> str:
+    """Describe the bytes that are offloaded to the host in a step, and their cost; "" for none."""
+    if not numbers.get("offloaded_bytes"):  # of files of earlier versions, too
         return ""
-    waits = numbers["away_wait_ms"] / numbers["step_ms"] if numbers["step_ms"] else 0.0
-    size = format_bytes(numbers["away_bytes"])
+    waits = numbers["offload_wait_ms"] / numbers["step_ms"] if numbers["step_ms"] else 0.0
+    size = format_bytes(numbers["offloaded_bytes"])
     return f"{size} in the host's memory meanwhile, waits for copies {format_ratio(waits)}"
 
 
 def solver_words(numbers: Numbers) -> str:
     """Describe the strategy, how good its result is proven to be, and the reason that ended the search."""
     is_plain = not numbers["predicted_overhead"]
-    good = "at no extra time" if numbers.get("away_bytes") else "nothing is recomputed"
+    good = "at no extra time" if numbers.get("offloaded_bytes") else "nothing is recomputed"
     words = f"{numbers['strategy']}: {good if is_plain else proof_words(numbers)}"
     if numbers["stopped_by"] not in ("", "proof") and numbers["status"] != Status.OPTIMAL:
         words += f", stopped by {numbers['stopped_by']}"

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from ..records.away import Host
 from ..records.costs import Profile
+from ..records.offload import Host
 from ..records.schedule import keep_all
 from ..records.step import Decisions, Step
 from .headroom import Room
@@ -32,7 +32,7 @@ from .solvers.base import (
     replay,
     replay_solution,
 )
-from .solvers.putting_away import least_with_aways
+from .solvers.offloading import least_with_offloads
 from .solvers.worker import apart
 
 log = logging.getLogger("hiremate_lightning")
@@ -132,7 +132,7 @@ def _solve(problem: Problem, options: PlanOptions, strategy: Strategy, is_alone:
     if is_alone:
         solution = solutions.at_least(problem, solution)
     if _fits(problem, solution):
-        if not solution.aways:
+        if not solution.offloads:
             solutions.remember(problem, solution.recompute)
         solutions.write(problem, options.solver, solution)
     return solution, problem.profile
@@ -232,7 +232,7 @@ def first_solution(
         return solved
     beyond_bytes = free_bytes()
     if smallest.peak_bytes > beyond_bytes:
-        smallest = least_with_aways(problem, smallest)
+        smallest = least_with_offloads(problem, smallest)
     if replay_solution(problem, smallest).peak_bytes > beyond_bytes:
         return Short((Need(problem, smallest, room.resident_bytes),), room, target, AT_LEAST)
     return smallest
@@ -258,7 +258,7 @@ def _fits(problem: Problem, solution: Solution) -> bool:
 def _least_memory(problem: Problem, failed: Solution) -> Solution:
     smallest = smallest_budget(problem)
     if smallest.peak_bytes > problem.budget_bytes:
-        smallest = least_with_aways(problem, smallest)
+        smallest = least_with_offloads(problem, smallest)
     peak = replay_solution(problem, smallest).peak_bytes
     return replace(smallest, peak_bytes=peak, stopped_by=failed.stopped_by or smallest.stopped_by)
 

@@ -25,8 +25,8 @@ from dataclasses import astuple, replace
 from typing import Protocol
 
 from ..errors import ScheduleError
-from ..records.away import Away
 from ..records.graph import Graph
+from ..records.offload import Offload
 from .solvers.base import Problem, Solution, Status, Strategy, replay_solution
 from .solvers.work import clock_limit_s
 
@@ -152,8 +152,8 @@ class SharedSolving:
         answer = ""
         try:
             solution = self._strategy(problem)
-            aways = [astuple(away) for away in solution.aways]
-            answer = json.dumps([solution.strategy, solution.status.value, solution.recompute, aways])
+            offloads = [astuple(offload) for offload in solution.offloads]
+            answer = json.dumps([solution.strategy, solution.status.value, solution.recompute, offloads])
         finally:
             self._tell(f"{key}/answer{self._count(key)}", answer)
         return solution
@@ -252,8 +252,8 @@ def _checked(problem: Problem, answer: str, leader: int) -> Solution | None:
     if not answer:
         return None
     strategy, status, rows, places = json.loads(answer)
-    recompute, aways = tuple(tuple(row) for row in rows), tuple(Away(*place) for place in places)
-    solution = Solution(strategy, Status(status), recompute, stopped_by=f"rank {leader} solved", aways=aways)
+    recompute, offloads = tuple(tuple(row) for row in rows), tuple(Offload(*place) for place in places)
+    solution = Solution(strategy, Status(status), recompute, stopped_by=f"rank {leader} solved", offloads=offloads)
     if not solution.is_feasible:
         return solution
     try:

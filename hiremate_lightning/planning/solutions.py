@@ -20,14 +20,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ..errors import HiRemateError
-from ..records.away import Away
 from ..records.costs import Profile, profile_from_json
 from ..records.graph import Graph
+from ..records.offload import Offload
 from ..records.step import Decisions
 from .solvers.base import Problem, Solution, Status, replay, replay_solution
 
 log = logging.getLogger("hiremate_lightning")
-FORMAT = 2
+FORMAT = 3
 STEPS, SCHEDULES = 8, 8  # the latest steps, and the latest schedules of each
 KNOWN_BEFORE = "found before"  # why a search ended with such a schedule
 _UNREADABLE = OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, HiRemateError  # of a spoilt file
@@ -130,7 +130,7 @@ class Solutions:
                     recompute_ms=replayed.recompute_ms,
                     peak_bytes=replayed.peak_bytes,
                     bound_ms=min(solution.bound_ms, replayed.recompute_ms),
-                    aways=(),
+                    offloads=(),
                     wait_ms=0.0,
                     stopped_by=KNOWN_BEFORE,
                 )
@@ -192,12 +192,12 @@ def _decode(text: str, problem: Problem) -> tuple[Solution, Profile]:
         raise ValueError("it was written by another version")
     fields = data["solution"]
     recompute = tuple(tuple(int(node) for node in row) for row in fields.pop("recompute"))
-    aways = tuple(Away(**{name: int(place) for name, place in row.items()}) for row in fields.pop("aways"))
-    solution = Solution(**{**fields, "status": Status(fields["status"]), "recompute": recompute, "aways": aways})
+    offloads = tuple(Offload(**{name: int(place) for name, place in row.items()}) for row in fields.pop("offloads"))
+    solution = Solution(**{**fields, "status": Status(fields["status"]), "recompute": recompute, "offloads": offloads})
     profile = profile_from_json(json.dumps(data["profile"]))
     if not len(profile.time_ms) == len(profile.workspace_bytes) == len(problem.graph.nodes):
         raise ValueError("its profile is of another graph")
-    if aways and not (problem.host is not None and problem.host.holds(problem.graph, aways)):
+    if offloads and not (problem.host is not None and problem.host.holds(problem.graph, offloads)):
         raise ValueError("it puts more in the host's memory than there is")
     peak_bytes = replay_solution(Problem(problem.graph, profile, problem.budget_bytes), solution).peak_bytes
     if peak_bytes > problem.budget_bytes or peak_bytes != solution.peak_bytes:

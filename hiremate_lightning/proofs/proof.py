@@ -84,10 +84,10 @@ class Proof:
         """Run the code as it was written, from now on, and count its runs."""
         written = self.written
         assert written is not None, "code is refused while it is proved"
-        run_written = checkpoints.as_written(written)
+        run_written = checkpoints.eager_module(written)
 
         def run(*arguments: Any) -> Any:
-            proofs.runs_as_written += 1
+            proofs.runs_eager += 1
             return run_written(*arguments)
 
         self._run, self.forward, self.backward = run, Verdict.REFUSED, Verdict.REFUSED
@@ -124,13 +124,13 @@ class Proofs:
     """The proofs of one session.
 
     Attributes:
-        runs_as_written: How often code has run as the user wrote it, since its proof failed.
+        runs_eager: How often code has run as the user wrote it, since its proof failed.
     """
 
     def __init__(self) -> None:
         self._proofs: weakref.WeakSet[Proof] = weakref.WeakSet()
         self._ran_without: weakref.WeakKeyDictionary[fx.GraphModule, set[frozenset[int]]] = weakref.WeakKeyDictionary()
-        self.runs_as_written = 0
+        self.runs_eager = 0
 
     def add(self, proof: Proof) -> None:
         """Add a proof to those of the session. All sizes of the same code share which gradients come."""

@@ -30,7 +30,7 @@ class ProofMemory:
         changed_bytes: Of copies of what the code changes in place.
         kept_bytes: Of one run's results, which wait for those of another run; 0 where they are not in device memory.
         free_bytes: Free for all of this.
-        has_room_aside: Whether values can be offloaded.
+        can_offload: Whether values can be offloaded.
     """
 
     plain_bytes: int
@@ -41,7 +41,7 @@ class ProofMemory:
     changed_bytes: int
     kept_bytes: int
     free_bytes: int
-    has_room_aside: bool = True
+    can_offload: bool = True
 
     @property
     def needs_files(self) -> bool:
@@ -67,9 +67,9 @@ class ProofMemory:
         return max(0, self.free_bytes - self.beside_bytes - self.changed_bytes)
 
     @property
-    def aside_bytes(self) -> int:
+    def offloaded_bytes(self) -> int:
         """Bytes that saved values may take, in the forward too, where others are offloaded; 0 where they can't be."""
-        return max(0, min(self.values_bytes, self.free_bytes - self.forward_bytes)) if self.has_room_aside else 0
+        return max(0, min(self.values_bytes, self.free_bytes - self.forward_bytes)) if self.can_offload else 0
 
 
 def proof_memory(
@@ -97,5 +97,5 @@ def proof_memory(
         changed_bytes=2 * bytes_of(graph, captured.mutated),
         kept_bytes=bytes_of(graph, (*graph.outputs, *graph.gradients)) if captured.device.type == "cpu" else 0,
         free_bytes=max(free_bytes(step, captured.device), own.peak_bytes),  # the step takes them in any case
-        has_room_aside=HAS_FILES or captured.device.type != "cpu",
+        can_offload=HAS_FILES or captured.device.type != "cpu",
     )

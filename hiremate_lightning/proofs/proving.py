@@ -25,9 +25,9 @@ from torch import fx
 from ..errors import HiRemateError
 from ..garbage import collecting_what_it_leaves
 from ..measuring.apart import unmeasured
-from ..measuring.aside import saving_aside
 from ..measuring.custom_operators import has_unsteady
 from ..measuring.files import Files
+from ..measuring.saved_offload import offloading_saved
 from ..records.costs import Profile
 from ..records.expressions import NoTemplateError, WrongTemplateError
 from ..records.step import Step
@@ -188,7 +188,7 @@ class Prover:
                 with trying(proof.part, program), autocasting.not_printed():
                     self._try(proof, arguments, memory, without, needs_numbers=made is not None)
             if Verdict.UNKNOWN in (proof.forward, proof.backward):
-                proof.why_unproved = proof.why_unproved or "the budget leaves no memory to compute them as written"
+                proof.why_unproved = proof.why_unproved or "the budget leaves no memory to compute them in eager mode"
         self._conclude(proof, without)
 
     def _conclude(self, proof: Proof, without: frozenset[int] | None) -> None:
@@ -224,7 +224,7 @@ class Prover:
         without: frozenset[int] | None,
         needs_numbers: bool = False,
     ) -> None:
-        """Run the code as written, then as captured, and compare; NaN may tell nothing."""
+        """Run the code in eager mode, then as captured, and compare; NaN may tell nothing."""
         assert proof.written is not None, "code is tried while it is proved"
         written = hooks.without_bans(checkpoints.without(proof.written))
         is_plain = memory is not None and memory.has_plain
@@ -263,11 +263,11 @@ class Prover:
     def _run_written(
         self, proof: Proof, written: fx.GraphModule, memory: ProofMemory | None, trial: Trial
     ) -> tuple[Trial, TrialOutcome]:
-        """Run code as written, with gradients where they fit; return the trial that did so."""
+        """Run code in eager mode, with gradients where they fit; return the trial that did so."""
         is_plain = memory is not None and memory.has_plain
         if not is_plain and double_backward.takes_gradients(written):  # by itself: it needs what it saves
             trial = replace(trial, with_gradients=proof.part is not None)
-            return _first_outcome(trial, saving_aside(written), keeps_all=True)
+            return _first_outcome(trial, offloading_saved(written), keeps_all=True)
         if memory is None or is_plain or proof.backward is not Verdict.UNKNOWN:
             return _first_outcome(trial, written)
         return _outcome_in_little_memory(proof, trial, written, memory)
@@ -314,10 +314,10 @@ class Prover:
 def _outcome_in_little_memory(
     proof: Proof, trial: Trial, written: fx.GraphModule, memory: ProofMemory
 ) -> tuple[Trial, TrialOutcome]:
-    """Run code as written without gradients; then, where they fit so, with these in little memory."""
+    """Run code in eager mode without gradients; then, where they fit so, with these in little memory."""
     observed = Observed(written)
     trial, expected = _first_outcome(trial, observed, tell=observed.wrote)
-    ways = cut(written, observed, memory.values_bytes), keeping_little(written, observed, memory.aside_bytes)
+    ways = cut(written, observed, memory.values_bytes), keeping_little(written, observed, memory.offloaded_bytes)
     for run in (way for way in ways if way is not None):
         try:
             outcome = replace(trial, with_gradients=True).run(run)
@@ -337,7 +337,7 @@ def _first_outcome(
     keeps_all: bool = False,
     tell: Callable[[torch.Tensor], None] = lambda tensor: None,
 ) -> tuple[Trial, TrialOutcome]:
-    """Run code as written; where it changes an input in place that needs a gradient, on copies of these."""
+    """Run code in eager mode; where it changes an input in place that needs a gradient, on copies of these."""
     keeps_nothing = not (trial.with_gradients or keeps_all)
     try:
         return trial, trial.run(written, keeps_nothing, tell)

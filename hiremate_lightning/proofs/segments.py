@@ -1,11 +1,11 @@
 """Code cut into segments that are computed twice, so that its gradients take little memory and keep their bits.
 
 A plain backward keeps all that a forward saves. Where that does not fit, the code runs segment by segment, each in
-`torch.utils.checkpoint`: only what passes from one segment to the next is kept, or not even that is, but put aside.
+`torch.utils.checkpoint`: only what passes from one segment to the next is kept, or not even that is, but offloaded.
 Autograd's graph is that of the code itself, so gradients are added in the same order.
 
 `Observed` runs the code once without gradients, and sees what each node saves, makes and writes to. `cut` chooses the
-segments by that, and `Segmented` runs them. Where none fit, `keeping_little` puts aside all that autograd saves.
+segments by that, and `Segmented` runs them. Where none fit, `keeping_little` offloads all that autograd saves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import checkpoint
 
-from ..measuring.aside import LEAST_ASIDE, SavedAside, saving_aside
+from ..measuring.saved_offload import LEAST_OFFLOAD, SavedOffload, offloading_saved
 from ..torch_private import tensor_state
 
 COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of segments that are tried
@@ -137,11 +137,11 @@ class Segmented:
     Args:
         module: The code.
         segments: All of its nodes.
-        is_aside: Whether values that pass from one segment to the next are offloaded until the backward.
+        is_offloaded: Whether values that pass from one segment to the next are offloaded until the backward.
     """
 
-    def __init__(self, module: fx.GraphModule, segments: Sequence[Segment], is_aside: bool) -> None:
-        self._graph, self._segments, self.is_aside = module.graph, segments, is_aside
+    def __init__(self, module: fx.GraphModule, segments: Sequence[Segment], is_offloaded: bool) -> None:
+        self._graph, self._segments, self.is_offloaded = module.graph, segments, is_offloaded
         self._constants = [*module.parameters(), *module.buffers()]
         last = {node: i for i, segment in enumerate(segments) for node in segment.inputs}
         self._dying: dict[int, list[fx.Node]] = {}
@@ -151,7 +151,7 @@ class Segmented:
     def __call__(self, *arguments: Any) -> Any:
         """Run the code."""
         given = tensor_state.storages_among((*arguments, *self._constants))
-        with SavedAside(given) if self.is_aside else nullcontext():
+        with SavedOffload(given) if self.is_offloaded else nullcontext():
             return self._run(arguments)
 
     def _run(self, arguments: Sequence[Any]) -> Any:
@@ -196,10 +196,10 @@ def cut(module: fx.GraphModule, observed: Observed, free_bytes: int) -> Segmente
     """
     shape = _Shape(observed)
     cuts = [bounds for count in COUNTS if (bounds := shape.bounds(count)) is not None]
-    for is_aside, bounds in product((False, True), cuts):
-        if shape.peak_bytes(bounds, is_aside) <= free_bytes:
+    for is_offloaded, bounds in product((False, True), cuts):
+        if shape.peak_bytes(bounds, is_offloaded) <= free_bytes:
             segments = [shape.segment(module, first, end) for first, end in bounds]
-            return Segmented(module, segments, is_aside)
+            return Segmented(module, segments, is_offloaded)
     return None
 
 
@@ -212,9 +212,9 @@ def keeping_little(module: fx.GraphModule, observed: Observed, free_bytes: int) 
         free_bytes: Most bytes of saved values at any moment.
     """
     of_nodes = [[observed.sizes[block] for block in seen.saved] for seen in observed.seen.values()]
-    small_bytes = sum(size for sizes in of_nodes for size in sizes if size < LEAST_ASIDE)
+    small_bytes = sum(size for sizes in of_nodes for size in sizes if size < LEAST_OFFLOAD)
     needed_bytes = small_bytes + max(map(sum, of_nodes), default=0)
-    return saving_aside(module) if needed_bytes <= free_bytes else None
+    return offloading_saved(module) if needed_bytes <= free_bytes else None
 
 
 class _Shape:
@@ -281,18 +281,18 @@ class _Shape:
                 forced |= {allowed[after - 1], allowed[after]}
         return forced
 
-    def peak_bytes(self, bounds: Sequence[tuple[int, int]], is_aside: bool) -> int:
+    def peak_bytes(self, bounds: Sequence[tuple[int, int]], is_offloaded: bool) -> int:
         """Return the most bytes of the forward that live in a backward: of passed values, and of a segment's own.
 
         Where values that pass are offloaded, only those that pass at the segment live with it.
         """
         passed, kept_bytes, peak_bytes = set[int](), 0, 0
         for start, end in bounds:
-            passed = set() if is_aside else passed
+            passed = set() if is_offloaded else passed
             passed.update(block for block, last in self._read.items() if self._made[block] < start <= last)
             passed_bytes = sum(self._sizes[block] for block in passed)
             peak_bytes = max(peak_bytes, passed_bytes + kept_bytes + self._own_bytes(start, end, passed))
-            is_kept = not is_aside and self._runs_once(start, end)
+            is_kept = not is_offloaded and self._runs_once(start, end)
             kept_bytes += self._saved_bytes(start, end, passed) if is_kept else 0
         return peak_bytes
 

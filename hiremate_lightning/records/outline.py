@@ -15,7 +15,7 @@ import numpy as np
 
 from ..latest import Latest
 from .costs import as_plain
-from .schedule import as_written, lower
+from .schedule import eager_decisions, lower
 from .simulation import Allocations, allocations
 from .step import Decisions, Step
 
@@ -40,7 +40,7 @@ class Outline:
     def plain(self) -> Allocations:
         """The allocations and frees of plain PyTorch."""
         graph, _ = as_plain(self._step.graph, self._step.profile)
-        return allocations(graph, lower(graph, as_written(graph)))
+        return allocations(graph, lower(graph, eager_decisions(graph)))
 
 
 @dataclass(frozen=True)

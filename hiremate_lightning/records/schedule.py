@@ -3,7 +3,7 @@
 The forward part runs the forward nodes in order. At the turn only `saved` tensors (and what the caller holds) survive.
 The backward part runs backward nodes and, before some of them, forward nodes once more. A tensor is freed after the
 last use of each of its definitions; `lower` makes that explicit, so that the simulator and the executor see the same
-`Free`. A storage may be away in the host's memory for a while, between a copy out and a copy in (`away.py`).
+`Free`. A storage may be offloaded in the host's memory for a while, between a copy out and a copy in (`offload.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class WaitOut:
 
 @dataclass(frozen=True, slots=True)
 class CopyIn:
-    """Take memory on the device for a storage that is away, and begin to copy it in."""
+    """Take memory on the device for a storage that is offloaded, and begin to copy it in."""
 
     storage: int
 
@@ -88,8 +88,8 @@ class Schedule:
 
     def saved_on_device(self, graph: Graph) -> tuple[int, ...]:
         """List the tensors that are handed to the backward and stay on the device."""
-        away = {operation.storage for operation in self.forward if isinstance(operation, CopyOut)}
-        return tuple(tensor for tensor in self.saved if graph.tensors[tensor].storage not in away)
+        offloaded = {operation.storage for operation in self.forward if isinstance(operation, CopyOut)}
+        return tuple(tensor for tensor in self.saved if graph.tensors[tensor].storage not in offloaded)
 
     def decisions(self, graph: Graph) -> tuple[tuple[int, ...], ...]:
         """Return the decisions that were lowered to it."""
@@ -158,7 +158,7 @@ def keep_all(graph: Graph) -> tuple[tuple[int, ...], ...]:
     return ((),) * (len(graph.backward) + 1)
 
 
-def as_written(graph: Graph) -> tuple[tuple[int, ...], ...]:
+def eager_decisions(graph: Graph) -> tuple[tuple[int, ...], ...]:
     """Return the decisions of the user's own code: calls of `torch.utils.checkpoint` run again, all else is kept.
 
     A call runs again, up to its last value that is needed, before the first operation of the backward that reads such a

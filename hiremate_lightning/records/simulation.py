@@ -7,8 +7,8 @@ they appear, outputs and outside code, and the workspace of the running node. Wh
 whatever the schedule frees or runs again. Resident bytes (parameters, batch, optimizer state) are the same for every
 schedule; the caller adds them.
 
-A storage that is away takes memory of the device until the wait for its copy out, and again from the start of its copy
-in. Both are places in the program, so bytes are exact however long the copies take. Only times depend on the link.
+A storage that is offloaded takes memory of the device until the wait for its copy out, and again from the start of its
+copy in. Both are places in the program, so bytes are exact however long the copies take. Only times depend on the link.
 """
 
 from __future__ import annotations
@@ -25,7 +25,19 @@ from ..errors import ScheduleError
 from .costs import Link, Profile, as_plain
 from .graph import Graph
 from .lines import Copied, Lines
-from .schedule import Compute, CopyIn, Copying, CopyOut, Free, Operation, Schedule, WaitIn, WaitOut, as_written, lower
+from .schedule import (
+    Compute,
+    CopyIn,
+    Copying,
+    CopyOut,
+    Free,
+    Operation,
+    Schedule,
+    WaitIn,
+    WaitOut,
+    eager_decisions,
+    lower,
+)
 
 NO_TIME = Link(math.inf, math.inf)
 
@@ -122,7 +134,7 @@ class _Memory:
         self.events: list[tuple[int, int]] = []  # blocks, and 1 where they are allocated, -1 where freed
         self.to_hold = set(graph.held)
         self.copied: dict[int, tuple[int, type[Copying]]] = {}  # storage on its way -> block, and its last operation
-        self.not_there: set[int] = set()  # blocks whose values are away, or on the way back
+        self.not_there: set[int] = set()  # blocks whose values are offloaded, or on the way back
         self.host_bytes = self.host_peak_bytes = 0
 
     def retain(self, tensors: Iterable[int]) -> None:
@@ -136,7 +148,7 @@ class _Memory:
             if tensor not in self.block_of:
                 raise ScheduleError(f"{why} {self.graph.tensors[tensor].name!r}, which is not in memory")
             if self.block_of[tensor] in self.not_there:
-                raise ScheduleError(f"{why} {self.graph.tensors[tensor].name!r}, which is away")
+                raise ScheduleError(f"{why} {self.graph.tensors[tensor].name!r}, which is offloaded")
 
     def check_unchanged(self, tensors: tuple[int, ...], why: str) -> None:
         """Refuse to change tensors that are being copied."""
@@ -180,7 +192,7 @@ class _Memory:
         self.events.append((block, -1))
         self.live_bytes -= self.graph.sizes[self.storage_of_block[block]]
 
-    def is_away(self, tensor: int) -> bool:
+    def is_offloaded(self, tensor: int) -> bool:
         """Whether a tensor is on the host, and nowhere else."""
         return self.block_of.get(tensor) in self.not_there
 
@@ -211,7 +223,7 @@ class _Memory:
             self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
         elif isinstance(operation, WaitOut):
             if self.tensors_on[block] != len(self._tensors_on(block)):
-                raise ScheduleError(f"{self._name(storage)!r} can't go away: it is held to the end of the step")
+                raise ScheduleError(f"{self._name(storage)!r} can't be offloaded: it is held to the end of the step")
             self.not_there.add(block)
             self._give_back(block)
         elif isinstance(operation, CopyIn):
@@ -224,7 +236,7 @@ class _Memory:
         self.copied[storage] = block, type(operation)
 
     def _move(self, block: int) -> int:
-        """Put the tensors of a block that is away on a new one, which is not there yet."""
+        """Put the tensors of a block that is offloaded on a new one, which is not there yet."""
         tensors, new = self._tensors_on(block), self._allocate(self.storage_of_block[block])
         self.block_of.update(dict.fromkeys(tensors, new))
         self.tensors_on[new], self.tensors_on[block] = self.tensors_on[block], 0
@@ -267,19 +279,19 @@ def simulate(graph: Graph, profile: Profile, schedule: Schedule) -> Simulation:
 
 
 def allocations(
-    graph: Graph, schedule: Schedule, aside: Collection[int] = (), brought_back: Collection[int] = ()
+    graph: Graph, schedule: Schedule, offloaded: Collection[int] = (), brought_back: Collection[int] = ()
 ) -> Allocations:
     """List the allocations and frees of a schedule.
 
     Args:
         graph: The step.
         schedule: The schedule.
-        aside: Storages that are offloaded after the forward's last use of them.
+        offloaded: Storages that are offloaded after the forward's last use of them.
         brought_back: Those of them that take memory again from the backward's first use on.
     """
     simulation, memory, events = _run(graph, _without_costs(graph), schedule)
     nodes, turn = [moment.node for moment in simulation.timeline], simulation.turn
-    uses: dict[int, list[int]] = {storage: [] for storage in aside}  # moments at which they are read or written
+    uses: dict[int, list[int]] = {storage: [] for storage in offloaded}  # moments at which they are read or written
     for moment, index in enumerate(nodes):
         touched = (*graph.nodes[index].inputs, *graph.nodes[index].outputs)
         for storage in uses.keys() & {graph.tensors[t].storage for t in touched}:
@@ -334,12 +346,12 @@ def _run(graph: Graph, profile: Profile, schedule: Schedule) -> tuple[Simulation
     _replay(memory, lines, schedule.forward, runs, timeline, events)
     turn = len(timeline)
     memory.check_copied("The forward ends before it has copied out", CopyOut)
-    memory.check_live(tuple(t for t in schedule.saved if not memory.is_away(t)), "The schedule saves")
+    memory.check_live(tuple(t for t in schedule.saved if not memory.is_offloaded(t)), "The schedule saves")
     survivors = {*schedule.saved, *graph.held, *graph.inputs}
     for tensor in [t for t in memory.block_of if t not in survivors]:
         memory.free(tensor)
     saved_bytes = memory.live_bytes
-    memory.retain(t for t in set(graph.retained).intersection(schedule.saved) if not memory.is_away(t))
+    memory.retain(t for t in set(graph.retained).intersection(schedule.saved) if not memory.is_offloaded(t))
     memory.define(graph.tangents, ())
     _replay(memory, lines, schedule.backward, runs, timeline, events)
     memory.check_copied("The step ends without", CopyOut, WaitOut, CopyIn)
@@ -373,13 +385,15 @@ def _check_halves(schedule: Schedule) -> None:
         for operation in operations:
             if isinstance(operation, kinds):
                 name = type(operation).__name__
-                raise ScheduleError(f"The {half} has a {name}: values go away in the forward, and come back after it")
+                raise ScheduleError(
+                    f"The {half} has a {name}: values are offloaded in the forward, and come back after it"
+                )
 
 
 def simulate_plain(graph: Graph, profile: Profile) -> Simulation:
     """Simulate a step with everything kept, as plain PyTorch runs it."""
     plain, costs = as_plain(graph, profile)
-    return simulate(plain, costs, lower(plain, as_written(plain)))
+    return simulate(plain, costs, lower(plain, eager_decisions(plain)))
 
 
 def forward_peak_bytes(graph: Graph, profile: Profile) -> int:

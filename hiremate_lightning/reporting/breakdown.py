@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ..planning.plan import Plan
 from ..records.costs import as_plain
 from ..records.graph import OUTSIDE, Graph, Node
-from ..records.schedule import Schedule, as_written, lower
+from ..records.schedule import Schedule, eager_decisions, lower
 from ..records.simulation import simulate
 from ..records.step import STALE_GRADIENTS
 from ..units import format_bytes, format_time
@@ -65,7 +65,7 @@ def uses_by_module(plan: Plan) -> dict[str, ModuleUse]:
     graph = plan.graph
     kept = _kept_storages(graph, plan.schedule)
     plain, _ = as_plain(graph, plan.profile)
-    kept_plainly = _kept_storages(plain, lower(plain, as_written(plain)))
+    kept_plainly = _kept_storages(plain, lower(plain, eager_decisions(plain)))
     again = plan.schedule.recomputed(graph)
     repeated = {node if graph.nodes[node].replays is None else graph.nodes[node].replays for node in again}
     uses: dict[str, ModuleUse] = {}

@@ -137,7 +137,7 @@ def frontier_of(plan: Plan, curve: Curve) -> Frontier:
     fastest = [place(point.peak_bytes, point.extra_ms) for point in curve.points]
     fastest.append((max(fastest[-1][0], place(most, 0)[0]), fastest[-1][1]) if fastest else place(most, 0))
     bounds, best_ms = list[Point](), 0.0
-    for budget, bound_ms in () if plan.solution.aways else reversed(curve.bounds):  # of plans that offload nothing
+    for budget, bound_ms in () if plan.solution.offloads else reversed(curve.bounds):  # of plans that offload nothing
         best_ms = max(best_ms, bound_ms)  # a bound holds for every smaller budget too
         if budget <= most:
             bounds.append(place(budget, best_ms))

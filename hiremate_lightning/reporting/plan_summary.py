@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError
-from ..planning.plan import Numbers, Plan, away_words, budget_words, peak_words, planning_words, solver_words
+from ..planning.plan import Numbers, Plan, budget_words, offload_words, peak_words, planning_words, solver_words
 from ..records.graph import StorageKind
 from ..units import format_bytes, format_ratio, format_time
 from .breakdown import ModuleRow, ModuleUse, advice_lines, module_rows, place_words, total_row
@@ -46,7 +46,7 @@ def plan_metrics(plan: Plan, plans: int = 1) -> dict[str, float]:
 
     Args:
         plan: A plan.
-        plans: How many plans there are, one for each kind of step.
+        plans: How many plans there are, one for each step signature.
 
     Returns:
         Bytes, ratios and seconds by name; what was not measured yet is left out.
@@ -131,7 +131,7 @@ def summary_rows(numbers: Numbers, most_rounded: int | None = None) -> list[tupl
         ("at", numbers.get("at", "")),
         ("budget", f"{budget_words(numbers)}, {resident} of it resident before the step"),
         ("time", time),
-        ("away", away_words(numbers)),
+        ("offloaded", offload_words(numbers)),
         ("solver", solver_words(numbers)),
         ("planning", planning_words(numbers)),
         ("proved", numbers["proved"]),

@@ -16,7 +16,7 @@ from itertools import accumulate
 from ..planning.plan import Plan
 from ..records.costs import as_plain
 from ..records.graph import OUTSIDE, Direction, Graph, StorageKind
-from ..records.schedule import Compute, CopyIn, Schedule, as_written, lower
+from ..records.schedule import Compute, CopyIn, Schedule, eager_decisions, lower
 from ..records.simulation import Simulation, blocks
 from ..records.step import STALE_GRADIENTS
 
@@ -188,7 +188,9 @@ class DrawnStep:
 def plain_run(plan: Plan) -> DrawnStep:
     """Return the step with everything kept."""
     graph, profile = as_plain(plan.graph, plan.profile)
-    return DrawnStep(plan, graph, "plain", lower(graph, as_written(graph)), plan.unplanned, profile.workspace_bytes)
+    return DrawnStep(
+        plan, graph, "plain", lower(graph, eager_decisions(graph)), plan.unplanned, profile.workspace_bytes
+    )
 
 
 def planned_run(plan: Plan) -> DrawnStep:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..capturing.capture import Captured
-from ..records.away import round_block, staying
+from ..records.offload import round_block, staying
 from ..rewriting.joint import is_collective
 from ..rewriting.replays import is_state
 from ..torch_private import runtime, tensor_state
@@ -69,8 +69,8 @@ def _allocate(size_bytes: int, is_pinned: bool) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=is_pinned)
     except RuntimeError as error:  # PyTorch has no class of its own for a host that is full
         raise MemoryError(
-            f"The host has no {format_bytes(size_bytes)} left for a value that goes away from the device. Name less in "
-            "host_budget=, or keep values on the device with offload='off'."
+            f"The host has no {format_bytes(size_bytes)} left for a value that is offloaded from the device. Name less "
+            "in host_budget=, or keep values on the device with offload='off'."
         ) from error
 
 

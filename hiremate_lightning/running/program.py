@@ -139,11 +139,11 @@ def _check(captured: Captured, schedule: Schedule) -> None:
     in_graph = (*captured.graph.forward, *captured.graph.backward)
     planned, expected = ([n for n in order if is_collective(nodes[n].op)] for order in (computed, in_graph))
     assert planned == expected, "a plan moves or repeats a collective"
-    away = {operation.storage for operation in schedule.forward if isinstance(operation, CopyOut)}
-    stays = away & pinned_storages(captured) if away else ()
+    offloaded = {operation.storage for operation in schedule.forward if isinstance(operation, CopyOut)}
+    stays = offloaded & pinned_storages(captured) if offloaded else ()
     if stays:
         names = ", ".join(t.name for t in captured.graph.tensors if t.storage in stays)
-        raise ScheduleError(f"A plan puts away what must stay on the device: {names}. Pass pinned_storages(captured)")
+        raise ScheduleError(f"A plan offloads what must stay on the device: {names}. Pass pinned_storages(captured)")
 
 
 def _takes(captured: Captured, schedule: Schedule) -> dict[fx.Node, int]:
@@ -277,8 +277,8 @@ class _Copies:
 
     def __init__(self, captured: Captured, schedule: Schedule, host: HostMemory | None = None) -> None:
         tensors = captured.graph.tensors
-        away = {o.storage for o in (*schedule.forward, *schedule.backward) if isinstance(o, Copying)}
-        saved: dict[int, list[fx.Node]] = {storage: [] for storage in away}
+        offloaded = {o.storage for o in (*schedule.forward, *schedule.backward) if isinstance(o, Copying)}
+        saved: dict[int, list[fx.Node]] = {storage: [] for storage in offloaded}
         for tensor in schedule.saved:
             storage = tensors[tensor].storage
             if storage is not None and storage in saved:
@@ -286,7 +286,7 @@ class _Copies:
         self._saved = saved
         self._values_on = {
             storage: [captured.fx_values[t] for t, tensor in enumerate(tensors) if tensor.storage == storage]
-            for storage in away
+            for storage in offloaded
         }
         self._copy_out = None if host is None else copying_out(host)
         self._on_the_way: dict[int, fx.Node] = {}
@@ -296,7 +296,7 @@ class _Copies:
         storage = operation.storage
         saved = self._saved[storage]
         if isinstance(operation, CopyOut):
-            assert self._copy_out is not None, "values go away in the forward"
+            assert self._copy_out is not None, "values are offloaded in the forward"
             there = next(value for value in self._values_on[storage] if value in values)
             self._on_the_way[storage] = graph.call_function(self._copy_out, (values[there],))
         elif isinstance(operation, WaitOut):

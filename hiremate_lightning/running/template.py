@@ -134,7 +134,7 @@ def template_of(captured: Captured, schedule: Schedule) -> ProgramTemplate | Non
     if key not in template.programs:
         template.programs[key] = None  # where none can be made, that is not tried again
         if any(isinstance(operation, CopyOut) for operation in schedule.forward):
-            raise NoTemplateError("A program holds the host's memory that values go away to")
+            raise NoTemplateError("A program holds the host's memory that values are offloaded to")
         samples = [sample.reading_once(captured.overwritten) for sample in template.samples]
         programs = ProgramTemplate(samples, template.sizes, schedule.decisions(captured.graph))
         if programs.schedule == schedule:

@@ -8,10 +8,6 @@ from dataclasses import dataclass, field
 
 from ..calls.given import ModuleCall
 from ..capturing.capture import Captured
-from ..kinds.recorded_step import RecordedStep
-from ..kinds.releasing import PlainTrial
-from ..kinds.step_kind import GraphNumbers, Start, StepKind
-from ..kinds.watching import Look, Watch
 from ..measuring.profiling import TimedRun
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
@@ -20,7 +16,11 @@ from ..planning.ladder import Loss
 from ..records.costs import Profile
 from ..records.step import Decisions
 from ..running.program import Program
-from .ways import BY_GRAPHS, AsWritten, ByProgram, Way
+from ..signatures.recorded_step import RecordedStep
+from ..signatures.releasing import PlainTrial
+from ..signatures.step_signature import GraphNumbers, Start, StepSignature
+from ..signatures.watching import Look, Watch
+from .ways import BY_GRAPHS, ByProgram, Eager, Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,10 @@ class Followed:
 
 @dataclass(eq=False)
 class StepComparison:
-    """The planned kinds that run the same code as the step under way.
+    """The planned signatures that run the same code as the step under way.
 
     Attributes:
-        alike: These kinds, as far as they were compared.
+        alike: These signatures, as far as they were compared.
         compared: How many forwards of the step were compared with theirs.
         followed: What was taken over from one of them; None for nothing.
         foreseen: What the first of them runs, and the step as it is foreseen from it; None before all sizes of the step
@@ -81,7 +81,7 @@ class StepComparison:
         fits_nothing: Whether it was made from traces of other sizes, and not even the least memory fits.
     """
 
-    alike: list[StepKind] = field(default_factory=list)
+    alike: list[StepSignature] = field(default_factory=list)
     compared: int = 0
     followed: Followed | None = None
     foreseen: tuple[RecordedStep, RecordedStep] | None = None
@@ -95,15 +95,15 @@ class CurrentStep:
     Attributes:
         size_bytes: Of what its first call was given.
         waiting: How many graphs of earlier steps waited for their backward as it began.
-        foreseen: The kinds that it may be of, the likeliest first.
+        foreseen: The signatures that it may be of, the likeliest first.
         calls: What each call of a planned module was given.
         has_backward: Whether a backward has begun.
         is_unseen: Whether a part of it was not seen, so that nothing can be learned from it.
         resident: What existed when it began, None where that was not counted.
         way: How it runs.
-        expected: The kind by whose plan it begins, None for none.
-        is_unknown: Whether it is likely of a kind without a plan that runs more than the expected one: then all of it
-            runs at the least memory.
+        expected: The signature by whose plan it begins, None for none.
+        is_unknown: Whether it is likely of a signature without a plan that runs more than the expected one: then all of
+            it runs at the least memory.
         look: What is watched in it, None where that was not asked.
         timing: What its whole time is taken for, None where it is not.
         record: What is measured in it, None for nothing.
@@ -111,20 +111,20 @@ class CurrentStep:
         forwards: Its forwards so far.
         comparison: The planned steps that run the same code.
         is_replanned: Whether plans were made anew since its first forward.
-        is_to_be_planned: Whether its kind gets a plan from its record, before the next step.
+        is_to_be_planned: Whether its signature gets a plan from its record, before the next step.
         has_captured: Whether something was captured in it.
         began_s: When it began, in seconds.
     """
 
     size_bytes: int = 0
     waiting: int = 0
-    foreseen: tuple[StepKind, ...] = ()
+    foreseen: tuple[StepSignature, ...] = ()
     calls: list[ModuleCall] = field(default_factory=list)
     has_backward: bool = False
     is_unseen: bool = False
     resident: Resident | None = None
     way: Way = BY_GRAPHS
-    expected: StepKind | None = None
+    expected: StepSignature | None = None
     is_unknown: bool = False
     look: Look | None = None
     timing: PlainTrial | None = None
@@ -138,9 +138,9 @@ class CurrentStep:
     began_s: float = field(default_factory=time.perf_counter)
 
     @property
-    def plain(self) -> AsWritten | None:
+    def plain(self) -> Eager | None:
         """How it runs as the user wrote it; None where it runs captured."""
-        return self.way if isinstance(self.way, AsWritten) else None
+        return self.way if isinstance(self.way, Eager) else None
 
     @property
     def is_watched(self) -> bool:
@@ -181,14 +181,14 @@ class CurrentStep:
         self.is_replanned = self.is_replanned or bool(self.forwards)
         self.comparison.followed = None
 
-    def ran_by(self, kinds: Collection[StepKind]) -> bool:
-        """Whether it ran throughout by the plans of these kinds: its own, and those that it is taken for."""
-        chosen = {forward.way.kind for forward in self.forwards}
-        return bool(chosen) and chosen <= set(kinds) and not self.is_replanned
+    def ran_by(self, signatures: Collection[StepSignature]) -> bool:
+        """Whether it ran throughout by the plans of these signatures: its own, and those that it is taken for."""
+        chosen = {forward.way.signature for forward in self.forwards}
+        return bool(chosen) and chosen <= set(signatures) and not self.is_replanned
 
-    def began_by(self, kind: StepKind) -> bool:
-        """Whether its first forward ran by the plan of a kind."""
-        return bool(self.forwards) and self.forwards[0].way.kind is kind
+    def began_by(self, signature: StepSignature) -> bool:
+        """Whether its first forward ran by the plan of a signature."""
+        return bool(self.forwards) and self.forwards[0].way.signature is signature
 
     @property
     def began_again(self) -> bool:
@@ -197,7 +197,7 @@ class CurrentStep:
 
     @property
     def is_by_plans(self) -> bool:
-        """Whether it ran by plans throughout, be they of other kinds."""
+        """Whether it ran by plans throughout, be they of other signatures."""
         return all(forward.way.is_planned for forward in self.forwards)
 
     def drop(self) -> None:

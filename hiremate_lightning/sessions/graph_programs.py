@@ -14,8 +14,6 @@ from functools import cache, partial
 from ..capturing.absent import without_missing
 from ..capturing.capture import Captured
 from ..garbage import collecting_what_it_leaves
-from ..kinds.recorded_step import RecordedStep, no_graphs
-from ..kinds.step_kind import GraphNumbers, StepKind
 from ..latest import Latest
 from ..measuring.resident import Resident
 from ..memory.allocator import alone, free_bytes
@@ -33,6 +31,8 @@ from ..records.step import Decisions, Step
 from ..running.execution import Part
 from ..running.program import Program
 from ..running.template import program_of
+from ..signatures.recorded_step import RecordedStep, no_graphs
+from ..signatures.step_signature import GraphNumbers, StepSignature
 from ..torch_private import runtime
 from .current_step import CurrentStep, Followed, Forward
 from .ladders import Ladders
@@ -55,7 +55,7 @@ class GraphPrograms:
 
     Attributes:
         maker: Knows the budget.
-        history: The kinds of steps, with their plans.
+        history: The step signatures, with their plans.
     """
 
     def __init__(self, model: PlannedModel, maker: PlanMaker) -> None:
@@ -64,7 +64,7 @@ class GraphPrograms:
         self._searches: deque[FirstSolution] = deque(maxlen=REMEMBERED)
         self._least: weakref.WeakKeyDictionary[Part, Program] = weakref.WeakKeyDictionary()
         self._taken_over: weakref.WeakKeyDictionary[Part, TakenOver] = weakref.WeakKeyDictionary()
-        self._fits = dict[tuple[StepKind, tuple[Schedule, ...]], bool]()  # kinds whose steps began by these
+        self._fits = dict[tuple[StepSignature, tuple[Schedule, ...]], bool]()  # signatures whose steps began by these
         self._most_bytes = 0  # that were resident
         self._outlines, self._ladders = Outlines(), Ladders(model, maker)
         self._schedules = Latest[Hashable, Schedule](64)  # of decisions, for all sizes of code
@@ -116,18 +116,18 @@ class GraphPrograms:
                 ways[ran] = self._decide(step, part.captured, profile, before)
         return ways[ran]
 
-    def fits(self, step: CurrentStep, kind: StepKind) -> bool:
-        """Whether a step of a planned kind fits that has begun as the step under way, and goes on by its plan."""
+    def fits(self, step: CurrentStep, signature: StepSignature) -> bool:
+        """Whether a step of a planned signature fits that has begun as the step under way, and goes on by its plan."""
         begun = tuple(forward.program.schedule for forward in step.forwards)
-        if (kind, begun) not in self._fits:
-            recorded, plan = kind.recorded, kind.own_plan
+        if (signature, begun) not in self._fits:
+            recorded, plan = signature.recorded, signature.own_plan
             whole, places = recorded.merge(), [place for place in recorded.places if place < len(begun)]
             before = [begun[place].decisions(step.forwards[place].captured.graph) for place in places]
             decisions = _going_on(whole, before, plan.solution.recompute)
             peak_bytes = replay(Problem(whole.graph, whole.profile, 0), decisions).peak_bytes
             room = recorded.room(plan.budget, max(plan.budget_bytes, plan.planned_peak_bytes))
-            self._fits[kind, begun] = peak_bytes <= room.step_bytes
-        return self._fits[kind, begun]
+            self._fits[signature, begun] = peak_bytes <= room.step_bytes
+        return self._fits[signature, begun]
 
     def find_least(self, step: CurrentStep, part: Part, profile: Profile) -> Program:
         """Return the program of least memory of a part.
@@ -172,12 +172,14 @@ class GraphPrograms:
         """Decide for the next forward of the step under way; its code has run so before, in other steps."""
         place, seen = len(step.forwards), step.comparison
         self._compare(step)
-        seen.alike = [kind for kind in seen.alike if kind.recorded.runs_at(place, captured)]
+        seen.alike = [signature for signature in seen.alike if signature.recorded.runs_at(place, captured)]
         seen.compared = place + 1
         if not seen.alike:
             return None
         first = seen.alike[0].recorded
-        if place not in first.places or not all(kind.recorded.goes_on_as(first, place) for kind in seen.alike):
+        if place not in first.places or not all(
+            signature.recorded.goes_on_as(first, place) for signature in seen.alike
+        ):
             return None  # nobody knows how the step goes on
         call = first.places.index(place)
         if not self._was_foreseen(step, captured, call, is_last=call + 1 == len(first.calls)):
@@ -216,11 +218,11 @@ class GraphPrograms:
             seen.alike = list(self.history.planned)
         for place in range(seen.compared, len(step.forwards)):
             captured = step.forwards[place].captured
-            seen.alike = [kind for kind in seen.alike if kind.recorded.runs_at(place, captured)]
+            seen.alike = [signature for signature in seen.alike if signature.recorded.runs_at(place, captured)]
 
     def _follow(self, step: CurrentStep, captured: Captured, profile: Profile, call: int) -> Followed | None:
         """Choose, of what was decided for steps of the same code, the fastest that fits; None where none does."""
-        alike = [kind.recorded for kind in step.comparison.alike]
+        alike = [signature.recorded for signature in step.comparison.alike]
         begun = [step.forwards[place] for place in alike[0].places[:call]]
         resident = step.resident_in(self._model.memory)
         calls = [*((forward.captured, forward.profile) for forward in begun), (captured, profile)]
@@ -247,10 +249,10 @@ class GraphPrograms:
 
     def _margin_bytes(self, step: CurrentStep, room_bytes: int, is_made: bool) -> int:
         """Return the bytes of a room to leave free, since steps of the same code took more than was predicted."""
-        kinds = step.comparison.alike
-        margin_bytes = max(self.history.margin_bytes, *(kind.recorded.margin_bytes for kind in kinds))
+        signatures = step.comparison.alike
+        margin_bytes = max(self.history.margin_bytes, *(signature.recorded.margin_bytes for signature in signatures))
         excess = 0.0  # measured beyond what was predicted, over that
-        for plan in (kind.own_plan for kind in kinds if is_made):
+        for plan in (signature.own_plan for signature in signatures if is_made):
             excess_bytes = (plan.measured.peak_bytes or 0) - plan.planned_peak_bytes
             excess = max(excess, excess_bytes / max(1, plan.planned.peak_bytes))
         return max(margin_bytes, int(room_bytes * excess / (1 + excess)))
@@ -263,7 +265,7 @@ class GraphPrograms:
         Where nothing fits code that was made from traces of other sizes, decisions are solved for all of these.
         """
         whole, ladder = sized.step, self._code(step).ladder
-        plans = [kind.own_plan.solution.recompute for kind in step.comparison.alike]
+        plans = [signature.own_plan.solution.recompute for signature in step.comparison.alike]
 
         def fastest() -> Chosen | None:
             candidates = dict.fromkeys([keep_all(whole.graph), *plans, *ladder.decisions])
@@ -276,10 +278,10 @@ class GraphPrograms:
             step.comparison.fits_nothing = chosen is None
         return chosen
 
-    def _code(self, step: CurrentStep) -> StepKind:
-        """Return the kind that stands for the code of the step under way, at whatever sizes."""
-        kind = step.comparison.alike[0]
-        return kind.code or kind
+    def _code(self, step: CurrentStep) -> StepSignature:
+        """Return the signature that stands for the code of the step under way, at whatever sizes."""
+        signature = step.comparison.alike[0]
+        return signature.code or signature
 
 
 class GraphChoices(WayChoices):
@@ -298,7 +300,7 @@ class GraphChoices(WayChoices):
         self._ran = (*step.graphs, number)
 
     def own_plan(self) -> Way | None:
-        """By the plan of the kind that the step has begun like.
+        """By the plan of the signature that the step has begun like.
 
         A graph that has no backward there waits for a later one, or is dropped. One that is dropped holds the least:
         that takes no time, and a plan counts what it held as it was recorded.
@@ -306,12 +308,12 @@ class GraphChoices(WayChoices):
         step, programs = self._step, self._programs
         if step.is_unknown:
             return self.least_memory()
-        kind, program = programs.history.choose(self._ran, step.expected, step.start, partial(programs.fits, step))
-        if kind is None:
+        signature, program = programs.history.choose(self._ran, step.expected, step.start, partial(programs.fits, step))
+        if signature is None:
             return None
-        if program is None and any(unfinished is self._part for unfinished, _ in kind.recorded.unfinished):
+        if program is None and any(unfinished is self._part for unfinished, _ in signature.recorded.unfinished):
             program = self._programs.maker.waiting.program(self._part)
-        return OwnPlan(program or self._find_least(), kind)
+        return OwnPlan(program or self._find_least(), signature)
 
     def plan_of_other_sizes(self) -> Way | None:
         """By what was decided for the same step at other sizes, where that fits."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 
 from ..garbage import collecting_what_it_leaves
-from ..kinds.recorded_step import RecordedStep
 from ..planning.headroom import Room
 from ..planning.ladder import Ladder, Loss
 from ..planning.solvers import Problem, SolveOptions, smallest_budget
 from ..records.costs import step_time_ms
 from ..records.outline import SizedStep
 from ..records.schedule import keep_all
+from ..signatures.recorded_step import RecordedStep
 from .plan_maker import PlanMaker
 from .planned_model import PlannedModel
 
@@ -94,7 +94,7 @@ class Ladders:
     def price_ms(self, loss: StepLoss) -> float:
         """Estimate the time that other decisions take until steps run by them, from what plans of the code took."""
         planned = self._model.history.planned
-        solve_s = max((kind.own_plan.solution.solve_s for kind in planned), default=0.0)
+        solve_s = max((signature.own_plan.solution.solve_s for signature in planned), default=0.0)
         calls = [recorded.call for recorded in loss.step.calls]
         step_ms = sum(step_time_ms(call.graph, call.profile) for call in calls)
         return 1000 * solve_s + BUILT_AND_PROVED * step_ms

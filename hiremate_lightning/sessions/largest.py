@@ -22,8 +22,6 @@ import torch
 
 from ..calls.given import ModuleCall
 from ..errors import ConfigurationError, did_you_mean
-from ..kinds.recorded_step import RecordedStep
-from ..kinds.step_kind import GraphNumbers, StepKind
 from ..measuring.resident import Resident
 from ..messages.announcements import Announcements
 from ..objects import attempt, is_of
@@ -31,6 +29,8 @@ from ..options import NamedSize
 from ..records.expressions import Sizes
 from ..records.graph import StorageKind
 from ..running.execution import Part
+from ..signatures.recorded_step import RecordedStep
+from ..signatures.step_signature import GraphNumbers, StepSignature
 from ..torch_private import dynamo
 from .graph_programs import foresee
 from .parts import Parts
@@ -155,12 +155,12 @@ class LargestSizes:
     # ---------------------------------------------------------------- steps
 
     def foresee(
-        self, kind: StepKind, resident: Resident
+        self, signature: StepSignature, resident: Resident
     ) -> tuple[GraphNumbers, RecordedStep, Mapping[int, int]] | None:
         """Foresee a step of the largest sizes from another one.
 
         Args:
-            kind: The kind of the other one.
+            signature: The signature of the other one.
             resident: What exists before it.
 
         Returns:
@@ -171,12 +171,14 @@ class LargestSizes:
             ConfigurationError: If no call was given an argument that is named.
         """
         self._check()
-        parts = [part for number in kind.graphs if (part := self._parts.find(number)) is not None]
+        parts = [part for number in signature.graphs if (part := self._parts.find(number)) is not None]
         if not any(self._taken[part] for part in parts):
             return None
         larger = {part: self._larger.get(part, part) for part in parts}
-        is_fixed = len(parts) < len(kind.graphs) or any(one is at and self._grows(one) for one, at in larger.items())
-        step = None if is_fixed or kind.recorded.waits else self._at_largest(kind.recorded, larger, resident)
+        is_fixed = len(parts) < len(signature.graphs) or any(
+            one is at and self._grows(one) for one, at in larger.items()
+        )
+        step = None if is_fixed or signature.recorded.waits else self._at_largest(signature.recorded, larger, resident)
         if step is None:
             self._announcements.size_is_fixed(", ".join(self._wishes))
             return None

@@ -1,4 +1,4 @@
-"""Values of a model that may go away to the host's memory: which of them, how many bytes, and in what blocks."""
+"""Values of a model that may be offloaded to the host's memory: which of them, how many bytes, and in what blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..capturing.capture import Captured
 from ..memory.allocator import free_host_bytes
 from ..options import SessionOptions
 from ..planning.solvers.base import Solution
-from ..records.away import Host, put_away, split_aways, storages_in
+from ..records.offload import Host, split_offloads, storages_in, with_offloads
 from ..records.schedule import lower
 from ..records.step import Step
 from ..running.copies import HostMemory, pinned_storages
@@ -23,12 +23,14 @@ from ..units import format_bytes
 FREE_SHARE = 0.5  # of the host's free memory, for all processes of this machine
 NOTHING = "offload={asked} does nothing here: {why}. Plans keep all values on the device, or compute them again."
 ON_HOST = "the model is on {device}, whose memory is the host's"
-FUSED = "values of fused kernels (compile='inductor') do not go away"
-WAITING = "graphs wait for a backward that comes in a later step, and nobody knows how long their values would be away"
+FUSED = "values of fused kernels (compile='inductor') are not offloaded"
+WAITING = (
+    "graphs wait for a backward that comes in a later step, and nobody knows how long their values would be offloaded"
+)
 
 
 class Offloading:
-    """What of a model may go away to the host's memory.
+    """What of a model may be offloaded to the host's memory.
 
     Args:
         options: What was asked for.
@@ -46,7 +48,7 @@ class Offloading:
 
     @property
     def is_on(self) -> bool:
-        """Whether values may go away; why they may not is announced where it was asked for."""
+        """Whether values may be offloaded; why they may not is announced where it was asked for."""
         if self._asked == "off":
             return False
         device = self._device()
@@ -69,14 +71,14 @@ class Offloading:
             size_bytes = named_bytes if self._asked == "always allowed" else min(named_bytes, share_bytes)
             if size_bytes < named_bytes:
                 self._say(
-                    f"The host has too little memory free for host_budget={format_bytes(named_bytes)}: plans put away "
-                    f"at most {format_bytes(size_bytes)}. offload='always allowed' takes as much as is named."
+                    f"The host has too little memory free for host_budget={format_bytes(named_bytes)}: plans "
+                    f"offload at most {format_bytes(size_bytes)}. offload='always allowed' takes as much as is named."
                 )
         self.memory.most_bytes = size_bytes
         return size_bytes
 
     def host(self, step: Step, calls: Sequence[Captured], waits: bool = False) -> Host | None:
-        """Return the memory that values of a step may go away to; None where all stays on the device.
+        """Return the memory that values of a step may be offloaded to; None where all stays on the device.
 
         Args:
             step: The step.
@@ -92,8 +94,8 @@ class Offloading:
         return Host(self.host_bytes, stay, has_round_blocks=True)
 
     def build(self, step: Step, calls: Sequence[Captured], solution: Solution) -> Iterator[Program]:
-        """Generate the programs of the calls of a step, whose values are away in the blocks of this model."""
-        aways = split_aways(step, solution.recompute, solution.aways)
-        for captured, rows, own in zip(calls, step.split(solution.recompute), aways, strict=True):
-            schedule = put_away(captured.graph, lower(captured.graph, rows), own)
+        """Generate the programs of the calls of a step, whose values are offloaded in the blocks of this model."""
+        offloads = split_offloads(step, solution.recompute, solution.offloads)
+        for captured, rows, own in zip(calls, step.split(solution.recompute), offloads, strict=True):
+            schedule = with_offloads(captured.graph, lower(captured.graph, rows), own)
             yield program_of(captured, schedule, self.memory)

@@ -1,4 +1,4 @@
-"""Plans of kinds of steps, made within the budget as asked for; nothing runs by them yet, and nothing is said."""
+"""Plans of step signatures, made within the budget as asked for; nothing runs by them yet, and nothing is said."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..kinds.limits import Limits
-from ..kinds.recorded_step import RecordedCall, RecordedStep
-from ..kinds.shortage import ADVICE, Shortage
-from ..kinds.step_kind import StepKind
 from ..measuring.describing import describe
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
@@ -25,12 +21,16 @@ from ..planning.solvers import worker
 from ..planning.solvers.base import Problem, Solution, SolveOptions, Strategy
 from ..planning.solvers.curve import Remembering
 from ..proofs.proof import Proofs
-from ..records.away import Host
 from ..records.costs import step_time_ms
 from ..records.expressions import NoTemplateError
+from ..records.offload import Host
 from ..records.outline import SizedStep
 from ..records.step import Step
 from ..running.program import Program
+from ..signatures.limits import Limits
+from ..signatures.recorded_step import RecordedCall, RecordedStep
+from ..signatures.shortage import ADVICE, Shortage
+from ..signatures.step_signature import StepSignature
 from ..torch_private import runtime
 from ..units import Budget
 from .planned_model import PlannedModel
@@ -73,75 +73,83 @@ class PlanMaker:
         self._auto_bytes: int | None = None  # what was free at first
 
     def new_limits(self) -> Limits:
-        """Return the budgets of a kind of step of which none was seen."""
+        """Return the budgets of a step signature of which none was seen."""
         return Limits(self._model.options.budget.share is not None)
 
-    def room(self, step: Step | SizedStep, resident: Resident, kind: StepKind | None = None) -> Room:
+    def room(self, step: Step | SizedStep, resident: Resident, signature: StepSignature | None = None) -> Room:
         """Return how many bytes a step has; a share is of the largest step that is known.
 
-        A share is of what plain training adds, graphs that wait for their backward included. All kinds of steps have
+        A share is of what plain training adds, graphs that wait for their backward included. All step signatures have
         the largest budget of any.
 
         Args:
             step: The step.
             resident: What exists before it.
-            kind: Its kind, None where that is not known yet.
+            signature: Its signature, None where that is not known yet.
         """
-        budget_bytes = max(self._own_budget_bytes(step, resident, kind), self._others_budget_bytes(kind))
+        budget_bytes = max(self._own_budget_bytes(step, resident, signature), self._others_budget_bytes(signature))
         return Room(self._model.options.budget, budget_bytes, resident.size_bytes)
 
-    def _others_budget_bytes(self, kind: StepKind | None) -> int:
-        """Return the largest budget of the other planned kinds of steps, 0 where budgets are no shares."""
+    def _others_budget_bytes(self, signature: StepSignature | None) -> int:
+        """Return the largest budget of the other planned step signatures, 0 where budgets are no shares."""
         if self._model.options.budget.share is None:
             return 0
-        others = (other for other in self._history.planned if other is not kind)
+        others = (other for other in self._history.planned if other is not signature)
         return max((other.recorded.limits.own_bytes for other in others), default=0)
 
-    def _own_budget_bytes(self, step: Step | SizedStep, resident: Resident, kind: StepKind | None) -> int:
+    def _own_budget_bytes(self, step: Step | SizedStep, resident: Resident, signature: StepSignature | None) -> int:
         if self._auto_bytes is None:
             self._auto_bytes = resolve(Budget(), resident.size_bytes, 0, free_bytes(self._model.memory.device))
         if self._model.options.budget.is_auto:
             return self._auto_bytes
         if self._model.options.budget.share is None:
             return resolve(self._model.options.budget, 0, 0, 0)
-        of_others = (self._plain_bytes(other) for other in self._history.planned if other is not kind)
+        of_others = (self._plain_bytes(other) for other in self._history.planned if other is not signature)
         added_bytes = max(step.plain_bytes + resident.plain_waiting_bytes, *of_others, 0)
         return resolve(self._model.options.budget, resident.size_bytes - resident.waiting_bytes, added_bytes, 0)
 
-    def _plain_bytes(self, kind: StepKind) -> int:
-        """Count what a planned kind of step adds in plain training, with the graphs that wait for their backward."""
-        step = kind.recorded
+    def _plain_bytes(self, signature: StepSignature) -> int:
+        """Count what a planned step signature adds in plain training, with the graphs that wait for their backward."""
+        step = signature.recorded
         if not step.waits:
-            return kind.own_plan.unplanned.peak_bytes
-        return self.waiting.at(kind, step, Holds.EVERYTHING).merge().plain_bytes + step.resident.plain_waiting_bytes
+            return signature.own_plan.unplanned.peak_bytes
+        return (
+            self.waiting.at(signature, step, Holds.EVERYTHING).merge().plain_bytes + step.resident.plain_waiting_bytes
+        )
 
-    def limits(self, kind: StepKind, step: RecordedStep) -> Limits:
-        """Return the budgets of a kind of step with that of one such step."""
-        plain = self.waiting.at(kind, step, Holds.EVERYTHING)
-        own_bytes = self._own_budget_bytes(plain.merge(), plain.resident, kind)
-        limits = replace(step.limits, of_others=self._others_budget_bytes(kind))
+    def limits(self, signature: StepSignature, step: RecordedStep) -> Limits:
+        """Return the budgets of a step signature with that of one such step."""
+        plain = self.waiting.at(signature, step, Holds.EVERYTHING)
+        own_bytes = self._own_budget_bytes(plain.merge(), plain.resident, signature)
+        limits = replace(step.limits, of_others=self._others_budget_bytes(signature))
         return limits.meeting(step.resident, own_bytes)
 
-    def choose_waiting(self, may_hold_more: bool) -> list[StepKind]:
-        """Choose what graphs that wait hold; return the kinds of steps that are to be planned anew for that.
+    def choose_waiting(self, may_hold_more: bool) -> list[StepSignature]:
+        """Choose what graphs that wait hold; return the step signatures that are to be planned anew for that.
 
         Args:
             may_hold_more: Whether they may hold everything from now on where they held the least: budgets are others.
         """
-        concerned = [kind for kind in self._history.recorded if self.waiting.concerns(kind, kind.recorded)]
+        concerned = [
+            signature for signature in self._history.recorded if self.waiting.concerns(signature, signature.recorded)
+        ]
         if not concerned or (self.waiting.holds is Holds.LEAST and not may_hold_more):
             return []
-        residents = (kind.recorded.resident.with_state(self.state_bytes) for kind in concerned)
-        steps = [replace(kind.recorded, resident=before) for kind, before in zip(concerned, residents, strict=True)]
+        residents = (signature.recorded.resident.with_state(self.state_bytes) for signature in concerned)
+        steps = [
+            replace(signature.recorded, resident=before) for signature, before in zip(concerned, residents, strict=True)
+        ]
         with self._stages.stage("solve_s", "solving"):
-            budgets = [self.limits(kind, step).budget_bytes for kind, step in zip(concerned, steps, strict=True)]
+            budgets = [
+                self.limits(signature, step).budget_bytes for signature, step in zip(concerned, steps, strict=True)
+            ]
             rooms = [step.room(self._model.options.budget, of) for step, of in zip(steps, budgets, strict=True)]
             fit = all(map(self.waiting.fits, concerned, steps, rooms))
         before, self.waiting.holds = self.waiting.holds, Holds.EVERYTHING if fit else Holds.LEAST
         if self.waiting.holds is before:
             return []
-        for kind in concerned:
-            kind.step = self.waiting.at(kind, kind.recorded)
+        for signature in concerned:
+            signature.step = self.waiting.at(signature, signature.recorded)
         return concerned
 
     def announce(self) -> None:
@@ -153,10 +161,10 @@ class PlanMaker:
         """The name of the model before its first step: FSDP2 may keep whole parameters of another type after it."""
         return self._model.memory.describe_model()
 
-    def captured_before(self, kind: StepKind) -> RecordedStep | None:
+    def captured_before(self, signature: StepSignature) -> RecordedStep | None:
         """Find the same step at the same sizes: Dynamo captures a size anew once it has symbols for it."""
-        parts = [part for number in kind.graphs if (part := self._parts.find(number)) is not None]
-        graphs, count = [part.captured.graph for part in parts], len(kind.graphs)
+        parts = [part for number in signature.graphs if (part := self._parts.find(number)) is not None]
+        graphs, count = [part.captured.graph for part in parts], len(signature.graphs)
         if len(graphs) < count:
             return None
         numbers = [graph.at_sizes for graph in graphs]
@@ -164,12 +172,12 @@ class PlanMaker:
         return next((step for step in steps if [call.captured.graph.at_sizes for call in step.calls] == numbers), None)
 
     def describe(self, record: StepRecord, resident: Resident) -> RecordedStep:
-        """Describe a kind of step by the record of one, and by what exists before the next."""
+        """Describe a step signature by the record of one, and by what exists before the next."""
         return self._describe(record, resident, self.captured_before(self._history[record.graphs]))
 
-    def describe_larger(self, kind: StepKind, record: StepRecord, resident: Resident) -> RecordedStep | None:
-        """Describe a planned kind by a step that has more gradients, or more outside of its calls; else None."""
-        later, step = self.waiting.at(kind, self._describe(record, resident, None)), kind.recorded
+    def describe_larger(self, signature: StepSignature, record: StepRecord, resident: Resident) -> RecordedStep | None:
+        """Describe a planned signature by a step that has more gradients, or more outside of its calls; else None."""
+        later, step = self.waiting.at(signature, self._describe(record, resident, None)), signature.recorded
         if later.places != step.places:
             return None
         pairs = zip(later.calls, step.calls, strict=True)
@@ -202,16 +210,16 @@ class PlanMaker:
         solver = Remembering(worker.apart(self._model.options.plan.solver))
         return shared(solver, runtime.process_group_store(), self._model_description)
 
-    def make(self, kind: StepKind) -> Fits | Short | None:
-        """Plan a recorded kind of step, and build its programs; its limits are set also where nothing fits.
+    def make(self, signature: StepSignature) -> Fits | Short | None:
+        """Plan a recorded step signature, and build its programs; its limits are set also where nothing fits.
 
         Returns:
-            The plan with its programs; what the step needs, where nothing fits the budget; None, and the kind is
+            The plan with its programs; what the step needs, where nothing fits the budget; None, and the signature is
             dropped, where it is made from traces of other sizes and these do not tell its programs.
         """
-        recorded, options = kind.recorded, self._model.options
-        step, limits = recorded.merge(), self.limits(kind, recorded)
-        recorded = kind.step = replace(recorded, limits=limits)
+        recorded, options = signature.recorded, self._model.options
+        step, limits = recorded.merge(), self.limits(signature, recorded)
+        recorded = signature.step = replace(recorded, limits=limits)
         with self._stages.stage("solve_s", "solving"):
             plan = make_plan(
                 step,
@@ -229,22 +237,22 @@ class PlanMaker:
         try:
             return self._finish(recorded, step, plan)
         except NoTemplateError as error:
-            log.info("A kind of step of %s gets no plan of its own: %s", self._model.name, error)
-            kind.sights.has_no_template = True
-            self._history.drop(kind)
+            log.info("A step signature of %s gets no plan of its own: %s", self._model.name, error)
+            signature.sights.has_no_template = True
+            self._history.drop(signature)
             return None
 
     def short_of_all(self, shortage: Shortage) -> Short | None:
         """Return what is enough for all steps seen, with all that may come; None where all fit the budget after all."""
         needs, rooms = list[Need](), dict[int, Room]()
-        for kind in self._history.recorded:
-            step = self.waiting.at(kind, kind.recorded, Holds.LEAST)
-            states = [replace(step, resident=shortage.with_all(seen)) for seen in kind.before.values()]
-            of_kind = [self._need(state, shortage.less_bytes) for state in states]
-            of_states = (self.room(state.merge(), state.resident, kind) for state in states)
+        for signature in self._history.recorded:
+            step = self.waiting.at(signature, signature.recorded, Holds.LEAST)
+            states = [replace(step, resident=shortage.with_all(seen)) for seen in signature.before.values()]
+            of_signature = [self._need(state, shortage.less_bytes) for state in states]
+            of_states = (self.room(state.merge(), state.resident, signature) for state in states)
             room = max(of_states, key=lambda room: room.budget_bytes, default=Room(self._model.options.budget, 0))
-            rooms.update((need.peak_bytes, room) for need in of_kind if need.peak_bytes > room.budget_bytes)
-            needs += of_kind
+            rooms.update((need.peak_bytes, room) for need in of_signature if need.peak_bytes > room.budget_bytes)
+            needs += of_signature
         return Short(tuple(needs), rooms[max(rooms)], self._model.name, shortage.words, ADVICE) if rooms else None
 
     def _need(self, recorded: RecordedStep, less_bytes: int) -> Need:

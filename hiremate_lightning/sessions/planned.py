@@ -1,4 +1,4 @@
-"""What is planned for the kinds of steps that a session has seen: made, adapted, and corrected by what is measured.
+"""What is planned for the step signatures that a session has seen: made, adapted, and corrected by what is measured.
 
 A plan is made anew where
 
@@ -19,11 +19,6 @@ from typing import Any
 
 from ..calls.given import ModuleCall
 from ..garbage import collecting_what_it_leaves
-from ..kinds.history import CERTAIN, starts_so
-from ..kinds.recorded_step import RecordedStep
-from ..kinds.shortage import HELD_STEPS, Shortage
-from ..kinds.step_kind import StepKind
-from ..kinds.watching import WatchPolicy
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..messages.plan_reports import PlanReports
@@ -33,6 +28,11 @@ from ..planning.outcome import Short, first_short
 from ..planning.plan import Plan
 from ..rewriting.joint import may_choose_anew
 from ..running.execution import Part
+from ..signatures.history import CERTAIN, starts_so
+from ..signatures.recorded_step import RecordedStep
+from ..signatures.shortage import HELD_STEPS, Shortage
+from ..signatures.step_signature import StepSignature
+from ..signatures.watching import WatchPolicy
 from ..units import Budget, format_bytes
 from .current_step import CurrentStep
 from .graph_programs import GraphPrograms
@@ -47,8 +47,8 @@ log = logging.getLogger("hiremate_lightning")
 CORRECTIONS = 3  # of a plan whose peak is measured above the budget: where code outside varies, none may be enough
 
 
-class PlannedKinds:
-    """The plans of one model, by kind of step.
+class PlannedSignatures:
+    """The plans of one model, by step signature.
 
     Args:
         model: The planned model.
@@ -59,7 +59,7 @@ class PlannedKinds:
 
     Attributes:
         maker: Makes the plans.
-        history: The kinds of steps, with their plans.
+        history: The step signatures, with their plans.
         listeners: Called with each plan when it is made, and again when it has been measured.
         shortage: Steps that do not fit the budget, while it is found out which budget they fit.
     """
@@ -82,7 +82,7 @@ class PlannedKinds:
 
     @property
     def latest(self) -> Plan | None:
-        """The plan of the latest kind of step, None before there is one."""
+        """The plan of the latest step signature, None before there is one."""
         return self._dropped if self.history.latest is None else self.history.latest.own_plan
 
     def set_budget(self, budget: Budget) -> None:
@@ -92,43 +92,43 @@ class PlannedKinds:
             InfeasibleBudgetError: If nothing fits it; then all is as it was.
         """
         before, waiting = self._model.options, self.maker.waiting
-        holds, steps = waiting.holds, {kind: kind.recorded for kind in self.history.recorded}
+        holds, steps = waiting.holds, {signature: signature.recorded for signature in self.history.recorded}
         self._model.options = replace(before, budget=budget)
-        for kind, step in steps.items():
-            kind.step = replace(step, limits=self.maker.new_limits())
+        for signature, step in steps.items():
+            signature.step = replace(step, limits=self.maker.new_limits())
         try:
             made = self._make_all(steps)
-        except BaseException:  # Ctrl-C too: budgets change for all kinds of steps or for none
+        except BaseException:  # Ctrl-C too: budgets change for all step signatures or for none
             self._model.options, waiting.holds = before, holds
-            for kind, step in steps.items():
-                kind.step = None if kind.sights.has_no_template else step
+            for signature, step in steps.items():
+                signature.step = None if signature.sights.has_no_template else step
             raise
         self._reports.budget_changed()
         self._install(made)
 
-    def _make_all(self, kinds: Iterable[StepKind]) -> dict[StepKind, Fits]:
-        """Make the plans of kinds of steps; nothing runs by them yet.
+    def _make_all(self, signatures: Iterable[StepSignature]) -> dict[StepSignature, Fits]:
+        """Make the plans of step signatures; nothing runs by them yet.
 
         Raises:
             InfeasibleBudgetError: If nothing fits the budget; it names what is enough for all steps seen.
         """
-        made = dict[StepKind, Fits]()
+        made = dict[StepSignature, Fits]()
         self.maker.choose_waiting(may_hold_more=True)
-        for kind in kinds:
-            outcome = self.maker.make(kind)
+        for signature in signatures:
+            outcome = self.maker.make(signature)
             if isinstance(outcome, Short):
                 raise (self.maker.short_of_all(self.shortage) or outcome).error()
             if outcome is not None:
-                made[kind] = outcome
+                made[signature] = outcome
         return made
 
-    def likely(self, step: CurrentStep) -> list[StepKind]:
-        """List the planned kinds by whose plan a step may begin."""
-        return [kind for kind in self.history.all_likely(step.foreseen) if starts_so(kind, step.start)]
+    def likely(self, step: CurrentStep) -> list[StepSignature]:
+        """List the planned signatures by whose plan a step may begin."""
+        return [signature for signature in self.history.all_likely(step.foreseen) if starts_so(signature, step.start)]
 
     def meet(
         self, finished: StepRecord | None, resident: Resident, before: Resident | None, step: CurrentStep
-    ) -> list[StepKind]:
+    ) -> list[StepSignature]:
         """Plan the step that has ended, if any, and check each likely plan against the memory before the next.
 
         Args:
@@ -138,7 +138,7 @@ class PlannedKinds:
             step: The step that begins.
 
         Returns:
-            The kinds whose plans were checked.
+            The signatures whose plans were checked.
 
         Raises:
             InfeasibleBudgetError: If nothing fits the budget and all was seen that may need more; it names what is
@@ -157,13 +157,13 @@ class PlannedKinds:
         return likely
 
     def _end_shortage(self) -> None:
-        """Plan all kinds of steps anew, where what needed more than the budget has gone.
+        """Plan all step signatures anew, where what needed more than the budget has gone.
 
         Raises:
             InfeasibleBudgetError: If nothing fits the budget.
         """
         self.shortage.is_held = False
-        planned = (self._plan_somehow(kind) for kind in self.history.recorded)
+        planned = (self._plan_somehow(signature) for signature in self.history.recorded)
         short = self.maker.short_of_all(self.shortage) or first_short(planned)
         if short is None:
             return
@@ -174,23 +174,27 @@ class PlannedKinds:
             explain(error, f"hiremate: the budget is to be enough for the largest sizes: {named}.")
         raise error
 
-    def _plan_somehow(self, kind: StepKind) -> Short | None:
+    def _plan_somehow(self, signature: StepSignature) -> Short | None:
         """Plan a step; where nothing leaves its margin, without: a peak above the budget is measured, and said."""
-        short = self._plan(kind)
-        if short is None or not kind.recorded.margin_bytes:
+        short = self._plan(signature)
+        if short is None or not signature.recorded.margin_bytes:
             return short
-        kind.step = replace(kind.recorded, margin_bytes=0)
-        return self._plan(kind)
+        signature.step = replace(signature.recorded, margin_bytes=0)
+        return self._plan(signature)
 
-    def check_plans(self, kinds: Sequence[StepKind], resident: Resident) -> None:
-        """Check the plans of kinds of steps against the memory that exists; where none fits, train on for a while."""
-        alike = [kind for kind in self.history.recorded if kind.backwards_vary and not kind.recorded.decided]
-        for kind in alike:  # its calls run as graphs that wait from now on
-            kind.step = self.maker.waiting.at(kind, kind.recorded)
+    def check_plans(self, signatures: Sequence[StepSignature], resident: Resident) -> None:
+        """Check the plans of step signatures against the memory that exists; where none fits, train on for a while."""
+        alike = [
+            signature
+            for signature in self.history.recorded
+            if signature.backwards_vary and not signature.recorded.decided
+        ]
+        for signature in alike:  # its calls run as graphs that wait from now on
+            signature.step = self.maker.waiting.at(signature, signature.recorded)
         has_more_state = resident.state_bytes > self.maker.state_bytes  # which exists before all pieces of an iteration
         self.maker.state_bytes = max(self.maker.state_bytes, resident.state_bytes)
         short = self._plan(*alike) if alike or has_more_state else None
-        self._hold(short or first_short(self.check_plan(kind, resident) for kind in kinds))
+        self._hold(short or first_short(self.check_plan(signature, resident) for signature in signatures))
 
     def _hold(self, short: Short | None) -> None:
         """Let training go on where a step does not fit, until it is known what all of its steps need."""
@@ -198,47 +202,47 @@ class PlannedKinds:
             log.info("%s goes on, to find out what all of its steps need: %s", self._name, short)
             self.shortage.hold(short)
 
-    def see_backwards(self, kind: StepKind, record: StepRecord) -> None:
-        """See whether a step has other backwards than the one that was seen of its kind.
+    def see_backwards(self, signature: StepSignature, record: StepRecord) -> None:
+        """See whether a step has other backwards than the one that was seen of its signature.
 
         One with more of them is planned anew, and so is one of which a step was recorded that takes more than all that
-        follow. Where a graph waits for a later step, both kinds of pieces are to come.
+        follow. Where a graph waits for a later step, both signatures of pieces are to come.
         """
-        step, backwards = kind.step, tuple(sorted(set(record.backwards)))
+        step, backwards = signature.step, tuple(sorted(set(record.backwards)))
         waits = any(run.is_waiting for run in record.unfinished)
         if waits and (not backwards or (step is not None and backwards != step.places)):
-            kind.backwards_vary = True
+            signature.backwards_vary = True
             return
         dropped_less = step is not None and step.is_provisional and not record.has_dropped_by_plan
         if step is not None and (dropped_less or set(step.places) < set(backwards)):
             self._dropped = self.latest
-            self.history.drop(kind)
+            self.history.drop(signature)
 
     def must_return(self, part: Part, positions: Collection[int]) -> None:
         """Learn that gradients were handed to autograd beside those that exist, where a plan may count on adding."""
-        for kind in self.history.recorded:
-            returning = kind.recorded.returning(part, positions)
-            if returning is not kind.step:
-                kind.step, kind.counts_on_freed_gradients = returning, True
+        for signature in self.history.recorded:
+            returning = signature.recorded.returning(part, positions)
+            if returning is not signature.step:
+                signature.step, signature.counts_on_freed_gradients = returning, True
                 self._announcements.returned()
 
-    # ---------------------------------------------------------------- which kinds get a plan
+    # ---------------------------------------------------------------- which signatures get a plan
 
-    def gets_plan(self, kind: StepKind) -> bool:
-        """Whether a kind without a plan gets one; warn where there are `max_plans` already."""
-        if not kind.sights.is_worth_a_plan(self._model.parts.are_made(kind.graphs)):
+    def gets_plan(self, signature: StepSignature) -> bool:
+        """Whether a signature without a plan gets one; warn where there are `max_plans` already."""
+        if not signature.sights.is_worth_a_plan(self._model.parts.are_made(signature.graphs)):
             return False
-        has_place = self.maker.captured_before(kind) is not None or self._model.has_place
+        has_place = self.maker.captured_before(signature) is not None or self._model.has_place
         if not has_place:
             self._model.announce_full()
         return has_place
 
     def learn(self, record: StepRecord, resident: Resident, before: Resident | None = None) -> Short | None:
-        """Plan a kind of step that was not seen before; one that may be small by chance waits where nothing fits.
+        """Plan a step signature that was not seen before; one that may be small by chance waits where nothing fits.
 
-        It is planned beside what exists now, as before the next step of a loop of one kind: gradients may exist by now,
-        and outputs. Where graphs wait, the next step is another piece of the iteration: what existed before this one
-        counts.
+        It is planned beside what exists now, as before the next step of a loop of one signature: gradients may exist by
+        now, and outputs. Where graphs wait, the next step is another piece of the iteration: what existed before this
+        one counts.
 
         Args:
             record: What the step ran.
@@ -248,194 +252,204 @@ class PlannedKinds:
         Returns:
             What the step needs, where nothing fits the budget.
         """
-        kind, residents = self.history[record.graphs], [resident]
+        signature, residents = self.history[record.graphs], [resident]
         if before is not None:
             residents = sorted((before, resident), key=lambda seen: seen.size_bytes)
             resident = before if before.waiting or resident.waiting else resident
-        self.history.record(kind, self.maker.waiting.at(kind, self.maker.describe(record, resident)))
+        self.history.record(signature, self.maker.waiting.at(signature, self.maker.describe(record, resident)))
         for seen in residents:
-            self._note_before(kind, seen)
-        ahead = self._foresee_largest(kind, resident)
+            self._note_before(signature, seen)
+        ahead = self._foresee_largest(signature, resident)
         self.shortage.are_measured = self.shortage.are_measured and record.is_measured
         if self.shortage.is_held:
             return None
         self.maker.state_bytes = max(self.maker.state_bytes, resident.state_bytes)
         is_share = self._model.options.budget.share is not None  # of the largest step, which may be this one
-        short = self._plan(*ahead, kind, may_hold_more=is_share)
-        is_first_share = is_share and kind.sights.count == 1
-        if short is not None and is_first_share and len(kind.recorded.calls) < len(kind.graphs):  # dropped layers, say
+        short = self._plan(*ahead, signature, may_hold_more=is_share)
+        is_first_share = is_share and signature.sights.count == 1
+        if (
+            short is not None and is_first_share and len(signature.recorded.calls) < len(signature.graphs)
+        ):  # dropped layers, say
             log.info("%s waits for larger steps: %s", self._name, short)
-            kind.step = None
+            signature.step = None
             return None
-        short = short or self._share_budget(*ahead, kind)
+        short = short or self._share_budget(*ahead, signature)
         if short is None:
-            self.warn_of_first_step(kind, record.peak_bytes or 0)
+            self.warn_of_first_step(signature, record.peak_bytes or 0)
         return short
 
-    def note_given(self, kind: StepKind, calls: Sequence[ModuleCall]) -> None:
-        """Learn what the calls of a kind are given that has a plan now: steps of other sizes are predicted from it."""
-        kind.given, kind.code = tuple(calls), self.history.same_code(kind.recorded)
-        if kind.largest is not None:
-            larger, becomes = kind.largest
+    def note_given(self, signature: StepSignature, calls: Sequence[ModuleCall]) -> None:
+        """Learn what calls of a signature with a plan are given: steps of other sizes are predicted from it."""
+        signature.given, signature.code = tuple(calls), self.history.same_code(signature.recorded)
+        if signature.largest is not None:
+            larger, becomes = signature.largest
             larger.given, larger.code = given_at(becomes, calls), self.history.same_code(larger.recorded)
 
-    def _foresee_largest(self, kind: StepKind, resident: Resident) -> list[StepKind]:
-        """Describe the step of the largest sizes that runs the code of a kind; list it where it has no plan yet."""
-        foreseen = self._largest.foresee(kind, resident)
+    def _foresee_largest(self, signature: StepSignature, resident: Resident) -> list[StepSignature]:
+        """Describe the largest step that runs the code of a signature; list it where it has no plan yet."""
+        foreseen = self._largest.foresee(signature, resident)
         if foreseen is None:
             return []
         graphs, step, becomes = foreseen
         larger = self.history[graphs]
-        kind.largest = larger, becomes
+        signature.largest = larger, becomes
         if larger.step is not None:
             return []
         self.history.record(larger, self.maker.anew(step))
-        larger.sights.waited, larger.is_ahead = kind.sights.waited, True
+        larger.sights.waited, larger.is_ahead = signature.sights.waited, True
         self._note_before(larger, step.resident)
         return [larger]
 
-    def _note_before(self, kind: StepKind, resident: Resident) -> None:
-        """Note what existed before a step of a kind, in place of what did before one with the same gradients."""
+    def _note_before(self, signature: StepSignature, resident: Resident) -> None:
+        """Note what existed before a step of a signature, in place of what did before one with the same gradients."""
         resident = self.maker.waiting.resident_at(resident, Holds.LEAST)
-        kind.before = {**kind.before, resident.gradients: resident}
+        signature.before = {**signature.before, resident.gradients: resident}
 
-    def warn_of_first_step(self, kind: StepKind, peak_bytes: int) -> None:
-        """Warn where the first step of another kind, which ran before it was planned, took more than its budget."""
-        if kind.plan is None:
+    def warn_of_first_step(self, signature: StepSignature, peak_bytes: int) -> None:
+        """Warn where the first step of another signature, which no plan was made for yet, took more than its budget."""
+        if signature.plan is None:
             return  # it could not be planned
-        plan = kind.own_plan
+        plan = signature.own_plan
         excess_bytes = peak_bytes - max(plan.budget_bytes, plan.planned_peak_bytes)
         if excess_bytes > GUARD_BYTES and len(self.history.planned) > 1:
             self._announcements.first_step(peak_bytes, excess_bytes)
 
     # ---------------------------------------------------------------- plans take over
 
-    def _plan(self, *kinds: StepKind, may_hold_more: bool = False) -> Short | None:
+    def _plan(self, *signatures: StepSignature, may_hold_more: bool = False) -> Short | None:
         """Plan recorded steps, for the first time or anew, until nothing fits one of them; return what that needs.
 
         Where one does not fit beside graphs that wait and hold everything, these hold the least from now on, until they
         may hold more again.
         """
-        for kind in dict.fromkeys((*self.maker.choose_waiting(may_hold_more), *kinds)):
-            outcome = self.maker.make(kind)
+        for signature in dict.fromkeys((*self.maker.choose_waiting(may_hold_more), *signatures)):
+            outcome = self.maker.make(signature)
             if isinstance(outcome, Short):
                 return outcome
             if outcome is not None:
-                self._install({kind: outcome})
+                self._install({signature: outcome})
         return None
 
-    def _install(self, made: Mapping[StepKind, Fits]) -> None:
+    def _install(self, made: Mapping[StepSignature, Fits]) -> None:
         """Let the programs of plans take over; users and listeners hear of them."""
-        for kind, fits in made.items():
-            self._take(kind, fits)
-        for kind, fits in made.items():
-            self._reports.planned(kind, fits.plan, f"ahead: {self._largest}" if kind.is_ahead else "")
+        for signature, fits in made.items():
+            self._take(signature, fits)
+        for signature, fits in made.items():
+            self._reports.planned(signature, fits.plan, f"ahead: {self._largest}" if signature.is_ahead else "")
         for fits in made.values():
             self._reports.notify(fits.plan)
 
-    def _take(self, kind: StepKind, fits: Fits) -> None:
-        step, plan = kind.recorded, fits.plan
+    def _take(self, signature: StepSignature, fits: Fits) -> None:
+        step, plan = signature.recorded, fits.plan
         limits = step.limits.with_plan(plan.planned_peak_bytes + step.margin_bytes)
         if plan.planned_peak_bytes > plan.budget_bytes:
             limits = limits.with_least(step.resident, plan.planned_peak_bytes)
         recomputed = {plan.graph.nodes[node].op for node in plan.schedule.recomputed(plan.graph)}
         searches = may_choose_anew(recomputed, self._memory.device)
-        kind.step, kind.is_searching = replace(step, limits=limits), searches or kind.is_searching
-        self.history.install(kind, plan, fits.programs)
-        self._watching.planned(kind)
+        signature.step, signature.is_searching = replace(step, limits=limits), searches or signature.is_searching
+        self.history.install(signature, plan, fits.programs)
+        self._watching.planned(signature)
         self._graph_programs.forget_plans()
 
-    def update(self, kind: StepKind, **measured: Any) -> None:
-        """Note on the plan of a kind of step what was measured."""
-        plan = kind.plan = self.maker.with_proofs(kind.own_plan).with_measured(**measured)
+    def update(self, signature: StepSignature, **measured: Any) -> None:
+        """Note on the plan of a step signature what was measured."""
+        plan = signature.plan = self.maker.with_proofs(signature.own_plan).with_measured(**measured)
         if plan.measured.step_ms is not None:
-            self._reports.measured(kind, plan)
+            self._reports.measured(signature, plan)
         self._reports.notify(plan)
 
     # ---------------------------------------------------------------- plans are checked, and made anew
 
-    def _has_risen(self, kind: StepKind) -> bool:
-        """Whether the budget is another one now than that of a plan, since another kind of steps has come."""
+    def _has_risen(self, signature: StepSignature) -> bool:
+        """Whether the budget is another one now than that of a plan, since another signature of steps has come."""
         is_share = self._model.options.budget.share is not None
-        return is_share and self.maker.limits(kind, kind.recorded).budget_bytes != kind.own_plan.budget_bytes
+        return (
+            is_share
+            and self.maker.limits(signature, signature.recorded).budget_bytes != signature.own_plan.budget_bytes
+        )
 
-    def _share_budget(self, *known: StepKind) -> Short | None:
-        """Let the other kinds of steps have the budget too that came with some: a share is of the largest step."""
+    def _share_budget(self, *known: StepSignature) -> Short | None:
+        """Let the other step signatures have the budget too that came with some: a share is of the largest step."""
         is_share = self._model.options.budget.share is not None
-        others = [kind for kind in self.history.planned if is_share and kind not in known]
-        return first_short(self.check_plan(kind, kind.recorded.resident) for kind in others)
+        others = [signature for signature in self.history.planned if is_share and signature not in known]
+        return first_short(self.check_plan(signature, signature.recorded.resident) for signature in others)
 
-    def check_plan(self, kind: StepKind, resident: Resident) -> Short | None:
+    def check_plan(self, signature: StepSignature, resident: Resident) -> Short | None:
         """Check a plan against the memory that exists before this step; plan anew where it no longer fits.
 
         Returns:
             What the step needs, where nothing fits the budget.
         """
-        plan, step = kind.own_plan, kind.recorded
+        plan, step = signature.own_plan, signature.recorded
         resident_now = self.maker.waiting.resident_at(resident)
-        is_met = resident_now == step.resident and not kind.counts_on_freed_gradients
-        if is_met and not self._has_risen(kind):
+        is_met = resident_now == step.resident and not signature.counts_on_freed_gradients
+        if is_met and not self._has_risen(signature):
             return None
-        self._note_before(kind, resident)
+        self._note_before(signature, resident)
         if self.shortage.is_held:
             return None
         has_more_state = resident_now.state_bytes > step.resident.state_bytes
-        limits = step.limits.without_least() if kind.counts_on_freed_gradients else step.limits
-        met = self.maker.waiting.at(kind, replace(step, resident=resident_now, limits=limits))
-        limits = self.maker.limits(kind, met)
-        kind.step, kind.counts_on_freed_gradients = replace(met, limits=limits), False
+        limits = step.limits.without_least() if signature.counts_on_freed_gradients else step.limits
+        met = self.maker.waiting.at(signature, replace(step, resident=resident_now, limits=limits))
+        limits = self.maker.limits(signature, met)
+        signature.step, signature.counts_on_freed_gradients = replace(met, limits=limits), False
         if has_more_state or (plan.measured.peak_bytes or 0) > limits.budget_bytes:
             plan = plan.with_measured(peak_bytes=None, predicted_bytes=None)  # it was measured beside other bytes
-        adapted = adapted_to(kind.recorded, plan)
+        adapted = adapted_to(signature.recorded, plan)
         peak_bytes = adapted.planned_peak_bytes + met.margin_bytes
         if not limits.stays(resident_now, peak_bytes, is_least=plan.planned_peak_bytes > plan.budget_bytes):
             log.info("%s is planned anew: resident bytes are now %s", self._name, format_bytes(resident_now.size_bytes))
-            return self._plan(kind)
-        kind.plan = adapted
-        self._reports.kept(kind, adapted)
+            return self._plan(signature)
+        signature.plan = adapted
+        self._reports.kept(signature, adapted)
         if limits.have_risen(resident_now, peak_bytes) and not plan.solution.is_plain:
             log.info("%s is planned anew: the budget is now %s", self._name, format_bytes(limits.budget_bytes))
-            kind.step = replace(kind.recorded, limits=limits.with_plan(peak_bytes))  # tried once
-            self._plan(kind)  # where nothing fits, the plan stays
+            signature.step = replace(signature.recorded, limits=limits.with_plan(peak_bytes))  # tried once
+            self._plan(signature)  # where nothing fits, the plan stays
         return None
 
     def peak_measured(
-        self, kind: StepKind, peak_bytes: int, resident: Resident, record: StepRecord | None = None
+        self, signature: StepSignature, peak_bytes: int, resident: Resident, record: StepRecord | None = None
     ) -> None:
         """Compare a measured peak with the budget; where it is over, plan with less, a few times at most.
 
         Args:
-            kind: Of the step.
+            signature: Of the step.
             peak_bytes: Its peak.
-            resident: What existed before it. Where another kind was foreseen, the plan was made for something else.
+            resident: What existed before it. Where another signature was foreseen, the plan was made for something
+                else.
             record: What it ran, where it is to be planned anew for what it has more than the step that was planned.
         """
-        if kind.is_searching:  # cuDNN tried its algorithms, with all the memory that these may take
-            kind.is_searching = False
+        if signature.is_searching:  # cuDNN tried its algorithms, with all the memory that these may take
+            signature.is_searching = False
             return
-        solution, step, counts_on_freed_gradients = kind.own_plan.solution, kind.step, kind.counts_on_freed_gradients
-        if self.check_plan(kind, resident) is not None:  # to be raised where such a step begins: this one has run
-            kind.step, kind.counts_on_freed_gradients = step, counts_on_freed_gradients
+        solution, step, counts_on_freed_gradients = (
+            signature.own_plan.solution,
+            signature.step,
+            signature.counts_on_freed_gradients,
+        )
+        if self.check_plan(signature, resident) is not None:  # to be raised where such a step begins: this one has run
+            signature.step, signature.counts_on_freed_gradients = step, counts_on_freed_gradients
             return
-        if kind.plan is None or kind.plan.solution is not solution:
+        if signature.plan is None or signature.plan.solution is not solution:
             return  # planned anew, or dropped: the step ran by the plan before
-        plan = kind.plan
+        plan = signature.plan
         before_bytes, predicted_bytes = plan.measured.peak_bytes or 0, plan.measured.predicted_bytes or 0
         if peak_bytes > before_bytes or plan.planned_peak_bytes > predicted_bytes:
             highest_bytes = max(peak_bytes, before_bytes)
             predicted_bytes = max(plan.planned_peak_bytes, predicted_bytes)
-            self.update(kind, peak_bytes=highest_bytes, predicted_bytes=predicted_bytes)
+            self.update(signature, peak_bytes=highest_bytes, predicted_bytes=predicted_bytes)
         if peak_bytes <= before_bytes:
             return
         if plan.planned_peak_bytes > plan.budget_bytes:
-            self._reports.say_least(kind, peak_bytes)
+            self._reports.say_least(signature, peak_bytes)
         elif peak_bytes > plan.budget_bytes:
-            larger = None if record is None else self.maker.describe_larger(kind, record, resident)
-            self._correct(kind, peak_bytes, larger)
+            larger = None if record is None else self.maker.describe_larger(signature, record, resident)
+            self._correct(signature, peak_bytes, larger)
 
-    def _correct(self, kind: StepKind, peak_bytes: int, larger: RecordedStep | None) -> None:
+    def _correct(self, signature: StepSignature, peak_bytes: int, larger: RecordedStep | None) -> None:
         """Plan a larger step, or with a margin, where a peak was measured above the budget; or say why not."""
-        plan, step = kind.own_plan, kind.recorded
+        plan, step = signature.own_plan, signature.recorded
         excess_bytes = peak_bytes - plan.budget_bytes
         text = f"The measured peak {format_bytes(peak_bytes)} is {format_bytes(excess_bytes)} above the budget"
         if step.corrections >= CORRECTIONS:
@@ -447,18 +461,18 @@ class PlannedKinds:
         corrected = replace(step, corrections=step.corrections + 1)
         tries = [] if larger is None else [replace(larger, corrections=corrected.corrections)]
         tries.append(replace(corrected, margin_bytes=margin_bytes))
-        if plan.solution.aways:  # the allocator rounds less up where nothing is offloaded
+        if plan.solution.offloads:  # the allocator rounds less up where nothing is offloaded
             tries.append(replace(corrected, margin_bytes=0, keeps_on_device=True))
-        for kind.step in tries:
-            if self._plan(kind) is None:
+        for signature.step in tries:
+            if self._plan(signature) is None:
                 log.info("%s: planned again, with less", text)
                 return
-        kind.step = corrected
+        signature.step = corrected
         self._announcements.say_over(f"{text}, and no plan leaves that margin: the plan stays.")
 
     def piece_measured(self, peak_bytes: int) -> None:
         """Compare the peak of a step with the budget that runs backwards of earlier forwards only: it has no plan."""
-        plans = [kind.own_plan for kind in self.history.planned]
+        plans = [signature.own_plan for signature in self.history.planned]
         budget_bytes = max((plan.budget_bytes for plan in plans), default=peak_bytes)  # a share's differ
         said_bytes = max((plan.planned_peak_bytes for plan in plans), default=0)  # where nothing fits
         if peak_bytes > max(budget_bytes, said_bytes):
@@ -466,19 +480,19 @@ class PlannedKinds:
 
     def note_proofs(self) -> None:
         """Note on all plans what is proved by now: where memory is missing, code is proved in later steps."""
-        for kind in self.history.planned:
-            kind.plan = self.maker.with_proofs(kind.own_plan)
+        for signature in self.history.planned:
+            signature.plan = self.maker.with_proofs(signature.own_plan)
 
-    def confused(self, expected: StepKind, kind: StepKind, is_by_plans: bool) -> None:
-        """Learn that a step turned out another kind than it began as.
+    def confused(self, expected: StepSignature, signature: StepSignature, is_by_plans: bool) -> None:
+        """Learn that a step turned out another signature than it began as.
 
         Args:
             expected: What it began as.
-            kind: What it was.
+            signature: What it was.
             is_by_plans: Whether it went on by plans that fitted.
         """
         self.history.confuse(expected)
-        plans = (expected.plan, kind.plan)
+        plans = (expected.plan, signature.plan)
         plan = max((p for p in plans if p is not None), key=lambda plan: plan.unplanned_peak_bytes)
         if not (plan.solution.is_plain or is_by_plans):
             self._announcements.confused(plan.budget_bytes, CERTAIN)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..kinds.history import History
 from ..measuring.resident_memory import ResidentMemory
 from ..messages.announcements import Announcements
 from ..options import SessionOptions
 from ..reporting.report import Reporter, Stages
 from ..rewriting.fused_kernel import FusedKernels
+from ..signatures.history import History
 from .offloading import Offloading
 from .parts import Parts
 
@@ -28,10 +28,10 @@ class PlannedModel:
         announcements: Warns.
         stages: Shows the stages of planning, and counts their time.
         kernels: Where fused operations are kept, None where nothing is fused.
-        offloading: What may go away to the host's memory.
+        offloading: What may be offloaded to the host's memory.
         parts: Its captured graphs.
         memory: What exists before its steps.
-        history: The kinds of its steps.
+        history: The signatures of its steps.
     """
 
     def __init__(self, root: nn.Module, options: SessionOptions) -> None:

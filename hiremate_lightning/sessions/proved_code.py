@@ -13,7 +13,7 @@ from ..records.step import Step
 from ..running.execution import Part
 from ..running.program import Program
 from .graph_programs import GraphPrograms
-from .planned import PlannedKinds
+from .planned import PlannedSignatures
 from .planned_model import PlannedModel
 from .steps import Steps
 
@@ -32,7 +32,7 @@ class ProvedCode:
     def __init__(
         self,
         model: PlannedModel,
-        planned: PlannedKinds,
+        planned: PlannedSignatures,
         graph_programs: GraphPrograms,
         steps: Steps,
         tracing: ExitStack,

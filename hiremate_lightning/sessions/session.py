@@ -24,9 +24,6 @@ from ..calls.replaced import ReplacedCheckpointing, ReplacedCompiling
 from ..capturing.backend import capture_opaque, planning_backend
 from ..capturing.capture import Captured
 from ..errors import CaptureError
-from ..kinds.sizes_of_calls import VaryingSizes
-from ..kinds.step_kind import GraphNumbers
-from ..kinds.watching import WatchPolicy
 from ..measuring.runs import Run
 from ..messages.first_wait import FirstWait, modules_without_parts
 from ..options import SessionOptions
@@ -39,6 +36,9 @@ from ..rewriting.joint import updates_under_checkpoint
 from ..running.accumulation import Leaves
 from ..running.execution import Part
 from ..running.program import Program
+from ..signatures.sizes_of_calls import VaryingSizes
+from ..signatures.step_signature import GraphNumbers
+from ..signatures.watching import WatchPolicy
 from ..torch_private import backward_pass, dynamo, tensor_state
 from ..torch_private.same_captures import SameCaptures
 from ..torch_private.tensor_state import tensors_among
@@ -48,7 +48,7 @@ from .current_step import CurrentStep
 from .graph_programs import GraphPrograms
 from .largest import Arguments, LargestSizes
 from .plan_maker import PlanMaker
-from .planned import PlannedKinds
+from .planned import PlannedSignatures
 from .planned_model import PlannedModel
 from .proved_code import ProvedCode
 from .steps import Steps
@@ -70,7 +70,7 @@ class Session:
         largest: Foresees steps of the largest sizes.
         proofs: What is proved of captured code.
         prover: Proves captured code as it first runs.
-        planned: The plans, by kind of step.
+        planned: The plans, by step signature.
         unplanned: The steps that run as the user wrote them.
         steps: The step under way, and the one before it.
         first_wait: Foresees how long it takes until the first plan.
@@ -91,7 +91,7 @@ class Session:
         self.first_wait = FirstWait(options.cache_dir, self._memory.describe_model)
         maker = PlanMaker(model, self.proofs, self.first_wait)
         self._graph_programs = GraphPrograms(model, maker)
-        self.planned = PlannedKinds(model, maker, self._graph_programs, watching, self.largest)
+        self.planned = PlannedSignatures(model, maker, self._graph_programs, watching, self.largest)
         self._templates = Templates(model, self.largest)
         self.unplanned = UnplannedSteps(model, self.planned, self._templates)
         self.steps = Steps(model, self.planned, self.unplanned, self._graph_programs, watching)
@@ -106,7 +106,7 @@ class Session:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the latest kind of step, None before there is one."""
+        """The plan of the latest step signature, None before there is one."""
         self.planned.note_proofs()
         return self.planned.latest
 
@@ -129,7 +129,7 @@ class Session:
     @property
     def runs(self) -> int:
         """Number of forwards of captured graphs so far, those included that ran as the user wrote them."""
-        return self._runs + self.proofs.runs_as_written
+        return self._runs + self.proofs.runs_eager
 
     @property
     def captured_count(self) -> int:
@@ -148,7 +148,7 @@ class Session:
 
     @property
     def is_released(self) -> bool:
-        """Whether the step under way runs eager though its kind has a plan, which gains nothing or is being timed."""
+        """Whether the step under way runs eager though its signature has a plan: that gains nothing, or is timed."""
         return self.steps.plain is not None and self.steps.plain.gainless is not None
 
     @property
@@ -274,7 +274,7 @@ class Session:
             capture_opaque()
             with dynamo.capturing_for_plans(tell, sizes_vary, vary):
                 yield
-            if self.proofs.runs_as_written and not self._current.forwards and not is_inside:
+            if self.proofs.runs_eager and not self._current.forwards and not is_inside:
                 self.abandon_step()  # none of its backwards would end it
         except dynamo.CompileError as error:
             if not is_inside:
@@ -342,7 +342,7 @@ class Session:
     def name_of(self, tensor: torch.Tensor) -> str:
         """Return the name of a parameter or a buffer, or else describe a tensor, to begin a sentence with."""
         named = (("Parameter", self.root.named_parameters()), ("Buffer", self.root.named_buffers()))
-        names = (f"{kind} {name!r}" for kind, own in named for name, value in own if value is tensor)
+        names = (f"{signature} {name!r}" for signature, own in named for name, value in own if value is tensor)
         return next(names, f"A tensor of shape {tuple(tensor.shape)}")
 
     def ran_out(self, error: torch.OutOfMemoryError) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from ..kinds.step_kind import StepKind
-from ..kinds.watching import Expected, WatchPolicy
 from ..measuring.between import Between, DevicePeak
 from ..measuring.profiling import TimedRun
 from ..measuring.recording import Existing, StepRecord
 from ..measuring.resident_memory import LITTERED_STEPS
 from ..memory.metering import MemoryMeter
 from ..planning.headroom import GUARD_BYTES, guard_bytes
+from ..signatures.step_signature import StepSignature
+from ..signatures.watching import Expected, WatchPolicy
 from ..torch_private import backward_pass
 from .current_step import CurrentStep
 from .planned_model import PlannedModel
@@ -42,7 +42,7 @@ class StepWatch:
             step.look = self._watching.plain_step_begins(self._unplanned.is_to_be_measured(step.plain))
         else:
             all_likely = self._history.all_likely(step.foreseen)
-            step.expected = max(all_likely, key=lambda kind: kind.own_plan.unplanned_peak_bytes, default=None)
+            step.expected = max(all_likely, key=lambda signature: signature.own_plan.unplanned_peak_bytes, default=None)
             step.is_unknown = step.expected is not None and self._history.begins_unknown(step.foreseen, step.expected)
             step.look = self._watching.step_begins(self._expect(step))
         if step.look.is_measured:
@@ -74,40 +74,42 @@ class StepWatch:
         self._between.forget()
         self._device_peak.take()
 
-    def ended(self, step: CurrentStep, kind: StepKind) -> None:
+    def ended(self, step: CurrentStep, signature: StepSignature) -> None:
         """Learn of a captured step that has ended: whether it took more outside of its plan than measured ones."""
-        allocated_bytes, peak_bytes, own = self._between.take(), self._device_peak.take(), kind.watched
+        allocated_bytes, peak_bytes, own = self._between.take(), self._device_peak.take(), signature.watched
         if step.record is not None:
             if step.record.is_measured and step.record.is_whole:
                 own.allocated_bytes = max(own.allocated_bytes or 0, step.record.allocated_bytes)
             return
-        if kind.plan is None or kind is not step.expected or own.allocated_bytes is None:
+        if signature.plan is None or signature is not step.expected or own.allocated_bytes is None:
             return
-        guard = guard_bytes(kind.plan.budget_bytes)
+        guard = guard_bytes(signature.plan.budget_bytes)
         if allocated_bytes is not None and allocated_bytes > own.allocated_bytes + guard:
             own.allocated_bytes, own.has_grown = allocated_bytes, True
-        own.has_grown = own.has_grown or peak_bytes > max(kind.plan.budget_bytes, kind.plan.measured.peak_bytes or 0)
+        own.has_grown = own.has_grown or peak_bytes > max(
+            signature.plan.budget_bytes, signature.plan.measured.peak_bytes or 0
+        )
 
     def _expect(self, step: CurrentStep) -> Expected:
         """Return what is known of a step that begins."""
-        kind, foreseen = self._history.likely(step.foreseen), next(iter(step.foreseen), None)
-        if kind is None:
+        signature, foreseen = self._history.likely(step.foreseen), next(iter(step.foreseen), None)
+        if signature is None:
             is_on_host = self._memory.device.type == "cpu"
             return Expected(None, foreseen, step.size_bytes, is_on_host=is_on_host)
-        plan = kind.own_plan
+        plan = signature.own_plan
         predicted_bytes = plan.measured.predicted_bytes
         higher_bytes = 0 if predicted_bytes is None else plan.planned_peak_bytes - predicted_bytes
-        may_grow = kind.recorded.outside_bytes > GUARD_BYTES
+        may_grow = signature.recorded.outside_bytes > GUARD_BYTES
         is_higher = higher_bytes > guard_bytes(plan.budget_bytes)  # and not by a loss that is kept
         is_piece = self._memory.iterations.needs_measured_steps
-        has_grown = kind.watched.has_grown
+        has_grown = signature.watched.has_grown
         is_any = may_grow or has_grown or is_higher or is_piece
         is_free = is_any and not MemoryMeter.is_running(self._memory.device)
         return Expected(
-            kind,
+            signature,
             foreseen,
             step.size_bytes,
-            kind.state,
+            signature.state,
             may_grow=is_free and may_grow,
             has_grown=is_free and has_grown,
             is_higher=is_free and is_higher,

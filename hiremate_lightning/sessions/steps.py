@@ -1,9 +1,10 @@
 """The life of a step: read `Steps.called`, `Steps._begin` and `Steps.end`, the rest is their detail.
 
 A call after a backward ends a step and begins the next one. What was learned from the step that has ended is used then:
-its kind is planned, likely plans are checked against the memory that exists now, the way of the new step is chosen, and
-what is watched in it. Its captured graphs choose their programs as they come (`graph_programs`), by those that have run
-so far in the step, so several kinds of steps (a GAN's two, another input shape) have their own plans side by side.
+its signature is planned, likely plans are checked against the memory that exists now, the way of the new step is
+chosen, and what is watched in it. Its captured graphs choose their programs as they come (`graph_programs`), by those
+that have run so far in the step, so several step signatures (a GAN's two, another input shape) have their own plans
+side by side.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from typing import Any
 import torch
 
 from ..calls.given import ModuleCall
-from ..kinds.step_kind import StepKind
-from ..kinds.watching import Saw, WatchPolicy
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..measuring.resident_memory import WATCHED_STEPS
 from ..planning.headroom import guard_bytes
+from ..signatures.step_signature import StepSignature
+from ..signatures.watching import Saw, WatchPolicy
 from ..torch_private.tensor_state import tensors_among
 from .current_step import CurrentStep
 from .graph_programs import GraphPrograms
-from .planned import PlannedKinds
+from .planned import PlannedSignatures
 from .planned_model import PlannedModel
 from .step_watch import StepWatch
 from .templates import predicted_peak_bytes
 from .unplanned import UnplannedSteps
-from .ways import AsWritten
+from .ways import Eager
 
 COUNTED_AGAIN = 64  # steps, after which resident bytes are counted once more
 
@@ -54,7 +55,7 @@ class Steps:
     def __init__(
         self,
         model: PlannedModel,
-        planned: PlannedKinds,
+        planned: PlannedSignatures,
         unplanned: UnplannedSteps,
         graph_programs: GraphPrograms,
         watching: WatchPolicy,
@@ -70,7 +71,7 @@ class Steps:
         self.watch = StepWatch(model, unplanned, watching)
 
     @property
-    def plain(self) -> AsWritten | None:
+    def plain(self) -> Eager | None:
         """How the step under way runs as the user wrote it; None where it runs captured, or there is none."""
         return None if self.current is None else self.current.plain
 
@@ -100,7 +101,7 @@ class Steps:
         self.watch.next_is_timed = True
 
     def take_record(self) -> StepRecord | None:
-        """Take the record of the step that has ended, to be planned by the caller; None where its kind gets no plan."""
+        """Take the record of the step that has ended, to be planned by the caller; None where it gets no plan."""
         ended, self.ended = self.ended, None
         return ended.record if ended is not None and ended.is_to_be_planned else None
 
@@ -175,13 +176,13 @@ class Steps:
         is_due = is_due or self._planned.shortage.is_held or self._history.any_counts_on_freed_gradients(step.foreseen)
         return is_due or not all(map(self._was_checked, self._planned.likely(step)))
 
-    def _was_checked(self, kind: StepKind) -> bool:
-        """Whether the plan of a kind has met as much as exists: other plans let more be retained, state has grown."""
-        growths, retained_bytes = kind.checked_at
+    def _was_checked(self, signature: StepSignature) -> bool:
+        """Whether the plan of a signature was checked with as much in use: state grows, other plans retain more."""
+        growths, retained_bytes = signature.checked_at
         return growths == self._memory.growths and retained_bytes >= self._memory.retained_bytes()
 
     def first_forward(self, number: int, arguments: Sequence[Any]) -> None:
-        """Choose the kind by whose plan a step begins; check a plan that was not foreseen against what exists.
+        """Choose the signature by whose plan a step begins; check a plan that was not foreseen against what exists.
 
         Args:
             number: Of the captured graph that is about to run.
@@ -190,17 +191,17 @@ class Steps:
         step = self.current
         if step is None:
             return
-        kind, _ = self._history.choose((number,), step.expected, step.start, lambda kind: True)
-        step.expected = kind or step.expected
-        if kind is not None and not self._was_checked(kind):
+        signature, _ = self._history.choose((number,), step.expected, step.start, lambda signature: True)
+        step.expected = signature or step.expected
+        if signature is not None and not self._was_checked(signature):
             resident = step.resident or self._memory.count_before_step(tensors_among(arguments))
-            self._planned.check_plans([kind], resident)
-            self._note_checked([kind])
+            self._planned.check_plans([signature], resident)
+            self._note_checked([signature])
 
-    def _note_checked(self, kinds: Iterable[StepKind]) -> None:
+    def _note_checked(self, signatures: Iterable[StepSignature]) -> None:
         met = self._memory.growths, self._memory.retained_bytes()
-        for kind in kinds:
-            kind.checked_at = met
+        for signature in signatures:
+            signature.checked_at = met
 
     def _meet(self, finished: CurrentStep | None, step: CurrentStep, arguments: list[torch.Tensor]) -> None:
         """Count what exists, plan the step that has ended, and check plans against the memory that exists now.
@@ -217,11 +218,11 @@ class Steps:
         self._note_checked(self._planned.meet(record, resident, before, step))
         if finished is None:
             return
-        kind = self._history[finished.graphs]
-        if kind.plan is None:
-            self._watching.missed(kind)
+        signature = self._history[finished.graphs]
+        if signature.plan is None:
+            self._watching.missed(signature)
         else:
-            self._planned.note_given(kind, finished.calls)
+            self._planned.note_given(signature, finished.calls)
 
     # ---------------------------------------------------------------- the end
 
@@ -262,7 +263,7 @@ class Steps:
         elif step.forwards or step.record is not None:
             self._end_captured(step, at_once)
 
-    def _end_plain(self, step: CurrentStep, plain: AsWritten, at_once: bool) -> None:
+    def _end_plain(self, step: CurrentStep, plain: Eager, at_once: bool) -> None:
         self.ended = step
         if plain.gainless is not None:
             self._history.note(plain.gainless, step.start)
@@ -274,25 +275,25 @@ class Steps:
     def _end_captured(self, step: CurrentStep, at_once: bool) -> None:
         captured_nothing = self._announcements.step_ended(self._parts.traced_count)
         step.has_captured = not captured_nothing
-        self.ended, kind, expected, record = step, self._history[step.graphs], step.expected, step.record
-        is_own = step.ran_by(self._history.taken_for(kind))
-        self._history.ended(kind, step.start, step.is_by_plans)
-        kind.sights.fits_nothing = kind.sights.fits_nothing or step.comparison.fits_nothing
-        self._unplanned.learn_from_taken_over(step, kind)
-        is_other = not is_own and expected is not None and expected is not kind and step.began_by(expected)
-        if is_other and expected is not None and (kind.plan is not None or not step.began_again):
-            self._planned.confused(expected, kind, step.is_by_plans)
-        self._memory.step_ended(record, kind.graphs, step.has_captured)
+        self.ended, signature, expected, record = step, self._history[step.graphs], step.expected, step.record
+        is_own = step.ran_by(self._history.taken_for(signature))
+        self._history.ended(signature, step.start, step.is_by_plans)
+        signature.sights.fits_nothing = signature.sights.fits_nothing or step.comparison.fits_nothing
+        self._unplanned.learn_from_taken_over(step, signature)
+        is_other = not is_own and expected is not None and expected is not signature and step.began_by(expected)
+        if is_other and expected is not None and (signature.plan is not None or not step.began_again):
+            self._planned.confused(expected, signature, step.is_by_plans)
+        self._memory.step_ended(record, signature.graphs, step.has_captured)
         if record is not None:
             record.close(at_once)
         self._graph_programs.step_ended(step)
-        saw = self._learn_from(step, kind, is_own)
+        saw = self._learn_from(step, signature, is_own)
         if step.look is not None:
-            self._watching.step_ended(step.look, kind, saw)
-        is_missed = kind.plan is None and (record is None or not record.is_whole)
-        self.watch.ended(step, kind)
-        if is_missed and self._planned.gets_plan(kind):
-            self._watching.missed(kind)
+            self._watching.step_ended(step.look, signature, saw)
+        is_missed = signature.plan is None and (record is None or not record.is_whole)
+        self.watch.ended(step, signature)
+        if is_missed and self._planned.gets_plan(signature):
+            self._watching.missed(signature)
 
     def _learn_margin(self, step: CurrentStep, record: StepRecord) -> None:
         """Leave more room to steps of new sizes where one took more than was predicted for the plan that it ran by."""
@@ -304,26 +305,27 @@ class Steps:
             self._history.margin_bytes = excess_bytes
             self._graph_programs.forget_plans()
 
-    def _learn_from(self, step: CurrentStep, kind: StepKind, is_own: bool) -> Saw:
-        """Keep the record of a step to plan its kind, or compare its peak or time with those of its plan.
+    def _learn_from(self, step: CurrentStep, signature: StepSignature, is_own: bool) -> Saw:
+        """Keep the record of a step to plan its signature, or compare its peak or time with those of its plan.
 
-        The latter where it is its own: it ran throughout by the plan of its kind, or of a kind that it is taken for.
+        The latter where it is its own: it ran throughout by the plan of its signature, or of a signature that it is
+        taken for.
         """
         record = step.record
         if record is None:
-            is_measured = is_own and kind.plan is not None and kind.plan.measured.peak_bytes is not None
+            is_measured = is_own and signature.plan is not None and signature.plan.measured.peak_bytes is not None
             if step.timed is not None and is_measured:
-                self._planned.update(kind, step_ms=step.timed.total_ms, recompute_ms=step.timed.recompute_ms)
+                self._planned.update(signature, step_ms=step.timed.total_ms, recompute_ms=step.timed.recompute_ms)
             return Saw.NOTHING
         if not record.is_whole:
             return Saw.NOTHING
-        self._planned.see_backwards(kind, record)
-        if kind.plan is None:
+        self._planned.see_backwards(signature, record)
+        if signature.plan is None:
             if record.backwards:
                 self._learn_margin(step, record)
                 record.timed = step.timed
-                step.is_to_be_planned = self._planned.gets_plan(kind)
-                self._watching.found(kind)
+                step.is_to_be_planned = self._planned.gets_plan(signature)
+                self._watching.found(signature)
             elif step.has_backward and not step.has_captured and record.peak_bytes is not None:
                 self._planned.piece_measured(record.peak_bytes)
             return Saw.NOTHING
@@ -331,5 +333,5 @@ class Steps:
             return Saw.NOTHING
         if record.peak_bytes is None:
             return Saw.NO_FREES
-        self._planned.peak_measured(kind, record.peak_bytes, self._memory.as_seen(step.resident), record)
+        self._planned.peak_measured(signature, record.peak_bytes, self._memory.as_seen(step.resident), record)
         return Saw.PEAK

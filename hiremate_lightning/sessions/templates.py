@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..capturing.template import CodeTemplate
-from ..kinds.recorded_step import RecordedStep
 from ..measuring.profiling import ProfileOptions
 from ..records.expressions import Sizes, WrongTemplateError
 from ..records.schedule import lower
 from ..records.simulation import simulate
 from ..running.execution import Part
+from ..signatures.recorded_step import RecordedStep
 from .current_step import CurrentStep
 from .largest import LargestSizes
 from .planned_model import PlannedModel
@@ -88,7 +88,7 @@ class Templates:
         if self._parts.fuses:
             return "kernels are fused for their sizes"
         if self._model.options.offload != "off":
-            return "programs hold the host's memory that values go away to"
+            return "programs hold the host's memory that values are offloaded to"
         return ""
 
     def part_at(self, code: object, samples: Sequence[tuple[Sizes, Part]], sizes: Sizes) -> Part:

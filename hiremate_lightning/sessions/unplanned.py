@@ -1,8 +1,8 @@
 """Steps that run as the user wrote them, though their model is planned: where that fits, and is as fast.
 
 There are three cases. Steps of sizes that were never seen, which to capture would take seconds (`plain_steps`); those
-of them that fit only where what autograd saves is put aside, until plans for them are worth their time (`aside_room`);
-and steps whose plan gains nothing and is slower than eager PyTorch (`releasing`).
+of them that fit only where what autograd saves is offloaded, until plans for them are worth their time
+(`offload_room`); and steps whose plan gains nothing and is slower than eager PyTorch (`releasing`).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any
 
 from .. import thresholds
 from ..calls.given import ModuleCall
-from ..kinds.plain_steps import PlainSteps
-from ..kinds.recorded_step import CapturedStep
-from ..kinds.releasing import PlainTrial
-from ..kinds.step_kind import StepKind
 from ..memory.allocator import free_bytes
+from ..signatures.plain_steps import PlainSteps
+from ..signatures.recorded_step import CapturedStep
+from ..signatures.releasing import PlainTrial
+from ..signatures.step_signature import StepSignature
 from ..units import format_bytes
-from .aside_room import AsideRoom
 from .current_step import CurrentStep
-from .planned import PlannedKinds
+from .offload_room import OffloadRoom
+from .planned import PlannedSignatures
 from .planned_model import PlannedModel
 from .templates import Templates
-from .ways import BY_GRAPHS, AsWritten, PutAside, Way, WayChoices, choose_way
+from .ways import BY_GRAPHS, Eager, Offloaded, Way, WayChoices, choose_way
 
 log = logging.getLogger("hiremate_lightning")
 SIMILAR = 2.0  # of the bytes of a step whose plan saves none: up to so many more, steps of its code save none either
@@ -44,29 +44,29 @@ class UnplannedSteps:
         templates: Makes code at new sizes.
 
     Attributes:
-        clock: Tells the seconds, by which kinds of steps are timed with and without their plans.
+        clock: Tells the seconds, by which step signatures are timed with and without their plans.
     """
 
-    def __init__(self, model: PlannedModel, planned: PlannedKinds, templates: Templates) -> None:
+    def __init__(self, model: PlannedModel, planned: PlannedSignatures, templates: Templates) -> None:
         self.clock, self._templates = time.perf_counter, templates
         self._model, self._name, self._planned = model, model.name, planned
         self._history, self._reporter, self._say = model.history, model.stages.reporter, model.announcements.say
         self._may_run_plain = not model.parts.fuses  # fused kernels give other bits than PyTorch's own
         self._note = cache(self._reporter.note)  # each text once
-        self._plain, self._aside = PlainSteps(), AsideRoom(model)
+        self._plain, self._offload = PlainSteps(), OffloadRoom(model)
         self._sizes_vary = False  # whether any step ran plain since its sizes were not known
         self._extra_ms = defaultdict[tuple[ModuleCall, ...], float](float)  # spent on saving memory so far, by calls
 
-    def step_begins(self, step: CurrentStep) -> StepKind | None:
+    def step_begins(self, step: CurrentStep) -> StepSignature | None:
         """Choose the way of a step that begins with some calls, and set it.
 
         Returns:
-            The kind of the step, where its plan gains nothing; else None.
+            The signature of the step, where its plan gains nothing; else None.
         """
-        for kind in self._history.planned if self._may_run_plain else ():
-            if kind.given is not None:
-                self._plain.learn(kind, kind.as_captured())
-        gainless = self._gainless_kind(step)
+        for signature in self._history.planned if self._may_run_plain else ():
+            if signature.given is not None:
+                self._plain.learn(signature, signature.as_captured())
+        gainless = self._gainless_signature(step)
         step.way = choose_way(StepChoices(self, step, gainless))
         if step.plain is not None and step.plain.gainless is None:
             self._sizes_vary = True
@@ -80,18 +80,18 @@ class UnplannedSteps:
         if step.plain is not None:
             step.way = choose_way(StepChoices(self, step, step.plain.gainless, step.plain))
 
-    def calling(self, plain: AsWritten | None, arguments: Any) -> AbstractContextManager[None]:
+    def calling(self, plain: Eager | None, arguments: Any) -> AbstractContextManager[None]:
         """Surround a call that runs plain, with some arguments; of no step where it is seen by nobody."""
         return nullcontext() if plain is None else plain.around(arguments)
 
-    def is_to_be_measured(self, plain: AsWritten) -> bool:
+    def is_to_be_measured(self, plain: Eager) -> bool:
         """Whether to measure a step that runs plain."""
         gainless = plain.gainless
         if gainless is not None and gainless.own_plan.saves_nothing:
             return gainless.trial.is_released is None  # a step may take more without the plan
         return self._plain.is_to_be_measured(plain.prediction, self._room_bytes())
 
-    def ended(self, step: CurrentStep, plain: AsWritten) -> None:
+    def ended(self, step: CurrentStep, plain: Eager) -> None:
         """Learn from a step that ran plain."""
         if step.record is None:
             return
@@ -120,7 +120,7 @@ class UnplannedSteps:
         log.info(text)
         self._reporter.note(text)
 
-    def _handle_over_budget(self, plain: AsWritten, peak_bytes: int, budget_bytes: int) -> None:
+    def _handle_over_budget(self, plain: Eager, peak_bytes: int, budget_bytes: int) -> None:
         """Learn that a step that ran plain took more than the budget, and warn, once for each reason."""
         found = f" It took {format_bytes(peak_bytes)}; the budget is {format_bytes(budget_bytes)}."
         if plain.gainless is not None:
@@ -142,15 +142,15 @@ class UnplannedSteps:
         self._may_run_plain = False
         self._note("Steps that retain a graph run by plans from now on, which count what it holds.")
 
-    def learn_from_taken_over(self, step: CurrentStep, kind: StepKind) -> None:
+    def learn_from_taken_over(self, step: CurrentStep, signature: StepSignature) -> None:
         """Learn of the step that ends, where it ran by the plan of another size and has none of its own."""
         foreseen = step.comparison.foreseen
-        if foreseen is not None and kind.plan is None and self._may_run_plain:
+        if foreseen is not None and signature.plan is None and self._may_run_plain:
             planned, at_sizes = foreseen
             self._plain.learn_foreseen(CapturedStep.of(at_sizes, step.calls, self._history.same_code(planned)))
 
     def note_release(self, timing: PlainTrial) -> None:
-        """Learn that the step after one that was timed begins; announce where its kind runs without its plan now."""
+        """Learn that the step after a timed one begins; announce where its signature runs without its plan now."""
         ratio = timing.next_begins(self.clock())
         if ratio is not None:
             text = (
@@ -164,13 +164,13 @@ class UnplannedSteps:
         """Return what a step may add to the resident bytes; any, where the budget is what plain training takes."""
         if self._model.options.budget.is_whole:
             return sys.maxsize
-        rooms = [kind.own_plan.room for kind in self._history.planned]
+        rooms = [signature.own_plan.room for signature in self._history.planned]
         if self._model.options.budget.share is None:
             most_resident_bytes = max(room.resident_bytes for room in rooms)
             rooms = [replace(room, resident_bytes=most_resident_bytes) for room in rooms]
         return max(room.step_bytes for room in rooms)
 
-    def _is_to_be_captured(self, step: CurrentStep, likely: StepKind) -> bool:
+    def _is_to_be_captured(self, step: CurrentStep, likely: StepSignature) -> bool:
         """Whether saving memory has taken more time, in steps called like this one or in all, than plans would have."""
         plan = self._planned.latest
         planning_ms = 0.0 if plan is None else 1000 * plan.planning.all_s
@@ -179,14 +179,15 @@ class UnplannedSteps:
         is_worth_it = sum(self._extra_ms.values()) >= thresholds.current.worth_templates * planning_ms
         return is_worth_it and self._templates.may_serve(likely.step)
 
-    def _likely(self, step: CurrentStep) -> StepKind | None:
-        """Return the kind whose code a step is expected to run; None where nobody knows, or no step may run plain."""
+    def _likely(self, step: CurrentStep) -> StepSignature | None:
+        """Return the signature that a step is expected to have; None where nobody knows, or no step may run eager."""
         return self._history.likely(step.foreseen) if self._may_run_plain and step.calls else None
 
-    def _gainless_kind(self, step: CurrentStep) -> StepKind | None:
-        """Return the kind of the step that begins, where nothing else is called like it and its plan gains nothing.
+    def _gainless_signature(self, step: CurrentStep) -> StepSignature | None:
+        """Return the signature of this step where nothing else is called like it and its plan gains nothing.
 
-        At sizes that no kind has been called with, that is the likely kind, where nothing fits and it saves no memory.
+        At sizes that no signature has been called with, that is the likely signature, where nothing fits and it saves
+        no memory.
         """
         likely = self._likely(step)
         if likely is None:
@@ -201,12 +202,12 @@ class UnplannedSteps:
         return likely if likely.gains_nothing(plain_bytes, free) else None
 
     def has_own_plan(self, step: CurrentStep) -> bool:
-        """Whether a step runs by the plan of a kind called like it: that recomputes, or sizes did not vary yet."""
-        kinds = [] if self._likely(step) is None else self._plain.called_like(step.calls)
-        recomputes = any(not kind.own_plan.solution.is_plain for kind in kinds)
-        return bool(kinds) and (recomputes or not self._sizes_vary)
+        """Whether a step runs by the plan of a signature called like it: that recomputes, or sizes did not vary yet."""
+        signatures = [] if self._likely(step) is None else self._plain.called_like(step.calls)
+        recomputes = any(not signature.own_plan.solution.is_plain for signature in signatures)
+        return bool(signatures) and (recomputes or not self._sizes_vary)
 
-    def without_plan(self, step: CurrentStep, begun: AsWritten | None) -> AsWritten | None:
+    def without_plan(self, step: CurrentStep, begun: Eager | None) -> Eager | None:
         """Return the fastest way without a plan in which the step under way fits; None where it is to be captured.
 
         A step that fits only with less memory is captured once programs of all sizes have become worth their time.
@@ -224,25 +225,25 @@ class UnplannedSteps:
         if prediction is None:
             return None
         if not prediction.saves_memory:
-            return AsWritten(prediction, likely)
+            return Eager(prediction, likely)
         if begun is None and self._is_to_be_captured(step, likely):
-            self._aside.files.forget()
+            self._offload.files.forget()
             return None
-        has_room = begun is not None or self._aside.holds(prediction.aside_bytes)
-        return PutAside(prediction, likely, room=self._aside) if has_room else None
+        has_room = begun is not None or self._offload.holds(prediction.offloaded_bytes)
+        return Offloaded(prediction, likely, room=self._offload) if has_room else None
 
-    def given_back(self, step: CurrentStep, kind: StepKind) -> AsWritten | None:
-        """Return how a step of a kind runs whose plan gains nothing; None where its calls are another kind's."""
+    def given_back(self, step: CurrentStep, signature: StepSignature) -> Eager | None:
+        """Return how a step runs whose plan gains nothing; None where its calls are another signature's."""
         alike = self._plain.called_like(step.calls)
-        if alike and kind not in alike:
+        if alike and signature not in alike:
             return None
-        is_known = not alike and kind.trial.is_released
+        is_known = not alike and signature.trial.is_released
         predict = self._plain.bound if is_known else self._plain.predict  # what is measured is compared with it
-        prediction = predict(step.calls, kind, sys.maxsize, saves_memory=False)
+        prediction = predict(step.calls, signature, sys.maxsize, saves_memory=False)
         if prediction is None:
             return None
-        is_similar = prediction.captured_bytes <= SIMILAR * kind.own_plan.unplanned.peak_bytes
-        return AsWritten(prediction, kind, kind) if alike or is_known or is_similar else None
+        is_similar = prediction.captured_bytes <= SIMILAR * signature.own_plan.unplanned.peak_bytes
+        return Eager(prediction, signature, signature) if alike or is_known or is_similar else None
 
 
 class StepChoices(WayChoices):
@@ -251,26 +252,26 @@ class StepChoices(WayChoices):
     Args:
         steps: Knows what steps take without a plan.
         step: The step, its calls so far.
-        gainless: Its kind, where nothing else is called like it and its plan gains nothing; else None.
+        gainless: Its signature, where nothing else is called like it and its plan gains nothing; else None.
         begun: How it has begun without a plan, for a further call.
     """
 
     def __init__(
-        self, steps: UnplannedSteps, step: CurrentStep, gainless: StepKind | None, begun: AsWritten | None = None
+        self, steps: UnplannedSteps, step: CurrentStep, gainless: StepSignature | None, begun: Eager | None = None
     ) -> None:
         self._steps, self._step, self._gainless, self._begun = steps, step, gainless, begun
 
     def given_back(self) -> Way | None:
-        """Eager in turns with the plan, until it is decided; captured where calls turn out to be another kind's."""
-        kind = self._gainless
-        if kind is None or not (self._begun or kind.trial.runs_plain(kind.own_plan.saves_nothing)):
+        """Eager in turns with the plan until that is decided; captured where calls turn out to be others."""
+        signature = self._gainless
+        if signature is None or not (self._begun or signature.trial.runs_plain(signature.own_plan.saves_nothing)):
             return None
-        return self._steps.given_back(self._step, kind) or BY_GRAPHS
+        return self._steps.given_back(self._step, signature) or BY_GRAPHS
 
     def own_plan(self) -> Way | None:
-        """Captured, where a kind that is called so has a plan."""
+        """Captured, where a signature that is called so has a plan."""
         return BY_GRAPHS if self._steps.has_own_plan(self._step) else None
 
     def without_plan(self) -> Way | None:
-        """As it is, or with saved values put aside: the faster that fits."""
+        """As it is, or with saved values offloaded: the faster that fits."""
         return self._steps.without_plan(self._step, self._begun)

@@ -17,8 +17,6 @@ from enum import Enum
 from functools import cached_property
 
 from ..capturing.capture import Captured
-from ..kinds.recorded_step import RecordedStep
-from ..kinds.step_kind import StepKind
 from ..measuring.resident import WAITING, Resident
 from ..memory.allocator import alone, in_blocks
 from ..options import SessionOptions
@@ -33,6 +31,8 @@ from ..records.step import Decisions
 from ..running.execution import Part
 from ..running.program import Program
 from ..running.template import program_of
+from ..signatures.recorded_step import RecordedStep
+from ..signatures.step_signature import StepSignature
 from .parts import Parts
 
 
@@ -101,29 +101,29 @@ class WaitingGraphs:
         self._graphs: weakref.WeakKeyDictionary[Part, dict[Holds, _Waiting]] = weakref.WeakKeyDictionary()
         self.holds = Holds.EVERYTHING
 
-    def concerns(self, kind: StepKind, step: RecordedStep) -> bool:
-        """Whether graphs wait beside a step of a kind, or what it runs has to fit such steps too."""
-        return step.waits or kind.backwards_vary
+    def concerns(self, signature: StepSignature, step: RecordedStep) -> bool:
+        """Whether graphs wait beside a step of a signature, or what it runs has to fit such steps too."""
+        return step.waits or signature.backwards_vary
 
-    def fits(self, kind: StepKind, recorded: RecordedStep, room: Room) -> bool:
-        """Whether a step of a kind fits where all that waits beside it holds everything.
+    def fits(self, signature: StepSignature, recorded: RecordedStep, room: Room) -> bool:
+        """Whether a step of a signature fits where all that waits beside it holds everything.
 
         Its own calls run at the least memory then, unless it is decided what they compute again.
         """
-        recorded = self.at(kind, recorded, Holds.EVERYTHING)
+        recorded = self.at(signature, recorded, Holds.EVERYTHING)
         step = recorded.merge()
         decided = recorded.decided or tuple(self._of(call.part, Holds.LEAST).decisions for call in recorded.calls)
         peak_bytes = replay(Problem(step.graph, step.profile, 0), step.join(decided)).peak_bytes
         return peak_bytes <= replace(room, resident_bytes=recorded.resident.size_bytes).solved_bytes
 
-    def at(self, kind: StepKind, step: RecordedStep, holds: Holds | None = None) -> RecordedStep:
-        """Return the step of a kind where all that waits holds so much, by default what it holds now."""
-        if not self.concerns(kind, step):
+    def at(self, signature: StepSignature, step: RecordedStep, holds: Holds | None = None) -> RecordedStep:
+        """Return the step of a signature where all that waits holds so much, by default what it holds now."""
+        if not self.concerns(signature, step):
             return step
         holds = holds or self.holds
         resident = self.resident_at(step.resident, holds)
         waiting = [self._of(part, holds) for part, _ in resident.waiting]
-        of_pieces = step.calls if kind.backwards_vary else ()
+        of_pieces = step.calls if signature.backwards_vary else ()
         return replace(
             step,
             resident=resident,

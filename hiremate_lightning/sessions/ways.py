@@ -16,12 +16,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from ..kinds.plain_steps import Prediction
-from ..kinds.recorded_step import RecordedStep
-from ..kinds.step_kind import StepKind
 from ..planning.ladder import Loss
 from ..running.program import Program
-from .aside_room import AsideRoom
+from ..signatures.plain_steps import Prediction
+from ..signatures.recorded_step import RecordedStep
+from ..signatures.step_signature import StepSignature
+from .offload_room import OffloadRoom
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +53,25 @@ class ByProgram(Way):
     is_planned: ClassVar[bool] = True
 
     @property
-    def kind(self) -> StepKind | None:
-        """The kind of step whose own plan the program is part of, None for none."""
+    def signature(self) -> StepSignature | None:
+        """The step signature whose own plan the program is part of, None for none."""
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class OwnPlan(ByProgram):
-    """A captured graph runs by the plan of the kind that its step has begun like.
+    """A captured graph runs by the plan of the signature that its step has begun like.
 
     Attributes:
-        of_kind: The kind. Where the graph has no backward in it, the program is not part of the plan.
+        of_signature: The signature. Where the graph has no backward in it, the program is not part of the plan.
     """
 
-    of_kind: StepKind
+    of_signature: StepSignature
 
     @property
-    def kind(self) -> StepKind | None:
-        """The kind of step whose own plan the program is part of."""
-        return self.of_kind
+    def signature(self) -> StepSignature | None:
+        """The step signature whose own plan the program is part of."""
+        return self.of_signature
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +96,18 @@ class LeastMemory(ByProgram):
 
 
 @dataclass(frozen=True, slots=True)
-class AsWritten(Way):
+class Eager(Way):
     """The step runs as the user wrote it, since it fits the budget so, or since its plan gains nothing.
 
     Attributes:
         prediction: What it takes then.
-        likely: The kind whose code it is expected to run.
-        gainless: Its kind, where that has a plan that gains nothing so far; None where it has no plan.
+        likely: The signature whose code it is expected to run.
+        gainless: Its signature, where that has a plan that gains nothing so far; None where it has no plan.
     """
 
     prediction: Prediction
-    likely: StepKind
-    gainless: StepKind | None = None
+    likely: StepSignature
+    gainless: StepSignature | None = None
 
     def around(self, arguments: Any) -> AbstractContextManager[None]:
         """Surround a call of the step that is given some arguments."""
@@ -119,18 +119,18 @@ class AsWritten(Way):
 
 
 @dataclass(frozen=True, slots=True)
-class PutAside(AsWritten):
-    """The step fits where what autograd saves is put aside until the backward reads it.
+class Offloaded(Eager):
+    """The step fits where what autograd saves is offloaded until the backward reads it.
 
     Attributes:
         room: Where that is put.
     """
 
-    room: AsideRoom = field(kw_only=True)
+    room: OffloadRoom = field(kw_only=True)
 
     @contextmanager
     def around(self, arguments: Any) -> Iterator[None]:
-        """Put aside what autograd saves in a call."""
+        """Offload what autograd saves in a call."""
         with self.room.saving(arguments):
             yield
 
@@ -153,10 +153,10 @@ class WayChoices:
         """As the user wrote it: its plan gains nothing and is slower than plain PyTorch, or that is being measured."""
 
     def own_plan(self) -> Way | None:
-        """By the plan of its own kind."""
+        """By the plan of its own signature."""
 
     def without_plan(self) -> Way | None:
-        """As the user wrote it, as it is or with what is saved put aside: the faster that fits."""
+        """As the user wrote it, as it is or with what is saved offloaded: the faster that fits."""
 
     def plan_of_other_sizes(self) -> Way | None:
         """Captured, by a plan for the same code at other sizes, where that fits."""

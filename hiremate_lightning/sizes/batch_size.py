@@ -359,7 +359,7 @@ class SizeFinder:
             self._runner.run(size, trial)
         ran = [plan for plan in trial.plans if plan.measured.peak_bytes is not None]
         if not ran:
-            log.info("The second step of size %d was of another kind than the first: its peak is not known", size)
+            log.info("The second step of size %d was of another signature than the first: its peak is not known", size)
             return bool(self._agree(0))
         proven = self._trials[size] = trial_of(size, ran[-1], self._runner.optimizer_ms)
         excess_bytes = (proven.measured_peak_bytes or 0) - self._budget_bytes

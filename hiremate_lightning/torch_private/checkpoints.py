@@ -19,7 +19,7 @@ from . import autocasting
 Rewrite = Callable[[fx.Graph, fx.Node, fx.GraphModule], None]
 
 
-def as_written(module: fx.GraphModule) -> fx.GraphModule:
+def eager_module(module: fx.GraphModule) -> fx.GraphModule:
     """Make captured code call checkpoint as the user's code does."""
     return _rewritten(module, _checkpoint)
 

@@ -44,13 +44,13 @@ def compiled_inside(module: nn.Module) -> list[nn.Module]:
     return [part for part in module.modules() if type(part) is OptimizedModule]
 
 
-def runs_as_written(module: nn.Module) -> bool:
+def runs_eager(module: nn.Module) -> bool:
     """Whether this is what torch.compile returned, and it calls the module itself for now."""
     inner = inside_compiled(module)
     return inner is not None and getattr(vars(module).get("forward"), "__self__", None) is inner
 
 
-def run_as_written(compiled: nn.Module) -> Callable[[], None]:
+def run_eager(compiled: nn.Module) -> Callable[[], None]:
     """Make what torch.compile returned call the module itself; return a function that undoes that."""
     before: Any = compiled.forward
     inner = inside_compiled(compiled)

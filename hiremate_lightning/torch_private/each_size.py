@@ -114,7 +114,7 @@ class EachSize:
     ) -> None:
         count = len(module.graph.find_nodes(op="placeholder"))
         self._module = module
-        self._written = checkpoints.as_written(module)
+        self._written = checkpoints.eager_module(module)
         self._sizes = tuple(sizes)
         self._others = tuple(position for position in range(count) if position not in self._sizes)
         self._trace, self._same = trace, same or SameCaptures()
@@ -158,7 +158,7 @@ class EachSize:
             run, is_general = self._trace_at(sizes, others)
         except Exception as error:  # whatever AOTAutograd fails on
             dynamo.tell_of_failure(error)
-            run, is_general = checkpoints.as_written(self._with_numbers(sizes)), True
+            run, is_general = checkpoints.eager_module(self._with_numbers(sizes)), True
         else:
             self._note_sample(sizes, run, is_general)
         self._is_particular = self._is_particular or not is_general

@@ -78,7 +78,7 @@ HACKS = (
     Hack(
         "unread numbers",
         "a counter in double precision that code changes in place is captured",
-        "the proof sees the lost change, and that code runs as written",
+        "the proof sees the lost change, and that code runs eager",
         (Stage.CAPTURING,),
         "changes.NUMBERS",
         mends=True,
@@ -86,7 +86,7 @@ HACKS = (
     Hack(
         "noted changes",
         "stand-ins that share memory are known by the changes that they begin with",
-        "code whose inputs share memory may run as written",
+        "code whose inputs share memory may run eager",
         (Stage.CAPTURING,),
         "changes.NOTED",
         mends=True,
@@ -223,7 +223,7 @@ HACKS = (
     Hack(
         "eager kernels",
         "operators that torch decomposes with other numbers stay whole",
-        "the proof sees other numbers, and that code runs as written",
+        "the proof sees other numbers, and that code runs eager",
         (Stage.TRACING,),
         "eager_tracing.eager_kernels",
         mends=True,
@@ -231,7 +231,7 @@ HACKS = (
     Hack(
         "strides of one",
         "dimensions of size 1 have the strides that kernels give them",
-        "a batch of one image may take other kernels: the proof sees other numbers, and that code runs as written",
+        "a batch of one image may take other kernels: the proof sees other numbers, and that code runs eager",
         (Stage.TRACING,),
         "eager_tracing.eager_strides_of_one",
         mends=True,
@@ -255,7 +255,7 @@ HACKS = (
     Hack(
         "results that are inputs",
         "an input that is changed and returned takes its own place among the results",
-        "the proof sees other numbers, and that code runs as written",
+        "the proof sees other numbers, and that code runs eager",
         (Stage.TRACING,),
         "aot.returning_the_right_values",
         mends=True,
@@ -263,7 +263,7 @@ HACKS = (
     Hack(
         "unsought aliases",
         "the first run of a graph takes tensors that carry metadata",
-        "such code fails when it runs first, and then runs as written",
+        "such code fails when it runs first, and then runs eager",
         (Stage.TRACING,),
         "aot.not_looking_for_aliases",
         mends=True,

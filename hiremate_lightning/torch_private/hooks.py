@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from .hacks import replaced
 
 _SAVED = torch._C._autograd
-_SAVING = "hiremate_lightning.measuring.aside"  # whose hooks save memory
+_SAVING = "hiremate_lightning.measuring.saved_offload"  # whose hooks save memory
 _Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 CALL_SLOT = "_compiled_call_impl"
 CALLERS = 3  # functions between a module's call and what stands in for it, and one more

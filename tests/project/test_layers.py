@@ -43,7 +43,7 @@ ORDER = (
     "measuring",
     "proofs",
     "calls",
-    "kinds",
+    "signatures",
     "messages",
     "sessions",
     "targets",

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ...errors import ConfigurationError, did_you_mean
-from ...records.away import Away, Host, put_away
 from ...records.costs import Profile, step_time_ms
 from ...records.graph import Graph
+from ...records.offload import Host, Offload, with_offloads
 from ...records.schedule import lower
 from ...records.simulation import Simulation, simulate
 from ...records.step import Decisions
@@ -60,7 +60,7 @@ class Problem:
         profile: Its costs.
         budget_bytes: Bytes that the step may add to resident ones.
         options: Limits of the solve.
-        host: Memory of the host that values may go away to; None where all stays on the device.
+        host: Memory of the host that values may be offloaded to; None where all stays on the device.
     """
 
     graph: Graph
@@ -86,7 +86,7 @@ class Solution:
         recompute_ms: Time of recomputation.
         peak_bytes: Simulated peak above resident bytes, 0 where none was found.
         bound_ms: Proven lower bound on the extra time of every schedule within the budget, 0 if none is known. Where
-            values may go away, it includes the schedules in which they do.
+            values may be offloaded, it includes the schedules in which they do.
         stopped_by: Why solving ended, in words.
         solve_s: Seconds taken, by the clock.
         work_s: Seconds of work done, the same on each machine.
@@ -94,7 +94,7 @@ class Solution:
             or kept beyond it: the fastest schedule that fits, or else the one of the smallest peak.
         proposed_bytes: The peak of that schedule, 0 where there is none.
         note: What the method could not serve, and the substitute that it took, in one line; empty where it served all.
-        aways: Storages that go away to the host, and when, see `records.away`.
+        offloads: Storages that are offloaded to the host, and when, see `records.offload`.
         wait_ms: Time of waits for its copies.
     """
 
@@ -110,7 +110,7 @@ class Solution:
     proposed_ms: float = 0.0
     proposed_bytes: int = 0
     note: str = ""
-    aways: tuple[Away, ...] = ()
+    offloads: tuple[Offload, ...] = ()
     wait_ms: float = 0.0
 
     @property
@@ -120,8 +120,8 @@ class Solution:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is recomputed, and nothing goes away."""
-        return not (self.recompute_ms or self.aways)
+        """Whether nothing is recomputed, and nothing is offloaded."""
+        return not (self.recompute_ms or self.offloads)
 
     @property
     def is_feasible(self) -> bool:
@@ -135,9 +135,9 @@ class Solution:
 
 
 Strategy = Callable[[Problem], Solution]
-AwayProposals = Callable[[Problem], Iterator[Decisions]]
+OffloadProposals = Callable[[Problem], Iterator[Decisions]]
 _STRATEGIES: dict[str, Strategy] = {}
-_AWAY_PROPOSALS: dict[str, AwayProposals] = {}
+_OFFLOAD_PROPOSALS: dict[str, OffloadProposals] = {}
 _NEED_PROGRAMS: set[str] = set()
 _ABLATIONS: set[str] = set()
 
@@ -162,20 +162,20 @@ def strategy(name: str, needs_programs: bool = False, is_ablation: bool = False)
     return register
 
 
-def proposing_aways(name: str) -> Callable[[AwayProposals], AwayProposals]:
-    """Register a strategy's proposals where values may go away: schedules that exceed the budget if all is kept."""
+def proposing_offloads(name: str) -> Callable[[OffloadProposals], OffloadProposals]:
+    """Register a strategy's proposals where values may be offloaded: schedules over the budget if all is kept."""
 
-    def register(function: AwayProposals) -> AwayProposals:
-        _AWAY_PROPOSALS[name] = function
+    def register(function: OffloadProposals) -> OffloadProposals:
+        _OFFLOAD_PROPOSALS[name] = function
         return function
 
     return register
 
 
-def away_proposals(name: str, problem: Problem) -> Iterator[Decisions]:
-    """Yield a strategy's proposals where values may go away; most strategies have none."""
-    if name in _AWAY_PROPOSALS:
-        yield from _AWAY_PROPOSALS[name](problem)
+def offload_proposals(name: str, problem: Problem) -> Iterator[Decisions]:
+    """Yield a strategy's proposals where values may be offloaded; most strategies have none."""
+    if name in _OFFLOAD_PROPOSALS:
+        yield from _OFFLOAD_PROPOSALS[name](problem)
 
 
 def strategy_names(with_ablations: bool = False) -> tuple[str, ...]:
@@ -207,29 +207,29 @@ class _Replayed:
     graph: Graph
     profile: Profile
     recompute: Decisions
-    aways: tuple[Away, ...]
+    offloads: tuple[Offload, ...]
     simulation: Simulation
 
-    def is_of(self, problem: Problem, recompute: Decisions, aways: tuple[Away, ...]) -> bool:
+    def is_of(self, problem: Problem, recompute: Decisions, offloads: tuple[Offload, ...]) -> bool:
         is_same_step = self.graph is problem.graph and self.profile is problem.profile
-        return is_same_step and self.recompute is recompute and self.aways == aways
+        return is_same_step and self.recompute is recompute and self.offloads == offloads
 
 
 _latest: _Replayed | None = None
 
 
-def replay(problem: Problem, recompute: Decisions, aways: Sequence[Away] = ()) -> Simulation:
+def replay(problem: Problem, recompute: Decisions, offloads: Sequence[Offload] = ()) -> Simulation:
     """Lower decisions and simulate them; the latest ones are not simulated again."""
     global _latest
-    latest, away = _latest, tuple(aways)
-    if latest is not None and latest.is_of(problem, recompute, away):
+    latest, offloaded = _latest, tuple(offloads)
+    if latest is not None and latest.is_of(problem, recompute, offloaded):
         return latest.simulation
-    schedule = put_away(problem.graph, lower(problem.graph, recompute), away)
+    schedule = with_offloads(problem.graph, lower(problem.graph, recompute), offloaded)
     simulation = simulate(problem.graph, problem.profile, schedule)
-    _latest = _Replayed(problem.graph, problem.profile, recompute, away, simulation)
+    _latest = _Replayed(problem.graph, problem.profile, recompute, offloaded, simulation)
     return simulation
 
 
 def replay_solution(problem: Problem, solution: Solution) -> Simulation:
     """Lower the decisions of a solution and simulate them."""
-    return replay(problem, solution.recompute, solution.aways)
+    return replay(problem, solution.recompute, solution.offloads)

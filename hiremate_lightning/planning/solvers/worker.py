@@ -25,7 +25,7 @@ from typing import IO, Any, TypeVar
 from ...errors import ConfigurationError, HiRemateWarning
 from . import mip_backend
 from .base import Problem, Solution, Status, Strategy, get_strategy, needs_programs
-from .putting_away import MOST_SHARE, with_aways
+from .offloading import MOST_SHARE, with_offloading
 from .work import clock_limit_s
 
 log = logging.getLogger("hiremate_lightning")
@@ -191,8 +191,8 @@ def apart(name: str) -> Strategy:
     """
     strategy = get_strategy(name)
     if not strategy.__module__.startswith(__package__ or ""):
-        return with_aways(strategy)
-    return partial(_solve_apart, name=name, in_place=with_aways(strategy))
+        return with_offloading(strategy)
+    return partial(_solve_apart, name=name, in_place=with_offloading(strategy))
 
 
 def _solve_apart(problem: Problem, name: str, in_place: Strategy) -> Solution:
@@ -284,7 +284,7 @@ def _answer(question: Any, answers: IO[bytes]) -> Solution | str:
     def tell(best_ms: float, bound_ms: float) -> None:
         _send(answers, (PROGRESS, best_ms, bound_ms))
 
-    return with_aways(get_strategy(name))(replace(problem, options=replace(problem.options, progress=tell)))
+    return with_offloading(get_strategy(name))(replace(problem, options=replace(problem.options, progress=tell)))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import find_max_batch_size, get_plan, hiremate, remove_hiremate
-from hiremate_lightning.measuring.aside import SavedAside
+from hiremate_lightning.measuring.saved_offload import SavedOffload
 from hiremate_lightning.memory.allocator import LEAST_REST_BYTES
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.rewriting import losses
@@ -24,7 +24,7 @@ from tests.behaviour.exactness.test_normalizing import NORMS
 from tests.behaviour.exactness.test_normalizing import make as make_normed
 from tests.behaviour.exactness.test_replays import NOISES
 from tests.behaviour.exactness.test_replays import make as make_noisy
-from tests.behaviour.sizes.test_aside import Net as Saving
+from tests.behaviour.sizes.test_saved_offload import Net as Saving
 from tests.exact import square_error
 from tests.training import build
 
@@ -167,10 +167,10 @@ def test_the_peak_of_known_allocations_is_exact():
     assert measure_peak(allocate, "cuda") == 3 * 4096
 
 
-def test_what_is_put_aside_leaves_the_device_and_comes_back_once():
+def test_what_is_offloaded_leaves_the_device_and_comes_back_once():
     x = torch.randn(2**18, device="cuda", requires_grad=True)
     before = torch.cuda.memory_allocated()
-    with SavedAside({storage_id(x)}):
+    with SavedOffload({storage_id(x)}):
         y = x * 2
         loss = (y * y.view(2, -1).view(-1)).sum()
         del y
@@ -182,9 +182,9 @@ def test_what_is_put_aside_leaves_the_device_and_comes_back_once():
 
 
 def changed_after_it_was_saved() -> tuple[torch.Tensor, torch.Tensor]:
-    """Put a value aside, change it in place, and put it aside again; return the gradient, and what it is."""
+    """Offload a value, change it in place, and offload it again; return the gradient, and what it is."""
     x = torch.randn(2**18, device="cuda", requires_grad=True)
-    with SavedAside({storage_id(x)}):
+    with SavedOffload({storage_id(x)}):
         y = x * 1
         loss = y.sin().sum()
         with torch.no_grad():
@@ -195,20 +195,20 @@ def changed_after_it_was_saved() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.autograd.grad(loss, x)[0], plain.cos() - (plain + 1).sin()
 
 
-def test_what_is_put_aside_may_be_changed_in_place_afterwards():
+def test_what_is_offloaded_may_be_changed_in_place_afterwards():
     assert torch.equal(*changed_after_it_was_saved())
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="on a real GPU copies may end in time by chance")
-def test_a_missing_wait_for_what_is_put_aside_is_seen(monkeypatch):
+def test_a_missing_wait_for_what_is_offloaded_is_seen(monkeypatch):
     monkeypatch.setattr(Leaving, "wait", lambda self: None)
     assert not torch.equal(*changed_after_it_was_saved())
 
 
-def test_blocks_of_what_was_put_aside_are_used_again():
+def test_blocks_of_what_was_offloaded_are_used_again():
     host, x = HostMemory(), torch.randn(2**18, device="cuda", requires_grad=True)
     for _ in range(3):
-        with SavedAside({storage_id(x)}, host):
+        with SavedOffload({storage_id(x)}, host):
             loss = (x * 2).square().sum()
         loss.backward()
         del loss
@@ -225,17 +225,17 @@ class Full(HostMemory):
 
 def test_what_finds_no_room_on_the_host_stays_on_the_device():
     x, errors = torch.randn(2**18, device="cuda", requires_grad=True), []
-    with SavedAside({storage_id(x)}, Full(), errors.append):
+    with SavedOffload({storage_id(x)}, Full(), errors.append):
         loss = (x * 2).square().sum()
     loss.backward()
     assert torch.equal(x.grad, 8 * x.detach())
     assert len(errors) == 1
-    with pytest.raises(MemoryError, match=r"The host has no .* left for a value that goes away from the device"):
+    with pytest.raises(MemoryError, match=r"The host has no .* left for a value that is offloaded from the device"):
         Leaving(x, Full())
 
 
 @pytest.mark.usefixtures("without_templates")
-def test_steps_of_new_sizes_put_aside_what_they_save_within_the_budget():
+def test_steps_of_new_sizes_offloaded_what_they_save_within_the_budget():
     def step(model: nn.Module, length: int) -> torch.Tensor:
         model.zero_grad()
         batch = torch.randn(8, length, 32, generator=torch.Generator().manual_seed(length)).cuda()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hiremate_lightning.kinds.limits import Limits
 from hiremate_lightning.measuring.resident import Resident
+from hiremate_lightning.signatures.limits import Limits
 
 BEFORE = Resident(100, 0)  # no gradients yet
 AFTER = Resident(140, 0, kept=frozenset({1, 2}))

@@ -1,4 +1,4 @@
-"""Values away in the host's memory, in training: the same bits, the predicted peak, and no more than the budget."""
+"""Values offloaded to the host's memory: the same bits, the predicted peak, and no more than the budget."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def check_peak(plan: Plan, peak: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["gpt", "unet", "resnet"])
-def test_training_with_values_away_is_plain_training(link, name):
+def test_training_with_offloaded_values_is_plain_training(link, name):
     link(FAST)
     found = {}
     for offload in ("off", "auto"):
@@ -88,7 +88,7 @@ def test_training_with_values_away_is_plain_training(link, name):
         found[offload], peaks = trained(module, batches, model.loss_of)
         plan = get_plan(module)
         check_peak(plan, peaks[-1])
-        assert bool(plan.solution.aways) == (offload == "auto")
+        assert bool(plan.solution.offloads) == (offload == "auto")
         remove_hiremate(module)
     assert_same(found["off"], found["auto"])
 
@@ -105,7 +105,7 @@ def test_on_a_slow_link_the_plan_is_the_one_without(link):
 
 
 @pytest.mark.gpu
-def test_sizes_that_vary_train_bit_for_bit_with_values_away(link):
+def test_sizes_that_vary_train_bit_for_bit_with_offloaded_values(link):
     link(FAST)
     found = []
     for offload in ("off", "auto"):
@@ -115,7 +115,7 @@ def test_sizes_that_vary_train_bit_for_bit_with_values_away(link):
         found.append(same)
         largest = max(plans(module), key=lambda plan: plan.unplanned_peak_bytes)
         check_peak(largest, peaks[-1])
-    assert any(plan.solution.aways for plan in plans(module))
+    assert any(plan.solution.offloads for plan in plans(module))
     assert_same(*found)
 
 
@@ -131,16 +131,16 @@ def test_a_budget_that_is_impossible_otherwise_is_kept(link):
         gc.collect()
         return size_bytes
 
-    alone, away = smallest_bytes("off"), smallest_bytes("auto")
-    assert away < alone
-    module = hiremate(wide().cuda(), away, verbose=False, offload="auto")
+    alone, offloaded = smallest_bytes("off"), smallest_bytes("auto")
+    assert offloaded < alone
+    module = hiremate(wide().cuda(), offloaded, verbose=False, offload="auto")
     _, peaks = trained(module, [rows().cuda()] * STEPS)
     check_peak(get_plan(module), peaks[-1])
-    assert get_plan(module).solution.aways
+    assert get_plan(module).solution.offloads
 
 
 @pytest.mark.gpu
-def test_several_calls_put_away_what_is_their_own(link):
+def test_several_calls_offload_what_is_their_own(link):
     link(FAST)
 
     @network(lambda: {"one": wide(), "two": wide()})
@@ -156,7 +156,7 @@ def test_several_calls_put_away_what_is_their_own(link):
         same, peaks = trained(module, [rows().cuda()] * STEPS)
         found.append(same)
         check_peak(get_plan(module), peaks[-1])
-    assert get_plan(module).solution.aways
+    assert get_plan(module).solution.offloads
     assert_same(*found)
 
 
@@ -173,9 +173,9 @@ def test_no_more_of_the_host_is_taken_than_is_named(link):
 def test_where_the_host_has_less_than_is_named_that_is_said(link):
     link(FAST)
     module = hiremate(wide().cuda(), "60%", verbose=False, offload="auto", host_budget="1000 TiB")
-    with pytest.warns(HiRemateWarning, match=r"has too little memory free for host_budget=1000 TiB: plans put away at"):
+    with pytest.warns(HiRemateWarning, match=r"has too little memory free for host_budget=1000 TiB: plans offload at"):
         trained(module, [rows().cuda()] * 3)
-    assert get_plan(module).solution.aways
+    assert get_plan(module).solution.offloads
 
 
 @pytest.mark.gpu
@@ -186,22 +186,22 @@ def test_what_no_margin_helps_is_planned_with_all_on_the_device(link):
     trained(module, [rows().cuda()] * 4)
     life = targets_of(module).session
     ((kind, plan),) = life.plans.items()
-    assert plan.solution.aways
+    assert plan.solution.offloads
     kind = life.planned.history[kind]
     resident = kind.recorded.resident
     life.planned.peak_measured(kind, 2 * plan.budget_bytes, resident)
     stays = get_plan(module)
-    assert not stays.solution.aways
+    assert not stays.solution.offloads
     assert stays.planned_peak_bytes <= stays.budget_bytes
     _, peaks = trained(module, [rows().cuda()] * 3)
     check_peak(get_plan(module), peaks[-1])
-    assert not get_plan(module).solution.aways
+    assert not get_plan(module).solution.offloads
     with pytest.warns(HiRemateWarning, match="no plan leaves that margin: the plan stays"):
         life.planned.peak_measured(kind, 2 * plan.budget_bytes, kind.recorded.resident)
 
 
 @pytest.mark.gpu
-def test_the_summary_says_what_goes_away_and_what_that_costs(link):
+def test_the_summary_says_what_is_offloaded_and_what_that_costs(link):
     link(FAST)
     module = hiremate(wide().cuda(), "60%", verbose=False, offload="auto")
     trained(module, [rows().cuda()] * 3)
@@ -250,7 +250,7 @@ def test_on_a_cpu_it_does_nothing_and_says_so_once():
     with pytest.warns(HiRemateWarning, match=r"offload='auto' does nothing here: the model is on cpu") as said:
         train()
     assert sum("does nothing here" in str(warning.message) for warning in said) == 1
-    assert get_plan(module).solution.aways == ()
+    assert get_plan(module).solution.offloads == ()
 
 
 @pytest.mark.parametrize(

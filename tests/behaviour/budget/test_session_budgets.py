@@ -93,8 +93,8 @@ def test_a_budget_that_nothing_fits_changes_nothing():
 
 
 @pytest.fixture
-def two_kinds() -> tuple[nn.Module, int]:
-    """A model with two kinds of steps, and the budget that the smaller one needs to recompute nothing."""
+def two_signatures() -> tuple[nn.Module, int]:
+    """A model with two step signatures, and the budget that the smaller one needs to recompute nothing."""
     model = planned("90%")
     warm_up(model, steps=4, rows=MANY)
     small_bytes = get_plan(model).unplanned_peak_bytes
@@ -106,8 +106,8 @@ def two_kinds() -> tuple[nn.Module, int]:
 @pytest.mark.parametrize(
     ("fails_at", "error"), [("solving", InfeasibleBudgetError), ("building programs", MemoryError)]
 )
-def test_a_budget_that_fails_at_the_second_kind_changes_nothing(two_kinds, fails_at, error, monkeypatch):
-    model, small_bytes = two_kinds
+def test_a_budget_that_fails_at_the_second_signature_changes_nothing(two_signatures, fails_at, error, monkeypatch):
+    model, small_bytes = two_signatures
     session, told, built = session_of(model), [], []
     before, options = session.plans, session.options
 
@@ -131,14 +131,14 @@ def test_a_budget_that_fails_at_the_second_kind_changes_nothing(two_kinds, fails
     assert [plan.budget_bytes for plan in told] == [plan.budget_bytes for plan in session.plans.values()]
 
 
-def test_listeners_hear_of_a_budget_once_all_kinds_have_their_plans(two_kinds):
-    model, _ = two_kinds
+def test_listeners_hear_of_a_budget_once_all_signatures_have_their_plans(two_signatures):
+    model, _ = two_signatures
     session, seen = session_of(model), []
     before = dict(session.plans)
     session.listeners.append(lambda plan: seen.append(dict(session.plans)))
     hiremate(model, "80%", verbose=False)
     assert seen == [dict(session.plans)] * 2
-    assert all(seen[0][kind] is not before[kind] for kind in before)
+    assert all(seen[0][signature] is not before[signature] for signature in before)
 
 
 def test_an_absolute_budget_holds_when_optimizer_state_appears():
@@ -266,13 +266,13 @@ def test_the_least_memory_is_announced_again_as_it_grows():
         for index in range(4):
             step(model, index)
         life = targets_of(model).session
-        ((kind, plan),) = life.plans.items()
-        resident = life.planned.history[kind].recorded.resident
+        ((signature, plan),) = life.plans.items()
+        resident = life.planned.history[signature].recorded.resident
         more = replace(resident, size_bytes=resident.size_bytes + 2**20)
-        life.planned.check_plan(life.planned.history[kind], more)  # an optimizer's state has appeared, say
-        life.planned.check_plan(life.planned.history[kind], more)
+        life.planned.check_plan(life.planned.history[signature], more)  # an optimizer's state has appeared, say
+        life.planned.check_plan(life.planned.history[signature], more)
         for added in (2**21, 2**20):  # outside code takes more than at first
-            life.planned.peak_measured(life.planned.history[kind], plan.planned_peak_bytes + added, more)
+            life.planned.peak_measured(life.planned.history[signature], plan.planned_peak_bytes + added, more)
     found = [text.rsplit(" found, ")[1] for text in said if "Nothing fits" in text]
     assert found == [f"{format_bytes(plan.planned_peak_bytes + added)}." for added in (0, 2**20, 2**21)]
 
@@ -320,8 +320,8 @@ def test_an_out_of_memory_error_says_what_was_planned(steps_before, monkeypatch)
 
     if steps_before:
         session = session_of(model)
-        for kind in session.planned.history.planned:
-            kind.programs = {place: replace(p, backward=run_out(p)) for place, p in kind.programs.items()}
+        for signature in session.planned.history.planned:
+            signature.programs = {place: replace(p, backward=run_out(p)) for place, p in signature.programs.items()}
     else:
         monkeypatch.setattr(TimedRun, "_run", lambda *arguments, **options: run_out(None)(arguments))
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as caught:

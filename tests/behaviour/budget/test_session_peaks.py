@@ -196,19 +196,19 @@ def test_a_plan_is_corrected_three_times_at_most():
     for index in range(4):
         step(model, index)
     life = targets_of(model).session
-    ((kind, plan),) = life.plans.items()
-    resident = life.planned.history[kind].recorded.resident
+    ((signature, plan),) = life.plans.items()
+    resident = life.planned.history[signature].recorded.resident
     for correction in range(1, CORRECTIONS + 1):
         peak_bytes = plan.budget_bytes + 1000  # what runs outside takes more, whatever is planned
-        life.planned.peak_measured(life.planned.history[kind], peak_bytes, resident)
+        life.planned.peak_measured(life.planned.history[signature], peak_bytes, resident)
         margin_bytes = plan.budget_bytes + 1000 - plan.planned_peak_bytes
-        assert life.planned.history[kind].recorded.margin_bytes == margin_bytes
-        assert life.planned.history[kind].recorded.corrections == correction
-        plan = life.plans[kind]
+        assert life.planned.history[signature].recorded.margin_bytes == margin_bytes
+        assert life.planned.history[signature].recorded.corrections == correction
+        plan = life.plans[signature]
         assert plan.planned_peak_bytes <= plan.budget_bytes - margin_bytes
     with pytest.warns(HiRemateWarning, match="after planning with a margin"):
-        life.planned.peak_measured(life.planned.history[kind], plan.budget_bytes + 1000, resident)
-    assert life.plans[kind].planned_peak_bytes == plan.planned_peak_bytes
+        life.planned.peak_measured(life.planned.history[signature], plan.budget_bytes + 1000, resident)
+    assert life.plans[signature].planned_peak_bytes == plan.planned_peak_bytes
 
 
 def test_a_margin_that_no_plan_leaves_stops_nothing():
@@ -216,12 +216,12 @@ def test_a_margin_that_no_plan_leaves_stops_nothing():
     for index in range(4):
         step(model, index)
     life = targets_of(model).session
-    ((kind, plan),) = life.plans.items()
-    resident = life.planned.history[kind].recorded.resident
+    ((signature, plan),) = life.plans.items()
+    resident = life.planned.history[signature].recorded.resident
     with pytest.warns(HiRemateWarning, match="no plan leaves that margin: the plan stays"):
-        life.planned.peak_measured(life.planned.history[kind], 2 * plan.budget_bytes, resident)
-    life.planned.check_plan(life.planned.history[kind], replace(resident, size_bytes=resident.size_bytes - 1024))
-    assert life.plans[kind].solution == plan.solution
+        life.planned.peak_measured(life.planned.history[signature], 2 * plan.budget_bytes, resident)
+    life.planned.check_plan(life.planned.history[signature], replace(resident, size_bytes=resident.size_bytes - 1024))
+    assert life.plans[signature].solution == plan.solution
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -21,16 +21,16 @@ pytestmark = [
 ]
 FILES = (
     *("behaviour/budget/test_gpu", "behaviour/budget/test_offloading"),
-    *("behaviour/exactness/test_any_order", "behaviour/exactness/test_away", "behaviour/exactness/test_loops"),
+    *("behaviour/exactness/test_any_order", "behaviour/exactness/test_offloaded", "behaviour/exactness/test_loops"),
     "behaviour/integrations/test_strategy",
 )
 PARTS = {
     "training": "training_under_a_plan and tight",
     "loops": "script",
-    "away": "test_away",
+    "away": "test_offloaded",
     "offloading": "test_offloading",
     # a search for the largest batch takes minutes of a CPU
-    "rest": "not training_under_a_plan and not script and not largest_batch and not test_away and not test_offloading",
+    "rest": "not training_under_a_plan and not script and not largest_batch and not test_offload",
 }
 
 

@@ -279,7 +279,7 @@ def test_a_dropped_forward_holds_what_its_plan_counts():
     assert_foreseen(model, rel=0.01)
 
 
-@pytest.mark.filterwarnings("ignore:The first step of another kind took")
+@pytest.mark.filterwarnings("ignore:The first step of another signature took")
 def test_a_forward_that_ran_by_a_plan_and_is_dropped_will_hold_less():
     """A loop trains a generator and a critic in turns, the critic on pictures that are drawn with gradients."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()) for _ in range(4)))

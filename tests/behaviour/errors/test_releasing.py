@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.kinds.releasing import SAMPLES, SETTLED_STEPS, PlainTrial
 from hiremate_lightning.sessions.session import Session
+from hiremate_lightning.signatures.releasing import SAMPLES, SETTLED_STEPS, PlainTrial
 from hiremate_lightning.targets.modules import targets_of
 from tests.exact import differing, leave_behind, quiet
 
@@ -43,14 +43,14 @@ def run(trial: PlainTrial, clock: Clock, planned_s: float, steps: int) -> list[b
 
 
 @pytest.mark.parametrize(("planned_s", "is_released"), [(1.5, True), (1.1, True), (1.04, False), (0.9, False)])
-def test_a_kind_with_a_slower_plan_is_given_back_once(planned_s, is_released):
+def test_a_signature_with_a_slower_plan_is_given_back_once(planned_s, is_released):
     found = run(PlainTrial(), Clock(), planned_s, DECIDED + 20)
     assert not any(found[:SETTLED_STEPS])
     assert sum(found[:DECIDED]) == SAMPLES, "both ways in turns"
     assert found[DECIDED:] == [is_released] * 20
 
 
-def test_a_kind_that_does_not_fit_without_its_plan_keeps_it():
+def test_a_signature_that_does_not_fit_without_its_plan_keeps_it():
     clock, trial = Clock(), PlainTrial()
     run(trial, clock, 2.0, SETTLED_STEPS + 2)
     trial.is_released = False

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
-from hiremate_lightning.kinds.limits import WORTH_A_PLAN
 from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.signatures.limits import WORTH_A_PLAN
 from hiremate_lightning.targets.modules import targets_of
 from tests.exact import drawn, leave_behind, network, square_error, train_both
 

@@ -226,7 +226,7 @@ class SharedWithoutGradients(SharedInCheckpoints):
 
 
 ALL_PROVED = "forward 1 of 1 graph, gradients 1 of 1"
-NO_MEMORY = f"{ALL_PROVED[:-6]}0 of 1; not more, since the budget leaves no memory to compute them as written"
+NO_MEMORY = f"{ALL_PROVED[:-6]}0 of 1; not more, since the budget leaves no memory to compute them in eager mode"
 
 
 @pytest.mark.filterwarnings("error:Code of")

@@ -230,7 +230,7 @@ def test_a_proof_keeps_the_first_step_within_its_budget(monkeypatch, share):
 
 
 def test_code_that_takes_gradients_by_itself_is_proved():
-    """A gradient penalty in a forward: it needs what it saves, which is put aside where it does not fit."""
+    """A gradient penalty in a forward: it needs what it saves, which is offloaded where it does not fit."""
 
     @network(lambda: {"layers": nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])})
     def penalty(self, x: Tensor) -> Tensor:
@@ -265,7 +265,7 @@ def test_code_inside_of_vmap_is_proved_segment_by_segment():
 def test_wrong_gradients_are_seen_where_no_plain_backward_fits(monkeypatch, scaled_gradients, budget):
     """In 60 % gradients are proved segment by segment.
 
-    In the least memory no segments fit: what autograd saves is put aside, and the first step is proved.
+    In the least memory no segments fit: what autograd saves is offloaded, and the first step is proved.
     """
     made, cut = [], proving.cut
     monkeypatch.setattr(proving, "cut", lambda *arguments: (made.append(cut(*arguments)), made[-1])[1])

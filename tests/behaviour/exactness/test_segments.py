@@ -106,7 +106,7 @@ def test_code_in_segments_takes_no_more_than_it_may():
     assert segmented is not None
     gradients = sum(a.nbytes for a in trial.arguments if a.requires_grad)
     assert measure_peak(lambda: trial.run(segmented)) <= free_bytes + gradients + 3 * block_bytes < plain_bytes
-    assert not segmented.is_aside
+    assert not segmented.is_offloaded
     assert in_segments(module, trial, block_bytes) is None
 
 
@@ -116,7 +116,7 @@ def test_values_between_segments_are_moved_to_files(make):
     plain, block_bytes = trial.run(code), ROWS * WIDTH * 4
     segmented = in_segments(code, trial, LEAST_BLOCKS * block_bytes)
     assert segmented is not None
-    assert segmented.is_aside
+    assert segmented.is_offloaded
     found = list[TrialOutcome]()
     in_files = replace(trial, files=Files())
     peak_bytes = measure_peak(lambda: found.append(in_files.run(segmented)))
@@ -130,7 +130,7 @@ def test_files_go_with_the_graph_that_needs_them():
     block_bytes = ROWS * WIDTH * 4
     segmented = in_segments(code, trial, LEAST_BLOCKS * block_bytes)
     assert segmented is not None
-    assert segmented.is_aside
+    assert segmented.is_offloaded
     gc.disable()
     try:
         with MemoryMeter(torch.device("cpu")) as meter:

@@ -133,7 +133,7 @@ class _Entering(_Block):
 def test_autocast_ends_with_a_second_run_that_stops_early():
     """Checkpoint ends a second run by an error as soon as all is computed, inside of the block of autocast."""
     model, x = _net(_Entering), torch.randn(ROWS, SIZE)
-    code = torch.compile(model, backend=lambda module, _: checkpoints.as_written(module))
+    code = torch.compile(model, backend=lambda module, _: checkpoints.eager_module(module))
     square_error(code(x)).backward()
     assert autocasting.open_blocks() == 0
 
@@ -147,6 +147,6 @@ def test_captured_code_checkpoints_as_the_code_itself_does(block):
         return [*(p.grad for p in model.parameters()), *model.buffers(), torch.get_rng_state()]
 
     def backend(module, inputs):
-        return checkpoints.as_written(module)
+        return checkpoints.eager_module(module)
 
     assert all(torch.equal(a, b) for a, b in zip(train(True), train(False), strict=True))

@@ -1,4 +1,4 @@
-"""Values away in the host's memory in two processes, each with a simulated GPU: the same bits, the predicted peak."""
+"""Values offloaded to the host in two processes, each with a simulated GPU: the same bits, the predicted peak."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_values_away_leave_the_bits_of_each_rank(ranks, name):
+def test_offloaded_values_leave_the_bits_of_each_rank(ranks, name):
     for rank in ranks:
         plain, planned = rank[name]
         assert_equal(planned, plain)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_values_go_away_beside_collectives(ranks, name):
+def test_values_are_offloaded_beside_collectives(ranks, name):
     for rank in ranks:
         plan = rank[name][1].plans[0]
-        assert plan.solution.aways
+        assert plan.solution.offloads
         assert rank[name][1].peak_bytes <= plan.budget_bytes
 
 
@@ -53,8 +53,8 @@ def test_values_go_away_beside_collectives(ranks, name):
 def test_what_collectives_read_or_make_stays(ranks, name):
     for rank in ranks:
         plan = rank[name][1].plans[0]
-        graph, away = plan.graph, {away.storage for away in plan.solution.aways}
+        graph, offloaded = plan.graph, {offload.storage for offload in plan.solution.offloads}
         nodes = [node for node in graph.nodes if is_collective(node.op)]
         assert bool(nodes) == ("inside of graphs" in name)
         used = {graph.tensors[t].storage for node in nodes for t in (*node.inputs, *node.outputs)}
-        assert not used & away
+        assert not used & offloaded

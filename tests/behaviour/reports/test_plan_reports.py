@@ -12,19 +12,19 @@ from rich.console import Console
 from torch import nn
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.kinds.step_kind import StepKind
 from hiremate_lightning.messages.announcements import Announcements
 from hiremate_lightning.messages.plan_reports import PlanReports
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.reporting.report import Reporter
+from hiremate_lightning.signatures.step_signature import StepSignature
 from tests.behaviour.reports.test_report import blocks_plan
 
 STATE = ("optimizer state", 2**18)
 
 
 @pytest.fixture
-def kind() -> StepKind:
-    return StepKind((0,))
+def signature() -> StepSignature:
+    return StepSignature((0,))
 
 
 @pytest.fixture
@@ -48,77 +48,81 @@ def measured(plan: Plan, peak_bytes: int) -> Plan:
     return plan.with_measured(peak_bytes=peak_bytes, step_ms=10.0, recompute_ms=1.0)
 
 
-def test_a_measurement_is_said_once(reports: PlanReports, console: Console, kind: StepKind):
+def test_a_measurement_is_said_once(reports: PlanReports, console: Console, signature: StepSignature):
     plan = blocks_plan(2)
     for peak_bytes in (1000, 1001):
-        reports.measured(kind, measured(plan, peak_bytes))
+        reports.measured(signature, measured(plan, peak_bytes))
     assert len(said(console)) == 1
 
 
-def test_a_measurement_above_the_budget_is_said_again(reports: PlanReports, console: Console, kind: StepKind):
+def test_a_measurement_above_the_budget_is_said_again(reports: PlanReports, console: Console, signature: StepSignature):
     plan = blocks_plan(2)
     for peak_bytes in (1000, plan.budget_bytes + 1, plan.budget_bytes + 2):
-        reports.measured(kind, measured(plan, peak_bytes))
+        reports.measured(signature, measured(plan, peak_bytes))
     assert [("OVER the budget" in line) for line in said(console)] == [False, True]
 
 
-def test_a_new_plan_is_measured_anew(reports: PlanReports, console: Console, kind: StepKind):
+def test_a_new_plan_is_measured_anew(reports: PlanReports, console: Console, signature: StepSignature):
     for plan in (blocks_plan(2), blocks_plan(4)):
-        reports.measured(kind, measured(plan, 1000))
+        reports.measured(signature, measured(plan, 1000))
     assert len(said(console)) == 2
 
 
-def test_a_budget_that_changes_comes_with_its_reason(reports: PlanReports, console: Console, kind: StepKind):
+def test_a_budget_that_changes_comes_with_its_reason(reports: PlanReports, console: Console, signature: StepSignature):
     plan = blocks_plan(2)
-    reports.planned(kind, plan)
+    reports.planned(signature, plan)
     said(console)
     more = plan.changed(budget_bytes=plan.budget_bytes + STATE[1], resident_parts=(*plan.resident_parts, STATE))
     for _ in range(2):
-        reports.kept(kind, more)
+        reports.kept(signature, more)
     (line,) = said(console)
     assert line.startswith("HiRemate plan of GPT: budget ")
     assert line.endswith(", since 256 KiB of optimizer state came, and a share is of what a step adds to that")
 
 
-def test_a_smaller_budget_names_what_is_gone(reports: PlanReports, console: Console, kind: StepKind):
+def test_a_smaller_budget_names_what_is_gone(reports: PlanReports, console: Console, signature: StepSignature):
     """A new optimizer has no state yet, though a resized weight is a little larger."""
     plan = blocks_plan(2)
     weights = ("weights", 2048)
-    reports.planned(kind, plan.changed(budget_bytes=plan.budget_bytes + STATE[1], resident_parts=(STATE,)))
+    reports.planned(signature, plan.changed(budget_bytes=plan.budget_bytes + STATE[1], resident_parts=(STATE,)))
     said(console)
-    reports.kept(kind, plan.changed(resident_parts=(weights,)))
+    reports.kept(signature, plan.changed(resident_parts=(weights,)))
     (line,) = said(console)
     assert line.endswith(", since 256 KiB of optimizer state is gone, and a share is of what a step adds to the rest")
 
 
-def test_no_line_names_a_budget_that_reads_the_same(reports: PlanReports, console: Console, kind: StepKind):
+def test_no_line_names_a_budget_that_reads_the_same(reports: PlanReports, console: Console, signature: StepSignature):
     plan = blocks_plan(2)
     for budget_bytes in (10_590_000, 10_630_000):
-        reports.kept(kind, plan.changed(budget_bytes=budget_bytes))
+        reports.kept(signature, plan.changed(budget_bytes=budget_bytes))
     assert said(console) == []
 
 
-def test_no_line_names_batches_that_come_and_go(reports: PlanReports, console: Console, kind: StepKind):
+def test_no_line_names_batches_that_come_and_go(reports: PlanReports, console: Console, signature: StepSignature):
     """The last batch of each epoch is smaller: the budget is another one for a step."""
     plan = blocks_plan(2)
     for size_bytes in (2**16, 2**15, 2**16):
         budget_bytes = plan.budget_bytes + size_bytes
-        reports.kept(kind, plan.changed(budget_bytes=budget_bytes, resident_parts=(STATE, ("batch", size_bytes))))
+        reports.kept(signature, plan.changed(budget_bytes=budget_bytes, resident_parts=(STATE, ("batch", size_bytes))))
     assert said(console) == []
 
 
-def test_no_line_names_a_budget_that_is_smaller_for_a_while(reports: PlanReports, console: Console, kind: StepKind):
+def test_no_line_names_a_budget_that_is_smaller_for_a_while(
+    reports: PlanReports, console: Console, signature: StepSignature
+):
     """A validation frees the gradients of the step before, so that the step after it adds less."""
     plan = blocks_plan(2)
     for more_bytes in (2**16, 0, 2**16):
-        reports.kept(kind, plan.changed(budget_bytes=plan.budget_bytes + more_bytes, resident_parts=(STATE,)))
+        reports.kept(signature, plan.changed(budget_bytes=plan.budget_bytes + more_bytes, resident_parts=(STATE,)))
     assert said(console) == []
 
 
-def test_a_plan_that_is_made_again_comes_with_its_reason(reports: PlanReports, console: Console, kind: StepKind):
+def test_a_plan_that_is_made_again_comes_with_its_reason(
+    reports: PlanReports, console: Console, signature: StepSignature
+):
     plan = blocks_plan(2)
-    reports.planned(kind, plan)
-    reports.planned(kind, plan.changed(resident_parts=(*plan.resident_parts, STATE)))
+    reports.planned(signature, plan)
+    reports.planned(signature, plan.changed(resident_parts=(*plan.resident_parts, STATE)))
     assert said(console)[1] == "HiRemate plan of GPT is made again, since 256 KiB of optimizer state came"
 
 

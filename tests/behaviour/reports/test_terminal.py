@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console, RenderableType
 
 from hiremate_lightning.planning.plan import Plan
-from hiremate_lightning.records.away import Away, idle_storages
 from hiremate_lightning.records.costs import Link, Profile
 from hiremate_lightning.records.graph import OUTSIDE
+from hiremate_lightning.records.offload import Offload, idle_storages
 from hiremate_lightning.reporting.terminal import ASCII, plan_table, timeline_text
 from tests.tiny import Builder, blocks_plan, flat_plan, mixed_plan, plan_keeping, transformer
 
@@ -219,16 +219,16 @@ def test_a_budget_close_to_nothing_does_not_blow_the_drawing_up():
     assert len(timeline_text(replace(plan, budget_bytes=plan.resident_bytes + 1), 70).plain.splitlines()) <= 14
 
 
-def away_plan(plan: Plan) -> Plan:
-    """The plan with all that may go away put into the host's memory as early as that is possible."""
+def offload_plan(plan: Plan) -> Plan:
+    """The plan with all that may be offloaded put into the host's memory as early as that is possible."""
     idle = idle_storages(plan.graph, plan.schedule)
-    aways = tuple(Away(one.storage, one.made, one.last, one.first) for one in idle)
+    offloads = tuple(Offload(one.storage, one.made, one.last, one.first) for one in idle)
     profile = replace(plan.profile, link=Link(1e6, 1e6))
-    return replace(plan, profile=profile, solution=replace(plan.solution, aways=aways))
+    return replace(plan, profile=profile, solution=replace(plan.solution, offloads=offloads))
 
 
 def test_what_goes_to_the_host_has_a_mark_and_a_colour_of_its_own():
-    plan = away_plan(mixed_plan(4))
+    plan = offload_plan(mixed_plan(4))
     drawn = timeline_text(plan, 70)
     legend, *rows = drawn.plain.splitlines()
     assert "▒ goes to the host" in legend
@@ -240,7 +240,7 @@ def test_what_goes_to_the_host_has_a_mark_and_a_colour_of_its_own():
 
 
 def test_a_legend_too_long_for_the_width_takes_two_lines():
-    lines = timeline_text(away_plan(mixed_plan(4)), 50).plain.splitlines()
+    lines = timeline_text(offload_plan(mixed_plan(4)), 50).plain.splitlines()
     assert max(map(len, lines)) <= 50
     assert "planned" in lines[0]
     assert "recomputing" in lines[1]

@@ -11,7 +11,10 @@ from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.calls.given import ModuleCall
-from hiremate_lightning.kinds.plain_steps import (
+from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.records.graph import StorageKind
+from hiremate_lightning.records.resizing import Sample
+from hiremate_lightning.signatures.plain_steps import (
     NEAR,
     ROUNDING,
     TRIES,
@@ -19,18 +22,15 @@ from hiremate_lightning.kinds.plain_steps import (
     UNMEASURED_WAY_RATIO,
     PlainSteps,
 )
-from hiremate_lightning.kinds.recorded_step import CapturedStep
-from hiremate_lightning.kinds.step_kind import StepKind
-from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.records.graph import StorageKind
-from hiremate_lightning.records.resizing import Sample
+from hiremate_lightning.signatures.recorded_step import CapturedStep
+from hiremate_lightning.signatures.step_signature import StepSignature
 from hiremate_lightning.targets.modules import targets_of
 from tests.exact import simple_loop, train_both
 from tests.tiny import Builder
 
 pytestmark = pytest.mark.usefixtures("without_templates")
 WIDTH = 32
-KIND, OTHER = StepKind((0,)), StepKind((1,))
+SIGNATURE, OTHER = StepSignature((0,)), StepSignature((1,))
 CHANNELS = 7  # of the tensor that a step keeps: a number of the model
 
 
@@ -43,7 +43,7 @@ def bytes_at(rows: int, length: int) -> int:
 
 
 def captured(
-    rows: int, length: int, code: StepKind = KIND, times: int = 1, margin_bytes: int = 0, width: int = 8
+    rows: int, length: int, code: StepSignature = SIGNATURE, times: int = 1, margin_bytes: int = 0, width: int = 8
 ) -> CapturedStep:
     """A step that keeps tensors of its rows, its length and channels."""
     b = Builder()
@@ -61,17 +61,17 @@ def captured(
 
 
 def known(*steps: CapturedStep) -> PlainSteps:
-    """Make predictions from captured steps: one of KIND, one of OTHER, and more."""
-    plain, more = PlainSteps(), (StepKind((number,)) for number in range(2, len(steps)))
-    KIND.captured = OTHER.captured = None
-    for kind, step in zip((KIND, OTHER, *more), steps, strict=False):
-        plain.learn(kind, step)
+    """Make predictions from captured steps: one of SIGNATURE, one of OTHER, and more."""
+    plain, more = PlainSteps(), (StepSignature((number,)) for number in range(2, len(steps)))
+    SIGNATURE.captured = OTHER.captured = None
+    for signature, step in zip((SIGNATURE, OTHER, *more), steps, strict=False):
+        plain.learn(signature, step)
     return plain
 
 
 def takes(plain: PlainSteps, rows: int, length: int, saves_memory: bool = False) -> float | None:
     """Return what the captured graph is predicted to take, without the few bytes that always remain."""
-    found = plain.predict([call(rows, length)], KIND, 10**9, saves_memory)
+    found = plain.predict([call(rows, length)], SIGNATURE, 10**9, saves_memory)
     return None if found is None else found.captured_bytes
 
 
@@ -83,17 +83,17 @@ def test_what_a_step_keeps_follows_from_its_sizes():
 
 def test_a_step_fits_or_it_does_not():
     plain = known(captured(4, 100))
-    most = plain.predict([call(4, 60)], KIND, 10**9)
+    most = plain.predict([call(4, 60)], SIGNATURE, 10**9)
     assert most is not None
-    assert plain.predict([call(4, 60)], KIND, most.added_bytes) is not None
-    assert plain.predict([call(4, 60)], KIND, most.added_bytes - 1, saves_memory=False) is None
+    assert plain.predict([call(4, 60)], SIGNATURE, most.added_bytes) is not None
+    assert plain.predict([call(4, 60)], SIGNATURE, most.added_bytes - 1, saves_memory=False) is None
 
 
 def test_a_bound_at_rounded_sizes_serves_sizes_near_it():
     """Sizes that vary in each step were predicted one by one, which cost more than a small step itself."""
     plain = known(captured(4, 100), captured(4, 60))
-    plain.measured([call(4, 160)], KIND, plain.predict([call(4, 160)], KIND, 10**9), bytes_at(4, 160))
-    found = [plain.bound([call(4, length)], KIND, 10**9) for length in range(97, 105)]
+    plain.measured([call(4, 160)], SIGNATURE, plain.predict([call(4, 160)], SIGNATURE, 10**9), bytes_at(4, 160))
+    found = [plain.bound([call(4, length)], SIGNATURE, 10**9) for length in range(97, 105)]
     assert all(bound is found[0] for bound in found)
 
 
@@ -101,7 +101,7 @@ def test_a_bound_at_rounded_sizes_serves_sizes_near_it():
 def test_a_bound_is_never_below_the_prediction(room_bytes):
     plain = known(captured(4, 100), captured(4, 60))
     for rows, length in itertools.product(range(1, 20, 3), range(5, 200, 7)):
-        bound, exact = (find([call(rows, length)], KIND, room_bytes) for find in (plain.bound, plain.predict))
+        bound, exact = (find([call(rows, length)], SIGNATURE, room_bytes) for find in (plain.bound, plain.predict))
         assert (bound is None) == (exact is None)
         if bound is not None and exact is not None:
             assert bound.saves_memory is exact.saves_memory
@@ -111,7 +111,7 @@ def test_a_bound_is_never_below_the_prediction(room_bytes):
 def test_the_first_way_that_fits_is_chosen():
     plain = known(captured(400, 100, times=8))
     rooms = 10**9, 4 * bytes_at(400, 100), 4
-    found = [plain.predict([call(400, 100)], KIND, room) for room in rooms]
+    found = [plain.predict([call(400, 100)], SIGNATURE, room) for room in rooms]
     ways = [None if prediction is None else prediction.saves_memory for prediction in found]
     assert ways == [False, True, None]
 
@@ -119,7 +119,7 @@ def test_the_first_way_that_fits_is_chosen():
 def test_calls_of_another_form_tell_nothing():
     plain = known(captured(4, 100))
     for others in ([call(4)], [call(4, 60, dtype=torch.float64)], [call(4, 60, name="other")], [call(4, 60)] * 2):
-        assert plain.predict(others, KIND, 10**9) is None
+        assert plain.predict(others, SIGNATURE, 10**9) is None
 
 
 def test_other_code_that_may_come_counts_too():
@@ -127,9 +127,9 @@ def test_other_code_that_may_come_counts_too():
     assert takes(plain, 4, 50) == pytest.approx(bytes_at(4, 3 * 50), abs=20)
 
 
-def test_kinds_called_like_a_step_are_found_by_its_first_calls():
+def test_signatures_called_like_a_step_are_found_by_its_first_calls():
     plain = known(captured(4, 100), captured(4, 60))
-    KIND.plan = OTHER.plan = None
+    SIGNATURE.plan = OTHER.plan = None
     assert plain.called_like([call(4, 60)]) == []
     OTHER.plan = object()
     assert plain.called_like([call(4, 60)]) == [OTHER]
@@ -137,16 +137,16 @@ def test_kinds_called_like_a_step_are_found_by_its_first_calls():
 
 
 def added(plain: PlainSteps, length: int) -> int:
-    found = plain.predict([call(4, length)], KIND, 10**9, saves_memory=False)
+    found = plain.predict([call(4, length)], SIGNATURE, 10**9, saves_memory=False)
     assert found is not None
     return found.added_bytes
 
 
 def measure(plain: PlainSteps, length: int, ratio: float | None) -> None:
     """Let a plain step of a length have taken so many times what the captured graph takes."""
-    found = plain.predict([call(4, length)], KIND, 10**9, saves_memory=False)
+    found = plain.predict([call(4, length)], SIGNATURE, 10**9, saves_memory=False)
     assert found is not None
-    plain.measured([call(4, length)], KIND, found, None if ratio is None else round(ratio * found.captured_bytes))
+    plain.measured([call(4, length)], SIGNATURE, found, None if ratio is None else round(ratio * found.captured_bytes))
 
 
 def test_what_eager_takes_beyond_the_captured_graph_is_left_free():
@@ -171,11 +171,13 @@ def test_a_bound_that_lies_high_does_not_lower_the_ratio():
 def test_a_way_that_was_not_measured_has_a_margin_of_its_own():
     plain = known(captured(4, 100))
     measure(plain, 90, 1.05)
-    found = plain.predict([call(4, 90)], KIND, 10**9, saves_memory=True)
+    found = plain.predict([call(4, 90)], SIGNATURE, 10**9, saves_memory=True)
     assert found is not None
     assert found.added_bytes > UNMEASURED_WAY_RATIO * (found.captured_bytes - 8)
     measure(plain, 91, 1.4)
-    assert plain.predict([call(4, 90)], KIND, 10**9, saves_memory=True).added_bytes > 1.4 * (found.captured_bytes - 8)
+    assert plain.predict([call(4, 90)], SIGNATURE, 10**9, saves_memory=True).added_bytes > 1.4 * (
+        found.captured_bytes - 8
+    )
 
 
 def test_a_measured_margin_counts():
@@ -184,7 +186,7 @@ def test_a_measured_margin_counts():
 
 def test_clearly_larger_steps_are_measured():
     plain = known(captured(4, 100))
-    found = [plain.predict([call(4, length)], KIND, 10**9, saves_memory=False) for length in (50, 51, 60)]
+    found = [plain.predict([call(4, length)], SIGNATURE, 10**9, saves_memory=False) for length in (50, 51, 60)]
     assert plain.is_to_be_measured(found[0], found[0].added_bytes)
     measure(plain, 50, 1.2)
     assert [plain.is_to_be_measured(step, step.added_bytes) for step in found] == [False, False, True]
@@ -192,14 +194,14 @@ def test_clearly_larger_steps_are_measured():
 
 def test_steps_that_take_little_of_their_room_are_not_measured():
     plain = known(captured(4, 100))
-    found = plain.predict([call(4, 50)], KIND, 10**9, saves_memory=False)
+    found = plain.predict([call(4, 50)], SIGNATURE, 10**9, saves_memory=False)
     rooms = (int(found.added_bytes / share) for share in (NEAR - 0.01, NEAR + 0.01))
     assert [plain.is_to_be_measured(found, room_bytes) for room_bytes in rooms] == [False, True]
 
 
 def test_a_step_that_was_not_seen_whole_is_measured_again():
     plain = known(captured(4, 100))
-    prediction = plain.predict([call(4, 50)], KIND, 10**9, saves_memory=False)
+    prediction = plain.predict([call(4, 50)], SIGNATURE, 10**9, saves_memory=False)
     for _ in range(TRIES):
         assert plain.is_to_be_measured(prediction, prediction.added_bytes)
         measure(plain, 50, None)
@@ -242,7 +244,7 @@ def test_new_sizes_that_fit_are_exact_and_capture_nothing():
         model.zero_grad()
         model(lengths_of(step)).square().mean().backward()
         count(model)
-    assert counts[4:] == [counts[3]] * len(counts[4:]), "all are smaller than 64; 63 fits with what is saved put aside"
+    assert counts[4:] == [counts[3]] * len(counts[4:]), "all are smaller than 64; 63 fits with what is saved offloaded"
 
 
 def test_new_sizes_stay_within_the_budget():

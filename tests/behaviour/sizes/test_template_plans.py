@@ -85,10 +85,10 @@ def test_a_size_that_nothing_fits_is_refused_as_before():
     assert caught.value.smallest_bytes > budget_bytes
 
 
-@pytest.mark.filterwarnings("ignore:The first step of another kind")
+@pytest.mark.filterwarnings("ignore:The first step of another signature")
 @pytest.mark.parametrize("verify", ["first", "off"])
 def test_a_size_that_nothing_fits_is_announced_where_it_runs(verify: str):
-    """It runs by what is decided for all sizes at first; a proof finds memory by putting aside what autograd saves."""
+    """It runs by what is decided for all sizes at first; a proof finds memory by offloading what autograd saves."""
     budget_bytes, _ = budget_of(FIRST, TIGHT)
     plain, planned = trainings(budget_bytes, time_limit_s=1.0, on_infeasible="warn", verify=verify)
     with pytest.warns(HiRemateWarning, match="Nothing fits the budget"):

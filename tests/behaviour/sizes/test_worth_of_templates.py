@@ -1,14 +1,14 @@
-"""Code for all sizes takes seconds to make: steps of new sizes put values aside until it has become worth that."""
+"""Code for all sizes takes seconds to make: steps of new sizes offload values until it has become worth that."""
 
 from __future__ import annotations
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.testing import PUT_ASIDE, is_from_template, step_under_way
+from hiremate_lightning.testing import OFFLOADED, is_from_template, step_under_way
 from tests.behaviour.sizes.test_templates import FIRST, LONG, NEW, SHORT, Training, budget_of, small_gpt
 from tests.exact import differing
 
 
-def test_first_steps_of_new_sizes_put_values_aside_and_later_ones_run_by_plans(change_thresholds):
+def test_first_steps_of_new_sizes_offload_values_and_later_ones_run_by_plans(change_thresholds):
     budget_bytes, _ = budget_of(FIRST, 0.75)
     plain, planned = Training(small_gpt()), Training(hiremate(small_gpt(), budget_bytes, verbose=False))
     ways = []
@@ -17,6 +17,6 @@ def test_first_steps_of_new_sizes_put_values_aside_and_later_ones_run_by_plans(c
             change_thresholds(worth_templates=0.0)
         assert differing(planned.step(length), plain.step(length)) == []
         ways.append(step_under_way(planned.model).ways)
-    assert ways[3:5] == [(PUT_ASIDE,)] * 2
-    assert PUT_ASIDE not in {way for step in ways[5:] for way in step}
+    assert ways[3:5] == [(OFFLOADED,)] * 2
+    assert OFFLOADED not in {way for step in ways[5:] for way in step}
     assert is_from_template(planned.model)

@@ -104,8 +104,8 @@ def test_the_numbers_are_written_by_name(plan: Plan):
         "costs": plan.profile.device,
         "step_ms": plan.planned.time_ms - plan.planned.recompute_ms,
         "planned_step_ms": plan.planned.time_ms,
-        "away_bytes": 0,
-        "away_wait_ms": 0.0,
+        "offloaded_bytes": 0,
+        "offload_wait_ms": 0.0,
     }
 
 

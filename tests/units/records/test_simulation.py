@@ -239,7 +239,7 @@ def test_allocations_have_the_peak_that_the_simulation_has(seed):
         assert found == simulate(graph, profile, schedule).peak_bytes
 
 
-def test_what_is_put_aside_takes_memory_where_it_is_used_only():
+def test_what_is_offloaded_takes_memory_where_it_is_used_only():
     """The forward makes a, b and c; the backward reads b, then a, and makes a gradient each time."""
     b = Builder()
     x, w = b.input("x", 1, StorageKind.INPUT), b.input("w", 1)

@@ -6,16 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from hiremate_lightning.kinds.plain_steps import Prediction
-from hiremate_lightning.kinds.releasing import PlainTrial
-from hiremate_lightning.kinds.step_kind import StepKind
 from hiremate_lightning.sessions.current_step import CurrentStep
 from hiremate_lightning.sessions.unplanned import StepChoices
-from hiremate_lightning.sessions.ways import BY_GRAPHS, AsWritten, PutAside, Way, WayChoices, choose_way
+from hiremate_lightning.sessions.ways import BY_GRAPHS, Eager, Offloaded, Way, WayChoices, choose_way
+from hiremate_lightning.signatures.plain_steps import Prediction
+from hiremate_lightning.signatures.releasing import PlainTrial
+from hiremate_lightning.signatures.step_signature import StepSignature
 
 RULES = ("given_back", "own_plan", "without_plan", "plan_of_other_sizes", "least_memory")
-KIND = StepKind((0,))
-PLAIN, ASIDE = False, True
+SIGNATURE = StepSignature((0,))
+PLAIN, OFFLOADED = False, True
 
 
 @pytest.mark.parametrize("first", range(len(RULES)))
@@ -37,16 +37,16 @@ def test_where_no_rule_has_a_way_graphs_choose():
     assert choose_way(WayChoices()) is BY_GRAPHS
 
 
-def without_plan(way: bool | None, gainless: StepKind | None = None) -> AsWritten | None:
+def without_plan(way: bool | None, gainless: StepSignature | None = None) -> Eager | None:
     if way is None:
         return None
     prediction = Prediction(way, 10, 10)
-    return PutAside(prediction, KIND, room=None) if way is ASIDE else AsWritten(prediction, KIND, gainless)
+    return Offloaded(prediction, SIGNATURE, room=None) if way is OFFLOADED else Eager(prediction, SIGNATURE, gainless)
 
 
 def choose(
     way: bool | None = PLAIN,
-    gainless: StepKind | None = None,
+    gainless: StepSignature | None = None,
     runs_plain: bool = True,
     has_own_plan: bool = False,
     is_begun: bool = False,
@@ -55,9 +55,9 @@ def choose(
     steps = SimpleNamespace(
         without_plan=lambda step, begun: without_plan(way),
         has_own_plan=lambda step: has_own_plan,
-        given_back=lambda step, kind: without_plan(way, kind),
+        given_back=lambda step, signature: without_plan(way, signature),
     )
-    KIND.trial, KIND.plan = PlainTrial(is_released=runs_plain), SimpleNamespace(saves_nothing=False)
+    SIGNATURE.trial, SIGNATURE.plan = PlainTrial(is_released=runs_plain), SimpleNamespace(saves_nothing=False)
     begun = without_plan(PLAIN, gainless) if is_begun else None
     return choose_way(StepChoices(steps, CurrentStep(), gainless, begun))
 
@@ -65,21 +65,24 @@ def choose(
 @pytest.mark.parametrize(
     ("known", "chosen"),
     [
-        ({}, AsWritten),
-        ({"way": ASIDE}, PutAside),
+        ({}, Eager),
+        ({"way": OFFLOADED}, Offloaded),
         ({"way": None}, type(BY_GRAPHS)),  # it does not fit without a plan, or nothing has one yet
         ({"has_own_plan": True}, type(BY_GRAPHS)),
-        ({"has_own_plan": True, "gainless": KIND}, AsWritten),  # the plan gains nothing
-        ({"has_own_plan": True, "gainless": KIND, "runs_plain": False}, type(BY_GRAPHS)),  # it is timed in turns
-        ({"has_own_plan": True, "gainless": KIND, "is_begun": True, "runs_plain": False}, AsWritten),
-        ({"gainless": KIND, "is_begun": True, "way": None}, type(BY_GRAPHS)),  # a further call is another kind's
+        ({"has_own_plan": True, "gainless": SIGNATURE}, Eager),  # the plan gains nothing
+        ({"has_own_plan": True, "gainless": SIGNATURE, "runs_plain": False}, type(BY_GRAPHS)),  # it is timed in turns
+        ({"has_own_plan": True, "gainless": SIGNATURE, "is_begun": True, "runs_plain": False}, Eager),
+        (
+            {"gainless": SIGNATURE, "is_begun": True, "way": None},
+            type(BY_GRAPHS),
+        ),  # a further call is another signature's
     ],
 )
 def test_a_step_runs_by_the_first_way_that_is_open_to_it(known, chosen):
     assert type(choose(**known)) is chosen
 
 
-def test_a_step_that_is_given_back_names_its_kind():
-    way = choose(gainless=KIND, has_own_plan=True)
-    assert isinstance(way, AsWritten)
-    assert way.gainless is KIND
+def test_a_step_that_is_given_back_names_its_signature():
+    way = choose(gainless=SIGNATURE, has_own_plan=True)
+    assert isinstance(way, Eager)
+    assert way.gainless is SIGNATURE

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hiremate_lightning import hiremate, remove_hiremate, torch_private
 from hiremate_lightning.command_line.without_device import CountingMeter
-from hiremate_lightning.measuring.aside import LEAST_ASIDE, SavedAside
+from hiremate_lightning.measuring.saved_offload import LEAST_OFFLOAD, SavedOffload
 from hiremate_lightning.rewriting.straight_line import compiled
 from hiremate_lightning.testing import session_of
 from hiremate_lightning.torch_private import (
@@ -190,15 +190,15 @@ def test_a_storage_is_referred_to_without_being_kept_alive():
 
 
 def test_hooks_that_save_memory_give_way_to_transforms_and_no_others():
-    x = torch.randn(LEAST_ASIDE, requires_grad=True)
+    x = torch.randn(LEAST_OFFLOAD, requires_grad=True)
     found = torch.autograd.graph.disable_saved_tensors_hooks
 
     def loss(y: torch.Tensor) -> torch.Tensor:
         return (torch.func.grad(lambda z: (z * z * z).sum())(y) * y).sum()
 
-    with hooks.giving_way_to_transforms(), SavedAside(set()):
-        aside = loss(x)
-    assert torch.equal(*(torch.autograd.grad(each, x)[0] for each in (aside, loss(x))))
+    with hooks.giving_way_to_transforms(), SavedOffload(set()):
+        offloaded = loss(x)
+    assert torch.equal(*(torch.autograd.grad(each, x)[0] for each in (offloaded, loss(x))))
     raises = pytest.raises(RuntimeError, match="saved tensor hooks")
     with hooks.giving_way_to_transforms(), torch.autograd.graph.save_on_cpu(), raises:
         loss(x)
@@ -503,7 +503,7 @@ def test_a_distributed_tensor_has_the_bytes_of_its_local_part():
     assert tensor_state.storage_sizes([spread]) == tensor_state.storage_sizes([local])
 
 
-def test_hooks_on_saved_tensors_are_put_aside_and_back():
+def test_hooks_on_saved_tensors_are_offloaded_and_back():
     seen: list[str] = []
 
     def noting(name: str) -> torch.autograd.graph.saved_tensors_hooks:

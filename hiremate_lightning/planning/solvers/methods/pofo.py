@@ -2,14 +2,16 @@
 
 Source: Beaumont, Eyraud-Dubois, Shilova, "Efficient Combination of Rematerialization and Offloading for Training DNNs",
 NeurIPS 2021. It extends Rotor's recurrence (`rotor.py`) in the forward of the step, with L the last link: what a link
-holds for its backward, and what it hands to the next one, may go away while later links run.
+holds for its backward, and what it hands to the next one, may be offloaded while later links run.
 
-    C(s, L, m) = min(Rotor's choices, C_away)
-    C_away     = C(s + 1, L, m) + p * away_s                                 F_all of s, whose values go away
+    C(s, L, m) = min(Rotor's choices, C_offload)
+    C_offload     = C(s + 1, L, m) + p * offload_s                                 F_all of s, whose values are
+    offloaded
 
-Changed: the paper's programme knows when transfers end. Here a byte away has a price p, between nothing and the time
+Changed: the paper's programme knows when transfers end. Here an offloaded byte has a price p, between nothing and the
+    time
 that it takes on the link, since copies are hidden up to what is computed beside them, and cost their time beyond. Each
-price gives a schedule; the second pass (`away.py`) chooses the places of its copies, and the simulator the fastest.
+price gives a schedule; the second pass (`offload.py`) chooses the places of its copies, and the simulator the fastest.
 The bytes for what has just come back, or not gone yet, are those of the link and of the one after it.
 
 Where a problem has no memory of the host, it is Rotor. It can't do better than persistent schedules of chains.
@@ -22,7 +24,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from ....records.step import Decisions
-from ..base import Problem, proposing_aways
+from ..base import Problem, proposing_offloads
 from ..chain import ChainBytes, chains_of, policy_of
 from ..choices import Policy
 from ..decisions import decisions
@@ -33,7 +35,7 @@ from .rotor import LENGTHS, Table, Tape, Tapes, over_chains, whole_tapes
 
 NAME = "POFO"
 CHAINS = 3  # of Rotor's lengths
-PRICES = (0.0, 0.25, 0.5, 1.0)  # of a byte that goes away, in the time that it takes on the link
+PRICES = (0.0, 0.25, 0.5, 1.0)  # of a byte that is offloaded, in the time that it takes on the link
 LIMIT_SHARE = 0.3  # of the time limit, for all of these
 
 
@@ -43,9 +45,9 @@ def propose(search: Search) -> Iterator[Policy]:
     return over_chains(search, NAME, whole_tapes)
 
 
-@proposing_aways("pofo")
+@proposing_offloads("pofo")
 def schedules(problem: Problem) -> Iterator[Decisions]:
-    """Yield schedules of chains in which values are to go away."""
+    """Yield schedules of chains in which values are to be offloaded."""
     search = Search(problem, StepModel(problem), time.monotonic())
     deadline = search.within(LIMIT_SHARE)
     for chain in chains_of(search, NAME, LENGTHS[:CHAINS]):
@@ -59,16 +61,16 @@ def schedules(problem: Problem) -> Iterator[Decisions]:
 
 
 def priced(search: Search, sizes: ChainBytes, price: float) -> Tapes:
-    """Return the options of each link: to hold the values that backwards read on the device, or away at a price."""
+    """Return the options of each link: to hold what backwards read on the device, or offloaded at a price."""
     link = search.problem.profile.link
-    assert link is not None, "where values may go away there is a link"
+    assert link is not None, "where values may be offloaded there is a link"
     tapes = whole_tapes(search, sizes)
     for number, (here, following) in enumerate(pairwise(sizes.chain)):
         (held,) = tapes[number]
-        away = here.own | (following.input & frozenset(here.tape))
-        if away:
-            size_bytes, later = sizes.of(away), number + 1
+        offloaded = here.own | (following.input & frozenset(here.tape))
+        if offloaded:
+            size_bytes, later = sizes.of(offloaded), number + 1
             beside = max(sizes.tape[later] + sizes.forward[later], sizes.own[later] + sizes.rest[later])
             need_bytes = max(held.need_bytes, size_bytes + beside)
-            tapes[number].append(Tape(held.held, price * link.in_ms(size_bytes), need_bytes, away))
+            tapes[number].append(Tape(held.held, price * link.in_ms(size_bytes), need_bytes, offloaded))
     return tapes

@@ -56,13 +56,13 @@ class Tape:
         held: Choices that are held.
         extra_ms: Time to recompute the others.
         need_bytes: Most bytes in the link's part of the backward, beside its input.
-        away: Choices that are away on the host while later links run; only in the forward of the step.
+        offloaded: Choices that are offloaded on the host while later links run; only in the forward of the step.
     """
 
     held: frozenset[int]
     extra_ms: float
     need_bytes: int
-    away: frozenset[int] = frozenset()
+    offloaded: frozenset[int] = frozenset()
 
 
 Tapes = list[list[Tape]]
@@ -123,10 +123,10 @@ class Table:
             start = 0 if is_forward else own.start[t]
             run, run_ms = (own.tape[s] + own.forward[s], 0.0) if is_forward else again[s == t]
             for number, option in enumerate(self.tapes[s]):
-                if option.away and not is_forward:
+                if option.offloaded and not is_forward:
                     continue
                 need = max(option.need_bytes, start + run)
-                held = option.held if s == t else (option.held | chain[s + 1].input) - option.away
+                held = option.held if s == t else (option.held | chain[s + 1].input) - option.offloaded
                 rest = self._with_less(s + 1, t, self._taken(s, held)) if s < t else np.zeros(self._count + 1)
                 total = rest + option.extra_ms + run_ms
                 self._take(cost, choice, total, need, -1 - number)
@@ -182,7 +182,7 @@ class Table:
                 held = option.held
                 if s < t:
                     later = held | self.chain[s + 1].input
-                    stack.append((s + 1, t, slots - self._taken(s, later - option.away), here | later))
+                    stack.append((s + 1, t, slots - self._taken(s, later - option.offloaded), here | later))
                 spans.append((s, ChainSpan(here | held, frozenset(link.tape))))
             else:
                 later = self.chain[choice].input

@@ -1,8 +1,8 @@
 """Steps of other sizes that run as the user wrote them, uncaptured, since they are known to fit the budget so.
 
 To capture a size takes seconds. What a plain step takes at a new size follows from captured steps of the same code
-(`records.resizing`), and so does what it takes where all that autograd saves is put aside until the backward reads it.
-It is put aside only where the step does not fit as it is.
+(`records.resizing`), and so does what it takes where all that autograd saves is offloaded until the backward reads it.
+It is offloaded only where the step does not fit as it is.
 
 Eager PyTorch holds more than a captured graph with nothing recomputed: masks of dropouts as floats, for example. By how
 much shows the first plain step, which must be small enough that it fits in any case, and larger ones correct it.
@@ -21,15 +21,15 @@ import numpy as np
 
 from ..calls.given import ModuleCall
 from ..latest import Latest
-from ..measuring.aside import LEAST_ASIDE
-from ..records.away import may_lie_aside
+from ..measuring.saved_offload import LEAST_OFFLOAD
 from ..records.costs import as_plain
 from ..records.graph import OUTSIDE, bytes_of
+from ..records.offload import can_be_offloaded
 from ..records.resizing import Bytes, Resizing
-from ..records.schedule import as_written, lower
+from ..records.schedule import eager_decisions, lower
 from ..records.simulation import Allocations, allocations
 from .recorded_step import CapturedStep
-from .step_kind import StepKind
+from .step_signature import StepSignature
 
 UNMEASURED_RATIO = 1.3  # of what grows with the sizes in eager PyTorch to the same in the captured graph
 RANDOM_RATIO = 1.5  # the same where the code draws: eager PyTorch may keep what it draws in a larger type
@@ -44,7 +44,7 @@ COMPARED = 16  # steps that were measured: the largest
 SAMPLES = 4  # sizes of one code that predictions are made from
 ROUNDING = 1.01  # an allocator's blocks
 GRID = 8  # sizes between a power of two and the next one, to which sizes are rounded up
-ASIDE_BYTES_PER_MS = 3e6  # that are put aside and brought back: on a CPU, in files that are used again
+OFFLOAD_BYTES_PER_MS = 3e6  # that are offloaded and brought back: on a CPU, in files that are used again
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +52,22 @@ class Prediction:
     """What a step takes that runs plain.
 
     Attributes:
-        saves_memory: Whether all that autograd saves is put aside until the backward reads it: that takes less memory
+        saves_memory: Whether all that autograd saves is offloaded until the backward reads it: that takes less memory
             than plain PyTorch, and more time.
         added_bytes: What it adds to the resident bytes at its peak, at most.
         captured_bytes: At most that much the captured graph would take of it.
-        aside_bytes: What it puts aside, at most.
+        offloaded_bytes: What it offloads, at most.
     """
 
     saves_memory: bool
     added_bytes: int
     captured_bytes: int
-    aside_bytes: int = 0
+    offloaded_bytes: int = 0
 
     @property
     def extra_ms(self) -> float:
         """The time that it takes beyond plain PyTorch's."""
-        return self.aside_bytes / ASIDE_BYTES_PER_MS
+        return self.offloaded_bytes / OFFLOAD_BYTES_PER_MS
 
 
 class _PlainCode:
@@ -78,7 +78,7 @@ class _PlainCode:
         self._is_on_host = steps[0].is_on_host
         self._base = steps[0].sample
         self._resizing = Resizing(samples)
-        self._aside = may_lie_aside(self._resizing.graph, self._base.storages)
+        self._offload = can_be_offloaded(self._resizing.graph, self._base.storages)
         self._allocations: dict[bool, Allocations] = {}  # by whether it saves memory
         self._at = Latest[tuple[int, ...], Bytes](1024)
         self.margin_bytes = max(step.margin_bytes for step in steps)
@@ -86,7 +86,7 @@ class _PlainCode:
     @property
     def ways(self) -> tuple[bool, ...]:
         """Whether it may run saving memory, for each way to run it, the fastest first."""
-        return (False, True) if self._aside else (False,)
+        return (False, True) if self._offload else (False,)
 
     @cached_property
     def unmeasured_ratio(self) -> float:
@@ -100,22 +100,26 @@ class _PlainCode:
 
     def peaks(self, sizes: tuple[int, ...], saves: bool) -> tuple[int, int]:
         """Bound the captured graph's peak at some sizes, from below and from above."""
-        allocated, bounds, aside = self._allocated(saves), self._bytes_at(sizes), self._bytes_aside(sizes, saves)
+        allocated, bounds, offloaded = (
+            self._allocated(saves),
+            self._bytes_at(sizes),
+            self._offloaded_bytes_at(sizes, saves),
+        )
         low = allocated.peak_bytes(bounds.low, bounds.low_workspaces)
         high = allocated.peak_bytes(bounds.high, bounds.high_workspaces)
-        return low, high + int(aside[aside < LEAST_ASIDE].sum())  # what is too small to be put aside stays
+        return low, high + int(offloaded[offloaded < LEAST_OFFLOAD].sum())  # what is too small to be offloaded stays
 
     def growing(self, sizes: tuple[int, ...], saves: bool) -> tuple[int, int]:
         """Bound what of the peak grows with the sizes: in eager PyTorch it is larger."""
         low, high = self.peaks(sizes, saves)
         return max(low // 10, low - self._gradient_bytes), max(high // 10, high - self._gradient_bytes)
 
-    def aside_bytes(self, sizes: tuple[int, ...], saves: bool) -> int:
-        """Bound what is put aside at some sizes, from above."""
-        return int(self._bytes_aside(sizes, saves).sum())
+    def offloaded_bytes(self, sizes: tuple[int, ...], saves: bool) -> int:
+        """Bound what is offloaded at some sizes, from above."""
+        return int(self._offloaded_bytes_at(sizes, saves).sum())
 
-    def _bytes_aside(self, sizes: tuple[int, ...], saves: bool) -> np.ndarray:
-        return self._bytes_at(sizes).high[sorted(self._aside) if saves else []]
+    def _offloaded_bytes_at(self, sizes: tuple[int, ...], saves: bool) -> np.ndarray:
+        return self._bytes_at(sizes).high[sorted(self._offload) if saves else []]
 
     def _bytes_at(self, sizes: tuple[int, ...]) -> Bytes:
         return self._at.get_or(sizes, lambda: self._resizing.at(sizes))
@@ -123,9 +127,9 @@ class _PlainCode:
     def _allocated(self, saves: bool) -> Allocations:
         if saves not in self._allocations:
             graph, _ = as_plain(self._base.graph, self._base.profile)
-            schedule = lower(graph, as_written(graph))
-            aside = self._aside if saves else ()
-            self._allocations[saves] = allocations(graph, schedule, aside, () if self._is_on_host else aside)
+            schedule = lower(graph, eager_decisions(graph))
+            offloaded = self._offload if saves else ()
+            self._allocations[saves] = allocations(graph, schedule, offloaded, () if self._is_on_host else offloaded)
         return self._allocations[saves]
 
 
@@ -134,7 +138,7 @@ class _Measured:
     """A plain step that was measured: what its calls were given, and what it added."""
 
     calls: tuple[ModuleCall, ...]
-    likely: StepKind
+    likely: StepSignature
     added_bytes: int
 
 
@@ -142,7 +146,7 @@ class PlainSteps:
     """Predicts what plain steps take at sizes that were not planned, and corrects that by what is measured."""
 
     def __init__(self) -> None:
-        self._learned: list[StepKind] = []  # the kinds whose steps predictions are made from
+        self._learned: list[StepSignature] = []  # the signatures whose steps predictions are made from
         self._foreseen = deque[CapturedStep](maxlen=SAMPLES)
         self._codes: dict[tuple[Hashable, int], tuple[tuple[CapturedStep, ...], _PlainCode]] = {}
         self._predicted = Latest[tuple[object, ...], Prediction | None](1024)
@@ -151,12 +155,12 @@ class PlainSteps:
         self._tries = 0
         self._ratios: dict[tuple[bool, float], float] = {}
 
-    def learn(self, kind: StepKind, step: CapturedStep) -> None:
-        """Learn what a kind of step takes."""
-        if kind.captured is None:
-            self._learned.append(kind)
-        if kind.captured is not step:
-            kind.captured = step
+    def learn(self, signature: StepSignature, step: CapturedStep) -> None:
+        """Learn what a step signature takes."""
+        if signature.captured is None:
+            self._learned.append(signature)
+        if signature.captured is not step:
+            signature.captured = step
             self._forget_predictions()
 
     def learn_foreseen(self, step: CapturedStep) -> None:
@@ -170,14 +174,14 @@ class PlainSteps:
         self._predicted.clear()
         self._ratios.clear()
 
-    def called_like(self, calls: Sequence[ModuleCall]) -> list[StepKind]:
-        """List the planned kinds whose first calls were given exactly what these are given."""
+    def called_like(self, calls: Sequence[ModuleCall]) -> list[StepSignature]:
+        """List the planned signatures whose first calls were given exactly what these are given."""
         given, count = tuple(calls), len(calls)
-        pairs = ((kind, kind.captured) for kind in self._learned if kind.plan is not None)
-        return [kind for kind, step in pairs if step is not None and step.calls[:count] == given]
+        pairs = ((signature, signature.captured) for signature in self._learned if signature.plan is not None)
+        return [signature for signature, step in pairs if step is not None and step.calls[:count] == given]
 
     def bound(
-        self, calls: Sequence[ModuleCall], likely: StepKind, room_bytes: int, saves_memory: bool | None = None
+        self, calls: Sequence[ModuleCall], likely: StepSignature, room_bytes: int, saves_memory: bool | None = None
     ) -> Prediction | None:
         """Predict a step at its sizes rounded up: many steps share them, so most predictions are known.
 
@@ -189,13 +193,13 @@ class PlainSteps:
         return rounded if is_enough else self.predict(calls, likely, room_bytes, saves_memory)
 
     def predict(
-        self, calls: Sequence[ModuleCall], likely: StepKind, room_bytes: int, saves_memory: bool | None = None
+        self, calls: Sequence[ModuleCall], likely: StepSignature, room_bytes: int, saves_memory: bool | None = None
     ) -> Prediction | None:
         """Find the fastest way to run the step under way plain.
 
         Args:
             calls: What its calls were given so far.
-            likely: The kind whose code it most likely runs.
+            likely: The signature whose code it most likely runs.
             room_bytes: What it may add to the resident bytes.
             saves_memory: Whether it is to save memory; None for the faster that fits.
 
@@ -206,7 +210,7 @@ class PlainSteps:
         return self._predicted.get_or(key, lambda: self._predict(*key))
 
     def _predict(
-        self, calls: tuple[ModuleCall, ...], likely: StepKind, room_bytes: int, saves_memory: bool | None
+        self, calls: tuple[ModuleCall, ...], likely: StepSignature, room_bytes: int, saves_memory: bool | None
     ) -> Prediction | None:
         codes = self._codes_called(calls, likely)
         if not codes:
@@ -226,13 +230,13 @@ class PlainSteps:
         captured_bytes = code.peaks(sizes, saves)[1]
         excess_bytes = (self._ratio(saves, code.unmeasured_ratio) - 1) * code.growing(sizes, saves)[1]
         added_bytes = ceil(ROUNDING * (captured_bytes + excess_bytes)) + code.margin_bytes
-        return Prediction(saves, added_bytes, captured_bytes, code.aside_bytes(sizes, saves))
+        return Prediction(saves, added_bytes, captured_bytes, code.offloaded_bytes(sizes, saves))
 
-    def _codes_called(self, calls: tuple[ModuleCall, ...], likely: StepKind) -> list[_PlainCode]:
-        """List the codes whose first calls have the form of these, that of the likely kind first; none without it."""
+    def _codes_called(self, calls: tuple[ModuleCall, ...], likely: StepSignature) -> list[_PlainCode]:
+        """List the codes whose first calls look like these, that of the likely signature first; none without it."""
         form, count = _form(calls), len(calls)
         steps_of = dict[Hashable, list[CapturedStep]]()
-        learned = (kind.captured for kind in self._learned if kind.captured is not None)
+        learned = (signature.captured for signature in self._learned if signature.captured is not None)
         for step in (*learned, *self._foreseen):
             if _form(step.calls[:count]) == form:
                 steps_of.setdefault(step.code, []).append(step)
@@ -256,13 +260,13 @@ class PlainSteps:
         return 0 < self._tries < TRIES or (is_larger and prediction.added_bytes > NEAR * room_bytes)
 
     def measured(
-        self, calls: Sequence[ModuleCall], likely: StepKind, prediction: Prediction, added_bytes: int | None
+        self, calls: Sequence[ModuleCall], likely: StepSignature, prediction: Prediction, added_bytes: int | None
     ) -> None:
         """Learn how much more eager PyTorch takes than the captured graph.
 
         Args:
             calls: What the calls of the step were given.
-            likely: The kind whose code it was expected to run.
+            likely: The signature whose code it was expected to run.
             prediction: What was predicted.
             added_bytes: What it added at its peak; None where the measurement did not see all.
         """

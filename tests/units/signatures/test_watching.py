@@ -8,15 +8,15 @@ from itertools import cycle, islice
 
 import pytest
 
-from hiremate_lightning.kinds.history import History, Order
-from hiremate_lightning.kinds.step_kind import PlanState, Reason
-from hiremate_lightning.kinds.watching import IN_A_ROW, TO_PLAN, Expected, LookSchedule, Saw, Watch, WatchPolicy
+from hiremate_lightning.signatures.history import History, Order
+from hiremate_lightning.signatures.step_signature import PlanState, Reason
+from hiremate_lightning.signatures.watching import IN_A_ROW, TO_PLAN, Expected, LookSchedule, Saw, Watch, WatchPolicy
 
-KIND, OTHER, SIZE = (0,), (1,), 100
+SIGNATURE, OTHER, SIZE = (0,), (1,), 100
 
 
 class Training:
-    """Steps of kinds in some order, each watched where the policy says so."""
+    """Steps of signatures in some order, each watched where the policy says so."""
 
     def __init__(self, sees_frees: bool = True, may_grow: bool = True) -> None:
         self.policy = WatchPolicy()
@@ -26,73 +26,73 @@ class Training:
         self._sees_frees, self._may_grow = sees_frees, may_grow
         self._was_measured = False
 
-    def step(self, kind: tuple[int, ...], size_bytes: int = SIZE) -> Watch:
+    def step(self, signature: tuple[int, ...], size_bytes: int = SIZE) -> Watch:
         foreseen = [*self.order.foresee(size_bytes)]
         likely = next((k for k in foreseen if k in self.planned), next(reversed(self.planned), None))
         look = self.policy.step_begins(self._expect(likely, size_bytes, next(iter(foreseen), None)))
-        self.policy.step_ended(look, self.history[kind], self._learn(kind, look.watch))
-        self.order.note(kind, size_bytes)
+        self.policy.step_ended(look, self.history[signature], self._learn(signature, look.watch))
+        self.order.note(signature, size_bytes)
         return look.watch
 
-    def steps(self, *kinds: tuple[int, ...]) -> list[int]:
+    def steps(self, *signatures: tuple[int, ...]) -> list[int]:
         """Run steps; return at which of them, from 1, memory was measured."""
-        watched = [self.step(kind) for kind in kinds]
+        watched = [self.step(signature) for signature in signatures]
         return [index for index, watch in enumerate(watched, start=1) if watch is Watch.MEASURE]
 
-    def _expect(self, kind: tuple[int, ...] | None, size_bytes: int, foreseen: tuple[int, ...] | None) -> Expected:
-        has_peak, has_time = self.planned.get(kind, (False, False))
+    def _expect(self, signature: tuple[int, ...] | None, size_bytes: int, foreseen: tuple[int, ...] | None) -> Expected:
+        has_peak, has_time = self.planned.get(signature, (False, False))
         status = PlanState.PLANNED if not has_peak else PlanState.TIMED if has_time else PlanState.MEASURED
-        seen = [graphs and self.history[graphs] for graphs in (kind, foreseen)]
+        seen = [graphs and self.history[graphs] for graphs in (signature, foreseen)]
         has_grown = seen[0] is not None and seen[0].watched.has_grown
         return Expected(*seen, size_bytes, status, may_grow=self._may_grow, has_grown=has_grown)
 
-    def _learn(self, kind: tuple[int, ...], watch: Watch) -> Saw:
+    def _learn(self, signature: tuple[int, ...], watch: Watch) -> Saw:
         sees_frees = self._sees_frees or self._was_measured
         self._was_measured = watch is Watch.MEASURE
-        has_peak, has_time = self.planned.get(kind, (False, False))
+        has_peak, has_time = self.planned.get(signature, (False, False))
         if watch is not Watch.MEASURE:
-            if kind not in self.planned:
-                self.policy.missed(self.history[kind])
+            if signature not in self.planned:
+                self.policy.missed(self.history[signature])
             elif watch is Watch.TIME and has_peak:
-                self.planned[kind] = True, True
+                self.planned[signature] = True, True
             return Saw.NOTHING
-        if kind not in self.planned:
-            self.planned[kind] = False, False
-            self.policy.found(self.history[kind])
-            self.policy.planned(self.history[kind])
+        if signature not in self.planned:
+            self.planned[signature] = False, False
+            self.policy.found(self.history[signature])
+            self.policy.planned(self.history[signature])
             return Saw.NOTHING
         if not sees_frees:
             return Saw.NO_FREES
-        self.planned[kind] = True, has_time
+        self.planned[signature] = True, has_time
         self.peaks += 1
         return Saw.PEAK
 
 
 def among(history: History, expected: Expected) -> Expected:
-    """Return what is expected of a step with the kinds of a history, in place of their graphs."""
-    kind, foreseen = (graphs and history[graphs] for graphs in (expected.kind, expected.foreseen))
-    return replace(expected, kind=kind, foreseen=foreseen)
+    """Return what is expected of a step with the signatures of a history, in place of their graphs."""
+    signature, foreseen = (graphs and history[graphs] for graphs in (expected.signature, expected.foreseen))
+    return replace(expected, signature=signature, foreseen=foreseen)
 
 
 @pytest.mark.parametrize(
     ("expected", "reason"),
     [
         (Expected(None, None, SIZE), Reason.PLAN),  # nothing has a plan
-        (Expected(KIND, KIND, 2 * SIZE), Reason.PLAN),  # larger than any step before
-        (Expected(KIND, OTHER, SIZE, status=PlanState.TIMED), Reason.PLAN),  # missed before
-        (Expected(KIND, KIND, SIZE), Reason.PEAK),
-        (Expected(KIND, KIND, SIZE, status=PlanState.MEASURED), Reason.TIME),
-        (Expected(KIND, KIND, SIZE, status=PlanState.TIMED), None),
-        (Expected(KIND, KIND, SIZE, status=PlanState.TIMED, has_grown=True), Reason.GROWN),
-        (Expected(KIND, KIND, SIZE, status=PlanState.TIMED, may_grow=True), Reason.AGAIN),
+        (Expected(SIGNATURE, SIGNATURE, 2 * SIZE), Reason.PLAN),  # larger than any step before
+        (Expected(SIGNATURE, OTHER, SIZE, status=PlanState.TIMED), Reason.PLAN),  # missed before
+        (Expected(SIGNATURE, SIGNATURE, SIZE), Reason.PEAK),
+        (Expected(SIGNATURE, SIGNATURE, SIZE, status=PlanState.MEASURED), Reason.TIME),
+        (Expected(SIGNATURE, SIGNATURE, SIZE, status=PlanState.TIMED), None),
+        (Expected(SIGNATURE, SIGNATURE, SIZE, status=PlanState.TIMED, has_grown=True), Reason.GROWN),
+        (Expected(SIGNATURE, SIGNATURE, SIZE, status=PlanState.TIMED, may_grow=True), Reason.AGAIN),
     ],
 )
 def test_each_step_has_its_reason_to_be_watched(expected, reason):
     policy, history = WatchPolicy(), History()
     expected = among(history, expected)
     for _ in range(8):
-        look = policy.step_begins(among(history, Expected(KIND, KIND, SIZE, status=PlanState.TIMED)))
-        policy.step_ended(look, history[KIND])
+        look = policy.step_begins(among(history, Expected(SIGNATURE, SIGNATURE, SIZE, status=PlanState.TIMED)))
+        policy.step_ended(look, history[SIGNATURE])
     policy.missed(history[OTHER])
     assert policy.reason(expected) is reason
     assert policy.reason(expected) is reason, "a query changes nothing"
@@ -110,20 +110,22 @@ def test_a_schedule_has_looks_at_once_and_then_at_doubled_steps():
     assert found == [0, 1, 8, 16, 32, 64]
 
 
-def test_a_steady_kind_is_settled_in_three_steps():
+def test_a_steady_signature_is_settled_in_three_steps():
     training = Training()
-    assert [training.step(KIND).value for _ in range(5)] == ["measure", "measure", "time", "nothing", "nothing"]
+    assert [training.step(SIGNATURE).value for _ in range(5)] == ["measure", "measure", "time", "nothing", "nothing"]
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_looks_become_rare_whatever_kinds_come(seed):
+def test_looks_become_rare_whatever_signatures_come(seed):
     rng = random.Random(seed)
-    kinds = [(number,) for number in range(rng.randrange(1, 7))]
-    order = [rng.choice(kinds) for _ in range(rng.randrange(1, 12))]
+    signatures = [(number,) for number in range(rng.randrange(1, 7))]
+    order = [rng.choice(signatures) for _ in range(rng.randrange(1, 12))]
     kinds_by_chance = seed % 3 == 0
     training = Training(sees_frees=rng.random() < 0.5)
-    measured = training.steps(*(rng.choice(kinds) if kinds_by_chance else kind for kind in islice(cycle(order), 3000)))
-    seen = set(kinds if kinds_by_chance else order)
+    measured = training.steps(
+        *(rng.choice(signatures) if kinds_by_chance else signature for signature in islice(cycle(order), 3000))
+    )
+    seen = set(signatures if kinds_by_chance else order)
     assert training.planned.keys() == seen
     if not kinds_by_chance:
         assert all(has_peak and has_time for has_peak, has_time in training.planned.values())
@@ -132,8 +134,8 @@ def test_looks_become_rare_whatever_kinds_come(seed):
 
 def test_a_cycle_of_adversarial_training_is_planned():
     training = Training()
-    measured = training.steps(*islice(cycle([KIND] * 5 + [OTHER]), 60))
-    assert training.planned == {KIND: (True, True), OTHER: (True, True)}
+    measured = training.steps(*islice(cycle([SIGNATURE] * 5 + [OTHER]), 60))
+    assert training.planned == {SIGNATURE: (True, True), OTHER: (True, True)}
     assert len(measured) <= 20
 
 
@@ -143,37 +145,37 @@ def test_sizes_that_grow_for_ever_are_not_measured_for_ever():
     assert watched.count(Watch.MEASURE) <= 2 * (TO_PLAN.at_once + 5)
 
 
-def test_a_kind_is_measured_twice_to_see_what_it_frees():
+def test_a_signature_is_measured_twice_to_see_what_it_frees():
     """After 8 steps, 16 and 32; the first of two in a row does not see what the step before allocated."""
     training = Training(sees_frees=False)
-    assert training.steps(*[KIND] * 60) == [1, 2, 9, 10, 17, 18, 33, 34]
-    assert training.planned[KIND] == (True, True)
+    assert training.steps(*[SIGNATURE] * 60) == [1, 2, 9, 10, 17, 18, 33, 34]
+    assert training.planned[SIGNATURE] == (True, True)
 
 
-def test_steps_of_other_kinds_are_measured_until_one_is_seen():
-    """What a step frees is what the step before has left, of whatever kind that is."""
+def test_steps_of_other_signatures_are_measured_until_one_is_seen():
+    """What a step frees is what the step before has left, of whatever signature that is."""
     training = Training(sees_frees=False, may_grow=False)
-    training.steps(*[KIND, OTHER] * 10)
+    training.steps(*[SIGNATURE, OTHER] * 10)
     training.history[OTHER].watched.has_grown = True
     peaks = training.peaks
-    assert training.steps(KIND, OTHER, KIND, OTHER, KIND, OTHER) == [2, 3, 4]
+    assert training.steps(SIGNATURE, OTHER, SIGNATURE, OTHER, SIGNATURE, OTHER) == [2, 3, 4]
     assert training.peaks > peaks
     assert not training.history[OTHER].watched.has_grown
 
 
 def test_looks_that_see_no_frees_end():
     training = Training(sees_frees=False, may_grow=False)
-    training.steps(*[KIND] * 4, *[OTHER] * 4)
+    training.steps(*[SIGNATURE] * 4, *[OTHER] * 4)
     training.history[OTHER].watched.has_grown = True
     training.steps(OTHER)
-    assert len(training.steps(*[KIND] * 40)) <= IN_A_ROW
+    assert len(training.steps(*[SIGNATURE] * 40)) <= IN_A_ROW
 
 
 def test_growth_that_comes_again_and_again_is_measured_ever_more_rarely():
     training, measured = Training(may_grow=False), 0
     for index in range(2000):
-        training.history[KIND].watched.has_grown = index > 3
-        measured += training.step(KIND) is Watch.MEASURE
+        training.history[SIGNATURE].watched.has_grown = index > 3
+        measured += training.step(SIGNATURE) is Watch.MEASURE
     assert 12 <= measured <= 20
 
 
@@ -184,12 +186,12 @@ def test_what_failed_is_not_counted():
 
 
 def test_a_state_with_a_higher_predicted_peak_is_measured_at_its_third_step():
-    policy, kind = WatchPolicy(), History()[KIND]
-    policy.step_ended(policy.step_begins(Expected(kind, kind, SIZE)), kind, Saw.PEAK)
-    higher = Expected(kind, kind, SIZE, status=PlanState.TIMED, is_higher=True)
+    policy, signature = WatchPolicy(), History()[SIGNATURE]
+    policy.step_ended(policy.step_begins(Expected(signature, signature, SIZE)), signature, Saw.PEAK)
+    higher = Expected(signature, signature, SIZE, status=PlanState.TIMED, is_higher=True)
     found = []
     for _ in range(3):
         look = policy.step_begins(higher)
         found.append(look.watch)
-        policy.step_ended(look, kind)
+        policy.step_ended(look, signature)
     assert found == [Watch.NOTHING, Watch.NOTHING, Watch.MEASURE]

@@ -1,4 +1,4 @@
-"""What goes away: within the budget, found whenever it is possible, and never faster than what is proven."""
+"""What is offloaded: within the budget, found whenever it is possible, and never faster than what is proven."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from itertools import combinations, product
 import pytest
 
 from hiremate_lightning.errors import ConfigurationError
-from hiremate_lightning.planning.solvers.away import Choice, away_bound, fastest_choice, least_bytes
 from hiremate_lightning.planning.solvers.base import UNLIMITED, Problem
 from hiremate_lightning.planning.solvers.decisions import decisions
 from hiremate_lightning.planning.solvers.model import StepModel
+from hiremate_lightning.planning.solvers.offload import Choice, fastest_choice, least_bytes, offload_bound
 from hiremate_lightning.planning.solvers.turn_point import lower_bound
-from hiremate_lightning.records.away import Away, Host, Idle, idle_storages, put_away
 from hiremate_lightning.records.costs import Link
+from hiremate_lightning.records.offload import Host, Idle, Offload, idle_storages, with_offloads
 from hiremate_lightning.records.schedule import Schedule, keep_all, lower
 from hiremate_lightning.records.simulation import simulate
 from tests.helpers import all_lazy, problem_of, random_graph
@@ -40,28 +40,28 @@ def kept_bytes(problem: Problem) -> int:
 
 def check(problem: Problem, choice: Choice, host_bytes: int = UNLIMITED) -> None:
     """Hold a choice to what it says of itself."""
-    schedule = put_away(problem.graph, lower(problem.graph, choice.recompute), choice.aways)
+    schedule = with_offloads(problem.graph, lower(problem.graph, choice.recompute), choice.offloads)
     found = simulate(problem.graph, problem.profile, schedule)
     assert found.peak_bytes == choice.peak_bytes <= problem.budget_bytes
     assert found.host_bytes == choice.host_bytes <= host_bytes
     assert found.recompute_ms + found.wait_ms == choice.extra_ms
 
 
-def all_aways(idle: tuple[Idle, ...]) -> Iterator[tuple[Away, ...]]:
-    """Enumerate all that can be away, copied out as soon as it is made, at all places and in all orders of use."""
+def all_offloads(idle: tuple[Idle, ...]) -> Iterator[tuple[Offload, ...]]:
+    """Enumerate all that can be offloaded, copied out as soon as it is made, at all places and in all orders of use."""
     for count in range(len(idle) + 1):
         for chosen in combinations(sorted(idle, key=lambda i: (i.first, i.made, i.storage)), count):
             gone = [range(i.last, i.end + 1) for i in chosen]
             back = [range(i.start, i.first + 1) for i in chosen]
             for places in product(product(*gone), product(*back)):
-                yield tuple(Away(i.storage, i.made, g, b) for i, g, b in zip(chosen, *places, strict=True))
+                yield tuple(Offload(i.storage, i.made, g, b) for i, g, b in zip(chosen, *places, strict=True))
 
 
 def exhaustive_ms(problem: Problem, schedule: Schedule) -> float | None:
     """Try all there is for a schedule; return the least extra time."""
     times = []
-    for aways in all_aways(idle_storages(problem.graph, schedule)):
-        found = simulate(problem.graph, problem.profile, put_away(problem.graph, schedule, aways))
+    for offloads in all_offloads(idle_storages(problem.graph, schedule)):
+        found = simulate(problem.graph, problem.profile, with_offloads(problem.graph, schedule, offloads))
         if found.peak_bytes <= problem.budget_bytes:
             times.append(found.recompute_ms + found.wait_ms)
     return min(times, default=None)
@@ -76,8 +76,8 @@ def small_steps(count: int, links: list[Link] = LINKS) -> Iterator[tuple[int, Pr
         problem = with_link(random_graph(seed, 4), rng.choice(links))
         schedule = lower(problem.graph, keep_all(problem.graph))
         idle = idle_storages(problem.graph, schedule)
-        widest = [Away(i.storage, i.made, i.last, i.first) for i in idle]
-        least = simulate(problem.graph, problem.profile, put_away(problem.graph, schedule, widest)).peak_bytes
+        widest = [Offload(i.storage, i.made, i.last, i.first) for i in idle]
+        least = simulate(problem.graph, problem.profile, with_offloads(problem.graph, schedule, widest)).peak_bytes
         ways = math.prod(1 + (i.end + 1 - i.last) * (i.first + 1 - i.start) for i in idle)
         if ways < 1500 and least < kept_bytes(problem):
             found += 1
@@ -105,7 +105,7 @@ def test_no_choice_is_faster_than_what_is_proven():
         everything = all_lazy(model, 40)
         if everything is None:
             continue
-        bound = away_bound(model, problem.budget_bytes, DEADLINE)
+        bound = offload_bound(model, problem.budget_bytes, DEADLINE)
         schedules = {lower(problem.graph, decisions(model, rows)) for rows in everything}
         found = [ms for schedule in schedules if (ms := exhaustive_ms(problem, schedule)) is not None]
         if bound is None:
@@ -117,7 +117,7 @@ def test_no_choice_is_faster_than_what_is_proven():
 
 
 def test_a_fast_link_meets_what_recomputing_can_not_meet():
-    """The middle of the backward reads all; only what is away while the forward ends can make room."""
+    """The middle of the backward reads all; only what is offloaded while the forward ends can make room."""
     graph, profile = chain(8, size=100)
     once = replace(graph, nodes=tuple(replace(node, is_random=True) for node in graph.nodes))
     problem = with_link((once, profile), Link(1e6, 1e6), 500)
@@ -134,20 +134,20 @@ def test_where_copies_are_slow_it_declines():
     problem = with_link((graph, profile), Link(1.0, 1.0), 600)
     choice = fastest_choice(problem, [keep_all(graph), lazily])
     assert choice is not None
-    assert (choice.recompute, choice.aways, choice.host_bytes) == (lazily, (), 0)
+    assert (choice.recompute, choice.offloads, choice.host_bytes) == (lazily, (), 0)
     faster = fastest_choice(replace(problem, profile=replace(profile, link=Link(1e6, 1e6))), [keep_all(graph), lazily])
     assert faster is not None
     assert faster.recompute == keep_all(graph)
     assert faster.extra_ms < 0.01 < choice.extra_ms
 
 
-def test_nothing_goes_away_where_all_fits():
+def test_nothing_is_offloaded_where_all_fits():
     problem = with_link(transformer(2), Link(1e6, 1e6))
     problem = replace(problem, budget_bytes=kept_bytes(problem))
     choice = fastest_choice(problem, [keep_all(problem.graph)])
     assert choice is not None
-    assert (choice.aways, choice.extra_ms) == ((), 0.0)
-    assert away_bound(StepModel(problem), problem.budget_bytes, DEADLINE) == 0.0
+    assert (choice.offloads, choice.extra_ms) == ((), 0.0)
+    assert offload_bound(StepModel(problem), problem.budget_bytes, DEADLINE) == 0.0
 
 
 @pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
@@ -157,7 +157,7 @@ def test_a_transformer_fits_with_less_on_the_device(share: float):
     choice = fastest_choice(problem, [keep_all(problem.graph)])
     assert choice is not None
     check(problem, choice)
-    bound = away_bound(StepModel(problem), problem.budget_bytes, DEADLINE)
+    bound = offload_bound(StepModel(problem), problem.budget_bytes, DEADLINE)
     assert bound is not None
     assert bound <= choice.extra_ms
     assert choice.host_bytes >= kept_bytes(problem) - problem.budget_bytes
@@ -172,7 +172,7 @@ def test_the_host_is_not_given_more_than_it_has():
     few, enough, free, tight = (replace(problem, host=host) for host in hosts)
     assert fastest_choice(few, [keep_all(problem.graph)]) is None
     assert fastest_choice(enough, [keep_all(problem.graph)]) == needed
-    free, tight = (away_bound(StepModel(own), problem.budget_bytes, DEADLINE) for own in (free, tight))
+    free, tight = (offload_bound(StepModel(own), problem.budget_bytes, DEADLINE) for own in (free, tight))
     assert free is not None
     assert tight is None or tight >= free
 
@@ -195,11 +195,11 @@ def test_what_is_pinned_stays():
     problem = replace(problem, budget_bytes=int(0.8 * kept_bytes(problem)))
     choice = fastest_choice(problem, [keep_all(problem.graph)])
     assert choice is not None
-    pinned = {choice.aways[0].storage}
+    pinned = {choice.offloads[0].storage}
     other = fastest_choice(replace(problem, host=Host(UNLIMITED, frozenset(pinned))), [keep_all(problem.graph)])
-    assert other is None or pinned.isdisjoint(away.storage for away in other.aways)
+    assert other is None or pinned.isdisjoint(offload.storage for offload in other.offloads)
 
 
 def test_a_bound_needs_to_know_how_fast_copies_are():
     with pytest.raises(ConfigurationError, match="give the profile a link"):
-        away_bound(StepModel(problem_of(chain(3), 100)), 100, DEADLINE)
+        offload_bound(StepModel(problem_of(chain(3), 100)), 100, DEADLINE)

@@ -13,7 +13,7 @@ from ..running.execution import CHANGED
 from ..torch_private import tensor_state
 from .files import HAS_FILES, Files
 
-LEAST_ASIDE = 2**14  # bytes
+LEAST_OFFLOAD = 2**14  # bytes
 
 
 class _InFile:
@@ -29,8 +29,8 @@ class _InFile:
 
 
 @dataclass(frozen=True)
-class _Aside:
-    """A tensor that is put aside: a copy of its storage, and its place there."""
+class _Offloaded:
+    """A tensor that is offloaded: a copy of its storage, and its place there."""
 
     copy: _InFile | Leaving
     place: Place
@@ -63,7 +63,7 @@ class _AsItIs:
         return self.tensor
 
 
-class SavedAside(torch.autograd.graph.saved_tensors_hooks):
+class SavedOffload(torch.autograd.graph.saved_tensors_hooks):
     """Offloads the tensors that autograd saves for a backward, each storage once; those given and small ones stay.
 
     Args:
@@ -90,7 +90,7 @@ class SavedAside(torch.autograd.graph.saved_tensors_hooks):
         super().__exit__(*raised)
         self._copies.clear()
 
-    def _put(self, tensor: torch.Tensor) -> _AsItIs | _Aside:
+    def _put(self, tensor: torch.Tensor) -> _AsItIs | _Offloaded:
         """Offload a tensor, where that is worth it."""
         (version,) = tensor_state.versions_of([tensor])
         stays = _AsItIs(tensor, version)
@@ -100,10 +100,10 @@ class SavedAside(torch.autograd.graph.saved_tensors_hooks):
         if tensor.device.type == "cpu" and not HAS_FILES:
             return stays
         storage = tensor_state.storage_id(tensor)
-        if storage in self._given or tensor.untyped_storage().nbytes() < LEAST_ASIDE:
+        if storage in self._given or tensor.untyped_storage().nbytes() < LEAST_OFFLOAD:
             return stays
         try:
-            return _Aside(self._copy(storage, tensor, version), Place(tensor))
+            return _Offloaded(self._copy(storage, tensor, version), Place(tensor))
         except (OSError, MemoryError) as error:
             if self._on_full is None:
                 raise
@@ -124,11 +124,11 @@ class SavedAside(torch.autograd.graph.saved_tensors_hooks):
         return copy
 
 
-def saving_aside(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that tensors which autograd saves in it are put aside."""
+def offloading_saved(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that tensors which autograd saves in it are offloaded."""
 
     def run(*arguments: Any) -> Any:
-        with SavedAside(tensor_state.storages_among(arguments)):
+        with SavedOffload(tensor_state.storages_among(arguments)):
             return function(*arguments)
 
     return run
@@ -141,6 +141,6 @@ def in_file(value: torch.Tensor, files: Files) -> torch.Tensor:
         OSError: If the disk has no room for another file.
     """
     on_host = value.device.type == "cpu" and value.layout is torch.strided
-    if not on_host or value.nbytes < LEAST_ASIDE or not HAS_FILES:
+    if not on_host or value.nbytes < LEAST_OFFLOAD or not HAS_FILES:
         return value
     return files.take(value.nbytes).view(value.dtype).view(value.shape).copy_(value)

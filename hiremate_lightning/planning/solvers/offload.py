@@ -1,16 +1,17 @@
-"""Which saved values go away to the host, and when: a second pass over decisions of what to recompute.
+"""Which saved values are offloaded to the host, and when: a second pass over decisions of what to recompute.
 
 For given decisions the bytes at each moment are known, and so is the excess over the budget. The pass picks storages
-that are idle at these moments until enough is away, and gives each its places. Its copy out begins when it is made. The
-program waits for this copy, and frees the memory, when the budget needs it and not before. Its copy in begins as early
-as there is room, in the order in which values are used again. The pass finds places whenever there are any for these
-decisions, since at worst each storage is gone from its last use to its first. Which storages are the fastest is a
+that are idle at these moments until enough is offloaded, and gives each its places. Its copy out begins when it is
+made. The program waits for this copy, and frees the memory, when the budget needs it and not before. Its copy in begins
+as early as there is room, in the order in which values are used again. The pass finds places whenever there are any for
+these decisions, since at worst each storage is gone from its last use to its first. Which storages are the fastest is a
 heuristic. Several decisions, those of larger budgets too, go through it, and the fastest wins.
 
-`away_bound` proves how fast any such plan could be. Let V be the bytes that are away in it. With all of them kept, the
-same decisions take at most V more than the budget B, so they recompute for T(B + V) or longer, where T bounds what is
-recomputed within a budget (`turn_point.lower_bound`). All V go out before the forward ends and come in after it. With F
-and G the times of forward and backward, and the link's bytes a millisecond, out and in, the plan takes at least
+`offload_bound` proves how fast any such plan could be. Let V be the bytes that are offloaded in it. With all of them
+kept, the same decisions take at most V more than the budget B, so they recompute for T(B + V) or longer, where T bounds
+what is recomputed within a budget (`turn_point.lower_bound`). All V go out before the forward ends and come in after
+it. With F and G the times of forward and backward, and the link's bytes a millisecond, out and in, the plan takes at
+least
 
     max(0, V / out - F)  +  max(T(B + V), V / in - G)
 
@@ -28,7 +29,7 @@ from itertools import pairwise
 import numpy as np
 
 from ...errors import ConfigurationError
-from ...records.away import Away, Host, Idle, idle_storages, put_away
+from ...records.offload import Host, Idle, Offload, idle_storages, with_offloads
 from ...records.schedule import Schedule, lower
 from ...records.simulation import Simulation, simulate
 from ...records.step import Decisions
@@ -36,7 +37,7 @@ from .base import Problem
 from .model import StepModel
 from .turn_point import lower_bound
 
-INTERVALS = 8  # of the bytes that are away, for the bound
+INTERVALS = 8  # of the bytes that are offloaded, for the bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Choice:
 
     Attributes:
         recompute: R, see `schedule.lower`.
-        aways: Storages that go away; none where that does not pay.
+        offloads: Storages that are offloaded; none where that does not pay.
         recompute_ms: Time of recomputation.
         wait_ms: Time of waits for copies.
         peak_bytes: Peak on the device.
@@ -53,7 +54,7 @@ class Choice:
     """
 
     recompute: Decisions
-    aways: tuple[Away, ...]
+    offloads: tuple[Offload, ...]
     recompute_ms: float
     wait_ms: float
     peak_bytes: int
@@ -78,37 +79,38 @@ def fastest_choice(problem: Problem, candidates: Iterable[Decisions]) -> Choice 
     choices: list[Choice] = []
     for recompute in dict.fromkeys(candidates):
         schedule = lower(problem.graph, recompute)
-        for aways in _ways(problem, schedule):
-            if host_of(problem).holds(problem.graph, aways):
-                done = simulate(problem.graph, problem.profile, put_away(problem.graph, schedule, aways))
+        for offloads in _ways(problem, schedule):
+            if host_of(problem).holds(problem.graph, offloads):
+                done = simulate(problem.graph, problem.profile, with_offloads(problem.graph, schedule, offloads))
                 if done.peak_bytes <= problem.budget_bytes:
                     times = done.recompute_ms, done.wait_ms
-                    choices.append(Choice(recompute, aways, *times, done.peak_bytes, done.host_bytes))
+                    choices.append(Choice(recompute, offloads, *times, done.peak_bytes, done.host_bytes))
     return min(choices, key=lambda choice: (choice.extra_ms, choice.host_bytes), default=None)
 
 
 def least_bytes(problem: Problem, candidates: Iterable[Decisions]) -> int | None:
     """Return the smallest budget for which `fastest_choice` finds one of some decisions; None where the host is small.
 
-    It is the peak with all storages away that may go, each from its last use to its first; the host must hold them all.
+    It is the peak with all storages offloaded that may go, each from its last use to its first; the host must hold them
+    all.
     """
     peaks = list[int]()
     for recompute in dict.fromkeys(candidates):
         schedule = lower(problem.graph, recompute)
         idle = idle_storages(problem.graph, schedule, host_of(problem).pinned)
-        aways = [Away(i.storage, i.made, i.last, i.first) for i in idle]
-        if host_of(problem).holds(problem.graph, aways):
-            done = simulate(problem.graph, problem.profile, put_away(problem.graph, schedule, aways))
+        offloads = [Offload(i.storage, i.made, i.last, i.first) for i in idle]
+        if host_of(problem).holds(problem.graph, offloads):
+            done = simulate(problem.graph, problem.profile, with_offloads(problem.graph, schedule, offloads))
             peaks.append(done.peak_bytes)
     return min(peaks, default=None)
 
 
 def host_of(problem: Problem) -> Host:
-    """Return the memory of the host that values may go away to."""
+    """Return the memory of the host that values may be offloaded to."""
     return problem.host or Host(0)
 
 
-def _ways(problem: Problem, schedule: Schedule) -> Iterable[tuple[Away, ...]]:
+def _ways(problem: Problem, schedule: Schedule) -> Iterable[tuple[Offload, ...]]:
     """Yield ways to fit a schedule into the budget, none where there is none."""
     kept = simulate(problem.graph, problem.profile, schedule)
     over = np.array([moment.peak_bytes for moment in kept.timeline], dtype=np.int64) - problem.budget_bytes
@@ -128,10 +130,10 @@ def _ways(problem: Problem, schedule: Schedule) -> Iterable[tuple[Away, ...]]:
 
 
 class _Step:
-    """A schedule with nothing away, and its excess at each moment.
+    """A schedule with nothing offloaded, and its excess at each moment.
 
     Attributes:
-        idle: Storages that may go away.
+        idle: Storages that may be offloaded.
         over: Bytes beyond the budget while each node runs, below 0 where there is room.
         turn: Number of moments before the backward.
     """
@@ -143,7 +145,7 @@ class _Step:
         self._start_ms = np.concatenate(([0.0], np.cumsum(times)))
 
     def window(self, idle: Idle) -> slice:
-        """Return the moments at which a storage can be away."""
+        """Return the moments at which a storage can be offloaded."""
         return slice(idle.last, self.turn + idle.first)
 
     def covered(self, idle: Idle, over: np.ndarray) -> float:
@@ -178,11 +180,11 @@ class _Step:
                 over[window] += size_bytes
         return list(chosen.values())
 
-    def place(self, chosen: Sequence[Idle]) -> tuple[Away, ...]:
+    def place(self, chosen: Sequence[Idle]) -> tuple[Offload, ...]:
         """Choose the places of each copy. The storage that the backward uses first comes first."""
         gone, back = self._gone(chosen), self._back(chosen)
         in_order = sorted(chosen, key=lambda i: (i.first, i.made, i.storage))
-        return tuple(Away(i.storage, i.made, gone[i.storage], back[i.storage]) for i in in_order)
+        return tuple(Offload(i.storage, i.made, gone[i.storage], back[i.storage]) for i in in_order)
 
     def _gone(self, chosen: Sequence[Idle]) -> dict[int, int]:
         """Wait for copies out at the end of the call's forward, and earlier only where a moment needs the bytes."""
@@ -212,8 +214,8 @@ class _Step:
         return back
 
 
-def away_bound(model: StepModel, budget_bytes: int, deadline: float) -> float | None:
-    """Bound the extra time of every schedule in which values may be away, within a budget, from below.
+def offload_bound(model: StepModel, budget_bytes: int, deadline: float) -> float | None:
+    """Bound the extra time of every schedule in which values may be offloaded, within a budget, from below.
 
     Args:
         model: The step; its profile has a link, and the host memory.
@@ -226,7 +228,7 @@ def away_bound(model: StepModel, budget_bytes: int, deadline: float) -> float | 
     link = model.problem.profile.link
     if link is None:
         raise ConfigurationError(
-            "Nothing can go away without the speed of copies: give the profile a link (costs.Link)"
+            "Nothing can be offloaded without the speed of copies: give the profile a link (costs.Link)"
         )
     excess = max(0, model.keep_all_bytes - budget_bytes)
     if budget_bytes < model.least_bytes:  # values that a node reads and makes are on the device while it runs
@@ -239,9 +241,9 @@ def away_bound(model: StepModel, budget_bytes: int, deadline: float) -> float | 
         for half in (model.graph.forward, model.graph.backward)
     )
 
-    def extra_ms(away_bytes: int, recompute_ms: float) -> float:
-        out_ms = max(0.0, away_bytes / link.out_bytes_per_ms - forward_ms)
-        return out_ms + max(recompute_ms, away_bytes / link.in_bytes_per_ms - backward_ms)
+    def extra_ms(offloaded_bytes: int, recompute_ms: float) -> float:
+        out_ms = max(0.0, offloaded_bytes / link.out_bytes_per_ms - forward_ms)
+        return out_ms + max(recompute_ms, offloaded_bytes / link.in_bytes_per_ms - backward_ms)
 
     least_ms = extra_ms(excess, 0.0) if host_bytes >= excess else math.inf
     for start, end in pairwise(ends):

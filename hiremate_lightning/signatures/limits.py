@@ -1,4 +1,4 @@
-"""What the steps of one kind may take, where gradients exist before some of them and not before others.
+"""What the steps of one signature may take, where gradients exist before some of them and not before others.
 
 When gradients are accumulated, those of the parameters appear in the first backward, and the others add to them. So the
 same step comes in several states, each with a graph of its own, and one plan has to do in all of them.
@@ -16,12 +16,12 @@ WORTH_A_PLAN = 0.05  # of what a step may add: where the budget rises by more, i
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The budgets of the steps of one kind, and where nothing fits them, by the gradients that exist before a step.
+    """The budgets of steps of one signature, and where nothing fits them, by the gradients that exist before a step.
 
     Attributes:
         is_share: Whether the budget is a share of what a step adds to what exists.
         budgets: The budget in each state that was seen.
-        of_others: The largest budget of the other kinds of steps, which all have where budgets are shares.
+        of_others: The largest budget of the other step signatures, which all have where budgets are shares.
         least: Where nothing fits: bytes that existed, and the least peak found.
         state_bytes: Bytes of optimizers' state before the latest step.
         of_plan: The budget that the latest plan was made for, and its peak, without optimizers' state.
@@ -36,7 +36,7 @@ class Limits:
 
     @property
     def budget_bytes(self) -> int:
-        """The budget of a step: the most that any state of it, or of other kinds, may take."""
+        """The budget of a step: the most that any state of it, or of other signatures, may take."""
         return max(self.own_bytes, self.of_others)
 
     @property

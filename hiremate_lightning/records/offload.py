@@ -4,12 +4,12 @@ Offloading is the third choice for a value that the backward reads, beside keepi
 the host and back takes no time as long as the device has other work meanwhile: POFO (Beaumont, Eyraud-Dubois, Shilova,
 "Efficient Combination of Rematerialization and Offloading for Training DNNs", NeurIPS 2021) and, without recomputation,
 "Optimal GPU-CPU Offloading Strategies for Deep Neural Network Training" (Euro-Par 2020) of the same authors. Both are
-about chains, and copy a value as soon as it is made. Here the graph is any, and an `Away` says for a storage where its
-copy out begins, where its memory is freed, and where its copy in begins.
+about chains, and copy a value as soon as it is made. Here the graph is any, and an `Offload` says for a storage where
+its copy out begins, where its memory is freed, and where its copy in begins.
 
-Some values may not go away: those that exist before the step (parameters, the batch), that the forward returns, that
-the step hands out, that the caller holds, and that code outside has made or reads. In a step of several calls, a
-storage goes away in the forward of its own call, and comes back in the backward of that call.
+Some values may not be offloaded: those that exist before the step (parameters, the batch), that the forward returns,
+that the step hands out, that the caller holds, and that code outside has made or reads. In a step of several calls, a
+storage is offloaded in the forward of its own call, and comes back in the backward of that call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .step import Decisions, Step
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Memory of the host that values may go away to.
+    """Memory of the host that values may be offloaded to.
 
     Attributes:
         size_bytes: Its bytes.
@@ -39,9 +39,9 @@ class Host:
     pinned: frozenset[int] = frozenset()
     has_round_blocks: bool = False
 
-    def holds(self, graph: Graph, aways: Iterable[Away]) -> bool:
-        """Whether all that goes away in a step fits: all of it lies here as the backward begins."""
-        sizes = (graph.sizes[away.storage] for away in aways)
+    def holds(self, graph: Graph, offloads: Iterable[Offload]) -> bool:
+        """Whether all that is offloaded in a step fits: all of it lies here as the backward begins."""
+        sizes = (graph.sizes[offload.storage] for offload in offloads)
         return sum(round_block(size) if self.has_round_blocks else size for size in sizes) <= self.size_bytes
 
 
@@ -72,8 +72,8 @@ class Idle:
 
 
 @dataclass(frozen=True, slots=True)
-class Away:
-    """Places at which a storage goes away and comes back, counted in nodes that have run in the forward or backward.
+class Offload:
+    """Places at which a storage is offloaded and comes back, counted in nodes that have run in the forward or backward.
 
     Attributes:
         storage: The storage.
@@ -91,7 +91,7 @@ class Away:
 
 
 def idle_storages(graph: Graph, schedule: Schedule, pinned: Collection[int] = ()) -> tuple[Idle, ...]:
-    """List the storages that may go away in a schedule in which nothing is, in order of their last forward use.
+    """List the storages that may be offloaded in a schedule in which nothing is, in order of their last forward use.
 
     Pinned are storages that must stay for other reasons.
     """
@@ -136,7 +136,7 @@ def _written(graph: Graph, index: int) -> Collection[int | None]:
 
 
 def staying(graph: Graph) -> set[int]:
-    """List the storages that may not go away: others see them, or no step allocates their memory."""
+    """List the storages that may not be offloaded: others see them, or no step allocates their memory."""
     seen = {graph.tensors[t].storage for t in (*graph.inputs, *graph.outputs, *graph.held, *graph.gradients)}
     for node in graph.nodes:
         if node.op == OUTSIDE:
@@ -146,42 +146,46 @@ def staying(graph: Graph) -> set[int]:
     return {storage for storage in seen.union(others, empty) if storage is not None}
 
 
-def put_away(graph: Graph, schedule: Schedule, aways: Sequence[Away], pinned: Collection[int] = ()) -> Schedule:
-    """Return a schedule in which some storages are away for a while.
+def with_offloads(
+    graph: Graph, schedule: Schedule, offloads: Sequence[Offload], pinned: Collection[int] = ()
+) -> Schedule:
+    """Return a schedule in which some storages are offloaded for a while.
 
-    Copies begin in the order of their places, and of `aways` at the same place. The program waits for a copy out at
+    Copies begin in the order of their places, and of `offloads` at the same place. The program waits for a copy out at
     `gone`, and for a copy in where the storage is used first.
 
     Args:
         graph: The step.
-        schedule: A valid schedule of it, in which nothing is away.
-        aways: The storages to offload, each once.
+        schedule: A valid schedule of it, in which nothing is offloaded.
+        offloads: The storages to offload, each once.
         pinned: Storages that must stay for other reasons.
 
     Raises:
-        ScheduleError: If a storage may not go away, or not at such places.
+        ScheduleError: If a storage may not be offloaded, or not at such places.
     """
-    if not aways:
+    if not offloads:
         return schedule
     idle = {one.storage: one for one in idle_storages(graph, schedule, pinned)}
     forward, backward = defaultdict[int, list[Operation]](list), defaultdict[int, list[Operation]](list)
-    storages = [away.storage for away in aways]
+    storages = [offload.storage for offload in offloads]
     if len(set(storages)) < len(storages):
-        raise ScheduleError("A storage goes away twice: name each once")
-    for away in aways:
-        fits = idle.get(away.storage)
+        raise ScheduleError("A storage is offloaded twice: name each once")
+    for offload in offloads:
+        fits = idle.get(offload.storage)
         if fits is None:
-            raise ScheduleError(f"Storage {away.storage} may not go away: choose among idle_storages(graph, schedule)")
-        goes, comes = fits.last <= away.gone <= fits.end, fits.start <= away.back <= fits.first
-        if not (goes and comes and fits.made <= away.out <= away.gone):
-            raise ScheduleError(f"{away} does not fit {fits}")
-    for away in aways:
-        forward[away.out].append(CopyOut(away.storage))
-    for away in aways:
-        forward[away.gone].append(WaitOut(away.storage))
-        backward[away.back].append(CopyIn(away.storage))
-    for away in aways:
-        backward[idle[away.storage].first].append(WaitIn(away.storage))
+            raise ScheduleError(
+                f"Storage {offload.storage} may not be offloaded: choose among idle_storages(graph, schedule)"
+            )
+        goes, comes = fits.last <= offload.gone <= fits.end, fits.start <= offload.back <= fits.first
+        if not (goes and comes and fits.made <= offload.out <= offload.gone):
+            raise ScheduleError(f"{offload} does not fit {fits}")
+    for offload in offloads:
+        forward[offload.out].append(CopyOut(offload.storage))
+    for offload in offloads:
+        forward[offload.gone].append(WaitOut(offload.storage))
+        backward[offload.back].append(CopyIn(offload.storage))
+    for offload in offloads:
+        backward[idle[offload.storage].first].append(WaitIn(offload.storage))
     return replace(
         schedule, forward=_inserted(schedule.forward, forward), backward=_inserted(schedule.backward, backward)
     )
@@ -198,19 +202,19 @@ def _inserted(operations: Sequence[Operation], places: dict[int, list[Operation]
     return (*result, *places.get(runs, ()))
 
 
-def split_aways(step: Step, recompute: Decisions, aways: Sequence[Away]) -> tuple[tuple[Away, ...], ...]:
+def split_offloads(step: Step, recompute: Decisions, offloads: Sequence[Offload]) -> tuple[tuple[Offload, ...], ...]:
     """Split the offloaded storages of a step among its calls; the places of each count its own call's nodes."""
-    by_call: list[list[Away]] = [[] for _ in step.spans]
+    by_call: list[list[Offload]] = [[] for _ in step.spans]
     schedule = lower(step.graph, recompute)
     forward, backward = ([step.owners[n] for n in _runs(half)] for half in (schedule.forward, schedule.backward))
-    for away in aways:
-        call = bisect_right(step.storages_at, away.storage) - 1
+    for offload in offloads:
+        call = bisect_right(step.storages_at, offload.storage) - 1
 
         def own(owners: Sequence[tuple[int, int] | None], place: int, call: int = call) -> int:
             return sum(owner is not None and owner[0] == call for owner in owners[:place])
 
-        places = own(forward, away.out), own(forward, away.gone), own(backward, away.back)
-        by_call[call].append(Away(away.storage - step.storages_at[call], *places))
+        places = own(forward, offload.out), own(forward, offload.gone), own(backward, offload.back)
+        by_call[call].append(Offload(offload.storage - step.storages_at[call], *places))
     return tuple(map(tuple, by_call))
 
 
@@ -220,7 +224,7 @@ def storages_in(step: Step, by_call: Sequence[Iterable[int]]) -> frozenset[int]:
     return frozenset(first + storage for first, own in pairs for storage in own)
 
 
-def may_lie_aside(graph: Graph, storages: int) -> frozenset[int]:
+def can_be_offloaded(graph: Graph, storages: int) -> frozenset[int]:
     """Return the storages that autograd saves and that nobody else holds before the backward: they can be offloaded.
 
     `storages` is how many of its first storages captured code holds.

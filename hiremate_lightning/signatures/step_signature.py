@@ -1,8 +1,9 @@
-"""One kind of step: the single record of all that a session keeps of it.
+"""One step signature: the single record of all that a session keeps of it.
 
-Steps are of one kind where they run the same captured graphs forward in the same order. `History` owns the kinds, and
-hands them out by these graphs: nothing else in a session keeps a table of kinds. What a step runs, and its plan, are
-frozen records that are replaced as a whole. So what fails halfway is undone by putting the record before it back.
+Steps are of one signature where they run the same captured graphs forward in the same order. `History` owns the
+signatures, and hands them out by these graphs: nothing else in a session keeps a table of signatures. What a step runs,
+and its plan, are frozen records that are replaced as a whole. So what fails halfway is undone by putting the record
+before it back.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Start = tuple[int, int]  # of a step: bytes of its arguments, and how many graph
 
 
 class PlanState(Enum):
-    """How far the plan of a kind of step has come."""
+    """How far the plan of a step signature has come."""
 
     SEEN = "it has run, and has no plan"
     PLANNED = "it has a plan, whose peak was not measured"
@@ -38,7 +39,7 @@ class PlanState(Enum):
 class Reason(Enum):
     """Why to watch a step."""
 
-    PLAN = "it may be of a kind that has no plan"
+    PLAN = "it may be of a signature that has no plan"
     PEAK = "the peak of its plan was not measured"
     TIME = "its plan was not timed"
     GROWN = "code outside of its plan was seen to allocate more"
@@ -48,7 +49,7 @@ class Reason(Enum):
 
 @dataclass
 class Watched:
-    """What was watched of the steps of one kind (`watching`).
+    """What was watched of the steps of one signature (`watching`).
 
     Attributes:
         looks: How often they were watched, by reason.
@@ -68,7 +69,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class Told:
-    """What a user was told last of a kind of step (`plan_reports`)."""
+    """What a user was told last of a step signature (`plan_reports`)."""
 
     budget_bytes: int
     asked: str
@@ -79,11 +80,11 @@ class Told:
 
 @dataclass
 class Sights:
-    """How the steps of one kind have come.
+    """How the steps of one signature have come.
 
     Attributes:
         count: How often.
-        is_by_plans: Whether every forward of some step ran by a plan, of this or another kind.
+        is_by_plans: Whether every forward of some step ran by a plan, of this or another signature.
         fits_nothing: Whether some step was made from traces of other sizes, and not even the least memory fitted.
         has_no_template: Whether traces of other sizes do not tell the programs of a plan of it: it gets none.
         waited: How many graphs of earlier steps waited for their backward as steps began.
@@ -108,15 +109,15 @@ class Sights:
 
 
 @dataclass(eq=False, slots=True)
-class StepKind:
-    """One kind of step.
+class StepSignature:
+    """One step signature.
 
     Attributes:
-        graphs: The captured graphs that it runs forward, in order: no other kind has the same.
+        graphs: The captured graphs that it runs forward, in order: no other signature has the same.
         step: What it runs, as it was recorded; None before that, and where it is to be recorded anew.
         given: What each call of a planned module is given in it; None before it is planned.
-        code: The first kind that runs the same code, at whatever sizes; None before it is planned.
-        largest: The kind that was foreseen from it at the largest sizes, and what its sizes become there.
+        code: The first signature that runs the same code, at whatever sizes; None before it is planned.
+        largest: The signature that was foreseen from it at the largest sizes, and what its sizes become there.
         before: What existed before its steps, by the state of the gradients.
         checked_at: How often the memory before steps had grown, and what was retained, as its plan was checked last.
         plan: Its plan, None before there is one.
@@ -130,15 +131,15 @@ class StepKind:
         trial: What they take with and without the plan.
         captured: Its step as predictions of plain steps need it; None before these know it.
         told: What a user was told last of it; None for nothing.
-        ladder: Where it is the first kind of its code, decisions for all sizes of that.
-        sizes_of_calls: Where it is that kind, the sizes of the calls of its steps.
+        ladder: Where it is the first signature of its code, decisions for all sizes of that.
+        sizes_of_calls: Where it is that signature, the sizes of the calls of its steps.
     """
 
     graphs: GraphNumbers
     step: RecordedStep | None = None
     given: tuple[ModuleCall, ...] | None = None
-    code: StepKind | None = None
-    largest: tuple[StepKind, Mapping[int, int]] | None = None
+    code: StepSignature | None = None
+    largest: tuple[StepSignature, Mapping[int, int]] | None = None
     before: Mapping[GradientState, Resident] = field(default_factory=dict)
     checked_at: tuple[int, int] = (0, 0)
     plan: Plan | None = None
@@ -158,13 +159,13 @@ class StepKind:
     @property
     def recorded(self) -> RecordedStep:
         """What it runs, where it was recorded."""
-        assert self.step is not None, "only kinds that were recorded are planned"
+        assert self.step is not None, "only signatures that were recorded are planned"
         return self.step
 
     @property
     def own_plan(self) -> Plan:
         """Its plan, where it has one."""
-        assert self.plan is not None, "asked of kinds that have a plan"
+        assert self.plan is not None, "asked of signatures that have a plan"
         return self.plan
 
     @property

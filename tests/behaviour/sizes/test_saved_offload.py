@@ -1,4 +1,4 @@
-"""What autograd saves is put aside where steps of new sizes fit the budget in no other way."""
+"""What autograd saves is offloaded where steps of new sizes fit the budget in no other way."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
-from hiremate_lightning.measuring.aside import LEAST_ASIDE, SavedAside
+from hiremate_lightning.measuring.saved_offload import LEAST_OFFLOAD, SavedOffload
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.options import make_options
-from hiremate_lightning.sessions import aside_room
+from hiremate_lightning.sessions import offload_room
 from hiremate_lightning.sessions.session import Session
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.targets.training_step import StepTarget
@@ -76,7 +76,7 @@ def ways(model: nn.Module) -> list[str]:
 def way_of(session: Session) -> str:
     """Return how the latest step ran."""
     plain = session.steps.plain
-    return "plan" if plain is None else "aside" if plain.prediction.saves_memory else "plain"
+    return "plan" if plain is None else "offloaded" if plain.prediction.saves_memory else "plain"
 
 
 @pytest.mark.parametrize("make", [Net, Gradients])
@@ -85,7 +85,7 @@ def test_training_is_exact_and_nothing_more_is_captured(make):
     train_both(make, simple_loop(of_step, steps=len(LENGTHS)), budget)
     model = hiremate(make(), budget, verbose=False)
     found = ways(model)
-    assert [found[step] for step in (1, 2, 3, 4, 6)] == ["plain", "aside", "plain", "aside", "aside"]
+    assert [found[step] for step in (1, 2, 3, 4, 6)] == ["plain", "offloaded", "plain", "offloaded", "offloaded"]
     assert targets_of(model).session.captured_count == 1
 
 
@@ -100,7 +100,7 @@ def test_steps_stay_within_the_budget():
 
 def test_files_are_used_again_until_steps_run_by_plans(change_thresholds):
     model = hiremate(Net(), budget_of(60), verbose=False)
-    files, sizes_bytes = session_of(model).unplanned._aside.files, []
+    files, sizes_bytes = session_of(model).unplanned._offload.files, []
     for step in (0, 6, 4, 2, 5, 6):  # lengths 60, 96, 90, 90, 72, 96
         train(model, step)
         sizes_bytes.append(files.size_bytes)
@@ -114,14 +114,14 @@ def test_files_are_used_again_until_steps_run_by_plans(change_thresholds):
 def test_a_size_that_comes_often_gets_a_plan(change_thresholds):
     change_thresholds(worth_a_plan=0)
     found = ways(hiremate(Net(), budget_of(60), verbose=False))
-    assert [found[step] for step in (2, 4, 7)] == ["aside", "plan", "plan"], "all are of length 90"
+    assert [found[step] for step in (2, 4, 7)] == ["offloaded", "plan", "plan"], "all are of length 90"
 
 
 @pytest.mark.parametrize(("name", "value"), [("free_host_bytes", lambda: 2**10), ("HAS_FILES", False)])
-def test_sizes_are_captured_where_nothing_can_be_put_aside(monkeypatch, name, value):
+def test_sizes_are_captured_where_nothing_can_be_offloaded(monkeypatch, name, value):
     budget = budget_of(60)
-    monkeypatch.setattr(aside_room, name, value)
-    assert "aside" not in ways(hiremate(Net(), budget, verbose=False))
+    monkeypatch.setattr(offload_room, name, value)
+    assert "offloaded" not in ways(hiremate(Net(), budget, verbose=False))
 
 
 def test_without_room_for_files_training_goes_on(monkeypatch):
@@ -129,7 +129,7 @@ def test_without_room_for_files_training_goes_on(monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", _refuse)
     train_both(Net, simple_loop(of_step, steps=len(LENGTHS)), budget)
     with pytest.warns(HiRemateWarning, match="There was no room in temporary files"):
-        assert ways(hiremate(Net(), budget, verbose=False)).count("aside") == 1
+        assert ways(hiremate(Net(), budget, verbose=False)).count("offloaded") == 1
 
 
 def _refuse(*_: object) -> None:
@@ -139,14 +139,14 @@ def _refuse(*_: object) -> None:
 def test_each_storage_is_copied_once_and_no_given_or_small_one():
     copied = list[int]()
 
-    class Noting(SavedAside):
+    class Noting(SavedOffload):
         def _copy(self, storage: int, tensor: Tensor, version: int) -> object:
             before = len(self._copies)
             made = super()._copy(storage, tensor, version)
             copied.extend([storage] * (len(self._copies) - before))
             return made
 
-    weight = torch.randn(LEAST_ASIDE // 4, requires_grad=True)
+    weight = torch.randn(LEAST_OFFLOAD // 4, requires_grad=True)
     small = torch.randn(8, requires_grad=True)
     with Noting({weight.untyped_storage()._cdata}):
         y = weight * 2
@@ -158,8 +158,8 @@ def test_each_storage_is_copied_once_and_no_given_or_small_one():
 
 
 def test_values_changed_after_they_were_saved_are_as_saved():
-    x = torch.randn(LEAST_ASIDE, requires_grad=True)
-    with SavedAside(set()):
+    x = torch.randn(LEAST_OFFLOAD, requires_grad=True)
+    with SavedOffload(set()):
         y = x * 1
         loss = y.sin().sum()
         with torch.no_grad():
@@ -171,9 +171,9 @@ def test_values_changed_after_they_were_saved_are_as_saved():
 
 
 def test_a_change_in_place_of_what_stays_is_the_error_of_pytorch():
-    weight, small = torch.randn(LEAST_ASIDE, requires_grad=True), torch.randn(8, requires_grad=True)
+    weight, small = torch.randn(LEAST_OFFLOAD, requires_grad=True), torch.randn(8, requires_grad=True)
     for changed, given in ((weight, {weight.untyped_storage()._cdata}), (small, set())):
-        with SavedAside(given):
+        with SavedOffload(given):
             loss = (changed * changed).sum()
         with torch.no_grad():
             changed.add_(1)
@@ -186,7 +186,7 @@ class WithStep(Net):
         return self(batch).square().mean()
 
 
-def test_a_whole_training_step_puts_aside_what_it_saves():
+def test_a_whole_training_step_offloads_what_it_saves():
     losses, ran = [], []
     for is_planned in (False, True):
         torch.manual_seed(0)
@@ -203,5 +203,5 @@ def test_a_whole_training_step_puts_aside_what_it_saves():
             ran.append(way_of(session) if is_planned else "eager")
         target.detach()
     half = len(LENGTHS)
-    assert (ran[half + 2], ran[half + 3]) == ("aside", "plain")
+    assert (ran[half + 2], ran[half + 3]) == ("offloaded", "plain")
     assert all(map(torch.equal, losses[:half], losses[half:]))

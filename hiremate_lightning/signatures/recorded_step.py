@@ -1,4 +1,4 @@
-"""What a kind of step runs, as the record of one such step shows it, and as predictions of eager steps need it."""
+"""What a step signature runs, as the record of one such step shows it, and as predictions of eager steps need it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class RecordedStep:
         margin_bytes: Bytes of the budget that its plan leaves free: by how much an earlier plan was measured above its
             prediction, none where no plan leaves that much.
         corrections: How often it was planned again for such a margin.
-        keeps_on_device: Whether nothing goes away to the host, since a plan by which it did was measured above the
+        keeps_on_device: Whether nothing is offloaded to the host, since a plan by which it did was measured above the
             budget, and no margin was enough.
         unfinished: Its forwards whose backward is not part of it, and the schedules by which these ran.
         unfinished_bytes: Bytes that unfinished forwards save beyond what they saved when the step was recorded.
@@ -224,7 +224,7 @@ class CapturedStep:
         code: Stands for its code: equal for all steps that run the same code, at whatever sizes.
         total_bytes: Bytes of all its values.
         margin_bytes: By how much it was measured above what was predicted.
-        is_on_host: Whether it ran on a CPU, which reads what was put aside in the memory of its files.
+        is_on_host: Whether it ran on a CPU, which reads what was offloaded in the memory of its files.
         read: Returns the step, its inputs left out.
         source: What it was made from: where that changes, it is made anew.
     """

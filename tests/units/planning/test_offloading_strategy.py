@@ -1,4 +1,4 @@
-"""Plans with values away: faster than without, or possible at all; else the plan that there is without."""
+"""Plans with values offloaded: faster than without, or possible at all; else the plan that there is without."""
 
 from __future__ import annotations
 
@@ -15,21 +15,28 @@ from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.planner import PlanOptions, make_plan
 from hiremate_lightning.planning.shared_solving import SharedSolving
 from hiremate_lightning.planning.solutions import Solutions
-from hiremate_lightning.planning.solvers.away import fastest_choice
-from hiremate_lightning.planning.solvers.base import UNLIMITED, Problem, Solution, Status, away_proposals, get_strategy
-from hiremate_lightning.planning.solvers.curve import Remembering
-from hiremate_lightning.planning.solvers.putting_away import with_aways
-from hiremate_lightning.records.away import (
-    Host,
-    idle_storages,
-    put_away,
-    round_block,
-    split_aways,
-    staying,
-    storages_in,
+from hiremate_lightning.planning.solvers.base import (
+    UNLIMITED,
+    Problem,
+    Solution,
+    Status,
+    get_strategy,
+    offload_proposals,
 )
+from hiremate_lightning.planning.solvers.curve import Remembering
+from hiremate_lightning.planning.solvers.offload import fastest_choice
+from hiremate_lightning.planning.solvers.offloading import with_offloading
 from hiremate_lightning.records.costs import Link
 from hiremate_lightning.records.graph import OUTSIDE, Graph
+from hiremate_lightning.records.offload import (
+    Host,
+    idle_storages,
+    round_block,
+    split_offloads,
+    staying,
+    storages_in,
+    with_offloads,
+)
 from hiremate_lightning.records.schedule import CopyOut, Schedule, keep_all, lower
 from hiremate_lightning.records.simulation import simulate
 from hiremate_lightning.records.step import Call, Gap, Step, merge
@@ -70,7 +77,7 @@ def test_a_fast_link_takes_the_place_of_recomputing():
     budget = share_of(step, 0.6)
     alone, plan = plan_of(step, budget, host=None), plan_of(step, budget)
     assert alone.solution.recompute_ms > 0
-    assert plan.solution.aways
+    assert plan.solution.offloads
     assert plan.planned_peak_bytes <= budget
     assert plan.solution.extra_ms < 0.01 * alone.solution.extra_ms
     assert plan.planned.host_bytes >= share_of(step, 1.0) - budget
@@ -81,12 +88,12 @@ def test_the_plan_is_the_one_without_where_copies_are_slow():
     step = step_of(transformer(4), SLOW)
     budget = share_of(step, 0.6)
     alone, plan = plan_of(step, budget, host=None), plan_of(step, budget)
-    assert plan.solution.aways == ()
+    assert plan.solution.offloads == ()
     assert plan.schedule == alone.schedule
     assert plan.solution.bound_ms <= alone.solution.bound_ms
 
 
-def test_nothing_goes_away_where_everything_fits():
+def test_nothing_is_offloaded_where_everything_fits():
     step = step_of(transformer(2))
     assert plan_of(step, share_of(step, 1.01)).solution.is_plain
 
@@ -98,7 +105,7 @@ def test_a_budget_becomes_possible_that_was_not():
         plan_of(step, budget, host=None)
     plan = plan_of(step, budget)
     assert plan.planned_peak_bytes <= budget
-    assert plan.solution.aways
+    assert plan.solution.offloads
 
 
 def test_the_smallest_budget_that_is_named_counts_on_the_host():
@@ -113,7 +120,7 @@ def test_the_smallest_budget_that_is_named_counts_on_the_host():
     assert least.planned_peak_bytes <= found.value.smallest_bytes
 
 
-def test_no_more_goes_away_than_the_host_holds():
+def test_no_more_is_offloaded_than_the_host_holds():
     step = step_of(transformer(4))
     budget = share_of(step, 0.6)
     needed = plan_of(step, budget).planned.host_bytes
@@ -121,7 +128,7 @@ def test_no_more_goes_away_than_the_host_holds():
     found = plan_of(step, budget, host=small)
     assert found.planned.host_bytes <= small.size_bytes
     rounded = plan_of(step, budget, host=Host(needed, has_round_blocks=True))
-    blocks = [round_block(step.graph.sizes[away.storage]) for away in rounded.solution.aways]
+    blocks = [round_block(step.graph.sizes[offload.storage]) for offload in rounded.solution.offloads]
     assert sum(blocks) <= needed
 
 
@@ -129,16 +136,16 @@ def test_what_is_decided_stays_on_the_device():
     step = step_of(transformer(2))
     options = PlanOptions(on_infeasible="warn")
     plan = unless_short(make_plan(step, room(1), options, decided=keep_all(step.graph), host=HOST))
-    assert plan.solution.aways == ()
+    assert plan.solution.offloads == ()
 
 
-def test_a_plan_with_values_away_comes_back_from_its_file(tmp_path: Path):
+def test_a_plan_with_offloaded_values_comes_back_from_its_file(tmp_path: Path):
     step = step_of(transformer(4))
     budget = share_of(step, 0.6)
     plan = plan_of(step, budget, cache_dir=tmp_path)
     again = plan_of(step, budget, cache_dir=tmp_path)
     assert again.solution == plan.solution
-    assert plan_of(step, budget, host=None, cache_dir=tmp_path).solution.aways == ()
+    assert plan_of(step, budget, host=None, cache_dir=tmp_path).solution.offloads == ()
     problem = Problem(step.graph, step.profile, budget, host=HOST)
     Solutions(tmp_path).write(problem, "portfolio", plan.solution)
     assert Solutions(tmp_path).read(problem, "portfolio") is not None
@@ -147,28 +154,28 @@ def test_a_plan_with_values_away_comes_back_from_its_file(tmp_path: Path):
 def test_a_file_is_not_for_a_host_with_less_memory(tmp_path: Path):
     step, files = step_of(transformer(4)), Solutions(tmp_path)
     problem = Problem(step.graph, step.profile, share_of(step, 0.6), host=HOST)
-    solution = with_aways(get_strategy("portfolio"))(problem)
-    small = replace(problem, host=Host(solution.aways and 1))
+    solution = with_offloading(get_strategy("portfolio"))(problem)
+    small = replace(problem, host=Host(solution.offloads and 1))
     files.write(small, "portfolio", solution)
     assert files.read(small, "portfolio") is None
 
 
-def test_the_same_solve_is_answered_from_memory_with_values_away():
+def test_the_same_solve_is_answered_from_memory_with_offloaded_values():
     step = step_of(transformer(4))
     problem = Problem(step.graph, step.profile, share_of(step, 0.6), host=HOST)
     asked = []
 
     def counting(problem: Problem) -> Solution:
         asked.append(problem)
-        return with_aways(get_strategy("portfolio"))(problem)
+        return with_offloading(get_strategy("portfolio"))(problem)
 
     remembering = Remembering(counting)
     first, second = remembering(problem), remembering(problem)
     assert len(asked) == 1
-    assert second.aways == first.aways != ()
+    assert second.offloads == first.offloads != ()
     without = remembering(replace(problem, host=None))
     assert len(asked) == 2
-    assert without.aways == ()
+    assert without.offloads == ()
 
 
 def agreed_by_two(one: Problem, other: Problem) -> list[Problem]:
@@ -196,24 +203,27 @@ def test_where_one_rank_has_no_host_all_stays_on_the_device():
 # ---------------------------------------------------------------- a method of a paper
 
 
-def test_pofo_puts_away_what_rotor_computes_again():
+def test_pofo_offloads_what_rotor_computes_again():
     step = step_of(chain(16))
     problem = Problem(step.graph, step.profile, share_of(step, 0.6), host=HOST)
     rotor = get_strategy("rotor")(replace(problem, host=None))
-    choice = fastest_choice(problem, away_proposals("pofo", problem))
+    choice = fastest_choice(problem, offload_proposals("pofo", problem))
     assert choice is not None
-    assert choice.aways
+    assert choice.offloads
     assert choice.extra_ms < 0.1 * rotor.extra_ms
-    found = with_aways(get_strategy("pofo"))(problem)
+    found = with_offloading(get_strategy("pofo"))(problem)
     assert found.strategy == "pofo"
     assert found.extra_ms <= choice.extra_ms
 
 
-def test_pofo_puts_less_away_where_the_link_is_slow():
+def test_pofo_offloads_less_where_the_link_is_slow():
     step = step_of(chain(16))
     problem = Problem(step.graph, step.profile, share_of(step, 0.6), host=HOST)
     slow = replace(problem, profile=replace(step.profile, link=Link(10.0, 10.0)))
-    kept = [sum(map(len, recompute)) for recompute in (*away_proposals("pofo", problem), *away_proposals("pofo", slow))]
+    kept = [
+        sum(map(len, recompute))
+        for recompute in (*offload_proposals("pofo", problem), *offload_proposals("pofo", slow))
+    ]
     assert min(kept) == 0
     assert max(kept) > 0
 
@@ -238,16 +248,17 @@ def two_calls() -> tuple[Step, list[Call]]:
 
 
 def own_schedules(step: Step, calls: list[Call], plan: Plan) -> list[tuple[Graph, Schedule]]:
-    """Put away in each call what a plan of the step puts away there."""
+    """Offload in each call what a plan of the step offloads there."""
     rows = step.split(plan.solution.recompute)
-    aways = split_aways(step, plan.solution.recompute, plan.solution.aways)
+    offloads = split_offloads(step, plan.solution.recompute, plan.solution.offloads)
     graphs = [call.graph for call in calls]
     return [
-        (graph, put_away(graph, lower(graph, own), away)) for graph, own, away in zip(graphs, rows, aways, strict=True)
+        (graph, with_offloads(graph, lower(graph, own), offloaded))
+        for graph, own, offloaded in zip(graphs, rows, offloads, strict=True)
     ]
 
 
-def test_values_of_a_call_are_away_between_its_own_halves():
+def test_values_of_a_call_are_offloaded_between_its_own_halves():
     step, calls = two_calls()
     pinned = storages_in(step, [staying(call.graph) for call in calls])
     schedule = lower(step.graph, keep_all(step.graph))
@@ -266,15 +277,15 @@ def test_a_plan_of_several_calls_is_carried_out_call_by_call():
     plan = plan_of(step, share_of(step, 0.7), host=host)
     schedules = own_schedules(step, calls, plan)
     out = [sum(isinstance(o, CopyOut) for o in schedule.forward) for _, schedule in schedules]
-    assert sum(out) == len(plan.solution.aways) > 0
+    assert sum(out) == len(plan.solution.offloads) > 0
     assert any(out[:1])
     for (graph, schedule), call in zip(schedules, calls, strict=True):
         simulate(graph, call.profile, schedule)
 
 
-def test_a_status_is_proven_for_values_away_too():
+def test_a_status_is_proven_for_offloaded_values_too():
     step = step_of(transformer(4))
     problem = Problem(step.graph, step.profile, share_of(step, 0.2), host=Host(1000))
-    solution = with_aways(get_strategy("portfolio"))(problem)
+    solution = with_offloading(get_strategy("portfolio"))(problem)
     alone = get_strategy("portfolio")(problem)
     assert solution.bound_ms <= alone.bound_ms or solution.status is not Status.OPTIMAL

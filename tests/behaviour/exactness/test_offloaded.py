@@ -1,4 +1,4 @@
-"""Values that go away and come back, on a CPU at once, on a GPU beside what is computed: the same bits."""
+"""Values that are offloaded and come back, on a CPU at once, on a GPU beside what is computed: the same bits."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import nn
 from hiremate_lightning.capturing.backend import planning_backend
 from hiremate_lightning.errors import ScheduleError
 from hiremate_lightning.measuring.profiling import CostCache, measure
-from hiremate_lightning.records.away import Away, Idle, idle_storages, put_away
 from hiremate_lightning.records.costs import Link
+from hiremate_lightning.records.offload import Idle, Offload, idle_storages, with_offloads
 from hiremate_lightning.records.schedule import Schedule, keep_all, lower
 from hiremate_lightning.records.simulation import simulate
 from hiremate_lightning.running import copies
@@ -29,28 +29,28 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LEAST_BYTES = 4096
 
 
-def soonest(idle: Idle, schedule: Schedule, rng: random.Random) -> Away:
-    return Away(idle.storage, idle.made, idle.last, 0)
+def soonest(idle: Idle, schedule: Schedule, rng: random.Random) -> Offload:
+    return Offload(idle.storage, idle.made, idle.last, 0)
 
 
-def latest(idle: Idle, schedule: Schedule, rng: random.Random) -> Away:
-    return Away(idle.storage, idle.last, idle.last, idle.first)
+def latest(idle: Idle, schedule: Schedule, rng: random.Random) -> Offload:
+    return Offload(idle.storage, idle.last, idle.last, idle.first)
 
 
-def anywhere(idle: Idle, schedule: Schedule, rng: random.Random) -> Away:
+def anywhere(idle: Idle, schedule: Schedule, rng: random.Random) -> Offload:
     out = rng.randint(idle.made, idle.last)
-    return Away(idle.storage, out, idle.last, rng.randint(0, idle.first))
+    return Offload(idle.storage, out, idle.last, rng.randint(0, idle.first))
 
 
 class Puts(Conductor):
-    """Runs each part with all away that may go, or some of it, where a rule says."""
+    """Runs each part with all offloaded that may be, or some of it, where a rule says."""
 
     def __init__(self, rule, decide=keep_all, share: float = 1.0) -> None:
         super().__init__(decide)
         self.rule, self.share, self.rng = rule, share, random.Random(3)
         self.host = HostMemory()
         self.programs: dict[Part, Program] = {}
-        self.away = 0
+        self.offloaded = 0
 
     def start(self, part, arguments):
         if part not in self.programs:
@@ -62,9 +62,9 @@ class Puts(Conductor):
         schedule = lower(captured.graph, self.decide(captured.graph))
         idle = idle_storages(captured.graph, schedule, pinned_storages(captured))
         chosen = [i for i in idle if captured.graph.sizes[i.storage] >= LEAST_BYTES and self.rng.random() < self.share]
-        self.away += len(chosen)
-        aways = [self.rule(i, schedule, self.rng) for i in chosen]
-        return put_away(captured.graph, schedule, aways, pinned_storages(captured))
+        self.offloaded += len(chosen)
+        offloads = [self.rule(i, schedule, self.rng) for i in chosen]
+        return with_offloads(captured.graph, schedule, offloads, pinned_storages(captured))
 
 
 def compiled(model: nn.Module, conductor: Conductor):
@@ -103,23 +103,23 @@ def both_ways(device: str, conductor: Puts, steps: int = 3) -> tuple[list[torch.
 @pytest.mark.parametrize("decide", [keep_all, every_other_kept])
 @pytest.mark.parametrize("rule", [soonest, latest, anywhere])
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_goes_away_comes_back_bit_for_bit(device, rule, decide):
+def test_what_is_offloaded_comes_back_bit_for_bit(device, rule, decide):
     conductor = Puts(rule, decide)
     expected, found = both_ways(device, conductor)
-    assert conductor.away >= 2
+    assert conductor.offloaded >= 2
     assert_same(found, expected)
 
 
 @pytest.mark.parametrize("name", ["gpt", "unet", "resnet"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_whole_models_train_bit_for_bit_with_values_away(device, name):
+def test_whole_models_train_bit_for_bit_with_offloaded_values(device, name):
     found, conductor = [], Puts(anywhere, every_other_kept, share=0.7)
     for own in (Conductor(keep_all), conductor):
         model = build_model(name)
         module = model.module.to(device)
         batches = [model.make_batch(index)[0].to(device) for index in range(2)]
         found.append(trained(module, batches, model.loss_of, compiled(module, own)))
-    assert conductor.away >= 5
+    assert conductor.offloaded >= 5
     assert_same(*found)
 
 
@@ -130,8 +130,8 @@ def test_blocks_of_the_host_are_used_again_in_each_step():
     again = Puts(soonest)
     both_ways("cpu", again, steps=4)
     (part,) = again.parts
-    away = {o.storage for o in again.programs[part].schedule.forward if hasattr(o, "storage")}
-    assert again.host.size_bytes == after_one == sum(part.captured.graph.sizes[s] for s in away)
+    offloaded = {o.storage for o in again.programs[part].schedule.forward if hasattr(o, "storage")}
+    assert again.host.size_bytes == after_one == sum(part.captured.graph.sizes[s] for s in offloaded)
 
 
 def test_a_backward_that_runs_twice_brings_values_back_twice():
@@ -178,8 +178,8 @@ def test_what_must_stay_on_the_device_is_refused_by_name(monkeypatch):
     compiled(model, conductor)(x)
     (part,) = conductor.parts
     schedule = conductor.programs[part].schedule
-    away = [o.storage for o in schedule.forward if hasattr(o, "storage")]
-    monkeypatch.setattr("hiremate_lightning.running.program.pinned_storages", lambda captured: frozenset(away[:1]))
+    offloaded = [o.storage for o in schedule.forward if hasattr(o, "storage")]
+    monkeypatch.setattr("hiremate_lightning.running.program.pinned_storages", lambda captured: frozenset(offloaded[:1]))
     with pytest.raises(ScheduleError, match=r"must stay on the device: \w+"):
         build(part.captured, schedule)
 
@@ -189,7 +189,7 @@ def test_what_must_stay_on_the_device_is_refused_by_name(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rule", "most"), [(soonest, 1.0), (latest, 0.75)])
-def test_the_peak_with_values_away_is_the_predicted_one(rule, most):
+def test_the_peak_with_offloaded_values_is_the_predicted_one(rule, most):
     """What the caller holds is held in the prediction too. All back at once, values save nothing in the backward."""
     torch.manual_seed(1)
     layers = [nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh()) for _ in range(6)]
@@ -213,8 +213,8 @@ def test_the_peak_with_values_away_is_the_predicted_one(rule, most):
         schedule = own.schedule(part) if isinstance(own, Puts) else lower(graph, keep_all(graph))
         held = replace(graph, held=(*graph.outputs, *graph.tangents))
         assert peaks[own] == simulate(held, profile, schedule).peak_bytes
-    kept, away = peaks.values()
-    assert away <= most * kept
+    kept, offloaded = peaks.values()
+    assert offloaded <= most * kept
 
 
 @pytest.mark.gpu

@@ -1,8 +1,9 @@
 """Which steps are watched: their memory measured, their operations timed, or neither. One fixed schedule decides.
 
-A reason to watch steps of a kind gets a few looks at once, then one after 64 steps of the kind, one after 128, 256, and
-so on. So watching takes ever less of the time, whatever kinds of steps come in whatever order. What code outside of a
-plan takes is seen at little cost in all other steps (`between`): where it has grown, the next step is measured.
+A reason to watch steps of a signature gets a few looks at once, then one after 64 steps of the signature, one after
+128, 256, and so on. So watching takes ever less of the time, whatever step signatures come in whatever order. What code
+outside of a plan takes is seen at little cost in all other steps (`between`): where it has grown, the next step is
+measured.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ..latest import Latest
-from .step_kind import PlanState, Reason, StepKind, Watched
+from .step_signature import PlanState, Reason, StepSignature, Watched
 
 OFTEN = 2  # steps that came before one is measured for a higher prediction: gradients may be left to a step by chance
-IN_A_ROW = 8  # steps that are measured at most until one of a kind comes whose frees are seen
+IN_A_ROW = 8  # steps that are measured at most until one of a signature comes whose frees are seen
 
 
 class Watch(Enum):
@@ -39,7 +40,7 @@ class LookSchedule:
 
     Attributes:
         at_once: Looks that it gets at once.
-        first: Steps of the kind after which it gets the next one, then twice as many, and so on.
+        first: Steps of the signature after which it gets the next one, then twice as many, and so on.
     """
 
     at_once: int
@@ -58,7 +59,7 @@ SCHEDULES = {
     Reason.AGAIN: LookSchedule(at_once=0, first=8),
     Reason.ITERATION: LookSchedule(at_once=8),
 }
-TO_PLAN = LookSchedule(at_once=64)  # of all kinds and sizes
+TO_PLAN = LookSchedule(at_once=64)  # of all signatures and sizes
 OF_NEW_PLAN = 2  # looks at the peak and the time of a plan, at once
 
 
@@ -67,10 +68,10 @@ class Expected:
     """What is known of a step that begins.
 
     Attributes:
-        kind: The planned kind that it is likely to be of, None where nothing has a plan.
-        foreseen: The kind that it is likely to be of, planned or not; None where nothing like it came before.
+        signature: The planned signature that it is likely to be of, None where nothing has a plan.
+        foreseen: The signature that it is likely to be of, planned or not; None where nothing like it came before.
         size_bytes: Of what it is called with.
-        status: What is known of that kind.
+        status: What is known of that signature.
         may_grow: Whether code outside of its plan takes memory, which may come to be more.
         has_grown: Whether code outside of its plan was seen to allocate more than in measured steps.
         is_higher: Whether more is predicted for it than for the steps of its plan whose peaks were measured.
@@ -79,8 +80,8 @@ class Expected:
             events would count how long it waits for the host.
     """
 
-    kind: StepKind | None
-    foreseen: StepKind | None
+    signature: StepSignature | None
+    foreseen: StepSignature | None
     size_bytes: int
     status: PlanState = PlanState.PLANNED
     may_grow: bool = False
@@ -116,18 +117,18 @@ class WatchPolicy:
     def __init__(self) -> None:
         self._without_plans = Watched()  # steps that came before there was any plan
         self._looks_to_plan = self._count = 0  # of steps that have ended
-        self._missed = Latest[StepKind, None](64)
+        self._missed = Latest[StepSignature, None](64)
         self._largest_bytes = 0
-        self._unseen: tuple[StepKind, Reason | None] | None = None  # of a look that saw no frees
+        self._unseen: tuple[StepSignature, Reason | None] | None = None  # of a look that saw no frees
         self._left_in_a_row = 0
 
     # ---------------------------------------------------------------- the decision
 
     def reason(self, expected: Expected) -> Reason | None:
         """Find why to watch the step that begins, None for no reason."""
-        own = self._of(expected.kind)
+        own = self._of(expected.signature)
         is_larger = expected.size_bytes > self._largest_bytes
-        if expected.kind is None or is_larger or expected.foreseen in self._missed:
+        if expected.signature is None or is_larger or expected.foreseen in self._missed:
             return Reason.PLAN
         if expected.status is PlanState.PLANNED or (expected.is_higher and own.higher >= OFTEN):
             return Reason.PEAK
@@ -141,13 +142,13 @@ class WatchPolicy:
 
     # ---------------------------------------------------------------- what it learns
 
-    def _of(self, kind: StepKind | None) -> Watched:
-        return self._without_plans if kind is None else kind.watched
+    def _of(self, signature: StepSignature | None) -> Watched:
+        return self._without_plans if signature is None else signature.watched
 
     def step_begins(self, expected: Expected) -> Look:
         """Decide about a step that begins now."""
         reason = self.reason(expected)
-        own = self._of(expected.foreseen if reason is Reason.PLAN else expected.kind)
+        own = self._of(expected.foreseen if reason is Reason.PLAN else expected.signature)
         is_any_left = reason is not Reason.PLAN or TO_PLAN.is_due(self._looks_to_plan, self._count)
         if reason is not None and is_any_left and SCHEDULES[reason].is_due(own.looks[reason], own.steps):
             own.looks[reason] += 1
@@ -156,43 +157,45 @@ class WatchPolicy:
         else:
             reason = None if self._unseen is None else self._unseen[1]
             watch = Watch.NOTHING if self._unseen is None else Watch.MEASURE
-        self._of(expected.kind).higher += expected.is_higher
+        self._of(expected.signature).higher += expected.is_higher
         self._largest_bytes = max(self._largest_bytes, expected.size_bytes)
-        is_first = watch is Watch.MEASURE and expected.kind is None
+        is_first = watch is Watch.MEASURE and expected.signature is None
         return Look(watch, reason, watch is Watch.TIME or (is_first and expected.is_on_host))
 
     def plain_step_begins(self, is_informative: bool) -> Look:
         """Decide about a step that begins now and runs as the user wrote it: it is measured where that says more."""
         return Look(Watch.MEASURE if is_informative else Watch.NOTHING, None, False)
 
-    def step_ended(self, look: Look, kind: StepKind, saw: Saw = Saw.NOTHING) -> None:
+    def step_ended(self, look: Look, signature: StepSignature, saw: Saw = Saw.NOTHING) -> None:
         """Learn that a step has ended; of one that failed nothing is learned.
 
         Args:
             look: What was watched in it.
-            kind: What it was.
+            signature: What it was.
             saw: What came of measuring it.
         """
         self._count += 1
-        kind.watched.steps += 1
+        signature.watched.steps += 1
         if saw is Saw.PEAK:
-            kind.watched.has_grown = False
+            signature.watched.has_grown = False
         self._left_in_a_row -= 1
         if self._unseen is None and saw is Saw.NO_FREES:
-            self._unseen, self._left_in_a_row = (kind, look.reason), IN_A_ROW
-        elif self._unseen is not None and (not self._left_in_a_row or (saw is Saw.PEAK and kind is self._unseen[0])):
+            self._unseen, self._left_in_a_row = (signature, look.reason), IN_A_ROW
+        elif self._unseen is not None and (
+            not self._left_in_a_row or (saw is Saw.PEAK and signature is self._unseen[0])
+        ):
             self._unseen = None
 
-    def planned(self, kind: StepKind) -> None:
-        """Learn that a kind of step has another plan, whose peak and time are to be seen."""
-        looks = self._of(kind).looks
+    def planned(self, signature: StepSignature) -> None:
+        """Learn that a step signature has another plan, whose peak and time are to be seen."""
+        looks = self._of(signature).looks
         for reason in (Reason.PEAK, Reason.TIME):
             looks[reason] = min(looks[reason], SCHEDULES[reason].at_once - OF_NEW_PLAN)
 
-    def missed(self, kind: StepKind) -> None:
-        """Learn that a step was to be measured, for its kind to be planned, and was not."""
-        self._missed[kind] = None
+    def missed(self, signature: StepSignature) -> None:
+        """Learn that a step was to be measured, for its signature to be planned, and was not."""
+        self._missed[signature] = None
 
-    def found(self, kind: StepKind) -> None:
-        """Learn that a step was measured whose kind has no plan."""
-        self._missed.pop(kind, None)
+    def found(self, signature: StepSignature) -> None:
+        """Learn that a step was measured whose signature has no plan."""
+        self._missed.pop(signature, None)

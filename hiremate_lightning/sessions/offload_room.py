@@ -12,18 +12,18 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..calls.given import tensors_inside
-from ..measuring.aside import SavedAside
 from ..measuring.files import HAS_FILES, Files
+from ..measuring.saved_offload import SavedOffload
 from ..memory.allocator import free_host_bytes
 from ..torch_private import hooks, sharding, tensor_state
 from .planned_model import PlannedModel
 
-SHARE_ASIDE = 0.5  # of what the host could still hand out, and the disk of the temporary files, at most
+OFFLOAD_SHARE = 0.5  # of what the host could still hand out, and the disk of the temporary files, at most
 MOST_ROUNDING = 2  # of what is pinned: blocks are powers of two
 
 
-class AsideRoom:
-    """The room in which a model's steps put saved values aside; once it was full, no further step uses it.
+class OffloadRoom:
+    """The room in which a model's steps offload saved values; once it was full, no further step uses it.
 
     Args:
         model: The planned model.
@@ -45,20 +45,20 @@ class AsideRoom:
         free_bytes = free_host_bytes()
         if self._model.memory.device.type == "cpu":
             disk_bytes = shutil.disk_usage(tempfile.gettempdir()).free + self.files.size_bytes
-            return int(SHARE_ASIDE * min(free_bytes, disk_bytes)) * HAS_FILES
-        room_bytes, most_bytes = int(SHARE_ASIDE * (free_bytes + self._memory.size_bytes)), self._memory.most_bytes
+            return int(OFFLOAD_SHARE * min(free_bytes, disk_bytes)) * HAS_FILES
+        room_bytes, most_bytes = int(OFFLOAD_SHARE * (free_bytes + self._memory.size_bytes)), self._memory.most_bytes
         return min(room_bytes, most_bytes or room_bytes) // MOST_ROUNDING
 
     @contextmanager
     def saving(self, arguments: Any) -> Iterator[None]:
-        """Put aside what autograd saves in a call with some arguments, these and weights left out."""
+        """Offload what autograd saves in a call with some arguments, these and weights left out."""
         root = self._model.root
         stay = tensor_state.storages_among((*tensors_inside(arguments), *root.parameters(), *root.buffers()))
-        with hooks.giving_way_to_transforms(), SavedAside(stay, self._memory, self._are_full, self.files):
+        with hooks.giving_way_to_transforms(), SavedOffload(stay, self._memory, self._are_full, self.files):
             yield
 
     def _are_full(self, error: OSError | MemoryError) -> None:
-        """Warn that what was to be put aside stays in memory."""
+        """Warn that what was to be offloaded stays in memory."""
         self._is_usable = False
         self.files.forget()
         self._model.announcements.say(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from hiremate_lightning.kinds.sizes_of_calls import SizesOfCalls, VaryingSizes
+from hiremate_lightning.signatures.sizes_of_calls import SizesOfCalls, VaryingSizes
 
 
 class Template:

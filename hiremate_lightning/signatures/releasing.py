@@ -1,4 +1,4 @@
-"""Kinds of steps whose plan gains nothing: they are given back to eager PyTorch.
+"""Step signatures whose plan gains nothing: they are given back to eager PyTorch.
 
 Where nothing fits the budget, a plan may take as much memory as no plan. Once a step without it has shown that, all
 such steps run eager. Where the step fits the budget as the user wrote it, such a plan recomputes nothing. Whether
@@ -13,7 +13,7 @@ from statistics import quantiles
 
 from .. import thresholds
 
-SETTLED_STEPS = 8  # of a kind that ran by its plan before plain steps are tried
+SETTLED_STEPS = 8  # of a signature that ran by its plan before plain steps are tried
 SAMPLES = 12  # steps of each way that are timed
 CLEARLY_SLOWER = 1.05  # a plan than eager PyTorch, or it stays
 TRIES = 4  # plain steps to measure in a row, until one shows its peak
@@ -21,7 +21,7 @@ TRIES = 4  # plain steps to measure in a row, until one shows its peak
 
 @dataclass
 class PlainTrial:
-    """Times a kind of step with and without its plan, and decides whether that is given back.
+    """Times a step signature with and without its plan, and decides whether that is given back.
 
     Attributes:
         planned_steps: How many ran by the plan, unwatched.

@@ -1,4 +1,4 @@
-"""Steps of several kinds and sizes: each has its own plan, or runs by that of another."""
+"""Steps of several signatures and sizes: each has its own plan, or runs by that of another."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
-from hiremate_lightning.kinds import recorded_step
 from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.signatures import recorded_step
 from hiremate_lightning.targets.modules import targets_of
 from tests.exact import assert_same, network, quiet
 from tests.life import (
@@ -58,7 +58,7 @@ def test_steps_of_two_shapes_in_turn_stay_exact():
     assert_exact(act)
 
 
-def test_a_kind_that_was_not_foreseen_meets_what_has_grown():
+def test_a_signature_that_was_not_foreseen_meets_what_has_grown():
     """Its plan was made before the optimizer had any state, and steps are counted seldom after the first ones."""
     torch.manual_seed(1)
     model = hiremate(nn.ModuleDict({"one": Net(), "other": Net()}), "1 GiB", verbose=False)
@@ -94,14 +94,14 @@ def test_a_smaller_size_runs_by_the_plan_of_a_larger_one(planning_log):
 
 
 def test_a_step_of_other_code_is_not_taken_for_another_size():
-    """Of one kind of step three outputs get no gradients; the other kind has a single output."""
+    """Of one step signature three outputs get no gradients; the other signature has a single output."""
 
     @network(lambda: {"one": Net(), "other": Net()})
-    def two_kinds(self, x: torch.Tensor, first: bool) -> tuple[torch.Tensor, ...]:
+    def two_signatures(self, x: torch.Tensor, first: bool) -> tuple[torch.Tensor, ...]:
         y = self.one(x) if first else self.other(x)
         return (y.relu(), y * 2, y.sigmoid(), y.tanh()) if first else (y,)
 
-    model = hiremate(two_kinds(), "90%", verbose=False)
+    model = hiremate(two_signatures(), "90%", verbose=False)
     for index in range(8):
         model.zero_grad()
         model(batch(index), index < 4)[0].square().mean().backward()
@@ -167,21 +167,21 @@ def test_a_first_step_above_its_budget_is_announced_once():
     with recorded() as said:
         for index in range(3):
             step(model, index)
-        planned_kinds = targets_of(model).session.planned
-        history = planned_kinds.history
-        (kind,) = history.planned
-        planned_kinds.warn_of_first_step(kind, kind.plan.budget_bytes + 2**20)
-        other = history[(*kind.graphs, 1)]
-        history.install(other, kind.plan, {})
+        planned_signatures = targets_of(model).session.planned
+        history = planned_signatures.history
+        (signature,) = history.planned
+        planned_signatures.warn_of_first_step(signature, signature.plan.budget_bytes + 2**20)
+        other = history[(*signature.graphs, 1)]
+        history.install(other, signature.plan, {})
         for excess in (2**10, 2**20, 2**21):
-            planned_kinds.warn_of_first_step(other, kind.plan.budget_bytes + excess)
+            planned_signatures.warn_of_first_step(other, signature.plan.budget_bytes + excess)
     (text,) = said
-    assert "The first step of another kind took" in text
+    assert "The first step of another signature took" in text
     assert "1.00 MiB above its budget, since it had no plan yet" in text
 
 
 @pytest.mark.usefixtures("_captures_all")
-def test_two_kinds_in_turn_are_measured_and_then_left_alone():
+def test_two_signatures_in_turn_are_measured_and_then_left_alone():
     model = planned("80%")
     for index in range(20):  # ten of each; the ninth and tenth are measured once more
         step(model, index, rows=ROWS * (1 + index % 2))
@@ -220,7 +220,7 @@ def test_steps_that_begin_alike_stay_within_the_budget():
     torch.manual_seed(1)
     model = hiremate(Turns(), "1 GiB", verbose=False)
     go(1, 1, 1, 1, -1, -1, -1, -1)
-    short, long = (session_of(model).plans[kind] for kind in ((0, 1), (0, 2)))
+    short, long = (session_of(model).plans[signature] for signature in ((0, 1), (0, 2)))
     assert long.unplanned_peak_bytes > short.unplanned_peak_bytes
     hiremate(model, f"{short.unplanned_peak_bytes + 12288} B")
     plan = session_of(model).plans[0, 2]
@@ -239,7 +239,7 @@ def test_a_peak_is_compared_with_what_existed_before_its_step(budget):
         for index in range(12):
             step(model, index, ROWS - 8 if index % 4 == 3 else ROWS)  # the last batch of each epoch is smaller
     assert not said
-    assert all(kind.recorded.margin_bytes == 0 for kind in session_of(model).planned.history.recorded)
+    assert all(signature.recorded.margin_bytes == 0 for signature in session_of(model).planned.history.recorded)
 
 
 class LeavesOut(nn.Module):
@@ -279,7 +279,7 @@ def train_leaving_out(budget: float | str | None, steps: int = 24) -> tuple[nn.M
 
 @pytest.mark.parametrize("is_share", [False, True], ids=["bytes", "share"])
 def test_steps_that_leave_out_layers_stay_within_the_budget(is_share):
-    """So does the first step of a kind that runs no more than one that has come before, and all have one budget."""
+    """So does the first step of a signature that runs no more than one before it, and all have one budget."""
     _, _, plain, expected = train_leaving_out(None)
     with recorded() as said:
         model, counts, peaks, found = train_leaving_out("60%" if is_share else int(0.6 * max(plain)))
@@ -348,9 +348,9 @@ def test_a_layer_called_late_runs_as_the_equal_layers_do(varies):
     assert after == before
 
 
-def test_equal_layers_make_one_kind_of_step_whichever_run():
+def test_equal_layers_make_one_signature_of_step_whichever_run():
     """What counts is how many of them run, not which were captured before all others."""
     rows = [ROWS] * 16
     model, _, _ = train_chosen(True, rows, chance=0.6)
-    sequences = {kind.graphs for kind in session_of(model).planned.history}
+    sequences = {signature.graphs for signature in session_of(model).planned.history}
     assert len({len(graphs) for graphs in sequences}) == len(sequences)

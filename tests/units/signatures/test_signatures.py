@@ -1,4 +1,4 @@
-"""Kinds of steps: which one is foreseen."""
+"""Step signatures: which one is foreseen."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.kinds.history import CERTAIN, History, Order, place_in
+from hiremate_lightning.signatures.history import CERTAIN, History, Order, place_in
 from tests.exact import quiet
 
 CRITIC, GENERATOR = (0,), (1, 2)
@@ -26,11 +26,11 @@ def likely(history):
 
 
 def all_likely(history):
-    return {kind.graphs for kind in history.all_likely(history.foresee((0, 0)))}
+    return {signature.graphs for signature in history.all_likely(history.foresee((0, 0)))}
 
 
 def alternating():
-    """Two kinds that have come in turns; each was planned when the next step began."""
+    """Two signatures that have come in turns; each was planned when the next step began."""
     history = History()
     run(history, CRITIC)
     history.install(history[CRITIC], PLAN, {})
@@ -40,14 +40,14 @@ def alternating():
     return history
 
 
-def test_kinds_that_come_in_turns_are_foreseen_as_soon_as_both_are_planned():
+def test_signatures_that_come_in_turns_are_foreseen_as_soon_as_both_are_planned():
     history = alternating()
     assert likely(history) == GENERATOR
     run(history, GENERATOR)
     assert likely(history) == CRITIC
 
 
-def test_replanning_as_a_step_begins_keeps_the_order_of_kinds():
+def test_replanning_as_a_step_begins_keeps_the_order_of_signatures():
     history = alternating()
     run(history, GENERATOR)
     history.install(history[CRITIC], PLAN, {})
@@ -55,27 +55,27 @@ def test_replanning_as_a_step_begins_keeps_the_order_of_kinds():
     assert likely(history) == GENERATOR
 
 
-def test_a_kind_that_is_dropped_has_no_plan_and_keeps_its_counts():
+def test_a_signature_that_is_dropped_has_no_plan_and_keeps_its_counts():
     history = alternating()
     history.drop(history[CRITIC])
-    assert [kind.graphs for kind in history.planned] == [*history.plans] == [GENERATOR]
+    assert [signature.graphs for signature in history.planned] == [*history.plans] == [GENERATOR]
     assert history.latest is None
     assert history[CRITIC].sights.count == 2
 
 
-def test_a_cycle_of_kinds_is_foreseen_when_it_has_come_twice():
+def test_a_cycle_of_signatures_is_foreseen_when_it_has_come_twice():
     order, cycle = Order(), [CRITIC] * 5 + [GENERATOR]
-    for kind in [*cycle, *cycle]:
-        order.note(kind, 100)
-    for kind in [*cycle, *cycle]:
-        assert next(order.foresee(100)) == kind
-        order.note(kind, 100)
+    for signature in [*cycle, *cycle]:
+        order.note(signature, 100)
+    for signature in [*cycle, *cycle]:
+        assert next(order.foresee(100)) == signature
+        order.note(signature, 100)
 
 
-def test_a_kind_is_foreseen_by_the_size_of_its_step():
+def test_a_signature_is_foreseen_by_the_size_of_its_step():
     order = Order()
-    for kind, size_bytes in [(CRITIC, 100)] * 7 + [(GENERATOR, 60)]:
-        order.note(kind, size_bytes)
+    for signature, size_bytes in [(CRITIC, 100)] * 7 + [(GENERATOR, 60)]:
+        order.note(signature, size_bytes)
     assert next(order.foresee(60)) == GENERATOR
     assert next(order.foresee(100)) == CRITIC
     assert next(order.foresee(80), None) is None
@@ -91,7 +91,7 @@ def test_an_order_is_certain_after_many_foreseen_steps():
     assert not order.is_certain
 
 
-def test_a_certain_order_tells_confused_kinds_apart():
+def test_a_certain_order_tells_confused_signatures_apart():
     history, longer = alternating(), (*GENERATOR, 3)
     run(history, GENERATOR)
     run(history, longer)
@@ -104,23 +104,23 @@ def test_a_certain_order_tells_confused_kinds_apart():
     assert all_likely(history) == {longer}
 
 
-def test_a_kind_planned_later_joins_those_it_begins_like():
+def test_a_signature_planned_later_joins_those_it_begins_like():
     history, longer, shorter = alternating(), (*GENERATOR, 3), GENERATOR[:1]
     history.confuse(history[GENERATOR])
     for graphs in (longer, shorter):
         run(history, graphs)
         history.install(history[graphs], PLAN, {})
-    assert {kind.graphs for kind in history.taken_for(history[shorter])} == {GENERATOR, longer, shorter}
-    assert {kind.graphs for kind in history.taken_for(history[CRITIC])} == {CRITIC}
+    assert {signature.graphs for signature in history.taken_for(history[shorter])} == {GENERATOR, longer, shorter}
+    assert {signature.graphs for signature in history.taken_for(history[CRITIC])} == {CRITIC}
 
 
 @pytest.mark.parametrize(
     ("ran", "place"), [((1,), 0), ((2,), 1), ((1, 3), 3), ((2, 2), 2), ((1, 3, 2), None), ((4,), None), ((), -1)]
 )
 def test_a_step_that_leaves_out_graphs_keeps_its_place(ran, place):
-    kind = History()[1, 2, 2, 3]
-    kind.step = SimpleNamespace(waits=False)
-    assert place_in(kind, ran) == place
+    signature = History()[1, 2, 2, 3]
+    signature.step = SimpleNamespace(waits=False)
+    assert place_in(signature, ran) == place
 
 
 def train_in_turns(model, optimizers, index):

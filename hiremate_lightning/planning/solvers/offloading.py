@@ -1,9 +1,9 @@
-"""A strategy whose answers may have values away: its own answer, or a faster one that offloads some values.
+"""A strategy whose answers may have values offloaded: its own answer, or a faster one that offloads some values.
 
 The schedule of a larger budget recomputes less. With its excess offloaded, it may be faster than the schedule of the
-budget itself. So a strategy answers the budget first, exactly as it does where nothing may go away. Then it answers a
-few larger ones, and the second pass (`away.py`) offloads the excess of each of these, and of plain training. The
-fastest is taken where it gains clearly; else the first answer stays.
+budget itself. So a strategy answers the budget first, exactly as it does where nothing may be offloaded. Then it
+answers a few larger ones, and the second pass (`offload.py`) offloads the excess of each of these, and of plain
+training. The fastest is taken where it gains clearly; else the first answer stays.
 """
 
 from __future__ import annotations
@@ -14,42 +14,42 @@ from functools import wraps
 
 from ...records.schedule import keep_all
 from ...records.step import Decisions
-from .away import Choice, away_bound, fastest_choice, host_of, least_bytes
-from .base import Problem, Solution, Status, Strategy, away_proposals
+from .base import Problem, Solution, Status, Strategy, offload_proposals
 from .least_memory import smallest_budget
 from .model import StepModel
+from .offload import Choice, fastest_choice, host_of, least_bytes, offload_bound
 
-SHARES = (0.25, 0.5, 0.75)  # of the bytes that may be away: the budgets between that are solved
+SHARES = (0.25, 0.5, 0.75)  # of the bytes that may be offloaded: the budgets between that are solved
 SOLVES_SHARE, BOUND_SHARE = 0.5, 0.2  # of the time limit, for all of these together and for the bound
 MOST_SHARE = 2.0  # of the time limit that an answer may take, with the proposals of a paper's method
 
 
-def with_aways(strategy: Strategy) -> Strategy:
-    """Wrap a strategy: where a problem has memory of the host, its answers may have values away."""
+def with_offloading(strategy: Strategy) -> Strategy:
+    """Wrap a strategy: where a problem has memory of the host, its answers may have values offloaded."""
 
     @wraps(strategy)
     def solve(problem: Problem) -> Solution:
         alone = strategy(replace(problem, host=None))
-        if not can_put_away(problem) or (alone.is_feasible and alone.is_plain):
+        if not can_offload(problem) or (alone.is_feasible and alone.is_plain):
             return alone
         return _Improving(problem, strategy, alone).answer()
 
     return solve
 
 
-def can_put_away(problem: Problem) -> bool:
-    """Whether values may go away at all."""
+def can_offload(problem: Problem) -> bool:
+    """Whether values may be offloaded at all."""
     return host_of(problem).size_bytes > 0 and problem.profile.link is not None
 
 
-def least_with_aways(problem: Problem, smallest: Solution) -> Solution:
-    """Return the solution of least memory of a step where values may go away.
+def least_with_offloads(problem: Problem, smallest: Solution) -> Solution:
+    """Return the solution of least memory of a step where values may be offloaded.
 
     Args:
         problem: The step; its budget doesn't count.
         smallest: The solution of least memory where all stays on the device; it is returned where none takes less.
     """
-    if not can_put_away(problem):
+    if not can_offload(problem):
         return smallest
     candidates = [keep_all(problem.graph), smallest.recompute]
     least = least_bytes(problem, candidates)
@@ -65,14 +65,14 @@ def _chosen(solution: Solution, choice: Choice) -> Solution:
         status=Status.FEASIBLE,
         recompute=choice.recompute,
         recompute_ms=choice.recompute_ms,
-        aways=choice.aways,
+        offloads=choice.offloads,
         wait_ms=choice.wait_ms,
         peak_bytes=choice.peak_bytes,
     )
 
 
 class _Improving:
-    """A search for a solution with values away that is faster than one without.
+    """A search for a solution with values offloaded that is faster than one without.
 
     Args:
         problem: The problem.
@@ -87,9 +87,9 @@ class _Improving:
         self._work_s, self._solve_s = alone.work_s, alone.solve_s
 
     def answer(self) -> Solution:
-        """Return the first answer, or a clearly faster one, with a bound that holds for values away too."""
+        """Return the first answer, or a clearly faster one, with a bound that holds for values offloaded too."""
         limit_s, work = self._problem.options.time_limit_s, self._model.work
-        bound_ms = away_bound(self._model, self._problem.budget_bytes, work.done_s + BOUND_SHARE * limit_s)
+        bound_ms = offload_bound(self._model, self._problem.budget_bytes, work.done_s + BOUND_SHARE * limit_s)
         self._work_s += work.done_s
         alone = self._alone
         if bound_ms is None or (alone.is_feasible and alone.extra_ms <= bound_ms + self._gap_ms):
@@ -99,7 +99,7 @@ class _Improving:
         return self._proven(_chosen(alone, choice) if choice is not None and gains else alone, bound_ms)
 
     def _candidates(self) -> Iterator[Decisions]:
-        """Yield decisions that keep more than the budget, and some of whose values are to go away."""
+        """Yield decisions that keep more than the budget, and some of whose values are to be offloaded."""
         alone, lower_bytes = self._alone, self._problem.budget_bytes
         yield keep_all(self._problem.graph)
         if alone.is_feasible:
@@ -108,7 +108,7 @@ class _Improving:
             smallest = smallest_budget(replace(self._problem, host=None))
             lower_bytes = max(lower_bytes, smallest.peak_bytes)
             yield smallest.recompute
-        yield from away_proposals(alone.strategy, self._problem)
+        yield from offload_proposals(alone.strategy, self._problem)
         options = self._problem.options
         each = replace(options, time_limit_s=SOLVES_SHARE * options.time_limit_s / len(SHARES), progress=None)
         for share in SHARES:
@@ -120,19 +120,19 @@ class _Improving:
                     yield larger.recompute
 
     def _most_bytes(self) -> int:
-        """Return the largest budget whose excess can go away before that costs more than it can save."""
+        """Return the largest budget whose excess can be offloaded before that costs more than it can save."""
         problem, alone, most_bytes = self._problem, self._alone, self._model.keep_all_bytes
-        link, away_bytes = problem.profile.link, host_of(problem).size_bytes
-        assert link is not None, "can_put_away has looked"
+        link, offloaded_bytes = problem.profile.link, host_of(problem).size_bytes
+        assert link is not None, "can_offload has looked"
         if alone.is_feasible:
             halves = (problem.graph.forward, link.out_bytes_per_ms), (problem.graph.backward, link.in_bytes_per_ms)
             for nodes, bytes_per_ms in halves:
                 half_ms = sum(problem.profile.time_ms[node] for node in nodes) + alone.extra_ms
-                away_bytes = min(away_bytes, int(half_ms * bytes_per_ms))
-        return min(most_bytes, problem.budget_bytes + away_bytes)
+                offloaded_bytes = min(offloaded_bytes, int(half_ms * bytes_per_ms))
+        return min(most_bytes, problem.budget_bytes + offloaded_bytes)
 
     def _proven(self, solution: Solution, bound_ms: float | None) -> Solution:
-        """Return a solution with the bound of all plans, including those with values away."""
+        """Return a solution with the bound of all plans, including those with values offloaded."""
         solution = replace(solution, work_s=self._work_s, solve_s=self._solve_s)
         if not solution.is_feasible:
             status = Status.INFEASIBLE if bound_ms is None else Status.NOT_FOUND

@@ -1,4 +1,4 @@
-"""Storages that are away: what a schedule does with them, counted by hand, and by two slower ways."""
+"""Storages that are offloaded: what a schedule does with them, counted by hand, and by two slower ways."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiremate_lightning.errors import ScheduleError
-from hiremate_lightning.records.away import Away, Idle, idle_storages, may_lie_aside, put_away
 from hiremate_lightning.records.costs import Link, Profile, profile_from_json
 from hiremate_lightning.records.graph import Graph, StorageKind
 from hiremate_lightning.records.lines import Copied
+from hiremate_lightning.records.offload import Idle, Offload, can_be_offloaded, idle_storages, with_offloads
 from hiremate_lightning.records.schedule import (
     Compute,
     CopyIn,
@@ -47,7 +47,7 @@ def storage_of(graph: Graph, name: str) -> int:
     return storage
 
 
-def test_a_value_can_go_away_between_its_last_and_its_first_use():
+def test_a_value_can_be_offloaded_between_its_last_and_its_first_use():
     graph, _, schedule = kept(3)
     a0, a1 = storage_of(graph, "a0"), storage_of(graph, "a1")
     # a0 is made by the first operation and read by the second; of the backward it is g1 that reads it, the second.
@@ -58,10 +58,10 @@ def test_a_value_can_go_away_between_its_last_and_its_first_use():
     )
 
 
-def test_a_value_that_is_away_is_counted_as_by_hand():
+def test_a_value_that_is_offloaded_is_counted_as_by_hand():
     graph, profile, schedule = kept(3)
     a0 = storage_of(graph, "a0")
-    found = simulate(graph, profile, put_away(graph, schedule, [Away(a0, out=1, gone=2, back=1)]))
+    found = simulate(graph, profile, with_offloads(graph, schedule, [Offload(a0, out=1, gone=2, back=1)]))
     # a0; a0 and a1, then a0 is gone; a1 and a2; a1, dy and g2; a0, which is back, g2 and g1; g1 and g0.
     assert moments(found) == [(100, 100), (200, 100), (200, 100), (300, 100), (300, 100), (200, 100)]
     assert (found.peak_bytes, found.saved_bytes, found.host_bytes) == (300, 100, 100)
@@ -73,8 +73,8 @@ def test_a_value_that_is_away_is_counted_as_by_hand():
 
 def test_a_copy_that_begins_earlier_takes_memory_and_no_time():
     graph, profile, schedule = kept(3)
-    away = Away(storage_of(graph, "a0"), out=1, gone=2, back=0)
-    found = simulate(graph, profile, put_away(graph, schedule, [away]))
+    offload = Offload(storage_of(graph, "a0"), out=1, gone=2, back=0)
+    found = simulate(graph, profile, with_offloads(graph, schedule, [offload]))
     # a0 is back before g2 runs: a0, a1, dy and g2.
     assert moments(found)[3:] == [(400, 200), (300, 100), (200, 100)]
     assert (found.time_ms, found.wait_ms) == (6.0, 0.0)
@@ -83,8 +83,8 @@ def test_a_copy_that_begins_earlier_takes_memory_and_no_time():
 def test_copies_of_one_direction_wait_for_each_other():
     graph, profile, schedule = kept(4, SLOW)
     a0, a1 = storage_of(graph, "a0"), storage_of(graph, "a1")
-    aways = [Away(a1, out=2, gone=4, back=0), Away(a0, out=1, gone=4, back=0)]
-    found = simulate(graph, profile, put_away(graph, schedule, aways))
+    offloads = [Offload(a1, out=2, gone=4, back=0), Offload(a0, out=1, gone=4, back=0)]
+    found = simulate(graph, profile, with_offloads(graph, schedule, offloads))
     # Out: a0 from 1 to 3, a1 from 3 to 5, and computing, done at 4, waits for it. In: a1 from 5 to 9, a0 from 9 to 13.
     assert [(c.storage, c.is_out, c.start_ms, c.end_ms) for c in found.copies] == [
         *((a0, True, 1.0, 3.0), (a1, True, 3.0, 5.0)),
@@ -96,11 +96,11 @@ def test_copies_of_one_direction_wait_for_each_other():
 
 def test_each_copy_takes_the_latency_of_the_link():
     graph, profile, schedule = kept(3, Link(100.0, 100.0, latency_ms=0.5))
-    away = Away(storage_of(graph, "a0"), out=1, gone=2, back=1)
-    assert simulate(graph, profile, put_away(graph, schedule, [away])).wait_ms == 0.5 + 1.5
+    offload = Offload(storage_of(graph, "a0"), out=1, gone=2, back=1)
+    assert simulate(graph, profile, with_offloads(graph, schedule, [offload])).wait_ms == 0.5 + 1.5
 
 
-def test_views_go_away_with_their_storage_and_come_back_with_it():
+def test_views_are_offloaded_with_their_storage_and_come_back_with_it():
     b = Builder()
     a = b.op("a", (b.input("x", 1, StorageKind.INPUT),), 100)
     view = b.op("view", (a,), view_of=a, time=0.0)
@@ -109,7 +109,7 @@ def test_views_go_away_with_their_storage_and_come_back_with_it():
     graph, profile = b.graph(outputs=(out,))
     schedule, storage = lower(graph, keep_all(graph)), storage_of(graph, "a")
     assert [(idle.last, idle.first) for idle in idle_storages(graph, schedule)] == [(3, 0)]
-    found = simulate(graph, replace(profile, link=FAST), put_away(graph, schedule, [Away(storage, 1, 3, 0)]))
+    found = simulate(graph, replace(profile, link=FAST), with_offloads(graph, schedule, [Offload(storage, 1, 3, 0)]))
     assert (found.saved_bytes, [m.live_bytes for m in found.timeline]) == (0, [100, 100, 0, 0])
 
 
@@ -128,7 +128,7 @@ def test_what_a_mutation_changes_is_copied_after_it():
 
 
 @pytest.mark.parametrize("seen", ["outputs", "held", "gradients"])
-def test_what_others_see_does_not_go_away(seen: str):
+def test_what_others_see_does_not_get_offloaded(seen: str):
     graph, _, schedule = kept(3)
     a0 = graph.nodes[0].outputs[0]
     others = replace(graph, **{seen: (*getattr(graph, seen), a0)})
@@ -153,8 +153,8 @@ def test_what_outside_code_uses_and_what_is_pinned_stays():
 def test_what_is_retained_for_another_backward_stays_on_the_host():
     graph, profile, schedule = kept(3)
     retaining = replace(graph, retained=tuple(range(len(graph.tensors))))
-    away = Away(storage_of(graph, "a0"), out=1, gone=2, back=1)
-    found = simulate(retaining, profile, put_away(retaining, schedule, [away]))
+    offload = Offload(storage_of(graph, "a0"), out=1, gone=2, back=1)
+    found = simulate(retaining, profile, with_offloads(retaining, schedule, [offload]))
     # a1 and g2; a1 and g1, as a0 has come back and died with it; a1 and g0.
     assert [moment.live_bytes for moment in found.timeline[3:]] == [200, 200, 200]
 
@@ -165,18 +165,20 @@ def test_a_value_that_comes_back_may_be_computed_again_later():
     schedule = lower(graph, ((0, 1), (1,), (0,), (), ()))  # a0 is saved by none: make it so
     assert a0 not in {graph.tensors[t].storage for t in schedule.saved}
     schedule = lower(graph, ((1,), (), (0,), (), ()))  # a1 from a0, which is dropped and computed again for g1
-    away = Away(a0, out=1, gone=2, back=0)
-    found = simulate(graph, profile, put_away(graph, schedule, [away]))
+    offload = Offload(a0, out=1, gone=2, back=0)
+    found = simulate(graph, profile, with_offloads(graph, schedule, [offload]))
     assert found.recompute_ms == 2.0
-    assert [life.band for life in lifetimes(graph, put_away(graph, schedule, [away])) if life.storage == a0] == [
+    assert [
+        life.band for life in lifetimes(graph, with_offloads(graph, schedule, [offload])) if life.storage == a0
+    ] == [
         *(Band.OFFLOADED, Band.OFFLOADED),
         Band.RECOMPUTED,
     ]
 
 
-def test_nothing_away_is_the_schedule_as_it_was():
+def test_nothing_offloaded_is_the_schedule_as_it_was():
     graph, _, schedule = kept(3)
-    assert put_away(graph, schedule, []) == schedule
+    assert with_offloads(graph, schedule, []) == schedule
 
 
 def test_a_profile_with_a_link_is_read_back_equal():
@@ -192,22 +194,22 @@ def without(operations: tuple[Operation, ...], kind: type) -> tuple[Operation, .
 
 
 @pytest.fixture
-def away() -> tuple[Graph, Profile, Schedule]:
+def offload() -> tuple[Graph, Profile, Schedule]:
     graph, profile, schedule = kept(3)
-    return graph, profile, put_away(graph, schedule, [Away(storage_of(graph, "a0"), out=1, gone=2, back=1)])
+    return graph, profile, with_offloads(graph, schedule, [Offload(storage_of(graph, "a0"), out=1, gone=2, back=1)])
 
 
-def test_a_read_before_the_wait_for_the_way_back_is_refused(away):
-    graph, profile, schedule = away
+def test_a_read_before_the_wait_for_the_way_back_is_refused(offload):
+    graph, profile, schedule = offload
     early = replace(schedule, backward=(*without(schedule.backward, WaitIn), WaitIn(storage_of(graph, "a0"))))
-    assert refused(graph, profile, early) == "'g1' reads 'a0', which is away"
+    assert refused(graph, profile, early) == "'g1' reads 'a0', which is offloaded"
 
 
-def test_a_read_while_it_is_away_is_refused(away):
-    graph, profile, schedule = away
+def test_a_read_while_it_is_offloaded_is_refused(offload):
+    graph, profile, schedule = offload
     a0 = storage_of(graph, "a0")
     forward = (Compute(0), CopyOut(a0), WaitOut(a0), Compute(1), *without(schedule.forward, Compute))
-    assert refused(graph, profile, replace(schedule, forward=forward)) == "'a1' reads 'a0', which is away"
+    assert refused(graph, profile, replace(schedule, forward=forward)) == "'a1' reads 'a0', which is offloaded"
 
 
 @pytest.mark.parametrize(
@@ -216,11 +218,11 @@ def test_a_read_while_it_is_away_is_refused(away):
         ("forward", CopyOut, "WaitOut of 'a0' is out of turn"),
         ("forward", WaitOut, "The forward ends before it has copied out 'a0': its last operation is CopyOut"),
         ("backward", CopyIn, "WaitIn of 'a0' is out of turn"),
-        ("backward", WaitIn, "'g1' reads 'a0', which is away"),
+        ("backward", WaitIn, "'g1' reads 'a0', which is offloaded"),
     ],
 )
-def test_no_part_of_the_way_can_be_left_out(away, half, left_out, words):
-    graph, profile, schedule = away
+def test_no_part_of_the_way_can_be_left_out(offload, half, left_out, words):
+    graph, profile, schedule = offload
     broken = replace(schedule, **{half: without(getattr(schedule, half), left_out)})
     assert refused(graph, profile, broken) == words
 
@@ -242,14 +244,14 @@ def test_a_value_that_is_freed_while_it_is_copied_is_refused():
     assert refused(graph, profile, replace(schedule, forward=forward)) == words
 
 
-def test_what_is_held_to_the_end_of_the_step_can_not_go_away(away):
-    graph, profile, schedule = away
+def test_what_is_held_to_the_end_of_the_step_can_not_get_offloaded(offload):
+    graph, profile, schedule = offload
     holding = replace(graph, held=graph.nodes[0].outputs)
-    assert refused(holding, profile, schedule) == "'a0' can't go away: it is held to the end of the step"
+    assert refused(holding, profile, schedule) == "'a0' can't be offloaded: it is held to the end of the step"
 
 
-def test_a_free_after_a_copy_in_waits_for_a_node(away):
-    graph, profile, schedule = away
+def test_a_free_after_a_copy_in_waits_for_a_node(offload):
+    graph, profile, schedule = offload
     first = next(position for position, o in enumerate(schedule.backward) if isinstance(o, Free))
     copy_in = CopyIn(storage_of(graph, "a0"))
     backward = list(without(schedule.backward, CopyIn))
@@ -258,15 +260,15 @@ def test_a_free_after_a_copy_in_waits_for_a_node(away):
     assert refused(graph, profile, replace(schedule, backward=tuple(backward))) == words
 
 
-def test_values_come_back_in_the_backward_only(away):
-    graph, profile, schedule = away
+def test_values_come_back_in_the_backward_only(offload):
+    graph, profile, schedule = offload
     forward = (*schedule.forward, CopyIn(storage_of(graph, "a0")))
-    words = "The forward has a CopyIn: values go away in the forward, and come back after it"
+    words = "The forward has a CopyIn: values are offloaded in the forward, and come back after it"
     assert refused(graph, profile, replace(schedule, forward=forward)) == words
 
 
-def test_a_schedule_with_copies_needs_a_link(away):
-    graph, profile, schedule = away
+def test_a_schedule_with_copies_needs_a_link(offload):
+    graph, profile, schedule = offload
     words = refused(graph, replace(profile, link=None), schedule)
     assert words == "The schedule copies to the host, but its costs do not say how fast (Profile.link)"
 
@@ -278,33 +280,33 @@ def test_a_schedule_with_copies_needs_a_link(away):
 )
 def test_places_that_do_not_fit_are_refused(places: dict[str, int]):
     graph, _, schedule = kept(3)
-    away = replace(Away(storage_of(graph, "a0"), out=1, gone=2, back=1), **places)
+    offload = replace(Offload(storage_of(graph, "a0"), out=1, gone=2, back=1), **places)
     with pytest.raises(ScheduleError, match=r"does not fit Idle\(storage=1, made=1, last=2, first=1, "):
-        put_away(graph, schedule, [away])
+        with_offloads(graph, schedule, [offload])
 
 
-def test_a_storage_that_may_not_go_away_or_goes_twice_is_refused():
+def test_a_storage_that_may_not_be_offloaded_or_goes_twice_is_refused():
     graph, _, schedule = kept(3)
-    away = Away(storage_of(graph, "a0"), out=1, gone=2, back=1)
-    with pytest.raises(ScheduleError, match="may not go away"):
-        put_away(graph, schedule, [replace(away, storage=storage_of(graph, "a2"))])
-    with pytest.raises(ScheduleError, match="goes away twice"):
-        put_away(graph, schedule, [away, away])
+    offload = Offload(storage_of(graph, "a0"), out=1, gone=2, back=1)
+    with pytest.raises(ScheduleError, match="may not be offloaded"):
+        with_offloads(graph, schedule, [replace(offload, storage=storage_of(graph, "a2"))])
+    with pytest.raises(ScheduleError, match="is offloaded twice"):
+        with_offloads(graph, schedule, [offload, offload])
 
 
 # ---------------------------------------------------------------- two slower ways to count the same
 
 
-def slowly_counted_bytes(graph: Graph, profile: Profile, schedule: Schedule, aways: list[Away]) -> list[int]:
-    """Count the bytes while each node runs: all blocks that live then, but for those across the turn that are away."""
+def slowly_counted_bytes(graph: Graph, profile: Profile, schedule: Schedule, offloads: list[Offload]) -> list[int]:
+    """Count the bytes while each node runs: all blocks that live then, but for those that are offloaded."""
     nodes = [o.node for o in (*schedule.forward, *schedule.backward) if isinstance(o, Compute)]
     turn = sum(isinstance(operation, Compute) for operation in schedule.forward)
-    windows = {away.storage: range(away.gone, turn + away.back) for away in aways}
+    windows = {offload.storage: range(offload.gone, turn + offload.back) for offload in offloads}
     counted = [profile.workspace_bytes[node] for node in nodes]
     for storage, first, last in blocks(graph, schedule):
-        is_away = windows.get(storage, range(0)) if first < turn <= last else range(0)
+        is_offloaded = windows.get(storage, range(0)) if first < turn <= last else range(0)
         for moment in range(first, last + 1):
-            counted[moment] += 0 if moment in is_away else graph.sizes[storage]
+            counted[moment] += 0 if moment in is_offloaded else graph.sizes[storage]
     return counted
 
 
@@ -338,13 +340,13 @@ def tick_by_tick(graph: Graph, profile: Profile, schedule: Schedule) -> int:
                     queue.pop(0)
 
 
-def random_aways(graph: Graph, schedule: Schedule, rng: random.Random) -> list[Away]:
+def random_offloads(graph: Graph, schedule: Schedule, rng: random.Random) -> list[Offload]:
     found = []
     for idle in idle_storages(graph, schedule):
         if rng.random() < 0.6:
             out = rng.randint(idle.made, idle.end)
             gone = rng.randint(max(out, idle.last), idle.end)
-            found.append(Away(idle.storage, out, gone, rng.randint(idle.start, idle.first)))
+            found.append(Offload(idle.storage, out, gone, rng.randint(idle.start, idle.first)))
     rng.shuffle(found)
     return found
 
@@ -360,27 +362,27 @@ def test_the_simulator_agrees_with_both_slow_ways(seed: int, length: int):
     graph = replace(graph, storages=sizes)
     keep = [s for s in range(len(sizes)) if rng.random() < 0.7]
     schedule = lower(graph, recompute_lazily(graph, keep))
-    aways = random_aways(graph, schedule, rng)
-    away = put_away(graph, schedule, aways)
-    found = simulate(graph, profile, away)
-    assert [moment.peak_bytes for moment in found.timeline] == slowly_counted_bytes(graph, profile, schedule, aways)
-    assert found.time_ms == tick_by_tick(graph, profile, away)
+    offloads = random_offloads(graph, schedule, rng)
+    offload = with_offloads(graph, schedule, offloads)
+    found = simulate(graph, profile, offload)
+    assert [moment.peak_bytes for moment in found.timeline] == slowly_counted_bytes(graph, profile, schedule, offloads)
+    assert found.time_ms == tick_by_tick(graph, profile, offload)
     assert found.recompute_ms == simulate(graph, profile, schedule).recompute_ms
-    assert found.host_bytes == sum(graph.sizes[away.storage] for away in aways)
-    listed = allocations(graph, away).peak_bytes(np.array(graph.sizes), np.array(profile.workspace_bytes))
+    assert found.host_bytes == sum(graph.sizes[offload.storage] for offload in offloads)
+    listed = allocations(graph, offload).peak_bytes(np.array(graph.sizes), np.array(profile.workspace_bytes))
     assert listed == found.peak_bytes
 
 
-def test_many_random_steps_have_something_to_put_away():
+def test_many_random_steps_have_something_to_offload():
     rng = random.Random(0)
     counts = []
     for seed in range(60):
         graph, _ = random_graph(seed, 8)
-        counts.append(len(random_aways(graph, lower(graph, keep_all(graph)), rng)))
+        counts.append(len(random_offloads(graph, lower(graph, keep_all(graph)), rng)))
     assert sum(count > 1 for count in counts) > 30
 
 
-def test_nothing_lies_aside_that_others_hold():
+def test_nothing_is_offloaded_that_others_hold():
     b = Builder()
     weight, x = b.input("w", 8), b.input("x", 100)
     saved = []
@@ -393,6 +395,6 @@ def test_nothing_lies_aside_that_others_hold():
         gradient = b.op(f"grad{block}", (gradient, *saved[block]), 100, backward=True)
     graph, _ = b.graph(outputs=(x,), gradients=(gradient,))
 
-    names = {tensor.name for tensor in graph.tensors if tensor.storage in may_lie_aside(graph, len(graph.storages))}
+    names = {tensor.name for tensor in graph.tensors if tensor.storage in can_be_offloaded(graph, len(graph.storages))}
     assert names == {"linear0", "sum0", "linear1", "sum1", "linear2"}, "the input was there, the last sum is returned"
-    assert max(may_lie_aside(graph, 4)) < 4, "the later storages stand for code outside"
+    assert max(can_be_offloaded(graph, 4)) < 4, "the later storages stand for code outside"

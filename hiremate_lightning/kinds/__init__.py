@@ -1,1 +1,0 @@
-"""What is known of each kind of step, and what follows from that alone."""

@@ -1,0 +1,1 @@
+"""What is known of each step signature, and what follows from that alone."""

@@ -1,0 +1,244 @@
+"""The history of a model's steps: the signatures that have come, in which order, and which one is likely to come next.
+
+Which signature a step is of shows for sure when it has ended, since signatures may begin alike (a GAN's two, for
+example). So the one that begins is foreseen from what came after the latest signature the last time, and a step that
+turns out another is told apart: what was measured in it says nothing about a plan.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Generic, TypeVar
+
+from ..latest import Latest
+from ..planning.plan import Plan
+from ..running.program import Program
+from .recorded_step import RecordedStep
+from .step_signature import GraphNumbers, Start, StepSignature
+
+LENGTHS = (32, 16, 8, 4, 2, 1, 0)  # of what came before a step, by which it is foreseen
+CERTAIN = 64  # steps that came as foreseen, one after the other, after which the next one is trusted to
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Order(Generic[K]):
+    """The order of step signatures: what came after the latest ones, the last time, for a step that starts so."""
+
+    def __init__(self) -> None:
+        self._recent: deque[K] = deque(maxlen=LENGTHS[0])
+        self._followers = Latest[tuple[Hashable, ...], K](4096)  # by start and the latest signatures, few or many
+        self._in_a_row = 0  # that came as foreseen
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the latest steps came as foreseen, so many that the next one is trusted to."""
+        return self._in_a_row >= CERTAIN
+
+    def _contexts(self, start: Hashable) -> Iterator[tuple[Hashable, ...]]:
+        """List what a step may be foreseen by: the longest sequence of signatures before it first, its start last."""
+        recent = tuple(self._recent)
+        for length in LENGTHS:
+            if length <= len(recent):
+                yield start, *recent[len(recent) - length :]
+
+    def foresee(self, start: Hashable) -> Iterator[K]:
+        """List the signatures that a step may be of, the likeliest first; nothing where none has started so."""
+        return self._following(self._contexts(start))
+
+    def _following(self, contexts: Iterable[tuple[Hashable, ...]]) -> Iterator[K]:
+        return (signature for context in contexts if (signature := self._followers.get(context)) is not None)
+
+    def note(self, signature: K, start: Hashable) -> None:
+        """Learn of a step that has ended."""
+        contexts = tuple(self._contexts(start))
+        self._in_a_row = self._in_a_row + 1 if signature == next(self._following(contexts), None) else 0
+        for context in contexts:
+            self._followers[context] = signature
+        self._recent.append(signature)
+
+
+class History:
+    """The step signatures that a session has seen. It makes them, and is the only one that keeps them.
+
+    Attributes:
+        latest: The planned signature that ran last, None before there is one.
+        margin_bytes: By how much steps of sizes that were not traced were measured above what was predicted for them.
+    """
+
+    def __init__(self) -> None:
+        self.latest: StepSignature | None = None
+        self.margin_bytes = 0
+        self._signatures: dict[GraphNumbers, StepSignature] = {}  # those that were recorded last, in the order of that
+        self._order = Order[StepSignature]()
+        self._confusing = set[GraphNumbers]()  # first graphs of signatures that were mistaken for each other
+        self._planned: tuple[StepSignature, ...] | None = None
+
+    def __getitem__(self, graphs: GraphNumbers) -> StepSignature:
+        """Return the signature that runs some captured graphs; it is made the first time."""
+        signature = self._signatures.get(graphs)
+        if signature is None:
+            signature = self._signatures[graphs] = StepSignature(graphs)
+        return signature
+
+    def __iter__(self) -> Iterator[StepSignature]:
+        return iter(tuple(self._signatures.values()))
+
+    @property
+    def planned(self) -> tuple[StepSignature, ...]:
+        """The signatures that have a plan, in the order in which they were recorded."""
+        if self._planned is None:
+            self._planned = tuple(signature for signature in self._signatures.values() if signature.plan is not None)
+        return self._planned
+
+    @property
+    def plans(self) -> Mapping[GraphNumbers, Plan]:
+        """The plans so far, by the captured graphs of their steps."""
+        return {signature.graphs: signature.own_plan for signature in self.planned}
+
+    @property
+    def recorded(self) -> list[StepSignature]:
+        """The signatures whose step was recorded, in the order of that."""
+        return [signature for signature in self._signatures.values() if signature.step is not None]
+
+    @property
+    def plan_count(self) -> int:
+        """The number of plans, those for all sizes included; what is the same step at the same sizes has one."""
+        return len({id(signature.recorded.solve) for signature in self.recorded}) + sum(
+            len(signature.ladder.rungs) for signature in self
+        )
+
+    # ---------------------------------------------------------------- what is learned of signatures
+
+    def record(self, signature: StepSignature, step: RecordedStep) -> None:
+        """Learn what a signature runs; where nobody knew, it comes after all others from now on."""
+        if signature.step is None:
+            self._signatures[signature.graphs] = self._signatures.pop(signature.graphs, signature)
+            self._planned = None
+        signature.step = step
+
+    def install(self, signature: StepSignature, plan: Plan, programs: Mapping[int, Program]) -> None:
+        """Take the plan of a signature and its programs; where it is its first, such a step has just ended."""
+        if signature.plan is None:
+            self.latest, self._planned = signature, None
+        signature.plan, signature.programs = plan, programs
+
+    def drop(self, signature: StepSignature) -> None:
+        """Drop what a signature runs and its plan: its next step is recorded anew."""
+        signature.forget_step()
+        self.latest, self._planned = None if self.latest is signature else self.latest, None
+
+    def ended(self, signature: StepSignature, start: Start, is_by_plans: bool) -> None:
+        """Learn of a step that ran captured, how it started, and whether it ran by plans throughout."""
+        self.note(signature, start)
+        if signature.plan is not None:
+            self.latest = signature
+        sights = signature.sights
+        sights.count, sights.waited = sights.count + 1, sights.waited | {start[1]}
+        sights.is_by_plans = sights.is_by_plans or is_by_plans
+
+    def note(self, signature: StepSignature, start: Start) -> None:
+        """Learn in which order signatures come, from a step that has ended."""
+        self._order.note(signature, start)
+
+    def confuse(self, expected: StepSignature) -> None:
+        """Learn that a step that began as a signature turned out another: so may all that begin with the same graph."""
+        self._confusing.add(expected.graphs[:1])
+
+    # ---------------------------------------------------------------- which signature a step is of
+
+    def foresee(self, start: Start) -> tuple[StepSignature, ...]:
+        """List the signatures that a step may be of, the likeliest first."""
+        return tuple(dict.fromkeys(self._order.foresee(start)))
+
+    def likely(self, foreseen: Iterable[StepSignature]) -> StepSignature | None:
+        """Return the planned signature that a step is likely to be of; None where nothing has a plan."""
+        return next((signature for signature in foreseen if signature.plan is not None), self.latest)
+
+    def all_likely(self, foreseen: Iterable[StepSignature]) -> tuple[StepSignature, ...]:
+        """Return the planned signatures by whose plan a step may run: none before there is one."""
+        likely = self.likely(foreseen)
+        if likely is None:
+            return ()
+        signatures = self.taken_for(likely)
+        return tuple(signature for signature in self.planned if signature in signatures)
+
+    def taken_for(self, signature: StepSignature) -> frozenset[StepSignature]:
+        """Return the signatures by whose plans a step of a signature may begin, itself included."""
+        if self._order.is_certain or signature.graphs[:1] not in self._confusing:
+            return frozenset({signature})
+        return frozenset(other for other in self if other.graphs[:1] == signature.graphs[:1])
+
+    def begins_unknown(self, foreseen: Iterable[StepSignature], expected: StepSignature) -> bool:
+        """Whether a step likely has a signature without a plan that runs more than the one by whose plan it begins."""
+        signature = next(iter(foreseen), expected)
+        is_like = signature.graphs[:1] == expected.graphs[:1] and not signature.sights.is_by_plans
+        return signature.plan is None and is_like and place_in(expected, signature.graphs) is None
+
+    def choose(
+        self, ran: GraphNumbers, expected: StepSignature | None, start: Start, fits: Callable[[StepSignature], bool]
+    ) -> tuple[StepSignature | None, Program | None]:
+        """Choose the program of the graph that begins: of the expected signature, else of one that began like the step.
+
+        A step that runs a part of what the expected signature runs, in the same order, takes no more than that one: it
+        goes on by the same plan.
+
+        Args:
+            ran: The captured graphs of the step so far, this one last.
+            expected: The signature by whose plan the step begins, None for none.
+            start: How the step has started.
+            fits: Whether a step of a signature fits that has begun as this one has.
+
+        Returns:
+            The signature, None where no planned one begins so; and the program, None where the graph has no backward.
+        """
+        is_begun = expected is not None and expected.plan is not None and expected.graphs[:1] == ran[:1]
+        if expected is not None and is_begun and starts_so(expected, start):
+            place = len(ran) - 1 if expected.graphs[: len(ran)] == ran else place_in(expected, ran)
+            if place is not None:
+                return expected, expected.programs.get(place)
+        alike = [
+            signature
+            for signature in self.planned
+            if signature.graphs[: len(ran)] == ran and starts_so(signature, start)
+        ]
+        taken = self.taken_for(alike[-1]) if alike else ()
+        by_need = sorted(
+            (signature for signature in alike if signature in taken),
+            key=lambda signature: signature.own_plan.unplanned_peak_bytes,
+        )
+        signature = next((signature for signature in reversed(by_need) if fits(signature)), None)
+        return signature, None if signature is None else signature.programs.get(len(ran) - 1)
+
+    def any_counts_on_freed_gradients(self, foreseen: Iterable[StepSignature]) -> bool:
+        """Whether a step of these signatures may run by a plan that counts on gradients to die which do not."""
+        return any(signature.counts_on_freed_gradients for signature in self.all_likely(foreseen))
+
+    # ---------------------------------------------------------------- what they run
+
+    def same_code(self, step: RecordedStep) -> StepSignature:
+        """Return the first signature that runs the code of a recorded step, at whatever sizes."""
+        return next(
+            signature for signature in self.recorded if signature.step is step or signature.recorded.goes_on_as(step, 0)
+        )
+
+
+def starts_so(signature: StepSignature, start: Start) -> bool:
+    """Whether as many graphs wait as a step starts as did before a step of a signature."""
+    return start[1] in signature.sights.waited
+
+
+def place_in(signature: StepSignature, ran: GraphNumbers) -> int | None:
+    """Return the place of the last of some graphs in a signature that runs all of them in this order, and others.
+
+    None where it does not, or where graphs wait for a later backward in it.
+    """
+    if signature.step is None or signature.step.waits:
+        return None
+    place = -1
+    for number in ran:
+        if number not in signature.graphs[place + 1 :]:
+            return None
+        place = signature.graphs.index(number, place + 1)
+    return place
