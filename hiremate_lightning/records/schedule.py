@@ -3,7 +3,7 @@
 The forward part runs the forward nodes in order. At the turn only `saved` tensors (and what the caller holds) survive.
 The backward part runs backward nodes and, before some of them, forward nodes once more. A tensor is freed after the
 last use of each of its definitions; `lower` makes that explicit, so that the simulator and the executor see the same
-`Free`. A storage may be offloaded in the host's memory for a while, between a copy out and a copy in (`offload.py`).
+`Free`. A storage may be offloaded to the host's memory for a while, between a copy out and a copy in (`offload.py`).
 """
 
 from __future__ import annotations

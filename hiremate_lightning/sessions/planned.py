@@ -6,7 +6,8 @@ A plan is made anew where
 - more exists before the step than it was made for, or gradients stay that it counts as freed (`check_plan`);
 - graphs that wait come to hold more, or less (`check_plans`, `learn`);
 - a step ran more backwards than the recorded one (`see_backwards`);
-- its peak is measured above the budget (`peak_measured`), a few times at most;
+- its peak is measured above the budget (`peak_measured`), a few times at most: as the step that it has become, or
+  with a margin;
 - what needed more than the budget has gone (`meet`).
 """
 
@@ -459,7 +460,11 @@ class PlannedSignatures:
             return
         margin_bytes = peak_bytes - plan.planned_peak_bytes  # more than the last one, which was left free
         corrected = replace(step, corrections=step.corrections + 1)
-        tries = [] if larger is None else [replace(larger, corrections=corrected.corrections)]
+        tries = (
+            []
+            if larger is None
+            else [replace(larger, corrections=corrected.corrections, keeps_on_device=step.keeps_on_device)]
+        )
         tries.append(replace(corrected, margin_bytes=margin_bytes))
         if plan.solution.offloads:  # the allocator rounds less up where nothing is offloaded
             tries.append(replace(corrected, margin_bytes=0, keeps_on_device=True))

@@ -160,7 +160,7 @@ def fills_buckets() -> bool:
 
 def put_in_order(leaves: Sequence[torch.Tensor]) -> None:
     """Make autograd add gradients to leaves in this order, before anything else, when it gets all of them at once."""
-    for place, leaf in enumerate(leaves):
+    for place, leaf in enumerate(leaf for leaf in leaves if leaf.requires_grad):
         node: Any = get_gradient_edge(leaf).node
         if hasattr(node, "_set_sequence_nr"):
             node._set_sequence_nr(_FIRST - place)

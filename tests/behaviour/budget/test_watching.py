@@ -170,5 +170,6 @@ def test_code_that_grows_after_the_first_steps_is_planned_for(more_of):
         step(index, has_more=True)
     after = get_plan(model)
     assert before.measured.peak_bytes <= before.planned_peak_bytes
-    assert after.planned_peak_bytes < before.planned_peak_bytes, "less is left to the planned code"
-    assert after.planned_peak_bytes < after.measured.peak_bytes <= after.budget_bytes == before.budget_bytes
+    assert after.unplanned_peak_bytes > before.unplanned_peak_bytes, "a share is of the larger step"
+    assert after.measured.peak_bytes == pytest.approx(after.planned_peak_bytes, rel=0.01)
+    assert after.measured.peak_bytes <= after.budget_bytes
