@@ -169,7 +169,7 @@ class Part:
         del tangents, totals, sums
         with _default_dtype(saved.dtype), autocasting.disabled():  # casts are in the graph
             gradients = self._run(program.backward, values)
-        if saved.fills_buckets or any(map(backward_pass.is_watched, saved.leaves.values())):
+        if saved.fills_buckets or any(map(backward_pass.has_hooks, saved.leaves.values())):
             sharding.put_in_order([saved.leaves[p] for p in self.captured.finished if p in saved.leaves])
         if shared:
             gradients = hand_on(gradients, shared, () if missing else saved.terms)

@@ -176,7 +176,12 @@ class PlanMaker:
         return self._describe(record, resident, self.captured_before(self._history[record.graphs]))
 
     def describe_larger(self, signature: StepSignature, record: StepRecord, resident: Resident) -> RecordedStep | None:
-        """Describe a planned signature by a step that has more gradients, or more outside of its calls; else None."""
+        """Describe a planned signature by a later step.
+
+        Returns:
+            The step as it has become; None where it has no more gradients than the planned one, and no more bytes
+            outside of its calls.
+        """
         later, step = self.waiting.at(signature, self._describe(record, resident, None)), signature.recorded
         if later.places != step.places:
             return None

@@ -185,11 +185,7 @@ class PlannedSignatures:
 
     def check_plans(self, signatures: Sequence[StepSignature], resident: Resident) -> None:
         """Check the plans of step signatures against the memory that exists; where none fits, train on for a while."""
-        alike = [
-            signature
-            for signature in self.history.recorded
-            if signature.backwards_vary and not signature.recorded.decided
-        ]
+        alike = [one for one in self.history.recorded if one.backwards_vary and not one.recorded.decided]
         for signature in alike:  # its calls run as graphs that wait from now on
             signature.step = self.maker.waiting.at(signature, signature.recorded)
         has_more_state = resident.state_bytes > self.maker.state_bytes  # which exists before all pieces of an iteration
@@ -267,10 +263,7 @@ class PlannedSignatures:
         self.maker.state_bytes = max(self.maker.state_bytes, resident.state_bytes)
         is_share = self._model.options.budget.share is not None  # of the largest step, which may be this one
         short = self._plan(*ahead, signature, may_hold_more=is_share)
-        is_first_share = is_share and signature.sights.count == 1
-        if (
-            short is not None and is_first_share and len(signature.recorded.calls) < len(signature.graphs)
-        ):  # dropped layers, say
+        if short is not None and is_share and signature.sights.count == 1 and signature.has_dropped:
             log.info("%s waits for larger steps: %s", self._name, short)
             signature.step = None
             return None
@@ -363,11 +356,9 @@ class PlannedSignatures:
 
     def _has_risen(self, signature: StepSignature) -> bool:
         """Whether the budget is another one now than that of a plan, since another signature of steps has come."""
-        is_share = self._model.options.budget.share is not None
-        return (
-            is_share
-            and self.maker.limits(signature, signature.recorded).budget_bytes != signature.own_plan.budget_bytes
-        )
+        if self._model.options.budget.share is None:
+            return False
+        return self.maker.limits(signature, signature.recorded).budget_bytes != signature.own_plan.budget_bytes
 
     def _share_budget(self, *known: StepSignature) -> Short | None:
         """Let the other step signatures have the budget too that came with some: a share is of the largest step."""
@@ -424,11 +415,8 @@ class PlannedSignatures:
         if signature.is_searching:  # cuDNN tried its algorithms, with all the memory that these may take
             signature.is_searching = False
             return
-        solution, step, counts_on_freed_gradients = (
-            signature.own_plan.solution,
-            signature.step,
-            signature.counts_on_freed_gradients,
-        )
+        solution, step = signature.own_plan.solution, signature.step
+        counts_on_freed_gradients = signature.counts_on_freed_gradients
         if self.check_plan(signature, resident) is not None:  # to be raised where such a step begins: this one has run
             signature.step, signature.counts_on_freed_gradients = step, counts_on_freed_gradients
             return
@@ -449,7 +437,10 @@ class PlannedSignatures:
             self._correct(signature, peak_bytes, larger)
 
     def _correct(self, signature: StepSignature, peak_bytes: int, larger: RecordedStep | None) -> None:
-        """Plan a larger step, or with a margin, where a peak was measured above the budget; or say why not."""
+        """Plan anew where a peak was measured above the budget, or say why that is not possible.
+
+        The step is planned as it has become, where it takes more than the planned one. Else a margin is left free.
+        """
         plan, step = signature.own_plan, signature.recorded
         excess_bytes = peak_bytes - plan.budget_bytes
         text = f"The measured peak {format_bytes(peak_bytes)} is {format_bytes(excess_bytes)} above the budget"
@@ -460,12 +451,10 @@ class PlannedSignatures:
             return
         margin_bytes = peak_bytes - plan.planned_peak_bytes  # more than the last one, which was left free
         corrected = replace(step, corrections=step.corrections + 1)
-        tries = (
-            []
-            if larger is None
-            else [replace(larger, corrections=corrected.corrections, keeps_on_device=step.keeps_on_device)]
-        )
-        tries.append(replace(corrected, margin_bytes=margin_bytes))
+        tries = [replace(corrected, margin_bytes=margin_bytes)]
+        if larger is not None:
+            own = replace(larger, corrections=corrected.corrections, keeps_on_device=step.keeps_on_device)
+            tries.insert(0, own)
         if plan.solution.offloads:  # the allocator rounds less up where nothing is offloaded
             tries.append(replace(corrected, margin_bytes=0, keeps_on_device=True))
         for signature.step in tries:

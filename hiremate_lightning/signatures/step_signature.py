@@ -208,6 +208,11 @@ class StepSignature:
             return False
         return self.trial.is_released is not None or plain_bytes - self.own_plan.planned.peak_bytes < free_bytes()
 
+    @property
+    def has_dropped(self) -> bool:
+        """Whether forwards of the recorded step have no backward, as those of dropped layers: its share says little."""
+        return len(self.recorded.calls) < len(self.graphs)
+
     def forget_step(self) -> None:
         """Forget what it runs, and its plan: both are to come anew."""
         self.step, self.plan, self.programs = None, None, {}

@@ -120,14 +120,14 @@ def taking_one(leaves: Mapping[int, torch.Tensor]) -> frozenset[int]:
     usual = (
         (key, running.accumulating.get(id(leaf)))
         for key, leaf in leaves.items()
-        if leaf.requires_grad and not is_watched(leaf)
+        if leaf.requires_grad and not has_hooks(leaf)
     )
     return frozenset(
         key for key, node in usual if node is not None and edges[node] == 1 and _will_run(node, if_returned=False)
     )
 
 
-def is_watched(leaf: torch.Tensor) -> bool:
+def has_hooks(leaf: torch.Tensor) -> bool:
     """Whether hooks of a leaf see its gradient."""
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
 

@@ -131,7 +131,7 @@ def test_a_budget_that_fails_at_the_second_signature_changes_nothing(two_signatu
     assert [plan.budget_bytes for plan in told] == [plan.budget_bytes for plan in session.plans.values()]
 
 
-def test_listeners_hear_of_a_budget_once_all_signatures_have_their_plans(two_signatures):
+def test_listeners_hear_of_a_budget_once_all_plans_are_made(two_signatures):
     model, _ = two_signatures
     session, seen = session_of(model), []
     before = dict(session.plans)
