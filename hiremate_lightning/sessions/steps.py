@@ -25,12 +25,12 @@ from ..signatures.watching import Saw, WatchPolicy
 from ..torch_private.tensor_state import tensors_among
 from .current_step import CurrentStep
 from .graph_programs import GraphPrograms
+from .modes import Eager
 from .planned import PlannedSignatures
 from .planned_model import PlannedModel
 from .step_watch import StepWatch
 from .templates import predicted_peak_bytes
 from .unplanned import UnplannedSteps
-from .ways import Eager
 
 COUNTED_AGAIN = 64  # steps, after which resident bytes are counted once more
 
