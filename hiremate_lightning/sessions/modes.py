@@ -17,7 +17,7 @@ from ..running.program import Program
 from ..signatures.plain_steps import Prediction
 from ..signatures.recorded_step import RecordedStep
 from ..signatures.step_signature import StepSignature
-from .offload_room import OffloadRoom
+from .offloading import Offloading
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +66,15 @@ class Offloaded(Eager):
     """A step fits where what autograd saves is offloaded until the backward reads it.
 
     Attributes:
-        room: Where that is put.
+        offloading: Offloads it.
     """
 
-    room: OffloadRoom = field(kw_only=True)
+    offloading: Offloading = field(kw_only=True)
 
     @contextmanager
     def around(self, arguments: Any) -> Iterator[None]:
         """Offload what autograd saves in a call."""
-        with self.room.saving(arguments):
+        with self.offloading.saving(arguments):
             yield
 
     def describe(self) -> str:

@@ -39,7 +39,7 @@ class PlannedModel:
         self.announcements = Announcements(self.name)
         self.stages = Stages(Reporter(options.verbose))
         self.kernels = FusedKernels(self.announcements.say) if options.compile else None
-        self.offloading = Offloading(options, lambda: self.memory.device, self.announcements.say)
+        self.offloading = Offloading(root, options, lambda: self.memory.device, self.announcements.say)
         say, recomputable = self.announcements.say, options.recomputable_operators
         self.parts = Parts(self.stages, options.cache_dir, self.kernels, say, recomputable)
         self.parts.measures_link = lambda: self.offloading.is_on

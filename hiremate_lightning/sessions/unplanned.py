@@ -2,7 +2,7 @@
 
 There are three cases. Steps of sizes that were never seen, which to capture would take seconds (`plain_steps`); those
 of them that fit only where what autograd saves is offloaded, until plans for them are worth their time
-(`offload_room`); and steps whose plan gains nothing and is slower than eager PyTorch (`releasing`).
+(`offloading`); and steps whose plan gains nothing and is slower than eager PyTorch (`releasing`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from ..signatures.step_signature import StepSignature
 from ..units import format_bytes
 from .current_step import CurrentStep
 from .modes import Eager, Offloaded
-from .offload_room import OffloadRoom
 from .planned import PlannedSignatures
 from .planned_model import PlannedModel
 from .templates import Templates
@@ -53,7 +52,7 @@ class UnplannedSteps:
         self._history, self._reporter, self._say = model.history, model.stages.reporter, model.announcements.say
         self._may_run_plain = not model.parts.fuses  # fused kernels give other bits than PyTorch's own
         self._note = cache(self._reporter.note)  # each text once
-        self._plain, self._offload = PlainSteps(), OffloadRoom(model)
+        self._plain, self._offloading = PlainSteps(), model.offloading
         self._sizes_vary = False  # whether any step ran plain since its sizes were not known
         self._extra_ms = defaultdict[tuple[ModuleCall, ...], float](float)  # spent on saving memory so far, by calls
 
@@ -244,10 +243,10 @@ class UnplannedSteps:
         if not prediction.saves_memory:
             return Eager(prediction, likely)
         if begun is None and self._is_to_be_captured(step, likely):
-            self._offload.files.forget()
+            self._offloading.files.forget()
             return None
-        has_room = begun is not None or self._offload.holds(prediction.offloaded_bytes)
-        return Offloaded(prediction, likely, room=self._offload) if has_room else None
+        has_room = begun is not None or self._offloading.has_room(prediction.offloaded_bytes)
+        return Offloaded(prediction, likely, offloading=self._offloading) if has_room else None
 
     def _given_back(self, step: CurrentStep, signature: StepSignature) -> Eager | None:
         """Return how a step runs whose plan gains nothing; None where its calls are another signature's."""

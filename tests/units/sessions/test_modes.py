@@ -21,7 +21,11 @@ def without_plan(fits: bool | None, gainless: StepSignature | None = None) -> Ea
     if fits is None:
         return None
     prediction = Prediction(fits, 10, 10)
-    return Offloaded(prediction, SIGNATURE, room=None) if fits is OFFLOADED else Eager(prediction, SIGNATURE, gainless)
+    return (
+        Offloaded(prediction, SIGNATURE, offloading=None)
+        if fits is OFFLOADED
+        else Eager(prediction, SIGNATURE, gainless)
+    )
 
 
 def choose(
