@@ -19,7 +19,7 @@ from ..running.program import Program
 from ..signatures.recorded_step import RecordedStep
 from ..signatures.releasing import PlainTrial
 from ..signatures.step_signature import GraphNumbers, Start, StepSignature
-from ..signatures.watching import Look, Watch
+from ..signatures.watching import Look
 from .modes import ByProgram, Eager
 
 
@@ -140,7 +140,7 @@ class CurrentStep:
     @property
     def is_watched(self) -> bool:
         """Whether anything is done in it beside running it."""
-        return self.look is not None and self.look.watch is not Watch.NOTHING
+        return self.look is not None and (self.look.is_measured or self.look.is_timed)
 
     @property
     def start(self) -> Start:

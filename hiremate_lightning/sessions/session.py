@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -420,19 +420,16 @@ class Session:
         """End the step under way, which has ended just now; what was learned is used when the next one begins."""
         self.steps.end()
 
-    @contextmanager
-    def calling_plain(self, arguments: Arguments) -> Iterator[None]:
-        """Surround a call that runs as the user wrote it: where that fails, the step is dropped."""
+    def run_plain(self, arguments: Arguments, call: Callable[[], Any]) -> Any:
+        """Run a call as the user wrote it, and see when its backward begins; where it fails, the step is dropped."""
+        plain = self.steps.plain  # None where it is seen by nobody
         try:
-            with self.unplanned.calling(self.steps.plain, arguments):
-                yield
+            with nullcontext() if plain is None else plain.around(arguments):
+                result = call()
         except BaseException:  # Ctrl-C too: the next step must not go on with half of this one
             if not backward_pass.is_running():
                 self.abandon_step()
             raise
-
-    def ran_plain(self, result: Any) -> Any:
-        """Note what a call returned that ran as the user wrote it, and see when its backward begins."""
         self._runs += 1
         reference = weakref.ref(self)  # autograd's graph must not keep a session alive
 

@@ -11,7 +11,7 @@ from ..measuring.resident_memory import LITTERED_STEPS
 from ..memory.metering import MemoryMeter
 from ..planning.headroom import GUARD_BYTES, guard_bytes
 from ..signatures.step_signature import StepSignature
-from ..signatures.watching import Expected, WatchPolicy
+from ..signatures.watching import Expected, Look, WatchPolicy
 from ..torch_private import backward_pass
 from .current_step import CurrentStep
 from .planned_model import PlannedModel
@@ -39,7 +39,7 @@ class StepWatch:
     def begin(self, step: CurrentStep, arguments: list[torch.Tensor]) -> None:
         """Choose by whose plan a step begins, and begin to watch it."""
         if step.plain is not None:
-            step.look = self._watching.plain_step_begins(self._unplanned.is_to_be_measured(step.plain))
+            step.look = Look(is_measured=self._unplanned.is_to_be_measured(step.plain))
         else:
             all_likely = self._history.all_likely(step.foreseen)
             step.expected = max(all_likely, key=lambda signature: signature.own_plan.unplanned_peak_bytes, default=None)
@@ -109,7 +109,8 @@ class StepWatch:
             signature,
             foreseen,
             step.size_bytes,
-            signature.state,
+            has_peak=plan.measured.peak_bytes is not None,
+            has_time=plan.measured.step_ms is not None,
             may_grow=is_free and may_grow,
             has_grown=is_free and has_grown,
             is_higher=is_free and is_higher,

@@ -11,10 +11,8 @@ import logging
 import sys
 import time
 from collections import defaultdict
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
 
 from .. import thresholds
 from ..calls.given import ModuleCall
@@ -78,10 +76,6 @@ class UnplannedSteps:
         step.calls.append(call)
         if step.plain is not None:
             step.plain = self._mode(step, step.plain.gainless, step.plain)
-
-    def calling(self, plain: Eager | None, arguments: Any) -> AbstractContextManager[None]:
-        """Surround a call that runs plain, with some arguments; of no step where it is seen by nobody."""
-        return nullcontext() if plain is None else plain.around(arguments)
 
     def is_to_be_measured(self, plain: Eager) -> bool:
         """Whether to measure a step that runs plain."""

@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -219,8 +220,7 @@ class Targets:
         """Call a module as the user wrote it, and all that it calls."""
         self.is_inside = True
         try:
-            with self.session.calling_plain((args, kwargs)):
-                return self.session.ran_plain(hooks.plain_call(module, *args, **kwargs))
+            return self.session.run_plain((args, kwargs), partial(hooks.plain_call, module, *args, **kwargs))
         finally:
             self.is_inside = False
 

@@ -16,7 +16,7 @@ from hiremate_lightning.testing import session_of
 from tests.exact import network, simple_loop, train_both
 
 WIDTH, LONG = 32, 200
-MEASURED = watching.Look(watching.Watch.MEASURE, None, is_timed=False)
+MEASURED = watching.Look(is_measured=True)
 
 
 class Broken(nn.Module):
