@@ -49,10 +49,6 @@ TakenOver = Latest[GraphNumbers, ByProgram | None]  # how a part runs by other s
 class GraphPrograms:
     """Chooses the program of each captured graph that is about to run: of its plan, of other sizes, or of least memory.
 
-    Args:
-        model: The planned model.
-        maker: Tells budgets, and solves steps without a plan.
-
     Attributes:
         maker: Knows the budget.
         history: The step signatures, with their plans.

@@ -67,19 +67,17 @@ class Offloading:
 
     # ---------------------------------------------------------------- values of plans
 
+    def _why_not(self, waits: bool) -> str:
+        """Return why no values of plans are offloaded though that was asked for; "" where they may be."""
+        device = self._device()
+        if device.type != "cuda":
+            return ON_HOST.format(device=device.type)
+        return FUSED if self._fuses else WAITING if waits else ""
+
     @property
     def is_on(self) -> bool:
-        """Whether values of plans may be offloaded; why they may not is announced where it was asked for."""
-        if self._asked == "off":
-            return False
-        device = self._device()
-        why = ON_HOST.format(device=device.type) if device.type != "cuda" else FUSED if self._fuses else ""
-        if why:
-            self._decline(why)
-        return not why
-
-    def _decline(self, why: str) -> None:
-        self._say(NOTHING.format(asked=repr(self._asked), why=why))
+        """Whether values of plans may be offloaded."""
+        return self._asked != "off" and not self._why_not(waits=False)
 
     @cached_property
     def host_bytes(self) -> int:
@@ -99,17 +97,19 @@ class Offloading:
         return size_bytes
 
     def host(self, step: Step, calls: Sequence[Captured], waits: bool = False) -> Host | None:
-        """Return the memory that values of a step may be offloaded to; None where all stays on the device.
+        """Return the memory that values of a step may be offloaded to.
+
+        None where all stays on the device: why is announced where `offload` was asked for.
 
         Args:
             step: The step.
             calls: What its calls run.
             waits: Whether graphs wait for a later backward, before the step or after it.
         """
-        if not self.is_on:
+        if self._asked == "off":
             return None
-        if waits:
-            self._decline(WAITING)
+        if why := self._why_not(waits):
+            self._say(NOTHING.format(asked=repr(self._asked), why=why))
             return None
         stay = storages_in(step, [pinned_storages(call) for call in calls])
         return Host(self.host_bytes, stay, has_round_blocks=True)

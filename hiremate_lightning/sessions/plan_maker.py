@@ -55,11 +55,6 @@ class Fits:
 class PlanMaker:
     """Makes the plans of one model.
 
-    Args:
-        model: The planned model.
-        proofs: What is proved of its captured graphs.
-        first_wait: Keeps how long planning took so far.
-
     Attributes:
         waiting: What forwards run whose backward comes in a later step.
         state_bytes: The most that optimizers were seen to keep.

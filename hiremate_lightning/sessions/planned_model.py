@@ -17,10 +17,6 @@ from .parts import Parts
 class PlannedModel:
     """What the objects of one session share: options, memory, graphs, history, warnings. It decides nothing.
 
-    Args:
-        root: The model.
-        options: What was asked for.
-
     Attributes:
         root: The model, whose parameters and buffers are resident.
         name: Its class.

@@ -107,14 +107,14 @@ class Session:
     @property
     def plan(self) -> Plan | None:
         """The plan of the latest step signature, None before there is one."""
-        self.planned.note_proofs()
-        return self.planned.latest
+        latest = self.planned.latest
+        return None if latest is None else self.planned.maker.with_proofs(latest)
 
     @property
     def plans(self) -> Mapping[GraphNumbers, Plan]:
         """The plans so far, by the captured graphs of their steps."""
-        self.planned.note_proofs()
-        return self.planned.history.plans
+        with_proofs = self.planned.maker.with_proofs
+        return {signature.graphs: with_proofs(signature.own_plan) for signature in self.planned.history.planned}
 
     @property
     def options(self) -> SessionOptions:
@@ -368,7 +368,7 @@ class Session:
             self._called(arguments, call)
         return self.is_plain
 
-    def waits_for_modes(self) -> bool:
+    def leave_to_modes(self) -> bool:
         """Let a call run eager, unseen, where a mode around it sees each operator, and warn; return whether it does."""
         modes = [] if backward_pass.is_running() else tensor_state.watching_modes()
         if not modes:

@@ -19,21 +19,11 @@ from .unplanned import UnplannedSteps
 
 
 class StepWatch:
-    """Begins to watch steps as the policy decides.
-
-    Args:
-        model: The planned model.
-        unplanned: Knows which steps are to be measured that run as the user wrote them.
-        watching: Decides which steps are measured.
-
-    Attributes:
-        next_is_timed: Whether the operations of the next step are timed, whatever else is watched in it.
-    """
+    """Begins to watch steps as the policy decides."""
 
     def __init__(self, model: PlannedModel, unplanned: UnplannedSteps, watching: WatchPolicy) -> None:
         self._memory, self._history, self._announcements = model.memory, model.history, model.announcements
         self._unplanned, self._watching = unplanned, watching
-        self.next_is_timed = False
         self._between, self._device_peak = Between(), DevicePeak()
 
     def begin(self, step: CurrentStep, arguments: list[torch.Tensor]) -> None:
@@ -47,8 +37,8 @@ class StepWatch:
             step.look = self._watching.step_begins(self._expect(step))
         if step.look.is_measured:
             step.record = self._begin_record(step, arguments)
-        if step.look.is_timed or self.next_is_timed:
-            step.timed, self.next_is_timed = TimedRun(self._memory.device), False
+        if step.look.is_timed:
+            step.timed = TimedRun(self._memory.device)
         peak_bytes = None if step.expected is None or step.is_watched else step.expected.own_plan.measured.peak_bytes
         if peak_bytes is not None and self._memory.device.type == "cuda":
             self._device_peak.begin(self._memory.device, peak_bytes)

@@ -38,13 +38,6 @@ COUNTED_AGAIN = 64  # steps, after which resident bytes are counted once more
 class Steps:
     """Begins and ends the steps of one model.
 
-    Args:
-        model: The planned model.
-        planned: The plans.
-        unplanned: Decides which steps run as the user wrote them.
-        graph_programs: Chooses the program of each captured graph.
-        watching: Decides which steps are measured.
-
     Attributes:
         current: The step under way, None between two steps.
         ended: The step that ended last, until the next one begins; None where none has, or it failed.
@@ -95,10 +88,6 @@ class Steps:
             self.end(at_once=False)
         elif self.current is not None:
             self.current.is_unseen = True
-
-    def time_next(self) -> None:
-        """Time the operations of the next step, whatever else is watched in it."""
-        self.watch.next_is_timed = True
 
     def take_record(self) -> StepRecord | None:
         """Take the record of the step that has ended, to be planned by the caller; None where it gets no plan."""
@@ -292,7 +281,7 @@ class Steps:
             self._watching.step_ended(step.look, signature, saw)
         is_missed = signature.plan is None and (record is None or not record.is_whole)
         self.watch.ended(step, signature)
-        if is_missed and self._planned.gets_plan(signature):
+        if is_missed and self._planned.admit(signature):
             self._watching.missed(signature)
 
     def _learn_margin(self, step: CurrentStep, record: StepRecord) -> None:
@@ -324,7 +313,7 @@ class Steps:
             if record.backwards:
                 self._learn_margin(step, record)
                 record.timed = step.timed
-                step.is_to_be_planned = self._planned.gets_plan(signature)
+                step.is_to_be_planned = self._planned.admit(signature)
                 self._watching.found(signature)
             elif step.has_backward and not step.has_captured and record.peak_bytes is not None:
                 self._planned.piece_measured(record.peak_bytes)

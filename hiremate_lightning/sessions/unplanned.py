@@ -35,11 +35,6 @@ SIMILAR = 2.0  # of the bytes of a step whose plan saves none: up to so many mor
 class UnplannedSteps:
     """Decides which steps run as the user wrote them, and learns from those that do.
 
-    Args:
-        model: The planned model.
-        planned: The plans.
-        templates: Makes code at new sizes.
-
     Attributes:
         clock: Tells the seconds, by which step signatures are timed with and without their plans.
     """

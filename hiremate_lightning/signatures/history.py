@@ -93,11 +93,6 @@ class History:
         return self._planned
 
     @property
-    def plans(self) -> Mapping[GraphNumbers, Plan]:
-        """The plans so far, by the captured graphs of their steps."""
-        return {signature.graphs: signature.own_plan for signature in self.planned}
-
-    @property
     def recorded(self) -> list[StepSignature]:
         """The signatures whose step was recorded, in the order of that."""
         return [signature for signature in self._signatures.values() if signature.step is not None]

@@ -132,7 +132,7 @@ class Targets:
             return self._call_inside(name, module, args, kwargs)
         if (joined := self._join()) is not None:
             return joined.call(joined.path_of(module), module, args, kwargs)
-        if self.session.waits_for_modes():
+        if self.session.leave_to_modes():
             return self._call_unlearned(module, args, kwargs)
         if module not in self._waiting and self.session.is_new_in_backward(name, (args, kwargs)):
             self.session.runs_in_backward(name)

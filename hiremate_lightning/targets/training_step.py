@@ -64,7 +64,7 @@ class StepTarget:
             self._hook = None
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or self.session.waits_for_modes():
+        if not torch.is_grad_enabled() or self.session.leave_to_modes():
             return self._plain(*args, **kwargs)
         if self.session.begin_call(self.METHOD, (args, kwargs), self._plain):
             return self.session.run_plain((args, kwargs), partial(self._plain, *args, **kwargs))
