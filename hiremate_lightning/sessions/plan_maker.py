@@ -156,20 +156,6 @@ class PlanMaker:
         """The name of the model before its first step: FSDP2 may keep whole parameters of another type after it."""
         return self._model.memory.describe_model()
 
-    def captured_before(self, signature: StepSignature) -> RecordedStep | None:
-        """Find the same step at the same sizes: Dynamo captures a size anew once it has symbols for it."""
-        parts = [part for number in signature.graphs if (part := self._parts.find(number)) is not None]
-        graphs, count = [part.captured.graph for part in parts], len(signature.graphs)
-        if len(graphs) < count:
-            return None
-        numbers = [graph.at_sizes for graph in graphs]
-        steps = [other.recorded for other in self._history.recorded if len(other.graphs) == count]
-        return next((step for step in steps if [call.captured.graph.at_sizes for call in step.calls] == numbers), None)
-
-    def describe(self, record: StepRecord, resident: Resident) -> RecordedStep:
-        """Describe a step signature by the record of one, and by what exists before the next."""
-        return self._describe(record, resident, self.captured_before(self._history[record.graphs]))
-
     def describe_larger(self, signature: StepSignature, record: StepRecord, resident: Resident) -> RecordedStep | None:
         """Describe a planned signature by a later step.
 
@@ -177,16 +163,16 @@ class PlanMaker:
             The step as it has become; None where it has no more gradients than the planned one, and no more bytes
             outside of its calls.
         """
-        later, step = self.waiting.at(signature, self._describe(record, resident, None)), signature.recorded
+        later, step = self.waiting.at(signature, self.describe(record, resident)), signature.recorded
         if later.places != step.places:
             return None
         pairs = zip(later.calls, step.calls, strict=True)
         has_more = later.outside_bytes > step.outside_bytes + GUARD_BYTES
         return later if has_more or any(now.missing < before.missing for now, before in pairs) else None
 
-    def _describe(self, record: StepRecord, resident: Resident, twin: RecordedStep | None) -> RecordedStep:
-        described, order = describe(record, self._parts.profiles)
-        calls = described if twin is None else [call.call for call in twin.calls]
+    def describe(self, record: StepRecord, resident: Resident) -> RecordedStep:
+        """Describe a step signature by the record of one, and by what exists before the next."""
+        calls, order = describe(record, self._parts.profiles)
         runs = [run for run in record.runs if run.index in record.backwards]
         return RecordedStep(
             calls=tuple(
@@ -195,7 +181,7 @@ class PlanMaker:
             ),
             order=tuple(order),
             resident=resident,
-            solve=self._new_solve() if twin is None else twin.solve,
+            solve=self._new_solve(),
             limits=self.new_limits(),
             unfinished=tuple((run.part, run.program.schedule) for run in record.unfinished),
             is_provisional=record.has_dropped_by_plan,

@@ -222,10 +222,9 @@ class PlannedSignatures:
         """Decide whether a signature without a plan gets one; warn where there are `max_plans` already."""
         if not signature.sights.is_worth_a_plan(self._model.parts.are_made(signature.graphs)):
             return False
-        has_place = self.maker.captured_before(signature) is not None or self._model.has_place
-        if not has_place:
+        if not self._model.has_place:
             self._model.announce_full()
-        return has_place
+        return self._model.has_place
 
     def learn(self, record: StepRecord, resident: Resident, before: Resident | None = None) -> Short | None:
         """Plan a step signature that was not seen before; one that may be small by chance waits where nothing fits.

@@ -392,7 +392,7 @@ class Session:
     def runs_in_backward(self, name: str) -> None:
         """Learn of such a call, which gets no plan and runs as the user wrote it."""
         self._runs += 1
-        self.steps.ran_in_backward()
+        self.steps.ran_unseen()
         self._announcements.called_inside_backward(name or self._name)
 
     def begin_step(self, arguments: Any) -> None:

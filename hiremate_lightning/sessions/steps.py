@@ -22,6 +22,7 @@ from ..measuring.resident_memory import WATCHED_STEPS
 from ..planning.headroom import guard_bytes
 from ..signatures.step_signature import StepSignature
 from ..signatures.watching import Saw, WatchPolicy
+from ..torch_private import backward_pass
 from ..torch_private.tensor_state import tensors_among
 from .current_step import CurrentStep
 from .graph_programs import GraphPrograms
@@ -84,7 +85,7 @@ class Steps:
     def ran_unseen(self) -> None:
         """Learn that a call ran of which nothing is to be learned: a step before it ends, one under way is unseen."""
         self.was_passed_by()
-        if self.current is not None and self.current.is_over:
+        if self.current is not None and self.current.is_over and not backward_pass.is_running():
             self.end(at_once=False)
         elif self.current is not None:
             self.current.is_unseen = True
@@ -147,12 +148,6 @@ class Steps:
         if self.count > 1 or len(step.forwards) != 1 or call is None or step.record is None:
             return False
         return [before.name for before in step.calls] == [call.name] and step.record.left_nothing
-
-    def ran_in_backward(self) -> None:
-        """Learn that a call ran as it was written inside of a backward: it is not seen as a part of the step."""
-        self.was_passed_by()
-        if self.current is not None:
-            self.current.is_unseen = True
 
     def called_inside_backward(self) -> None:
         """Learn of a call inside of a backward: what it runs is not seen as a part of the step."""

@@ -99,10 +99,8 @@ class History:
 
     @property
     def plan_count(self) -> int:
-        """The number of plans, those for all sizes included; what is the same step at the same sizes has one."""
-        return len({id(signature.recorded.solve) for signature in self.recorded}) + sum(
-            len(signature.ladder.rungs) for signature in self
-        )
+        """The number of plans, those for all sizes included."""
+        return len(self.recorded) + sum(len(signature.ladder.rungs) for signature in self)
 
     # ---------------------------------------------------------------- what is learned of signatures
 
