@@ -16,7 +16,6 @@ from functools import partial
 from .costs import Profile
 from .expressions import NoTemplateError, Sizes
 from .graph import OUTSIDE, Graph, Node, Storage, Tensor, item_bytes
-from .same_code import difference
 from .sized_numbers import Expressions, FittedLines, Line, Number, Values
 
 Costed = tuple[Graph, Profile]
@@ -116,7 +115,7 @@ class GraphTemplate:
     def _check_are_same(self, graphs: Sequence[Graph]) -> None:
         sizes = [", ".join(map(str, size)) for size in self._numbers.sizes]
         for size, graph in zip(sizes, graphs, strict=True):
-            why = difference(self._base, graph)
+            why = self._base.difference(graph)
             if why is not None:
                 raise NoTemplateError(f"The steps at sizes {sizes[0]} and {size} are not the same graph: {why}")
             if self._numbers.is_exact and list(map(_structure, graph.nodes)) != list(map(_structure, self._base.nodes)):
@@ -188,7 +187,7 @@ class GraphTemplate:
 
 
 def _structure(node: Node) -> tuple[object, ...]:
-    """Return the fields of a node that do not depend on sizes, and that `difference` does not compare."""
+    """Return the fields of a node that do not depend on sizes, and that `Graph.difference` does not compare."""
     return node.takes, node.plain_inputs, node.checkpoint, node.is_saved, node.compiled
 
 

@@ -10,7 +10,6 @@ from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.expressions import NoTemplateError
 from hiremate_lightning.records.graph import Direction, Graph, Node, Storage, StorageKind, Tensor
 from hiremate_lightning.records.graph_template import GraphTemplate
-from hiremate_lightning.records.same_code import difference
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.simulation import simulate
 from hiremate_lightning.records.sized_numbers import Expressions, FittedLines
@@ -164,6 +163,6 @@ def test_graphs_of_another_operation_are_refused_by_its_name():
     nodes[1] = replace(nodes[1], op="tiny.other", module="net.1")
     other = replace(graph, nodes=tuple(nodes))
 
-    assert difference(graph, graph) is None
+    assert graph.difference(graph) is None
     with pytest.raises(NoTemplateError, match=r"sizes 2 and 4 .* node a1 \(tiny.a1\) is a1 \(tiny.other\) there"):
         on_lines({2: (graph, profile), 4: (other, profile)})
