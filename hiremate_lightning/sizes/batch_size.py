@@ -29,8 +29,8 @@ from ..memory.allocator import allocated_bytes
 from ..memory.metering import MemoryMeter
 from ..options import SessionOptions, SizeOptions, make_options, make_size_options
 from ..out_of_memory import InfeasibleBudgetError
+from ..records.expressions import Line
 from ..records.graph import OUTSIDE, Graph
-from ..records.sized_numbers import Line
 from ..reporting.report import Reporter
 from ..targets.candidates import Target
 from ..targets.modules import Targets, targets_of

@@ -20,8 +20,8 @@ from ..planning.outcome import unless_short
 from ..planning.plan import Plan, PlanOptions
 from ..planning.planner import make_plan
 from ..planning.solvers import UNLIMITED, Problem, Solution, smallest_budget
+from ..records.expressions import Line, on_line
 from ..records.graph_template import GraphTemplate
-from ..records.sized_numbers import FittedLines, Line
 from ..records.step import Decisions, Step
 from ..units import Budget
 
@@ -101,7 +101,8 @@ class Forecast:
         """Refit the step from its samples, the largest one first."""
         sizes = sorted(self.samples, reverse=True)
         costed = [(self.samples[size].graph, self.samples[size].profile) for size in sizes]
-        self._template, self._base = GraphTemplate(costed, FittedLines(sizes), self.block_bytes), self.samples[sizes[0]]
+        self._template = GraphTemplate(costed, [(size,) for size in sizes], on_line, self.block_bytes)
+        self._base = self.samples[sizes[0]]
         self._steps = {size: replace(step, replays=self._base.replays) for size, step in self.samples.items()}
         self._rungs: list[Decisions] = [least_memory(self._base).recompute]
 

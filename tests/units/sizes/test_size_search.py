@@ -9,8 +9,8 @@ import pytest
 from hiremate_lightning.options import Objective
 from hiremate_lightning.planning.plan import PlanOptions
 from hiremate_lightning.records.costs import Profile
+from hiremate_lightning.records.expressions import Line
 from hiremate_lightning.records.graph import Graph
-from hiremate_lightning.records.sized_numbers import Line
 from hiremate_lightning.records.step import Step
 from hiremate_lightning.sizes.size_search import TOLERANCE, Forecast, Limit, search
 from tests.tiny import chain
