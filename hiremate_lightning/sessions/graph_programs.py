@@ -24,10 +24,8 @@ from ..planning.planner import FirstSolution, first_solution
 from ..planning.solvers.base import Problem, replay
 from ..records.costs import Profile, step_time_ms
 from ..records.graph import Graph
-from ..records.outline import Outlines, SizedStep
-from ..records.same_code import is_no_larger
 from ..records.schedule import Schedule, keep_all, lower
-from ..records.step import Decisions, Step
+from ..records.step import Decisions, Replays, Step
 from ..running.execution import Part
 from ..running.program import Program
 from ..running.template import program_of
@@ -62,7 +60,7 @@ class GraphPrograms:
         self._taken_over: weakref.WeakKeyDictionary[Part, TakenOver] = weakref.WeakKeyDictionary()
         self._fits = dict[tuple[StepSignature, tuple[Schedule, ...]], bool]()  # signatures whose steps began by these
         self._most_bytes = 0  # that were resident
-        self._outlines, self._ladders = Outlines(), Ladders(model, maker)
+        self._replays, self._ladders = Latest[Hashable, Replays](16), Ladders(model, maker)
         self._schedules = Latest[Hashable, Schedule](64)  # of decisions, for all sizes of code
 
     def forget_plans(self) -> None:
@@ -223,7 +221,7 @@ class GraphPrograms:
         expected = followed.step.calls[call].captured
         if captured.template is not None and captured.template is expected.template:
             return captured.sizes == expected.sizes
-        return not is_last and is_no_larger(captured.graph, expected.graph)  # with the last one all sizes are known
+        return not is_last and captured.graph.is_no_larger(expected.graph)  # with the last one all sizes are known
 
     def _compare(self, step: CurrentStep) -> None:
         """Find the planned steps that are the same code so far."""
@@ -244,19 +242,18 @@ class GraphPrograms:
         foreseen = foresee(alike, [*calls, *to_come], resident)
         if foreseen is None:
             return None
-        whole = foreseen.merge()
-        sized = self._outlines.at_size(whole, [recorded.code for recorded in foreseen.calls])
+        whole = foreseen.merge().sharing([recorded.code for recorded in foreseen.calls], self._replays)
         traced_bytes = TRACING_BYTES if len(foreseen.calls) > 1 else 0  # graphs are traced while values of others live
-        room = self.maker.room(sized, resident)
+        room = self.maker.room(whole, resident)
         room = replace(room, resident_bytes=room.resident_bytes + traced_bytes)
         room = replace(room, margin_bytes=self._margin_bytes(step, room.step_bytes, captured.template is not None))
         before = [forward.program.schedule.decisions(forward.captured.graph) for forward in begun]
-        chosen = self._choose_among(step, sized, room, before, captured.template is not None)
+        chosen = self._choose_among(step, whole, room, before, captured.template is not None)
         if call + 1 == len(foreseen.calls):
             step.comparison.foreseen = alike[0], foreseen
         if chosen is None:
             return None
-        plain_bytes = sized.peak_bytes(keep_all(whole.graph))
+        plain_bytes = whole.peak_bytes(keep_all(whole.graph))
         ladder, lasting = self._code(step).ladder, replace(foreseen, merged=no_graphs())
         loss = Loss(ladder, lasting, room, plain_bytes, chosen.again_ms, chosen.lost_ms)
         return Followed(foreseen, whole.split(chosen.decisions), None if captured.template is None else loss)
@@ -272,22 +269,22 @@ class GraphPrograms:
         return max(margin_bytes, int(room_bytes * excess / (1 + excess)))
 
     def _choose_among(
-        self, step: CurrentStep, sized: SizedStep, room: Room, before: Sequence[Decisions], is_made: bool
+        self, step: CurrentStep, whole: Step, room: Room, before: Sequence[Decisions], is_made: bool
     ) -> Chosen | None:
         """Choose among all decisions for the code of a step, some of whose calls have run already by those in `before`.
 
         Where nothing fits code that was made from traces of other sizes, decisions are solved for all of these.
         """
-        whole, ladder = sized.step, self._code(step).ladder
+        ladder = self._code(step).ladder
         plans = [signature.own_plan.solution.recompute for signature in step.comparison.alike]
 
         def fastest() -> Chosen | None:
             candidates = dict.fromkeys([keep_all(whole.graph), *plans, *ladder.decisions])
-            return fastest_that_fits(sized, room, [_going_on(whole, before, d) for d in candidates])
+            return fastest_that_fits(whole, room, [_going_on(whole, before, d) for d in candidates])
 
         chosen = fastest()
         if chosen is None and is_made:
-            self._ladders.find(ladder, sized, room)
+            self._ladders.find(ladder, whole, room)
             chosen = fastest()
             step.comparison.fits_nothing = chosen is None
         return chosen

@@ -24,7 +24,6 @@ from ..proofs.proof import Proofs
 from ..records.costs import step_time_ms
 from ..records.expressions import NoTemplateError
 from ..records.offload import Host
-from ..records.outline import SizedStep
 from ..records.step import Step
 from ..running.program import Program
 from ..signatures.limits import Limits
@@ -71,7 +70,7 @@ class PlanMaker:
         """Return the budgets of a step signature of which none was seen."""
         return Limits(self._model.options.budget.share is not None)
 
-    def room(self, step: Step | SizedStep, resident: Resident, signature: StepSignature | None = None) -> Room:
+    def room(self, step: Step, resident: Resident, signature: StepSignature | None = None) -> Room:
         """Return how many bytes a step has; a share is of the largest step that is known.
 
         A share is of what plain training adds, graphs that wait for their backward included. All step signatures have
@@ -92,7 +91,7 @@ class PlanMaker:
         others = (other for other in self._history.planned if other is not signature)
         return max((other.recorded.limits.own_bytes for other in others), default=0)
 
-    def _own_budget_bytes(self, step: Step | SizedStep, resident: Resident, signature: StepSignature | None) -> int:
+    def _own_budget_bytes(self, step: Step, resident: Resident, signature: StepSignature | None) -> int:
         if self._auto_bytes is None:
             self._auto_bytes = resolve(Budget(), resident.size_bytes, 0, free_bytes(self._model.memory.device))
         if self._model.options.budget.is_auto:
