@@ -22,9 +22,18 @@ from ..planning.solvers.curve import Curve, curve
 from ..planning.solvers.worker import apart
 from ..units import format_bytes, format_ratio, format_time
 from .breakdown import ModuleRow, advice_lines, module_rows, node_words, place_words, total_row, use_cells
-from .budget_svg import frontier_of, frontier_svg, frontier_words
 from .plan_summary import all_numbers, summary_rows, verdict
-from .svg_report import LEFT, PANEL, RIGHT, TimelineDrawing, check_plan, writable
+from .svg_report import (
+    LEFT,
+    PANEL,
+    RIGHT,
+    TimelineDrawing,
+    check_plan,
+    frontier_of,
+    frontier_svg,
+    frontier_words,
+    writable,
+)
 from .timeline import COLOURS, Band, DrawnStep, Lifetime, resident_bands, short_source
 
 MAX_MODULE_ROWS = 40
