@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..latest import Latest
+from ..housekeeping import Latest
 from .costs import as_plain
 from .schedule import eager_decisions, lower
 from .simulation import Allocations, allocations

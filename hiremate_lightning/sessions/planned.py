@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..calls.given import ModuleCall
-from ..garbage import collecting_what_it_leaves
+from ..housekeeping import collecting_what_it_leaves
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..messages import PlanReports
