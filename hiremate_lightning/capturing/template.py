@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..latest import Latest
+from ..housekeeping import Latest
 from ..records.costs import Profile
 from ..records.expressions import LEAST_SAMPLES, NoTemplateError, Sizes, find_expression
 from ..records.graph import Graph

@@ -13,8 +13,7 @@ from functools import cache, partial
 
 from ..capturing.absent import without_missing
 from ..capturing.capture import Captured
-from ..garbage import collecting_what_it_leaves
-from ..latest import Latest
+from ..housekeeping import Latest, collecting_what_it_leaves
 from ..measuring.resident import Resident
 from ..memory.allocator import alone, free_bytes
 from ..planning.headroom import Room

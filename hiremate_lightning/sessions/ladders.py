@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from ..garbage import collecting_what_it_leaves
+from ..housekeeping import collecting_what_it_leaves
 from ..planning.headroom import Room
 from ..planning.ladder import Ladder, Loss
 from ..planning.solvers import Problem, SolveOptions, smallest_budget

@@ -11,7 +11,7 @@ from ..measuring.describing import describe
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..memory.allocator import free_bytes
-from ..messages.first_wait import FirstWait
+from ..messages import FirstWait
 from ..planning.headroom import GUARD_BYTES, Room, resolve
 from ..planning.outcome import Need, Short, least_need, unless_short
 from ..planning.plan import Plan

@@ -19,10 +19,10 @@ from dataclasses import replace
 from typing import Any
 
 from ..calls.given import ModuleCall
-from ..garbage import collecting_what_it_leaves
+from ..housekeeping import collecting_what_it_leaves
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
-from ..messages.plan_reports import PlanReports
+from ..messages import PlanReports
 from ..out_of_memory import explain
 from ..planning.headroom import GUARD_BYTES
 from ..planning.outcome import Short, first_short

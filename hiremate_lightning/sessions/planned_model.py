@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..measuring.resident_memory import ResidentMemory
-from ..messages.announcements import Announcements
+from ..messages import Announcements
 from ..options import SessionOptions
 from ..reporting.report import Reporter, Stages
 from ..rewriting.fused_kernel import FusedKernels

@@ -25,7 +25,7 @@ from ..capturing.backend import capture_opaque, planning_backend
 from ..capturing.capture import Captured
 from ..errors import CaptureError
 from ..measuring.runs import Run
-from ..messages.first_wait import FirstWait, modules_without_parts
+from ..messages import FirstWait, modules_without_parts
 from ..options import SessionOptions
 from ..out_of_memory import explain
 from ..planning.plan import Plan, describe_peak

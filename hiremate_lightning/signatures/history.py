@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Generic, TypeVar
 
-from ..latest import Latest
+from ..housekeeping import Latest
 from ..planning.plan import Plan
 from ..running.program import Program
 from .recorded_step import RecordedStep

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from ..calls.given import ModuleCall
 from ..capturing.capture import Captured
-from ..latest import Latest
+from ..housekeeping import Latest
 from ..measuring.resident import Resident
 from ..memory.allocator import in_blocks
 from ..planning.headroom import Room

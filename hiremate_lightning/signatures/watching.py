@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from ..latest import Latest
+from ..housekeeping import Latest
 from .step_signature import Reason, StepSignature, Watched
 
 OFTEN = 2  # steps that came before one is measured for a higher prediction: gradients may be left to a step by chance

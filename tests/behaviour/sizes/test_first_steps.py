@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hiremate_lightning import get_plan, hiremate
-from hiremate_lightning.garbage import collecting_what_it_leaves
+from hiremate_lightning.housekeeping import collecting_what_it_leaves
 from hiremate_lightning.signatures import watching
 from hiremate_lightning.testing import session_of
 from tests.exact import network, simple_loop, train_both
