@@ -136,35 +136,9 @@ def on_itself(self, x: torch.Tensor, condition: torch.Tensor | None = None) -> t
     return self.head(self.body(torch.cat([x[:, : WIDTH // 2], condition], 1)))
 
 
-def train(model: nn.Module, steps: int = 4) -> list[torch.Tensor]:
-    optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-3), []
-    for index in range(steps):
-        optimizer.zero_grad()
-        loss = model(batch(index)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return [*losses, *(p.detach() for p in model.parameters())]
-
-
 def test_a_forward_may_call_its_own_module():
     torch.manual_seed(0)
-    assert get_plan(planned_alike(on_itself(), train, "80%")) is not None
-
-
-def test_a_frozen_model_whose_input_is_trained_is_planned():
-    def train_input(model: nn.Module) -> list[torch.Tensor]:
-        torch.manual_seed(3)
-        x = nn.Parameter(torch.randn(ROWS, WIDTH))
-        optimizer = torch.optim.Adam([x])
-        for _ in range(4):
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-        return [x.detach()]
-
-    model = planned_alike(layers().requires_grad_(False), train_input, "60%")
-    assert get_plan(model).solution.recompute_ms > 0
+    assert get_plan(planned_alike(on_itself(), simple_loop(batch, steps=4), "80%")) is not None
 
 
 class Waves(nn.Module):
@@ -176,14 +150,18 @@ class Waves(nn.Module):
         return x
 
 
-def test_a_module_without_weights_is_planned_where_its_input_is_trained():
+@pytest.mark.parametrize("make", [lambda: layers().requires_grad_(False), Waves], ids=["frozen", "without weights"])
+def test_what_trains_its_input_alone_is_planned(make):
     def train_input(module: nn.Module) -> list[torch.Tensor]:
-        x = batch(0, 16 * ROWS).requires_grad_()
-        for _ in range(3):
+        x = nn.Parameter(batch(0, 16 * ROWS))
+        optimizer = torch.optim.Adam([x])
+        for _ in range(4):
+            optimizer.zero_grad()
             module(x).square().mean().backward()
-        return [x.grad]
+            optimizer.step()
+        return [x.grad, x.detach()]
 
-    assert get_plan(planned_alike(Waves(), train_input, "60%")).solution.recompute_ms > 0
+    assert get_plan(planned_alike(make(), train_input, "60%")).solution.recompute_ms > 0
 
 
 def test_a_model_that_shares_a_part_with_a_planned_one_is_refused():

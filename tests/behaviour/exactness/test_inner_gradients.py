@@ -11,7 +11,7 @@ from torch.autograd import grad
 
 from hiremate_lightning import CaptureError, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import drawn, leave_behind, network, simple_loop, train_both, train_eager
+from tests.exact import drawn, loop_of, network, simple_loop, square_error, train_both, train_eager
 
 WIDTH, ROWS = 64, 256
 positions = drawn(ROWS, 3)
@@ -118,22 +118,13 @@ MODELS = [equation, Potential, Penalty, inner_optimizer, flow, Auxiliary]
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("budget", ["60%", "80%"])
 def test_gradients_in_the_forward_are_planned_bit_for_bit(make, budget):
-    loop = simple_loop(lambda index: torch.randn(make.shape, generator=torch.Generator().manual_seed(index)), steps=4)
-    plan = train_both(make, loop, budget)
+    plan = train_both(make, simple_loop(drawn(*make.shape), steps=4), budget)
     assert plan.solution.recompute_ms > 0
     assert plan.planned_peak_bytes < plan.unplanned_peak_bytes
 
 
 def test_gradients_of_the_forward_are_added_to_those_that_exist():
-    def loop(module: nn.Module) -> list[Tensor | None]:
-        log: list[Tensor | None] = []
-        for index in range(5):
-            x = torch.randn(Auxiliary.shape, generator=torch.Generator().manual_seed(index))
-            module(x).square().mean().backward()
-            log += leave_behind(module)
-        return log
-
-    train_both(Auxiliary, loop, "80%")
+    train_both(Auxiliary, loop_of(lambda module, i: square_error(module(drawn(*Auxiliary.shape)(i))), 5, clear_every=0))
 
 
 @pytest.mark.parametrize("make", MODELS)
