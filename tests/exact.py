@@ -123,12 +123,36 @@ def simple_loop(
 
 
 def take_steps(
-    module: nn.Module, make_batch: Callable[[int], Any], steps: int = 3, loss_of: Callable[[Any], Tensor] = square_error
+    module: Callable[..., Any],
+    make_batch: Callable[[int], Any],
+    steps: int = 3,
+    *,
+    loss_of: Callable[[Any], Tensor] = square_error,
+    optimizer: torch.optim.Optimizer | None = None,
+    clears: str = "before",
 ) -> Plan | None:
-    """Take steps without an optimizer, each with gradients of its own; return the plan, None without one."""
+    """Train for some steps; return the plan, None without one.
+
+    Args:
+        module: What is called with each batch.
+        make_batch: Makes the batch of a step.
+        steps: How many.
+        loss_of: Reduces what a call gives to a loss.
+        optimizer: Steps after each backward; None for gradients alone.
+        clears: When gradients are cleared: "before" a step, in its "middle", at its "end" or "never".
+    """
     for index in range(steps):
-        module.zero_grad()
-        loss_of(module(make_batch(index))).backward()
+        if clears == "before":
+            (optimizer or module).zero_grad()
+        loss = loss_of(module(make_batch(index)))
+        if clears == "middle":
+            (optimizer or module).zero_grad()
+        loss.backward()
+        del loss
+        if optimizer is not None:
+            optimizer.step()
+        if clears == "end":
+            (optimizer or module).zero_grad()
     return get_plan(module)
 
 

@@ -17,7 +17,7 @@ from hiremate_lightning.planning.solvers.model import StepModel
 from hiremate_lightning.planning.solvers.segments import segment_policies
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import dynamo
-from tests.exact import assert_foreseen, network
+from tests.exact import assert_foreseen, network, take_steps
 from tests.life import WIDTH, Net, batch, warm_up
 
 
@@ -37,10 +37,7 @@ def test_what_one_part_hands_to_the_next_is_counted_once():
             return self.second(y)
 
     model = hiremate(Breaks(), "80%", verbose=False)
-    for _ in range(3):
-        model(torch.randn(512, WIDTH)).square().mean().backward()
-        model.zero_grad()
-    plan = get_plan(model)
+    plan = take_steps(model, lambda _: torch.randn(512, WIDTH), 3, clears="end")
     problem = Problem(plan.graph, plan.profile, 0)
     replayed = StepModel(problem)
     for policy in segment_policies(replayed):
@@ -88,9 +85,7 @@ def test_what_tracing_keeps_is_not_taken_for_the_users(monkeypatch):
     monkeypatch.setattr(dynamo, "_capture", leaving_a_cycle)
     torch.manual_seed(1)
     model = hiremate(gives_more(), "1 GiB", verbose=False)
-    for index in range(4):
-        model.zero_grad()
-        model(batch(index))["loss"].backward()
+    take_steps(model, batch, 4, loss_of=lambda y: y["loss"])
     assert targets_of(model).session.captured_count > 1
     assert_foreseen(model, abs=64)
 
@@ -113,9 +108,7 @@ class NormsBetween(nn.Module):
 def test_what_code_between_graphs_saves_is_foreseen():
     torch.manual_seed(1)
     model = hiremate(NormsBetween(), "1 GiB", verbose=False)
-    for seed in range(4):
-        model.zero_grad()
-        model(batch(seed)).backward()
+    take_steps(model, batch, 4, loss_of=lambda loss: loss)
     assert targets_of(model).session.captured_count > 1
     assert_foreseen(model, rel=0.005)
 
@@ -152,9 +145,7 @@ def multiplied(values: list[torch.Tensor]) -> torch.Tensor:
 
 def check_prediction(model: nn.Module) -> None:
     """Take a few steps of a planned model that gives its loss, and compare the measured peak with the predicted one."""
-    for seed in range(4):
-        model.zero_grad()
-        model(batch(seed)).backward()
+    take_steps(model, batch, 4, loss_of=lambda loss: loss)
     assert_foreseen(model, abs=64)
 
 

@@ -14,7 +14,7 @@ from hiremate_lightning.measuring.profiling import TimedRun
 from hiremate_lightning.sessions import offloading
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.units import format_bytes
-from tests.exact import network
+from tests.exact import network, take_steps
 from tests.life import (
     MANY,
     ROWS,
@@ -52,10 +52,7 @@ def test_a_share_is_of_the_step_not_of_one_part():
             return self.head(hidden), torch.cat([hidden] * 20, 1)
 
     model = hiremate(TwoOutputs(), "95%", verbose=False)
-    for index in range(4):
-        model.zero_grad()
-        model(batch(index))[0].square().mean().backward()
-    plan = get_plan(model)
+    plan = take_steps(model, batch, 4, loss_of=lambda y: y[0].square().mean())
     assert plan.budget_bytes == plan.resident_bytes + int(0.95 * plan.unplanned.peak_bytes)
 
 
@@ -300,10 +297,7 @@ def test_a_share_holds_beside_a_part_that_cannot_shrink():
         return F.cross_entropy(y, y.detach().argmax(dim=1))
 
     model = hiremate(breaks(), "70%", verbose=False)
-    for _ in range(3):
-        model(torch.randn(512, WIDTH)).backward()
-        model.zero_grad()
-    plan = get_plan(model)
+    plan = take_steps(model, lambda _: torch.randn(512, WIDTH), 3, loss_of=lambda loss: loss, clears="end")
     assert session_of(model).captured_count == 2
     assert plan.planned_peak_bytes <= plan.budget_bytes < plan.unplanned_peak_bytes
 

@@ -14,7 +14,7 @@ from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.sessions import planned as planning
 from hiremate_lightning.sessions.planned import CORRECTIONS
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import assert_foreseen
+from tests.exact import assert_foreseen, take_steps
 from tests.life import ROWS, WIDTH, batch, planned, recorded, session_of, step, warm_up
 
 
@@ -184,10 +184,7 @@ def recognizer_loss(y):
 def test_copies_of_gradients_with_other_strides_are_foreseen(make, loss_of):
     model, batch = make()
     hiremate(model, "100%", verbose=False)
-    for _ in range(4):
-        loss_of(model(batch)).backward()
-        model.zero_grad()
-    plan = get_plan(model)
+    plan = take_steps(model, lambda _: batch, 4, loss_of=loss_of, clears="end")
     assert plan.measured.peak_bytes == plan.planned_peak_bytes <= plan.budget_bytes
 
 
@@ -232,9 +229,7 @@ def test_the_plain_peak_counts_masks_as_eager_saves_them(dtype):
     model(x).square().mean().backward()
     plain_bytes = measure_peak(lambda: model(x).square().mean().backward())
     hiremate(model, "100%", verbose=False)
-    for _ in range(3):
-        model(x).square().mean().backward()
-    plan = get_plan(model)
+    plan = take_steps(model, lambda _: x, 3, clears="never")
     assert plan.unplanned_peak_bytes - plan.resident_bytes == pytest.approx(plain_bytes, abs=64)
 
 

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from hiremate_lightning import CaptureError, ConfigurationError, HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import TORCH, network, planned_alike, simple_loop, train_both
+from tests.exact import TORCH, network, planned_alike, simple_loop, take_steps, train_both
 from tests.faults import change_captures
 
 ROWS, WIDTH = 256, 32
@@ -52,8 +52,7 @@ def train_in_the_backward(model: nn.Module, steps: int = 6) -> list[torch.Tensor
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(use)
-    for index in range(steps):
-        model(batch(index)).square().mean().backward()
+    take_steps(model, batch, steps, clears="never")
     return [p.detach() for p in model.parameters()]
 
 
@@ -141,24 +140,20 @@ def test_a_forward_may_call_its_own_module():
     assert get_plan(planned_alike(on_itself(), simple_loop(batch, steps=4), "80%")) is not None
 
 
-class Waves(nn.Module):
+@network(lambda: {})
+def waves(self, x: torch.Tensor) -> torch.Tensor:
     """Computes without weights of its own."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(8):
-            x = x.sin() + x.tanh().square()
-        return x
+    for _ in range(8):
+        x = x.sin() + x.tanh().square()
+    return x
 
 
-@pytest.mark.parametrize("make", [lambda: layers().requires_grad_(False), Waves], ids=["frozen", "without weights"])
+@pytest.mark.parametrize("make", [lambda: layers().requires_grad_(False), waves], ids=["frozen", "without weights"])
 def test_what_trains_its_input_alone_is_planned(make):
     def train_input(module: nn.Module) -> list[torch.Tensor]:
         x = nn.Parameter(batch(0, 16 * ROWS))
         optimizer = torch.optim.Adam([x])
-        for _ in range(4):
-            optimizer.zero_grad()
-            module(x).square().mean().backward()
-            optimizer.step()
+        take_steps(module, lambda _: x, 4, optimizer=optimizer)
         return [x.grad, x.detach()]
 
     assert get_plan(planned_alike(make(), train_input, "60%")).solution.recompute_ms > 0
@@ -258,8 +253,7 @@ def test_transforms_run_a_planned_model_as_it_is(transform):
     with pytest.warns(HiRemateWarning, match="inside of a transform of torch.func"):
         assert torch.equal(transform(model), transform(plain))
     assert torch.equal(transform(model), transform(plain))  # said once
-    for index in range(2):
-        model(batch(index)).square().mean().backward()
+    take_steps(model, batch, 2, clears="never")
     assert get_plan(model) is not None
 
 

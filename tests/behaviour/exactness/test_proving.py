@@ -32,7 +32,7 @@ from hiremate_lightning.running import program
 from hiremate_lightning.sessions import session
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import changes, hacks
-from tests.exact import TORCH, Log, differing, drawn, network, simple_loop
+from tests.exact import TORCH, Log, differing, drawn, network, simple_loop, take_steps
 from tests.faults import change_absences, change_captures
 
 WIDTH = 8
@@ -105,19 +105,15 @@ def two_heads(self, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_code_that_gives_the_numbers_of_eager_pytorch_is_proved(dtype):
-    log, words, said = train(lambda: nn.Sequential(Cast(dtype), make_mixed().to(dtype)), True)
+    log, words, said = train(lambda: nn.Sequential(cast(dtype), make_mixed().to(dtype)), True)
     assert words == "forward 1 of 1 graph, gradients 1 of 1"
     assert not said
-    assert not differing(log, train(lambda: nn.Sequential(Cast(dtype), make_mixed().to(dtype)), False)[0])
+    assert not differing(log, train(lambda: nn.Sequential(cast(dtype), make_mixed().to(dtype)), False)[0])
 
 
-class Cast(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.to(self.dtype)
+@network(lambda dtype: {"dtype": dtype})
+def cast(self, x: Tensor) -> Tensor:
+    return x.to(self.dtype)
 
 
 def test_a_proof_says_how_many_graphs_it_holds_for_in_the_plan():
@@ -126,9 +122,7 @@ def test_a_proof_says_how_many_graphs_it_holds_for_in_the_plan():
         return torch.sin(x)
 
     module = hiremate(Written(broken), "1 GiB", verbose=False)
-    for index in range(2):
-        module(rows(index)).sum().backward()
-    plan = get_plan(module)
+    plan = take_steps(module, rows, 2, loss_of=torch.sum, clears="never")
     assert plan.proved == "forward 2 of 2 graphs, gradients 2 of 2"
     assert plan.planning.prove_s > 0
     console = Console(width=110)
@@ -145,9 +139,7 @@ def test_differences_by_rounding_are_named_in_the_plan(monkeypatch, tmp_path):
 
     monkeypatch.setattr(session, "Proof", lambda written, run, *own, **given: make(written, nearly(run), *own, **given))
     module = hiremate(Written(lambda self, x: torch.sin(x)), "1 GiB", verbose=False)
-    for index in range(2):
-        module(rows(index)).sum().backward()
-    plan = get_plan(module)
+    plan = take_steps(module, rows, 2, loss_of=torch.sum, clears="never")
     assert plan.proved == "forward 1 of 1 graph (1 up to rounding), gradients 1 of 1 (1 up to rounding)"
     assert len(plan.rounded) == 3  # an output, and the gradients of weight and bias
     for words in plan.rounded:
@@ -190,8 +182,7 @@ def test_later_runs_prove_nothing_more(planning_log):
 @pytest.mark.parametrize(("verify", "times"), [("off", 0), ("first", 1), (3, 3)])
 def test_verify_says_how_often_code_is_proved(planning_log, verify, times):
     module = hiremate(Written(lambda self, x: torch.sin(x)), "1 GiB", verbose=False, verify=verify)
-    for index in range(4):
-        module(rows(index)).sum().backward()
+    take_steps(module, rows, 4, loss_of=torch.sum, clears="never")
     assert len(planning_log.of("proving")) == times
 
 

@@ -15,7 +15,7 @@ from hiremate_lightning import get_plan, hiremate, remove_hiremate
 from hiremate_lightning.errors import CaptureError, HiRemateError
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import Log, assert_same, leave_behind, network, train_both
+from tests.exact import Log, assert_same, leave_behind, network, take_steps, train_both
 from tests.life import (
     MANY,
     Net,
@@ -118,8 +118,7 @@ def test_gradients_may_be_cleared_before_or_after_the_forward(clear_late, set_to
 def test_gradients_accumulate_over_several_backwards():
     def act(model):
         model.zero_grad()
-        for index in range(4):
-            model(batch(index)).square().mean().backward()
+        take_steps(model, batch, 4, clears="never")
         return gradients(model)
 
     assert_exact(act)
@@ -162,36 +161,27 @@ def test_retained_tensors_are_not_watched(retains):
     assert len(record._unwatch) == 2  # the batch, and the product
 
 
-class _Equilibrium(nn.Module):
+@network(lambda: {"first": make(1), "iterated": make(2), "last": make(3)})
+def equilibrium(self, x: torch.Tensor) -> torch.Tensor:
     """Solves for the gradient in a hook, which holds what was computed beside the result that it is set on."""
+    x = self.first(x)
+    with torch.no_grad():
+        found = self.iterated(x) + x
+    result, start = self.iterated(found) + x, found.detach().requires_grad_()
+    once_more = self.iterated(start) + x
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.iterated, self.last = make(1), make(2), make(3)
+    def solve(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient + torch.autograd.grad(once_more, start, gradient, retain_graph=True)[0]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        with torch.no_grad():
-            found = self.iterated(x) + x
-        result, start = self.iterated(found) + x, found.detach().requires_grad_()
-        once_more = self.iterated(start) + x
-
-        def solve(gradient: torch.Tensor) -> torch.Tensor:
-            return gradient + torch.autograd.grad(once_more, start, gradient, retain_graph=True)[0]
-
-        result.register_hook(solve)
-        torch._dynamo.graph_break()
-        return self.last(result)
+    result.register_hook(solve)
+    torch._dynamo.graph_break()
+    return self.last(result)
 
 
-class _Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.one, self.other = make(1), make(2), make(3)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = self.trunk(x)
-        return self.one(x), self.other(x)
+@network(lambda: {"trunk": make(1), "one": make(2), "other": make(3)})
+def branches(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x = self.trunk(x)
+    return self.one(x), self.other(x)
 
 
 def test_a_hook_on_a_result_is_called_only_with_its_gradient():
@@ -203,7 +193,7 @@ def test_a_hook_on_a_result_is_called_only_with_its_gradient():
             (other if index % 2 else one + other).square().mean().backward()
         return calls
 
-    assert train(hiremate(_Branches(), "100%", verbose=False)) == train(_Branches()) == [batch().numel()] * 2
+    assert train(hiremate(branches(), "100%", verbose=False)) == train(branches()) == [batch().numel()] * 2
 
 
 def test_graphs_that_a_hook_holds_do_not_pile_up():
@@ -218,7 +208,7 @@ def test_graphs_that_a_hook_holds_do_not_pile_up():
             kept.append(len(session_of(module).parts.retained()) if get_plan(module) else 0)
         return log
 
-    train_both(_Equilibrium, loop)
+    train_both(equilibrium, loop)
     assert kept[-1] == kept[-4] <= 2, f"graphs retained after each step: {kept}"
 
 

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import drawn, network, quiet, simple_loop, train_both
+from tests.exact import drawn, network, quiet, simple_loop, take_steps, train_both
 from tests.fuzz_operations import Round, Squash
 
 ROWS, WIDTH = 256, 16
@@ -449,8 +449,7 @@ def test_a_check_of_values_fails_in_the_forward():
 
     torch.manual_seed(1)
     module = hiremate(Between(checked), "80%", verbose=False, on_infeasible="warn")
-    for index in range(3):
-        module(rows(index)).sum().backward()
+    take_steps(module, rows, 3, loss_of=torch.sum, clears="never")
     with pytest.raises(RuntimeError, match="too large"):
         module(rows(0) * 1e6)
 
@@ -669,30 +668,27 @@ def test_what_a_dropout_keeps_is_scaled_as_eager_scales_it(probability, dtype):
     train_both(lambda: Between(drop), simple_loop(rows, steps=3), budget="60%")
 
 
-class Judged(nn.Module):
+@network(
+    lambda loss: {"layers": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)), "loss": loss}
+)
+def judged(self, x: Tensor) -> Tensor:
     """A model that gives its own loss."""
-
-    def __init__(self, loss: Any) -> None:
-        super().__init__()
-        self.layers, self.loss = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)), loss
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layers(x)
-        return self.loss(y, (x > 0).to(y.dtype))
+    y = self.layers(x)
+    return self.loss(y, (x > 0).to(y.dtype))
 
 
 @pytest.mark.parametrize(
     "loss", [F.mse_loss, F.smooth_l1_loss, F.soft_margin_loss, lambda y, x: F.binary_cross_entropy(y.sigmoid(), x)]
 )
 def test_the_number_of_a_loss_does_not_keep_its_terms(loss):
-    train_both(lambda: Judged(loss), simple_loop(rows, loss_of=lambda number: number))
-    model = hiremate(Judged(loss), "1 TiB", verbose=False)
+    train_both(lambda: judged(loss), simple_loop(rows, loss_of=lambda number: number))
+    model = hiremate(judged(loss), "1 TiB", verbose=False)
     for index in range(3):
         number = model(rows(index))
         number.backward()
     plan = get_plan(model)
     assert number.untyped_storage().nbytes() == number.itemsize
-    assert Judged(loss)(rows(0)).untyped_storage().nbytes() == ROWS * WIDTH * number.itemsize  # in plain PyTorch
+    assert judged(loss)(rows(0)).untyped_storage().nbytes() == ROWS * WIDTH * number.itemsize  # in plain PyTorch
     assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)
 
 
@@ -868,16 +864,11 @@ def test_what_is_overwritten_later_is_not_computed_from(budget):
     train_both(overwrites_later, simple_loop(rows), budget, on_infeasible="warn")
 
 
-class Returned(nn.Module):
+@network(lambda read: {"first": nn.Linear(WIDTH, WIDTH), "read": read})
+def returned(self, x: Tensor) -> tuple[Tensor, Tensor]:
     """The result of a layer, which for more than two dimensions is a view, and what is made of it."""
-
-    def __init__(self, read: nn.Module) -> None:
-        super().__init__()
-        self.first, self.read = nn.Linear(WIDTH, WIDTH), read
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = self.first(x.view(4, -1, WIDTH))
-        return self.read(h), h
+    h = self.first(x.view(4, -1, WIDTH))
+    return self.read(h), h
 
 
 def changed_in_place(results: tuple[Tensor, Tensor]) -> Tensor:
@@ -889,13 +880,13 @@ def changed_in_place(results: tuple[Tensor, Tensor]) -> Tensor:
 @pytest.mark.parametrize("budget", ["50%", "100%"])
 def test_results_that_plain_training_reads_no_more_may_be_changed_in_place(budget):
     def make() -> nn.Module:
-        return Returned(nn.Sequential(nn.Sigmoid(), nn.Sigmoid(), nn.Sigmoid(), nn.Linear(WIDTH, WIDTH)))
+        return returned(nn.Sequential(nn.Sigmoid(), nn.Sigmoid(), nn.Sigmoid(), nn.Linear(WIDTH, WIDTH)))
 
     train_both(make, simple_loop(rows, loss_of=changed_in_place), budget)
 
 
 def test_a_change_in_place_of_what_the_backward_reads_is_an_error():
-    planned = hiremate(Returned(nn.Linear(WIDTH, WIDTH)), "100%", verbose=False)
+    planned = hiremate(returned(nn.Linear(WIDTH, WIDTH)), "100%", verbose=False)
     for index in range(3):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             changed_in_place(planned(rows(index))).backward()
@@ -906,4 +897,4 @@ def test_what_only_absent_gradients_need_may_be_changed_in_place():
         results[1].relu_()
         return results[1].square().mean()
 
-    train_both(lambda: Returned(nn.Linear(WIDTH, WIDTH)), simple_loop(rows, loss_of=loss_of), "100%")
+    train_both(lambda: returned(nn.Linear(WIDTH, WIDTH)), simple_loop(rows, loss_of=loss_of), "100%")
