@@ -216,36 +216,25 @@ def test_arguments_with_other_strides_than_traced_are_left_alone(change, positio
     assert all(torch.equal(a, b) for a, b in zip(call, before, strict=True))
 
 
-def test_memory_that_another_tensor_shares_is_left_alone():
+def test_only_memory_that_nobody_else_has_is_overwritten():
+    """Neither another tensor nor a storage that somebody holds; and nothing where autograd records."""
     x, y = torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH)
+
+    def is_overwritten(x: Tensor) -> bool:
+        return overwriting(aten.mul.Tensor, 0)(strides_of((x, y)), x, y) is x
+
+    assert not is_overwritten(x)
     with torch.no_grad():
         other = x.view(-1)
         before = other.clone()
-        overwriting(aten.mul.Tensor, 0)(strides_of((x, y)), x, y)
+        assert not is_overwritten(x)
         assert torch.equal(other, before)
         del other
-        assert overwriting(aten.mul.Tensor, 0)(strides_of((x, y)), x, y) is x
-
-
-def test_a_view_of_what_is_gone_is_overwritten():
-    y = torch.randn(WIDTH, WIDTH)
-    with torch.no_grad():
-        view = torch.mm(y, y).view(-1).view(WIDTH, WIDTH)
-        assert overwriting(aten.mul.Tensor, 0)(strides_of((view, y)), view, y) is view
-
-
-def test_a_storage_that_somebody_holds_is_left_as_it_is():
-    with torch.no_grad():
-        x, y = torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH)
         held = x.untyped_storage()
-        assert overwriting(aten.mul.Tensor, 0)(strides_of((x, y)), x, y) is not x
+        assert not is_overwritten(x)
         del held
-        assert overwriting(aten.mul.Tensor, 0)(strides_of((x, y)), x, y) is x
-
-
-def test_nothing_is_overwritten_where_autograd_records():
-    x, y = torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH)
-    assert overwriting(aten.mul.Tensor, 0)(strides_of((x, y)), x, y) is not x
+        assert is_overwritten(x)
+        assert is_overwritten(torch.mm(y, y).view(-1).view(WIDTH, WIDTH)), "a view of what is gone"
 
 
 # ---------------------------------------------------------------- choice
@@ -301,14 +290,22 @@ CHOICES: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "still read as a view": (lambda f, x: f[1](f[2](x).view(2, -1).view(ROWS, WIDTH) + f[0](x).relu()), []),
     "read by others": (lambda f, x: f[1](f[0](x).relu() + passing(f[2](x))), []),
     "made by others": (lambda f, x: f[1](f[0](passing(f[2](x).relu()))), []),
+    "of an input": (lambda f, x: f[1](x.relu()), ["threshold_backward"]),
+    "of a view of an input": (lambda f, x: f[1](x.view(2, -1).relu().view(ROWS, WIDTH)), []),
+    "written over a view": (
+        lambda f, x: f[1](x.view(2, -1).tanh().relu().view(ROWS, WIDTH)),
+        ["threshold_backward"],
+    ),
     "part of a block": (lambda f, x: f[1](torch.cat([h.relu() for h in f[0](x).chunk(2, 1)], 1)), []),
 }
 
 
-@pytest.mark.parametrize(("function", "expected"), CHOICES.values(), ids=CHOICES)
-def test_only_what_the_backward_made_and_nobody_reads_is_overwritten(function, expected):
-    captured = captured_of(function)
-    assert overwriting_ops(captured) == expected
+@pytest.mark.parametrize("name", CHOICES)
+def test_only_what_the_backward_made_and_nobody_reads_is_overwritten(name):
+    """The caller gets no view of what was overwritten, where an input has a gradient."""
+    function, expected = CHOICES[name]
+    x = torch.randn(ROWS, WIDTH, requires_grad=("view" in name.split() and "read" not in name) or name == "of an input")
+    assert overwriting_ops(captured_of(function, x)) == expected
 
 
 def test_a_gradient_that_is_returned_is_not_overwritten():
@@ -318,19 +315,6 @@ def test_a_gradient_that_is_returned_is_not_overwritten():
     x, shift = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
     assert overwriting_ops(captured_of(function, x, shift)) == ["threshold_backward"]
     assert not overwriting_ops(captured_of(function, x, shift.requires_grad_()))
-
-
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (lambda f, x: f[1](x.relu()), ["threshold_backward"]),
-        (lambda f, x: f[1](x.view(2, -1).relu().view(ROWS, WIDTH)), []),
-        (lambda f, x: f[1](x.view(2, -1).tanh().relu().view(ROWS, WIDTH)), ["threshold_backward"]),
-    ],
-    ids=["no view", "view", "written over a view"],
-)
-def test_the_caller_gets_no_view_of_what_was_overwritten(function, expected):
-    assert overwriting_ops(captured_of(function, torch.randn(ROWS, WIDTH, requires_grad=True))) == expected
 
 
 def test_an_overwriting_operation_has_its_argument_s_storage_and_is_work():
@@ -452,7 +436,7 @@ def test_training_is_exact(training, loss):
 
 
 def peaks(make: Callable[[], nn.Module], batch: Tensor) -> tuple[int, int]:
-    """Give planned and measured peak of plain training."""
+    """Return planned and measured peak of a plan that keeps everything."""
     module = hiremate(make(), "100%", verbose=False)
     plan = take_steps(module, lambda _: batch, 4)
     remove_hiremate(module)
