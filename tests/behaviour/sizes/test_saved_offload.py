@@ -17,7 +17,7 @@ from hiremate_lightning.sessions.session import Session
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.targets.training_step import StepTarget
 from hiremate_lightning.testing import session_of
-from tests.exact import simple_loop, train_both
+from tests.exact import simple_loop, take_steps, train_both
 
 pytestmark = pytest.mark.usefixtures("without_templates")
 WIDTH = 32
@@ -58,9 +58,7 @@ def train(model: nn.Module, step: int) -> None:
 def budget_of(length: int, make=Net) -> int:
     """Return what a plain step of a length takes."""
     model = hiremate(make(), "100%", verbose=False)
-    for _ in range(3):
-        model.zero_grad()
-        model(torch.randn(8, length, WIDTH)).square().mean().backward()
+    take_steps(model, lambda _: torch.randn(8, length, WIDTH), 3)
     return get_plan(model).unplanned_peak_bytes
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hiremate_lightning.latest import Latest
+from hiremate_lightning.housekeeping import Latest
 from hiremate_lightning.planning.solvers.base import Problem, replay
 from hiremate_lightning.planning.solvers.decisions import decisions
 from hiremate_lightning.planning.solvers.model import StepModel
