@@ -226,7 +226,7 @@ class UnplannedSteps:
             return None
         saves_memory = None if begun is None else begun.prediction.saves_memory
         saves_memory = False if self._plain.called_like(step.calls) else saves_memory
-        prediction = self._plain.bound(step.calls, likely, self._room_bytes(), saves_memory)
+        prediction = self._plain.predict(step.calls, likely, self._room_bytes(), saves_memory)
         if prediction is None:
             return None
         if not prediction.saves_memory:
@@ -243,8 +243,7 @@ class UnplannedSteps:
         if alike and signature not in alike:
             return None
         is_known = not alike and signature.trial.is_released
-        predict = self._plain.bound if is_known else self._plain.predict  # what is measured is compared with it
-        prediction = predict(step.calls, signature, sys.maxsize, saves_memory=False)
+        prediction = self._plain.predict(step.calls, signature, sys.maxsize, saves_memory=False)
         if prediction is None:
             return None
         is_similar = prediction.captured_bytes <= SIMILAR * signature.own_plan.unplanned.peak_bytes

@@ -43,7 +43,6 @@ SIMILAR = 0.5  # of the largest step that was measured: smaller ones tell less, 
 COMPARED = 16  # steps that were measured: the largest
 SAMPLES = 4  # sizes of one code that predictions are made from
 ROUNDING = 1.01  # an allocator's blocks
-GRID = 8  # sizes between a power of two and the next one, to which sizes are rounded up
 OFFLOAD_BYTES_PER_MS = 3e6  # that are offloaded and brought back: on a CPU, in files that are used again
 
 
@@ -180,18 +179,6 @@ class PlainSteps:
         pairs = ((signature, signature.captured) for signature in self._learned if signature.plan is not None)
         return [signature for signature, step in pairs if step is not None and step.calls[:count] == given]
 
-    def bound(
-        self, calls: Sequence[ModuleCall], likely: StepSignature, room_bytes: int, saves_memory: bool | None = None
-    ) -> Prediction | None:
-        """Predict a step at its sizes rounded up: many steps share them, so most predictions are known.
-
-        Where the larger step does not fit as it is, or is to be measured, the step's own sizes are used.
-        """
-        larger = [replace(c, shapes=tuple(tuple(map(_next_on_grid, shape)) for shape in c.shapes)) for c in calls]
-        rounded = self.predict(larger, likely, room_bytes, saves_memory)
-        is_enough = rounded is not None and not rounded.saves_memory and not self.is_to_be_measured(rounded, room_bytes)
-        return rounded if is_enough else self.predict(calls, likely, room_bytes, saves_memory)
-
     def predict(
         self, calls: Sequence[ModuleCall], likely: StepSignature, room_bytes: int, saves_memory: bool | None = None
     ) -> Prediction | None:
@@ -307,12 +294,6 @@ class PlainSteps:
                 excess = [(measured.added_bytes - peak) / size for peak, size in zip(peaks, growing, strict=True)]
                 return growing[0], 1 + min(excess[0], max(code.unmeasured_ratio - 1, excess[1]))
         return 0, 0.0
-
-
-def _next_on_grid(size: int) -> int:
-    """Return the least of `GRID` sizes between powers of two that is no smaller."""
-    grain = max(1, (1 << size.bit_length() >> 1) // GRID)
-    return -(-size // grain) * grain
 
 
 def _form(calls: Sequence[ModuleCall]) -> tuple[tuple[Any, ...], ...]:
