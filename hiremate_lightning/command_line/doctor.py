@@ -28,9 +28,9 @@ from ..planning.solvers.mip_backend import BACKENDS
 from ..planning.solvers.worker import MENDING, backend_failure
 from ..torch_private import hacks, tensor_state
 from ..units import format_bytes, format_ratio
-from .factory import Workload, find_factory
-from .importing import import_failures
-from .script import Script
+from .factory import Workload
+from .importing import find_factory, import_failures
+from .script import run_script
 
 PACKAGE = "hiremate-lightning"
 CALLBACKS = "hiremate_lightning.callbacks"
@@ -102,35 +102,27 @@ def packages(
     version_of: VersionOf = _version, failures_of: Callable[[Sequence[str]], dict[str, str]] = import_failures
 ) -> Iterator[Finding]:
     """Import each package that the package asks for, and what needs most of them: Lightning's callbacks."""
-    requirements = _requirements()
-    if requirements is None:
+    try:
+        requirements = [Requirement(line) for line in requires(PACKAGE) or []]
+    except PackageNotFoundError:
+        requirements = []
         yield Finding(PACKAGE, Grade.KNOW, "used from a checkout, not installed: requirements are not known")
+    extras = [re.search(r'extra == "(\w+)"', str(requirement.marker)) for requirement in requirements]
+    named = [(wanted, extra[1] if extra else "") for wanted, extra in zip(requirements, extras, strict=True)]
+    named = [(wanted, extra) for wanted, extra in named if wanted.name != "torch" and extra not in WITHOUT]
     modules = {
-        requirement.name: MODULES.get(requirement.name, requirement.name.replace("-", "_"))
-        for requirement, _ in requirements or ()
-        if version_of(requirement.name) is not None
+        wanted.name: MODULES.get(wanted.name, wanted.name.replace("-", "_"))
+        for wanted, _ in named
+        if version_of(wanted.name) is not None
     }
     failures = failures_of([*modules.values(), CALLBACKS])
-    for requirement, extra in requirements or ():
-        installed = version_of(requirement.name)
-        yield _package(requirement, extra, installed, failures.get(modules.get(requirement.name, "")))
+    for wanted, extra in named:
+        yield _package(wanted, extra, version_of(wanted.name), failures.get(modules.get(wanted.name, "")))
     if CALLBACKS in failures:
-        is_alone = len(failures) == 1
-        mending = f"mend it with: {_mending(PACKAGE)}" if is_alone else "mend what is BAD above"
+        mending = f"mend it with: {_mending(PACKAGE)}" if len(failures) == 1 else "mend what is BAD above"
         yield Finding(CALLBACKS, Grade.BAD, f"can't be imported: {failures[CALLBACKS]}; {mending}")
     else:
         yield Finding(CALLBACKS, Grade.GOOD, "can be imported")
-
-
-def _requirements() -> list[tuple[Requirement, str]] | None:
-    """List what the package asks for beside torch, each with its extra, "" for none; None where it isn't installed."""
-    try:
-        lines = requires(PACKAGE) or []
-    except PackageNotFoundError:
-        return None
-    named = [(Requirement(line), re.search(r'extra == "(\w+)"', line)) for line in lines]
-    by_extra = [(requirement, extra[1] if extra else "") for requirement, extra in named if requirement.name != "torch"]
-    return [(requirement, extra) for requirement, extra in by_extra if extra not in WITHOUT]
 
 
 def _package(requirement: Requirement, extra: str, installed: str | None, failure: str | None) -> Finding:
@@ -257,7 +249,7 @@ def model_finding(factory: str) -> Finding:
     """Report whether a model would be refused."""
     try:
         with tensor_state.fake_mode():
-            module = Workload(find_factory(factory), factory).module()
+            module = Workload(find_factory(factory), factory).make().module
             refuse(module)
     except ConfigurationError as error:
         return Finding(factory, Grade.BAD, str(error))
@@ -298,7 +290,7 @@ def script_finding(given: Sequence[str]) -> Finding:
     finder = _Looking("auto")
     try:
         with finder.in_place():
-            Script(given, is_module=False).run()
+            run_script(given, is_module=False)
     except _SeenEnough:
         return Finding(given[0], Grade.GOOD, finder.words)
     except HiRemateError as error:

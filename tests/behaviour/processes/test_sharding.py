@@ -12,8 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from hiremate_lightning.command_line.factory import Workload
 from hiremate_lightning.command_line.offline import OfflineOptions, capture_offline
-from hiremate_lightning.command_line.sharded import PARTS, SHARDS, Layout, divide
-from hiremate_lightning.command_line.without_device import rates_of
+from hiremate_lightning.command_line.without_device import PARTS, SHARDS, Layout, divide, rates_of
 from hiremate_lightning.records.schedule import lower
 from hiremate_lightning.records.simulation import simulate
 from tests.exact import assert_same
