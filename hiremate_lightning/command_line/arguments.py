@@ -151,12 +151,7 @@ READERS: dict[str, Callable[[str], Any]] = {
 
 
 def read(asked: argparse.Namespace) -> None:
-    """Check all that can be checked without torch, and put values in the place of what lists or counts something.
-
-    Raises:
-        BudgetError: If a budget can't be read.
-        ConfigurationError: If another argument can't be used; the text says how to write it.
-    """
+    """Check all that can be checked without torch, and put values in the place of what lists or counts something."""
     given = {name: value for name, value in vars(asked).items() if value is not None}
     for name, reader in READERS.items():
         if isinstance(given.get(name), str):

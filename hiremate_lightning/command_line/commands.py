@@ -246,16 +246,10 @@ def _plan_on_several(work: _Work) -> int:
 
     counts = list(look_at(work.asked.fsdp, look))
     last, words = captured[-1], answer(counts)
-    numbers = {
-        "target": last.name,
-        "batch_size": last.size,
-        "counts": counts,
-        "answer": words,
-        "notes": work.notes(last),
-    }
+    numbers = {"target": last.name, "batch_size": last.size, "counts": counts, "answer": words}
     title = f"{last.name}, budget {work.asked.budget} on each GPU, batch size {last.size} on each: {words}"
     scope = wrapped(["The notes below are about the largest number of GPUs."])
-    _answer(work.asked, numbers, Text(title), counts_table(counts), scope)
+    _answer(work.asked, {**numbers, "notes": work.notes(last)}, Text(title), counts_table(counts), scope)
     return 0 if any(count["fits"] for count in counts) else 1
 
 
@@ -273,14 +267,9 @@ def curve(asked: argparse.Namespace) -> int:
         budgets = [least + (most - least) * i // asked.points for i in range(asked.points)]
         solved = solve_curve(problem, budgets, apart(asked.solver))
     points = curve_points(solved, captured.resident_bytes, most)
-    numbers = {
-        "target": captured.name,
-        "resident_bytes": captured.resident_bytes,
-        "points": points,
-        "notes": work.notes(captured),
-    }
+    numbers = {"target": captured.name, "resident_bytes": captured.resident_bytes, "points": points}
     title = f"{captured.name}: peak memory against time; the last line is plain training"
-    _answer(asked, numbers, Text(title), curve_table(points))
+    _answer(asked, {**numbers, "notes": work.notes(captured)}, Text(title), curve_table(points))
     return 0
 
 
@@ -311,8 +300,7 @@ def compare(asked: argparse.Namespace) -> int:
     numbers = comparison_numbers(comparison, named, resident_bytes, step.plain_bytes)
     plain = f"{format_bytes(resident_bytes + step.plain_bytes, up=True)}, {format_time(comparison.step_ms)}"
     title = Text(f"{captured.name}: plain training takes {plain}")
-    tables = comparison_tables(numbers)
-    _answer(asked, {"target": captured.name, **numbers, "notes": notes}, title, *tables, Text())
+    _answer(asked, {"target": captured.name, **numbers, "notes": notes}, title, *comparison_tables(numbers), Text())
     return 0 if any(outcome.fits for outcome in comparison.outcomes) else 1
 
 

@@ -57,12 +57,7 @@ class Finding:
 
 
 def examine(factory: str | None = None, script: Sequence[str] = ()) -> list[Finding]:
-    """Examine this installation, and where they are named whether a model, or what a script trains, would be refused.
-
-    Args:
-        factory: A model as the command line names it.
-        script: A training script and its arguments, to run up to its first training step.
-    """
+    """Examine this installation, and where they are named whether a model, or what a script trains, would be refused."""
     python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     findings = [Finding("python", Grade.GOOD if sys.version_info >= (3, 10) else Grade.BAD, python)]
     findings += [torch_finding(), *packages(), *known_bad_pairs(), *solvers(), *_devices()]
@@ -262,10 +257,6 @@ def model_finding(factory: str) -> Finding:
 # ---------------------------------------------------------------- a script
 
 
-class _SeenEnough(SystemExit):
-    """Ends a script where its first training step would begin."""
-
-
 class _Looking(Finder):
     """Finds what a script trains, and stops the script before that trains."""
 
@@ -282,23 +273,23 @@ class _Looking(Finder):
             f"{type(root).__name__}, {trained:,} parameters to train ({optimizers}): not refused{instead}. Stopped "
             "before its first step; `hiremate run --dry-run` trains two and says what a plan costs"
         )
-        raise _SeenEnough(0)
+        raise SystemExit(0)  # ends the script
 
 
 def script_finding(given: Sequence[str]) -> Finding:
     """Run a script up to its first training step, and report whether what it trains would be refused."""
-    finder = _Looking("auto")
+    finder, fault = _Looking("auto"), ""
     try:
         with finder.in_place():
             run_script(given, is_module=False)
-    except _SeenEnough:
-        return Finding(given[0], Grade.GOOD, finder.words)
     except HiRemateError as error:
-        return Finding(given[0], Grade.BAD, str(error))
+        fault = str(error)
     except SystemExit as stop:
-        if stop.code:
-            return Finding(given[0], Grade.BAD, f"it ended before its first training step, with code {stop.code}")
+        fault = f"it ended before its first training step, with code {stop.code}" if stop.code else ""
     except Exception as error:  # the script's own code may raise anything
-        words = f"it failed before its first training step, {type(error).__name__}: {error}"
-        return Finding(given[0], Grade.BAD, words)
+        fault = f"it failed before its first training step, {type(error).__name__}: {error}"
+    if fault:
+        return Finding(given[0], Grade.BAD, fault)
+    if finder.words:
+        return Finding(given[0], Grade.GOOD, finder.words)
     return Finding(given[0], Grade.KNOW, f"no training step was seen: {finder.seen.reason}")

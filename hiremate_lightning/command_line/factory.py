@@ -153,7 +153,12 @@ def build_on_fakes(workload: Workload, device: torch.device, size: int | None, m
 
     def as_fake(value: Any) -> Any:
         is_there = tensor_state.is_fake(value) and value.device.type == device.type
-        return value if is_there or not isinstance(value, torch.Tensor) else _fake_of(value, device)
+        if is_there or not isinstance(value, torch.Tensor):
+            return value
+        fake = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
+        if isinstance(value, nn.Parameter):
+            return nn.Parameter(fake, value.requires_grad)
+        return fake.requires_grad_(value.requires_grad and value.is_leaf)
 
     with mode:
         memo = {id(value): fake for value in _tensors_of(built.module) if (fake := as_fake(value)) is not value}
@@ -177,13 +182,6 @@ def _built(workload: Workload, device: torch.device, size: int | None, mode: Any
             except Exception as error:  # of the factory; the next attempt may suit it, and the last one raises
                 log.debug("%s can't be built in %s: %s", workload.name, context, error)
     return workload.build(size)
-
-
-def _fake_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(fake, tensor.requires_grad)
-    return fake.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
 
 def same_tensors(module: nn.Module) -> nn.Module:
