@@ -42,20 +42,7 @@ from ..running.copies import pinned_storages
 from ..sizes.size_result import BatchSizeResult, result_table
 from ..sizes.size_search import Forecast, search
 from ..units import Budget, format_bytes, format_ratio, format_time
-from .comparisons import (
-    Count,
-    answer,
-    comparison_numbers,
-    comparison_tables,
-    count_line,
-    count_of,
-    counts_table,
-    curve_points,
-    curve_table,
-    look_at,
-    spread,
-    wrapped,
-)
+from . import comparisons
 from .doctor import Grade, examine
 from .factory import Workload
 from .importing import find_factory
@@ -172,7 +159,7 @@ def plan(asked: argparse.Namespace) -> int:
             write_html(made, asked.html)
     if asked.svg is not None:
         write_svg(made, asked.svg)
-    count = count_of(made, captured, work.rates)
+    count = comparisons.count_of(made, captured, work.rates)
     numbers = {
         **{name: count[name] for name in ("gpus", "fsdp", "tp", "fits", "peak_parts", "sent_bytes", "sending_ms")},
         **all_numbers(made),
@@ -237,19 +224,19 @@ def _plan_on_several(work: _Work) -> int:
     """Plan on several numbers of GPUs; 1 where the budget is met on none of them."""
     captured: list[OfflineStep] = []
 
-    def look(shards: int) -> Count:
+    def look(shards: int) -> comparisons.Count:
         step, made, _ = _plan_on(work, shards, on_infeasible="warn")
         captured.append(step)
-        count = count_of(made, step, work.rates)
-        work.reporter.note(f"HiRemate: {count_line(count)}")
+        count = comparisons.count_of(made, step, work.rates)
+        work.reporter.note(f"HiRemate: {comparisons.count_line(count)}")
         return count
 
-    counts = list(look_at(work.asked.fsdp, look))
-    last, words = captured[-1], answer(counts)
+    counts = list(comparisons.look_at(work.asked.fsdp, look))
+    last, words = captured[-1], comparisons.answer(counts)
     numbers = {"target": last.name, "batch_size": last.size, "counts": counts, "answer": words}
     title = f"{last.name}, budget {work.asked.budget} on each GPU, batch size {last.size} on each: {words}"
-    scope = wrapped(["The notes below are about the largest number of GPUs."])
-    _answer(work.asked, {**numbers, "notes": work.notes(last)}, Text(title), counts_table(counts), scope)
+    scope = comparisons.wrapped(["The notes below are about the largest number of GPUs."])
+    _answer(work.asked, {**numbers, "notes": work.notes(last)}, Text(title), comparisons.counts_table(counts), scope)
     return 0 if any(count["fits"] for count in counts) else 1
 
 
@@ -266,10 +253,10 @@ def curve(asked: argparse.Namespace) -> int:
         most = problem.budget_bytes
         budgets = [least + (most - least) * i // asked.points for i in range(asked.points)]
         solved = solve_curve(problem, budgets, apart(asked.solver))
-    points = curve_points(solved, captured.resident_bytes, most)
+    points = comparisons.curve_points(solved, captured.resident_bytes, most)
     numbers = {"target": captured.name, "resident_bytes": captured.resident_bytes, "points": points}
     title = f"{captured.name}: peak memory against time; the last line is plain training"
-    _answer(asked, {**numbers, "notes": work.notes(captured)}, Text(title), curve_table(points))
+    _answer(asked, {**numbers, "notes": work.notes(captured)}, Text(title), comparisons.curve_table(points))
     return 0
 
 
@@ -297,10 +284,11 @@ def compare(asked: argparse.Namespace) -> int:
         "the clock of this machine as it is now.",
         *work.notes(captured),
     ]
-    numbers = comparison_numbers(comparison, named, resident_bytes, step.plain_bytes)
+    numbers = comparisons.method_numbers(comparison, named, resident_bytes, step.plain_bytes)
+    numbers = {"target": captured.name, **numbers, "notes": notes}
     plain = f"{format_bytes(resident_bytes + step.plain_bytes, up=True)}, {format_time(comparison.step_ms)}"
     title = Text(f"{captured.name}: plain training takes {plain}")
-    _answer(asked, {"target": captured.name, **numbers, "notes": notes}, title, *comparison_tables(numbers), Text())
+    _answer(asked, numbers, title, *comparisons.method_tables(numbers), Text())
     return 0 if any(outcome.fits for outcome in comparison.outcomes) else 1
 
 
@@ -311,7 +299,7 @@ def _budgets_in_words(work: _Work, captured: OfflineStep, step: Step) -> dict[in
         room = work.room(budget, resident_bytes, plain_bytes)
         named[room.solved_bytes if room.step_bytes < plain_bytes else room.step_bytes] = str(budget)  # as `plan` does
     if work.asked.svg is not None and len(named) == 1 and min(named) < plain_bytes:
-        more = spread(min(named), plain_bytes)
+        more = comparisons.spread(min(named), plain_bytes)
         named |= {budget: format_bytes(resident_bytes + budget) for budget in more if budget not in named}
     return named
 
@@ -416,5 +404,5 @@ def _answer(asked: argparse.Namespace, numbers: dict[str, Any], *shown: Renderab
     if asked.json == "-":
         return
     console = Output()
-    for part in (*shown, wrapped(numbers.get("notes", ()))):
+    for part in (*shown, comparisons.wrapped(numbers.get("notes", ()))):
         console.print(part, soft_wrap=isinstance(part, Text))

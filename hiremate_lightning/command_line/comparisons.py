@@ -35,7 +35,7 @@ def spread(least: int, most: int) -> list[int]:
     return [least + (most - least) * i // (DRAWN + 1) for i in reversed(range(1, DRAWN + 1))]
 
 
-def comparison_numbers(
+def method_numbers(
     comparison: Comparison, budgets: dict[int, str], resident_bytes: int, plain_bytes: int
 ) -> dict[str, Any]:
     """Write a comparison as plain data, resident bytes included; budgets come in words, by what the step may add."""
@@ -73,7 +73,7 @@ def comparison_numbers(
     }
 
 
-def comparison_tables(numbers: dict[str, Any]) -> Iterator[RenderableType]:
+def method_tables(numbers: dict[str, Any]) -> Iterator[RenderableType]:
     """Show for each budget what is proven of it, a row for each method, the fastest first, and what they note."""
     headers = "method", "extra time", "above bound", "peak", "solved in", "ended by"
     for budget in numbers["budgets"]:

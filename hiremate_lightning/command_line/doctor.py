@@ -57,7 +57,7 @@ class Finding:
 
 
 def examine(factory: str | None = None, script: Sequence[str] = ()) -> list[Finding]:
-    """Examine this installation, and where they are named whether a model, or what a script trains, would be refused."""
+    """Examine this installation, and whether a model, or what a script trains, would be refused where it is named."""
     python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     findings = [Finding("python", Grade.GOOD if sys.version_info >= (3, 10) else Grade.BAD, python)]
     findings += [torch_finding(), *packages(), *known_bad_pairs(), *solvers(), *_devices()]

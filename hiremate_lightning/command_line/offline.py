@@ -161,7 +161,7 @@ class OfflineStep(Conductor):
         return replace(step, graph=on_gpu(step.graph, self.options.device)) if self.options.is_stand_in else step
 
     def describe(self, profiles: Sequence[Profile]) -> tuple[list[Call], list[int]]:
-        """Return the calls of the step, with the modules by their paths in the model, and the order of the backwards."""
+        """Return the calls of the step, with modules by their paths in the model, and the order of the backwards."""
         calls, order = describe(self.record, dict(enumerate(profiles)))
         for index, run in enumerate(self.runs):
             # FSDP2 reduces whole gradients before it adds their shards: those stay in the graph.
