@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import platform
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -59,8 +58,8 @@ class Finding:
 def examine(factory: str | None = None, script: Sequence[str] = ()) -> list[Finding]:
     """Examine this installation, and whether a model, or what a script trains, would be refused where it is named."""
     python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    findings = [Finding("python", Grade.GOOD if sys.version_info >= (3, 10) else Grade.BAD, python)]
-    findings += [torch_finding(), *packages(), *known_bad_pairs(), *solvers(), *_devices()]
+    findings = [Finding("python", Grade.GOOD, python), torch_finding(), *packages(), *known_bad_pairs()]
+    findings += [*solvers(), *_devices()]
     findings += map(small_plan_finding, ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
     if factory is not None:
         findings.append(model_finding(factory))

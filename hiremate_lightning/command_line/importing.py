@@ -144,10 +144,10 @@ def import_failures(names: Sequence[str]) -> dict[str, str]:
         else:
             seen = dict(json.loads(line) for line in result.stdout.splitlines() if line.startswith('["'))
             code = result.returncode
-            name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            ending = f"importing it ends the process ({name})"
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            ending = f"importing it ends the process ({how})"
         reasons |= seen
-        for name in waiting[len(seen) : len(seen) + 1]:  # the process has ended in it
-            reasons[name] = ending
+        if len(seen) < len(waiting):
+            reasons[waiting[len(seen)]] = ending
         waiting = waiting[len(seen) + 1 :]
     return {name: reason for name, reason in reasons.items() if reason}
