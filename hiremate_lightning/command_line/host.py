@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ..measuring.links import measure_link
+from ..measuring.profiling import measure_link
 from ..planning.outcome import least_need
 from ..planning.plan import Plan
 from ..planning.solvers import UNLIMITED, Problem, SolveOptions

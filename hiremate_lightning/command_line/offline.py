@@ -28,7 +28,7 @@ from ..capturing.capture import Captured
 from ..errors import CaptureError, ConfigurationError, did_you_mean, place_of
 from ..measuring.describing import describe
 from ..measuring.profiling import CostCache, measure
-from ..measuring.recording import Existing, StepRecord
+from ..measuring.recording import StepRecord
 from ..measuring.runs import Run
 from ..memory.allocator import storage_bytes
 from ..records.costs import Profile, estimate
@@ -241,7 +241,7 @@ class OfflineRun(Conductor):
     def __init__(self, name: str, options: OfflineOptions, root: nn.Module, undo: ExitStack) -> None:
         self._name, self._options, self._root, self._undo = name, options, root, undo
         self.parts: list[Part] = []
-        self.record = StepRecord(None, Existing())
+        self.record = StepRecord(None)
         self.meter = CountingMeter(options.device)
         self._programs: dict[Part, Program] = {}
         self._path = ""  # of the module that is being called
@@ -293,7 +293,7 @@ class OfflineRun(Conductor):
         """Record one step."""
         self._paths.clear()
         self.meter = CountingMeter(self._options.device, sharding.resized_tensors(self._root))
-        self.record = StepRecord(None, Existing(), self._root, self.meter)
+        self.record = StepRecord(None, root=self._root, meter=self.meter)
         try:
             yield
         finally:

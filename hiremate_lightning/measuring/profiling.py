@@ -1,4 +1,4 @@
-"""Measure on the device: time and workspace of each distinct operation, and the time of a whole program.
+"""Measure on the device: time and workspace of each distinct operation, and the speed of copies to the host and back.
 
 Each distinct operation (operator, shapes, strides, dtypes, device, scalar arguments: `Node.key`) is run alone, on
 made-up inputs of its own shapes, so that profiling never needs more memory than the operation itself. Workspace is what
@@ -12,32 +12,29 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import median, median_low
 from typing import Any
 
 import torch
 from torch import fx
 
 from ..capturing.capture import Captured
-from ..memory import page_faults
-from ..memory.allocator import storage_bytes
-from ..memory.metering import MemoryMeter, measure_peak
+from ..memory.allocator import free_bytes, storage_bytes
+from ..memory.metering import MemoryMeter, measure_peak, undisturbed
 from ..records.costs import A100, Link, Machine, Profile, estimate
-from ..records.graph import Direction, Graph
 from ..rewriting.joint import is_collective, is_part, values_of
-from ..running.copies import is_copying
-from ..running.program import Program
 from ..torch_private import runtime, tensor_state
-from .apart import undisturbed
-from .links import measure_link
-from .stand_ins import laid_out, runner, runners, traced_strides
+from .operators import laid_out, runner, runners, traced_strides
 
 log = logging.getLogger("hiremate_lightning")
 
 CACHE_FORMAT = 2
+SIZE_BYTES, FREE_SHARE = 40_000_000, 0.1  # most bytes of a copy, and most of the device's free memory for a copy
+REPEATS, SMALL_BYTES = 5, 4096
+LEAST_MS = 1e-3  # no clock here resolves less
+VIEW_MS = 0.002  # time of the interpreter for a view, which runs no kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +154,7 @@ def measure(
     progress: Callable[[int, int], None] = lambda done, total: None,
     announce: Callable[[str, str], None] = lambda _, why: log.info(why),
 ) -> Profile:
-    """Measure each distinct operation of a captured graph once.
+    """Measure each distinct operation of a captured graph once; what can't be run alone gets its analytic estimate.
 
     Args:
         captured: The captured graph.
@@ -165,9 +162,6 @@ def measure(
         options: How carefully to measure.
         progress: Called with the number of operations measured and their total.
         announce: Called with an operator that can't be run alone, and a message about it.
-
-    Returns:
-        Costs by node. A node that can't be run alone gets its analytic estimate.
     """
     graph = captured.graph
     costs = cache.costs_on(captured.device)
@@ -194,7 +188,7 @@ def _measure_node(
 ) -> Cost | None:
     record = captured.graph.nodes[index]
     if not captured.graph.has_work(index):
-        return Cost(_VIEW_MS, 0)
+        return Cost(VIEW_MS, 0)
     if is_collective(record.op):
         return None  # other processes would wait for each run of it, or take it for one of the step's own
     try:
@@ -217,15 +211,12 @@ def _used_results(node: fx.Node) -> Sequence[Any]:
     return [part.args[1] for part in values_of(node) if is_part(part)]
 
 
-Clock = Callable[[], float]  # returns seconds
-
-
 def _cost(
     run: Callable[[], Any],
     device: torch.device,
     used: Sequence[Any],
     options: ProfileOptions,
-    clock: Clock = time.perf_counter,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Cost:
     """Measure the memory of an operation, then its time."""
     workspace, elapsed_ms = _workspace_bytes(run, device, used, clock)
@@ -234,13 +225,9 @@ def _cost(
 
 
 def _workspace_bytes(
-    run: Callable[[], Any], device: torch.device, used: Sequence[Any], clock: Clock = time.perf_counter
+    run: Callable[[], Any], device: torch.device, used: Sequence[Any], clock: Callable[[], float] = time.perf_counter
 ) -> tuple[int, float]:
-    """Measure the bytes that an operation takes beside its results, or beside those of several that are used.
-
-    Returns:
-        The bytes, and the milliseconds of that run.
-    """
+    """Measure the bytes that an operation takes beside those of its results that are used, and its milliseconds."""
     results: list[Any] = []
     elapsed_ms = 0.0
 
@@ -262,15 +249,8 @@ def as_laid_out(captured: Captured, profile: Profile, strides: Sequence[tuple[in
     """Measure the workspace of operations again that read gradients of outputs with other strides than were traced.
 
     A kernel may copy such a gradient first. Gradients of pictures whose channels are last come so, and those of
-    probabilities that the loss of a speech recognizer reads transposed.
-
-    Args:
-        captured: The captured graph.
-        profile: Its costs.
-        strides: Strides of the gradients as they came, by position; None for one that did not.
-
-    Returns:
-        The costs with this workspace.
+    probabilities that the loss of a speech recognizer reads transposed. Strides are those of the gradients as they
+    came, by position; None for one that did not.
     """
     pairs = zip(captured.tangents, strides, strict=False)
     others = {node: own for node, own in pairs if own is not None and own != traced_strides(node)}
@@ -295,15 +275,12 @@ def as_laid_out(captured: Captured, profile: Profile, strides: Sequence[tuple[in
     return replace(profile, workspace_bytes=tuple(workspace))
 
 
-_VIEW_MS = 0.002  # time of the interpreter for a view, which runs no kernel
-
-
 def _time_ms(
     run: Callable[[], Any],
     device: torch.device,
     options: ProfileOptions,
     before: Sequence[float] = (),
-    clock: Clock = time.perf_counter,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> float:
     """Return the fastest time of an operation that has run before, beside the times that it took then."""
     times = [*before]
@@ -315,7 +292,7 @@ def _time_ms(
     return min(times)
 
 
-def _time_once_ms(run: Callable[[], Any], device: torch.device, clock: Clock) -> float:
+def _time_once_ms(run: Callable[[], Any], device: torch.device, clock: Callable[[], float]) -> float:
     if device.type != "cuda":
         start = clock()
         run()
@@ -330,106 +307,35 @@ def _time_once_ms(run: Callable[[], Any], device: torch.device, clock: Clock) ->
     return float(before.elapsed_time(after))
 
 
-class TimedRun:
-    """Runs a program node by node and adds up its time, and that of recomputation and waits.
-
-    Attributes:
-        total_ms: Time of all nodes.
-        recompute_ms: Time of the forward nodes that ran in the backward, and of waits for copies to the host and back.
-        samples: By `Node.key`, the times of each run where plain training has it, without those of page faults.
-        samples_again: By `Node.key`, the times of each run that recomputed, without those of page faults.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.total_ms = 0.0
-        self.recompute_ms = 0.0
-        self.samples: dict[str, list[float]] = {}
-        self.samples_again: dict[str, list[float]] = {}
-
-    def wrap(self, program: Program) -> Program:
-        """Return a program that does the same, timed."""
-        return replace(
-            program,
-            forward=lambda arguments: self._run(program.forward_module, arguments, recomputed=None),
-            backward=lambda arguments: self._run(program.backward_module, arguments, recomputed=Direction.FORWARD),
-            variant=lambda changes, overwrites=True: self.wrap(program.variant(changes, overwrites)),
-        )
-
-    def _run(self, module: fx.GraphModule, arguments: list[Any], recomputed: Direction | None) -> Any:
-        interpreter = _TimedInterpreter(module, self._device)
-        result = interpreter.boxed_run(arguments)
-        for node, elapsed_ms, fault_ms in interpreter.times():
-            self.total_ms += elapsed_ms
-            is_again = recomputed is not None and node.meta.get("direction") is recomputed
-            if is_again or is_copying(node.target):
-                self.recompute_ms += elapsed_ms
-            samples = self.samples_again if is_again else self.samples
-            if "key" in node.meta:
-                samples.setdefault(node.meta["key"], []).append(max(0.0, elapsed_ms - fault_ms))
-            elif "finishes" in node.meta:  # right after the operation that it finishes
-                samples[node.meta["finishes"]][-1] += max(0.0, elapsed_ms - fault_ms)
-        return result
-
-    def refine(self, profile: Profile, graph: Graph) -> Profile:
-        """Return the costs with times taken inside the step, where operations find their inputs in no cache.
-
-        An operation that was measured alone, over and over, reads from caches what a step reads from memory. Times of
-        recomputation count where there are any. The interpreter's own time for a node, a view's say, is subtracted.
-        """
-        idle = [t for i, n in enumerate(graph.nodes) if not graph.has_work(i) for t in self.samples.get(n.key, ())]
-        idle_ms = median(idle) if idle else 0.0
-
-        def time_ms(index: int, alone_ms: float) -> float:
-            key = graph.nodes[index].key
-            samples = self.samples_again.get(key) or self.samples.get(key)
-            if not samples or not graph.has_work(index):
-                return alone_ms
-            in_step_ms = max(0.0, min(median_low(samples) - idle_ms, MOST_IN_STEP * alone_ms))
-            # An operation that overwrites takes no new memory in the step, as it did alone.
-            return in_step_ms if graph.nodes[index].is_mutating else max(alone_ms, in_step_ms)
-
-        return replace(profile, time_ms=tuple(time_ms(i, alone_ms) for i, alone_ms in enumerate(profile.time_ms)))
+# ---------------------------------------------------------------- copies to the host and back
 
 
-NODES_AHEAD, HOST_MS = 100, 0.06  # nodes that the host launches ahead of a GPU, and its time for each
-MOST_IN_STEP = 4.0  # times the time alone: a longer sample has met other load
+def measure_link(device: torch.device) -> Link:
+    """Return the speed of the fastest of a few copies in each direction, while as much goes in the other one."""
+    with undisturbed(device):
+        size = max(SMALL_BYTES, min(SIZE_BYTES, int(FREE_SHARE * free_bytes(device))))
+        latency_ms = min(min(_both_ways_ms(device, SMALL_BYTES)) for _ in range(REPEATS))
+        times = [_both_ways_ms(device, size) for _ in range(REPEATS)]
+    out_ms, in_ms = (max(LEAST_MS, min(of_one) - latency_ms) for of_one in zip(*times, strict=True))
+    return Link(size / out_ms, size / in_ms, latency_ms)
 
 
-class _TimedInterpreter(fx.Interpreter):
-    """Takes the time of each node; values are freed after their last use, as in generated code."""
-
-    def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
-        super().__init__(module, garbage_collect_values=True)
-        self.extra_traceback = False  # an error of the user's model is to read as in plain PyTorch
-        for node in module.graph.nodes:
-            if not node.users and node.op == "call_function":  # generated code frees these too
-                self.user_to_last_uses.setdefault(node, []).append(node)
-        self._device, self._on_gpu = device, device.type == "cuda"
-        self._clocks: list[tuple[fx.Node, Any, Any, int]] = []
-
-    def run_node(self, node: fx.Node) -> Any:
-        if self._on_gpu and len(self._clocks) % NODES_AHEAD == 0:
-            with torch.cuda.device(self._device):  # else the device would wait for the host, and that would count
-                runtime.keep_busy(NODES_AHEAD * HOST_MS)
-        faults, before = page_faults.count(), self._read_clock()
-        result = super().run_node(node)
-        self._clocks.append((node, before, self._read_clock(), page_faults.count() - faults))
-        return result
-
-    def _read_clock(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def times(self) -> Iterator[tuple[fx.Node, float, float]]:
-        """Return each node's milliseconds, and how many of these went into page faults."""
-        if self._on_gpu:
-            torch.cuda.synchronize(self._device)
-        for node, before, after, faults in self._clocks:
-            if self._on_gpu:
-                yield node, before.elapsed_time(after), 0.0
-            else:
-                yield node, 1e3 * (after - before), faults * page_faults.cost_ms()
+def _both_ways_ms(device: torch.device, size_bytes: int) -> tuple[float, float]:
+    """Copy to the host and back at once; return the milliseconds of each."""
+    on_device = [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    on_host = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    torch.cuda.synchronize(device)
+    events = []
+    pairs = zip(streams, (on_host[0], on_device[1]), (on_device[0], on_host[1]), strict=True)
+    for stream, target, source in pairs:
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            before.record(stream)
+            target.copy_(source, non_blocking=True)
+            after.record(stream)
+        events.append((before, after))
+    torch.cuda.synchronize(device)
+    out_ms, in_ms = (before.elapsed_time(after) for before, after in events)
+    return out_ms, in_ms

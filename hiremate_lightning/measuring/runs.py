@@ -1,14 +1,16 @@
-"""One run of a captured graph in a step: its inputs, its outputs, and how long they lived."""
+"""What a step's record notes: the runs of captured graphs, and marks between which its memory is measured."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 import torch
 
 from ..capturing.absent import without_missing
+from ..memory.metering import Interval
 from ..records.costs import Profile
 from ..records.graph import Graph
 from ..records.step import Output
@@ -97,3 +99,105 @@ class Run:
             if is_expanded or not graph.tensors[tensor].shape:
                 roots.append(tensor)  # the gradient of the loss, which `backward()` holds to its end
         return replace(graph, storages=tuple(storages), held=(*graph.held, *roots)), profile
+
+
+# ---------------------------------------------------------------- marks
+
+
+class Event(Enum):
+    """The event at a mark."""
+
+    START = "the step begins"
+    FORWARD = "a forward starts"
+    FORWARD_DONE = "a forward has ended"
+    CALLED = "someone calls the backward"
+    BACKWARD = "a backward starts"
+    BACKWARD_DONE = "a backward has ended"
+    ENDED = "the whole backward has ended, with all that it is part of"
+    OTHER = "the backward of a forward of an earlier step starts"
+    OTHER_DONE = "the backward of a forward of an earlier step has ended"
+    RELEASED = "an output is released"
+    LEFT = "the last output of the step before is released"
+    UNCOUNTED = "another tensor is released that was there before the step"
+    GIVEN = "a tensor of the batch is released"
+    CLOSED = "the measurement ends"
+
+    def of(self, run: int) -> Mark:
+        """Return the mark of a run."""
+        return Mark(self, run)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A mark: it is the label of the interval of memory that begins there.
+
+    Attributes:
+        event: The event.
+        run: The run to which it happens, 0 for none.
+        tensor: The output that is released.
+        size_bytes: Bytes of a released tensor of the batch, or of one that was counted nowhere.
+    """
+
+    event: Event
+    run: int = 0
+    tensor: int = 0
+    size_bytes: int = 0
+
+
+START, CALLED, LEFT, CLOSED = Mark(Event.START), Mark(Event.CALLED), Mark(Event.LEFT), Mark(Event.CLOSED)
+OTHER, OTHER_DONE = Mark(Event.OTHER), Mark(Event.OTHER_DONE)
+
+
+def spans_of(intervals: Sequence[Interval]) -> list[Interval]:
+    """Return the measured intervals, as if uncounted memory from before the step were never released."""
+    spans, released_bytes = list[Interval](), 0
+    for interval in intervals:
+        mark = interval.label if isinstance(interval.label, Mark) else START  # the meter's own first one
+        if mark.event is Event.UNCOUNTED and mark.size_bytes == interval.released_bytes:
+            released_bytes += interval.released_bytes
+        spans.append(_raised(replace(interval, label=mark), released_bytes))
+    return spans
+
+
+def without_others(spans: Sequence[Interval]) -> list[Interval]:
+    """Return spans as if the backwards of earlier steps' forwards had neither taken nor freed any memory."""
+    own, shift_bytes, other_bytes = list[Interval](), 0, None
+    for span in spans:
+        if span.label == OTHER and other_bytes is None:
+            other_bytes = span.start_bytes
+        if span.label == OTHER_DONE and other_bytes is not None:
+            shift_bytes, other_bytes = shift_bytes + other_bytes - span.start_bytes, None
+        if other_bytes is not None:
+            span = replace(span, start_bytes=other_bytes, peak_bytes=other_bytes)
+        own.append(_raised(span, shift_bytes))
+    return own
+
+
+def _raised(span: Interval, by_bytes: int) -> Interval:
+    return replace(span, start_bytes=span.start_bytes + by_bytes, peak_bytes=span.peak_bytes + by_bytes)
+
+
+def unseen_bytes(spans: Sequence[Interval]) -> int:
+    """Return the bytes of released tensors of the batch whose release the allocator did not report."""
+    given = [(span.label.size_bytes, span.released_bytes) for span in spans if span.label.event is Event.GIVEN]
+    return sum(size_bytes for size_bytes, told_bytes in given if size_bytes != told_bytes)
+
+
+def allocated_between(spans: Sequence[Interval]) -> int:
+    """Return the bytes that were allocated between the last forward and the first backward."""
+    events = [span.label.event for span in spans]
+    ended = next((i for i, event in enumerate(events) if event in (Event.CALLED, Event.BACKWARD)), len(events))
+    done = max((i for i, event in enumerate(events[:ended]) if event is Event.FORWARD_DONE), default=ended)
+    return sum(span.allocated_bytes for span in spans[done:ended])
+
+
+def peak_of_step(spans: Sequence[Interval], at_once: bool) -> int:
+    """Return the peak until the last backward ended. Where another backward began after it, return that of all spans.
+
+    Where the step has not ended at once, the last span is left out of the others.
+    """
+    events = [span.label.event for span in spans]
+    ended = max((i for i, event in enumerate(events) if event is Event.ENDED), default=len(events))
+    if Event.BACKWARD in events[ended:]:  # another one failed, or has others run after it
+        ended = len(events)
+    return max((span.peak_bytes for span in spans[: min(ended, len(events) - (not at_once))]), default=0)

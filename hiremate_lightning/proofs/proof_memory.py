@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..capturing.capture import Captured
-from ..measuring.files import HAS_FILES
+from ..measuring.saved_offload import HAS_FILES
 from ..memory.allocator import alone, in_blocks
 from ..records.costs import Profile
 from ..records.graph import StorageKind, bytes_of

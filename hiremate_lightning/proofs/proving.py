@@ -24,10 +24,9 @@ from torch import fx
 
 from ..errors import HiRemateError
 from ..garbage import collecting_what_it_leaves
-from ..measuring.apart import unmeasured
-from ..measuring.custom_operators import has_unsteady
-from ..measuring.files import Files
-from ..measuring.saved_offload import offloading_saved
+from ..measuring.operators import has_unsteady
+from ..measuring.saved_offload import Files, offloading_saved
+from ..memory.metering import unmeasured
 from ..records.costs import Profile
 from ..records.expressions import NoTemplateError, WrongTemplateError
 from ..records.step import Step

@@ -22,8 +22,7 @@ import torch
 from torch import fx
 
 from ..capturing.capture import Captured
-from ..measuring.files import Files
-from ..measuring.saved_offload import in_file
+from ..measuring.saved_offload import Files, in_file
 from ..torch_private import aot, autocasting, hooks, tensor_state
 from .restoring import Restoring, Watching
 

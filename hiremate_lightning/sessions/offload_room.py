@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..calls.given import tensors_inside
-from ..measuring.files import HAS_FILES, Files
-from ..measuring.saved_offload import SavedOffload
+from ..measuring.saved_offload import HAS_FILES, Files, SavedOffload
 from ..memory.allocator import free_host_bytes
 from ..torch_private import hooks, sharding, tensor_state
 from .planned_model import PlannedModel
