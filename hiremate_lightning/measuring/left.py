@@ -33,8 +33,8 @@ class LeftOutputs:
     def __init__(self, find_retained: Callable[[], dict[int, int]] = dict) -> None:
         self._find_retained = find_retained
         self._record: StepRecord | None = None
-        self._kind: tuple[int, ...] | None = None  # of the step that has ended
-        self._sizes_after: dict[tuple[int, ...] | None, tuple[int, int]] = {}  # by kind, when one was measured last
+        self._kind: Numbers | None = None  # of the step that has ended
+        self._sizes_after: dict[Numbers | None, tuple[int, int]] = {}  # by kind, when one was measured last
         self._outputs_bytes = self._retained_bytes = self._inputs_bytes = 0
         self._stay: bool | None = None  # whether outputs outlive the next forward; None before that was seen
         self._returning: bool | None = None  # whether they are freed as that forward returns
@@ -55,27 +55,25 @@ class LeftOutputs:
     @property
     def storages(self) -> set[int]:
         """The storages of all that is left and still lives."""
-        return {*self._output_storages(), *self._find_inputs(), *self._find_retained()}
+        return {*self._find_outputs(), *self._find_inputs(), *self._find_retained()}
 
-    def _output_storages(self) -> set[int]:
-        runs = self._record.runs if self._record is not None else ()
-        return {storage for run in runs for lives, storage in run.outputs.values() if lives()}
-
-    def _living_bytes(self, present: Collection[int]) -> tuple[int, int]:
-        """Return the bytes of outputs, and of retained graphs, that still live, without some storages."""
-        outputs_bytes = self._record.outputs_held_bytes(present) if self._record is not None else 0
-        seen = {*present, *self._output_storages()}
-        return outputs_bytes, sum(size for storage, size in self._find_retained().items() if storage not in seen)
+    def _find_outputs(self) -> dict[int, int]:
+        return self._record.left_outputs() if self._record is not None else {}
 
     def _find_inputs(self) -> dict[int, int]:
         return tensor_state.storage_sizes(self._record.left_inputs()) if self._record is not None else {}
+
+    def _living_bytes(self, present: Collection[int]) -> tuple[int, int]:
+        """Return the bytes of outputs, and of retained graphs, that still live, without some storages."""
+        outputs = self._find_outputs()
+        return _bytes_beside(present, outputs), _bytes_beside({*present, *outputs}, self._find_retained())
 
     def watch(self, record: StepRecord) -> None:
         """Watch, in a record that begins, for the release of outputs of the step before."""
         if self._record is not None and self._size_bytes and not self._retained_bytes:
             record.watch_left(self._record, self._size_bytes, is_stale=self._are_stale())
 
-    def step_ended(self, record: StepRecord | None, kind: tuple[int, ...] | None = None) -> None:
+    def step_ended(self, record: StepRecord | None, kind: Numbers | None = None) -> None:
         """Store the last step, whose outputs may still exist: its record, None where it has none, and its kind."""
         self._record = record if record is not None and record.is_measured else None
         self._kind = kind
@@ -118,8 +116,8 @@ class LeftOutputs:
             sizes = self._sizes_after.get(self._kind, (self._outputs_bytes, self._inputs_bytes))
             self._outputs_bytes, self._inputs_bytes = sizes
         else:
-            seen = {*present, *self._output_storages(), *self._find_retained()}
-            inputs_bytes = sum(size for storage, size in self._find_inputs().items() if storage not in seen)
+            seen = {*present, *self._find_outputs(), *self._find_retained()}
+            inputs_bytes = _bytes_beside(seen, self._find_inputs())
             self._outputs_bytes, self._inputs_bytes = self._sizes_after[self._kind] = outputs_bytes, inputs_bytes
             if self._record.left_at_return is not None:
                 self._returning = self._returning is not False and self._record.left_at_return
@@ -128,6 +126,10 @@ class LeftOutputs:
         """Check whether outputs of the step before are still held after the forward."""
         if self._retained_bytes or (self._record is not None and self._outputs_bytes):
             self._stay = self._living_bytes(()) != (0, 0)
+
+
+def _bytes_beside(present: Collection[int], sizes: dict[int, int]) -> int:
+    return sum(size_bytes for storage, size_bytes in sizes.items() if storage not in present)
 
 
 class Iterations:

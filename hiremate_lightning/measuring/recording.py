@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,23 +26,9 @@ from ..running.accumulation import Leaves, addable, existing, find_leaves
 from ..running.execution import Part, missing_gradients
 from ..running.program import Program
 from ..torch_private import backward_pass, sharding, tensor_state
+from .profiling import TimedRun
 from .resident import Resident
-from .runs import (
-    CALLED,
-    CLOSED,
-    LEFT,
-    OTHER,
-    OTHER_DONE,
-    Event,
-    Mark,
-    Run,
-    allocated_between,
-    peak_of_step,
-    spans_of,
-    unseen_bytes,
-    without_others,
-)
-from .timing import TimedRun
+from .runs import CALLED, CLOSED, LEFT, OTHER, OTHER_DONE, START, Event, Mark, Run
 
 
 class StepRecord:
@@ -252,12 +239,13 @@ class StepRecord:
 
     def plain_backward_starts(self) -> None:
         """Record the start of a backward of code that runs as the user wrote it."""
-        backward_pass.at_end(partial(self._whole_backward_ended, Mark(Event.ENDED)))
+        backward_pass.at_end(partial(self._whole_backward_ended, None))
 
-    def _whole_backward_ended(self, mark: Mark) -> None:
+    def _whole_backward_ended(self, run: Run | None) -> None:
         """Record the end of a whole backward; later code, the optimizer's step for example, is not planned."""
+        self._ended += run is not None
         if not self._is_closed:
-            self._mark(mark)
+            self._mark(Event.ENDED.of(0 if run is None else run.index))
 
     def backward_done(self, run: Run | None) -> None:
         """Record the end of a backward, and the outputs that others than the part itself held until then."""
@@ -268,12 +256,7 @@ class StepRecord:
         run.released_bytes = sum(size_bytes for lives, size_bytes in run.made_outside.values() if not lives())
         run.outlasting = tuple(position for position, lives in self._tangents.items() if lives())
         self._mark(Event.BACKWARD_DONE.of(run.index))
-
-        def whole_backward_ended() -> None:
-            self._ended += 1
-            self._whole_backward_ended(Event.ENDED.of(run.index))
-
-        backward_pass.at_end(whole_backward_ended)
+        backward_pass.at_end(partial(self._whole_backward_ended, run))
 
     def _note_alive(self, mark: Mark) -> None:
         self.alive_at[mark] = [(run.index, tensor) for run in self.runs for tensor in run.living]
@@ -306,10 +289,8 @@ class StepRecord:
     def close(self, at_once: bool = True) -> None:
         """End the measurement, once; later calls do nothing.
 
-        Code that ran since the last backward ended, the optimizer's step say, is left out.
-
-        Args:
-            at_once: Whether the step has ended just now. If not, code that ran since the last mark is always left out.
+        Code that ran since the last backward ended, the optimizer's step say, is left out. So is all that ran since the
+        last mark, where the step has not ended just now, at once.
         """
         if not self.backwards:
             self._waiting = [run for run in self.runs if run.is_waiting]
@@ -321,13 +302,13 @@ class StepRecord:
             self._meter.stop()
             for unwatch in self._unwatch:  # they may stay for ever, and others will watch them
                 unwatch()
-            spans = spans_of(self._meter.intervals)
+            spans = _spans_of(self._meter.intervals)
             closed = spans.pop() if sees_end else None
             if closed is not None and not at_once and self.is_measured and self._sees_frees:
-                self.grown_bytes = closed.start_bytes - unseen_bytes(spans)
-            self._peak_bytes = peak_of_step(spans, at_once)
-            self.allocated_bytes = allocated_between(spans)
-            self.spans = without_others(spans)
+                self.grown_bytes = closed.start_bytes - _unseen_bytes(spans)
+            self._peak_bytes = _peak_of_step(spans, at_once)
+            self.allocated_bytes = _allocated_between(spans)
+            self.spans = _without_others(spans)
 
     @property
     def peak_bytes(self) -> int | None:
@@ -336,24 +317,18 @@ class StepRecord:
             return None
         return self.resident.existing_bytes + self._peak_bytes
 
-    def outputs_held_bytes(self, present: Collection[int]) -> int:
-        """Return the bytes of outputs that someone holds after the step, beside the storages that count already.
-
-        Single numbers, a loss for example, are too small to count.
-        """
-        seen, total = set(present), 0
+    def left_outputs(self) -> dict[int, int]:
+        """Return the bytes of outputs that someone holds after the step, by storage: none for a loss, say, a number."""
+        sizes = dict[int, int]()
         for run in self.runs:
             for tensor, (lives, storage) in run.outputs.items():
-                if lives() and storage not in seen and run.graph.tensors[tensor].shape:
-                    seen.add(storage)
-                    total += bytes_of(run.graph, (tensor,))
-        return total
+                if lives():
+                    size_bytes = bytes_of(run.graph, (tensor,)) if run.graph.tensors[tensor].shape else 0
+                    sizes[storage] = max(size_bytes, sizes.get(storage, 0))
+        return sizes
 
     def left_inputs(self) -> list[torch.Tensor]:
-        """List the inputs that live on in the graphs of outputs that someone holds after the step, and their gradients.
-
-        Parameters are not among them.
-        """
+        """List the inputs, beside parameters, that outputs hold after the step by their graphs, and their gradients."""
         leaves = [leaf() for run in self.runs if run.living for leaf in run.trained]
         return [tensor for leaf in leaves if leaf is not None for tensor in (leaf, leaf.grad) if tensor is not None]
 
@@ -382,3 +357,61 @@ def _added(captured: Captured, leaves: Leaves, added: frozenset[int]) -> dict[in
         for gradient, positions in positions_of.items()
         if gradient in tensor_of and added.issuperset(positions)
     }
+
+
+# ---------------------------------------------------------------- spans of memory between marks
+
+
+def _spans_of(intervals: Sequence[Interval]) -> list[Interval]:
+    """Return the measured intervals, as if uncounted memory from before the step were never released."""
+    spans, released_bytes = list[Interval](), 0
+    for interval in intervals:
+        mark = interval.label if isinstance(interval.label, Mark) else START  # the meter's own first one
+        if mark.event is Event.UNCOUNTED and mark.size_bytes == interval.released_bytes:
+            released_bytes += interval.released_bytes
+        spans.append(_raised(replace(interval, label=mark), released_bytes))
+    return spans
+
+
+def _without_others(spans: Sequence[Interval]) -> list[Interval]:
+    """Return spans as if the backwards of earlier steps' forwards had neither taken nor freed any memory."""
+    own, shift_bytes, other_bytes = list[Interval](), 0, None
+    for span in spans:
+        if span.label == OTHER and other_bytes is None:
+            other_bytes = span.start_bytes
+        if span.label == OTHER_DONE and other_bytes is not None:
+            shift_bytes, other_bytes = shift_bytes + other_bytes - span.start_bytes, None
+        if other_bytes is not None:
+            span = replace(span, start_bytes=other_bytes, peak_bytes=other_bytes)
+        own.append(_raised(span, shift_bytes))
+    return own
+
+
+def _raised(span: Interval, by_bytes: int) -> Interval:
+    return replace(span, start_bytes=span.start_bytes + by_bytes, peak_bytes=span.peak_bytes + by_bytes)
+
+
+def _unseen_bytes(spans: Sequence[Interval]) -> int:
+    """Return the bytes of released tensors of the batch whose release the allocator did not report."""
+    given = [(span.label.size_bytes, span.released_bytes) for span in spans if span.label.event is Event.GIVEN]
+    return sum(size_bytes for size_bytes, told_bytes in given if size_bytes != told_bytes)
+
+
+def _allocated_between(spans: Sequence[Interval]) -> int:
+    """Return the bytes that were allocated between the last forward and the first backward."""
+    events = [span.label.event for span in spans]
+    ended = next((i for i, event in enumerate(events) if event in (Event.CALLED, Event.BACKWARD)), len(events))
+    done = max((i for i, event in enumerate(events[:ended]) if event is Event.FORWARD_DONE), default=ended)
+    return sum(span.allocated_bytes for span in spans[done:ended])
+
+
+def _peak_of_step(spans: Sequence[Interval], at_once: bool) -> int:
+    """Return the peak until the last backward ended. Where another backward began after it, return that of all spans.
+
+    Where the step has not ended at once, the last span is left out of the others.
+    """
+    events = [span.label.event for span in spans]
+    ended = max((i for i, event in enumerate(events) if event is Event.ENDED), default=len(events))
+    if Event.BACKWARD in events[ended:]:  # another one failed, or has others run after it
+        ended = len(events)
+    return max((span.peak_bytes for span in spans[: min(ended, len(events) - (not at_once))]), default=0)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
 
 from ..capturing.absent import without_missing
-from ..memory.metering import Interval
 from ..records.costs import Profile
 from ..records.graph import Graph
 from ..records.step import Output
@@ -146,58 +145,3 @@ class Mark:
 
 START, CALLED, LEFT, CLOSED = Mark(Event.START), Mark(Event.CALLED), Mark(Event.LEFT), Mark(Event.CLOSED)
 OTHER, OTHER_DONE = Mark(Event.OTHER), Mark(Event.OTHER_DONE)
-
-
-def spans_of(intervals: Sequence[Interval]) -> list[Interval]:
-    """Return the measured intervals, as if uncounted memory from before the step were never released."""
-    spans, released_bytes = list[Interval](), 0
-    for interval in intervals:
-        mark = interval.label if isinstance(interval.label, Mark) else START  # the meter's own first one
-        if mark.event is Event.UNCOUNTED and mark.size_bytes == interval.released_bytes:
-            released_bytes += interval.released_bytes
-        spans.append(_raised(replace(interval, label=mark), released_bytes))
-    return spans
-
-
-def without_others(spans: Sequence[Interval]) -> list[Interval]:
-    """Return spans as if the backwards of earlier steps' forwards had neither taken nor freed any memory."""
-    own, shift_bytes, other_bytes = list[Interval](), 0, None
-    for span in spans:
-        if span.label == OTHER and other_bytes is None:
-            other_bytes = span.start_bytes
-        if span.label == OTHER_DONE and other_bytes is not None:
-            shift_bytes, other_bytes = shift_bytes + other_bytes - span.start_bytes, None
-        if other_bytes is not None:
-            span = replace(span, start_bytes=other_bytes, peak_bytes=other_bytes)
-        own.append(_raised(span, shift_bytes))
-    return own
-
-
-def _raised(span: Interval, by_bytes: int) -> Interval:
-    return replace(span, start_bytes=span.start_bytes + by_bytes, peak_bytes=span.peak_bytes + by_bytes)
-
-
-def unseen_bytes(spans: Sequence[Interval]) -> int:
-    """Return the bytes of released tensors of the batch whose release the allocator did not report."""
-    given = [(span.label.size_bytes, span.released_bytes) for span in spans if span.label.event is Event.GIVEN]
-    return sum(size_bytes for size_bytes, told_bytes in given if size_bytes != told_bytes)
-
-
-def allocated_between(spans: Sequence[Interval]) -> int:
-    """Return the bytes that were allocated between the last forward and the first backward."""
-    events = [span.label.event for span in spans]
-    ended = next((i for i, event in enumerate(events) if event in (Event.CALLED, Event.BACKWARD)), len(events))
-    done = max((i for i, event in enumerate(events[:ended]) if event is Event.FORWARD_DONE), default=ended)
-    return sum(span.allocated_bytes for span in spans[done:ended])
-
-
-def peak_of_step(spans: Sequence[Interval], at_once: bool) -> int:
-    """Return the peak until the last backward ended. Where another backward began after it, return that of all spans.
-
-    Where the step has not ended at once, the last span is left out of the others.
-    """
-    events = [span.label.event for span in spans]
-    ended = max((i for i, event in enumerate(events) if event is Event.ENDED), default=len(events))
-    if Event.BACKWARD in events[ended:]:  # another one failed, or has others run after it
-        ended = len(events)
-    return max((span.peak_bytes for span in spans[: min(ended, len(events) - (not at_once))]), default=0)

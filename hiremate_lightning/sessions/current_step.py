@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from ..calls.given import ModuleCall
 from ..capturing.capture import Captured
+from ..measuring.profiling import TimedRun
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..measuring.resident_memory import ResidentMemory
-from ..measuring.timing import TimedRun
 from ..planning.ladder import Loss
 from ..records.costs import Profile
 from ..records.step import Decisions

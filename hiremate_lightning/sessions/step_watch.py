@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ..measuring.profiling import TimedRun
 from ..measuring.recording import StepRecord
 from ..measuring.resident_memory import LITTERED_STEPS
-from ..measuring.timing import TimedRun
 from ..memory.metering import Between, DevicePeak, MemoryMeter
 from ..planning.headroom import GUARD_BYTES, guard_bytes
 from ..signatures.step_signature import StepSignature

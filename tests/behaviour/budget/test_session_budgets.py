@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hiremate_lightning import InfeasibleBudgetError, get_plan, hiremate
-from hiremate_lightning.measuring.timing import TimedRun
+from hiremate_lightning.measuring.profiling import TimedRun
 from hiremate_lightning.sessions import offloading
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.units import format_bytes

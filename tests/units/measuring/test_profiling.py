@@ -21,9 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hiremate_lightning import hiremate
 from hiremate_lightning.capturing.capture import Captured
-from hiremate_lightning.measuring import operators, profiling, timing
-from hiremate_lightning.measuring.profiling import CostCache, ProfileOptions, describe_device, measure
-from hiremate_lightning.measuring.timing import TimedRun
+from hiremate_lightning.measuring import operators, profiling
+from hiremate_lightning.measuring.profiling import CostCache, ProfileOptions, TimedRun, describe_device, measure
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.records.costs import Profile, estimate
 from hiremate_lightning.records.schedule import lower
@@ -425,7 +424,7 @@ def test_what_an_interpreter_takes_for_a_node_is_left_out(captured):
 
 def test_a_sample_that_met_other_load_counts_for_little(captured):
     atan = "aten.atan.default"
-    assert refined(captured, {atan: [500.0]}, {})[atan] == timing.MOST_IN_STEP
+    assert refined(captured, {atan: [500.0]}, {})[atan] == profiling.MOST_IN_STEP
 
 
 def test_what_overwrites_may_take_less_time_than_alone(captured):
@@ -439,8 +438,8 @@ def test_time_that_went_into_page_faults_is_no_operation_s_own(captured, monkeyp
     program = build(captured, lower(captured.graph, recompute_lazily(captured.graph, ())))
     arguments = [torch.randn(p.meta["val"].shape) for p in captured.placeholders]
     for cost_ms, is_own in ((0.0, True), (1e9, False)):
-        monkeypatch.setattr(timing, "page_faults", itertools.count().__next__)
-        monkeypatch.setattr(timing, "page_fault_ms", lambda cost_ms=cost_ms: cost_ms)
+        monkeypatch.setattr(profiling, "page_faults", itertools.count().__next__)
+        monkeypatch.setattr(profiling, "page_fault_ms", lambda cost_ms=cost_ms: cost_ms)
         timed = TimedRun(CPU)
         timed.wrap(program).forward(list(arguments))
         assert timed.total_ms > 0

@@ -296,8 +296,8 @@ class Left:
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
 
-    def outputs_held_bytes(self, present):
-        return self.size_bytes
+    def left_outputs(self):
+        return {0: self.size_bytes}
 
     def left_inputs(self):
         return []
