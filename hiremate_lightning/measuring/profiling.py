@@ -59,18 +59,13 @@ VIEW_MS = 0.002  # time of the interpreter for a view, which runs no kernel
 
 @dataclass(frozen=True, slots=True)
 class ProfileOptions:
-    """How carefully to measure an operation.
+    """How carefully to measure an operation."""
 
-    Attributes:
-        repeats: Most timed runs; the fastest counts, since other load only ever adds.
-        time_limit_ms: Stop repeating an operation once its timed runs took this long together, after two at least. On a
-            CPU the run whose memory is measured is one of them.
-        agreement: Stop once this share of the fastest time, at most, lies between it and the next two.
-    """
-
-    repeats: int = 8
+    repeats: int = 8  # most timed runs; the fastest counts, since other load only ever adds
+    # Stop repeating an operation once its timed runs took this long together, after two at least. On a CPU the run
+    # whose memory is measured is one of them.
     time_limit_ms: float = 10.0
-    agreement: float = 0.05
+    agreement: float = 0.05  # stop once this share of the fastest time, at most, lies between it and the next two
 
 
 class Cost(NamedTuple):
@@ -85,12 +80,9 @@ class CostCache:
     """Costs of distinct operations, in memory and, where a folder is given, on disk.
 
     A file that can't be read, or was written by another version or device, is ignored.
-
-    Attributes:
-        folder: Where to keep the costs between runs, None for nowhere.
     """
 
-    folder: Path | None = None
+    folder: Path | None = None  # where to keep the costs between runs, None for nowhere
     _costs: dict[str, dict[str, Cost]] = field(default_factory=dict)
     _links: dict[str, Link] = field(default_factory=dict)
 

@@ -22,30 +22,22 @@ GradientState = tuple[frozenset[int], bool]
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """Bytes that exist when a step begins.
+    """Bytes that exist when a step begins."""
 
-    Attributes:
-        size_bytes: Bytes that stay for the whole step.
-        stale_bytes: Bytes that are freed before the backward: gradients that the optimizer has used, which `zero_grad`
-            frees, and outputs of the step before.
-        left_bytes: Outputs of the step before that are freed as the last forward returns: new ones take their place.
-        kept: Storages of the parameters whose gradients are part of `size_bytes`.
-        kinds: The parts of `size_bytes`: names and bytes.
-        waiting_bytes: The part of `size_bytes` that graphs hold whose backward is still to come, with the values that
-            an iteration has made beside them.
-        plain_waiting_bytes: Bytes of these graphs in plain training, with the values beside them.
-        waiting: These graphs, each with the schedule by which it runs.
-        used: Bytes and parameters' storages of gradients that the optimizer has used, where these count as stale.
-    """
-
-    size_bytes: int
+    size_bytes: int  # bytes that stay for the whole step
+    # Bytes that are freed before the backward: gradients that the optimizer has used, which `zero_grad` frees, and
+    # outputs of the step before.
     stale_bytes: int
+    # Outputs of the step before that are freed as the last forward returns: new ones take their place.
     left_bytes: int = 0
-    kept: frozenset[int] = frozenset()
-    kinds: tuple[tuple[str, int], ...] = field(default=(), compare=False)
+    kept: frozenset[int] = frozenset()  # storages of the parameters whose gradients are part of `size_bytes`
+    kinds: tuple[tuple[str, int], ...] = field(default=(), compare=False)  # the parts of `size_bytes`: names and bytes
+    # The part of `size_bytes` that graphs hold whose backward is still to come, with the values that an iteration has
+    # made beside them.
     waiting_bytes: int = 0
-    plain_waiting_bytes: int = 0
-    waiting: tuple[tuple[Part, Schedule], ...] = ()
+    plain_waiting_bytes: int = 0  # bytes of these graphs in plain training, with the values beside them
+    waiting: tuple[tuple[Part, Schedule], ...] = ()  # these graphs, each with the schedule by which it runs
+    # Bytes and parameters' storages of gradients that the optimizer has used, where these count as stale.
     used: tuple[int, frozenset[int]] = field(default=(0, frozenset()), compare=False)
 
     def with_more(self, kind: str, size_bytes: int) -> Resident:

@@ -29,21 +29,13 @@ REST = 99  # `Between` rests for this many times the duration of its last look: 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Memory between two marks, in bytes relative to the start of the measurement.
+    """Memory between two marks, in bytes relative to the start of the measurement."""
 
-    Attributes:
-        label: The mark at its start.
-        start_bytes: Live at the mark.
-        peak_bytes: Most that lived until the next mark.
-        released_bytes: Bytes that were released at the mark, where a release set it.
-        allocated_bytes: Bytes that were allocated until the next mark, on a CPU.
-    """
-
-    label: Any
-    start_bytes: int
-    peak_bytes: int
-    released_bytes: int = 0
-    allocated_bytes: int = 0
+    label: Any  # the mark at its start
+    start_bytes: int  # live at the mark
+    peak_bytes: int  # most that lived until the next mark
+    released_bytes: int = 0  # bytes that were released at the mark, where a release set it
+    allocated_bytes: int = 0  # bytes that were allocated until the next mark, on a CPU
 
 
 class LiveBytes:

@@ -178,29 +178,17 @@ def _count(verdicts: Sequence[Verdict], name: str, unit: str = "") -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProofMemory:
-    """Bytes that the runs of a proof take beside the memory that exists before the step.
+    """Bytes that the runs of a proof take beside the memory that exists before the step."""
 
-    Attributes:
-        plain_bytes: Of a plain forward and backward.
-        beside_bytes: Of gradients on their way, and of operators while they run, in a plain backward.
-        forward_bytes: Of a plain forward without gradients.
-        own_bytes: Of the captured forward and backward.
-        own_forward_bytes: Of the captured forward.
-        changed_bytes: Of copies of what the code changes in place.
-        kept_bytes: Of one run's results, which wait for those of another run; 0 where they are not in device memory.
-        free_bytes: Free for all of this.
-        can_offload: Whether values can be offloaded.
-    """
-
-    plain_bytes: int
-    beside_bytes: int
-    forward_bytes: int
-    own_bytes: int
-    own_forward_bytes: int
-    changed_bytes: int
-    kept_bytes: int
-    free_bytes: int
-    can_offload: bool = True
+    plain_bytes: int  # of a plain forward and backward
+    beside_bytes: int  # of gradients on their way, and of operators while they run, in a plain backward
+    forward_bytes: int  # of a plain forward without gradients
+    own_bytes: int  # of the captured forward and backward
+    own_forward_bytes: int  # of the captured forward
+    changed_bytes: int  # of copies of what the code changes in place
+    kept_bytes: int  # of one run's results, which wait for those of another run; 0 where they are not in device memory
+    free_bytes: int  # free for all of this
+    can_offload: bool = True  # whether values can be offloaded
 
     @property
     def needs_files(self) -> bool:

@@ -39,17 +39,11 @@ _UNWRITTEN = tuple(
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """The results of a run of code.
+    """The results of a run of code."""
 
-    Attributes:
-        values: Outputs, changed inputs and states of generators, by name.
-        gradients: Gradients of the inputs, by name; None for one that does not come.
-        has_fills: Whether the code got memory that nobody had written to, and that the trial filled.
-    """
-
-    values: dict[str, Any]
-    gradients: dict[str, Any]
-    has_fills: bool = False
+    values: dict[str, Any]  # outputs, changed inputs and states of generators, by name
+    gradients: dict[str, Any]  # gradients of the inputs, by name; None for one that does not come
+    has_fills: bool = False  # whether the code got memory that nobody had written to, and that the trial filled
 
     @property
     def has_nan(self) -> bool:
@@ -60,27 +54,17 @@ class TrialOutcome:
 
 @dataclass(frozen=True)
 class Trial:
-    """Inputs to run code with.
-
-    Attributes:
-        arguments: The inputs.
-        names: Their names.
-        constants: Other tensors that the code may write to.
-        with_gradients: Whether to compute gradients of the inputs that require them.
-        copies: Whether inputs that other code has computed are copies: autograd refuses to change a leaf in place.
-        files: Temporary files for results on the host; None to keep these in memory.
-        fill: The byte in memory that nobody has written to.
-        unused: Returns the positions of the outputs that get no gradients; None where all get some.
-    """
+    """Inputs to run code with."""
 
     arguments: Sequence[Any]
     names: Sequence[str]
-    constants: Sequence[torch.Tensor] = ()
-    with_gradients: bool = False
+    constants: Sequence[torch.Tensor] = ()  # other tensors that the code may write to
+    with_gradients: bool = False  # whether to compute gradients of the inputs that require them
+    # Whether inputs that other code has computed are copies: autograd refuses to change a leaf in place.
     copies: bool = False
-    files: Files | None = None
-    fill: int = 255
-    unused: Unused | None = None
+    files: Files | None = None  # temporary files for results on the host; None to keep these in memory
+    fill: int = 255  # the byte in memory that nobody has written to
+    unused: Unused | None = None  # returns the positions of the outputs that get no gradients; None where all get some
 
     def run(
         self,

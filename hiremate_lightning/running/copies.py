@@ -76,17 +76,11 @@ def _allocate(size_bytes: int, is_pinned: bool) -> torch.Tensor:
 
 @dataclass
 class Block:
-    """A block of the host's memory.
+    """A block of the host's memory."""
 
-    Attributes:
-        memory: Its bytes, of which a value takes the first ones.
-        is_pinned: Whether a GPU copies to it and from it while the host works.
-        last: Event of the last copy to it or from it, None where there is nothing to wait for.
-    """
-
-    memory: torch.Tensor
-    is_pinned: bool
-    last: Any = None
+    memory: torch.Tensor  # its bytes, of which a value takes the first ones
+    is_pinned: bool  # whether a GPU copies to it and from it while the host works
+    last: Any = None  # event of the last copy to it or from it, None where there is nothing to wait for
 
 
 @cache

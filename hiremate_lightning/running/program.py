@@ -34,18 +34,14 @@ aten = torch.ops.aten
 
 
 class Changes(NamedTuple):
-    """How a backward differs from the one to which all gradients arrive, and which gives each of its own alone.
+    """How a backward differs from the one to which all gradients arrive, and which gives each of its own alone."""
 
-    Attributes:
-        missing: Positions of the gradients of outputs that do not arrive.
-        added: Positions of its own gradients that it adds to tensors, which it takes after the tangents.
-        carried: Positions of its own gradients whose sums it continues, which it takes after these.
-        uncast: Positions of its own gradients that it gives in half precision, before they are cast.
-    """
-
-    missing: frozenset[int] = frozenset()
+    missing: frozenset[int] = frozenset()  # positions of the gradients of outputs that do not arrive
+    # Positions of its own gradients that it adds to tensors, which it takes after the tangents.
     added: frozenset[int] = frozenset()
+    # Positions of its own gradients whose sums it continues, which it takes after these.
     carried: frozenset[int] = frozenset()
+    # Positions of its own gradients that it gives in half precision, before they are cast.
     uncast: frozenset[int] = frozenset()
 
 
@@ -54,29 +50,20 @@ NO_CHANGES = Changes()
 
 @dataclass(frozen=True)
 class Program:
-    """A schedule, ready to run on a captured graph.
-
-    Attributes:
-        forward: Takes the inputs in a list, returns outputs followed by saved values.
-        backward: Takes saved values followed by tangents in a list, returns gradients.
-        forward_module: FX module of the forward.
-        backward_module: FX module of the backward.
-        unread: Positions of values that the backward takes but never reads: generated code would hold them to its end.
-        saved: Facts about the saved values.
-        protects: Whether the forward copies borrowed values.
-        variant: Makes the program of another backward from its `Changes`. Unless `overwrites=False` comes with these,
-            results may take the memory of gradients that die.
-    """
+    """A schedule, ready to run on a captured graph."""
 
     schedule: Schedule
-    forward: aot.Boxed
-    backward: aot.Boxed
+    forward: aot.Boxed  # takes the inputs in a list, returns outputs followed by saved values
+    backward: aot.Boxed  # takes saved values followed by tangents in a list, returns gradients
     forward_module: fx.GraphModule
     backward_module: fx.GraphModule
+    # Positions of values that the backward takes but never reads: generated code would hold them to its end.
     unread: tuple[int, ...]
     saved: SavedValues
+    # Makes the program of another backward from its `Changes`. Unless `overwrites=False` comes with these, results may
+    # take the memory of gradients that die.
     variant: Callable[..., Program]
-    protects: bool = False
+    protects: bool = False  # whether the forward copies borrowed values
 
 
 def build(captured: Captured, schedule: Schedule, host: HostMemory | None = None) -> Program:
