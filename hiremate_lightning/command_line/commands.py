@@ -13,8 +13,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from ..errors import ConfigurationError
-from ..measuring.links import measure_link
-from ..measuring.profiling import CostCache
+from ..measuring.profiling import CostCache, measure_link
 from ..memory.allocator import allocated_bytes, free_host_bytes
 from ..options import Objective
 from ..out_of_memory import InfeasibleBudgetError

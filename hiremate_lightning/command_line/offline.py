@@ -28,7 +28,7 @@ from ..capturing.capture import Captured
 from ..errors import CaptureError, ConfigurationError, did_you_mean, place_of
 from ..measuring.describing import describe
 from ..measuring.profiling import CostCache, measure
-from ..measuring.recording import Existing, StepRecord
+from ..measuring.recording import StepRecord
 from ..measuring.runs import Run
 from ..memory.allocator import storage_bytes
 from ..records.costs import Profile, estimate
@@ -111,7 +111,7 @@ class OfflineStep(Conductor):
             names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(call.module).__mro__}
             self.zero_grad = "after-forward" if names & LIGHTNING_MODULES else "before"
         self.parts: list[Part] = []
-        self.record = StepRecord(None, Existing())
+        self.record = StepRecord(None)
         self.meter = CountingMeter(options.device)
         self.resident: dict[str, int] = {}
         self.gradients_bytes, self.capture_s = 0, 0.0
@@ -191,7 +191,7 @@ class OfflineStep(Conductor):
             root.zero_grad()
             self._paths.clear()
             self.meter = CountingMeter(options.device, sharding.resized_tensors(root))
-            self.record = StepRecord(None, Existing(), root, self.meter)
+            self.record = StepRecord(None, root=root, meter=self.meter)
             try:
                 self._run_once(function)
             finally:

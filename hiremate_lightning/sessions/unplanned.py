@@ -84,12 +84,12 @@ class UnplannedSteps:
         if step.record is None:
             return
         peak_bytes, plan = step.record.peak_bytes, self._planned.latest
-        added_bytes = None if peak_bytes is None else peak_bytes - step.record.existing.size_bytes
+        added_bytes = None if peak_bytes is None else peak_bytes - step.record.resident.existing_bytes
         self._plain.measured(step.calls, plain.likely, plain.prediction, added_bytes)
         if self._model.options.budget.is_whole:
             return  # the budget is what plain training takes
         if plain.gainless is not None and (own := plain.gainless.own_plan).saves_nothing:
-            plan_bytes = step.record.existing.size_bytes + plain.prediction.captured_bytes
+            plan_bytes = step.record.resident.existing_bytes + plain.prediction.captured_bytes
             if self._plain.called_like(step.calls):
                 plan_bytes = own.measured.peak_bytes or own.planned_peak_bytes
             self._say_measured(plain.gainless.trial.measured(peak_bytes, plan_bytes), peak_bytes)
