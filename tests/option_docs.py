@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,12 +90,19 @@ def _signature(text: str, entry: EntryPoint) -> str:
     lines = text.splitlines()
     places = {argument.arg: argument.lineno - 1 for argument in [*function.args.args, *function.args.kwonlyargs]}
     added = [
-        lines[place] if option is None else f"{_indent(lines[place])}{option.in_signature},"
+        lines[place]
+        if option is None
+        else f"{_indent(lines[place])}{option.name}: {option.annotation} = {_default(option)},"
         for option, place in _in_order(entry, places)
     ]
     first, last = min(places.values()), max(places.values())
     assert last - first + 1 >= len(places), "one argument a line"
     return _joined([*lines[:first], *added, *lines[last + 1 :]])
+
+
+def _default(option: Option) -> str:
+    """Write a default as Python code."""
+    return json.dumps(option.default) if isinstance(option.default, str) else repr(option.default)
 
 
 def _in_order(entry: EntryPoint, places: Mapping[str, int]) -> Iterator[tuple[Option | None, int]]:
@@ -176,7 +184,7 @@ def _joined(lines: list[str]) -> str:
 def table() -> str:
     """Write the table of all options in Markdown."""
     rows = [
-        (f"`{o.name}`", f"`{o.annotation}`", f"`{o.default_text}`", o.allowed, o.meaning, _flag_of(o))
+        (f"`{o.name}`", f"`{o.annotation}`", f"`{_default(o)}`", o.allowed, o.meaning, _flag_of(o))
         for o in OPTIONS.values()
     ]
     return page_tables.table(("option", "type", "default", "must be", "meaning", "`hiremate run`"), rows)

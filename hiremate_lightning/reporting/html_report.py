@@ -15,7 +15,7 @@ from pathlib import Path
 from platform import python_version
 from typing import Any
 
-from ..planning.plan import Plan, plan_title
+from ..planning.plan import Plan, plan_title, proof_words
 from ..planning.solutions import package_version
 from ..planning.solvers.base import Problem, SolveOptions
 from ..planning.solvers.curve import Curve, curve
@@ -41,7 +41,6 @@ from .svg_report import (
     check_plan,
     frontier_of,
     frontier_svg,
-    frontier_words,
     writable,
 )
 from .timeline import COLOURS, Band, DrawnStep, resident_bands, short_source
@@ -115,7 +114,9 @@ class _Page:
         if self.frontier is not None:
             draw = partial(frontier_svg, plan, frontier_of(plan, self.frontier))
             figure = f'<div class="wide" id="frontier">{_for_screens(draw)}</div>'
-            sections.append(_section("Budget against time", figure, frontier_words(plan)))
+            words = f"This plan: {format_ratio(plan.predicted_overhead)}, {proof_words(plan.to_dict())}."
+            words = "Nothing is recomputed: no plan is faster." if plan.solution.is_plain else words
+            sections.append(_section("Budget against time", figure, words))
         made_by = escape(f"Made by hiremate-lightning {package_version()}. Costs: {self._device}.")
         return (
             f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
