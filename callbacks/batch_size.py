@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hiremate_lightning.callbacks.planning import planner_of, targets_for
 from hiremate_lightning.errors import HiRemateWarning
-from hiremate_lightning.options import SessionOptions, make_options, make_size_options
+from hiremate_lightning.options import SIZE_OPTIONS, SessionOptions, make_options, make_size_options
 from hiremate_lightning.sizes.batch_size import SizeFinder
 from hiremate_lightning.sizes.size_result import BatchSizeResult
 from hiremate_lightning.sizes.size_trials import SizeTask, TrialSteps
@@ -103,22 +103,11 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
         solver: str = "portfolio",
         verbose: bool = True,
     ) -> None:
-        self._sizes = make_size_options(
-            init_val=init_val,
-            max_val=max_val,
-            max_overhead=max_overhead,
-            objective=objective,
-            margin=margin,
-            max_trials=max_trials,
-        )
+        self._sizes = make_size_options(**{name: value for name, value in locals().items() if name in SIZE_OPTIONS})
         super().__init__(mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val)
         self._budget = None if budget is None else parse_budget(budget)
-        self._asked = make_options(
-            Budget() if self._budget is None else self._budget,
-            time_limit_s=time_limit_s,
-            solver=solver,
-            verbose=verbose,
-        )
+        asked_budget = Budget() if self._budget is None else self._budget
+        self._asked = make_options(asked_budget, time_limit_s=time_limit_s, solver=solver, verbose=verbose)
         self._longest_batch = longest_batch
         self._target = target
         self._restored: int | None = None

@@ -118,10 +118,6 @@ class NamedSize:
         return f"dimension {self.dimension} of {self.argument}"
 
 
-def _are_operators(names: Any) -> bool:
-    return isinstance(names, tuple | list) and all(isinstance(name, str) and "::" in name for name in names)
-
-
 def _can_be_written(folder: Any) -> bool:
     """Whether a folder is there, or can be made, and be written to: permissions alone do not tell root."""
     if folder is None:
@@ -268,7 +264,9 @@ class SessionOptions:
         "Custom operators with Python code that give the same numbers when they run again, by name "
         '("mylibrary::attention"). Others with Python code run once in a step, and their results are kept.',
         allowed="""names such as ("mylibrary::attention",)""",
-        is_allowed=_are_operators,
+        is_allowed=lambda names: (
+            isinstance(names, tuple | list) and all(isinstance(name, str) and "::" in name for name in names)
+        ),
         read=tuple,
     )
     verbose: bool | Literal["full"] = _option(
@@ -384,8 +382,9 @@ class SizeOptions:
     )
 
 
+SIZE_OPTIONS = _options_of(SizeOptions)
 SEARCH_OPTIONS = {
-    **_options_of(SizeOptions),
+    **SIZE_OPTIONS,
     "time_limit_s": replace(
         OPTIONS["time_limit_s"],
         default=3.0,
@@ -405,7 +404,7 @@ def make_size_options(**given: Any) -> SizeOptions:
     Raises:
         ConfigurationError: If an option is out of its range; the text names it.
     """
-    options = SizeOptions(**{name: SEARCH_OPTIONS[name].value_of(value) for name, value in given.items()})
+    options = SizeOptions(**{name: SIZE_OPTIONS[name].value_of(value) for name, value in given.items()})
     if options.max_val < options.init_val:
         raise ConfigurationError(f"max_val must be at least init_val, {options.init_val}, found {options.max_val!r}")
     return options

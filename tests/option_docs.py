@@ -61,7 +61,7 @@ def _written(entries: Sequence[EntryPoint] = ENTRY_POINTS) -> dict[Path, str]:
     for entry in entries:
         path = ROOT / entry.file
         text = files.get(path) or path.read_text(encoding="utf-8")
-        for write in (_passed_on, _signature, _documented):  # from the bottom of the function to its top
+        for write in (_signature, _documented):  # from the bottom of the function to its top
             text = write(text, entry)
         files[path] = text
     return files
@@ -119,21 +119,6 @@ def _in_order(entry: EntryPoint, places: Mapping[str, int]) -> Iterator[tuple[Op
             if name in seen:
                 break
             yield entry.options[name], place
-
-
-def _passed_on(text: str, entry: EntryPoint) -> str:
-    """Pass each new option on to `make_options`."""
-    function, _, _ = _function(text, entry)
-    call = next(
-        node
-        for node in ast.walk(function)
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "make_options"
-    )
-    passed = {keyword.arg: keyword.lineno - 1 for keyword in call.keywords}
-    lines = text.splitlines()
-    new = [name for name in entry.options if entry.has_all and name not in passed and name != "budget"]
-    last = max(passed.values())
-    return _joined([*lines[: last + 1], *(f"{_indent(lines[last])}{name}={name}," for name in new), *lines[last + 1 :]])
 
 
 def _documented(text: str, entry: EntryPoint) -> str:

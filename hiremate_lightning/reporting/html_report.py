@@ -21,28 +21,8 @@ from ..planning.solvers.base import Problem, SolveOptions
 from ..planning.solvers.curve import Curve, curve
 from ..planning.solvers.worker import apart
 from ..units import format_bytes, format_ratio, format_time
-from .plan_summary import (
-    ModuleRow,
-    advice_lines,
-    all_numbers,
-    module_rows,
-    node_words,
-    place_words,
-    summary_rows,
-    total_row,
-    use_cells,
-    verdict,
-)
-from .svg_report import (
-    LEFT,
-    PANEL,
-    RIGHT,
-    TimelineDrawing,
-    check_plan,
-    frontier_of,
-    frontier_svg,
-    writable,
-)
+from .plan_summary import ModuleRow, all_numbers, module_rows, node_words, summary_rows, total_row, use_cells, verdict
+from .svg_report import LEFT, PANEL, RIGHT, TimelineDrawing, frontier_of, frontier_svg, plan_file
 from .timeline import COLOURS, Band, DrawnStep, resident_bands, short_source
 
 MAX_MODULE_ROWS = 40
@@ -74,8 +54,7 @@ def write_html(plan: Plan, path: str | Path, *, curve_limit_s: float = CURVE_LIM
     Example:
         >>> write_html(get_plan(model), "plan.html")
     """
-    check_plan(plan)
-    path = writable(path)
+    path = plan_file(plan, path)
     frontier = None
     if curve_limit_s > 0:
         options = SolveOptions(time_limit_s=curve_limit_s)
@@ -101,10 +80,10 @@ class _Page:
     def text(self) -> str:
         title, plan = escape(plan_title(self.plan)), self.plan
         sections = [
-            _section("Memory over the step", self._timeline(), " ".join(advice_lines(plan))),
+            _section("Memory over the step", self._timeline(), " ".join(self.numbers["advice"])),
             _section("Predicted and measured", self._comparison()),
             self._modules(),
-            _section("What fills the peak", self._peak(), f"Peak of the planned step: {place_words(plan)}."),
+            _section("What fills the peak", self._peak(), f"Peak of the planned step: {self.numbers['at']}."),
         ]
         if plan.rounded:
             table = _table(

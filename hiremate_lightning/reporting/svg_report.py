@@ -83,19 +83,19 @@ def write_svg(plan: Plan, path: str | Path, width: int = 860) -> Path:
     """
     if width < MIN_WIDTH:
         raise ValueError(f"width must be at least {MIN_WIDTH} pixels, found {width}")
-    check_plan(plan)
-    path = writable(path)
+    path = plan_file(plan, path)
     path.write_text(TimelineDrawing(plan, width).text(), encoding="utf-8")
     return path
 
 
-def check_plan(plan: object) -> None:
-    """Check that a plan was given, not the None of `get_plan` before the second step, nor a model."""
+def plan_file(plan: object, path: str | Path) -> Path:
+    """Check a file, and that it is a plan that is to be written: not the None of `get_plan`, nor a model."""
     if not isinstance(plan, Plan):
         raise ConfigurationError(
             f"Expected a plan to write, found {type(plan).__name__}. get_plan(model) returns it from the second "
             "training step on, and None before."
         )
+    return writable(path)
 
 
 def writable(path: str | Path, makes_folder: bool = False) -> Path:
