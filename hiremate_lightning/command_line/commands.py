@@ -28,9 +28,8 @@ from ..planning.solvers import Problem, SolveOptions, smallest_budget
 from ..planning.solvers.curve import curve as solve_curve
 from ..planning.solvers.worker import apart, check_strategy
 from ..records.costs import step_time_ms
-from ..records.expressions import NoTemplateError
+from ..records.expressions import Line, NoTemplateError
 from ..records.offload import Host
-from ..records.sized_numbers import Line
 from ..records.step import Step
 from ..reporting.html_report import write_html
 from ..reporting.plan_summary import all_numbers

@@ -17,10 +17,6 @@ from .parts import Parts
 class PlannedModel:
     """What the objects of one session share: options, memory, graphs, history, warnings. It decides nothing.
 
-    Args:
-        root: The model.
-        options: What was asked for.
-
     Attributes:
         root: The model, whose parameters and buffers are resident.
         name: Its class.
@@ -39,7 +35,7 @@ class PlannedModel:
         self.announcements = Announcements(self.name)
         self.stages = Stages(Reporter(options.verbose))
         self.kernels = FusedKernels(self.announcements.say) if options.compile else None
-        self.offloading = Offloading(options, lambda: self.memory.device, self.announcements.say)
+        self.offloading = Offloading(root, options, lambda: self.memory.device, self.announcements.say)
         say, recomputable = self.announcements.say, options.recomputable_operators
         self.parts = Parts(self.stages, options.cache_dir, self.kernels, say, recomputable)
         self.parts.measures_link = lambda: self.offloading.is_on
