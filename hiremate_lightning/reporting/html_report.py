@@ -15,35 +15,14 @@ from pathlib import Path
 from platform import python_version
 from typing import Any
 
-from ..planning.plan import Plan, plan_title
+from ..planning.plan import Plan, plan_title, proof_words
 from ..planning.solutions import package_version
 from ..planning.solvers.base import Problem, SolveOptions
 from ..planning.solvers.curve import Curve, curve
 from ..planning.solvers.worker import apart
 from ..units import format_bytes, format_ratio, format_time
-from .plan_summary import (
-    ModuleRow,
-    advice_lines,
-    all_numbers,
-    module_rows,
-    node_words,
-    place_words,
-    summary_rows,
-    total_row,
-    use_cells,
-    verdict,
-)
-from .svg_report import (
-    LEFT,
-    PANEL,
-    RIGHT,
-    TimelineDrawing,
-    check_plan,
-    frontier_of,
-    frontier_svg,
-    frontier_words,
-    writable,
-)
+from .plan_summary import ModuleRow, all_numbers, module_rows, node_words, summary_rows, total_row, use_cells, verdict
+from .svg_report import LEFT, PANEL, RIGHT, TimelineDrawing, frontier_of, frontier_svg, plan_file
 from .timeline import COLOURS, Band, DrawnStep, resident_bands, short_source
 
 MAX_MODULE_ROWS = 40
@@ -75,8 +54,7 @@ def write_html(plan: Plan, path: str | Path, *, curve_limit_s: float = CURVE_LIM
     Example:
         >>> write_html(get_plan(model), "plan.html")
     """
-    check_plan(plan)
-    path = writable(path)
+    path = plan_file(plan, path)
     frontier = None
     if curve_limit_s > 0:
         options = SolveOptions(time_limit_s=curve_limit_s)
@@ -102,10 +80,10 @@ class _Page:
     def text(self) -> str:
         title, plan = escape(plan_title(self.plan)), self.plan
         sections = [
-            _section("Memory over the step", self._timeline(), " ".join(advice_lines(plan))),
+            _section("Memory over the step", self._timeline(), " ".join(self.numbers["advice"])),
             _section("Predicted and measured", self._comparison()),
             self._modules(),
-            _section("What fills the peak", self._peak(), f"Peak of the planned step: {place_words(plan)}."),
+            _section("What fills the peak", self._peak(), f"Peak of the planned step: {self.numbers['at']}."),
         ]
         if plan.rounded:
             table = _table(
@@ -115,7 +93,9 @@ class _Page:
         if self.frontier is not None:
             draw = partial(frontier_svg, plan, frontier_of(plan, self.frontier))
             figure = f'<div class="wide" id="frontier">{_for_screens(draw)}</div>'
-            sections.append(_section("Budget against time", figure, frontier_words(plan)))
+            words = f"This plan: {format_ratio(plan.predicted_overhead)}, {proof_words(plan.to_dict())}."
+            words = "Nothing is recomputed: no plan is faster." if plan.solution.is_plain else words
+            sections.append(_section("Budget against time", figure, words))
         made_by = escape(f"Made by hiremate-lightning {package_version()}. Costs: {self._device}.")
         return (
             f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
