@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import hiremate, remove_hiremate
-from hiremate_lightning.reporting.breakdown import advice_lines
+from hiremate_lightning.reporting.plan_summary import advice_lines
 from hiremate_lightning.units import format_bytes
 from tests.exact import assert_foreseen, network, take_steps
 from tests.life import WIDTH, assert_exact, batch, make, planned, warm_up

@@ -16,7 +16,7 @@ from hiremate_lightning.planning.comparing import Comparison, Outcome, compare, 
 from hiremate_lightning.planning.solvers import Problem, Solution, Status, get_strategy
 from hiremate_lightning.planning.solvers.base import replay, strategy_names
 from hiremate_lightning.records.schedule import keep_all
-from hiremate_lightning.reporting.budget_svg import comparison_svg, legend, panel_of
+from hiremate_lightning.reporting.svg_report import comparison_svg, legend, panel_of
 from hiremate_lightning.units import Budget
 from tests.helpers import problem_of
 from tests.tiny import transformer

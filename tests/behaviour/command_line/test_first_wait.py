@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
-from hiremate_lightning.messages.first_wait import FirstWait, modules_without_parts
+from hiremate_lightning.messages import FirstWait, modules_without_parts
 from hiremate_lightning.planning.plan import PlanningTime
 from tests.exact import take_steps
 

@@ -16,9 +16,9 @@ from hiremate_lightning.command_line.without_device import rates_of
 from hiremate_lightning.errors import CaptureError, ConfigurationError
 from hiremate_lightning.measuring.profiling import CostCache
 from hiremate_lightning.records.costs import estimate, step_time_ms
+from hiremate_lightning.records.expressions import on_line
 from hiremate_lightning.records.graph_template import GraphTemplate
 from hiremate_lightning.records.simulation import simulate_plain
-from hiremate_lightning.records.sized_numbers import FittedLines
 from hiremate_lightning.rewriting.replays import DRAW_MASK
 from hiremate_lightning.torch_private import tensor_state
 from tests.exact import captured_by, network
@@ -273,7 +273,7 @@ def test_costs_can_be_measured_where_the_device_is():
 
 def test_a_step_scales_from_two_sizes_to_what_is_captured_at_a_third():
     steps = {size: estimated(capture(mixed, size=size)) for size in (4, 8, 96)}
-    template = GraphTemplate([(steps[size].graph, steps[size].profile) for size in (4, 8)], FittedLines((4, 8)))
+    template = GraphTemplate([(steps[size].graph, steps[size].profile) for size in (4, 8)], [(4,), (8,)], on_line)
 
     assert template.at((96,))[0].storages == steps[96].graph.storages
 

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hiremate_lightning import HiRemateWarning, InfeasibleBudgetError
 from hiremate_lightning.callbacks import HiRemateCallback
-from hiremate_lightning.reporting.breakdown import advice_lines
+from hiremate_lightning.reporting.plan_summary import advice_lines
 from hiremate_lightning.units import format_bytes
 from tests.exact import assert_same
 from tests.trainers import Squared, quiet_trainer

@@ -12,8 +12,7 @@ from rich.console import Console
 from torch import nn
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.messages.announcements import Announcements
-from hiremate_lightning.messages.plan_reports import PlanReports
+from hiremate_lightning.messages import Announcements, PlanReports
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.reporting.report import Reporter
 from hiremate_lightning.signatures.step_signature import StepSignature

@@ -13,7 +13,6 @@ from torch import nn
 
 from hiremate_lightning import hiremate, remove_hiremate
 from hiremate_lightning.capturing import backend
-from hiremate_lightning.records.same_code import difference
 from hiremate_lightning.testing import session_of
 from tests.exact import network, simple_loop, train_both
 from tests.faults import change_captures
@@ -176,7 +175,7 @@ def test_interpolated_images_keep_symbolic_sizes(captures, traced):
         model(torch.randn(2, 3, height, width)).sum().backward()
     graphs = [part.captured for part in session_of(model).parts.all]
     assert (len(graphs), len(captures()), len(traced())) == (4, 3, 2)
-    assert [difference(graphs[0].graph, other.graph) for other in graphs] == [None] * 4
+    assert [graphs[0].graph.difference(other.graph) for other in graphs] == [None] * 4
 
 
 @network(lambda: {"linear": nn.Linear(WIDTH, WIDTH)})
