@@ -8,8 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ..planning.comparing import Comparison, Outcome
-from ..planning.solvers import Curve
+from ..planning.comparing import Comparison, Curve, Outcome
 from ..reporting.terminal import plain_table
 from ..units import format_bytes, format_ratio, format_time
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from ..measuring.links import measure_link
-from ..planning.outcome import least_need
+from ..planning.headroom import least_need
 from ..planning.plan import Plan
 from ..planning.solvers import UNLIMITED, Problem, SolveOptions
 from ..records.costs import Link

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..planning.outcome import largest_words
+from ..planning.headroom import largest_words
 from ..planning.plan import Plan, plan_title
 from ..reporting.report import Reporter
 from ..signatures.step_signature import StepSignature, Told

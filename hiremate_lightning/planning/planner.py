@@ -15,8 +15,7 @@ from ..records.costs import Profile
 from ..records.offload import Host
 from ..records.schedule import keep_all
 from ..records.step import Decisions, Step
-from .headroom import Room
-from .outcome import AT_LEAST, Need, Short, as_decided, least_need
+from .headroom import AT_LEAST, Need, Room, Short, as_decided, least_need
 from .plan import Plan, PlanningTime, PlanOptions
 from .shared_solving import agreed
 from .solutions import Solutions
@@ -32,7 +31,7 @@ from .solvers.base import (
     replay,
     replay_solution,
 )
-from .solvers.offloading import least_with_offloads
+from .solvers.offload import least_with_offloads
 from .solvers.worker import apart
 
 log = logging.getLogger("hiremate_lightning")

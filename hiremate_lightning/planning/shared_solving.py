@@ -27,8 +27,7 @@ from typing import Protocol
 from ..errors import ScheduleError
 from ..records.graph import Graph
 from ..records.offload import Offload
-from .solvers.base import Problem, Solution, Status, Strategy, replay_solution
-from .solvers.work import clock_limit_s
+from .solvers.base import Problem, Solution, Status, Strategy, clock_limit_s, replay_solution
 
 log = logging.getLogger("hiremate_lightning")
 PATIENCE_S = 5.0  # for all ranks to plan a step for the first time: they do so at the same moment

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from html import escape
 
-from ..planning.comparing import Comparison
+from ..planning.comparing import Comparison, Curve
 from ..planning.plan import Plan, proof_words
-from ..planning.solvers.curve import Curve
 from ..records.costs import step_time_ms
 from ..units import format_ratio
 from .svg_report import LINE, Key, budget_line, lay_out, open_svg, ring, stroke, ticks

@@ -15,10 +15,10 @@ from pathlib import Path
 from platform import python_version
 from typing import Any
 
+from ..planning.comparing import Curve, curve
 from ..planning.plan import Plan, plan_title
 from ..planning.solutions import package_version
 from ..planning.solvers.base import Problem, SolveOptions
-from ..planning.solvers.curve import Curve, curve
 from ..planning.solvers.worker import apart
 from ..units import format_bytes, format_ratio, format_time
 from .breakdown import ModuleRow, advice_lines, module_rows, node_words, place_words, total_row, use_cells

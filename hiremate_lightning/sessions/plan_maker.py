@@ -12,14 +12,13 @@ from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..memory.allocator import free_bytes
 from ..messages.first_wait import FirstWait
-from ..planning.headroom import GUARD_BYTES, Room, resolve
-from ..planning.outcome import Need, Short, least_need, unless_short
+from ..planning.comparing import Remembering
+from ..planning.headroom import GUARD_BYTES, Need, Room, Short, least_need, resolve, unless_short
 from ..planning.plan import Plan
 from ..planning.planner import make_plan
 from ..planning.shared_solving import announce, shared
 from ..planning.solvers import worker
 from ..planning.solvers.base import Problem, Solution, SolveOptions, Strategy
-from ..planning.solvers.curve import Remembering
 from ..proofs.proof import Proofs
 from ..records.costs import step_time_ms
 from ..records.expressions import NoTemplateError

@@ -24,9 +24,8 @@ from typing import IO, Any, TypeVar
 
 from ...errors import ConfigurationError, HiRemateWarning
 from . import mip_backend
-from .base import Problem, Solution, Status, Strategy, get_strategy, needs_programs
-from .offloading import MOST_SHARE, with_offloading
-from .work import clock_limit_s
+from .base import Problem, Solution, Status, Strategy, clock_limit_s, get_strategy, needs_programs
+from .offload import MOST_SHARE, with_offloading
 
 log = logging.getLogger("hiremate_lightning")
 GRACE_S = 60.0  # after the clock should have ended a solve it is given up

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hiremate_lightning.planning.partition import partition
+from hiremate_lightning.planning.solvers.methods.hilp import partition
 from tests.helpers import random_graph
 from tests.tiny import chain, transformer
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hiremate_lightning.planning.solvers.base import Problem, replay
-from hiremate_lightning.planning.solvers.decisions import decisions
-from hiremate_lightning.planning.solvers.model import StepModel
+from hiremate_lightning.planning.solvers.model import StepModel, decisions
 from hiremate_lightning.records.graph import Graph
 from hiremate_lightning.records.outline import Outlines
 from hiremate_lightning.records.schedule import keep_all

@@ -8,6 +8,11 @@ the program on top is the phased model, which counts every storage, so that an o
 be misjudged; values may be recomputed as often as pays; and the solution is replayed, repaired and filled up across
 the borders of clusters.
 
+The partition: groups grow from the nodes up. The candidate g with the least (mem(In(g)) + mem(Out(g))) * N(g)^alpha is
+contracted, again and again. Candidates are chains, and regions from a node to where its branches meet again, each with
+and without its two ends. Changed: one round only, since the program on top takes any number of clusters; regions are
+walked from the inputs, ties go to the earlier group, and a candidate that would close a cycle is dropped.
+
 H-Rockmate is the forerunner of HiRemate by the same authors (2023, OpenReview zLwCT9srfo). It differs in the partition:
 it cuts a sequence of blocks, as Rockmate does, and splits large blocks further; HiRemate groups any graph from its
 nodes up, as `partition` does here. Its options and its program on top, H-ILP, are those of HiRemate. By `partition`
@@ -27,24 +32,24 @@ program on top has to check memory at many instants where the budget is small, a
 
 from __future__ import annotations
 
+import hashlib
+import heapq
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
 
-from ...partition import Cluster, partition
-from ..base import Status
+from ....records.graph import Graph
 from ..choices import Policy
-from ..incumbent import Search
-from ..mip_backend import solve
 from ..model import StepModel
 from ..phases import PhasedProgram
-from ..proposals import method
 from ..refine import Restriction, refine
-from ..segments import try_segments
-from ..turn_point import keeping_program, prove
+from ..search import Search, method, try_segments
+from ..turn_point import options_of, prove
 
-SAVED_SHARES = (1.0, 0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.0)  # of a cluster's bytes: limits of its options
+MAX_NODES = 20  # of a cluster; HiRemate's M_l
+ALPHA = 0.5  # exponent of the number of nodes in the score; HiRemate's default
 OPTION_LIMIT_S = 2.0
 RESERVED_SHARE = 0.1  # of the time limit, for segments and to fill up
-MS_PER_BYTE = 1e-15  # so that of options of the same time the one that saves least is chosen
 
 Frontier = tuple[frozenset[int], ...]
 
@@ -61,7 +66,9 @@ def frontiers(model: StepModel, clusters: Sequence[Cluster]) -> Iterator[tuple[l
             continue
         if cluster.key not in solved:
             place = {s: i for i, s in enumerate(inside)}
-            solved[cluster.key] = tuple(tuple(place[s] for s in sorted(o)) for o in _options(model, inside))
+            used = [s for s in inside if s in model.uses]
+            options = options_of(model, inside, used, (), OPTION_LIMIT_S) or [frozenset(inside)]
+            solved[cluster.key] = tuple(tuple(place[s] for s in sorted(option)) for option in options)
         yield inside, tuple(frozenset(inside[i] for i in option) for option in solved[cluster.key])
 
 
@@ -69,27 +76,9 @@ def values_of(model: StepModel, cluster: Cluster) -> list[int]:
     """Return the choices that a cluster makes and that no other cluster reads in the forward."""
     nodes = set(cluster.nodes)
     made = {s for n in cluster.nodes for s in model.graph.allocates[n]}
-    outside = {
-        model.storage_of[t]
-        for t, readers in model.forward_readers.items()
-        if model.storage_of[t] in made and not nodes.issuperset(readers)
-    }
+    others = (model.graph.nodes[n].inputs for n in model.graph.forward if n not in nodes)
+    outside = {model.storage_of[t] for inputs in others for t in inputs}
     return [s for s in model.choices if s in made and s not in outside and s in model.producer]
-
-
-def _options(model: StepModel, inside: Sequence[int]) -> list[frozenset[int]]:
-    """Solve the turn-point program of a cluster under several limits; options that save as much appear once."""
-    used = [s for s in inside if s in model.uses]
-    total = sum(model.sizes[s] for s in used)
-    options = dict[frozenset[int], None]()
-    for share in SAVED_SHARES:
-        program, keep = keeping_program(model, inside, used, share * total, ms_per_byte=MS_PER_BYTE)
-        result = solve(program, model.problem.options, OPTION_LIMIT_S, work=model.work)
-        if result.status is Status.INFEASIBLE:
-            break
-        if result.values:
-            options[frozenset(s for s, v in keep.items() if result.values[v] >= 0.5)] = None
-    return list(options) or [frozenset(inside)]
 
 
 def restriction(options: Sequence[tuple[list[int], Frontier]]) -> Restriction:
@@ -121,4 +110,239 @@ def propose(search: Search) -> Iterator[Policy]:
         yield chosen.policy
         try_segments(search, search.within(0.5))
         if search.best is not chosen:
-            search.say("Segments, filled up, are faster here than the choice among the options of clusters.")
+            search.notes.append("Segments, filled up, are faster here than the choice among the options of clusters.")
+
+
+# ---------------------------------------------------------------- the partition
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A part of the forward.
+
+    Attributes:
+        nodes: Forward nodes, in their order; views included.
+        key: Equal for clusters that do the same work.
+    """
+
+    nodes: tuple[int, ...]
+    key: str
+
+
+def partition(graph: Graph, max_nodes: int = MAX_NODES) -> list[Cluster]:
+    """Partition the forward of a step into clusters of at most `max_nodes` nodes that allocate."""
+    return [Cluster(nodes, structural_key(graph, nodes)) for nodes in group(graph, max_nodes)]
+
+
+def structural_key(graph: Graph, nodes: Sequence[int]) -> str:
+    """Hash the work of a set of nodes: operations, scalar arguments, shapes and wiring, but no names and places."""
+    local: dict[int, int] = {}
+    read_back = set(graph.needed)
+    digest = hashlib.sha256()
+    for index in nodes:
+        node = graph.nodes[index]
+        for tensor in (*node.inputs, *node.outputs):
+            local.setdefault(tensor, len(local))
+        sizes = [_size(graph, t) for t in node.outputs]
+        saved = [t in read_back for t in node.outputs]
+        wiring = [local[t] for t in node.inputs], [local[t] for t in node.outputs]
+        digest.update(repr((node.key or node.op, wiring, sizes, saved)).encode())
+    return digest.hexdigest()
+
+
+def _size(graph: Graph, tensor: int) -> int:
+    storage = graph.tensors[tensor].storage
+    return 0 if storage is None else graph.storages[storage].size_bytes
+
+
+# ---------------------------------------------------------------- grouping
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """The unit of contraction: a node with its views, or a group.
+
+    Attributes:
+        parts: Items that it is made of, or forward nodes.
+        first: Smallest forward position in it.
+        last: Largest forward position in it.
+        size: Number of forward nodes that allocate.
+        made: Storages that it makes.
+        read: Storages that it reads and does not make.
+    """
+
+    parts: tuple[int, ...]
+    first: int
+    last: int
+    size: int
+    made: frozenset[int]
+    read: frozenset[int]
+
+
+def group(graph: Graph, max_nodes: int) -> list[tuple[int, ...]]:
+    """Return groups of forward nodes, each after those that it reads, of at most `max_nodes` (M_l) that allocate."""
+    items = _single_nodes(graph)
+    groups = _Contraction(graph, items, max_nodes).run()
+    return [tuple(sorted(node for part in g.parts for node in items[part].parts)) for g in groups]
+
+
+def _single_nodes(graph: Graph) -> list[_Item]:
+    """Return one item for each node that allocates or joins storages; a view is part of its base's item."""
+    storage_of = [t.storage for t in graph.tensors]
+    owner: dict[int, int] = {}
+    parts: list[list[int]] = []
+    positions: list[list[int]] = []
+    waiting: list[tuple[int, int]] = []
+    for position, node in enumerate(graph.forward):
+        read = {s for t in graph.nodes[node].inputs if (s := storage_of[t]) in owner}
+        if graph.allocates[node] or len(read) > 1:
+            owner.update((s, len(parts)) for s in graph.allocates[node])
+            parts.append([*(n for n, _ in waiting), node])
+            positions.append([*(p for _, p in waiting), position])
+            waiting = []
+        elif read:
+            item = owner[next(s for s in read if s is not None)]
+            parts[item].append(node)
+            positions[item].append(position)
+        else:
+            waiting.append((node, position))
+    if waiting and parts:
+        parts[-1].extend(n for n, _ in waiting)
+        positions[-1].extend(p for _, p in waiting)
+    elif waiting:
+        return [_Item(tuple(n for n, _ in waiting), 0, len(waiting) - 1, 0, frozenset(), frozenset())]
+    items = []
+    for nodes, places in zip(parts, positions, strict=True):
+        made = frozenset(s for n in nodes for s in graph.allocates[n])
+        read = {s for n in nodes for t in graph.nodes[n].inputs if (s := storage_of[t]) in owner}
+        size = sum(bool(graph.allocates[n]) for n in nodes)
+        items.append(_Item(tuple(nodes), min(places), max(places), size, made, frozenset(read - made)))
+    return items
+
+
+class _Contraction:
+    """Contracts items until no candidate is left."""
+
+    def __init__(self, graph: Graph, items: list[_Item], max_nodes: int) -> None:
+        self.sizes = graph.sizes
+        self.max_nodes = max_nodes
+        self.groups: dict[int, _Item] = {
+            i: _Item((i,), item.first, item.last, item.size, item.made, item.read) for i, item in enumerate(items)
+        }
+        self.parent = list(range(len(items)))
+        self.maker = {s: i for i, item in enumerate(items) for s in item.made}
+        self.readers: dict[int, list[int]] = {}
+        for i, item in enumerate(items):
+            for storage in item.read:
+                self.readers.setdefault(storage, []).append(i)
+
+    def run(self) -> list[_Item]:
+        heap = [self._entry(candidate) for candidate in dict.fromkeys(self._candidates())]
+        heapq.heapify(heap)
+        while heap:
+            _, _, members = heapq.heappop(heap)
+            now = tuple(sorted({self._find(m) for m in members}))
+            if len(now) < 2 or sum(len(self.groups[m].parts) for m in now) > self.max_nodes:
+                continue
+            if now != members:
+                heapq.heappush(heap, self._entry(now))
+            elif self._is_convex(now):
+                self._contract(now)
+        return self._in_order()
+
+    def _find(self, item: int) -> int:
+        while self.parent[item] != item:
+            self.parent[item] = self.parent[self.parent[item]]
+            item = self.parent[item]
+        return item
+
+    def _successors(self, item: int) -> list[int]:
+        readers = {self._find(r) for s in self.groups[item].made for r in self.readers.get(s, ())}
+        return sorted(readers - {item})
+
+    def _predecessors(self, item: int) -> list[int]:
+        return sorted({self._find(self.maker[s]) for s in self.groups[item].read} - {item})
+
+    def _candidates(self) -> Iterator[tuple[int, ...]]:
+        for item in self.groups:
+            yield from self._chains(item)
+            yield from self._regions(item)
+
+    def _chains(self, first: int) -> Iterator[tuple[int, ...]]:
+        """Yield the pieces of the chain that begins at an item, each of at most `max_nodes`."""
+        before = self._predecessors(first)
+        if len(before) == 1 and len(self._successors(before[0])) == 1:
+            return
+        chain = [first]
+        while len(after := self._successors(chain[-1])) == 1 and len(self._predecessors(after[0])) == 1:
+            chain.append(after[0])
+        pieces = -(-len(chain) // self.max_nodes)
+        for piece in range(pieces):
+            members = chain[len(chain) * piece // pieces : len(chain) * (piece + 1) // pieces]
+            if len(members) > 1:
+                yield tuple(sorted(members))
+
+    def _regions(self, opening: int) -> Iterator[tuple[int, ...]]:
+        """Yield the region from an item to where its branches meet again, with and without the two ends."""
+        frontier, inside = set(self._successors(opening)), [opening]
+        while len(frontier) > 1 and len(inside) <= self.max_nodes + 1:
+            nearest = min(frontier, key=lambda i: self.groups[i].first)
+            frontier.remove(nearest)
+            inside.append(nearest)
+            frontier.update(self._successors(nearest))
+        if len(frontier) != 1 or len(inside) < 2:
+            return
+        closing = frontier.pop()
+        for with_opening, with_closing in product((True, False), repeat=2):
+            members = {*inside[not with_opening :], *([closing] if with_closing else [])}
+            if 1 < len(members) <= self.max_nodes:
+                yield tuple(sorted(members))
+
+    def _entry(self, members: tuple[int, ...]) -> tuple[float, int, tuple[int, ...]]:
+        made = {s for m in members for s in self.groups[m].made}
+        read = {s for m in members for s in self.groups[m].read} - made
+        inside = set(members)
+        passed = {s for s in made if any(self._find(r) not in inside for r in self.readers.get(s, ()))}
+        nodes = sum(self.groups[m].size for m in members)
+        score = sum(self.sizes[s] for s in read | passed) * max(1, nodes) ** ALPHA
+        return score, min(self.groups[m].first for m in members), members
+
+    def _is_convex(self, members: tuple[int, ...]) -> bool:
+        """Whether no path leaves the group and comes back, so that contracting it closes no cycle."""
+        inside, last = set(members), max(self.groups[m].last for m in members)
+        stack = [s for m in members for s in self._successors(m) if s not in inside]
+        seen = set(stack)
+        while stack:
+            for after in self._successors(stack.pop()):
+                if after in inside:
+                    return False
+                if after not in seen and self.groups[after].first <= last:
+                    seen.add(after)
+                    stack.append(after)
+        return True
+
+    def _contract(self, members: tuple[int, ...]) -> None:
+        items = [self.groups.pop(m) for m in members]
+        made = frozenset[int]().union(*(i.made for i in items))
+        read = frozenset[int]().union(*(i.read for i in items)) - made
+        parts = tuple(sorted(p for i in items for p in i.parts))
+        first, last = min(i.first for i in items), max(i.last for i in items)
+        new = members[0]
+        for member in members:
+            self.parent[member] = new
+        self.groups[new] = _Item(parts, first, last, sum(i.size for i in items), made, read)
+
+    def _in_order(self) -> list[_Item]:
+        """Sort the groups so that each comes after those that it reads from, the earlier one first."""
+        missing = {g: len(self._predecessors(g)) for g in self.groups}
+        ready = [(self.groups[g].first, g) for g, count in missing.items() if not count]
+        heapq.heapify(ready)
+        order = []
+        while ready:
+            _, item = heapq.heappop(ready)
+            order.append(self.groups[item])
+            for after in self._successors(item):
+                missing[after] -= 1
+                if not missing[after]:
+                    heapq.heappush(ready, (self.groups[after].first, after))
+        return order
