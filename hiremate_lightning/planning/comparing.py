@@ -70,44 +70,6 @@ class Curve:
         return Curve(self.problem, tuple(fastest), bounds, least)
 
 
-class Remembering:
-    """A strategy that answers from earlier solutions, where these are as good as a new solve.
-
-    Only the solutions of the latest step are remembered. A smaller budget never gives a faster plan than a larger one,
-    whatever the time limits left unproven.
-
-    Attributes:
-        strategy: The strategy that solves.
-        curve: Solutions of the latest step.
-    """
-
-    def __init__(self, strategy: Strategy) -> None:
-        self.strategy = strategy
-        self.curve: Curve | None = None
-        self._seconds: dict[int, float] = {}  # spent at most on each budget of that step
-
-    def __call__(self, problem: Problem) -> Solution:
-        """Solve a problem, or answer at once where the answer is proven, or the same was asked before."""
-        known = self.curve
-        if known is None or _named(known.problem) != _named(problem):
-            known = Curve(problem, (), ())
-            self._seconds = {}
-        answer = known.solution(problem.budget_bytes)
-        limit_s = problem.options.time_limit_s
-        was_asked = answer.is_feasible and self._seconds.get(problem.budget_bytes, 0.0) >= limit_s
-        if was_asked or answer.status in (Status.OPTIMAL, Status.INFEASIBLE):
-            return answer
-        fresh = self.strategy(problem)
-        self._seconds[problem.budget_bytes] = limit_s
-        self.curve = known.with_solution(problem.budget_bytes, fresh)
-        answer = self.curve.solution(problem.budget_bytes)
-        return replace(answer, solve_s=fresh.solve_s) if answer.is_feasible else fresh
-
-
-def _named(problem: Problem) -> tuple[object, ...]:
-    return problem.graph, problem.profile, problem.host
-
-
 def curve(problem: Problem, budgets: Sequence[int] = (), solve: Strategy | None = None) -> Curve:
     """Solve a step for several budgets, the smallest first.
 

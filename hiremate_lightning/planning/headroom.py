@@ -155,7 +155,7 @@ def least_need(
     limit_s = NAMING_SHARE * min(problem.options.time_limit_s, SEARCH_S)
     hurried = replace(problem, budget_bytes=0, options=replace(problem.options, time_limit_s=limit_s))
     smallest = smallest_budget(hurried)
-    solutions.remember(problem, smallest.recompute)
+    solutions.remember(problem, smallest)
     return Need(problem, least_with_offloads(problem, smallest), resident_bytes)
 
 

@@ -132,7 +132,7 @@ def _solve(problem: Problem, options: PlanOptions, strategy: Strategy, is_alone:
         solution = solutions.at_least(problem, solution)
     if _fits(problem, solution):
         if not solution.offloads:
-            solutions.remember(problem, solution.recompute)
+            solutions.remember(problem, solution)
         solutions.write(problem, options.solver, solution)
     return solution, problem.profile
 

@@ -10,12 +10,11 @@ import pytest
 
 from hiremate_lightning.out_of_memory import InfeasibleBudgetError
 from hiremate_lightning.planning import solutions
-from hiremate_lightning.planning.comparing import Remembering
 from hiremate_lightning.planning.headroom import unless_short
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.planner import PlanOptions, make_plan
 from hiremate_lightning.planning.shared_solving import SharedSolving
-from hiremate_lightning.planning.solutions import Solutions
+from hiremate_lightning.planning.solutions import Solutions, remembering
 from hiremate_lightning.planning.solvers.base import (
     UNLIMITED,
     Problem,
@@ -167,11 +166,11 @@ def test_the_same_solve_is_answered_from_memory_with_offloaded_values():
         asked.append(problem)
         return with_offloading(get_strategy("portfolio"))(problem)
 
-    remembering = Remembering(counting)
-    first, second = remembering(problem), remembering(problem)
+    solve_once = remembering(counting)
+    first, second = solve_once(problem), solve_once(problem)
     assert len(asked) == 1
     assert second.offloads == first.offloads != ()
-    without = remembering(replace(problem, host=None))
+    without = solve_once(replace(problem, host=None))
     assert len(asked) == 2
     assert without.offloads == ()
 
