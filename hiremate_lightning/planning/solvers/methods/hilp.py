@@ -36,7 +36,7 @@ import hashlib
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 
 from ....records.graph import Graph
 from ..choices import Policy
@@ -54,7 +54,7 @@ RESERVED_SHARE = 0.1  # of the time limit, for segments and to fill up
 Frontier = tuple[frozenset[int], ...]
 
 
-def frontiers(model: StepModel, clusters: Sequence[Cluster]) -> Iterator[tuple[list[int], Frontier]]:
+def frontiers(model: StepModel, clusters: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Frontier]]:
     """Yield of each cluster with values of its own these and its options, the one that saves most first.
 
     An option is the values that are kept. Equal clusters are solved once.
@@ -64,18 +64,18 @@ def frontiers(model: StepModel, clusters: Sequence[Cluster]) -> Iterator[tuple[l
         inside = values_of(model, cluster)
         if not inside:
             continue
-        if cluster.key not in solved:
+        key = structural_key(model.graph, cluster)
+        if key not in solved:
             place = {s: i for i, s in enumerate(inside)}
             used = [s for s in inside if s in model.uses]
             options = options_of(model, inside, used, (), OPTION_LIMIT_S) or [frozenset(inside)]
-            solved[cluster.key] = tuple(tuple(place[s] for s in sorted(option)) for option in options)
-        yield inside, tuple(frozenset(inside[i] for i in option) for option in solved[cluster.key])
+            solved[key] = tuple(tuple(place[s] for s in sorted(option)) for option in options)
+        yield inside, tuple(frozenset(inside[i] for i in option) for option in solved[key])
 
 
-def values_of(model: StepModel, cluster: Cluster) -> list[int]:
+def values_of(model: StepModel, cluster: Sequence[int]) -> list[int]:
     """Return the choices that a cluster makes and that no other cluster reads in the forward."""
-    nodes = set(cluster.nodes)
-    made = {s for n in cluster.nodes for s in model.graph.allocates[n]}
+    nodes, made = set(cluster), {s for n in cluster for s in model.graph.allocates[n]}
     others = (model.graph.nodes[n].inputs for n in model.graph.forward if n not in nodes)
     outside = {model.storage_of[t] for inputs in others for t in inputs}
     return [s for s in model.choices if s in made and s not in outside and s in model.producer]
@@ -116,24 +116,6 @@ def propose(search: Search) -> Iterator[Policy]:
 # ---------------------------------------------------------------- the partition
 
 
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """A part of the forward.
-
-    Attributes:
-        nodes: Forward nodes, in their order; views included.
-        key: Equal for clusters that do the same work.
-    """
-
-    nodes: tuple[int, ...]
-    key: str
-
-
-def partition(graph: Graph, max_nodes: int = MAX_NODES) -> list[Cluster]:
-    """Partition the forward of a step into clusters of at most `max_nodes` nodes that allocate."""
-    return [Cluster(nodes, structural_key(graph, nodes)) for nodes in group(graph, max_nodes)]
-
-
 def structural_key(graph: Graph, nodes: Sequence[int]) -> str:
     """Hash the work of a set of nodes: operations, scalar arguments, shapes and wiring, but no names and places."""
     local: dict[int, int] = {}
@@ -155,88 +137,84 @@ def _size(graph: Graph, tensor: int) -> int:
     return 0 if storage is None else graph.storages[storage].size_bytes
 
 
-# ---------------------------------------------------------------- grouping
-
-
 @dataclass(frozen=True, slots=True)
-class _Item:
-    """The unit of contraction: a node with its views, or a group.
+class _Group:
+    """What is contracted: at first a node that allocates or joins storages, with its views.
 
     Attributes:
-        parts: Items that it is made of, or forward nodes.
-        first: Smallest forward position in it.
-        last: Largest forward position in it.
+        parts: The nodes of each group that it was made from.
+        positions: The positions of all of them.
         size: Number of forward nodes that allocate.
         made: Storages that it makes.
         read: Storages that it reads and does not make.
     """
 
-    parts: tuple[int, ...]
-    first: int
-    last: int
+    parts: tuple[tuple[int, ...], ...]
+    positions: tuple[int, ...]
     size: int
     made: frozenset[int]
     read: frozenset[int]
 
+    @classmethod
+    def of(cls, groups: Sequence[_Group]) -> _Group:
+        """Join groups."""
+        made = frozenset[int]().union(*(g.made for g in groups))
+        read = frozenset[int]().union(*(g.read for g in groups)) - made
+        parts = tuple(sorted(part for g in groups for part in g.parts))
+        return cls(parts, tuple(p for g in groups for p in g.positions), sum(g.size for g in groups), made, read)
 
-def group(graph: Graph, max_nodes: int) -> list[tuple[int, ...]]:
-    """Return groups of forward nodes, each after those that it reads, of at most `max_nodes` (M_l) that allocate."""
-    items = _single_nodes(graph)
-    groups = _Contraction(graph, items, max_nodes).run()
-    return [tuple(sorted(node for part in g.parts for node in items[part].parts)) for g in groups]
+
+def partition(graph: Graph, max_nodes: int = MAX_NODES) -> list[tuple[int, ...]]:
+    """Partition the forward of a step into clusters, each after those that it reads.
+
+    A cluster is its forward nodes in their order, at most `max_nodes` of which allocate; views are included. The
+    backward nodes that read what they made belong to it too.
+    """
+    groups = _Contraction(graph, _single_nodes(graph), max_nodes).run()
+    return [tuple(sorted(node for part in group.parts for node in part)) for group in groups]
 
 
-def _single_nodes(graph: Graph) -> list[_Item]:
-    """Return one item for each node that allocates or joins storages; a view is part of its base's item."""
+def _single_nodes(graph: Graph) -> list[_Group]:
+    """Return one group for each node that allocates or joins storages; a view is part of its base's group."""
     storage_of = [t.storage for t in graph.tensors]
-    owner: dict[int, int] = {}
-    parts: list[list[int]] = []
-    positions: list[list[int]] = []
-    waiting: list[tuple[int, int]] = []
-    for position, node in enumerate(graph.forward):
-        read = {s for t in graph.nodes[node].inputs if (s := storage_of[t]) in owner}
-        if graph.allocates[node] or len(read) > 1:
+    owner: dict[int | None, int] = {}
+    parts, waiting = list[list[int]](), list[int]()
+    for node in graph.forward:
+        read = [s for t in graph.nodes[node].inputs if (s := storage_of[t]) in owner]
+        if graph.allocates[node] or len(set(read)) > 1:
             owner.update((s, len(parts)) for s in graph.allocates[node])
-            parts.append([*(n for n, _ in waiting), node])
-            positions.append([*(p for _, p in waiting), position])
+            parts.append([*waiting, node])
             waiting = []
         elif read:
-            item = owner[next(s for s in read if s is not None)]
-            parts[item].append(node)
-            positions[item].append(position)
-        else:
-            waiting.append((node, position))
-    if waiting and parts:
-        parts[-1].extend(n for n, _ in waiting)
-        positions[-1].extend(p for _, p in waiting)
-    elif waiting:
-        return [_Item(tuple(n for n, _ in waiting), 0, len(waiting) - 1, 0, frozenset(), frozenset())]
-    items = []
-    for nodes, places in zip(parts, positions, strict=True):
+            parts[owner[read[0]]].append(node)
+        else:  # a view of what exists before the step
+            waiting.append(node)
+    if waiting:
+        parts[-1:] = [[*chain.from_iterable(parts[-1:]), *waiting]]
+    place = {node: position for position, node in enumerate(graph.forward)}
+    groups = []
+    for nodes in parts:
         made = frozenset(s for n in nodes for s in graph.allocates[n])
-        read = {s for n in nodes for t in graph.nodes[n].inputs if (s := storage_of[t]) in owner}
+        read_here = {s for n in nodes for t in graph.nodes[n].inputs if (s := storage_of[t]) in owner and s is not None}
         size = sum(bool(graph.allocates[n]) for n in nodes)
-        items.append(_Item(tuple(nodes), min(places), max(places), size, made, frozenset(read - made)))
-    return items
+        groups.append(_Group((tuple(nodes),), tuple(place[n] for n in nodes), size, made, frozenset(read_here - made)))
+    return groups
 
 
 class _Contraction:
-    """Contracts items until no candidate is left."""
+    """Contracts groups until no candidate is left."""
 
-    def __init__(self, graph: Graph, items: list[_Item], max_nodes: int) -> None:
-        self.sizes = graph.sizes
-        self.max_nodes = max_nodes
-        self.groups: dict[int, _Item] = {
-            i: _Item((i,), item.first, item.last, item.size, item.made, item.read) for i, item in enumerate(items)
-        }
-        self.parent = list(range(len(items)))
-        self.maker = {s: i for i, item in enumerate(items) for s in item.made}
+    def __init__(self, graph: Graph, groups: list[_Group], max_nodes: int) -> None:
+        self.sizes, self.max_nodes = graph.sizes, max_nodes
+        self.groups = dict(enumerate(groups))
+        self.parent = list(range(len(groups)))
+        self.maker = {s: i for i, group in enumerate(groups) for s in group.made}
         self.readers: dict[int, list[int]] = {}
-        for i, item in enumerate(items):
-            for storage in item.read:
+        for i, group in enumerate(groups):
+            for storage in group.read:
                 self.readers.setdefault(storage, []).append(i)
 
-    def run(self) -> list[_Item]:
+    def run(self) -> list[_Group]:
         heap = [self._entry(candidate) for candidate in dict.fromkeys(self._candidates())]
         heapq.heapify(heap)
         while heap:
@@ -247,7 +225,9 @@ class _Contraction:
             if now != members:
                 heapq.heappush(heap, self._entry(now))
             elif self._is_convex(now):
-                self._contract(now)
+                for member in now:
+                    self.parent[member] = now[0]
+                self.groups[now[0]] = _Group.of([self.groups.pop(member) for member in now])
         return self._in_order()
 
     def _find(self, item: int) -> int:
@@ -286,7 +266,7 @@ class _Contraction:
         """Yield the region from an item to where its branches meet again, with and without the two ends."""
         frontier, inside = set(self._successors(opening)), [opening]
         while len(frontier) > 1 and len(inside) <= self.max_nodes + 1:
-            nearest = min(frontier, key=lambda i: self.groups[i].first)
+            nearest = min(frontier, key=lambda i: self._first(i))
             frontier.remove(nearest)
             inside.append(nearest)
             frontier.update(self._successors(nearest))
@@ -305,37 +285,29 @@ class _Contraction:
         passed = {s for s in made if any(self._find(r) not in inside for r in self.readers.get(s, ()))}
         nodes = sum(self.groups[m].size for m in members)
         score = sum(self.sizes[s] for s in read | passed) * max(1, nodes) ** ALPHA
-        return score, min(self.groups[m].first for m in members), members
+        return score, min(map(self._first, members)), members
 
     def _is_convex(self, members: tuple[int, ...]) -> bool:
         """Whether no path leaves the group and comes back, so that contracting it closes no cycle."""
-        inside, last = set(members), max(self.groups[m].last for m in members)
+        inside, last = set(members), max(max(self.groups[m].positions) for m in members)
         stack = [s for m in members for s in self._successors(m) if s not in inside]
         seen = set(stack)
         while stack:
             for after in self._successors(stack.pop()):
                 if after in inside:
                     return False
-                if after not in seen and self.groups[after].first <= last:
+                if after not in seen and self._first(after) <= last:
                     seen.add(after)
                     stack.append(after)
         return True
 
-    def _contract(self, members: tuple[int, ...]) -> None:
-        items = [self.groups.pop(m) for m in members]
-        made = frozenset[int]().union(*(i.made for i in items))
-        read = frozenset[int]().union(*(i.read for i in items)) - made
-        parts = tuple(sorted(p for i in items for p in i.parts))
-        first, last = min(i.first for i in items), max(i.last for i in items)
-        new = members[0]
-        for member in members:
-            self.parent[member] = new
-        self.groups[new] = _Item(parts, first, last, sum(i.size for i in items), made, read)
+    def _first(self, item: int) -> int:
+        return min(self.groups[item].positions)
 
-    def _in_order(self) -> list[_Item]:
+    def _in_order(self) -> list[_Group]:
         """Sort the groups so that each comes after those that it reads from, the earlier one first."""
         missing = {g: len(self._predecessors(g)) for g in self.groups}
-        ready = [(self.groups[g].first, g) for g, count in missing.items() if not count]
+        ready = [(self._first(g), g) for g, count in missing.items() if not count]
         heapq.heapify(ready)
         order = []
         while ready:
@@ -344,5 +316,5 @@ class _Contraction:
             for after in self._successors(item):
                 missing[after] -= 1
                 if not missing[after]:
-                    heapq.heappush(ready, (self.groups[after].first, after))
+                    heapq.heappush(ready, (self._first(after), after))
         return order
