@@ -19,12 +19,11 @@ from ..options import Objective
 from ..out_of_memory import InfeasibleBudgetError
 from ..planning.comparing import Comparison, Outcome, methods_to_compare, proven_ms
 from ..planning.comparing import compare as solve_by_each
-from ..planning.headroom import Room, resolve
-from ..planning.outcome import least_need, unless_short
+from ..planning.comparing import curve as solve_curve
+from ..planning.headroom import Room, least_need, resolve, unless_short
 from ..planning.plan import Plan, PlanOptions
 from ..planning.planner import make_plan
 from ..planning.solvers import UNLIMITED, Problem, SolveOptions, smallest_budget
-from ..planning.solvers.curve import curve as solve_curve
 from ..planning.solvers.worker import apart, check_strategy
 from ..records.costs import Link, step_time_ms
 from ..records.expressions import Line, NoTemplateError

@@ -9,9 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..planning.comparing import Comparison, Outcome
+from ..planning.comparing import Comparison, Curve, Outcome
 from ..planning.plan import Plan
-from ..planning.solvers import Curve
 from ..records.costs import step_time_ms
 from ..reporting.terminal import plain_table
 from ..reporting.timeline import Band, band_bytes, planned_run
