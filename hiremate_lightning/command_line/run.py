@@ -202,7 +202,8 @@ def _show(finder: Finder, page: Path | None, numbers: str | None) -> None:
         _say(f"{trained.name}: {_words(trained.plan, seen.ended_by)}")
     if not finder.trained:
         _say(f"no training step was seen: {seen.reason}")
-    for write, target in ((_write_pages, page), (_write_numbers, numbers)):
+    writes: tuple[tuple[Callable[..., None], Path | str | None], ...] = (_write_pages, page), (_write_numbers, numbers)
+    for write, target in writes:
         try:
             if target is not None and is_rank_zero():
                 write(target, finder)
