@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from ..calls.refusals import refuse
+from ..calls.slots import refuse
 from ..errors import ConfigurationError
 from ..memory.allocator import allocated_bytes
 from ..memory.metering import LiveBytes

@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from ..capturing.capture import Captured
-from ..rewriting.finishing import Finish
 from ..rewriting.joint import attribute_of, is_part
 from ..rewriting.kernels import as_eager
+from ..rewriting.overwriting import Finish
 from ..rewriting.replays import call_of, is_state, state_arguments
 from ..torch_private import tensor_state
 

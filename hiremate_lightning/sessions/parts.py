@@ -13,7 +13,7 @@ from ..measuring.custom_operators import without_unsteady
 from ..measuring.profiling import CostCache, ProfileOptions, measure
 from ..records.costs import Profile
 from ..reporting.report import Stages
-from ..rewriting.fused_kernel import FusedKernels
+from ..rewriting.kernels import FusedKernels
 from ..running.execution import Conductor, Part, Saved
 
 
