@@ -19,9 +19,9 @@ from .planning.plan import Plan
 from .records.costs import Machine, estimate
 from .records.schedule import Compute, Free
 from .sessions.current_step import CurrentStep
+from .sessions.modes import Offloaded
 from .sessions.session import Session
 from .sessions.templates import Templates
-from .sessions.ways import Offloaded
 from .targets.modules import targets_of
 
 OWN_PLAN, OTHER_PLAN, LEAST_MEMORY = "own plan", "plan of another step", "least memory"
@@ -93,8 +93,8 @@ def step_under_way(model: nn.Module) -> StepView | None:
 def _ways(step: CurrentStep) -> Iterator[str]:
     if step.plain is None:
         for forward in step.forwards:
-            is_own = forward.way.signature is not None and forward.way.signature.graphs == step.graphs
-            yield OWN_PLAN if is_own else OTHER_PLAN if forward.way.is_planned else LEAST_MEMORY
+            is_own = forward.mode.signature is not None and forward.mode.signature.graphs == step.graphs
+            yield OWN_PLAN if is_own else OTHER_PLAN if forward.mode.is_planned else LEAST_MEMORY
     elif step.plain.gainless is not None:
         yield RELEASED
     else:

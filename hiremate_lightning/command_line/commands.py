@@ -28,15 +28,13 @@ from ..planning.solvers import Problem, SolveOptions, smallest_budget
 from ..planning.solvers.curve import curve as solve_curve
 from ..planning.solvers.worker import apart, check_strategy
 from ..records.costs import step_time_ms
-from ..records.expressions import NoTemplateError
+from ..records.expressions import Line, NoTemplateError
 from ..records.offload import Host
-from ..records.sized_numbers import Line
 from ..records.step import Step
-from ..reporting.budget_svg import comparison_svg, panel_of
 from ..reporting.html_report import write_html
 from ..reporting.plan_summary import all_numbers
 from ..reporting.report import Reporter
-from ..reporting.svg_report import write_svg
+from ..reporting.svg_report import comparison_svg, panel_of, write_svg
 from ..reporting.terminal import Output, plan_table, write_json
 from ..sizes.size_result import BatchSizeResult, result_table
 from ..sizes.size_search import Forecast, search

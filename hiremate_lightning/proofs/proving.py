@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from ..errors import HiRemateError
-from ..garbage import collecting_what_it_leaves
+from ..housekeeping import collecting_what_it_leaves
 from ..measuring.apart import unmeasured
 from ..measuring.custom_operators import has_unsteady
 from ..measuring.files import Files

@@ -208,12 +208,6 @@ def resident_bands(plan: Plan) -> tuple[tuple[str, str, int], ...]:
     return tuple((name, GREYS[min(i, len(GREYS) - 1)], size_bytes) for i, (name, size_bytes) in enumerate(parts))
 
 
-def binary_unit(size_bytes: int) -> tuple[int, str]:
-    """Choose the binary unit in which a size is a handy number."""
-    units = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
-    return next(((size, name) for size, name in units if size_bytes >= 2 * size), (1, "B"))
-
-
 def short_source(source: str) -> str:
     """Shorten a source line's path to its last three parts."""
     return "/".join(source.replace("\\", "/").split("/")[-3:])

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..calls.given import ModuleCall
-from ..latest import Latest
+from ..housekeeping import Latest
 from ..measuring.saved_offload import LEAST_OFFLOAD
 from ..records.costs import as_plain
 from ..records.graph import OUTSIDE, bytes_of

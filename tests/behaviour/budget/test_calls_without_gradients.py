@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.memory.metering import MemoryMeter
-from tests.exact import differing
+from tests.exact import differing, take_steps
 
 ROWS, CHUNK, WIDTH, STEPS = 512, 128, 32, 6
 TEXT = "without gradients, and what was computed until the next call with gradients, took"
@@ -64,9 +64,7 @@ def train(model: nn.Module, rows: int = ROWS, steps: int = STEPS) -> list[torch.
 def trained(steps: int = 3) -> tuple[nn.Module, torch.Tensor]:
     """Train a planned model on one chunk; return both."""
     model, x = plan_net("80%"), torch.randn(CHUNK, WIDTH, generator=torch.Generator().manual_seed(1))
-    for _ in range(steps):
-        model.zero_grad()
-        model(x).square().mean().backward()
+    take_steps(model, lambda _: x, steps)
     return model, x
 
 
@@ -134,8 +132,7 @@ def test_a_late_optimizer_state_raises_what_calls_may_take() -> None:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for _ in range(2):
-            for _ in range(4):
-                model(x).square().mean().backward()
+            take_steps(model, lambda _: x, 4, clears="never")
             optimizer.step()
             with torch.no_grad():
                 model(x)

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from hiremate_lightning.messages.announcements import PLANNING, RETAINING, Announcements
+from hiremate_lightning.messages import PLANNING, RETAINING, Announcements
 
 
 def warn_at(counts: list[int]) -> list[int]:

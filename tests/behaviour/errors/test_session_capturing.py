@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
-from hiremate_lightning.messages import announcements
+from hiremate_lightning.messages import CAPTURES
 from hiremate_lightning.targets import entry_points
 from hiremate_lightning.torch_private import dynamo
 from tests.exact import assert_same, network
@@ -89,7 +89,7 @@ class Weighted(Net):
 
 @pytest.mark.parametrize(
     ("use", "captured"),
-    [(lambda y, w: y + w * y.square(), 2), (lambda y, w: y.clamp(-w, w), announcements.CAPTURES + 1)],
+    [(lambda y, w: y + w * y.square(), 2), (lambda y, w: y.clamp(-w, w), CAPTURES + 1)],
 )
 def test_a_changing_number_is_captured_once_more_or_announced(use, captured):
     plain, planned = Weighted(use), Weighted(use)
@@ -97,7 +97,7 @@ def test_a_changing_number_is_captured_once_more_or_announced(use, captured):
     hiremate(planned, "90%", verbose=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", HiRemateWarning)
-        for index in range(announcements.CAPTURES + 1):
+        for index in range(CAPTURES + 1):
             for model in (plain, planned):
                 torch.manual_seed(index)
                 model.weight = 1 + index / 10
@@ -117,14 +117,14 @@ def test_a_growing_list_that_ends_each_capture_is_named(append, is_told):
     model.body[0].register_forward_hook(lambda module, inputs, output: append(seen, output))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", HiRemateWarning)
-        for index in range(announcements.CAPTURES + 1):
+        for index in range(CAPTURES + 1):
             step(model, index)
     told = [
         str(w.message).partition("torch.compile names: ")[2] for w in caught if "captured code again" in str(w.message)
     ]
     assert len(told) == is_told
-    assert all(f"== {announcements.CAPTURES - 2}" in text and "seen.append" in text for text in told)
-    assert len(seen) == announcements.CAPTURES + 1
+    assert all(f"== {CAPTURES - 2}" in text and "seen.append" in text for text in told)
+    assert len(seen) == CAPTURES + 1
 
 
 @network(lambda: {"one": Net(), "other": Net()})

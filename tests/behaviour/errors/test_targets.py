@@ -31,7 +31,7 @@ from hiremate_lightning import (
 from hiremate_lightning.sessions import graph_programs
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import hooks
-from tests.exact import network
+from tests.exact import network, take_steps
 
 OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory."  # as a CPU says it
 
@@ -480,9 +480,7 @@ def test_eval_mode_with_gradients_is_announced_once():
 def test_steps_in_eval_mode_are_not_said_to_pass_a_plan_by(recwarn):
     model = hiremate(nn.Linear(32, 32), "60%", verbose=False).eval()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        model(batch()).square().mean().backward()
-        optimizer.step()
+    take_steps(model, lambda _: batch(), 3, optimizer=optimizer, clears="never")
 
     assert ["eval mode: such calls are not planned" in str(w.message) for w in recwarn] == [True]
 
@@ -514,8 +512,7 @@ def test_a_model_of_whose_parts_nothing_is_captured_either_is_an_error():
     model = hiremate(Chain(*parts), "60%", verbose=False)
 
     def train():
-        for _ in range(4):
-            model(torch.randn(2, 4)).sum().backward()
+        take_steps(model, lambda _: torch.randn(2, 4), 4, loss_of=torch.sum, clears="never")
 
     with pytest.raises(CaptureError, match=r"Nothing of Chain was captured.*target="):
         train()
@@ -544,8 +541,7 @@ def test_a_budget_that_cannot_be_met_beside_uncaptured_code_says_what_that_is():
             return self.head(look_at(self.encoder(x)))
 
     def train():
-        for _ in range(2):
-            model(torch.randn(4096, 32)).square().mean().backward()
+        take_steps(model, lambda _: torch.randn(4096, 32), 2, clears="never")
 
     model = hiremate(Looking(), "20%", verbose=False)
     with pytest.raises(InfeasibleBudgetError) as caught:
@@ -614,8 +610,7 @@ def test_parts_of_which_nothing_is_captured_run_beside_the_plan_and_are_announce
     hiremate(model, "95%", verbose=False, on_infeasible="warn")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", HiRemateWarning)
-        for _ in range(3):
-            model(batch()).sum().backward()
+        take_steps(model, lambda _: batch(), 3, loss_of=torch.sum, clears="never")
     said = [str(w.message) for w in caught if "could not be captured" in str(w.message)]
     first, *more = said
     assert first == "middle could not be captured and runs without a plan, beside what is planned."
@@ -668,17 +663,16 @@ class InSequence(nn.Module):
     def __init__(self):
         super().__init__()
         self.stem, self.last = Stem(32, 32), nn.Linear(32, 32)
-        self.inner = nn.Sequential(nn.Linear(32, 32), Asks(), nn.Sequential(nn.Linear(32, 32), nn.Tanh()))
+        self.inner = nn.Sequential(nn.Linear(32, 32), asks(), nn.Sequential(nn.Linear(32, 32), nn.Tanh()))
 
     def forward(self, x):
         return self.last(self.inner(self.stem(x)))
 
 
-class Asks(nn.Module):
+@network(lambda: {})
+def asks(self, x):
     """A module that looks at a number."""
-
-    def forward(self, x):
-        return x * (2 if x.sum().item() > 0 else 3)
+    return x * (2 if x.sum().item() > 0 else 3)
 
 
 class EndsRecurrent(InSequence):
@@ -706,22 +700,22 @@ def test_no_step_is_given_up_for_what_was_tried_in_vain_where_graphs_end_at_othe
     assert abandoned == [16]  # where the parts were found
 
 
-class Hooked(nn.Module):
+@network(
+    lambda: {
+        "stem": nn.Linear(32, 32),
+        "last": nn.Linear(32, 32),
+        "inner": nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4))),
+        "heard": [],
+    }
+)
+def hooked(self, x):
     """One block of a sequence has a backward hook."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
-        self.inner = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
-        self.heard = []
-
-    def forward(self, x):
-        return self.last(self.inner(torch.relu(self.stem(x))))
+    return self.last(self.inner(torch.relu(self.stem(x))))
 
 
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
 def test_a_module_with_a_backward_hook_leaves_the_others_of_its_kind_planned(register):
-    plain = Hooked()
+    plain = hooked()
     model = copy.deepcopy(plain)
     for each in (plain, model):
         getattr(each.inner[1], register)(lambda _, *gradients, heard=each.heard: heard.append(gradients[-1][0].clone()))

@@ -8,7 +8,7 @@ from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
-from tests.exact import assert_foreseen, assert_same, network
+from tests.exact import assert_foreseen, assert_same, network, take_steps
 
 ROWS, WIDTH = 256, 32
 SIZE = ROWS * WIDTH * 4
@@ -174,9 +174,7 @@ class Apart(nn.Module):
 def test_what_only_an_unused_output_needs_is_gone_when_the_backward_runs():
     model = hiremate(Apart(), "1 GiB", verbose=False)
     x = torch.randn(ROWS, WIDTH)
-    for _ in range(4):
-        model.zero_grad()
-        model(x)[0].square().mean().backward()
+    take_steps(model, lambda _: x, 4, loss_of=lambda y: y[0].square().mean())
     assert_foreseen(model, abs=64)
 
 

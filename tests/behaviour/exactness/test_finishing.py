@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.measuring.profiling import CostCache, measure
-from hiremate_lightning.records.same_code import difference
 from hiremate_lightning.records.schedule import keep_all
 from tests.behaviour.exactness.test_execution import compiled, every_other_kept, nothing_kept
 from tests.behaviour.exactness.test_overwriting import Autocast, captured_of
@@ -92,7 +91,7 @@ def test_graphs_of_all_batch_sizes_are_alike(change_thresholds):
 
     change_thresholds(finished_bytes=4 * 8 * ROWS * WIDTH, row_bytes=4 * WIDTH)
     small, large = graph_of(ROWS), graph_of(64 * ROWS)
-    assert difference(small, large) is None
+    assert small.difference(large) is None
     assert "hiremate.cross_entropy" in {node.op for node in small.nodes}
 
 

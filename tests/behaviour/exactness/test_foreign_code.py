@@ -16,7 +16,7 @@ from torch import nn
 from hiremate_lightning import hiremate
 from hiremate_lightning.capturing.backend import OPAQUE
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import captured_by, network, simple_loop, train_both
+from tests.exact import captured_by, network, simple_loop, take_steps, train_both
 
 ROWS, SIZE = 32, 16
 
@@ -49,8 +49,7 @@ def train_scaled(make_factor) -> None:
 
 def captured_count(factor) -> int:
     model = hiremate(Scaled(factor), "100%", verbose=False)
-    for _ in range(2):
-        model(batch()).square().mean().backward()
+    take_steps(model, lambda _: batch(), 2, clears="never")
     return targets_of(model).session.captured_count
 
 

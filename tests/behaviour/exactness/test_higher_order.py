@@ -157,17 +157,13 @@ def _is_cond(captured, node):
 
 
 def test_what_draws_in_a_subgraph_never_runs_twice():
-    class Drawing(nn.Module):
-        def __init__(self, draws):
-            super().__init__()
-            self.inner, self.draws = nn.Linear(SIZE, SIZE), draws
-
-        def forward(self, x):
-            draw = torch.rand_like if self.draws else torch.sin
-            return torch.cond(x.sum() > 0, lambda t: t * draw(t), lambda t: t.cos(), (self.inner(x),))
+    @network(lambda draws: {"inner": nn.Linear(SIZE, SIZE), "draws": draws})
+    def drawing(self, x):
+        draw = torch.rand_like if self.draws else torch.sin
+        return torch.cond(x.sum() > 0, lambda t: t * draw(t), lambda t: t.cos(), (self.inner(x),))
 
     for draws in (True, False):
-        captured = captured_by(Drawing(draws), torch.randn(ROWS, SIZE))
+        captured = captured_by(drawing(draws), torch.randn(ROWS, SIZE))
         node = next(captured.graph.nodes[n] for n in captured.graph.forward if _is_cond(captured, n))
         assert node.is_repeatable is not draws
 

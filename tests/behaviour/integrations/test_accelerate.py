@@ -14,6 +14,7 @@ from torch import nn
 
 from hiremate_lightning import BudgetError, ConfigurationError, InfeasibleBudgetError, get_plan, remove_hiremate
 from hiremate_lightning.integrations.accelerate import ENVIRONMENT_BUDGET, prepare_hiremate
+from tests.exact import take_steps
 from tests.loops import ROWS, WIDTH, make_batch
 from tests.loops import make_model as make
 
@@ -158,8 +159,7 @@ def test_a_batch_size_that_does_not_fit_is_backed_off_from():
     def run(batch_size):
         tried.append(batch_size)
         model = prepare_hiremate(accelerator, make(), budget="6 MB", time_limit_s=0.5, verbose=False)
-        for _ in range(2):
-            model(torch.randn(batch_size, WIDTH)).square().mean().backward()
+        take_steps(model, lambda _: torch.randn(batch_size, WIDTH), 2, clears="never")
         assert get_plan(model).planned_peak_bytes <= 6_000_000
         return batch_size
 
@@ -176,10 +176,7 @@ def test_an_infeasible_budget_is_an_error_that_names_one_that_works():
         made = make()
         options = {"budget": budget, "time_limit_s": 0.5, "verbose": False}
         model, optimizer = prepare_hiremate(accelerator, made, torch.optim.AdamW(made.parameters()), **options)
-        for _ in range(4):
-            model(torch.randn(ROWS, WIDTH)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        take_steps(model, lambda _: torch.randn(ROWS, WIDTH), 4, optimizer=optimizer, clears="end")
 
     with pytest.raises(InfeasibleBudgetError, match="smallest budget found") as caught:
         train("100 kB")

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from hiremate_lightning import get_plan, hiremate, remove_hiremate
 from hiremate_lightning.calls.replaced import checkpointed_modules
 from hiremate_lightning.torch_private import compiled_by_torch
-from tests.exact import differing, drawn, quiet, simple_loop, train_both
+from tests.exact import differing, drawn, quiet, simple_loop, take_steps, train_both
 
 ROWS, SIZE, BLOCKS = 128, 32, 4
 make_batch = drawn(ROWS, SIZE)
@@ -85,8 +85,7 @@ def test_it_is_put_back_when_the_plan_goes(make, capsys):
     model = make()
     before = functions_of(model)
     hiremate(model, "70%", time_limit_s=2)
-    for seed in range(2):
-        model(make_batch(seed)).square().mean().backward()
+    take_steps(model, make_batch, 2, clears="never")
     assert not any(function in before for function in functions_of(model))
     said = capsys.readouterr().err
     assert said.count(f"in place of activation checkpointing ({BLOCKS} modules): peak about") == 1
@@ -97,8 +96,7 @@ def test_it_is_put_back_when_the_plan_goes(make, capsys):
 
 def test_the_peak_with_checkpointing_is_below_that_without(capsys):
     model = hiremate(switch_on(Net()), "70%", time_limit_s=2)
-    for seed in range(2):
-        model(make_batch(seed)).square().mean().backward()
+    take_steps(model, make_batch, 2, clears="never")
     words = capsys.readouterr().err.partition("peak about ")[2]
     with_it, without = (float(words.partition(" with it, ")[i].split()[0]) for i in (0, 2))
     assert 0 < with_it < without

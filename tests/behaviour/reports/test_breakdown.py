@@ -10,7 +10,7 @@ import pytest
 from hiremate_lightning.planning.plan import measured_line, planned_lines
 from hiremate_lightning.planning.solvers.base import Status
 from hiremate_lightning.records.graph import OUTSIDE
-from hiremate_lightning.reporting.breakdown import (
+from hiremate_lightning.reporting.plan_summary import (
     ModuleRow,
     ModuleUse,
     add_uses,

@@ -12,12 +12,12 @@ from rich.console import Console
 from torch import nn
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.messages.announcements import Announcements
-from hiremate_lightning.messages.plan_reports import PlanReports
+from hiremate_lightning.messages import Announcements, PlanReports
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.reporting.report import Reporter
 from hiremate_lightning.signatures.step_signature import StepSignature
 from tests.behaviour.reports.test_report import blocks_plan
+from tests.exact import take_steps
 
 STATE = ("optimizer state", 2**18)
 
@@ -128,8 +128,7 @@ def test_a_plan_that_is_made_again_comes_with_its_reason(
 
 def test_another_budget_that_was_asked_for_needs_no_reason(capsys: pytest.CaptureFixture[str]):
     model = hiremate(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), "100%")
-    for _ in range(2):
-        model(torch.randn(64, 8)).square().mean().backward()
+    take_steps(model, lambda _: torch.randn(64, 8), 2, clears="never")
     hiremate(model, "1 GiB")
     assert "since" not in capsys.readouterr().err
 
@@ -153,10 +152,7 @@ def test_ten_steps_say_three_lines(capsys: pytest.CaptureFixture[str]):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
     optimizer = torch.optim.AdamW(model.parameters())
     hiremate(model, "60%")
-    for _ in range(10):
-        optimizer.zero_grad()
-        model(torch.randn(512, 64)).square().mean().backward()
-        optimizer.step()
+    take_steps(model, lambda _: torch.randn(512, 64), 10, optimizer=optimizer)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("HiRemate plan")]
     assert [line.split(" ")[3] for line in lines] == ["Sequential:", "Sequential,", "Sequential,"]
 
@@ -170,9 +166,7 @@ def test_the_advice_runs_as_it_is_printed(
     def train(full: str = "") -> nn.Module:
         model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
         exec(f"hiremate(model, '100%', {full})", {"hiremate": hiremate, "model": model})
-        for _ in range(5):
-            model.zero_grad()
-            model(torch.randn(64, 8)).square().mean().backward()
+        take_steps(model, lambda _: torch.randn(64, 8), 5)
         return model
 
     model = train()

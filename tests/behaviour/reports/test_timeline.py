@@ -11,7 +11,7 @@ import pytest
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.solvers.base import Problem, Solution, Status
 from hiremate_lightning.planning.solvers.curve import Curve
-from hiremate_lightning.reporting.budget_svg import frontier_of, frontier_svg
+from hiremate_lightning.reporting.svg_report import frontier_of, frontier_svg
 from hiremate_lightning.reporting.timeline import (
     BUDGET,
     OTHER,

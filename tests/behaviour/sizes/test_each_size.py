@@ -14,7 +14,6 @@ from torch import nn
 
 from hiremate_lightning import hiremate, remove_hiremate
 from hiremate_lightning.capturing import backend
-from hiremate_lightning.records.same_code import difference
 from hiremate_lightning.testing import session_of
 from tests.exact import network, simple_loop, train_both
 from tests.faults import change_captures
@@ -37,20 +36,19 @@ def traced(planning_log) -> Callable[[], list[tuple[int, ...]]]:
     return lambda: [ast.literal_eval(sizes) for sizes in planning_log.of("tracing for the sizes")]
 
 
-class Mixing(nn.Module):
+@network(
+    lambda: {
+        "positions": nn.Parameter(torch.randn(64, WIDTH)),
+        "attention": nn.MultiheadAttention(WIDTH, 4, dropout=0.1, batch_first=True),
+        "rest": nn.Sequential(nn.Linear(WIDTH, 96), nn.GELU(), nn.Dropout(0.2), nn.Linear(96, WIDTH)),
+        "norm": nn.BatchNorm1d(WIDTH),
+    }
+)
+def mixing(self, x: torch.Tensor) -> torch.Tensor:
     """Attention over a length that varies, dropout, batch norm, and a slice of a table of positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.positions = nn.Parameter(torch.randn(64, WIDTH))
-        self.attention = nn.MultiheadAttention(WIDTH, 4, dropout=0.1, batch_first=True)
-        self.rest = nn.Sequential(nn.Linear(WIDTH, 96), nn.GELU(), nn.Dropout(0.2), nn.Linear(96, WIDTH))
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.positions[: x.shape[1]]
-        x = x + self.attention(x, x, x, need_weights=False)[0]
-        return self.norm(self.rest(x).transpose(1, 2))
+    x = x + self.positions[: x.shape[1]]
+    x = x + self.attention(x, x, x, need_weights=False)[0]
+    return self.norm(self.rest(x).transpose(1, 2))
 
 
 def small() -> nn.Module:
@@ -68,7 +66,7 @@ def batches(lengths: list[int], rows: list[int] | None = None) -> Callable[[int]
     [([16, 12, 9, 17, 12, 30, 9], None, 3), ([16, 5, 1, 2, 16, 3, 1], [8, 4, 2, 3, 8, 1, 5], 5)],
 )
 def test_training_is_exact_at_each_size(lengths, rows, count, captures, traced):
-    train_both(Mixing, simple_loop(batches(lengths, rows), steps=7), "200 KiB", time_limit_s=1.0)
+    train_both(mixing, simple_loop(batches(lengths, rows), steps=7), "200 KiB", time_limit_s=1.0)
     assert len(captures()) == count, (
         "two sizes as they are, then with a symbol for each that was seen to vary; 1 has none"
     )
@@ -190,32 +188,27 @@ def test_interpolated_images_keep_symbolic_sizes(captures, traced):
         model(torch.randn(2, 3, height, width)).sum().backward()
     graphs = [part.captured for part in session_of(model).parts.all]
     assert (len(graphs), len(captures()), len(traced())) == (4, 3, 2)
-    assert [difference(graphs[0].graph, other.graph) for other in graphs] == [None] * 4
+    assert [graphs[0].graph.difference(other.graph) for other in graphs] == [None] * 4
 
 
 def test_code_that_needs_the_number_is_captured_for_each():
     train_both(rooted, simple_loop(batches([6, 9, 12, 14, 9, 11]), steps=6), "1 MiB")
 
 
-class InBlocks(nn.Module):
+@network(lambda: {"linear": nn.Linear(WIDTH, WIDTH)})
+def in_blocks(self, x: torch.Tensor) -> torch.Tensor:
     """Goes through rows in blocks, and counts where they end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.flatten(0, 1)
-        starts, rows = range(0, len(x), BLOCK), torch.empty_like(x)
-        for start in starts:
-            end = min(start + BLOCK, starts.stop)
-            rows[start:end] = self.linear(x[start:end]).relu()
-        return rows * starts.stop
+    x = x.flatten(0, 1)
+    starts, rows = range(0, len(x), BLOCK), torch.empty_like(x)
+    for start in starts:
+        end = min(start + BLOCK, starts.stop)
+        rows[start:end] = self.linear(x[start:end]).relu()
+    return rows * starts.stop
 
 
 def test_code_that_goes_by_blocks_is_captured_for_their_number(captures, traced):
     """Sizes of two blocks are of one capture, from the third size on; one of three blocks is of another."""
-    train_both(InBlocks, simple_loop(batches([5, 6, 7, 6, 8, 7, 9], [2] * 7), steps=7), "1 MiB")
+    train_both(in_blocks, simple_loop(batches([5, 6, 7, 6, 8, 7, 9], [2] * 7), steps=7), "1 MiB")
     assert len(captures()) == 4
     assert traced() == [(7,), (8,), (9,)]
 
@@ -241,7 +234,7 @@ def test_what_can_not_be_captured_with_symbols_is_captured_without_and_not_tried
         return []
 
     monkeypatch.setattr(backend, "sizes_among", fail)
-    train_both(Mixing, simple_loop(batches([8, 9, 10, 11]), steps=4), "1 MiB")  # where a warning would be an error
+    train_both(mixing, simple_loop(batches([8, 9, 10, 11]), steps=4), "1 MiB")  # where a warning would be an error
     assert len(failed) == 1
 
 

@@ -25,7 +25,7 @@ from hiremate_lightning.signatures.plain_steps import (
 from hiremate_lightning.signatures.recorded_step import CapturedStep
 from hiremate_lightning.signatures.step_signature import StepSignature
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import simple_loop, train_both
+from tests.exact import simple_loop, take_steps, train_both
 from tests.tiny import Builder
 
 pytestmark = pytest.mark.usefixtures("without_templates")
@@ -250,9 +250,7 @@ def test_new_sizes_that_fit_are_exact_and_capture_nothing():
 def test_new_sizes_stay_within_the_budget():
     budget = _budget_of_length(56)
     model = hiremate(Attending(), budget, verbose=False)
-    for step in range(4):
-        model.zero_grad()
-        model(lengths_of(step)).square().mean().backward()
+    take_steps(model, lengths_of, 4)
     resident_bytes = get_plan(model).resident_bytes
     for step in range(4, len(LENGTHS)):
         batch = lengths_of(step)
@@ -267,9 +265,7 @@ def test_new_sizes_stay_within_the_budget():
 def _budget_of_length(length: int) -> int:
     """Return what a plain step of a length takes, so that longer ones need recomputation."""
     model = hiremate(Attending(), "100%", verbose=False)
-    for _ in range(3):
-        model.zero_grad()
-        model(torch.randn(8, length, WIDTH)).square().mean().backward()
+    take_steps(model, lambda _: torch.randn(8, length, WIDTH), 3)
     return get_plan(model).unplanned_peak_bytes
 
 
@@ -290,8 +286,7 @@ class OnObjects(Attending):
 def test_sizes_of_tensors_that_objects_hold_are_seen():
     torch.manual_seed(0)
     model = hiremate(OnObjects(), _budget_of_length(96), verbose=False)
-    for step in range(12):
-        loss = model(Sentence(lengths_of(step))).words.square().mean()
-        loss.backward()
-        model.zero_grad()
+    take_steps(
+        model, lambda step: Sentence(lengths_of(step)), 12, loss_of=lambda y: y.words.square().mean(), clears="end"
+    )
     assert targets_of(model).session.captured_count < 4

@@ -16,7 +16,7 @@ from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.proofs.trials import TrialOutcome
 from hiremate_lightning.running.template import ProgramTemplate
 from hiremate_lightning.testing import captured_count, is_from_template, is_plain
-from tests.exact import Log, differing, leave_behind, planned_alike
+from tests.exact import Log, differing, leave_behind, network, planned_alike
 from tests.faults import change_absences, overwriting_nothing
 
 pytestmark = pytest.mark.usefixtures("templates_at_once")
@@ -177,24 +177,24 @@ class Cache:
         self.length, self.keys, self.values = 0, None, None
 
 
-class Recalling(nn.Module):
+@network(
+    lambda: {
+        **{name: nn.Linear(64, 64, bias=False) for name in ("query", "key", "value")},
+        "up": nn.Linear(64, 256),
+        "down": nn.Linear(256, 64),
+    }
+)
+def recalling(self, x: Tensor, cache: Cache) -> Tensor:
     """Attends to a part of a text and to all before it, whose length it knows twice: it counts for its mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(64, 64, bias=False) for _ in range(3))
-        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
-
-    def forward(self, x: Tensor, cache: Cache) -> Tensor:
-        layers = self.query, self.key, self.value
-        query, keys, values = (layer(x).unflatten(-1, (4, -1)).transpose(1, 2) for layer in layers)
-        if cache.keys is not None:
-            keys, values = torch.cat([cache.keys, keys], 2), torch.cat([cache.values, values], 2)
-        cache.keys, cache.values = keys, values
-        mask = torch.arange(cache.length + x.shape[1]) <= cache.length + torch.arange(x.shape[1])[:, None]
-        cache.length = cache.length + x.shape[1]
-        y = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask).transpose(1, 2).flatten(-2)
-        return self.down(F.gelu(self.up(x + y)))
+    layers = self.query, self.key, self.value
+    query, keys, values = (layer(x).unflatten(-1, (4, -1)).transpose(1, 2) for layer in layers)
+    if cache.keys is not None:
+        keys, values = torch.cat([cache.keys, keys], 2), torch.cat([cache.values, values], 2)
+    cache.keys, cache.values = keys, values
+    mask = torch.arange(cache.length + x.shape[1]) <= cache.length + torch.arange(x.shape[1])[:, None]
+    cache.length = cache.length + x.shape[1]
+    y = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask).transpose(1, 2).flatten(-2)
+    return self.down(F.gelu(self.up(x + y)))
 
 
 def recall(module: nn.Module) -> Log:
@@ -214,7 +214,7 @@ def test_samples_keep_sizes_equal_that_always_were(recwarn: pytest.WarningsRecor
     """Made-up keys are as long as made-up values, and as their mask: the kernel of attention does not check that."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    planned_alike(Recalling(), recall, "70%", on_infeasible="warn")
+    planned_alike(recalling(), recall, "70%", on_infeasible="warn")
     assert not [str(told.message) for told in recwarn if "can't be measured alone" in str(told.message)]
 
 
@@ -294,21 +294,16 @@ def test_gradients_need_not_arrive_at_new_sizes(monkeypatch: pytest.MonkeyPatch)
     assert next(calls) > 0
 
 
-class Numbered(nn.Module):
+@network(lambda: {"linear": nn.Linear(WIDTH, WIDTH)})
+def numbered(self, x: Tensor) -> Tensor:
     """Computes with a size as a number, for which Dynamo has no symbol then."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) / len(str(x.shape[1])) * x.shape[1]
+    return self.linear(x) / len(str(x.shape[1])) * x.shape[1]
 
 
 def test_code_whose_size_is_a_number_is_traced_once_a_size(planning_log):
     """All samples of such code would be of that size."""
     lengths = [6, 9, 12, 14, 11, 13]
-    model = hiremate(Numbered(), "1 MiB", verbose=False)
+    model = hiremate(numbered(), "1 MiB", verbose=False)
     for length in lengths:
         model(torch.randn(8, length, WIDTH)).sum().backward()
     assert captured_count(model) <= len(lengths)
