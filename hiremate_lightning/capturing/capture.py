@@ -55,7 +55,7 @@ from ..rewriting.replays import (
     can_normalize,
     draw_mask_of,
 )
-from ..torch_private import aot, questions, tensor_state, user_kernels
+from ..torch_private import aot, inductor, readings, tensor_state
 
 aten = torch.ops.aten
 
@@ -351,7 +351,7 @@ class _Builder:
                 plain_inputs=tuple(self.tensor_of[v] for v in operation.plain_reads(node)),
                 checkpoint=self._checkpoint(node, index) if direction is Direction.FORWARD else None,
                 is_saved=aot.is_saved_by_policy(node),
-                compiled=user_kernels.function_of(node),
+                compiled=inductor.function_of(node),
             )
         )
         self.fx_nodes.append(node)
@@ -485,4 +485,4 @@ def _shortened(path: str) -> str:
 def _line_in(stack_trace: str) -> str:
     """Return the user's own line that a node comes from, as FILE:LINE; "" where torch alone has called it."""
     places = _SOURCE.findall(stack_trace)
-    return next((f"{file}:{line}" for file, line in reversed(places) if not questions.is_of_tools(file)), "")
+    return next((f"{file}:{line}" for file, line in reversed(places) if not readings.is_of_tools(file)), "")

@@ -37,7 +37,7 @@ from ..records.step import Call, Step, merge
 from ..running.accumulation import Leaves
 from ..running.execution import Conductor, Part
 from ..running.program import Program, build
-from ..torch_private import dynamo, questions, sharding, tensor_state
+from ..torch_private import dynamo, readings, sharding, tensor_state
 from .factory import ModelCall, Workload
 from .sharded import ONE, Layout, planned_paths
 from .without_device import CountingMeter, Rates, build_on_fakes, on_gpu, same_tensors, with_gpu_attention
@@ -146,7 +146,7 @@ def capture_offline(workload: Workload, options: OfflineOptions, size: int | Non
         try:
             return _capture(workload, options, size)
         except tensor_state.DATA_DEPENDENT:
-            return _capture(workload, options, size, questions.as_compiled)
+            return _capture(workload, options, size, readings.as_compiled)
     except tensor_state.DATA_DEPENDENT as error:
         raise CaptureError(
             f"The step of {workload.name} depends on values of its tensors{place_of(error)}, which are not there "
@@ -158,7 +158,7 @@ def _capture(
     workload: Workload,
     options: OfflineOptions,
     size: int | None,
-    answers: Callable[[], AbstractContextManager[None]] = questions.as_in_eager,
+    answers: Callable[[], AbstractContextManager[None]] = readings.as_in_eager,
 ) -> OfflineStep:
     start, breaks = time.perf_counter(), dynamo.graph_breaks()
     mode, layout, device = tensor_state.fake_mode(), options.layout, options.fake_device

@@ -19,7 +19,7 @@ from torch import fx
 
 from ..capturing.capture import Captured
 from ..rewriting.joint import CALLS_AN_OPERATOR, TRITON, name_of
-from ..torch_private import aot, foreign_code, tensor_state
+from ..torch_private import aot, operators, tensor_state
 from .apart import undisturbed
 from .stand_ins import runner
 
@@ -64,9 +64,9 @@ def _log_once(captured: Captured, nodes: Sequence[int], why: str) -> None:
 
 def _may_read_variables(node: fx.Node, recomputable: Collection[str]) -> bool:
     operator = _operator_of(node)
-    name = foreign_code.name_of(operator)
+    name = operators.name_of(operator)
     is_known = name in recomputable or name.startswith(_KERNELS_OF_USERS)
-    return foreign_code.has_python_code(operator) and not is_known
+    return operators.has_python_code(operator) and not is_known
 
 
 def _operator_of(node: fx.Node) -> Any:

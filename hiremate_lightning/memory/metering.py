@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from ..torch_private import backward_pass, host_events
+from ..torch_private import backward_pass, runtime
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class MemoryMeter:
         if device.type == "cuda":
             return True
         # A profiler that begins or ends inside of a backward does so until its end: autograd restores its state.
-        return not backward_pass.is_running() and (ours or not host_events.profiler_is_running())
+        return not backward_pass.is_running() and (ours or not runtime.profiler_is_running())
 
     @staticmethod
     def is_running(device: torch.device) -> bool:
@@ -239,16 +239,16 @@ class _HostEvents:
         return self._live.intervals
 
     def resume(self) -> None:
-        host_events.start(self._give_way)
+        runtime.start_recording(self._give_way)
 
     def mark(self, label: str) -> None:
-        host_events.mark(self._MARK + label)
+        runtime.mark(self._MARK + label)
 
     def mark_release(self, label: str) -> None:
-        host_events.mark(self._RELEASE + label)
+        runtime.mark(self._RELEASE + label)
 
     def pause(self) -> None:
-        for name, size in host_events.stop():
+        for name, size in runtime.stop_recording():
             if name.startswith(self._MARK):
                 self._live.mark(name.removeprefix(self._MARK))
             elif name.startswith(self._RELEASE):
@@ -265,7 +265,7 @@ class _UnreadEvents(_HostEvents):
     """
 
     def pause(self) -> None:
-        host_events.drop()
+        runtime.drop_recording()
 
 
 class _DeviceStatistics:

@@ -23,7 +23,7 @@ from torch import fx
 
 from ..records.graph import Graph, StorageKind
 from ..torch_private import aot, tensor_state
-from ..torch_private.calls import schema_call
+from ..torch_private.operators import schema_call
 from .joint import follows_strides, may_lie_otherwise
 from .operations import Into, operation_named
 
