@@ -20,7 +20,7 @@ from torch import nn
 
 from . import thresholds
 from .errors import HiRemateWarning
-from .planning.outcome import largest_words
+from .planning.headroom import largest_words
 from .planning.plan import Plan, PlanningTime, plan_title
 from .records.schedule import keep_all, lower
 from .records.simulation import simulate

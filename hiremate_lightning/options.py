@@ -19,7 +19,8 @@ from tempfile import TemporaryFile
 from typing import Any, Literal
 
 from .errors import ConfigurationError, did_you_mean
-from .planning.plan import DEFAULT_SOLVER, DEFAULT_TIME_LIMIT_S, PlanOptions
+from .planning.plan import DEFAULT_TIME_LIMIT_S, PlanOptions
+from .planning.solutions import DEFAULT_SOLVER
 from .units import Budget, parse_budget
 
 ENVIRONMENT_BUDGET = "HIREMATE_BUDGET"  # names the budget where a script or a launcher names none

@@ -15,10 +15,10 @@ from pathlib import Path
 from platform import python_version
 from typing import Any
 
+from ..planning.comparing import Curve, curve
 from ..planning.plan import Plan, plan_title, proof_words
 from ..planning.solutions import package_version
 from ..planning.solvers.base import Problem, SolveOptions
-from ..planning.solvers.curve import Curve, curve
 from ..planning.solvers.worker import apart
 from ..units import format_bytes, format_ratio, format_time
 from .plan_summary import ModuleRow, all_numbers, module_rows, node_words, summary_rows, total_row, use_cells, verdict

@@ -16,9 +16,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from ..errors import ConfigurationError
-from ..planning.comparing import Comparison
+from ..planning.comparing import Comparison, Curve
 from ..planning.plan import Plan, plan_title
-from ..planning.solvers.curve import Curve
 from ..records.costs import step_time_ms
 from ..units import binary_unit, format_bytes, format_time
 from .timeline import BUDGET, COLOURS, FAINT, INK, Band, DrawnStep, plain_run, planned_run, resident_bands

@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from hiremate_lightning.command_line import commands, doctor
-from hiremate_lightning.command_line.arguments import HALF_TYPES, OPTIMIZERS, TYPES, check_factory, read_inputs
+from hiremate_lightning.command_line.arguments import HALF_TYPES, OPTIMIZERS, TYPES, read_inputs
 from hiremate_lightning.command_line.cli import main
 from hiremate_lightning.command_line.doctor import Grade
-from hiremate_lightning.command_line.factory import Workload, find_factory, make_input
-from hiremate_lightning.command_line.importing import import_failures
+from hiremate_lightning.command_line.factory import Workload, make_input
+from hiremate_lightning.command_line.importing import check_factory, find_factory, import_failures
 from hiremate_lightning.errors import ConfigurationError
+from hiremate_lightning.planning import solutions
 from hiremate_lightning.planning.solvers import Solution, Status, worker
 from hiremate_lightning.reporting.html_report import write_html
 from hiremate_lightning.reporting.timeline import COLOURS, Band
@@ -596,6 +597,7 @@ class TestDoctor:
             patch.setattr(doctor, "get_plan", lambda model: None)
             with pytest.raises(RuntimeError, match="no plan was made in"):
                 doctor.small_plan("cpu")
+        solutions.forget()  # as in another process
         monkeypatch.setattr(worker, "_solve_apart", lambda problem, name, in_place: given_up)
         with pytest.raises(RuntimeError, match=r"no plan was solved \(a failure of the solver\), only the least"):
             doctor.small_plan("cpu")
