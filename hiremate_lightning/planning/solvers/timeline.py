@@ -193,12 +193,7 @@ def _summed(changes: Sequence[tuple[int, int]], count: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Pairs of a choice and a backward position.
-
-    Attributes:
-        at: The choices of each position, ascending.
-        of: The positions of each choice, ascending.
-    """
+    """Pairs of a choice and a backward position: the choices at each position, and the positions of each choice."""
 
     at: Mapping[int, Sequence[int]]
     of: Mapping[int, Sequence[int]]
@@ -221,14 +216,7 @@ def _toggled(before: Mapping[int, Sequence[int]], changes: Mapping[int, set[int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lazy:
-    """A policy, and its timeline.
-
-    Attributes:
-        policy: The policy.
-        drops: Its drops, without those of choices that can't be dropped.
-        early: The choices that it recomputes early.
-        timeline: Its rows and their timeline.
-    """
+    """A policy, its drops of choices that can be dropped, what it recomputes early, and its timeline."""
 
     policy: Policy
     drops: Pairs
