@@ -9,11 +9,10 @@ import pytest
 from hiremate_lightning.out_of_memory import InfeasibleBudgetError
 from hiremate_lightning.planning import planner
 from hiremate_lightning.planning.headroom import AUTO_MARGIN, Need, Room, Short, resolve, unless_short
-from hiremate_lightning.planning.planner import FirstSolution, PlanOptions, first_solution, make_plan
+from hiremate_lightning.planning.planner import PlanOptions, first_solution, make_plan
 from hiremate_lightning.planning.solvers import base, smallest_budget
 from hiremate_lightning.planning.solvers.base import Problem, Solution, Status, get_strategy, strategy
-from hiremate_lightning.records.schedule import lower
-from hiremate_lightning.records.simulation import simulate, simulate_plain
+from hiremate_lightning.records.simulation import simulate_plain
 from hiremate_lightning.records.step import Call, Gap, merge
 from hiremate_lightning.units import Budget, parse_budget
 from tests.tiny import KB, chain, room, transformer
@@ -219,36 +218,6 @@ def test_a_solver_is_asked_before_the_first_step_is_refused(monkeypatch):
     step = step_of(*transformer(2))
     budget = step.plain_bytes * 7 // 10
     assert first_of(step, budget).peak_bytes <= budget
-
-
-def searched(step):
-    """Search a part for the least memory, as it comes for the first time."""
-    return FirstSolution(step, smallest_budget(Problem(step.graph, step.profile, 0)))
-
-
-def next_of(step, known, budget_bytes=0):
-    """Find how a part runs after others; a solution is the same object only where it was not searched again."""
-    limit = room(budget_bytes) if budget_bytes else Room.unlimited(Budget(share=0.9))
-    return first_solution(step, limit, PlanOptions(), "Net", known=known)
-
-
-def test_a_part_at_another_size_runs_as_it_did_before():
-    larger, known = step_of(*transformer(2, size=96 * KB)), [searched(step_of(*d)) for d in (chain(), transformer(2))]
-    found = next_of(larger, known)
-    assert found is known[1].solution
-    peak = simulate(larger.graph, larger.profile, lower(larger.graph, found.recompute)).peak_bytes
-    assert next_of(larger, known, peak) is found
-    assert next_of(larger, known, peak - 1) is not found
-
-
-def test_a_part_at_another_size_is_searched_where_the_schedule_saves_less_there():
-    known = searched(step_of(*transformer(2), held=KB))
-    assert next_of(step_of(*transformer(2, size=96 * KB), held=MANY), [known]) is not known.solution
-
-
-def test_any_size_at_which_the_same_part_was_searched_may_serve():
-    known = [searched(step_of(*transformer(2, size=size * KB), held=held)) for size, held in ((64, KB), (80, MANY))]
-    assert next_of(step_of(*transformer(2, size=96 * KB), held=MANY), known) is known[1].solution
 
 
 def test_the_same_step_and_budget_give_the_same_plan():
