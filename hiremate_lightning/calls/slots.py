@@ -18,8 +18,6 @@ WITH_COMPILE = (
     "Call it without torch.compile; with transformers' Trainer pass torch_compile=False. Or call "
     "remove_hiremate(model) and keep torch.compile(model, backend='hiremate', options={'budget': ...})."
 )
-
-
 # By names of classes: what is not installed, or not used, need not be imported.
 FOREIGN = {
     "FullyShardedDataParallel": (
@@ -104,7 +102,7 @@ def is_ours(call: Any) -> TypeGuard[Slot]:
 class WaitingSlots(dict[nn.Module, Slot]):
     """Slots of what is inside of planned modules, by module, in place between calls: they see what is called alone.
 
-    During a call they are offloaded, since Dynamo would capture them. To put them back takes time, and makes Dynamo
+    During a call they are taken away, since Dynamo would capture them. To put them back takes time, and makes Dynamo
     look at all guards of these modules: it is done after the first calls, and then now and again.
     """
 
