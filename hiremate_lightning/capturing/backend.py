@@ -31,12 +31,11 @@ from ..torch_private import (
     aot,
     autocasting,
     backward_pass,
-    double_backward,
+    captured_code,
+    compiled_by_torch,
     hacks,
     tensor_state,
-    user_compiled,
 )
-from ..torch_private.changes import lost_changes
 from ..torch_private.each_size import EachSize, Runner, Samples, Smaller, TraceAhead, sizes_among
 from ..torch_private.eager_tracing import traced_as_eager
 from ..torch_private.regions import block_templates
@@ -105,20 +104,20 @@ def planning_backend(
     same, sized = same or SameCaptures(), partial(_SizedCode, make_part, kernels, prove, templates)
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        if not double_backward.keep_modes_of_backwards(module):
+        if not captured_code.keep_modes_of_backwards(module):
             raise CaptureError(
                 "It takes gradients with torch.autograd.grad of a torch.autograd.Function whose backward switches "
                 "gradients on or off, of which torch.compile reads other second derivatives."
             )
-        for operation in user_compiled.cut_out(module):
+        for operation in compiled_by_torch.cut_out(module):
             if operation.calls_modules:
-                say(user_compiled.opaque_words(operation.name))
+                say(compiled_by_torch.opaque_words(operation.name))
         return autocasting.leaving_as_found(module, same.run_of(run_in_place, module, inputs))
 
     def run_in_place(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if not has_gradients(inputs):
             return module.forward
-        if prove is not None and (lost := lost_changes(module)):
+        if prove is not None and (lost := captured_code.lost_changes(module)):
             raise CaptureError(
                 f"Its captured code does not change {', '.join(lost)} in place as the code itself does, by a fault of "
                 "torch.compile."
@@ -263,7 +262,7 @@ class _Compilation:
             try:
                 run = self._folded(module, inputs, terms)
                 break
-            except user_compiled.NotCompiledError as missing:
+            except compiled_by_torch.NotCompiledError as missing:
                 missing.compile()
         given, statistics, is_planned = self._contributions, _running_statistics(module), self.part is not None
 
@@ -353,12 +352,8 @@ class _Compilation:
 
     def _forward(self, _: fx.GraphModule, __: Sequence[Any]) -> aot.Boxed:
         assert self._captured is not None, "AOTAutograd compiles a forward only after it partitioned"
-        aot.allow_retain_graph()
-        aot.take_gradients_as_they_come()
-        if self._serves_other_sizes:
-            aot.make_views_as_they_come()
         self.part = part = self._make_part(self._captured)
-        part.own = aot.take_over_results()
+        part.own = aot.settle_forward(self._serves_other_sizes)
         return aot.mark_boxed(lambda arguments: (self._at_other_sizes or part).forward(arguments))
 
     def _backward(self, _: fx.GraphModule, __: Sequence[Any]) -> aot.Boxed:

@@ -45,7 +45,7 @@ from ..rewriting.joint import (
     written_values,
 )
 from ..rewriting.overwriting import Finish, find_finishes, overwrite
-from ..torch_private import aot, questions, tensor_state, user_kernels
+from ..torch_private import aot, inductor, readings, tensor_state
 
 aten = torch.ops.aten
 
@@ -302,7 +302,7 @@ class _Builder:
                 plain_inputs=tuple(self.tensor_of[v] for v in operation.plain_reads(node)),
                 checkpoint=None if number is None else self.checkpoints.setdefault(number, index),
                 is_saved=aot.is_saved_by_policy(node),
-                compiled=user_kernels.function_of(node),
+                compiled=inductor.function_of(node),
             )
         )
         self.fx_nodes.append(node)
@@ -413,4 +413,4 @@ def _module_path(node: fx.Node) -> str:
 def _line_in(stack_trace: str) -> str:
     """Return the user's own line that a node comes from, as FILE:LINE; "" where torch alone has called it."""
     places = _SOURCE.findall(stack_trace)
-    return next((f"{file}:{line}" for file, line in reversed(places) if not questions.is_of_tools(file)), "")
+    return next((f"{file}:{line}" for file, line in reversed(places) if not readings.is_of_tools(file)), "")

@@ -30,7 +30,7 @@ from torch import fx
 from .. import thresholds
 from ..records.graph import Graph, StorageKind
 from ..torch_private import aot, tensor_state
-from ..torch_private.calls import schema_call
+from ..torch_private.operators import schema_call
 from .joint import (
     COPIES_STORAGE,
     Into,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from ..torch_private import aot, calls
+from ..torch_private import aot, operators
 from .joint import is_part
 
 
@@ -71,12 +71,12 @@ class Writer:
     def _call(self, node: fx.Node) -> str:
         if is_part(node):
             return f"{self._argument(node.args[0])}[{node.args[1]!r}]"
-        given = calls.arguments(node) if node.op == "call_function" else node.args
+        given = operators.arguments(node) if node.op == "call_function" else node.args
         arguments = [self._argument(a) for a in given]
         arguments += [f"{name}={self._argument(a)}" for name, a in node.kwargs.items()]
         if node.op == "call_method":
             return f"{arguments[0]}.{node.target}({', '.join(arguments[1:])})"
-        target = self.module.get_submodule(str(node.target)) if node.op == "call_module" else calls.shortest(node)
+        target = self.module.get_submodule(str(node.target)) if node.op == "call_module" else operators.shortest(node)
         if target not in self.name_of_known:
             self.name_of_known[target] = self._constant(target)
         return f"{self.name_of_known[target]}({', '.join(arguments)})"

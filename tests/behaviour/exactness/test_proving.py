@@ -32,7 +32,7 @@ from hiremate_lightning.rewriting.overwriting import Finish
 from hiremate_lightning.running import program
 from hiremate_lightning.sessions import session
 from hiremate_lightning.targets.modules import targets_of
-from hiremate_lightning.torch_private import changes, hacks
+from hiremate_lightning.torch_private import captured_code, hacks
 from tests.exact import TORCH, Log, differing, drawn, network, simple_loop, take_steps
 from tests.faults import change_absences, change_captures
 
@@ -361,13 +361,13 @@ def test_changes_that_a_graph_still_makes_are_not_missed():
         return x * count
 
     torch.compile(change, backend=note)(torch.ones(2, requires_grad=True), torch.zeros(()), torch.ones(3))
-    assert changes.lost_changes(graphs[0]) == []
+    assert captured_code.lost_changes(graphs[0]) == []
     for node in reversed(graphs[0].graph.nodes):
         if node.op == "call_method" and node.target == "mul_" and not node.users:
             graphs[0].graph.erase_node(node)
             break
     graphs[0].recompile()
-    assert changes.lost_changes(graphs[0]) == ["L_mean_"]
+    assert captured_code.lost_changes(graphs[0]) == ["L_mean_"]
 
 
 def beside_itself(self: Any, x: Tensor) -> Tensor:
