@@ -97,7 +97,7 @@ def is_ours(call: Any) -> TypeGuard[Slot]:
 class WaitingSlots(dict[nn.Module, Slot]):
     """Slots of what is inside of planned modules, by module, in place between calls: they see what is called alone.
 
-    During a call they are offloaded, since Dynamo would capture them. To put them back takes time, and makes Dynamo
+    During a call they are taken away, since Dynamo would capture them. To put them back takes time, and makes Dynamo
     look at all guards of these modules: it is done after the first calls, and then now and again.
     """
 

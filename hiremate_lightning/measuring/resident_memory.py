@@ -18,9 +18,10 @@ from ..records.schedule import Schedule, keep_all, lower
 from ..running.execution import Part, Saved
 from ..torch_private import sharding, tensor_state
 from ..units import format_bytes
-from .iterations import Iterations
+from .left import Iterations, LeftOutputs
 from .recording import StepRecord
-from .resident import WAITING, LeftOutputs, Resident
+from .resident import WAITING, Resident
+from .runs import Event
 
 SAMPLES = 8  # number of parameters that are asked for gradients, in the place of all
 LITTERED_STEPS = 16  # steps without a full garbage collection, after which one comes before a step is measured
@@ -122,11 +123,6 @@ class ResidentMemory:
         return tuple(self._optimizers)
 
     @property
-    def has_optimizers(self) -> bool:
-        """Whether any optimizer is known."""
-        return bool(self._optimizers)
-
-    @property
     def all_stepped(self) -> bool:
         """Whether optimizers of all trained parameters have stepped."""
         groups = (group for optimizer in self._have_stepped for group in optimizer.param_groups)
@@ -168,15 +164,10 @@ class ResidentMemory:
         self._before = None, None
 
     def collect_garbage(self, steps: int = 1) -> bool:
-        """Collect garbage, which would count as memory that stays, or that a step frees.
+        """Collect garbage, which would count as memory that stays, or that a step frees; return whether it was.
 
-        Garbage of tracing and planning is collected as these end, see `garbage`.
-
-        Args:
-            steps: Fewest steps since the last collection; after fewer ones nothing is collected.
-
-        Returns:
-            Whether it was collected.
+        Garbage of tracing and planning is collected as these end, see `garbage`. Nothing is collected where fewer steps
+        have begun since the last collection.
         """
         if self._uncollected_steps < steps:
             return False
@@ -187,13 +178,7 @@ class ResidentMemory:
     def step_ended(
         self, record: StepRecord | None, kind: tuple[int, ...] | None = None, has_captured: bool = False
     ) -> None:
-        """End a step.
-
-        Args:
-            record: Its record, None for one that was not recorded.
-            kind: Its kind, if known.
-            has_captured: Whether code was captured in it, which allocates more than the step.
-        """
+        """End a step of a kind, if known, with its record, if it has one; captures allocate more than the step."""
         self._left.step_ended(record, kind)
         self._before = None if has_captured else record, kind
 
@@ -205,10 +190,7 @@ class ResidentMemory:
         self._stepped = False
 
     def count_before_step(self, arguments: Sequence[torch.Tensor]) -> Resident:
-        """Count the memory that exists before a step with these arguments, which begins now.
-
-        Outputs of the step before are included.
-        """
+        """Count the memory that exists before a step with these arguments, outputs of the step before included."""
         if self._left.are_some(self._present(arguments)):
             self.collect_garbage()
         states, gradients = self._held()
@@ -222,15 +204,15 @@ class ResidentMemory:
     def watch_releases(self, record: StepRecord, arguments: Sequence[torch.Tensor]) -> None:
         """Watch, in a record that begins, for the release of tensors from before a step with these arguments.
 
-        These are outputs of the step before and, on the host, tensors that are not counted as resident: their release
-        would count as memory that the step gives back.
+        On the host these are also tensors that are not counted as resident: their release would count as memory that
+        the step gives back.
         """
         self._left.watch(record)
         record.counted = self._present(arguments) | self._left.storages
         if self.device.type == "cpu" and record.is_measured:
             batch = {tensor_state.storage_id(t): t for t in (*self.batch, *arguments) if tensor_state.is_dense(t)}
-            record.watch_given(self._on_device(batch.values()))
-            record.watch_uncounted(self.iterations.note_uncounted(self._uncounted(record.counted)))
+            record.watch_releases(Event.GIVEN, self._on_device(batch.values()))
+            record.watch_releases(Event.UNCOUNTED, self.iterations.note_uncounted(self._uncounted(record.counted)))
 
     def _present(self, arguments: Sequence[torch.Tensor]) -> frozenset[int]:
         """List the storages that exist before a step with these arguments, except those that the step before left."""

@@ -134,18 +134,11 @@ def _compare(name: str, expected: Any, captured: Any, again: Any, unit: _Unit) -
 
 @dataclass(frozen=True)
 class _Apart:
-    """How far two tensors are apart.
+    """How far two tensors are apart."""
 
-    Attributes:
-        most: The largest difference of two values; infinite where one of them alone is NaN.
-        other: The value of the other tensor there.
-        expected: The value that eager PyTorch has there.
-        count: How many values differ.
-    """
-
-    most: float
-    other: float
-    expected: float
+    most: float  # the largest difference of two values; infinite where one of them alone is NaN
+    other: float  # the value of the other tensor there
+    expected: float  # the value that eager PyTorch has there
     count: int
 
 

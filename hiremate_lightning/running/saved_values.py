@@ -21,24 +21,16 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class SavedValues:
-    """Facts about the values that a program saves, by their positions; to look them up in each step would take time.
-
-    Attributes:
-        names: Name of each.
-        returned: Those that the forward also returns.
-        views: Those that may be views of tensors that others hold, or of memory that a gradient may take.
-        watched: Those whose change in place between forward and backward is an error, each with the position of an
-            output on its memory, through which code outside may change it, or with None where there is none.
-        borrowed: Those that plain training would not need, and that code outside may overwrite.
-        copied: Those of which a copy is saved, since code outside is known to overwrite them.
-    """
+    """Facts about the values that a program saves, by their positions; to look them up in each step would take time."""
 
     names: tuple[str, ...]
-    returned: tuple[int, ...]
-    views: tuple[int, ...]
+    returned: tuple[int, ...]  # those that the forward also returns
+    views: tuple[int, ...]  # those that may be views of tensors that others hold, or of memory that a gradient may take
+    # Those whose change in place between forward and backward is an error, each with the position of an output on its
+    # memory, through which code outside may change it, or with None where there is none.
     watched: tuple[tuple[int, int | None], ...]
-    borrowed: tuple[int, ...]
-    copied: tuple[int, ...]
+    borrowed: tuple[int, ...]  # those that plain training would not need, and that code outside may overwrite
+    copied: tuple[int, ...]  # those of which a copy is saved, since code outside is known to overwrite them
 
 
 def saved_values(captured: Captured, schedule: Schedule) -> SavedValues:

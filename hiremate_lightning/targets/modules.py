@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,7 +132,7 @@ class Targets:
             return self._call_inside(name, module, args, kwargs)
         if (joined := self._join()) is not None:
             return joined.call(joined.path_of(module), module, args, kwargs)
-        if self.session.waits_for_modes():
+        if self.session.leave_to_modes():
             return self._call_unlearned(module, args, kwargs)
         if module not in self._waiting and self.session.is_new_in_backward(name, (args, kwargs)):
             self.session.runs_in_backward(name)
@@ -219,8 +220,7 @@ class Targets:
         """Call a module as the user wrote it, and all that it calls."""
         self.is_inside = True
         try:
-            with self.session.calling_plain((args, kwargs)):
-                return self.session.ran_plain(hooks.plain_call(module, *args, **kwargs))
+            return self.session.run_plain((args, kwargs), partial(hooks.plain_call, module, *args, **kwargs))
         finally:
             self.is_inside = False
 

@@ -38,7 +38,7 @@ from torch._dynamo.utils import tensor_always_has_static_shape as _has_static_sh
 from torch._dynamo.variables import builder
 from torch.nn.modules import module as nn_module
 
-from ..garbage import collecting_what_it_leaves
+from ..housekeeping import collecting_what_it_leaves
 from ..objects import attempt, is_of
 from . import autocasting, compiled_by_torch, hacks, readings
 from .hacks import Stage, replaced

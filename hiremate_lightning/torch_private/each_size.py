@@ -23,8 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .. import thresholds
-from ..garbage import collecting_what_it_leaves
-from ..latest import Latest
+from ..housekeeping import Latest, collecting_what_it_leaves
 from ..records.expressions import LEAST_SAMPLES, LEAST_SAMPLES_OF_TWO_TERMS, NoTemplateError, Sizes, vary_alone
 from . import captured_code, dynamo, tensor_state
 from .same_captures import SameCaptures

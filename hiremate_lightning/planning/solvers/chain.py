@@ -19,10 +19,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from ...records.graph import Graph
-from .choices import Policy, alive_bytes
-from .incumbent import Search
+from .choices import Policy, alive_bytes, crossing_bytes
 from .model import StepModel
-from .segments import crossing_bytes
+from .search import Search
 
 LARGE_SHARE = 0.25  # of the largest value that crosses a cut: smaller values make the cut no wider
 MODULE_WEIGHT = 0.8  # factor on the bytes of a cut for each level of modules that it separates
@@ -134,7 +133,7 @@ def chains_of(search: Search, name: str, lengths: Iterable[int]) -> list[list[Ch
     if all(max(width, default=0) > 1 for width in widths):
         widest, cuts = max(map(max, widths)), sum(map(len, widths))
         wide = sum(width > 1 for each in widths for width in each)
-        search.say(
+        search.notes.append(
             f"{name} is made for chains, and this step is none: up to {widest} large values cross a cut, more than one "
             f"cross {100 * wide // cuts}% of the narrowest cuts. It was taken for a chain whose links hand on all of "
             "them."

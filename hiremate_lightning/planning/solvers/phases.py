@@ -1,45 +1,31 @@
 """The phased model: a whole step as a mixed-integer program whose memory is checked at a few instants of the backward.
 
-The instants i_1 < ... < i_q cut the backward into phases 0 to q; phase t ends with the node at instant i_(t+1).
-Variables, all 0 or 1:
+`docs/formulation.md` has the program: its variables, and the rows by the numbers in their names. The instants i_1 < ...
+< i_q cut the backward into phases 0 to q; phase t ends with the node at instant i_(t+1). Variables, all 0 or 1:
 
     S[t, d]     value d is in memory when phase t starts: at the turn for t = 0, else while the node at instant i_t runs
-    R[t, k]     node k is recomputed during phase t
+    R[t, k]     node k is recomputed during phase t, which takes c_k milliseconds
 
-    minimise    sum_t,k c_k R[t, k]                                                      time recomputed, in ms
-    (1)         S[t, d] + R[t, p(d)] >= 1          d read in phase t                     what is read is there
-    (2)         S[t, d] + R[t, p(d)] >= R[t, k]    d in in(k)                            a recomputed node has its
-    inputs
-    (3)         S[t, d] + R[t, p(d)] >= S[t+1, d]                                        what stays was there or was
-    made
-    (4)         sum_d m_d S[t, d] + G[i_t] <= B    t >= 1                                bytes while the node at i_t
-    runs
-    (5)         sum_d m_d S[0, d] + F[f] <= B      d unused after f, for some f          bytes at position f of the
-    forward
-
-m_d are bytes of value d made by node p(d), c_k milliseconds of node k, G and F bytes that no decision changes. A value
-that the node at an instant reads has S = 1 there; one that can't be recomputed has no R. With every position an
-instant this is Checkmate in its reduced form (Jain et al., MLSys 2020, arXiv 1910.02653) less the rows between two
-instants. With few instants it is a relaxation, so its optimum bounds the time of every schedule with this order of the
-backward from below; and its solution is a schedule. So instants are added only where the replay of that solution
-passes the budget, until it no longer does: a handful settles graphs of thousands of nodes.
-
-Values so small that all of them together are a two-thousandth of the budget are kept, and counted as nothing in the
-bound. Memory while values are recomputed between two neighbouring instants is in `row_memory`.
+m_d are bytes of value d made by node p(d), w_k bytes that only k needs while it runs, G and F bytes that no decision
+changes. With every position an instant this is Checkmate in its reduced form (Jain et al., MLSys 2020, arXiv
+1910.02653) less the rows between two instants. With few instants it is a relaxation, so its optimum bounds the time of
+every schedule with this order of the backward from below; and its solution is a schedule. So instants are added only
+where the replay of that solution passes the budget, until it no longer does: a handful settles graphs of thousands of
+nodes. Values so small that all of them together are a two-thousandth of the budget are kept, and counted as nothing in
+the bound.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from operator import itemgetter
 
 from .choices import Policy, Rows
-from .mip_backend import LinearProgram
+from .mip_backend import UNIT, LinearProgram
 from .model import Replay, StepModel
-from .row_memory import UNIT, RowMemory
 
 SMALL_SHARE = 0.0005  # of the budget: values that together stay below it are kept without being modelled
 EARLY_PARTS = 10  # of the backward: an instant to begin with is in the first of them
@@ -139,7 +125,10 @@ class PhasedProgram:
         return [*terms, (self.run[phase, node], 1.0)] if (phase, node) in self.run else terms
 
     def _add_presence(self, phase: int) -> None:
-        """(1), (2) and (3): what is read in a phase, what a recomputed node reads, and what stays is there."""
+        """(1), (2) and (3): what is read in a phase, what a recomputed node reads, and what stays is there.
+
+        (1) S[t, d] + R[t, p(d)] >= 1;  (2) ... >= R[t, k] for d in in(k);  (3) ... >= S[t+1, d].
+        """
         for storage in self._read[phase]:
             self.program.row(f"1_{phase}_{storage}", self._there(phase, storage), lower=1.0)
         makers = dict.fromkeys(self.model.producer.get(s, -1) for s in self._needed[phase])
@@ -218,6 +207,105 @@ class PhasedProgram:
         for variable, (above, less) in self._maxima.items():
             values[variable] = max(0.0, max(values[v] for v in above) - (0.0 if less is None else values[less]))
         return values
+
+
+class RowMemory:
+    """The memory of a phase that holds one backward position, i, while values are recomputed in it: rows (9) and (10).
+
+    While k is recomputed, memory holds what k reads and makes, and what was there before and is needed after. L[i] are
+    bytes that no decision changes just before i.
+
+        (9)     H[d] >= S[t+1, d] - R[t, p(d)]                d is held through the phase
+                sum_(d in in(k) or made by k) m_d R[t, k] + sum_(other d) m_d H[d] + w_k R[t, k] + L[i] <= B
+
+        (10)    M[k, d] >= S[t+1, d],  M[k, d] >= R[t, j]     d read by j, p(d) runs before k, and j not before k
+                M[k, d] >= R[t, j] - R[t, p(d)]               where p(d) runs after k, and for S[t+1, d] likewise
+                M[k, d] >= R[t, k]                            d made by k
+                sum_d m_d M[k, d] + w_k R[t, k] + L[i] <= B
+
+    (9) holds for any order of what is recomputed, so a program with it is a relaxation still. (10) takes the order of
+    the forward: its solutions fit, but schedules with another order may be faster.
+
+    Attributes:
+        maxima: For each added variable the variables that it is at least, and the one that is subtracted: from these
+            follow values to start from.
+    """
+
+    def __init__(
+        self, model: StepModel, program: LinearProgram, position: int, run: Mapping[int, int], held: Mapping[int, int]
+    ) -> None:
+        """Number the nodes that may be recomputed.
+
+        Args:
+            model: The step.
+            program: Takes variables and rows.
+            position: The backward position.
+            run: Variable of R[t, k], by node.
+            held: Variable of S[t+1, d], by storage.
+        """
+        self._model, self._program, self._position = model, program, position
+        self._run, self._held = run, held
+        self.maxima: dict[int, tuple[frozenset[int], int | None]] = {}
+        self._known: dict[tuple[frozenset[int], int | None], int] = {}
+        self._order = sorted(run, key=model.order.__getitem__)
+        self._number = {node: number for number, node in enumerate(self._order)}
+        self._readers: dict[int, list[int]] = {}  # numbers of the nodes that read a value
+        for number, node in enumerate(self._order):
+            for storage in model.needs[node]:
+                self._readers.setdefault(storage, []).append(number)
+
+    def add(self, node: int, values: Iterable[int], limit_bytes: int, in_order: bool) -> None:
+        """Add the rows for a node: (10) where the order is that of the forward, else (9).
+
+        Args:
+            node: The node.
+            values: The values that count.
+            limit_bytes: Most bytes at any moment.
+            in_order: Whether the order is that of the forward.
+        """
+        model, terms = self._model, {self._run[node]: self._model.transient[node] / UNIT}
+        for storage in values:
+            if in_order:
+                variable = self._in_order(storage, node)
+            elif storage in model.needs[node] or storage in model.makes[node]:
+                variable = self._run[node]  # R[t, k]
+            else:
+                variable = self._maximum(self._after(storage), self._maker(storage))  # H[d]
+            if variable is not None:
+                terms[variable] = terms.get(variable, 0.0) + model.sizes[storage] / UNIT
+        limit = (limit_bytes - model.live_gradients[self._position]) / UNIT
+        self._program.row(f"{10 if in_order else 9}_{self._position}_{node}", list(terms.items()), upper=limit)
+
+    def _in_order(self, storage: int, node: int) -> int | None:
+        """Return M[k, d]."""
+        here = self._number[node]
+        made = self._number.get(self._model.producer.get(storage, -1), -1)
+        readers = [self._order[n] for n in self._readers.get(storage, ()) if n >= here]
+        needed = [*self._after(storage), *(self._run[k] for k in readers)]
+        if made == here:
+            needed.append(self._run[node])
+        return self._maximum(needed, self._maker(storage) if made > here else None)
+
+    def _after(self, storage: int) -> list[int]:
+        return [self._held[storage]] if storage in self._held else []
+
+    def _maker(self, storage: int) -> int | None:
+        return self._run.get(self._model.producer.get(storage, -1))
+
+    def _maximum(self, above: list[int], less: int | None) -> int | None:
+        """Return a variable that is at least each of some others, less one; None where there are no others."""
+        key = (frozenset(above), less)
+        if not above:
+            return None
+        if less is None and len(key[0]) == 1:
+            return above[0]
+        if key not in self._known:
+            variable = self._known[key] = self._program.variable(0.0, integer=False)
+            self.maxima[variable] = key
+            for other in sorted(key[0]):
+                terms = [(variable, 1.0), (other, -1.0), *([] if less is None else [(less, 1.0)])]
+                self._program.row(f"m_{variable}_{other}", terms, lower=0.0)
+        return self._known[key]
 
 
 def first_checks(model: StepModel) -> Checks:

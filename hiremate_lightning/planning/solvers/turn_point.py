@@ -19,19 +19,18 @@ which models every instant.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
-from .base import Problem, Solution, Status, strategy
+from .base import Status
 from .choices import Policy
-from .incumbent import Search, keep_everything, searching
-from .mip_backend import LinearProgram, solve
+from .mip_backend import UNIT, LinearProgram, solve
 from .model import StepModel
-from .row_memory import UNIT
-from .segments import try_evictions, try_segments
+from .search import Search
 
 LIMITS = (1.0, 0.92, 0.84, 0.76, 0.68, 0.6, 0.5, 0.4, 0.3)  # of the bytes that the budget leaves at the turn
 BOUND_INSTANTS = 10
 BOUND_SHARE = 0.2  # of the time left, for the bound
+SAVED_SHARES = (1.0, 0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.0)  # of the bytes of a part of the step: limits of its options
+MS_PER_BYTE = 1e-15  # so that of options of the same time the one that saves least is chosen
 
 
 def lower_bound(model: StepModel, limit_bytes: int, deadline: float) -> float | None:
@@ -116,39 +115,43 @@ def keeping_program(
     return program, keep
 
 
-def try_limits(search: Search, relax: bool, deadline: float) -> None:
-    """Solve the program for several limits of the bytes at the turn, and make each solution fit."""
-    for policy in _under_limits(search, LIMITS, relax, deadline):
-        search.repair(policy, deadline)
+def options_of(
+    model: StepModel, inside: Sequence[int], used: Sequence[int], kept: Sequence[int], limit_s: float
+) -> list[frozenset[int]]:
+    """Solve the program of a part of the step under several limits; return what each solution keeps, each once.
+
+    Args:
+        model: The step.
+        inside: The choices of the part.
+        used: Those of them that the backward reads.
+        kept: Those of them that are kept in any case.
+        limit_s: Seconds of work for each program.
+    """
+    options = dict[frozenset[int], None]()
+    stays = sum(model.sizes[s] for s in kept)
+    free = sum(model.sizes[s] for s in {*used, *kept}) - stays
+    for share in SAVED_SHARES:
+        program, keep = keeping_program(model, inside, used, stays + share * free, kept, MS_PER_BYTE)
+        result = solve(program, model.problem.options, limit_s, work=model.work)
+        if result.status is Status.INFEASIBLE:
+            break
+        if result.values:
+            options[frozenset(s for s, v in keep.items() if result.values[v] >= 0.5)] = None
+    return list(options)
 
 
-def roundings(search: Search, deadline: float) -> list[Policy]:
+def roundings(search: Search, deadline: float) -> Iterator[Policy]:
     """Round the relaxations for several limits of the bytes at the turn."""
-    return list(_under_limits(search, LIMITS[::2], relax=True, deadline=deadline))
-
-
-def _under_limits(search: Search, shares: Sequence[float], relax: bool, deadline: float) -> Iterator[Policy]:
-    """Solve the program for several limits at the turn, shares of the bytes that the budget leaves there."""
     model = search.model
     at_turn = model.gradients[0] if model.gradients else 0
-    for share in shares:
+    for share in LIMITS:
         left = model.work.left_s(deadline)
-        if left <= 0 or search.is_done:
+        if left <= 0:
             return
         program, keep = _program(model, int(share * max(0, search.limit - at_turn)))
-        result = solve(program, search.problem.options, left, relax=relax, absolute_gap=search.gap_ms, work=model.work)
+        result = solve(program, search.problem.options, left, relax=True, work=model.work)
         if result.values:
             yield Policy(frozenset(s for s, v in keep.items() if result.values[v] >= 0.5))
-
-
-@searching("turn_point", needs_programs=True, is_ablation=True)
-def turn_point(search: Search) -> None:
-    """Solve the turn-point model for several limits; the best replayed policy wins."""
-    if prove(search):
-        try_segments(search, search.within(1.0))
-        for relax in (True, False):
-            try_limits(search, relax, search.within(1.0))
-        try_evictions(search, search.within(1.0))
 
 
 def prove(search: Search) -> bool:
@@ -157,13 +160,3 @@ def prove(search: Search) -> bool:
     search.is_infeasible = bound_ms is None
     search.raise_bound(bound_ms or 0.0)
     return bound_ms is not None
-
-
-@strategy("none")
-def none(problem: Problem) -> Solution:
-    """Keep everything, as plain training does; feasible where the budget allows it."""
-    peak = StepModel(problem).keep_all_bytes
-    solution = keep_everything(problem.graph, peak)
-    if peak <= problem.budget_bytes:
-        return solution
-    return replace(solution, status=Status.NOT_FOUND, stopped_by="end of the search")

@@ -11,7 +11,7 @@ from torch._decomp import meta_table
 from torch._subclasses.fake_impls import op_implementations_dict
 
 from hiremate_lightning.torch_private import eager_tracing, tensor_state
-from tests.exact import captured_by, simple_loop, train_both
+from tests.exact import captured_by, network, simple_loop, train_both
 
 LENGTH, WINDOW = 1_000, 64
 
@@ -65,31 +65,29 @@ def test_a_result_that_is_too_short_is_padded_with_a_warning():
     assert torch.equal(found, expected)
 
 
-class Filter(nn.Module):
+@network(
+    lambda **options: {
+        "weight": nn.Parameter(torch.randn(WINDOW if options.get("onesided") is False else WINDOW // 2 + 1, 1)),
+        "window": window_of(options),
+        "options": options,
+    }
+)
+def weighted(self, x: Tensor) -> Tensor:
     """Weights the frequencies of a signal."""
-
-    def __init__(self, **options: Any):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WINDOW if options.get("onesided") is False else WINDOW // 2 + 1, 1))
-        self.register_buffer("window", window_of(options))
-        self.options = options
-
-    def forward(self, x: Tensor) -> Tensor:
-        spectra = torch.stft(x, WINDOW, window=self.window, return_complex=True, **hops(self.options))
-        return torch.istft(spectra * self.weight, WINDOW, window=self.window, **self.options)
+    spectra = torch.stft(x, WINDOW, window=self.window, return_complex=True, **hops(self.options))
+    return torch.istft(spectra * self.weight, WINDOW, window=self.window, **self.options)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_training_is_exact(options):
-    train_both(lambda: Filter(**options), simple_loop(lambda index: torch.randn(2, LENGTH), steps=4), "100%")
-
-
-def test_training_is_exact_where_lengths_vary():
-    train_both(Filter, simple_loop(lambda index: torch.randn(2, LENGTH + 50 * index)), "100%")
+@pytest.mark.parametrize(
+    ("options", "more"), [*((o, 0) for o in OPTIONS.values()), ({}, 50)], ids=[*OPTIONS, "lengths vary"]
+)
+def test_training_is_exact(options, more):
+    loop = simple_loop(lambda index: torch.randn(2, LENGTH + more * index), steps=5 if more else 4)
+    train_both(lambda: weighted(**options), loop, "100%")
 
 
 def test_windows_that_leave_gaps_are_an_error_as_in_plain_pytorch():
-    module = Filter(hop_length=10)
+    module = weighted(hop_length=10)
     with torch.no_grad():
         module.window[5:].zero_()
     with pytest.raises(RuntimeError, match="window"):

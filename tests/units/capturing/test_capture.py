@@ -13,7 +13,7 @@ from hiremate_lightning import hiremate
 from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.records.graph import Direction, StorageKind, graph_from_json
 from hiremate_lightning.rewriting import joint
-from tests.exact import assert_foreseen, captured_by, network
+from tests.exact import assert_foreseen, captured_by, network, take_steps
 from tests.lazily import recompute_lazily
 
 ROWS, WIDTH = 256, 16
@@ -316,6 +316,5 @@ def scatters(self, x: torch.Tensor) -> torch.Tensor:
 
 def test_a_copy_of_a_view_is_as_large_as_what_lies_around_it():
     model = hiremate(scatters(), "1 GiB", verbose=False)
-    for _ in range(4):
-        model(torch.randn(ROWS, WIDTH)).backward()
+    take_steps(model, lambda _: torch.randn(ROWS, WIDTH), 4, loss_of=lambda loss: loss, clears="never")
     assert_foreseen(model, abs=64)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hiremate_lightning.errors import ScheduleError
 from hiremate_lightning.records.costs import Link, Profile, profile_from_json
 from hiremate_lightning.records.graph import Graph, StorageKind
-from hiremate_lightning.records.lines import Copied
 from hiremate_lightning.records.offload import Idle, Offload, can_be_offloaded, idle_storages, with_offloads
 from hiremate_lightning.records.schedule import (
     Compute,
@@ -27,7 +26,7 @@ from hiremate_lightning.records.schedule import (
     keep_all,
     lower,
 )
-from hiremate_lightning.records.simulation import allocations, blocks, simulate
+from hiremate_lightning.records.simulation import Copied, allocations, blocks, simulate
 from hiremate_lightning.reporting.timeline import Band, lifetimes
 from tests.helpers import moments, random_graph, refused
 from tests.lazily import recompute_lazily

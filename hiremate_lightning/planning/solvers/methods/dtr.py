@@ -25,9 +25,8 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 
 from ..chain import last_needs
 from ..choices import Policy
-from ..incumbent import Search
 from ..model import StepModel
-from ..proposals import PROPOSING_SHARE, method
+from ..search import PROPOSING_SHARE, Search, method
 
 WORKING_BUDGETS = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6)  # of the real one, until a schedule fits
 LEAST_STALENESS_MS = 1e-6

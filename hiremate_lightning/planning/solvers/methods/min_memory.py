@@ -33,8 +33,7 @@ from itertools import accumulate, pairwise
 
 from ..chain import ChainBytes, ChainLink, ChainSpan, chains_of, policy_of
 from ..choices import Policy
-from ..incumbent import Search
-from ..proposals import method
+from ..search import Search, method
 
 LENGTHS = (2000, 100, 50, 24, 12, 6)  # of the chains that are tried
 

@@ -35,9 +35,8 @@ import numpy.typing as npt
 
 from ..chain import ChainBytes, ChainLink, ChainSpan, chains_of, policy_of
 from ..choices import Policy
-from ..incumbent import Search
 from ..model import StepModel
-from ..proposals import method
+from ..search import Search, method
 
 LENGTHS = (50, 24, 36, 16, 10, 6)  # of the chains that are tried
 SLOTS = 500  # of memory in the table

@@ -28,9 +28,8 @@ from itertools import combinations
 
 from ..chain import ChainSpan, policy_of
 from ..choices import Policy
-from ..incumbent import Search
 from ..model import StepModel
-from ..proposals import method
+from ..search import Search, method
 
 LEAF_STEPS = 16  # leaf sizes that are tried
 LEAF_FACTOR = 0.7  # from one to the next
