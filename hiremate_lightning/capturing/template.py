@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from ..latest import Latest
+from ..housekeeping import Latest
 from ..records.costs import Profile
 from ..records.expressions import LEAST_SAMPLES, NoTemplateError, Sizes, find_expression
 from ..records.graph import Graph
 from ..records.graph_template import GraphTemplate
-from ..records.sized_numbers import Expressions
 from ..torch_private import tensor_state
 from .absent import without_missing
 from .capture import Captured
@@ -91,7 +90,7 @@ class CodeTemplate:
         if missing not in self._graphs:
             pairs = zip(self.samples, self._profiles, strict=True)
             present = [without_missing(captured, missing, profile) for captured, profile in pairs]
-            self._graphs[missing] = GraphTemplate(present, Expressions(self.sizes))
+            self._graphs[missing] = GraphTemplate(present, self.sizes)
         return self._graphs[missing]
 
 

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ..torch_private import backward_pass, host_events, tensor_state
+from ..torch_private import backward_pass, runtime, tensor_state
 
 REST = 99  # `Between` rests for this many times the duration of its last look: looks take 1 % of the time
 
@@ -112,7 +112,7 @@ class MemoryMeter:
         # A profiler that begins or ends inside of a backward does so until its end: autograd restores its state.
         if backward_pass.is_running():
             return False
-        return MemoryMeter.is_running(device) or not host_events.profiler_is_running()
+        return MemoryMeter.is_running(device) or not runtime.profiler_is_running()
 
     @staticmethod
     def is_running(device: torch.device) -> bool:
@@ -212,7 +212,7 @@ class _HostEvents:
         self.intervals = self._live.intervals
 
     def resume(self) -> None:
-        host_events.start(self._give_way)
+        runtime.start_recording(self._give_way)
 
     def mark(self, label: Any) -> None:
         self._put(self._live.mark, label)
@@ -222,13 +222,13 @@ class _HostEvents:
 
     def _put(self, begin: Callable[[Any], None], label: Any) -> None:
         self._marks.append((begin, label))
-        host_events.mark(str(len(self._marks) - 1))
+        runtime.mark(str(len(self._marks) - 1))
 
     def pause(self) -> None:
         if not self._is_read:
-            host_events.drop()
+            runtime.drop_recording()
             return
-        for name, size in host_events.stop():
+        for name, size in runtime.stop_recording():
             if name:
                 begin, label = self._marks[int(name)]
                 begin(label)

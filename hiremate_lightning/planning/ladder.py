@@ -13,8 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from ..records.outline import SizedStep
-from ..records.step import Decisions
+from ..records.step import Decisions, Step
 from .headroom import Room
 from .solvers import Solution
 
@@ -39,7 +38,7 @@ class Chosen:
     lost_ms: float
 
 
-def fastest_that_fits(step: SizedStep, room: Room, candidates: Iterable[Decisions]) -> Chosen | None:
+def fastest_that_fits(step: Step, room: Room, candidates: Iterable[Decisions]) -> Chosen | None:
     """Return, of decisions made for the same code at whatever sizes, the fastest that fit; None where none fit."""
     limit_bytes = room.solved_bytes
     too_large = list[tuple[int, float]]()

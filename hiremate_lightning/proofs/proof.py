@@ -20,7 +20,7 @@ from ..records.simulation import forward_peak_bytes, simulate, simulate_plain
 from ..records.step import Step
 from ..running.execution import Part
 from ..running.program import Program
-from ..torch_private import checkpoints, tensor_state
+from ..torch_private import captured_code, tensor_state
 from .trials import unused_at
 
 
@@ -104,7 +104,7 @@ class Proof:
         """Run the code as it was written, from now on, and count its runs."""
         written = self.written
         assert written is not None, "code is refused while it is proved"
-        run_written = checkpoints.eager_module(written)
+        run_written = captured_code.eager_module(written)
 
         def run(*arguments: Any) -> Any:
             proofs.runs_eager += 1

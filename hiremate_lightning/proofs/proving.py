@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from ..errors import HiRemateError
-from ..garbage import collecting_what_it_leaves
+from ..housekeeping import collecting_what_it_leaves
 from ..measuring.operators import has_unsteady
 from ..measuring.saved_offload import Files, offloading_saved
 from ..memory.metering import unmeasured
@@ -35,7 +35,7 @@ from ..rewriting.joint import is_collective
 from ..running.execution import Part
 from ..running.program import Program
 from ..running.template import ProgramTemplate, is_proved_by_another, template_of
-from ..torch_private import autocasting, backward_pass, checkpoints, double_backward, hooks, tensor_state
+from ..torch_private import autocasting, backward_pass, captured_code, tensor_state
 from .differences import Difference, differences
 from .proof import Proof, ProofMemory, Proofs, Verdict, proof_memory
 from .segments import Observed, cut, keeping_little
@@ -216,7 +216,7 @@ class Prover:
     ) -> None:
         """Run the code in eager mode, then as captured, and compare; NaN may tell nothing."""
         assert proof.written is not None, "code is tried while it is proved"
-        written = hooks.without_bans(checkpoints.without(proof.written))
+        written = captured_code.without_bans(captured_code.without_checkpoints(proof.written))
         is_plain = memory is not None and memory.has_plain
         files = Files() if memory is not None and memory.needs_files else None
         constants = [*written.parameters(), *written.buffers()]
@@ -289,7 +289,7 @@ def _run_written(
 ) -> tuple[Trial, TrialOutcome]:
     """Run code in eager mode, with gradients where they fit; return the trial that did so."""
     is_plain = memory is not None and memory.has_plain
-    if not is_plain and double_backward.takes_gradients(written):  # by itself: it needs what it saves
+    if not is_plain and captured_code.takes_gradients(written):  # by itself: it needs what it saves
         trial = replace(trial, with_gradients=proof.part is not None)
         return _first_outcome(trial, offloading_saved(written), keeps_all=True)
     if memory is None or is_plain or proof.backward is not Verdict.UNKNOWN:

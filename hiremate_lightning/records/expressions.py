@@ -1,30 +1,37 @@
-"""Whole numbers as expressions of sizes, found from their values where a step was traced.
+"""Numbers of a step at other sizes, from their values where it was traced: exact by expressions, or near by lines.
 
 Many numbers of a captured step depend on the sizes of a batch: shapes of views, strides, bytes. Each of them is a
 constant, or a factor times a product of up to three sizes, plus a constant: a length, its square, a batch times a
 length, a batch times a length plus one. A straight line through two samples is not enough: `length * length` at 40 and
 46 lies on a line too. So three samples are needed at least. Where several expressions have the same values at all
-samples, there is no expression.
+samples, there is no expression. Such numbers are refused, or bounded from above.
 
 Quotients are left out, since they take few values: `length // 3` is 13, 15 and 19 at 40, 46 and 59, and so are
 `2 * ceil(length / 8) + 3` and others. Nor can samples tell `length // 8 * 8` from a length where all are multiples of
 8. The code that captures a step sees its quotients, and passes them as sizes of their own.
+
+Lines serve where a real step checks the prediction, as a search for the largest batch does. They need two samples, and
+one size that varies.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 
 from ..errors import HiRemateError
 
 Sizes = tuple[int, ...]
+Values = tuple[int, ...]  # of a number, in each sample
+Number = Callable[[Sizes], int]
 
 LEAST_SAMPLES = 3  # two find an expression, the third one checks it
 LEAST_SAMPLES_OF_TWO_TERMS = 4  # since there are more of these
 MOST_FACTORS = 3
+MAX_POWER = 2.0  # of the size, that anything measured on a line is taken to grow by
 BITS = {0, 1}
 
 
@@ -67,6 +74,18 @@ class Expression:
             for factor, dimensions in ((self.factor, self.dimensions), (self.constant, self.of_constant))
         )
         return f"{product}+{constant}" if self.constant else product
+
+
+def exactly(samples: Sequence[Sizes], values: Values, is_measured: bool) -> Number | None:
+    """Return the function from sizes to a number that is an expression of them; None where it has none."""
+    expression = find_expression(samples, values)
+    return None if expression is None else expression.at
+
+
+def on_line(samples: Sequence[Sizes], values: Values, is_measured: bool) -> Number:
+    """Return the function from one size to a number on the line through its values: a whole, or a measured one."""
+    line = Line(*zip(*sorted(zip((size for (size,) in samples), values, strict=True)), strict=True))
+    return lambda sizes: math.ceil(line.measured(*sizes)) if is_measured else line.whole(*sizes)
 
 
 def find_expression(samples: Sequence[Sizes], values: Sequence[int]) -> Expression | None:
@@ -165,3 +184,47 @@ def _line_through(sizes: Sequence[int], values: Sequence[int]) -> list[tuple[int
     pairs = zip(sizes, values, strict=True)
     is_line = not remainder and all(factor * size + constant == value for size, value in pairs)
     return [(factor, constant)] if is_line else []
+
+
+class Line:
+    """Values at a few sizes, and at all others.
+
+    A measured value lies on the line between the samples beside it. Beyond the last sample it follows the last two, by
+    their line or, where it grew faster than the size, by that power.
+
+    Args:
+        sizes: Sizes, ascending, at least one; or other numbers that the values grow with.
+        values: The value at each.
+    """
+
+    def __init__(self, sizes: Sequence[int], values: Sequence[float]) -> None:
+        self._sizes = tuple(sizes)
+        self._values = tuple(values)
+
+    def ends(self, size: float) -> tuple[tuple[int, float], tuple[int, float]]:
+        """Return the two sizes between which a size lies, or the nearest two, with the values there."""
+        i = min(max(bisect_right(self._sizes, size) - 1, 0), len(self._sizes) - 2)
+        return (self._sizes[i], self._values[i]), (self._sizes[i + 1], self._values[i + 1])
+
+    def straight(self, size: float) -> float:
+        """Return the value on the straight line through these two."""
+        (x, low), (y, high) = self.ends(size)
+        return low + (high - low) * (size - x) / (y - x)
+
+    def whole(self, size: int) -> int:
+        """Return the value on the line, for values that are whole numbers; rounded up, at least 0."""
+        if len(self._sizes) == 1:
+            return int(self._values[0])
+        (x, low), (y, high) = ((end, int(value)) for end, value in self.ends(size))
+        return max(0, -((-(low * (y - x) + (high - low) * (size - x))) // (y - x)))
+
+    def measured(self, size: int) -> float:
+        """Return a measured value: beyond the last size never less than there, and see `MAX_POWER`."""
+        if len(self._sizes) == 1:
+            return self._values[0]
+        (x, low), (y, high) = self.ends(size)
+        on_line = self.straight(size)
+        if size <= y:
+            return max(0.0, on_line)
+        power = min(MAX_POWER, (math.log(high) - math.log(low)) / math.log(y / x)) if min(x, low, high) > 0 else 0.0
+        return max(high, on_line, high * (size / y) ** power if power > 1 else 0.0)

@@ -207,20 +207,24 @@ class Graph:
         nodes = tuple(replace(n, takes=taken[i]) if i in taken else n for i, n in enumerate(self.nodes))
         return replace(self, nodes=nodes)
 
-    @cached_property
-    def code(self) -> int:
-        """The number of its code: graphs have the same one where they differ in nothing but sizes and names.
-
-        Nor does it count what else holds values, which is no part of the code.
-        """
+    def _described(self) -> tuple[list[Any], list[Any], list[Any], tuple[Any, ...]]:
+        """Describe all but sizes, names, and what else holds values: nodes, tensors, storages, orders and ends."""
         nodes = [
             (n.op, n.direction, n.inputs, n.outputs, n.is_random, n.is_mutating, n.reads_mutated, n.replays)
             for n in self.nodes
         ]
         tensors = [(t.storage, t.dtype, t.producer, len(t.shape)) for t in self.tensors]
         ends = self.forward, self.backward, self.inputs, self.tangents, self.outputs, self.gradients
-        text = repr((nodes, tensors, [storage.kind for storage in self.storages], ends))
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "big")
+        return nodes, tensors, [storage.kind for storage in self.storages], ends
+
+    @cached_property
+    def code(self) -> int:
+        """The number of its code: graphs have the same one where they differ in nothing but sizes and names.
+
+        Nor does it count what else holds values, which is no part of the code.
+        """
+        digest = hashlib.blake2b(repr(self._described()).encode(), digest_size=16).digest()
+        return int.from_bytes(digest, "big")
 
     @property
     def at_sizes(self) -> tuple[int, tuple[tuple[int, ...], ...]]:
@@ -231,6 +235,27 @@ class Graph:
         """Return this graph, knowing that its code is that of another one: it takes long to number."""
         vars(self)["code"] = graph.code
         return self
+
+    def is_no_larger(self, than: Graph) -> bool:
+        """Whether no tensor is larger in any dimension than in another graph of the same code."""
+        pairs = zip(self.tensors, than.tensors, strict=True)
+        return all(size <= most for one, other in pairs for size, most in zip(one.shape, other.shape, strict=True))
+
+    def difference(self, other: Graph) -> str | None:
+        """Describe the first difference from another graph other than sizes and names; None where there is none."""
+        if self.code == other.code and self.held == other.held:
+            return None
+        nodes, tensors, *_ = zip(self._described(), other._described(), strict=True)
+        for index, (own, others) in enumerate(zip(*nodes, strict=False)):
+            if own != others:
+                node, there = self.nodes[index], other.nodes[index]
+                where = f" in module {node.module!r}" if node.module else ""
+                return f"node {node.name} ({node.op}){where} is {there.name} ({there.op}) there"
+        for index, (own, others) in enumerate(zip(*tensors, strict=False)):
+            if own != others:
+                return f"tensor {self.tensors[index].name} is another one there, {other.tensors[index].name}"
+        counts = f"{len(self.nodes)} and {len(other.nodes)} nodes, {len(self.tensors)} and {len(other.tensors)}"
+        return f"they have {counts} tensors, or run them in another order"
 
     @cached_property
     def recomputers(self) -> tuple[int | None, ...]:

@@ -1,8 +1,8 @@
 """A captured graph and its costs at sizes that were never traced: its numbers follow from those of a few samples.
 
-The same code at a few sizes is the same graph, node for node, with other numbers. `Expressions` or `FittedLines`
-compute these from the sizes (`sized_numbers`). A storage has the bytes of the tensor that fills it, so these are exact
-even where they grow with the square of a length. Times are on a line through the measured ones: over the work of an
+The same code at a few sizes is the same graph, node for node, with other numbers. These follow from the sizes exactly,
+or nearly, along one size (`expressions`). A storage has the bytes of the tensor that fills it, so these are exact even
+where they grow with the square of a length. Times are on a line through the measured ones: over the work of an
 operation, or over the size where only one varies.
 """
 
@@ -11,13 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 from .costs import Profile
-from .expressions import NoTemplateError, Sizes
+from .expressions import Line, NoTemplateError, Number, Sizes, Values, exactly
 from .graph import OUTSIDE, Graph, Node, Storage, Tensor, item_bytes
-from .same_code import difference
-from .sized_numbers import Expressions, FittedLines, Line, Number, Values
 
 Costed = tuple[Graph, Profile]
 GrowingNode = tuple[Callable[..., Node], Values, Values]  # its maker, its arithmetic, bytes that plain PyTorch needs
@@ -30,31 +29,36 @@ class GraphTemplate:
 
     Args:
         samples: The graph and its costs at a few sizes. Fields that do not depend on sizes are the first one's.
-        numbers: How numbers follow from the sizes of these samples.
+        sizes: The sizes of each.
+        numbers: How numbers follow from them: `exactly`, or `on_line`.
         block_bytes: The allocator hands out multiples of it.
 
     Raises:
         NoTemplateError: If the samples are other code, or a shape or a storage does not follow from the sizes.
     """
 
-    def __init__(self, samples: Sequence[Costed], numbers: Expressions | FittedLines, block_bytes: int = 1) -> None:
+    def __init__(
+        self,
+        samples: Sequence[Costed],
+        sizes: Sequence[Sizes],
+        numbers: Callable[[Sequence[Sizes], Values, bool], Number | None] = exactly,
+        block_bytes: int = 1,
+    ) -> None:
         graphs = [graph for graph, _ in samples]
         self._base, self._profile = samples[0]
-        self._numbers, self._block_bytes = numbers, block_bytes
+        self._sizes, self._is_exact, self._block_bytes = tuple(sizes), numbers is exactly, block_bytes
+        self._number = cache(partial(numbers, self._sizes))
         self._check_are_same(graphs)
-        self._counted, self._measured = dict[Values, Number](), dict[Values, Number | None]()
         self._shapes = self._find_shapes(graphs)
         self._filled, self._storages = self._find_storages(graphs)
-        self._nodes = self._find_nodes(graphs)
+        self._nodes = _growing_nodes(graphs)
         counts = [_counts(graph, _elements(graph.tensors)) for graph in graphs]
-        triples = zip(graphs, counts, numbers.sizes, strict=True)
+        triples = zip(graphs, counts, self._sizes, strict=True)
         works = (self._works(graph.nodes, of_nodes, size) for graph, of_nodes, size in triples)
         times = (profile.time_ms for _, profile in samples)
         self._counts = list(zip(*counts, strict=True))  # of each node, in each sample
         self._times = [_line(*pair) for pair in zip(zip(*works, strict=True), zip(*times, strict=True), strict=True)]
         self._workspaces = list(zip(*(profile.workspace_bytes for _, profile in samples), strict=True))
-        for values in self._workspaces:
-            self._measure(values)
 
     def at(self, sizes: Sizes) -> Costed:
         """Return the graph and its costs at some sizes.
@@ -62,40 +66,48 @@ class GraphTemplate:
         Raises:
             NoTemplateError: If the samples don't tell about these.
         """
-        measured = {values: number(sizes) for values, number in self._measured.items() if number is not None}
-        tensors = self._tensors_at(sizes)
-        elements = _elements(tensors)
-        storages, nodes = list(self._base.storages), list(self._base.nodes)
-        sized = [(s, elements[t] * item_bytes(tensors[t].dtype)) for s, t in self._filled.items()]
-        for index, size_bytes in (*sized, *((s, measured[values]) for s, values in self._storages.items())):
-            storages[index] = Storage(self._in_blocks(size_bytes), storages[index].kind, storages[index].plain_times)
-        counts = _counts(self._base, elements)
 
-        def number(index: int, values: Values) -> int:
-            if values in measured:
-                return measured[values]
-            # Without an expression it grows no faster than its largest ratio to the elements read and made.
+        @cache
+        def measured(values: Values) -> int | None:
+            number = self._number(values, True)
+            return None if number is None else number(sizes)
+
+        def bounded(index: int, values: Values) -> int:
+            """Return a number of a node; without an expression it grows as its largest ratio to elements at most."""
+            number = measured(values)
+            if number is not None:
+                return number
             before, most = self._counts[index], max(values)
             ratio = max(value / max(1, count) for value, count in zip(values, before, strict=True))
             return most if counts[index] <= max(before) else max(most, math.ceil(ratio * counts[index]))
 
-        suffix = f" at {sizes}"
+        tensors = self._tensors_at(sizes)
+        elements = _elements(tensors)
+        counts = _counts(self._base, elements)
+        storages, nodes = list(self._base.storages), list(self._base.nodes)
+        sized = [(s, elements[t] * item_bytes(tensors[t].dtype)) for s, t in self._filled.items()]
+        for index, size_bytes in (*sized, *((s, measured(values) or 0) for s, values in self._storages.items())):
+            storages[index] = Storage(self._in_blocks(size_bytes), storages[index].kind, storages[index].plain_times)
         for index, (make, flops, plain_bytes) in self._nodes.items():
-            key = nodes[index].key + suffix
-            nodes[index] = make(key=key, flops=number(index, flops), plain_bytes=number(index, plain_bytes))
+            key = f"{nodes[index].key} at {sizes}"
+            nodes[index] = make(key=key, flops=bounded(index, flops), plain_bytes=bounded(index, plain_bytes))
         graph = replace(self._base, nodes=tuple(nodes), tensors=tuple(tensors), storages=tuple(storages))
         pairs = zip(self._times, self._works(nodes, counts, sizes), strict=True)
         times = tuple(line.measured(work) for line, work in pairs)
-        workspaces = tuple(self._in_blocks(number(index, values)) for index, values in enumerate(self._workspaces))
+        workspaces = tuple(self._in_blocks(bounded(index, values)) for index, values in enumerate(self._workspaces))
         return graph.like(self._base), replace(self._profile, time_ms=times, workspace_bytes=workspaces)
 
     def _tensors_at(self, sizes: Sizes) -> list[Tensor]:
-        counted = {values: number(sizes) for values, number in self._counted.items()}
-        if self._numbers.is_exact and any(size < LEAST <= min(values) for values, size in counted.items()):
-            raise NoTemplateError(f"At the sizes {sizes} there are dimensions of 1 or less, which samples do not have")
+        @cache
+        def counted(values: Values) -> int:
+            size = self._need(values)(sizes)
+            if self._is_exact and size < LEAST <= min(values):
+                raise NoTemplateError(f"At the sizes {sizes} a dimension is {size}, which is 2 or more in all samples")
+            return size
+
         tensors = list(self._base.tensors)
         for index, columns in self._shapes.items():
-            before, shape = tensors[index], tuple(counted[values] for values in columns)
+            before, shape = tensors[index], tuple(map(counted, columns))
             tensors[index] = Tensor(before.name, before.storage, shape, before.dtype, before.producer)
         return tensors
 
@@ -104,7 +116,7 @@ class GraphTemplate:
 
         That is its arithmetic, or else the elements that it reads and makes. For lines over one size it is the size.
         """
-        if not self._numbers.is_exact:
+        if not self._is_exact:
             return sizes * len(nodes)
         return [node.flops or count for node, count in zip(nodes, counts, strict=True)]
 
@@ -114,24 +126,18 @@ class GraphTemplate:
     # ---------------------------------------------------------------- how numbers follow from sizes
 
     def _check_are_same(self, graphs: Sequence[Graph]) -> None:
-        sizes = [", ".join(map(str, size)) for size in self._numbers.sizes]
+        sizes = [", ".join(map(str, size)) for size in self._sizes]
         for size, graph in zip(sizes, graphs, strict=True):
-            why = difference(self._base, graph)
+            why = self._base.difference(graph)
             if why is not None:
                 raise NoTemplateError(f"The steps at sizes {sizes[0]} and {size} are not the same graph: {why}")
-            if self._numbers.is_exact and list(map(_structure, graph.nodes)) != list(map(_structure, self._base.nodes)):
+            if self._is_exact and list(map(_structure, graph.nodes)) != list(map(_structure, self._base.nodes)):
                 raise NoTemplateError(f"Operations at the sizes {size} take other memory than at the sizes {sizes[0]}")
 
-    def _measure(self, values: Values) -> Number | None:
-        if values not in self._measured:
-            self._measured[values] = self._numbers.measured(values)
-        return self._measured[values]
-
-    def _need(self, number: Number | None, values: Values, what: str) -> Number:
+    def _need(self, values: Values, is_measured: bool = False, what: str = "a number") -> Number:
+        number = self._number(values, is_measured)
         if number is None:
-            raise NoTemplateError(
-                f"At the sizes {self._numbers.sizes} {what} is {values}, which is no expression of them"
-            )
+            raise NoTemplateError(f"At the sizes {self._sizes} {what} is {values}, which is no expression of them")
         return number
 
     def _find_shapes(self, graphs: Sequence[Graph]) -> dict[int, list[Values]]:
@@ -142,8 +148,7 @@ class GraphTemplate:
             if len(set(shapes)) > 1:
                 growing[index] = list(zip(*shapes, strict=True))
                 for values in growing[index]:
-                    number = self._counted.get(values) or self._numbers.counted(values)
-                    self._counted[values] = self._need(number, values, f"a dimension of {tensors[0].name}")
+                    self._need(values, what=f"a dimension of {tensors[0].name}")
         return growing
 
     def _find_storages(self, graphs: Sequence[Graph]) -> tuple[dict[int, int], dict[int, Values]]:
@@ -158,10 +163,10 @@ class GraphTemplate:
             if filling:
                 # The tensor of most dimensions: a flattened one hides that two of them grow.
                 filled[index] = max(filling, key=lambda tensor: len(self._base.tensors[tensor].shape))
-            elif storages[0].kind.is_resident and self._measure(values) is None:
+            elif storages[0].kind.is_resident and self._number(values, True) is None:
                 continue  # an input may be part of a larger tensor of the caller's: no step allocates its bytes
             elif len(set(values)) > 1:
-                self._need(self._measure(values), values, f"the size of the storage {index}")
+                self._need(values, True, f"the size of the storage {index}")
                 growing[index] = values
         return filled, growing
 
@@ -173,22 +178,20 @@ class GraphTemplate:
         pairs = zip((graph.tensors[index].shape for graph in graphs), sizes_bytes, strict=True)
         return all(self._in_blocks(math.prod(shape) * item_bytes(dtype)) == own for shape, own in pairs)
 
-    def _find_nodes(self, graphs: Sequence[Graph]) -> dict[int, GrowingNode]:
-        """Find for each operation that grows its arithmetic, and the bytes that plain PyTorch needs for it."""
-        growing: dict[int, GrowingNode] = {}
-        for index, nodes in enumerate(zip(*(graph.nodes for graph in graphs), strict=True)):
-            if len({(node.key, node.flops, node.plain_bytes) for node in nodes}) > 1:
-                flops = tuple(node.flops for node in nodes)
-                plain_bytes = tuple(node.plain_bytes for node in nodes)
-                same = {f.name: getattr(nodes[0], f.name) for f in fields(nodes[0]) if f.name not in GROWING}
-                growing[index] = partial(Node, **same), flops, plain_bytes  # several times as fast as `replace`
-                self._measure(flops)
-                self._measure(plain_bytes)
-        return growing
+
+def _growing_nodes(graphs: Sequence[Graph]) -> dict[int, GrowingNode]:
+    """Find for each operation that grows its arithmetic, and the bytes that plain PyTorch needs for it."""
+    growing: dict[int, GrowingNode] = {}
+    for index, nodes in enumerate(zip(*(graph.nodes for graph in graphs), strict=True)):
+        if len({(node.key, node.flops, node.plain_bytes) for node in nodes}) > 1:
+            same = {f.name: getattr(nodes[0], f.name) for f in fields(nodes[0]) if f.name not in GROWING}
+            make = partial(Node, **same)  # several times as fast as `replace`
+            growing[index] = make, tuple(n.flops for n in nodes), tuple(n.plain_bytes for n in nodes)
+    return growing
 
 
-def _structure(node: Node) -> tuple[object, ...]:
-    """Return the fields of a node that do not depend on sizes, and that `difference` does not compare."""
+def _structure(node: Node) -> tuple[Any, ...]:
+    """Return the fields of a node that do not depend on sizes, and that `Graph.difference` does not compare."""
     return node.takes, node.plain_inputs, node.checkpoint, node.is_saved, node.compiled
 
 

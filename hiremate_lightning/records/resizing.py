@@ -24,9 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from .costs import Profile, as_plain
-from .expressions import Sizes
+from .expressions import Line, Sizes
 from .graph import Graph, StorageKind, item_bytes
-from .sized_numbers import Line
 
 LEAST_SIZE = 8  # an input size from which multiples of it are taken to follow from it
 TAKEN_OFF = 8  # most that a dimension is below an input size, where it is neither its multiple nor a model's number

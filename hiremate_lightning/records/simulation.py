@@ -16,15 +16,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..errors import ScheduleError
 from .costs import Link, Profile, as_plain
 from .graph import Graph
-from .lines import Copied, Lines
 from .schedule import (
     Compute,
     CopyIn,
@@ -36,10 +35,9 @@ from .schedule import (
     WaitIn,
     WaitOut,
     eager_decisions,
+    keep_all,
     lower,
 )
-
-NO_TIME = Link(math.inf, math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +53,25 @@ class Moment:
     node: int
     peak_bytes: int
     live_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """One copy between the device and the host.
+
+    Attributes:
+        storage: The storage.
+        is_out: Whether it goes to the host.
+        start_ms: When it begins, from the start of the step.
+        end_ms: When it is done.
+        moment: Number of nodes that were run before it was asked for.
+    """
+
+    storage: int
+    is_out: bool
+    start_ms: float
+    end_ms: float
+    moment: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +277,96 @@ class _Memory:
 _BEFORE: dict[type[Copying], type[Copying] | None] = {CopyOut: None, WaitOut: CopyOut, CopyIn: WaitOut, WaitIn: CopyIn}
 
 
+class _Replay:
+    """A schedule while it is replayed: its memory, and what a device computes and copies both ways, all at once.
+
+    A copy begins when all operations before it are done, and all copies before it in its direction. Computing goes on
+    meanwhile, and stops only where the program waits.
+    """
+
+    def __init__(self, graph: Graph, profile: Profile) -> None:
+        self.memory = _Memory(graph)
+        self.timeline: list[Moment] = []
+        self.events: list[int] = []  # for each moment, how many events of the memory come before its peak
+        self.runs = [0] * len(graph.nodes)
+        self.copies: list[Copied] = []
+        self.turn = self.saved_bytes = 0
+        self.wait_ms = 0.0
+        self._graph, self._profile = graph, profile
+        self._now_ms = 0.0  # up to which it has computed
+        self._copied_ms: dict[type[Copying], float] = {CopyOut: 0.0, CopyIn: 0.0}  # up to which it has copied each way
+        self._done_ms: dict[tuple[int, type[Copying] | None], float] = {}
+
+    def run(self, operations: Iterable[Operation], half: str, copying: tuple[type[Copying], ...]) -> None:
+        """Run the operations of one half of the step, which has some kinds of copying only."""
+        is_taken = False  # memory for a copy in that no node has run with yet
+        for operation in operations:
+            if isinstance(operation, Compute):
+                self._compute(operation.node)
+                is_taken = False
+                continue
+            if isinstance(operation, Free):
+                if is_taken:
+                    raise ScheduleError(
+                        "The schedule frees after a copy in that no node has followed yet: free before it"
+                    )
+                self.memory.free(operation.tensor)
+            elif isinstance(operation, copying):
+                self.memory.copy(operation)
+                self._copy(operation)
+                is_taken |= isinstance(operation, CopyIn)
+            else:
+                raise ScheduleError(
+                    f"The {half} has a {type(operation).__name__}: values are offloaded in the forward, and come back "
+                    "after it"
+                )
+            if self.timeline and not is_taken:
+                moment = self.timeline[-1]
+                self.timeline[-1] = Moment(moment.node, moment.peak_bytes, self.memory.live_bytes)
+
+    def _compute(self, index: int) -> None:
+        node, memory = self._graph.nodes[index], self.memory
+        if self.runs[index] and not node.is_repeatable:
+            raise ScheduleError(f"The schedule runs {node.name!r} twice, but it must run once")
+        memory.check_live(node.inputs, f"{node.name!r} reads")
+        if node.is_mutating:
+            memory.check_unchanged(node.inputs, f"{node.name!r} changes")
+        memory.define(node.outputs, node.inputs)
+        peak_bytes = memory.live_bytes + self._profile.workspace_bytes[index]
+        self.timeline.append(Moment(index, peak_bytes, memory.live_bytes))
+        self.events.append(len(memory.events))
+        self.runs[index] += 1
+        self._now_ms += self._profile.time_ms[index]
+
+    def _copy(self, operation: Copying) -> None:
+        """Begin a copy, or wait for it."""
+        link, storage, kind = self._profile.link, operation.storage, type(operation)
+        if link is None:
+            raise ScheduleError("The schedule copies to the host, but its costs do not say how fast (Profile.link)")
+        if isinstance(operation, (CopyOut, CopyIn)):
+            is_out, size_bytes = isinstance(operation, CopyOut), self._graph.sizes[storage]
+            start_ms = max(self._now_ms, self._copied_ms[kind])
+            end_ms = start_ms + (link.out_ms(size_bytes) if is_out else link.in_ms(size_bytes))
+            self._copied_ms[kind] = self._done_ms[storage, kind] = end_ms
+            self.copies.append(Copied(storage, is_out, start_ms, end_ms, len(self.timeline)))
+        else:
+            wait_ms = max(0.0, self._done_ms[storage, _BEFORE[kind]] - self._now_ms)
+            self._now_ms += wait_ms
+            self.wait_ms += wait_ms
+
+    def blocks(self) -> list[tuple[int, int, int]]:
+        """Return the storage of each block, and the first and last moment at which it lives."""
+        storages, end = self.memory.storage_of_block, len(self.events) - 1
+        first, last = [0] * len(storages), [end] * len(storages)
+        for number, (block, sign) in enumerate(self.memory.events):
+            next_moment = bisect_right(self.events, number)
+            if sign > 0:
+                first[block] = next_moment
+            else:
+                last[block] = next_moment - 1
+        return list(zip(storages, first, last, strict=True))
+
+
 def simulate(graph: Graph, profile: Profile, schedule: Schedule) -> Simulation:
     """Replay a schedule.
 
@@ -275,7 +382,45 @@ def simulate(graph: Graph, profile: Profile, schedule: Schedule) -> Simulation:
         ScheduleError: If a node reads, or a free drops, a tensor that is not in memory; if a node that must run once
             runs again; if a node of the step doesn't run, or a gradient isn't there at the end.
     """
-    return _run(graph, profile, schedule)[0]
+    replay = _replay(graph, profile, schedule)
+    time_ms = sum(count * profile.time_ms[index] for index, count in enumerate(replay.runs))
+    step_ms = sum(profile.time_ms[index] for index in (*graph.forward, *graph.backward))
+    return Simulation(
+        timeline=tuple(replay.timeline),
+        turn=replay.turn,
+        peak_bytes=max((moment.peak_bytes for moment in replay.timeline), default=0),
+        saved_bytes=replay.saved_bytes,
+        time_ms=time_ms + replay.wait_ms,
+        recompute_ms=time_ms - step_ms,
+        wait_ms=replay.wait_ms,
+        host_bytes=replay.memory.host_peak_bytes,
+        copies=tuple(replay.copies),
+    )
+
+
+def _replay(graph: Graph, profile: Profile | None, schedule: Schedule) -> _Replay:
+    """Replay a schedule; without costs, for the moments at which memory is allocated and freed."""
+    nothing = (0,) * len(graph.nodes)
+    replay = _Replay(graph, profile or Profile(nothing, nothing, "", Link(math.inf, math.inf)))
+    memory = replay.memory
+    memory.define(graph.inputs, ())
+    replay.run(schedule.forward, "forward", (CopyOut, WaitOut))
+    replay.turn = len(replay.timeline)
+    memory.check_copied("The forward ends before it has copied out", CopyOut)
+    memory.check_live(tuple(t for t in schedule.saved if not memory.is_offloaded(t)), "The schedule saves")
+    survivors = {*schedule.saved, *graph.held, *graph.inputs}
+    for tensor in [t for t in memory.block_of if t not in survivors]:
+        memory.free(tensor)
+    replay.saved_bytes = memory.live_bytes
+    memory.retain(t for t in set(graph.retained).intersection(schedule.saved) if not memory.is_offloaded(t))
+    memory.define(graph.tangents, ())
+    replay.run(schedule.backward, "backward", (CopyIn, WaitIn))
+    memory.check_copied("The step ends without", CopyOut, WaitOut, CopyIn)
+    memory.check_live(graph.gradients, "The step returns")
+    for index in (*graph.forward, *graph.backward):
+        if not replay.runs[index]:
+            raise ScheduleError(f"The schedule never runs {graph.nodes[index].name!r}")
+    return replay
 
 
 def allocations(
@@ -289,15 +434,15 @@ def allocations(
         offloaded: Storages that are offloaded after the forward's last use of them.
         brought_back: Those of them that take memory again from the backward's first use on.
     """
-    simulation, memory, events = _run(graph, _without_costs(graph), schedule)
-    nodes, turn = [moment.node for moment in simulation.timeline], simulation.turn
+    replay = _replay(graph, None, schedule)
+    nodes, turn = [moment.node for moment in replay.timeline], replay.turn
     uses: dict[int, list[int]] = {storage: [] for storage in offloaded}  # moments at which they are read or written
     for moment, index in enumerate(nodes):
         touched = (*graph.nodes[index].inputs, *graph.nodes[index].outputs)
         for storage in uses.keys() & {graph.tensors[t].storage for t in touched}:
             uses[storage].append(moment)
     first, last = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)  # storages, by moment
-    for storage, start, end in _blocks(memory, events):
+    for storage, start, end in replay.blocks():
         first[start].append(storage)
         if storage in uses and start < turn <= end:
             last[max(moment for moment in uses[storage] if moment < turn)].append(storage)
@@ -315,79 +460,7 @@ def allocations(
 
 def blocks(graph: Graph, schedule: Schedule) -> list[tuple[int, int, int]]:
     """Return the storage of each block that a schedule allocates, and the first and last moment at which it lives."""
-    _, memory, events = _run(graph, _without_costs(graph), schedule)
-    return _blocks(memory, events)
-
-
-def _blocks(memory: _Memory, events: Sequence[int]) -> list[tuple[int, int, int]]:
-    first, last = [0] * len(memory.storage_of_block), [len(events) - 1] * len(memory.storage_of_block)
-    for number, (block, sign) in enumerate(memory.events):
-        next_moment = bisect_right(events, number)
-        if sign > 0:
-            first[block] = next_moment
-        else:
-            last[block] = next_moment - 1
-    return list(zip(memory.storage_of_block, first, last, strict=True))
-
-
-def _without_costs(graph: Graph) -> Profile:
-    return Profile((0.0,) * len(graph.nodes), (0,) * len(graph.nodes), "", NO_TIME)
-
-
-def _run(graph: Graph, profile: Profile, schedule: Schedule) -> tuple[Simulation, _Memory, Sequence[int]]:
-    """Replay a schedule; return also its memory, and for each moment how many events came before its peak."""
-    memory = _Memory(graph)
-    memory.define(graph.inputs, ())
-    timeline: list[Moment] = []
-    runs = [0] * len(graph.nodes)
-    events: list[int] = []
-    lines = Lines(graph, profile)
-    _check_halves(schedule)
-    _replay(memory, lines, schedule.forward, runs, timeline, events)
-    turn = len(timeline)
-    memory.check_copied("The forward ends before it has copied out", CopyOut)
-    memory.check_live(tuple(t for t in schedule.saved if not memory.is_offloaded(t)), "The schedule saves")
-    survivors = {*schedule.saved, *graph.held, *graph.inputs}
-    for tensor in [t for t in memory.block_of if t not in survivors]:
-        memory.free(tensor)
-    saved_bytes = memory.live_bytes
-    memory.retain(t for t in set(graph.retained).intersection(schedule.saved) if not memory.is_offloaded(t))
-    memory.define(graph.tangents, ())
-    _replay(memory, lines, schedule.backward, runs, timeline, events)
-    memory.check_copied("The step ends without", CopyOut, WaitOut, CopyIn)
-    memory.check_live(graph.gradients, "The step returns")
-    for index in (*graph.forward, *graph.backward):
-        if not runs[index]:
-            raise ScheduleError(f"The schedule never runs {graph.nodes[index].name!r}")
-    time_ms = sum(count * profile.time_ms[index] for index, count in enumerate(runs))
-    step_ms = sum(profile.time_ms[index] for index in (*graph.forward, *graph.backward))
-    peak = max((moment.peak_bytes for moment in timeline), default=0)
-    simulation = Simulation(
-        timeline=tuple(timeline),
-        turn=turn,
-        peak_bytes=peak,
-        saved_bytes=saved_bytes,
-        time_ms=time_ms + lines.wait_ms,
-        recompute_ms=time_ms - step_ms,
-        wait_ms=lines.wait_ms,
-        host_bytes=memory.host_peak_bytes,
-        copies=tuple(lines.copies),
-    )
-    return simulation, memory, events
-
-
-def _check_halves(schedule: Schedule) -> None:
-    """Refuse copies where the halves of a step do not have them."""
-    for half, operations, kinds in (
-        ("forward", schedule.forward, (CopyIn, WaitIn)),
-        ("backward", schedule.backward, (CopyOut, WaitOut)),
-    ):
-        for operation in operations:
-            if isinstance(operation, kinds):
-                name = type(operation).__name__
-                raise ScheduleError(
-                    f"The {half} has a {name}: values are offloaded in the forward, and come back after it"
-                )
+    return _replay(graph, None, schedule).blocks()
 
 
 def simulate_plain(graph: Graph, profile: Profile) -> Simulation:
@@ -399,54 +472,5 @@ def simulate_plain(graph: Graph, profile: Profile) -> Simulation:
 def forward_peak_bytes(graph: Graph, profile: Profile) -> int:
     """Compute the peak of the forward of plain PyTorch without gradients: each value is freed after its last use."""
     plain, costs = as_plain(graph, profile)
-    memory, last_use = _Memory(plain), dict[int, int]()
-    memory.define(plain.inputs, ())
-    for index in plain.forward:
-        last_use |= dict.fromkeys((*plain.nodes[index].inputs, *plain.nodes[index].outputs), index)
-    peak_bytes, kept = 0, {*plain.inputs, *plain.outputs}
-    for index in plain.forward:
-        node = plain.nodes[index]
-        memory.define(node.outputs, node.inputs)
-        peak_bytes = max(peak_bytes, memory.live_bytes + costs.workspace_bytes[index])
-        for tensor in dict.fromkeys((*node.inputs, *node.outputs)):
-            if last_use[tensor] == index and tensor not in kept:
-                memory.free(tensor)
-    return peak_bytes
-
-
-def _replay(
-    memory: _Memory,
-    lines: Lines,
-    operations: tuple[Operation, ...],
-    runs: list[int],
-    timeline: list[Moment],
-    events: list[int],
-) -> None:
-    graph, profile = memory.graph, lines.profile
-    is_taken = False  # memory for a copy in that no node has run with yet
-    for operation in operations:
-        if isinstance(operation, Compute):
-            index, is_taken = operation.node, False
-            node = graph.nodes[index]
-            if runs[index] and not node.is_repeatable:
-                raise ScheduleError(f"The schedule runs {node.name!r} twice, but it must run once")
-            memory.check_live(node.inputs, f"{node.name!r} reads")
-            if node.is_mutating:
-                memory.check_unchanged(node.inputs, f"{node.name!r} changes")
-            memory.define(node.outputs, node.inputs)
-            peak = memory.live_bytes + profile.workspace_bytes[index]
-            timeline.append(Moment(index, peak, memory.live_bytes))
-            events.append(len(memory.events))
-            runs[index] += 1
-            lines.compute(index)
-            continue
-        if isinstance(operation, Free):
-            if is_taken:
-                raise ScheduleError("The schedule frees after a copy in that no node has followed yet: free before it")
-            memory.free(operation.tensor)
-        else:
-            memory.copy(operation)
-            lines.copy(operation)
-            is_taken |= isinstance(operation, CopyIn)
-        if timeline and not is_taken:
-            timeline[-1] = Moment(timeline[-1].node, timeline[-1].peak_bytes, memory.live_bytes)
+    alone = replace(plain, backward=(), tangents=(), gradients=())
+    return simulate(alone, costs, lower(alone, keep_all(alone))).peak_bytes

@@ -9,19 +9,25 @@ call its own decisions back.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from .costs import Profile
+import numpy as np
+
+from ..housekeeping import Latest
+from .costs import Profile, as_plain
 from .graph import OUTSIDE, Direction, Graph, Node, Storage, StorageKind, Tensor, taken_bytes
-from .simulation import simulate_plain
+from .schedule import eager_decisions, lower
+from .simulation import Allocations, allocations
 
 LEFT_OUTPUTS = "left_outputs"  # tensor that stands for outputs of the step before, which this step's replace
 STALE_GRADIENTS = "stale_gradients"  # tensor that stands for the gradients that `zero_grad` frees after the forward
 
 Decisions = tuple[tuple[int, ...], ...]
 Output = tuple[int, int]  # a call, and an output of it
+Replays = Latest[Decisions | None, Allocations]  # what they allocate and free; None stands for plain PyTorch
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,11 @@ class Gap:
     def taking(self, size_bytes: int) -> Gap:
         """Return the same code with room for the bytes that backwards of graphs of earlier steps take."""
         return replace(self, peak_bytes=max(self.peak_bytes, size_bytes)) if self.has_others else self
+
+    def grown(self, growth: float) -> Gap:
+        """Return the same code where it takes so many times as much; bytes that are given back do not grow."""
+        held_bytes = max(self.held_bytes, math.ceil(growth * self.held_bytes))
+        return replace(self, held_bytes=held_bytes, peak_bytes=math.ceil(growth * self.peak_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +125,26 @@ class Call:
         gaps = (self.before_forward, self.after_forward, self.before_backward, self.after_backward)
         return sum(gap.peak_bytes for gap in gaps) + sum(stage.peak_bytes for stage in self.before_deaths)
 
+    def at_size(self, graph: Graph, profile: Profile) -> Call | None:
+        """Predict the call of the same code captured at another size; None where that is other code.
+
+        The memory of outside code is taken to grow as the input or output that grows most, and never to shrink.
+        """
+        if self.graph.code != graph.code:
+            return None
+        counts = [[math.prod(g.tensors[t].shape) for t in (*g.inputs, *g.outputs)] for g in (self.graph, graph)]
+        growth = max([1.0, *(new / max(1, old) for old, new in zip(*counts, strict=True))])
+        return replace(
+            self,
+            graph=replace(graph, held=self.graph.held).like(graph),
+            profile=profile,
+            before_deaths=tuple(GapPart(s.alive, math.ceil(growth * s.peak_bytes)) for s in self.before_deaths),
+            before_forward=self.before_forward.grown(growth),
+            after_forward=self.after_forward.grown(growth),
+            before_backward=self.before_backward.grown(growth),
+            after_backward=self.after_backward.grown(growth),
+        )
+
     def beside_others(self, size_bytes: int) -> Call:
         """Return the call with room for the bytes that backwards of graphs of earlier steps take."""
         return replace(
@@ -139,6 +170,8 @@ class Step:
         owners: For each node, the call that it belongs to and its index there; None for outside code.
         spans: For each call, the first position of its backward in `graph.backward`, and their number.
         storages_at: For each call, its first storage.
+        replays: What decisions allocate and free. Steps of the same code share it: they run the same operations on the
+            same storages, so decisions are replayed once, and their peak at any other size is a sum of its bytes.
     """
 
     graph: Graph
@@ -146,11 +179,43 @@ class Step:
     owners: tuple[tuple[int, int] | None, ...]
     spans: tuple[tuple[int, int], ...]
     storages_at: tuple[int, ...] = ()
+    replays: Replays = field(default_factory=lambda: Latest(64), compare=False, repr=False)
+
+    def sharing(self, codes: Iterable[Hashable], replays: Latest[Hashable, Replays]) -> Step:
+        """Return the step with the replays of steps of the same code.
+
+        Each call has a key of its code, equal at all sizes of that code; None where that is not known. Orders, and what
+        outside code is handed and makes, have to be the same too.
+        """
+        codes, graph = tuple(codes), self.graph
+        if None in codes:
+            return self
+        outside = [node for node, owner in zip(graph.nodes, self.owners, strict=True) if owner is None]
+        made = (tuple(graph.tensors[t].storage for t in node.outputs) for node in outside)
+        handed = tuple((node.inputs, node.outputs, storages) for node, storages in zip(outside, made, strict=True))
+        stay = graph.inputs, graph.tangents, graph.outputs, graph.gradients, graph.held, graph.retained
+        key = codes, len(graph.storages), graph.forward, graph.backward, *stay, handed
+        return replace(self, replays=replays.get_or(key, lambda: self.replays))
+
+    def peak_bytes(self, decisions: Decisions) -> int:
+        """Return the bytes that decisions add at their peak, as the simulator counts them."""
+        replayed = self.replays.get_or(decisions, lambda: allocations(self.graph, lower(self.graph, decisions)))
+        return replayed.peak_bytes(*self._bytes)
+
+    def again_ms(self, decisions: Decisions) -> float:
+        """Return the milliseconds of the nodes that decisions compute again."""
+        return sum(self.profile.time_ms[node] for before in decisions for node in before)
 
     @cached_property
     def plain_bytes(self) -> int:
         """The bytes that plain PyTorch adds at its peak."""
-        return simulate_plain(self.graph, self.profile).peak_bytes
+        graph, profile = as_plain(self.graph, self.profile)
+        plain = self.replays.get_or(None, lambda: allocations(graph, lower(graph, eager_decisions(graph))))
+        return plain.peak_bytes(np.array(graph.sizes, np.int64), np.array(profile.workspace_bytes, np.int64))
+
+    @cached_property
+    def _bytes(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.array(self.graph.sizes, np.int64), np.array(self.profile.workspace_bytes, np.int64)
 
     def split(self, recompute: Decisions) -> tuple[Decisions, ...]:
         """Split decisions of the step into those of each call."""
@@ -185,24 +250,15 @@ def merge(calls: Sequence[Call], backward_order: Sequence[int], stale_bytes: int
             previous step, where `zero_grad` comes after the forward.
         left_bytes: Bytes of outputs of the previous step that are freed as the last forward returns, before any code
             outside runs.
-
-    Returns:
-        The step, ready to be planned.
     """
     builder = _Merger(tuple(calls), stale_bytes, left_bytes)
     for index in range(len(calls)):
         builder.add_call(index)
         builder.add_outside_after_forward(index)
-    spans: dict[int, tuple[int, int]] = {}
-    previous: int | None = None
-    for index in backward_order:
-        if previous is not None:
-            builder.add_outside_before_backward(previous, index)
-        spans[index] = (len(builder.backward), len(calls[index].graph.backward))
-        builder.backward.extend(builder.node_at[index] + n for n in calls[index].graph.backward)
-        previous = index
-    builder.add_outside_after_backward(backward_order[-1])
-    return builder.finish(tuple(backward_order), spans)
+    for previous, index in zip((None, *backward_order), backward_order, strict=False):
+        builder.add_backward(index, previous)
+    builder.add_outside_after_backward(backward_order[-1], calls[backward_order[-1]].after_backward)
+    return builder.finish(tuple(backward_order))
 
 
 def holding(calls: Sequence[Call], size_bytes: int) -> list[Call]:
@@ -222,24 +278,14 @@ def holding(calls: Sequence[Call], size_bytes: int) -> list[Call]:
     return others
 
 
-@dataclass(frozen=True, slots=True)
-class _MergedNode:
-    """A node of the merged graph, with its costs and its owner: a call, and its index there; None for the outside."""
-
-    node: Node
-    time_ms: float
-    workspace_bytes: int
-    owner: tuple[int, int] | None
-
-
 class _Merger:
     """Appends the records of each call, its indices shifted behind those before."""
 
     def __init__(self, calls: tuple[Call, ...], stale_bytes: int, left_bytes: int) -> None:
-        self.calls = calls
-        self.stale_bytes = stale_bytes
-        self.left_bytes = left_bytes
-        self.nodes: list[_MergedNode] = []
+        self.calls, self.stale_bytes, self.left_bytes = calls, stale_bytes, left_bytes
+        self.nodes: list[Node] = []
+        self.costs: list[tuple[float, int]] = []  # of each node: its time and workspace
+        self.owners: list[tuple[int, int] | None] = []  # of each node: a call, and its index there
         self.tensors: list[Tensor] = []
         self.storages: list[Storage] = []
         self.forward: list[int] = []
@@ -247,7 +293,7 @@ class _Merger:
         self.inputs: list[int] = []
         self.held: list[int] = []
         self.retained: list[int] = []
-        self.outside: list[tuple[Gap, list[int], list[int], Direction]] = []
+        self.outside: list[tuple[Gap, list[int], Sequence[int], Direction]] = []
         self.node_at: list[int] = []  # the first node of each call
         self.tensor_at: list[int] = []  # its first tensor
         self.storage_at: list[int] = []  # its first storage
@@ -256,6 +302,7 @@ class _Merger:
         self.after_forward: list[int] = []  # the outside after each forward
         self.before_backward: dict[int, int] = {}  # call -> the outside before its backward
         self.after_backwards: list[int] = []  # the outside after each backward
+        self.spans: dict[int, tuple[int, int]] = {}
         self.held_by: dict[int, int] = {}  # the outside -> the storage that it holds to the end of the step
 
     def add_call(self, index: int) -> None:
@@ -275,14 +322,12 @@ class _Merger:
                 storage = linked[storage] if storage in linked else storage + storages
             producer = None if tensor.producer is None else tensor.producer + nodes
             self.tensors.append(replace(tensor, storage=storage, producer=producer) if index else tensor)
-        costs = zip(call.profile.time_ms, call.profile.workspace_bytes, strict=True)
-        for position, (node, (time_ms, workspace_bytes)) in enumerate(zip(graph.nodes, costs, strict=True)):
-            moved = node.behind(nodes, tensors) if index else node
-            self.nodes.append(_MergedNode(moved, time_ms, workspace_bytes, (index, position)))
+        self.nodes.extend(node.behind(nodes, tensors) if index else node for node in graph.nodes)
+        self.costs.extend(zip(call.profile.time_ms, call.profile.workspace_bytes, strict=True))
+        self.owners.extend((index, position) for position in range(len(graph.nodes)))
         self.forward.extend(n + nodes for n in graph.forward)
         self.inputs.extend(t + tensors for t in graph.inputs if t not in call.links)
-        self.held.extend(t + tensors for t in call.alive)
-        self.held.extend(t + tensors for t in graph.held)
+        self.held.extend(t + tensors for t in (*call.alive, *graph.held))
         if call.is_retained:
             self.retained.extend(range(tensors, len(self.tensors)))
 
@@ -304,50 +349,45 @@ class _Merger:
         handed = []
         if not is_last:
             following = self.calls[index + 1]
-            start = len(self.tensors)  # where the next call's tensors will be
-            handed = [start + t for t in following.links]
+            handed = [len(self.tensors) + t for t in following.links]  # where the next call's tensors will be
             read.extend(self.tensor_at[c] + t for c, t in following.links.values())
         place = self._outside(call.after_forward, read, handed, self.forward, Direction.FORWARD)
         self.after_forward.append(place)
         if call.called_at is None:
             self.stale_until = place
 
-    def add_outside_before_backward(self, previous: int, index: int) -> None:
-        """Turn the gradients that the previous backward passed on into the tangents of the next one."""
-        read = self._left_by(previous)
-        handed = [self.tensor_at[index] + t for t in self.calls[index].graph.tangents]
-        place = self._outside(self.calls[index].before_backward, read, handed, self.backward, Direction.BACKWARD)
-        self.before_backward[index] = place
-        self.after_backwards.append(place)
-
-    def add_outside_after_backward(self, index: int) -> None:
-        """Add outside code that runs on the gradients which the last backward passed on."""
-        gap, read = self.calls[index].after_backward, self._left_by(index)
-        self.after_backwards.append(self._outside(gap, read, [], self.backward, Direction.BACKWARD))
-
-    def _left_by(self, index: int) -> list[int]:
-        """List the gradients that go to code outside when a backward has ended."""
+    def add_backward(self, index: int, previous: int | None) -> None:
+        """Append a backward, and outside code that turns what the previous one passed on into its tangents."""
         call = self.calls[index]
-        return [self.tensor_at[index] + t for t in (*call.passed_on, *call.outlasting)]
+        if previous is not None:
+            handed = [self.tensor_at[index] + t for t in call.graph.tangents]
+            self.add_outside_after_backward(previous, call.before_backward, handed)
+            self.before_backward[index] = self.after_backwards[-1]
+        self.spans[index] = (len(self.backward), len(call.graph.backward))
+        self.backward.extend(self.node_at[index] + n for n in call.graph.backward)
 
-    def _outside(self, gap: Gap, read: list[int], handed: list[int], order: list[int], direction: Direction) -> int:
+    def add_outside_after_backward(self, index: int, gap: Gap, handed: Sequence[int] = ()) -> None:
+        """Add outside code that reads the gradients which a backward has left to it."""
+        call = self.calls[index]
+        read = [self.tensor_at[index] + t for t in (*call.passed_on, *call.outlasting)]
+        self.after_backwards.append(self._outside(gap, read, handed, self.backward, Direction.BACKWARD))
+
+    def _outside(self, gap: Gap, read: list[int], handed: Sequence[int], order: list[int], direction: Direction) -> int:
         """Reserve a place in an order, and return it; the node itself is appended at the end."""
         self.outside.append((gap, read, handed, direction))
         order.append(-len(self.outside))
         return order[-1]
 
-    def finish(self, backward_order: tuple[int, ...], spans: dict[int, tuple[int, int]]) -> Step:
+    def finish(self, backward_order: tuple[int, ...]) -> Step:
         """Append the outside nodes, last, so that no call's indices depend on them."""
         number = {-i: self._append_outside(*outside) for i, outside in enumerate(self.outside, start=1)}
-        turn = number[self.forward[-1]]
         beginning = self._append_beginning(number[self.stale_until], number.get(self.left_until))
         after_forward = [number[outside] for outside in self.after_forward]
         self._give_back_between_forwards(beginning, after_forward)
         for index, outside in zip(backward_order, self.after_backwards, strict=True):
             holders = [*reversed(after_forward[:index]), beginning]
             self._give_back(self.calls[index].released_bytes, holders, number[outside])
-        for call in self.calls:
-            self._let_linger(call, turn, [number[reader] for reader in self.after_backwards])
+        self._let_linger(number[self.forward[-1]], [number[reader] for reader in self.after_backwards])
         before_backward = {index: number[outside] for index, outside in self.before_backward.items()}
         self._give_back_between_backwards(beginning, after_forward, before_backward)
         last, end = backward_order[0], self.calls[-1]
@@ -358,7 +398,7 @@ class _Merger:
             if t not in call.passed_on or i == backward_order[-1]
         ]
         graph = Graph(
-            nodes=tuple(merged.node for merged in self.nodes),
+            nodes=tuple(self.nodes),
             tensors=tuple(self.tensors),
             storages=tuple(self.storages),
             forward=tuple(number.get(n, n) for n in self.forward),
@@ -370,13 +410,11 @@ class _Merger:
             held=tuple(dict.fromkeys(self.held)),
             retained=tuple(self.retained),
         )
-        saved_bytes = taken_bytes(graph)
-        workspaces = tuple(merged.workspace_bytes - saved_bytes.get(i, 0) for i, merged in enumerate(self.nodes))
-        times = tuple(m.time_ms for m in self.nodes)
-        owners = tuple(merged.owner for merged in self.nodes)
-        profile = Profile(times, workspaces, self.calls[0].profile.device, self.calls[0].profile.link)
-        calls = range(len(self.calls))
-        return Step(graph, profile, owners, tuple(spans[i] for i in calls), tuple(self.storage_at))
+        saved_bytes, (times, workspaces) = taken_bytes(graph), zip(*self.costs, strict=True)
+        workspaces = tuple(size - saved_bytes.get(node, 0) for node, size in enumerate(workspaces))
+        profile = replace(self.calls[0].profile, time_ms=times, workspace_bytes=workspaces)
+        spans = tuple(self.spans[call] for call in range(len(self.calls)))
+        return Step(graph, profile, tuple(self.owners), spans, tuple(self.storage_at))
 
     def _append_beginning(self, stale_until: int, left_until: int | None) -> int:
         """Begin with values that outside code makes before the first forward, and with those of the step before."""
@@ -387,12 +425,13 @@ class _Merger:
         self.forward.insert(0, node)
         return node
 
-    def _let_linger(self, call: Call, turn: int, readers: Sequence[int]) -> None:
+    def _let_linger(self, turn: int, readers: Sequence[int]) -> None:
         """Place the outputs that outside code holds beyond the forward in storages of their own."""
-        storages = {call.graph.tensors[t].storage: ended for t, ended in call.lingering}
-        for storage, ended in storages.items():
-            if storage is not None:
-                self._hold_between("lingering", call.graph.sizes[storage], turn, readers[ended - 1])
+        for call in self.calls:
+            storages = {call.graph.tensors[t].storage: ended for t, ended in call.lingering}
+            for storage, ended in storages.items():
+                if storage is not None:
+                    self._hold_between("lingering", call.graph.sizes[storage], turn, readers[ended - 1])
 
     def _give_back_between_forwards(self, beginning: int, outside: Sequence[int]) -> None:
         """Free bytes at a later forward that outside code holds after a forward, or before the first.
@@ -411,8 +450,7 @@ class _Merger:
 
         These are first the bytes held since the forward of the same call, as a loss in the middle of a model does, and
         then those held for the shortest time: FSDP2 gathers a unit's parameters before the backward of the unit, and
-        frees them before the next unit's. The arguments are the outside nodes before the first forward, after each
-        forward, and before each backward but the first, by call, in the order in which they run.
+        frees them before the next unit's.
         """
         earlier = [beginning, *outside]
         for index, giver in before.items():
@@ -436,11 +474,10 @@ class _Merger:
         tensor = len(self.tensors)
         self.tensors.append(Tensor(name, len(self.storages), (size_bytes,), "uint8", producer))
         self.storages.append(Storage(size_bytes, StorageKind.ACTIVATION))
-        made, read = self.nodes[producer], self.nodes[reader]
-        self.nodes[producer] = replace(made, node=replace(made.node, outputs=(*made.node.outputs, tensor)))
-        self.nodes[reader] = replace(read, node=replace(read.node, inputs=(*read.node.inputs, tensor)))
+        self.nodes[producer] = replace(self.nodes[producer], outputs=(*self.nodes[producer].outputs, tensor))
+        self.nodes[reader] = replace(self.nodes[reader], inputs=(*self.nodes[reader].inputs, tensor))
 
-    def _append_outside(self, gap: Gap, read: list[int], handed: list[int], direction: Direction) -> int:
+    def _append_outside(self, gap: Gap, read: list[int], handed: Sequence[int], direction: Direction) -> int:
         node, tensor, held_bytes = len(self.nodes), len(self.tensors), max(0, gap.held_bytes)
         kind = StorageKind.ACTIVATION if direction is Direction.FORWARD else StorageKind.GRADIENT
         self.tensors.append(Tensor("outside_held", len(self.storages), (held_bytes,), "uint8", node))
@@ -449,11 +486,13 @@ class _Merger:
         made = {self.tensors[t].storage for t in handed} if direction is Direction.BACKWARD else ()
         known_bytes = held_bytes + sum(self.storages[storage].size_bytes for storage in made if storage is not None)
         outputs = (*handed, tensor)
-        outside = Node(OUTSIDE, OUTSIDE, direction, tuple(dict.fromkeys(read)), outputs, OUTSIDE, is_random=True)
+        inputs = tuple(dict.fromkeys(read))
+        self.nodes.append(Node(OUTSIDE, OUTSIDE, direction, inputs, outputs, OUTSIDE, is_random=True))
+        self.owners.append(None)
         self.held.append(tensor)
         reused_bytes = 0  # of gradients that die in outside code, whose memory it may take for bytes that it holds
         if direction is Direction.BACKWARD and gap.held_bytes > 0:
             dying = {self.tensors[t].storage for t in read} - {self.tensors[t].storage for t in self.held}
             reused_bytes = sum(self.storages[s].size_bytes for s in dying if s is not None)
-        self.nodes.append(_MergedNode(outside, 0.0, max(gap.peak_bytes - known_bytes, -reused_bytes), None))
+        self.costs.append((0.0, max(gap.peak_bytes - known_bytes, -reused_bytes)))
         return node

@@ -21,7 +21,6 @@ from torch import fx
 
 from ..capturing.capture import Captured
 from ..records.expressions import LEAST_SAMPLES, Expression, NoTemplateError, Sizes, find_expression
-from ..records.same_code import difference
 from ..records.schedule import CopyOut, Schedule, lower
 from ..records.step import Decisions
 from ..rewriting.straight_line import Writer, compile_lines
@@ -51,7 +50,7 @@ class ProgramTemplate:
         if len(set(sizes)) < LEAST_SAMPLES:
             raise NoTemplateError(f"Expected the same code at {LEAST_SAMPLES} sizes or more, not at {sizes}")
         for size, captured in zip(sizes, samples, strict=True):
-            why = difference(samples[0].graph, captured.graph)
+            why = samples[0].graph.difference(captured.graph)
             if why is not None:
                 raise NoTemplateError(f"The code at the sizes {size} is not that at the sizes {sizes[0]}: {why}")
         self._sizes, self._proved = tuple(sizes), list[Sizes]()

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 
-from ..garbage import collecting_what_it_leaves
+from ..housekeeping import collecting_what_it_leaves
 from ..planning.headroom import Room
 from ..planning.ladder import Ladder, Loss
 from ..planning.solvers import Problem, SolveOptions, smallest_budget
 from ..records.costs import step_time_ms
-from ..records.outline import SizedStep
 from ..records.schedule import keep_all
+from ..records.step import Step
 from ..signatures.recorded_step import RecordedStep
 from .plan_maker import PlanMaker
 from .planned_model import PlannedModel
@@ -40,19 +40,19 @@ class Ladders:
     def __init__(self, model: PlannedModel, maker: PlanMaker) -> None:
         self._model, self._maker = model, maker
 
-    def find(self, ladder: StepLadder, sized: SizedStep, room: Room) -> None:
+    def find(self, ladder: StepLadder, step: Step, room: Room) -> None:
         """Solve decisions for a step that nothing fits so far, unless the same was tried in no less room.
 
         They leave some of the room, so that somewhat larger steps may run by them too.
 
         Args:
             ladder: The decisions for its code, which take them.
-            sized: The step.
+            step: The step.
             room: How many bytes it has.
         """
-        step, limit_bytes = sized.step, room.solved_bytes
-        share = room.step_bytes / max(1, sized.peak_bytes(keep_all(step.graph)))
-        fitting = (decisions for decisions in ladder.decisions if sized.peak_bytes(decisions) <= limit_bytes)
+        limit_bytes = room.solved_bytes
+        share = room.step_bytes / max(1, step.peak_bytes(keep_all(step.graph)))
+        fitting = (decisions for decisions in ladder.decisions if step.peak_bytes(decisions) <= limit_bytes)
         if share <= ladder.least_share or next(fitting, None) is not None:
             return  # what fits does so only without what has run
         log.debug("searching for the least memory at all sizes")
@@ -60,11 +60,11 @@ class Ladders:
             limits = SolveOptions(self._model.options.plan.time_limit_s, progress=self._maker.progress(step))
             least = smallest_budget(Problem(step.graph, step.profile, limit_bytes, limits))
             leaving_some = Room(room.budget, int(HEADROOM * room.step_bytes))
-            if sized.peak_bytes(least.recompute) < leaving_some.step_bytes and self._model.has_place:
+            if step.peak_bytes(least.recompute) < leaving_some.step_bytes and self._model.has_place:
                 ladder.rungs.append(self._maker.decide(step, leaving_some, LIMIT_S).recompute)
                 return
         ladder.least = least.recompute
-        if sized.peak_bytes(ladder.least) > limit_bytes:
+        if step.peak_bytes(ladder.least) > limit_bytes:
             ladder.least_share = share
 
     def step_ended(self, loss: StepLoss) -> bool:

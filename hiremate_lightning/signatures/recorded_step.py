@@ -8,7 +8,7 @@ from functools import cached_property
 
 from ..calls.given import ModuleCall
 from ..capturing.capture import Captured
-from ..latest import Latest
+from ..housekeeping import Latest
 from ..measuring.resident import Resident
 from ..memory.allocator import in_blocks
 from ..planning.headroom import Room
@@ -16,7 +16,6 @@ from ..planning.solvers.base import Strategy
 from ..records.costs import Profile
 from ..records.graph import Graph, StorageKind
 from ..records.resizing import Sample
-from ..records.same_code import at_size, is_no_larger
 from ..records.schedule import Schedule
 from ..records.step import Call, Decisions, Step, holding, merge
 from ..running.execution import Part
@@ -163,7 +162,7 @@ class RecordedStep:
         """
         calls = list(self.calls)
         for index, captured in enumerate(begun):
-            call = at_size(calls[index].call, *as_run(index, calls[index].missing))
+            call = calls[index].call.at_size(*as_run(index, calls[index].missing))
             if call is None:
                 return None
             calls[index] = replace(calls[index], call=call, captured=captured)
@@ -172,7 +171,7 @@ class RecordedStep:
     def is_no_smaller(self, begun: Sequence[Captured]) -> bool:
         """Whether its first calls are nowhere smaller than these, of the same code."""
         pairs = zip(begun, self.calls, strict=False)
-        return all(is_no_larger(captured.graph, call.captured.graph) for captured, call in pairs)
+        return all(captured.graph.is_no_larger(call.captured.graph) for captured, call in pairs)
 
     def bytes_from(self, call: int) -> int:
         """Add up the bytes of all values of a call and those after it."""

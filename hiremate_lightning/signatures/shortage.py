@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..measuring.resident import Resident
 from ..measuring.resident_memory import ResidentMemory
-from ..planning.outcome import AT_LEAST, Short
+from ..planning.headroom import AT_LEAST, Short
 
 HELD_STEPS = 8  # that may run above a budget, to see what others need
 SILENT_STEPS = 2  # of them, after which it is said: mostly the error comes before

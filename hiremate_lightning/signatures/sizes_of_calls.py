@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..capturing.capture import Captured
-from ..latest import Latest
+from ..housekeeping import Latest
 from ..records.costs import Profile
 from ..records.expressions import LEAST_SAMPLES, NoTemplateError, Sizes, find_expression, vary_alone
 

@@ -23,15 +23,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..calls.refusals import refuse
+from ..calls.slots import refuse
 from ..errors import BudgetError, ConfigurationError, HiRemateWarning
 from ..memory.allocator import allocated_bytes
 from ..memory.metering import MemoryMeter
 from ..options import SessionOptions, SizeOptions, make_options, make_size_options
 from ..out_of_memory import InfeasibleBudgetError
+from ..records.expressions import Line
 from ..records.graph import OUTSIDE, Graph
-from ..records.same_code import difference
-from ..records.sized_numbers import Line
 from ..reporting.report import Reporter
 from ..targets.candidates import Target
 from ..targets.modules import Targets, targets_of
@@ -282,7 +281,7 @@ class SizeFinder:
 
     def _difference(self, first: int, second: int) -> str | None:
         """Describe where the steps at two sizes are not the same graph, here or on another rank; None for nowhere."""
-        words = difference(self._graph(first), self._graph(second))
+        words = self._graph(first).difference(self._graph(second))
         return None if self._agree(words is None) else words or "on another rank"
 
     def _graph(self, size: int) -> Graph:

@@ -15,14 +15,12 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from ..options import Objective
-from ..planning.headroom import Room
-from ..planning.outcome import unless_short
+from ..planning.headroom import Room, unless_short
 from ..planning.plan import Plan, PlanOptions
 from ..planning.planner import make_plan
 from ..planning.solvers import UNLIMITED, Problem, Solution, smallest_budget
+from ..records.expressions import Line, on_line
 from ..records.graph_template import GraphTemplate
-from ..records.outline import Outline, SizedStep
-from ..records.sized_numbers import FittedLines, Line
 from ..records.step import Decisions, Step
 from ..units import Budget
 
@@ -102,19 +100,17 @@ class Forecast:
         """Refit the step from its samples, the largest one first."""
         sizes = sorted(self.samples, reverse=True)
         costed = [(self.samples[size].graph, self.samples[size].profile) for size in sizes]
-        self._template, self._base = GraphTemplate(costed, FittedLines(sizes), self.block_bytes), self.samples[sizes[0]]
-        self._outline, self._sized = Outline(self._base), dict[int, SizedStep]()
+        self._template = GraphTemplate(costed, [(size,) for size in sizes], on_line, self.block_bytes)
+        self._base = self.samples[sizes[0]]
+        self._steps = {size: replace(step, replays=self._base.replays) for size, step in self.samples.items()}
         self._rungs: list[Decisions] = [least_memory(self._base).recompute]
 
-    def at(self, size: int) -> SizedStep:
+    def at(self, size: int) -> Step:
         """Return the step at a size; at the size of a sample, that sample."""
-        if size not in self._sized:
-            step = self.samples.get(size)
-            if step is None:
-                graph, profile = self._template.at((size,))
-                step = replace(self._base, graph=graph, profile=profile)
-            self._sized[size] = SizedStep(step, self._outline)
-        return self._sized[size]
+        if size not in self._steps:
+            graph, profile = self._template.at((size,))
+            self._steps[size] = replace(self._base, graph=graph, profile=profile)
+        return self._steps[size]
 
     def least_bytes(self, size: int) -> int:
         """Return the smallest peak at a size by decisions that are known; that of validation where it is larger."""
@@ -141,7 +137,7 @@ class Forecast:
         sizes = range(1, high + 1)
         size, before = bisect_right(sizes, self.limit_bytes, key=self.least_bytes), -1
         while size > before:
-            self._rungs.append(least_memory(self.at(max(1, size)).step).recompute)
+            self._rungs.append(least_memory(self.at(max(1, size))).recompute)
             size, before = bisect_right(sizes, self.limit_bytes, key=self.least_bytes), size
         return size
 
@@ -153,7 +149,7 @@ class Forecast:
 
     def _plan(self, size: int, budget_bytes: int) -> Plan:
         room = Room(Budget(size_bytes=budget_bytes), budget_bytes, self.resident.whole(size))
-        return unless_short(make_plan(self.at(size).step, room, self.options, target=str(size)))
+        return unless_short(make_plan(self.at(size), room, self.options, target=str(size)))
 
     def enough_bytes(self, size: int, max_overhead: float) -> int:
         """Return a budget under which a plan fits at a size and takes no more overhead, near the least such one."""

@@ -20,10 +20,8 @@ from ..measuring.resident_memory import ResidentMemory
 from ..memory.allocator import free_bytes
 from ..memory.metering import measure_peak
 from ..options import SessionOptions
-from ..planning.headroom import resolve
-from ..planning.outcome import unless_short
+from ..planning.headroom import resolve, unless_short
 from ..planning.plan import Plan
-from ..records.same_code import difference
 from ..records.step import Call, Step, merge
 from ..sessions.session import Session
 from ..targets.modules import Targets
@@ -155,7 +153,7 @@ class SizeRunner:
     def alike(self) -> dict[int, RealStep]:
         """Return what has run the same graph as the latest step, by size, ascending."""
         latest = list(self.seen.values())[-1].step.graph
-        return {n: real for n, real in sorted(self.seen.items()) if difference(real.step.graph, latest) is None}
+        return {n: real for n, real in sorted(self.seen.items()) if real.step.graph.difference(latest) is None}
 
     @contextmanager
     def trial(self, budget_bytes: int, on_infeasible: str, max_plans: int) -> Iterator[TrialSteps]:

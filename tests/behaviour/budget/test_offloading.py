@@ -19,7 +19,7 @@ from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.records.costs import Link
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.testing import fixed_costs, plans
-from tests.exact import assert_same, network
+from tests.exact import assert_same, network, take_steps
 from tests.training import build
 
 FAST, SLOW = Link(1e9, 1e9), Link(1.0, 1.0)  # bytes a millisecond
@@ -243,9 +243,7 @@ def test_on_a_cpu_it_does_nothing_and_says_so_once():
     module = hiremate(wide(), "60%", verbose=False, offload="auto")
 
     def train() -> None:
-        for _ in range(3):
-            module(rows(256)).square().mean().backward()
-            module.zero_grad()
+        take_steps(module, lambda _: rows(256), 3, clears="end")
 
     with pytest.warns(HiRemateWarning, match=r"offload='auto' does nothing here: the model is on cpu") as said:
         train()

@@ -7,13 +7,11 @@ from dataclasses import replace
 import pytest
 
 from hiremate_lightning.records.costs import Profile
-from hiremate_lightning.records.expressions import NoTemplateError
+from hiremate_lightning.records.expressions import NoTemplateError, on_line
 from hiremate_lightning.records.graph import Direction, Graph, Node, Storage, StorageKind, Tensor
 from hiremate_lightning.records.graph_template import GraphTemplate
-from hiremate_lightning.records.same_code import difference
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.simulation import simulate
-from hiremate_lightning.records.sized_numbers import Expressions, FittedLines
 from tests.tiny import Builder, chain, shaped, transformer
 
 SIZES = [(5,), (9,), (13,)]
@@ -35,7 +33,7 @@ def step_at(length: int, workspace_bytes: int | None = None) -> tuple[Graph, Pro
 
 
 def test_shapes_and_bytes_are_exact_at_sizes_never_traced():
-    graph, profile = GraphTemplate([step_at(length) for (length,) in SIZES], Expressions(SIZES)).at((101,))
+    graph, profile = GraphTemplate([step_at(length) for (length,) in SIZES], SIZES).at((101,))
     expected, costs = step_at(101)
     assert [tensor.shape for tensor in graph.tensors] == [tensor.shape for tensor in expected.tensors]
     assert graph.storages == expected.storages
@@ -45,7 +43,7 @@ def test_shapes_and_bytes_are_exact_at_sizes_never_traced():
 
 
 def test_traced_sizes_are_as_they_were_traced():
-    graph, profile = GraphTemplate([step_at(length) for (length,) in SIZES], Expressions(SIZES)).at((9,))
+    graph, profile = GraphTemplate([step_at(length) for (length,) in SIZES], SIZES).at((9,))
     expected, costs = step_at(9)
     assert (graph.tensors, graph.storages, profile) == (expected.tensors, expected.storages, costs)
 
@@ -53,7 +51,7 @@ def test_traced_sizes_are_as_they_were_traced():
 def test_a_workspace_without_expression_is_bounded_from_above():
     """No larger than the most of the samples where the operation is not, and else by the largest ratio to its work."""
     samples = [step_at(5, 100), step_at(9, 700), step_at(13, 300)]
-    template = GraphTemplate(samples, Expressions(SIZES))
+    template = GraphTemplate(samples, SIZES)
     elements = [2 * 4 * length + length * length for length in (9, 101)]
     assert template.at((7,))[1].workspace_bytes[1] == 700
     assert template.at((101,))[1].workspace_bytes[1] == -(-700 * elements[1] // elements[0])
@@ -64,7 +62,7 @@ def test_a_shape_without_expression_means_no_template():
     graph, profile = samples[1]
     odd = replace(graph, tensors=(replace(graph.tensors[0], shape=(9, 5)), *graph.tensors[1:]))
     with pytest.raises(NoTemplateError, match="no expression"):
-        GraphTemplate([samples[0], (odd, profile), samples[2]], Expressions(SIZES))
+        GraphTemplate([samples[0], (odd, profile), samples[2]], SIZES)
 
 
 def test_other_code_at_another_size_means_no_template():
@@ -72,14 +70,14 @@ def test_other_code_at_another_size_means_no_template():
     graph, profile = samples[2]
     other = replace(graph, nodes=(replace(graph.nodes[0], op="bmm"), graph.nodes[1]))
     with pytest.raises(NoTemplateError, match="not the same graph"):
-        GraphTemplate([*samples[:2], (other, profile)], Expressions(SIZES))
+        GraphTemplate([*samples[:2], (other, profile)], SIZES)
 
 
 # ---------------------------------------------------------------- near, along one size, by lines
 
 
 def on_lines(samples: dict[int, tuple[Graph, Profile]], block_bytes: int = 1) -> GraphTemplate:
-    return GraphTemplate(list(samples.values()), FittedLines(list(samples)), block_bytes)
+    return GraphTemplate(list(samples.values()), [(size,) for size in samples], on_line, block_bytes)
 
 
 @pytest.mark.parametrize("build", [lambda n: chain(4, 100 * n), lambda n: transformer(2, size=64 * n)])
@@ -164,6 +162,6 @@ def test_graphs_of_another_operation_are_refused_by_its_name():
     nodes[1] = replace(nodes[1], op="tiny.other", module="net.1")
     other = replace(graph, nodes=tuple(nodes))
 
-    assert difference(graph, graph) is None
+    assert graph.difference(graph) is None
     with pytest.raises(NoTemplateError, match=r"sizes 2 and 4 .* node a1 \(tiny.a1\) is a1 \(tiny.other\) there"):
         on_lines({2: (graph, profile), 4: (other, profile)})

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from hiremate_lightning.records.graph import StorageKind
-from hiremate_lightning.records.same_code import at_size, difference
 from hiremate_lightning.records.step import Call, Gap, GapPart
 from tests.tiny import chain, shaped
 
@@ -17,15 +16,15 @@ def test_a_step_is_foreseen_at_another_size_with_the_outside_as_it_grows():
     gap, stage = Gap(10, 101), GapPart((), 7)
     call = Call(shaped(graph, (6, 10)), profile, before_deaths=(stage,), after_forward=gap, before_backward=gap)
 
-    larger = at_size(call, shaped(graph, (6, 15)), profile)
+    larger = call.at_size(shaped(graph, (6, 15)), profile)
     assert larger.graph == shaped(graph, (6, 15))
     assert (larger.after_forward, larger.before_backward, larger.before_forward) == (Gap(15, 152), Gap(15, 152), Gap())
     assert larger.before_deaths == (GapPart((), 11),)
 
-    smaller = at_size(call, shaped(graph, (6, 5)), profile)
+    smaller = call.at_size(shaped(graph, (6, 5)), profile)
     assert (smaller.after_forward, smaller.before_deaths) == (gap, (stage,))
 
-    assert at_size(call, *chain(4)) is None
+    assert call.at_size(*chain(4)) is None
 
 
 def test_code_has_one_number_at_all_sizes():
@@ -46,7 +45,7 @@ def test_any_difference_but_of_sizes_is_found(change):
         "order": replace(graph, backward=tuple(reversed(graph.backward))),
     }[change]
 
-    assert difference(graph, other) is not None
+    assert graph.difference(other) is not None
     assert graph.code != other.code
 
 
@@ -54,5 +53,5 @@ def test_names_do_not_count_as_a_difference():
     graph, _ = chain(3)
     renamed = replace(graph, nodes=tuple(replace(n, name=f"{n.name}_7") for n in graph.nodes))
 
-    assert difference(graph, renamed) is None
+    assert graph.difference(renamed) is None
     assert graph.code == renamed.code

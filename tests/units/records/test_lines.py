@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hiremate_lightning.records.sized_numbers import Line
+from hiremate_lightning.records.expressions import Line
 
 whole = st.integers(0, 10**9)
 

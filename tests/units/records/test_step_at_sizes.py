@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from hiremate_lightning.housekeeping import Latest
 from hiremate_lightning.planning.solvers.base import Problem, replay
-from hiremate_lightning.planning.solvers.decisions import decisions
-from hiremate_lightning.planning.solvers.model import StepModel
+from hiremate_lightning.planning.solvers.model import StepModel, decisions
 from hiremate_lightning.records.graph import Graph
-from hiremate_lightning.records.outline import Outlines
 from hiremate_lightning.records.schedule import keep_all
+from hiremate_lightning.records.simulation import simulate_plain
 from hiremate_lightning.records.step import Call, Gap, Step, merge
 from tests.helpers import lazy_rows, random_graph
 from tests.units.records.test_step import two_calls
@@ -28,14 +28,14 @@ def at_other_size(call: Call, times: int) -> Call:
     )
 
 
-def check_peaks(outlines: Outlines, step: Step, candidates: list, code: str) -> None:
+def check_peaks(replays: Latest, step: Step, candidates: list, code: str) -> None:
     problem = Problem(step.graph, step.profile, 0)
-    sized = outlines.at_size(step, [code])
+    sized = step.sharing([code], replays)
     for candidate in candidates:
         simulation = replay(problem, candidate)
         assert sized.peak_bytes(candidate) == simulation.peak_bytes
         assert sized.again_ms(candidate) == pytest.approx(simulation.recompute_ms)
-    assert sized.plain_bytes == step.plain_bytes
+    assert sized.plain_bytes == simulate_plain(step.graph, step.profile).peak_bytes
 
 
 def some_decisions(graph: Graph, step: Step) -> list:
@@ -47,30 +47,32 @@ def some_decisions(graph: Graph, step: Step) -> list:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_peaks_at_other_sizes_are_those_of_the_simulator(seed):
-    call, outlines = Call(*random_graph(seed)), Outlines()
+    call, replays = Call(*random_graph(seed)), Latest(16)
     steps = [merge([at_other_size(call, times)], [0]) for times in (1, 3, 2)]
     candidates = some_decisions(steps[0].graph, steps[0])
     for step in steps:
-        check_peaks(outlines, step, candidates, "code")
+        check_peaks(replays, step, candidates, "code")
 
 
 def test_calls_that_hand_on_gradients_have_exact_peaks_too():
-    outlines = Outlines()
+    replays = Latest(16)
     for size in (100, 300):
         step = merge(two_calls(size=size, gap_between_backwards=Gap(size, 2 * size)), [1, 0])
-        check_peaks(outlines, step, [keep_all(step.graph)], "code")
+        check_peaks(replays, step, [keep_all(step.graph)], "code")
 
 
-def test_other_code_of_the_same_orders_has_its_own_outline():
-    step, outlines = merge([Call(*random_graph(0))], [0]), Outlines()
-    assert outlines.at_size(step, ["one"]).outline is outlines.at_size(step, ["one"]).outline
-    assert outlines.at_size(step, ["one"]).outline is not outlines.at_size(step, ["other"]).outline
+def test_other_code_of_the_same_orders_has_replays_of_its_own():
+    first, second, other = (merge([Call(*random_graph(0))], [0]) for _ in range(3))
+    known = Latest(16)
+    assert first.sharing(["one"], known).replays is second.sharing(["one"], known).replays
+    assert first.sharing(["one"], known).replays is not other.sharing(["other"], known).replays
+    assert first.sharing([None], known) is first
 
 
-def test_what_is_held_outside_makes_another_outline():
+def test_what_is_held_outside_means_other_replays():
     """Gradients that exist before a step die in it at once: the same calls take other memory then."""
     graph, profile = random_graph(1)
-    outlines = Outlines()
+    known = Latest(16)
     steps = [merge([Call(replace(graph, gradients=gradients), profile)], [0]) for gradients in (graph.gradients, ())]
-    one, other = (outlines.at_size(step, ["code"]) for step in steps)
-    assert one.outline is not other.outline
+    one, other = (step.sharing(["code"], known) for step in steps)
+    assert one.replays is not other.replays
