@@ -270,12 +270,7 @@ def all_numbers(plan: Plan) -> dict[str, Any]:
 
 
 def plan_metrics(plan: Plan, plans: int = 1) -> dict[str, float]:
-    """Return bytes, ratios and seconds by name; what was not measured yet is left out.
-
-    Args:
-        plan: A plan.
-        plans: How many plans there are, one for each step signature.
-    """
+    """Return bytes, ratios and seconds of one of some plans, by name; what was not measured yet is left out."""
     numbers = plan.to_dict()
     metrics = {name: numbers[name] for name in METRICS}
     metrics |= {"planning_s": sum(numbers["planning"].values()), "plans": plans}
