@@ -37,7 +37,7 @@ from ..records.step import Call, Step, merge
 from ..running.accumulation import Leaves
 from ..running.execution import Conductor, Part
 from ..running.program import Program, build
-from ..torch_private import dynamo, questions, sharding, tensor_state
+from ..torch_private import dynamo, readings, sharding, tensor_state
 from .factory import ModelCall, Workload, build_on_fakes, same_tensors
 from .without_device import ONE, CountingMeter, Layout, Rates, on_gpu, planned_paths, with_gpu_attention
 
@@ -297,9 +297,9 @@ def capture_offline(workload: Workload, options: OfflineOptions, size: int | Non
     capture_opaque()
     try:
         try:
-            return _capture(workload, options, size, questions.as_in_eager)
+            return _capture(workload, options, size, readings.as_in_eager)
         except tensor_state.DATA_DEPENDENT:
-            return _capture(workload, options, size, questions.as_compiled)
+            return _capture(workload, options, size, readings.as_compiled)
     except tensor_state.DATA_DEPENDENT as error:
         raise CaptureError(
             f"The step of {workload.name} depends on values of its tensors{place_of(error)}, which are not there "

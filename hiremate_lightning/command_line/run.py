@@ -152,7 +152,7 @@ def _run(asked: argparse.Namespace, command: Sequence[str], ends_process: bool) 
     from ..integrations.any_script import Finder  # loads torch, which help and mistakes need not
 
     target = asked.target.split(",") if asked.target else None
-    page = None if asked.html is None else asked.html.absolute()  # the script may change the folder
+    page = None if asked.html is None else str(asked.html.absolute())  # the script may change the folder
     more = {} if page is None else {"more": f"{page}, at the end"}
     finder = Finder(budget, target, options, is_dry=asked.dry_run, say=_say, **more)
     numbers = asked.json if asked.json in (None, "-") else str(Path(asked.json).absolute())
@@ -193,7 +193,7 @@ def _say(line: str) -> None:
         sys.stderr.flush()
 
 
-def _show(finder: Finder, page: Path | None, numbers: str | None) -> None:
+def _show(finder: Finder, page: str | None, numbers: str | None) -> None:
     """Say at the end what was planned, or why nothing was; write the page and the numbers that were asked for."""
     from ..reporting.report import is_rank_zero
 
@@ -213,9 +213,10 @@ def _show(finder: Finder, page: Path | None, numbers: str | None) -> None:
         _say(f"stopped by --dry-run after {seen.updates} updates of the weights")
 
 
-def _write_pages(page: Path, finder: Finder) -> None:
+def _write_pages(target: str, finder: Finder) -> None:
     from ..reporting.html_report import write_html
 
+    page = Path(target)
     plans = [trained.plan for trained in finder.trained if trained.plan is not None]
     if not plans:
         _say(f"{page} is not written: there is no plan")

@@ -25,9 +25,8 @@ import torch.distributed
 from torch import nn
 
 from ..api import FABRIC_WRAPPER, hiremate, inside_wrappers
-from ..calls.refusals import refuse
 from ..calls.replaced import CompiledCall, take_checkpoints
-from ..calls.slots import is_ours
+from ..calls.slots import is_ours, refuse
 from ..errors import ConfigurationError, HiRemateError
 from ..planning.plan import Plan
 from ..sessions.session import Session

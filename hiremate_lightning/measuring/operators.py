@@ -21,11 +21,11 @@ from torch import fx
 
 from ..capturing.capture import Captured
 from ..memory.metering import undisturbed
-from ..rewriting.finishing import Finish
 from ..rewriting.joint import CALLS_AN_OPERATOR, TRITON, attribute_of, is_part, name_of
 from ..rewriting.kernels import as_eager
+from ..rewriting.overwriting import Finish
 from ..rewriting.replays import call_of, is_state, state_arguments
-from ..torch_private import aot, foreign_code, tensor_state
+from ..torch_private import aot, operators, tensor_state
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -252,9 +252,9 @@ def _log_once(captured: Captured, nodes: Sequence[int], why: str) -> None:
 
 def _may_read_variables(node: fx.Node, recomputable: Collection[str]) -> bool:
     operator = _operator_of(node)
-    name = foreign_code.name_of(operator)
+    name = operators.name_of(operator)
     is_known = name in recomputable or name.startswith(_KERNELS_OF_USERS)
-    return foreign_code.has_python_code(operator) and not is_known
+    return operators.has_python_code(operator) and not is_known
 
 
 def _operator_of(node: fx.Node) -> Any:

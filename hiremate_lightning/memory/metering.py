@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import torch
 
-from ..torch_private import backward_pass, host_events, tensor_state
+from ..torch_private import backward_pass, runtime, tensor_state
 
 REST = 99  # `Between` rests for this many times the duration of its last look: looks take 1 % of the time
 
@@ -39,14 +39,10 @@ class Interval:
 
 
 class LiveBytes:
-    """Live bytes, and their peaks between marks, as an allocator's events come.
-
-    Attributes:
-        intervals: One for each mark.
-    """
+    """Live bytes, and their peaks between marks, as an allocator's events come."""
 
     def __init__(self) -> None:
-        self.intervals: list[Interval] = []
+        self.intervals: list[Interval] = []  # one for each mark
         self._live_bytes = 0
         self._releases: list[Any] = []  # marks to set at releases to come
 
@@ -104,9 +100,7 @@ class MemoryMeter:
     To start a meter while another runs pauses that one until the inner meter stops: what happens in between does not
     count there. On a CPU all of a thread end where another profiler begins.
 
-    Args:
-        device: The device: on a CPU only what the current thread allocates counts.
-        is_read: Whether anybody reads the intervals.
+    Nobody reads the intervals of a meter that only covers others (`is_read=False`).
 
     Attributes:
         intervals: One for each mark, complete when the measurement has ended.
@@ -132,7 +126,7 @@ class MemoryMeter:
         # A profiler that begins or ends inside of a backward does so until its end: autograd restores its state.
         if backward_pass.is_running():
             return False
-        return MemoryMeter.is_running(device) or not host_events.profiler_is_running()
+        return MemoryMeter.is_running(device) or not runtime.profiler_is_running()
 
     @staticmethod
     def is_running(device: torch.device) -> bool:
@@ -188,10 +182,7 @@ class MemoryMeter:
             self.lost_marks = True
 
     def mark_release(self, label: Any) -> None:
-        """Begin a new interval as soon as something has been released; on CUDA, where nobody tells of it, at once.
-
-        While the meter is paused, nothing.
-        """
+        """Begin a new interval as soon as something is released; on CUDA, where nobody tells of it, at once."""
         if self.is_counting:
             self._means.mark_release(label)
 
@@ -235,7 +226,7 @@ class _HostEvents:
         self.intervals = self._live.intervals
 
     def resume(self) -> None:
-        host_events.start(self._give_way)
+        runtime.start_recording(self._give_way)
 
     def mark(self, label: Any) -> None:
         self._put(self._live.mark, label)
@@ -245,13 +236,13 @@ class _HostEvents:
 
     def _put(self, begin: Callable[[Any], None], label: Any) -> None:
         self._marks.append((begin, label))
-        host_events.mark(str(len(self._marks) - 1))
+        runtime.mark(str(len(self._marks) - 1))
 
     def pause(self) -> None:
         if not self._is_read:
-            host_events.drop()
+            runtime.drop_recording()
             return
-        for name, size in host_events.stop():
+        for name, size in runtime.stop_recording():
             if name:
                 begin, label = self._marks[int(name)]
                 begin(label)
@@ -367,10 +358,7 @@ class Between:
 
 
 class DevicePeak:
-    """Reads the peak of a step on a GPU.
-
-    The user reads the same peak as ever, as long as nothing takes more than the planned steps.
-    """
+    """Reads the peak of a step on a GPU; the user's peak stays, as long as nothing takes more than planned steps."""
 
     def __init__(self) -> None:
         self._device: torch.device | None = None

@@ -35,7 +35,7 @@ from ..rewriting.joint import is_collective
 from ..running.execution import Part
 from ..running.program import Program
 from ..running.template import ProgramTemplate, is_proved_by_another, template_of
-from ..torch_private import autocasting, backward_pass, checkpoints, double_backward, hooks, tensor_state
+from ..torch_private import autocasting, backward_pass, captured_code, tensor_state
 from .differences import Difference, differences
 from .proof import Proof, ProofMemory, Proofs, Verdict, proof_memory
 from .segments import Observed, cut, keeping_little
@@ -91,8 +91,6 @@ class Prover:
     def prove(self, proof: Proof, arguments: Sequence[Any]) -> None:
         """Prove captured code that is about to run, as far as it is unproved and memory is free.
 
-        The arguments of that run stay as they are.
-
         Raises:
             NoTemplateError: If the code was made from traces of other sizes, and can't be proved.
         """
@@ -127,9 +125,9 @@ class Prover:
             return
         self._prove(proof, arguments)
         proof.written, proof.rests = written, False
-        if Verdict.REFUSED in (proof.forward, proof.backward):
+        if proof.is_refused:
             raise WrongTemplateError("Programs of sizes that were not traced fail, or give other numbers")
-        if Verdict.UNKNOWN not in (proof.forward, proof.backward):
+        if proof.is_known:
             template.proved_at(part.captured.sizes, proof.tried_without)
         elif template.is_proved_at(part.captured.sizes):  # where other gradients come; for these there is no memory
             template.proved_at(part.captured.sizes, part.ran_without)
@@ -152,9 +150,9 @@ class Prover:
             return
         sizes, smaller.part.ran_without = smaller.part.captured.sizes, part.ran_without
         self._prove(smaller, some, replace(template.at(sizes), protects=program.protects))
-        if Verdict.REFUSED in (smaller.forward, smaller.backward):
+        if smaller.is_refused:
             raise WrongTemplateError("Programs of sizes that were not traced fail, or give other numbers")
-        if Verdict.UNKNOWN not in (smaller.forward, smaller.backward):
+        if smaller.is_known:
             template.proved_at(sizes, smaller.tried_without)
             proof.forward, proof.backward, proof.rounded = smaller.forward, smaller.backward, smaller.rounded
 
@@ -186,17 +184,16 @@ class Prover:
                 proof.why_unproved = ""
                 with trying(part, program), autocasting.not_printed():
                     self._try(proof, arguments, memory, without, needs_numbers=made is not None)
-            if Verdict.UNKNOWN in (proof.forward, proof.backward):
+            if not proof.is_known:
                 proof.why_unproved = proof.why_unproved or "the budget leaves no memory to compute them in eager mode"
         self._conclude(proof, without)
 
     def _conclude(self, proof: Proof, without: frozenset[int] | None) -> None:
         """End the proof where all is known, or where it was tried often enough; other gradients may still come."""
         asked, runs = self._session.asked, proof.runs + 1
-        is_known = Verdict.UNKNOWN not in (proof.forward, proof.backward)
-        if Verdict.REFUSED in (proof.forward, proof.backward):
+        if proof.is_refused:
             proof.end()
-        elif (is_known and runs >= asked) or runs >= max(TRIES, asked):
+        elif (proof.is_known and runs >= asked) or runs >= max(TRIES, asked):
             self._say_unproved(proof)
             proof.rest(without)
 
@@ -225,7 +222,7 @@ class Prover:
     ) -> None:
         """Run the code in eager mode, then as captured, and compare; NaN may tell nothing."""
         assert proof.written is not None, "code is tried while it is proved"
-        written = hooks.without_bans(checkpoints.without(proof.written))
+        written = captured_code.without_bans(captured_code.without_checkpoints(proof.written))
         is_plain = memory is not None and memory.has_plain
         files = Files() if memory is not None and memory.needs_files else None
         constants = [*written.parameters(), *written.buffers()]
@@ -298,7 +295,7 @@ def _run_written(
 ) -> tuple[Trial, TrialOutcome]:
     """Run code in eager mode, with gradients where they fit; return the trial that did so."""
     is_plain = memory is not None and memory.has_plain
-    if not is_plain and double_backward.takes_gradients(written):  # by itself: it needs what it saves
+    if not is_plain and captured_code.takes_gradients(written):  # by itself: it needs what it saves
         trial = replace(trial, with_gradients=proof.part is not None)
         return _first_outcome(trial, offloading_saved(written), keeps_all=True)
     if memory is None or is_plain or proof.backward is not Verdict.UNKNOWN:
@@ -312,7 +309,8 @@ def _outcome_in_little_memory(
     """Run code in eager mode without gradients; then, where they fit so, with these in little memory."""
     observed = Observed(written)
     trial, expected = _first_outcome(trial, observed, tell=observed.wrote)
-    ways = cut(written, observed, memory.values_bytes), keeping_little(written, observed, memory.offloaded_bytes)
+    in_segments = cut(written, observed, memory.values_bytes, memory.can_offload)
+    ways = (in_segments, keeping_little(written, observed, memory.offloaded_bytes))
     for run in (way for way in ways if way is not None):
         try:
             outcome = replace(trial, with_gradients=True).run(run)

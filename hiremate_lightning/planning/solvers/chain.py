@@ -32,13 +32,10 @@ class ChainLink:
     """One link of a chain.
 
     Attributes:
-        nodes: Its forward nodes.
-        first: Forward position of the first of them.
+        nodes: Its forward nodes, from a position (first) on.
         input: Choices made before it that it, or a later link, reads in the forward.
         tape: Choices that it makes, in order.
-        own: Those of them that its own part of the backward reads.
-        begins: First position of its part of the backward.
-        ends: One past the last position of it.
+        own: Those of them that its own part of the backward reads, from `begins` to before `ends`.
     """
 
     nodes: tuple[int, ...]
@@ -247,7 +244,6 @@ class ChainBytes:
     """
 
     def __init__(self, model: StepModel, chain: Sequence[ChainLink]) -> None:
-        """Add up the bytes of a chain of a step."""
         self._model, self.chain = model, chain
         last, sizes = last_needs(model), model.sizes
         fixed_after = alive_bytes(((0, last.get(s, 0), sizes[s]) for s in model.fixed), len(model.reads) + 1)

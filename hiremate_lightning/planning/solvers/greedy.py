@@ -66,17 +66,9 @@ def largest(model: StepModel, storage: int, there: set[int]) -> float:
 def evict(
     model: StepModel, policy: Policy, limit_bytes: int, deadline: float, order: Order = cheapest
 ) -> Iterator[Replay]:
-    """Give up values at the peak, one after the other.
+    """Give up values at the peak, one after the other, until it is within a limit, or until a deadline of work.
 
-    Args:
-        model: The step.
-        policy: Where to start.
-        limit_bytes: Stop when the peak is within it.
-        deadline: Seconds of work at which to stop.
-        order: Which value to try first.
-
-    Yields:
-        Each policy on the way, the start included; the last one fits where any did.
+    Each policy on the way is yielded, the start included; the last one fits where any did.
     """
     current: Replay | None = model.replay(policy)
     for _ in range(4 * len(model.choices)):
@@ -154,11 +146,7 @@ def _around(model: StepModel, timeline: Timeline, storage: int, key: int) -> tup
 def keep_more(model: StepModel, start: Replay, limit_bytes: int | None, deadline: float) -> Replay:
     """Keep more values, and drop fewer, as long as the peak stays within the limit; the result is never slower.
 
-    Args:
-        model: The step.
-        start: Where to start; it fits.
-        limit_bytes: Most bytes at the peak; None for no more than it has, also where keeping something lowers it.
-        deadline: Seconds of work at which to stop.
+    Without a limit the peak may not grow, also where keeping something has lowered it.
     """
     current = start
     for storage, position in sorted(current.policy.drops):

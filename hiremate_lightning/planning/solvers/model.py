@@ -78,10 +78,6 @@ class StepModel(Choices):
         model.cost_ms = {node: max(times_ms[node], LEAST_MS) for node in self.makes}
         return model
 
-    def in_order(self, rows: Rows, position: int) -> Rows:
-        """Sort the nodes recomputed before a backward position as the forward runs them."""
-        return [*rows[:position], sorted(rows[position], key=self.order.__getitem__), *rows[position + 1 :]]
-
     @cached_property
     def keeping_all(self) -> Lazy:
         """The policy that keeps everything: other policies are replayed from it where none is nearer."""
@@ -135,10 +131,6 @@ class StepModel(Choices):
             node = timeline.rows[position][timeline.row_bytes(self, position).index(peak_bytes)]
         time_ms = timeline.recompute_ms
         return Replay(peak_bytes, time_ms, position, node, timeline, peaks, forward_position, forward_peak, lazy)
-
-    def row_bytes(self, rows: Rows, position: int) -> list[int]:
-        """Return the bytes while each value is recomputed before a backward position."""
-        return self._timeline(rows).row_bytes(self, position)
 
     def live_at(self, rows: Rows, positions: Iterable[int]) -> tuple[frozenset[int], dict[int, frozenset[int]]]:
         """Return the choices in memory at the turn, and while the nodes of some backward positions run."""

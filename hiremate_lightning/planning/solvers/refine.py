@@ -5,8 +5,7 @@ solution. Where that passes the budget, memory is checked from then on, and the 
 the best schedule there is, up to the gap of the solve, because the program is a relaxation. In between, solutions that
 don't fit are repaired by evictions, so that a schedule is at hand at any time, and the program starts from the best
 one. Where values recomputed one after the other before a single node pass the budget, memory is checked while each of
-them is recomputed: first in a way that holds for any order of them, then in the order of the forward, and from then on
-rounds no longer raise the bound.
+them is recomputed, in a way that holds for any order of them. Rounds end where nothing is left to check.
 
 The program of a large step takes a solver many seconds; with most variables fixed it takes tenths of a second. So a
 *neighbourhood* leaves most decisions of the best schedule as they are, and solves for the others. These change from
@@ -49,10 +48,10 @@ def refine(
     has_neighbourhoods: bool = False,
     reserve_s: float = 0.0,
 ) -> None:
-    """Run rounds until proof, time limit, or no more places to check.
+    """Run rounds until proof, time limit, or no more places to check, for a search to receive the solutions.
 
     Args:
-        search: Receives the solutions.
+        search: The search.
         checks: Where memory is checked in the first round; few places by default.
         restrict: Adds rows to each program; the bounds of a restricted program are not taken.
         has_neighbourhoods: Whether to improve the best schedule in neighbourhoods, between rounds that take long.
@@ -103,7 +102,7 @@ def _round(
         start=start,
         work=search.model.work,
     )
-    if restrict is None and not checks.in_order:
+    if restrict is None:
         if result.status is Status.INFEASIBLE:
             search.is_infeasible = search.best is None
         elif result.bound > 0:
@@ -128,17 +127,14 @@ class Neighbourhoods:
     """The neighbourhoods of the best schedule, in a program that grows with the places where memory is checked."""
 
     def __init__(self, search: Search) -> None:
-        """Begin with nothing; the search receives the solutions."""
         self._search, self._draw, self._share = search, random.Random(0), SHARE
         self._checks: Checks | None = None
         self._turn_s = TURN_S
 
     def improve(self, checks: Checks, deadline: float) -> None:
-        """Improve the best schedule, which must exist, until a deadline or until little is gained.
+        """Improve the best schedule, which must exist, until a deadline of work or until little is gained.
 
-        Args:
-            checks: Where memory is checked the first time; further places are added as needed, and stay.
-            deadline: Seconds of work at which to stop.
+        The checks are those of the first time; more are added as needed, and stay.
         """
         if self._checks is None:
             self._check(checks)

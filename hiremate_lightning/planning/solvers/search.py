@@ -141,12 +141,7 @@ class Search:
 
 
 def searching(name: str, needs_programs: bool = False) -> Callable[[Callable[[Search], None]], Strategy]:
-    """Register a search as a strategy: it answers with the best it has found, or at once where everything fits.
-
-    Args:
-        name: Name to look it up by.
-        needs_programs: Whether it solves mixed-integer or linear programs.
-    """
+    """Register a search as a strategy: it answers with the best it has found, or at once where everything fits."""
 
     def register(find: Callable[[Search], None]) -> Strategy:
         @strategy(name, needs_programs)

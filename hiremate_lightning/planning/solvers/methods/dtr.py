@@ -47,15 +47,9 @@ def propose(search: Search) -> Iterator[Policy]:
 
 
 class DtrRun:
-    """One step under the heuristic.
-
-    Attributes:
-        live: Choices in memory.
-        evicted: Choices that were evicted and are not back.
-    """
+    """One step under the heuristic, which evicts at a limit of bytes; a deadline of work ends it."""
 
     def __init__(self, model: StepModel, limit_bytes: int, deadline: float) -> None:
-        """Begin before the forward, to evict at a limit of bytes; a deadline of work ends it."""
         self._model, self._limit, self._deadline = model, limit_bytes, deadline
         self._last_need = last_needs(self._model)
         self._near = EvictedNeighbours(self._model)
@@ -157,7 +151,6 @@ class EvictedNeighbours:
     """The evicted neighbourhoods e*, and the choices that are evicted."""
 
     def __init__(self, model: StepModel) -> None:
-        """Begin with nothing evicted."""
         self._model = model
         self.evicted = set[int]()
         self._known: dict[int, float] = {}
