@@ -21,14 +21,13 @@ from ..records.schedule import Schedule, lower
 from ..records.simulation import Simulation, simulate_plain
 from ..units import Budget, format_bytes, format_ratio, format_time
 from .headroom import Room
-from .solutions import Solutions
+from .solutions import DEFAULT_SOLVER, Solutions
 from .solvers.base import Problem, Solution, Status, replay_solution
 
 Numbers = Mapping[str, Any]  # of a plan, as `Plan.to_dict` names them
 
 NO_GAP = 0.0005  # of a step's time: it is written as 0.0%
 SAVES_NOTHING = 0.99  # share of the bytes that a step adds without its plan: a plan that takes more saves no memory
-DEFAULT_SOLVER = "portfolio"
 DEFAULT_TIME_LIMIT_S = 30.0
 
 

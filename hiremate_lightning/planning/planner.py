@@ -15,8 +15,7 @@ from ..records.costs import Profile
 from ..records.offload import Host
 from ..records.schedule import keep_all
 from ..records.step import Decisions, Step
-from .headroom import Room
-from .outcome import AT_LEAST, Need, Short, as_decided, least_need
+from .headroom import AT_LEAST, Need, Room, Short, as_decided, least_need
 from .plan import Plan, PlanningTime, PlanOptions
 from .shared_solving import agreed
 from .solutions import Solutions
@@ -32,7 +31,7 @@ from .solvers.base import (
     replay,
     replay_solution,
 )
-from .solvers.offloading import least_with_offloads
+from .solvers.offload import least_with_offloads
 from .solvers.worker import apart
 
 log = logging.getLogger("hiremate_lightning")
@@ -40,6 +39,11 @@ TIGHTENINGS = 4  # of the budget, where a strategy's own memory model was too co
 LEAST = "least memory at once"  # in place of a strategy's name, in a folder of plans
 ANY_GAP = 1e6  # where any schedule that fits will do
 SAVES_AS_MUCH = 0.02  # saved shares of the peak up to this difference count as the same
+CUT_SHORT = (
+    "Solving was cut short after %d s, in which this machine did the work of %d s of an idle core: it is too busy, or "
+    "slow. The plan fits the budget. It may be slower than the plan of another run. Free some cores, or pass a "
+    "time_limit_s above %g."
+)
 
 
 def make_plan(
@@ -94,7 +98,7 @@ def make_plan(
         if decided is None:
             solution, profile = _fastest_within_its_peak(problem, solution, options, strategy, problem is own)
     if solution.stopped_by == CLOCK:
-        _say_cut(solution, options.time_limit_s)
+        log.warning(CUT_SHORT, round(solution.solve_s), round(solution.work_s), options.time_limit_s)
     if solution.note:
         _announce(solution.note)
     profile = step.profile if profile is problem.profile else profile
@@ -106,17 +110,6 @@ def make_plan(
 def _announce(note: str) -> None:
     """Log, once, what a method of a paper could not serve, and the substitute that it took."""
     log.warning("%s", note)
-
-
-def _say_cut(solution: Solution, time_limit_s: float) -> None:
-    log.warning(
-        "Solving was cut short after %d s, in which this machine did the work of %d s of an idle core: it is too "
-        "busy, or slow. The plan fits the budget. It may be slower than the plan of another run. Free some cores, or "
-        "pass a time_limit_s above %g.",
-        round(solution.solve_s),
-        round(solution.work_s),
-        time_limit_s,
-    )
 
 
 def _solve(problem: Problem, options: PlanOptions, strategy: Strategy, is_alone: bool) -> tuple[Solution, Profile]:
@@ -133,7 +126,7 @@ def _solve(problem: Problem, options: PlanOptions, strategy: Strategy, is_alone:
         solution = solutions.at_least(problem, solution)
     if _fits(problem, solution):
         if not solution.offloads:
-            solutions.remember(problem, solution.recompute)
+            solutions.remember(problem, solution)
         solutions.write(problem, options.solver, solution)
     return solution, problem.profile
 

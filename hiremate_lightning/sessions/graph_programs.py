@@ -16,9 +16,8 @@ from ..capturing.capture import Captured
 from ..housekeeping import Latest, collecting_what_it_leaves
 from ..measuring.resident import Resident
 from ..memory.allocator import alone, free_bytes
-from ..planning.headroom import Room
+from ..planning.headroom import Room, unless_short
 from ..planning.ladder import Chosen, Loss, fastest_that_fits
-from ..planning.outcome import unless_short
 from ..planning.planner import FirstSolution, first_solution
 from ..planning.solvers.base import Problem, replay
 from ..records.costs import Profile, step_time_ms

@@ -12,14 +12,13 @@ from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..memory.allocator import free_bytes
 from ..messages import FirstWait
-from ..planning.headroom import GUARD_BYTES, Room, resolve
-from ..planning.outcome import Need, Short, least_need, unless_short
+from ..planning.headroom import GUARD_BYTES, Need, Room, Short, least_need, resolve, unless_short
 from ..planning.plan import Plan
 from ..planning.planner import make_plan
 from ..planning.shared_solving import announce, shared
+from ..planning.solutions import remembering
 from ..planning.solvers import worker
 from ..planning.solvers.base import Problem, Solution, SolveOptions, Strategy
-from ..planning.solvers.curve import Remembering
 from ..proofs.proof import Proofs
 from ..records.costs import step_time_ms
 from ..records.expressions import NoTemplateError
@@ -192,8 +191,8 @@ class PlanMaker:
         return replace(untried, solve=self._new_solve(), limits=self.new_limits())
 
     def _new_solve(self) -> Strategy:
-        solver = Remembering(worker.apart(self._model.options.plan.solver))
-        return shared(solver, runtime.process_group_store(), self._model_description)
+        name = self._model.options.plan.solver
+        return shared(remembering(worker.apart(name), name), runtime.process_group_store(), self._model_description)
 
     def make(self, signature: StepSignature) -> Fits | Short | None:
         """Plan a recorded step signature, and build its programs; its limits are set also where nothing fits.

@@ -24,8 +24,7 @@ from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..messages import PlanReports
 from ..out_of_memory import explain
-from ..planning.headroom import GUARD_BYTES
-from ..planning.outcome import Short, first_short
+from ..planning.headroom import GUARD_BYTES, Short, first_short
 from ..planning.plan import Plan
 from ..rewriting.joint import may_choose_anew
 from ..running.execution import Part

@@ -1,7 +1,7 @@
 """The step as the strategies see it: storages that may be kept or recomputed, and policies that decide on them.
 
 A *choice* is a forward storage that the backward needs, or that recomputing such a one needs. Views cost nothing and
-are left out here; `decisions` puts them back.
+are left out here; `model.decisions` puts them back.
 
 A *policy* says which choices are kept through the turn, and after which backward position a value is dropped although
 it is used again, so that it is recomputed once more.
@@ -18,10 +18,10 @@ from functools import cached_property
 from itertools import accumulate
 from operator import add
 
+from ...records.graph import Graph
 from ...records.schedule import keep_all, lower, must_run
 from ...records.simulation import simulate
-from .base import Problem
-from .work import Work
+from .base import Problem, Work
 
 LEAST_MS = 1e-6  # least time that a recomputation counts as
 ROW = 20  # bits of a key for the place within a row
@@ -63,6 +63,23 @@ def alive_bytes(values: Iterable[tuple[int, int, int]], count: int) -> list[int]
         change[first] += size_bytes
         change[last + 1] -= size_bytes
     return list(accumulate(change[:count]))
+
+
+def lives_of(graph: Graph) -> dict[int, tuple[int, int]]:
+    """Return, for each storage that the forward makes, the positions at which it is made and read last."""
+    lives = {storage: (made, made) for made, node in enumerate(graph.forward) for storage in graph.allocates[node]}
+    for position, node in enumerate(graph.forward):
+        for tensor in graph.nodes[node].inputs:
+            storage = graph.tensors[tensor].storage
+            if storage in lives:
+                lives[storage] = lives[storage][0], max(lives[storage][1], position)
+    return lives
+
+
+def crossing_bytes(graph: Graph) -> list[int]:
+    """Return, for each forward position, the bytes made before it that it or a later one reads."""
+    lives = ((made + 1, last, graph.sizes[storage]) for storage, (made, last) in lives_of(graph).items())
+    return alive_bytes(lives, len(graph.forward))
 
 
 class Choices:
@@ -217,15 +234,6 @@ class Choices:
         lasting = (*saved, *graph.held, *(t for t in graph.tangents if t in read))
         storages = dict.fromkeys(self.storage_of[t] for t in lasting)
         return sum(self.sizes[s] for s in storages if s is not None and s not in chosen)
-
-    @cached_property
-    def forward_readers(self) -> dict[int, list[int]]:
-        """For each tensor, the forward nodes that read it."""
-        readers: dict[int, list[int]] = {}
-        for node in self.graph.forward:
-            for tensor in self.graph.nodes[node].inputs:
-                readers.setdefault(tensor, []).append(node)
-        return readers
 
     @cached_property
     def need_bytes(self) -> list[int]:

@@ -12,9 +12,8 @@ from torch.nn import functional as F
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.planning.solvers.base import Problem, replay
-from hiremate_lightning.planning.solvers.decisions import decisions
-from hiremate_lightning.planning.solvers.model import StepModel
-from hiremate_lightning.planning.solvers.segments import segment_policies
+from hiremate_lightning.planning.solvers.greedy import segment_policies
+from hiremate_lightning.planning.solvers.model import StepModel, decisions
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import dynamo
 from tests.exact import assert_foreseen, network, take_steps

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from hiremate_lightning.command_line import commands, doctor
-from hiremate_lightning.command_line.arguments import HALF_TYPES, OPTIMIZERS, TYPES, check_factory, read_inputs
+from hiremate_lightning.command_line.arguments import HALF_TYPES, OPTIMIZERS, TYPES, read_inputs
 from hiremate_lightning.command_line.cli import main
 from hiremate_lightning.command_line.doctor import Grade
-from hiremate_lightning.command_line.factory import Workload, find_factory, make_input
-from hiremate_lightning.command_line.importing import import_failures
+from hiremate_lightning.command_line.factory import Workload, make_input
+from hiremate_lightning.command_line.importing import check_factory, find_factory, import_failures
 from hiremate_lightning.errors import ConfigurationError
 from hiremate_lightning.planning.solvers import Solution, Status, worker
 from hiremate_lightning.reporting.html_report import write_html

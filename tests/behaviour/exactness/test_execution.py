@@ -12,7 +12,7 @@ from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.rewriting.kernels import apply_dropout_mask
 from hiremate_lightning.running.execution import Part
 from hiremate_lightning.running.program import build
-from hiremate_lightning.torch_private.calls import shortest
+from hiremate_lightning.torch_private.operators import shortest
 from tests.exact import network
 from tests.lazily import recompute_lazily
 

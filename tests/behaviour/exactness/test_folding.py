@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._decomp import meta_table
 from torch._subclasses.fake_impls import op_implementations_dict
 
-from hiremate_lightning.torch_private import folding, tensor_state
+from hiremate_lightning.torch_private import eager_tracing, tensor_state
 from tests.exact import captured_by, network, simple_loop, train_both
 
 LENGTH, WINDOW = 1_000, 64
@@ -41,7 +41,7 @@ def test_the_result_and_its_gradient_are_those_of_pytorch(options, shape):
     spectra = torch.stft(signal, WINDOW, window=window.detach(), return_complex=True, **hops(options)).requires_grad_()
     found, expected = (
         (result, *torch.autograd.grad(result.square().sum(), (spectra, window)))
-        for result in (f(spectra, WINDOW, window=window, **options) for f in (folding.istft, torch.istft))
+        for result in (f(spectra, WINDOW, window=window, **options) for f in (eager_tracing.istft, torch.istft))
     )
     assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(found, expected, strict=True))
 
@@ -49,7 +49,7 @@ def test_the_result_and_its_gradient_are_those_of_pytorch(options, shape):
 def test_complex_results_are_those_of_pytorch():
     spectra, window = torch.randn(2, WINDOW, 20, dtype=torch.complex64), torch.hann_window(WINDOW)
     found, expected = (
-        f(spectra.conj(), WINDOW, window=window, return_complex=True) for f in (folding.istft, torch.istft)
+        f(spectra.conj(), WINDOW, window=window, return_complex=True) for f in (eager_tracing.istft, torch.istft)
     )
     assert torch.equal(found, expected)
 
@@ -60,7 +60,7 @@ def test_a_result_that_is_too_short_is_padded_with_a_warning():
         UserWarning, match=r"The length of signal is shorter than the length parameter\. Result is being"
     ):
         found, expected = (
-            f(spectra, WINDOW, window=torch.ones(WINDOW), length=LENGTH) for f in (folding.istft, torch.istft)
+            f(spectra, WINDOW, window=torch.ones(WINDOW), length=LENGTH) for f in (eager_tracing.istft, torch.istft)
         )
     assert torch.equal(found, expected)
 
@@ -97,8 +97,8 @@ def test_windows_that_leave_gaps_are_an_error_as_in_plain_pytorch():
 
 
 def test_a_sum_of_windows_is_shaped_without_a_look_at_each_place():
-    with folding.shaped_at_once(), tensor_state.fake_mode():
+    with eager_tracing.sums_at_once(), tensor_state.fake_mode():
         windows = torch.empty(1, 3, 1_000_000)
-        assert folding.FOLD(windows, [2, 2_000_001], 1, 1_000_000, 500_000).shape == (2, 2_000_001)
-    assert folding.FOLD not in meta_table
-    assert folding.FOLD not in op_implementations_dict
+        assert eager_tracing.FOLD(windows, [2, 2_000_001], 1, 1_000_000, 500_000).shape == (2, 2_000_001)
+    assert eager_tracing.FOLD not in meta_table
+    assert eager_tracing.FOLD not in op_implementations_dict

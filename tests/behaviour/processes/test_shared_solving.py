@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from hiremate_lightning.out_of_memory import InfeasibleBudgetError
-from hiremate_lightning.planning.outcome import unless_short
+from hiremate_lightning.planning.headroom import unless_short
 from hiremate_lightning.planning.plan import PlanOptions
 from hiremate_lightning.planning.planner import make_plan
 from hiremate_lightning.planning.shared_solving import SharedSolving, agreed, announce, digest, shared

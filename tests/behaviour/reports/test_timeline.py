@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from hiremate_lightning.planning.comparing import Curve
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.solvers.base import Problem, Solution, Status
-from hiremate_lightning.planning.solvers.curve import Curve
 from hiremate_lightning.reporting.svg_report import frontier_of, frontier_svg
 from hiremate_lightning.reporting.timeline import (
     BUDGET,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -90,25 +89,6 @@ def test_a_step_fits_or_it_does_not():
     assert most is not None
     assert plain.predict([call(4, 60)], SIGNATURE, most.added_bytes) is not None
     assert plain.predict([call(4, 60)], SIGNATURE, most.added_bytes - 1, saves_memory=False) is None
-
-
-def test_a_bound_at_rounded_sizes_serves_sizes_near_it():
-    """Sizes that vary in each step were predicted one by one, which cost more than a small step itself."""
-    plain = known(captured(4, 100), captured(4, 60))
-    plain.measured([call(4, 160)], SIGNATURE, plain.predict([call(4, 160)], SIGNATURE, 10**9), bytes_at(4, 160))
-    found = [plain.bound([call(4, length)], SIGNATURE, 10**9) for length in range(97, 105)]
-    assert all(bound is found[0] for bound in found)
-
-
-@pytest.mark.parametrize("room_bytes", [bytes_at(4, length) for length in (30, 70, 110, 300)])
-def test_a_bound_is_never_below_the_prediction(room_bytes):
-    plain = known(captured(4, 100), captured(4, 60))
-    for rows, length in itertools.product(range(1, 20, 3), range(5, 200, 7)):
-        bound, exact = (find([call(rows, length)], SIGNATURE, room_bytes) for find in (plain.bound, plain.predict))
-        assert (bound is None) == (exact is None)
-        if bound is not None and exact is not None:
-            assert bound.saves_memory is exact.saves_memory
-            assert exact.added_bytes <= bound.added_bytes <= room_bytes
 
 
 def test_the_first_way_that_fits_is_chosen():

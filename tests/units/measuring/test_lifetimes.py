@@ -9,8 +9,7 @@ import pytest
 
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.solvers.base import Problem
-from hiremate_lightning.planning.solvers.decisions import decisions
-from hiremate_lightning.planning.solvers.model import StepModel
+from hiremate_lightning.planning.solvers.model import StepModel, decisions
 from hiremate_lightning.records.graph import Graph
 from hiremate_lightning.records.schedule import Schedule, keep_all, lower
 from hiremate_lightning.records.simulation import simulate

@@ -8,8 +8,9 @@ from torch import nn
 
 from hiremate_lightning import hiremate
 from hiremate_lightning.measuring.describing import describe
-from hiremate_lightning.measuring.recording import Existing, StepRecord
-from hiremate_lightning.measuring.resident import LeftOutputs, Resident
+from hiremate_lightning.measuring.left import LeftOutputs
+from hiremate_lightning.measuring.recording import StepRecord
+from hiremate_lightning.measuring.resident import Resident
 from hiremate_lightning.targets.modules import targets_of
 from tests.exact import assert_foreseen, network
 
@@ -52,7 +53,7 @@ def test_runs_are_in_the_order_of_their_forwards_and_linked():
     assert list(second.links.values()) == [(0, first.graph.outputs[0])]
     assert first.passed_on == ()
     assert len(second.passed_on) == 1
-    assert record.peak_bytes > record.existing.size_bytes > 0, "the peak counts what was there before"
+    assert record.peak_bytes > record.resident.existing_bytes > 0, "the peak counts what was there before"
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
@@ -233,7 +234,7 @@ def test_the_peak_counts_no_update_whenever_an_output_is_let_go(outlives_update,
 
 def test_a_step_under_another_profiler_runs_unmeasured():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
-        record = StepRecord(torch.device("cpu"), Existing(sees_frees=True))
+        record = StepRecord(torch.device("cpu"), sees_frees=True)
     assert not record.is_measured
     assert record.peak_bytes is None
     record.close()
@@ -268,8 +269,8 @@ class Left:
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
 
-    def outputs_held_bytes(self, present):
-        return self.size_bytes
+    def left_outputs(self):
+        return {0: self.size_bytes}
 
     def left_inputs(self):
         return []

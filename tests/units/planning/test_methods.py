@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import accumulate, combinations, pairwise
@@ -20,10 +19,9 @@ from hiremate_lightning.command_line.cli import SOLVERS
 from hiremate_lightning.options import METHODS
 from hiremate_lightning.planning.solvers import Solution, get_strategy, strategy_names
 from hiremate_lightning.planning.solvers.chain import ChainBytes, ChainLink, ChainSpan, links, policy_of
-from hiremate_lightning.planning.solvers.incumbent import Search
 from hiremate_lightning.planning.solvers.methods import chen, dtr, min_memory, rockmate, rotor, twremat
 from hiremate_lightning.planning.solvers.model import StepModel
-from hiremate_lightning.planning.solvers.proposals import method
+from hiremate_lightning.planning.solvers.search import Search, method
 from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.graph import Graph, StorageKind
 from tests.helpers import lazy_frontier, problem_of, random_graph
@@ -69,12 +67,11 @@ def skipping(length: int = 6, size: int = KB) -> tuple[Graph, Profile]:
 
 def search_of(step: tuple[Graph, Profile], budget: int = 0) -> Search:
     problem = problem_of(step, budget)
-    return Search(problem, StepModel(problem), start=time.monotonic())
+    return Search(problem)
 
 
 def test_the_names_are_those_of_the_papers_and_of_what_is_simple():
     assert strategy_names() == tuple(sorted((*METHODS, "none", "portfolio", "segments")))
-    assert set(strategy_names(with_ablations=True)) - set(strategy_names()) == {"least_memory", "phases", "turn_point"}
 
 
 # ---------------------------------------------------------------- one way for all

@@ -10,22 +10,19 @@ import pytest
 
 from hiremate_lightning.out_of_memory import InfeasibleBudgetError
 from hiremate_lightning.planning import solutions
-from hiremate_lightning.planning.outcome import unless_short
+from hiremate_lightning.planning.headroom import unless_short
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.planner import PlanOptions, make_plan
 from hiremate_lightning.planning.shared_solving import SharedSolving
-from hiremate_lightning.planning.solutions import Solutions
+from hiremate_lightning.planning.solutions import Solutions, remembering
 from hiremate_lightning.planning.solvers.base import (
     UNLIMITED,
     Problem,
     Solution,
     Status,
     get_strategy,
-    offload_proposals,
 )
-from hiremate_lightning.planning.solvers.curve import Remembering
-from hiremate_lightning.planning.solvers.offload import fastest_choice
-from hiremate_lightning.planning.solvers.offloading import with_offloading
+from hiremate_lightning.planning.solvers.offload import PROPOSALS, fastest_choice, with_offloading
 from hiremate_lightning.records.costs import Link
 from hiremate_lightning.records.graph import OUTSIDE, Graph
 from hiremate_lightning.records.offload import (
@@ -169,11 +166,11 @@ def test_the_same_solve_is_answered_from_memory_with_offloaded_values():
         asked.append(problem)
         return with_offloading(get_strategy("portfolio"))(problem)
 
-    remembering = Remembering(counting)
-    first, second = remembering(problem), remembering(problem)
+    solve_once = remembering(counting)
+    first, second = solve_once(problem), solve_once(problem)
     assert len(asked) == 1
     assert second.offloads == first.offloads != ()
-    without = remembering(replace(problem, host=None))
+    without = solve_once(replace(problem, host=None))
     assert len(asked) == 2
     assert without.offloads == ()
 
@@ -207,7 +204,7 @@ def test_pofo_offloads_what_rotor_computes_again():
     step = step_of(chain(16))
     problem = Problem(step.graph, step.profile, share_of(step, 0.6), host=HOST)
     rotor = get_strategy("rotor")(replace(problem, host=None))
-    choice = fastest_choice(problem, offload_proposals("pofo", problem))
+    choice = fastest_choice(problem, PROPOSALS["pofo"](problem))
     assert choice is not None
     assert choice.offloads
     assert choice.extra_ms < 0.1 * rotor.extra_ms
@@ -220,10 +217,7 @@ def test_pofo_offloads_less_where_the_link_is_slow():
     step = step_of(chain(16))
     problem = Problem(step.graph, step.profile, share_of(step, 0.6), host=HOST)
     slow = replace(problem, profile=replace(step.profile, link=Link(10.0, 10.0)))
-    kept = [
-        sum(map(len, recompute))
-        for recompute in (*offload_proposals("pofo", problem), *offload_proposals("pofo", slow))
-    ]
+    kept = [sum(map(len, recompute)) for recompute in (*PROPOSALS["pofo"](problem), *PROPOSALS["pofo"](slow))]
     assert min(kept) == 0
     assert max(kept) > 0
 

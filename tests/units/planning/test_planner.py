@@ -8,8 +8,7 @@ import pytest
 
 from hiremate_lightning.out_of_memory import InfeasibleBudgetError
 from hiremate_lightning.planning import planner
-from hiremate_lightning.planning.headroom import AUTO_MARGIN, Room, resolve
-from hiremate_lightning.planning.outcome import Need, Short, unless_short
+from hiremate_lightning.planning.headroom import AUTO_MARGIN, Need, Room, Short, resolve, unless_short
 from hiremate_lightning.planning.planner import FirstSolution, PlanOptions, first_solution, make_plan
 from hiremate_lightning.planning.solvers import base, smallest_budget
 from hiremate_lightning.planning.solvers.base import Problem, Solution, Status, get_strategy, strategy

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
-from hiremate_lightning.planning.outcome import unless_short
+from hiremate_lightning.planning.headroom import unless_short
 from hiremate_lightning.planning.plan import PlanOptions
 from hiremate_lightning.planning.planner import make_plan
 from hiremate_lightning.planning.solutions import Solutions

@@ -23,8 +23,8 @@ from hiremate_lightning.planning.solvers.model import StepModel
 from hiremate_lightning.planning.solvers.worker import Worker, WorkerLostError, apart, backend_failures, check_strategy
 from tests.tiny import transformer
 
-NEED_PROGRAMS = ("portfolio", "hilp", "rockmate", "checkmate", "checkmate_lp", "phases", "turn_point")
-NEED_NONE = ("segments", "rotor", "pofo", "min_memory", "twremat", "chen", "dtr", "least_memory", "none")
+NEED_PROGRAMS = ("portfolio", "hilp", "rockmate", "checkmate", "checkmate_lp")
+NEED_NONE = ("segments", "rotor", "pofo", "min_memory", "twremat", "chen", "dtr", "none")
 NO_NUMBER = "a budget\nof several lines"
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from hiremate_lightning.planning.solvers.base import Problem
 from hiremate_lightning.planning.solvers.choices import Policy
-from hiremate_lightning.planning.solvers.decisions import decisions
-from hiremate_lightning.planning.solvers.model import StepModel
+from hiremate_lightning.planning.solvers.model import StepModel, decisions
 from hiremate_lightning.records.graph import OUTSIDE, Direction, StorageKind
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.simulation import simulate

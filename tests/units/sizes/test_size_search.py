@@ -15,7 +15,7 @@ from hiremate_lightning.records.step import Step
 from hiremate_lightning.sizes.size_search import TOLERANCE, Forecast, Limit, search
 from tests.tiny import chain
 
-OPTIONS = PlanOptions(solver="turn_point", time_limit_s=1.0, on_infeasible="warn")
+OPTIONS = PlanOptions(solver="segments", time_limit_s=1.0, on_infeasible="warn")
 FIXED = 5_000
 
 

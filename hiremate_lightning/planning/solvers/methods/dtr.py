@@ -25,9 +25,8 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 
 from ..chain import last_needs
 from ..choices import Policy
-from ..incumbent import Search
 from ..model import StepModel
-from ..proposals import PROPOSING_SHARE, method
+from ..search import PROPOSING_SHARE, Search, method
 
 WORKING_BUDGETS = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6)  # of the real one, until a schedule fits
 LEAST_STALENESS_MS = 1e-6
@@ -48,15 +47,9 @@ def propose(search: Search) -> Iterator[Policy]:
 
 
 class DtrRun:
-    """One step under the heuristic.
-
-    Attributes:
-        live: Choices in memory.
-        evicted: Choices that were evicted and are not back.
-    """
+    """One step under the heuristic, which evicts at a limit of bytes; a deadline of work ends it."""
 
     def __init__(self, model: StepModel, limit_bytes: int, deadline: float) -> None:
-        """Begin before the forward, to evict at a limit of bytes; a deadline of work ends it."""
         self._model, self._limit, self._deadline = model, limit_bytes, deadline
         self._last_need = last_needs(self._model)
         self._near = EvictedNeighbours(self._model)
@@ -158,7 +151,6 @@ class EvictedNeighbours:
     """The evicted neighbourhoods e*, and the choices that are evicted."""
 
     def __init__(self, model: StepModel) -> None:
-        """Begin with nothing evicted."""
         self._model = model
         self.evicted = set[int]()
         self._known: dict[int, float] = {}

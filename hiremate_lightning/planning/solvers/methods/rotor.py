@@ -35,9 +35,8 @@ import numpy.typing as npt
 
 from ..chain import ChainBytes, ChainLink, ChainSpan, chains_of, policy_of
 from ..choices import Policy
-from ..incumbent import Search
 from ..model import StepModel
-from ..proposals import method
+from ..search import Search, method
 
 LENGTHS = (50, 24, 36, 16, 10, 6)  # of the chains that are tried
 SLOTS = 500  # of memory in the table
@@ -86,14 +85,6 @@ class Table:
     """
 
     def __init__(self, model: StepModel, sizes: ChainBytes, tapes: Tapes, budget_bytes: int) -> None:
-        """Fill the table.
-
-        Args:
-            model: The step.
-            sizes: Its chain.
-            tapes: The options of each link.
-            budget_bytes: Bytes for all of it.
-        """
         self.chain, self.tapes = sizes.chain, tapes
         self._model, self._sizes = model, sizes
         through = [_time_ms(model, link.nodes_for(model, link.handed_on(model))) for link in self.chain]
@@ -205,11 +196,7 @@ def over_chains(
 ) -> Iterator[Policy]:
     """Yield the best schedules of chains of several lengths, under several working budgets.
 
-    Args:
-        search: The search.
-        name: Name of the method.
-        tapes_of: Returns the options of each link of a chain.
-        lengths: Lengths of the chains.
+    `tapes_of` returns the options of each link of a chain.
     """
     model = search.model
     for chain in chains_of(search, name, lengths):
