@@ -30,7 +30,7 @@ from hiremate_lightning.running.program import build
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import tensor_state
 from tests.exact import captured_by, network
-from tests.lazily import recompute_lazily
+from tests.tiny import recompute_lazily
 
 CPU = torch.device("cpu")
 QUICK = ProfileOptions(repeats=2, time_limit_ms=1.0)

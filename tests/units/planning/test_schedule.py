@@ -9,8 +9,7 @@ import pytest
 from hiremate_lightning.records.graph import Graph, StorageKind
 from hiremate_lightning.records.schedule import Compute, Free, Operation, Schedule, keep_all, lower
 from hiremate_lightning.records.simulation import simulate
-from tests.lazily import recompute_lazily
-from tests.tiny import Builder, chain, storages_of, transformer
+from tests.tiny import Builder, chain, recompute_lazily, storages_of, transformer
 
 
 def spell(graph: Graph, operations: tuple[Operation, ...]) -> str:

@@ -14,8 +14,7 @@ from hiremate_lightning.records.graph import OUTSIDE, Direction, StorageKind
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.simulation import simulate
 from hiremate_lightning.records.step import Call, Gap, GapPart, merge
-from tests.lazily import recompute_lazily
-from tests.tiny import KB, Builder, chain
+from tests.tiny import KB, Builder, chain, recompute_lazily
 
 NOTHING = Gap()
 
