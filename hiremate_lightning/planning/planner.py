@@ -170,14 +170,12 @@ class FirstSolution:
     def serves_as_well(self, problem: Problem) -> bool:
         """Whether the solution saves as much for the same part at another size, and fits the budget."""
         before = Problem(self.step.graph, self.step.profile, 0)
-        if _saved_share(problem, self.solution) + SAVES_AS_MUCH < _saved_share(before, self.solution):
-            return False
-        return replay_solution(problem, self.solution).peak_bytes <= problem.budget_bytes
+        share, share_before = self._share_left(problem), self._share_left(before)
+        return share <= share_before + SAVES_AS_MUCH and _fits(problem, self.solution)
 
-
-def _saved_share(problem: Problem, solution: Solution) -> float:
-    planned, kept = replay_solution(problem, solution), replay(problem, keep_all(problem.graph))
-    return 1 - planned.peak_bytes / max(1, kept.peak_bytes)
+    def _share_left(self, problem: Problem) -> float:
+        kept = replay(problem, keep_all(problem.graph))
+        return replay_solution(problem, self.solution).peak_bytes / max(1, kept.peak_bytes)
 
 
 def first_solution(
@@ -226,7 +224,7 @@ def first_solution(
     beyond_bytes = free_bytes()
     if smallest.peak_bytes > beyond_bytes:
         smallest = least_with_offloads(problem, smallest)
-    if replay_solution(problem, smallest).peak_bytes > beyond_bytes:
+    if smallest.peak_bytes > beyond_bytes:
         return Short((Need(problem, smallest, room.resident_bytes),), room, target, AT_LEAST)
     return smallest
 
@@ -237,7 +235,6 @@ def _least_at_once(problem: Problem, solutions: Solutions) -> Solution:
     if known is not None:
         return known[0]
     smallest = smallest_budget(problem)
-    smallest = replace(smallest, peak_bytes=replay(problem, smallest.recompute).peak_bytes)
     if _fits(problem, smallest):
         solutions.write(problem, LEAST, smallest)
     return smallest
@@ -252,8 +249,7 @@ def _least_memory(problem: Problem, failed: Solution) -> Solution:
     smallest = smallest_budget(problem)
     if smallest.peak_bytes > problem.budget_bytes:
         smallest = least_with_offloads(problem, smallest)
-    peak = replay_solution(problem, smallest).peak_bytes
-    return replace(smallest, peak_bytes=peak, stopped_by=failed.stopped_by or smallest.stopped_by)
+    return replace(smallest, stopped_by=failed.stopped_by or smallest.stopped_by)
 
 
 def _fastest_within_its_peak(

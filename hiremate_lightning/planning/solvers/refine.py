@@ -67,12 +67,10 @@ def refine(
         result, replay = _round(search, checks, number, restrict, min(left, max(1.0, share * left)))
         if replay is None:
             return
-        is_cut = result.status is not Status.OPTIMAL
+        is_cut, is_all_checked = result.status is not Status.OPTIMAL, False
         if replay.peak_bytes > search.limit:
             more = add_checks(checks, search.model, replay, search.limit)
-            if more == checks:
-                return
-            checks = more
+            checks, is_all_checked = more, more == checks
         elif share == 1.0:
             return
         elif is_cut and has_neighbourhoods:
@@ -81,8 +79,10 @@ def refine(
             share = 1.0  # enough is checked: where the solve was cut short, the rest of the time is for its proof
         left = search.left_s() - reserve_s
         is_late = left < ALONE_SHARE * search.problem.options.time_limit_s
-        if has_neighbourhoods and search.best is not None and (is_cut or is_late):
+        if has_neighbourhoods and search.best is not None and (is_cut or is_late or is_all_checked):
             neighbourhoods.improve(checks, search.model.work.done_s + IMPROVING_SHARE * left)
+        if is_all_checked:
+            return
 
 
 def _round(
