@@ -17,7 +17,6 @@ neighborhoods to improve MIP solutions", Mathematical Programming 102, 2005.
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable, Container, Iterator, Sequence
 
@@ -27,7 +26,6 @@ from .model import Replay
 from .phases import Checks, PhasedProgram, add_checks, first_checks
 from .search import Search
 
-log = logging.getLogger("hiremate_lightning")
 ROUNDS = 40
 SHARE_OF_ROUND = 0.3  # of the time left: the most that one solve may take
 SHARE_BESIDE_IMPROVING = 0.15  # the same, where neighbourhoods take turns with the rounds
@@ -60,11 +58,11 @@ def refine(
     checks = checks or first_checks(search.model)
     neighbourhoods = Neighbourhoods(search)
     share = SHARE_BESIDE_IMPROVING if has_neighbourhoods else SHARE_OF_ROUND
-    for number in range(ROUNDS):
+    for _ in range(ROUNDS):
         left = search.left_s() - reserve_s
         if search.is_done or left <= 0:
             return
-        result, replay = _round(search, checks, number, restrict, min(left, max(1.0, share * left)))
+        result, replay = _round(search, checks, restrict, min(left, max(1.0, share * left)))
         if replay is None:
             return
         is_cut, is_all_checked = result.status is not Status.OPTIMAL, False
@@ -86,7 +84,7 @@ def refine(
 
 
 def _round(
-    search: Search, checks: Checks, number: int, restrict: Restriction | None, seconds: float
+    search: Search, checks: Checks, restrict: Restriction | None, seconds: float
 ) -> tuple[Result, Replay | None]:
     """Solve once, take the bound, offer the solution; return its replay, where there is one."""
     program = PhasedProgram(search.model, search.limit, checks)
@@ -111,11 +109,6 @@ def _round(
         return result, None
     policy = program.policy(result.values)
     replay = search.model.replay(policy)
-    log.debug(
-        "round %d: %d instants, %d variables, %.3f ms, bound %.3f ms, peak %d of %d",
-        number, len(checks.instants), len(program.held) + len(program.run), result.objective, result.bound,
-        replay.peak_bytes, search.limit,
-    )  # fmt: skip
     if replay.peak_bytes <= search.limit:
         search.offer(replay)
     elif replay.peak_bytes <= 1.1 * search.limit:
