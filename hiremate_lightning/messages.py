@@ -49,12 +49,25 @@ OPERATION_S = 0.03  # of an operation as torch.compile reads it
 MOST_SLOWER = 4.0
 
 
-class Announcements:
-    """The warnings of one session: each once, with what ended captured graphs if that may be why."""
+class Warnings:
+    """Warns once of each thing."""
+
+    def __init__(self) -> None:
+        self._said = set[str]()  # texts, and what is warned of once whatever the text
+
+    def say(self, text: str, cause: str = "", topic: str = "") -> None:
+        """Warn, once for each text, whatever its cause; where a topic is given, once for that."""
+        if (topic or text) not in self._said:
+            self._said.add(topic or text)
+            warnings.warn(text + cause, HiRemateWarning, stacklevel=2)
+
+
+class Announcements(Warnings):
+    """The warnings of one session, with what ended captured graphs if that may be why."""
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self._name = name
-        self._said: set[str] = set()  # texts, and what is warned of once whatever the text
         self._breaks = dynamo.graph_breaks()
         self._named_breaks = False  # whether a text named what ends graphs
         self._captured = 0  # graphs when the latest step ended
@@ -65,12 +78,6 @@ class Announcements:
         self._failed_guards = Counter[str]()  # before the last of so many steps
         self._retained = 0  # graphs that were retained for another backward when the latest step began
         self._retaining_steps = 0  # consecutive steps before each of which there were more of them
-
-    def say(self, text: str, cause: str = "", topic: str = "") -> None:
-        """Warn, once for each text, whatever its cause; where a topic is given, once for that."""
-        if (topic or text) not in self._said:
-            self._said.add(topic or text)
-            warnings.warn(text + cause, HiRemateWarning, stacklevel=2)
 
     def say_over(self, text: str) -> None:
         """Warn that a step takes more than its budget, and name what ended captured graphs."""

@@ -30,23 +30,14 @@ EAGER, OFFLOADED, RELEASED = "eager", "eager, saved values offloaded", "eager, i
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """How the latest step of a model runs, or ran.
+    """How the latest step of a model runs, or ran."""
 
-    Attributes:
-        signature: Numbers of its captured graphs, in the order of their forwards; empty where it runs eager.
-        ways: How each of its forwards runs; one way for the whole step where it runs eager.
-    """
-
-    signature: tuple[int, ...]
-    ways: tuple[str, ...]
+    signature: tuple[int, ...]  # numbers of its captured graphs, in the order of their forwards; empty where eager
+    ways: tuple[str, ...]  # how each of its forwards runs; one way for the whole step where it runs eager
 
 
 def session_of(model: nn.Module) -> Session:
-    """Return the session of a planned model.
-
-    Raises:
-        ValueError: If the model is not planned.
-    """
+    """Return the session of a planned model; raise a ValueError for another one."""
     targets = targets_of(model)
     if targets is None:
         raise ValueError(f"expected a model that hiremate() planned, found a plain {type(model).__name__}")
@@ -137,11 +128,7 @@ def templates_at_once() -> Iterator[None]:
 
 @contextmanager
 def changed_thresholds(**changes: float) -> Iterator[None]:
-    """Let the package begin to act otherwise at other sizes, counts and shares.
-
-    Args:
-        **changes: Fields of `hiremate_lightning.thresholds.Thresholds`.
-    """
+    """Let the package begin to act otherwise at other sizes, counts and shares: fields of `Thresholds`."""
     before, thresholds.current = thresholds.current, replace(thresholds.current, **changes)  # type: ignore[arg-type]
     try:
         yield

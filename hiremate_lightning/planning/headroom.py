@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from ..out_of_memory import InfeasibleBudgetError
 from ..records.costs import Profile
 from ..records.graph import OUTSIDE, Graph, Node
 from ..records.offload import with_offloads
@@ -24,11 +23,15 @@ from .solvers.base import UNLIMITED, Problem, Solution, Status, replay, replay_s
 from .solvers.least_memory import SEARCH_S
 from .solvers.offload import least_with_offloads
 
+if TYPE_CHECKING:
+    from ..out_of_memory import InfeasibleBudgetError
+
 AUTO_MARGIN = 0.08  # share of the free bytes that "auto" leaves for fragmentation and for code outside
 GUARD_BYTES = 2**16  # left free for scalars that come and go outside of the planned modules,
 GUARD_PARTS = 200  # and at most this part of the budget
 DECIDED = "decided"  # in place of a strategy's name, where nothing is to be chosen
 NAMING_SHARE = 0.5  # of the work of a search: a run that is given the named budget does all of it
+
 SMALLEST, AT_LEAST = "The smallest budget found is", "It needs at least"
 LARGE = 0.25  # of what a step adds at its peak: a value that holds as much is named
 ADVICE = "Raise the budget, or make the batch smaller."
@@ -184,6 +187,8 @@ class Short:
 
     def error(self) -> InfeasibleBudgetError:
         """Build the error that names the budget that is enough, and the place of the peak."""
+        from ..out_of_memory import InfeasibleBudgetError  # it is one of torch's, which planning does not load
+
         need, graph, budget_bytes = self.need, self.need.problem.graph, self.room.budget_bytes
         simulation = replay_solution(need.problem, need.smallest)
         schedule = with_offloads(graph, lower(graph, need.smallest.recompute), need.smallest.offloads)

@@ -16,34 +16,13 @@ from platform import python_version
 from typing import Any
 
 from ..planning.comparing import Curve, curve
-from ..planning.plan import Plan, plan_title
+from ..planning.plan import Plan, plan_title, proof_words
 from ..planning.solutions import package_version
 from ..planning.solvers.base import Problem, SolveOptions
 from ..planning.solvers.worker import apart
 from ..units import format_bytes, format_ratio, format_time
-from .plan_summary import (
-    ModuleRow,
-    advice_lines,
-    all_numbers,
-    module_rows,
-    node_words,
-    place_words,
-    summary_rows,
-    total_row,
-    use_cells,
-    verdict,
-)
-from .svg_report import (
-    LEFT,
-    PANEL,
-    RIGHT,
-    TimelineDrawing,
-    check_plan,
-    frontier_of,
-    frontier_svg,
-    frontier_words,
-    writable,
-)
+from .plan_summary import ModuleRow, all_numbers, module_rows, node_words, summary_rows, total_row, use_cells, verdict
+from .svg_report import LEFT, PANEL, RIGHT, TimelineDrawing, frontier_of, frontier_svg, plan_file
 from .timeline import COLOURS, Band, DrawnStep, resident_bands, short_source
 
 MAX_MODULE_ROWS = 40
@@ -75,8 +54,7 @@ def write_html(plan: Plan, path: str | Path, *, curve_limit_s: float = CURVE_LIM
     Example:
         >>> write_html(get_plan(model), "plan.html")
     """
-    check_plan(plan)
-    path = writable(path)
+    path = plan_file(plan, path)
     frontier = None
     if curve_limit_s > 0:
         options = SolveOptions(time_limit_s=curve_limit_s)
@@ -102,20 +80,20 @@ class _Page:
     def text(self) -> str:
         title, plan = escape(plan_title(self.plan)), self.plan
         sections = [
-            _section("Memory over the step", self._timeline(), " ".join(advice_lines(plan))),
-            _section("Predicted and measured", self._comparison()),
+            _section("Memory over the step", self._timeline(), " ".join(self.numbers["advice"])),
+            self._comparison(),
             self._modules(),
-            _section("What fills the peak", self._peak(), f"Peak of the planned step: {place_words(plan)}."),
+            self._peak(),
         ]
         if plan.rounded:
-            table = _table(
-                "Differences by rounding", ("value",), [(escape(words),) for words in plan.rounded], numbers=()
-            )
-            sections.append(_section("Differences by rounding", table, ROUNDED_WORDS))
+            rows = [(escape(words),) for words in plan.rounded]
+            sections.append(_table("Differences by rounding", ("value",), rows, words=ROUNDED_WORDS, numbers=()))
         if self.frontier is not None:
             draw = partial(frontier_svg, plan, frontier_of(plan, self.frontier))
             figure = f'<div class="wide" id="frontier">{_for_screens(draw)}</div>'
-            sections.append(_section("Budget against time", figure, frontier_words(plan)))
+            words = f"This plan: {format_ratio(plan.predicted_overhead)}, {proof_words(plan.to_dict())}."
+            words = "Nothing is recomputed: no plan is faster." if plan.solution.is_plain else words
+            sections.append(_section("Budget against time", figure, words))
         made_by = escape(f"Made by hiremate-lightning {package_version()}. Costs: {self._device}.")
         return (
             f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -188,9 +166,8 @@ class _Page:
         if any(row.shares for row in rows):
             words += "; where they are planned differently, each has its own bar"
         header = ("module", "kept", "not kept", "recomputed", "extra time", "share kept")
-        name = "What each module keeps"
-        table = _table(name, header, [_module_cells(row) for row in rows], _module_cells(total_row(rows)))
-        return _section(name, table, f"{words}.")
+        cells, total = [_module_cells(row) for row in rows], _module_cells(total_row(rows))
+        return _table("What each module keeps", header, cells, total, f"{words}.")
 
     def _peak(self) -> str:
         _, run = self.timeline.runs
@@ -212,7 +189,8 @@ class _Page:
             cells.append((f"{len(rest)} smaller ones", format_bytes(rest_bytes), "", "", ""))
         total = ("all", format_bytes(self.plan.planned_peak_bytes), "", "", "")
         header = ("what", "bytes", "made by", "module", "source")
-        return _table("What fills the peak", header, cells, total, numbers=(1,))
+        words = f"Peak of the planned step: {self.numbers['at']}."
+        return _table("What fills the peak", header, cells, total, words, numbers=(1,))
 
 
 def _steps_of(run: DrawnStep, top: int) -> dict[str, Any]:
@@ -263,13 +241,17 @@ def _section(title: str, body: str, words: str = "") -> str:
 
 
 def _table(
-    caption: str,
+    title: str,
     header: Sequence[str],
     rows: Sequence[Sequence[str]],
     total: Sequence[str] = (),
+    words: str = "",
     numbers: Sequence[int] = (1, 2, 3, 4),
 ) -> str:
-    """Lay out cells of HTML; the columns of numbers go to the right. The caption is for who can't see the heading."""
+    """Lay out cells of HTML in a section; the columns of numbers go to the right.
+
+    The caption is for who can't see the heading.
+    """
 
     def line(cells: Sequence[str], tag: str) -> str:
         styles = (' class="number"' if i in numbers else "" for i in range(len(cells)))
@@ -278,8 +260,8 @@ def _table(
 
     body = "".join(line(row, "td") for row in rows)
     foot = f"<tfoot>{line(total, 'td')}</tfoot>" if total else ""
-    head = f"<caption>{caption}</caption><thead>{line(header, 'th')}</thead>"
-    return f'<div class="wide"><table>{head}<tbody>{body}</tbody>{foot}</table></div>'
+    head = f"<caption>{title}</caption><thead>{line(header, 'th')}</thead>"
+    return _section(title, f'<div class="wide"><table>{head}<tbody>{body}</tbody>{foot}</table></div>', words)
 
 
 _UNITS = "1 GiB is 2<sup>30</sup> bytes. The numbers are in this file as JSON, in the element with id plan."

@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,15 +75,12 @@ class Reporter:
         """The console on which tables and progress are drawn."""
         return self._console or rich.get_console()
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str) -> AbstractContextManager[None]:
         """Show that a stage of planning runs, for as long as it does; its name is such as "tracing"."""
         LOGGER.debug(name)
         if self.is_silent:
-            yield
-            return
-        with self._drawn(name) if self.console.is_interactive else self._named_if_long(name):
-            yield
+            return nullcontext()
+        return self._drawn(name) if self.console.is_interactive else self._named_if_long(name)
 
     @contextmanager
     def _drawn(self, name: str) -> Iterator[None]:
@@ -179,7 +176,7 @@ class Reporter:
         if is_largest and self.verbose == "full":
             self.show(plan_table(plan))
         else:
-            lines, seconds = list[str](), sum(asdict(plan.planning).values())
+            lines, seconds = list[str](), plan.planning.all_s
             least_s = max(thresholds.current.long_stage_s, CLEARLY_LONGER * self._planning_s)
             if seconds >= least_s:  # long, and more than was reported
                 self._planning_s = seconds

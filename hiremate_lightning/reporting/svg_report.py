@@ -8,18 +8,18 @@ the shape of their marks. Pictures are dark where the reader's screen is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from html import escape
 from pathlib import Path
 from tempfile import TemporaryFile
 
 from ..errors import ConfigurationError
 from ..planning.comparing import Comparison, Curve
-from ..planning.plan import Plan, plan_title, proof_words
+from ..planning.plan import Plan, plan_title
 from ..records.costs import step_time_ms
-from ..units import binary_unit, format_bytes, format_ratio, format_time
+from ..units import binary_unit, format_bytes, format_time
 from .timeline import BUDGET, COLOURS, FAINT, INK, Band, DrawnStep, plain_run, planned_run, resident_bands
 
 MIN_WIDTH = 480
@@ -40,21 +40,26 @@ svg.hiremate { fill: #e6e8eb } .hiremate .paper { fill: #16181d } .hiremate .fai
 .hiremate .budget-key { fill: #ff6fa3 } .hiremate .peak { stroke: #e6e8eb }
 }</style>"""
 FAINT_TEXT, FAINT_LINE = f'class="faint" fill="{FAINT}"', f'class="turn" stroke="{FAINT}"'
-PROVEN = "proven: nothing is faster"
 METHOD_COLOURS = (
     *("#4477aa", "#ee7733", "#228833", "#cc3377", "#009988", "#8c6bb1"),
     *("#b8860b", "#33bbee", "#882255", "#7f7f7f", "#66a61e", "#332288"),
 )
-MARKS: tuple[Callable[[float, float], str], ...] = (
-    lambda x, y: f"M{x - 4} {y}a4 4 0 1 0 8 0a4 4 0 1 0 -8 0Z",
-    lambda x, y: f"M{x - 3.5} {y - 3.5}h7v7h-7Z",
-    lambda x, y: f"M{x} {y - 5}l4.5 8h-9Z",
-    lambda x, y: f"M{x} {y - 5}l5 5l-5 5l-5 -5Z",
-    lambda x, y: f"M{x} {y + 5}l4.5 -8h-9Z",
+METHOD_SHAPES = (
+    "m-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0Z",
+    "m-3.5 -3.5h7v7h-7Z",
+    "m0 -5l4.5 8h-9Z",
+    "m0 -5l5 5l-5 5l-5 -5Z",
+    "m0 5l4.5 -8h-9Z",
 )
+# Marks around a point, in a picture and before a name in its legend.
+RING = f'<circle cx="{{x}}" cy="{{y}}" r="5" class="peak" fill="none" stroke="{INK}" stroke-width="2"/>'  # plain, peaks
+DOT = f'<circle cx="{{x}}" cy="{{y}}" r="6" class="budget-key" fill="{BUDGET}"/>'
+CROSS = f'<path d="M{{x}} {{y}}m-6 -6l12 12m0 -12l-12 12" class="peak" stroke="{INK}" stroke-width="2"/>'
+STROKE = '<path d="M{{x}} {{y}}m-6 0h12" {look} stroke-width="2"/>'
+SQUARE = '<rect x="{{x}}" y="{{y}}" transform="translate(-6 -6)" width="12" height="12" rx="2" {look}/>'
+PROVEN = STROKE.format(look=FAINT_LINE), "proven: nothing is faster"
 
 Point = tuple[float, float]  # values to the right and upwards, such as bytes and an extra time, a ratio
-Key = Callable[[float, float], str]  # draws a mark around a point, in a picture or before a name in its legend
 
 
 def write_svg(plan: Plan, path: str | Path, width: int = 860) -> Path:
@@ -77,19 +82,19 @@ def write_svg(plan: Plan, path: str | Path, width: int = 860) -> Path:
     """
     if width < MIN_WIDTH:
         raise ValueError(f"width must be at least {MIN_WIDTH} pixels, found {width}")
-    check_plan(plan)
-    path = writable(path)
+    path = plan_file(plan, path)
     path.write_text(TimelineDrawing(plan, width).text(), encoding="utf-8")
     return path
 
 
-def check_plan(plan: object) -> None:
-    """Check that a plan was given, not the None of `get_plan` before the second step, nor a model."""
+def plan_file(plan: object, path: str | Path) -> Path:
+    """Check a file, and that it is a plan that is to be written: not the None of `get_plan`, nor a model."""
     if not isinstance(plan, Plan):
         raise ConfigurationError(
             f"Expected a plan to write, found {type(plan).__name__}. get_plan(model) returns it from the second "
             "training step on, and None before."
         )
+    return writable(path)
 
 
 def writable(path: str | Path, makes_folder: bool = False) -> Path:
@@ -128,6 +133,10 @@ def _text(x: float, y: float, words: str, look: str = "") -> str:
 
 def _path(places: str, look: str) -> str:
     return f'<path d="{places}" {look}/>'
+
+
+def _marked(mark: str, point: Point) -> str:
+    return mark.format(x=round(point[0], 1), y=round(point[1], 1))
 
 
 @dataclass(frozen=True)
@@ -181,44 +190,20 @@ class Axes:
         return f"M{x} {y}{''.join(moves)}"
 
 
-def lay_out(entries: Iterable[tuple[Key, str]], top: float, width: int) -> tuple[list[str], float]:
-    """Lay a legend out in rows; return it, and the pixels above what comes below it."""
+def lay_out(entries: Iterable[tuple[str, str]], top: float, width: int) -> tuple[list[str], float]:
+    """Lay marks and names out in rows; return these, and the pixels above what comes below."""
     parts, x, y = [], float(LEFT), top + LINE
-    for key, name in entries:
+    for mark, name in entries:
         needed = 34 + LETTER * len(name)
         if x > LEFT and x + needed > width:
             x, y = float(LEFT), y + LINE
-        parts += [key(x + 6, y - 4), _text(x + 18, y, escape(name))]
+        parts += [_marked(mark, (x + 6, y - 4)), _text(x + 18, y, escape(name))]
         x += needed
     return parts, y + LINE
 
 
 def _budget_line(path: str) -> str:
     return _path(path, f'class="budget" stroke="{BUDGET}" stroke-width="2" stroke-dasharray="6 4"')
-
-
-def ring(x: float, y: float) -> str:
-    """Draw the mark of plain training, and of a peak."""
-    return f'<circle cx="{x:.1f}" cy="{y}" r="5" class="peak" fill="none" stroke="{INK}" stroke-width="2"/>'
-
-
-def _dot(x: float, y: float) -> str:
-    return f'<circle cx="{x}" cy="{y}" r="6" class="budget-key" fill="{BUDGET}"/>'
-
-
-def _cross(x: float, y: float) -> str:
-    return _path(f"M{x - 6} {y - 6}l12 12m0-12l-12 12", f'class="peak" stroke="{INK}" stroke-width="2"')
-
-
-def _stroke(look: str, x: float, y: float) -> str:
-    """Draw a piece of a line."""
-    return _path(f"M{x - 6:.1f} {y}h12", f'{look} stroke-width="2"')
-
-
-def _square(colour: str, x: float, y: float) -> str:
-    """Draw the key of a band, or of the budget."""
-    kind = ' class="budget-key"' if colour == BUDGET else ""
-    return f'<rect x="{x - 6:.1f}" y="{y - 6}" width="12" height="12" rx="2"{kind} fill="{colour}"/>'
 
 
 def ticks(most: float, about: int = 5) -> list[float]:
@@ -275,14 +260,16 @@ class TimelineDrawing:
         opened = open_svg(self.width, int(height), f"{plan_title(self.plan)}: memory of a step")
         return "\n".join([*opened, *panels, *axes.bottom(scale, 5, unit), *legend, "</svg>\n"])
 
-    def _legend(self) -> Iterator[tuple[Key, str]]:
+    def _legend(self) -> Iterator[tuple[str, str]]:
         """Name each band that occurs, in stacking order."""
         bands = {band for run in self.runs for band in run.bands}
-        yield from ((partial(_square, colour), name) for name, colour, _ in resident_bands(self.plan))
-        yield from ((partial(_square, COLOURS[band]), band.value) for band in COLOURS if band in bands)
-        yield ring, "peak"
+        named = [(name, colour) for name, colour, _ in resident_bands(self.plan)]
+        named += [(band.value, colour) for band, colour in COLOURS.items() if band in bands]
+        yield from ((SQUARE.format(look=f'fill="{colour}"'), name) for name, colour in named)
+        yield RING, "peak"
         if self._shows_budget:
-            yield partial(_square, BUDGET), f"budget, {format_bytes(self.plan.budget_bytes)}"
+            square = SQUARE.format(look=f'class="budget-key" fill="{BUDGET}"')
+            yield square, f"budget, {format_bytes(self.plan.budget_bytes)}"
 
     def _panel(self, run: DrawnStep, top: int) -> Iterator[str]:
         axes, peak_bytes = self._axes(top), self.plan.resident_bytes + run.simulation.peak_bytes
@@ -305,7 +292,7 @@ class TimelineDrawing:
         if self._shows_budget:
             yield _budget_line(f"M{LEFT} {axes.y(self.plan.budget_bytes)}H{self.width - RIGHT}")
         # The peak may be at an operation that takes no time.
-        yield ring(*axes.place((run.starts_ms[run.peak_position], peak_bytes)))
+        yield _marked(RING, axes.place((run.starts_ms[run.peak_position], peak_bytes)))
 
 
 def _area(axes: Axes, floor: Sequence[int], ceiling: Sequence[int]) -> str:
@@ -349,11 +336,10 @@ def _apart(axes: Axes) -> Iterator[float]:
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """Extra time against budget: of the fastest schedules found, of what is proven, of plain training and of a plan."""
+    """Extra time against budget: of the fastest schedules found, of what is proven, and of a plan."""
 
     found: tuple[Point, ...]  # from the least memory to plain training
     bounds: tuple[Point, ...]  # budgets, and the extra time below which nothing exists within them
-    plain: Point
     planned: Point
     measured: Point | None
 
@@ -378,30 +364,24 @@ def frontier_of(plan: Plan, curve: Curve) -> Frontier:
     return Frontier(
         tuple(fastest),
         tuple(reversed(bounds)),
-        (plan.unplanned_peak_bytes, 0.0),
         place(plan.planned.peak_bytes, plan.planned.extra_ms),
         None if measured.peak_bytes is None or measured.overhead is None else (measured.peak_bytes, measured.overhead),
     )
 
 
-def frontier_words(plan: Plan) -> str:
-    """Describe how good the plan is proven to be."""
-    if plan.solution.is_plain:
-        return "Nothing is recomputed: no plan is faster."
-    return f"This plan: {format_ratio(plan.predicted_overhead)}, {proof_words(plan.to_dict())}."
-
-
 def frontier_svg(plan: Plan, frontier: Frontier, width: int) -> str:
     """Draw a plan among the schedules that are known for other budgets."""
-    marks: list[tuple[Key, str, Point]] = [(ring, "plain training", frontier.plain)]
-    marks.append((_dot, "this plan, predicted", frontier.planned))
+    marks = [
+        (RING, "plain training", (plan.unplanned_peak_bytes, 0.0)),
+        (DOT, "this plan, predicted", frontier.planned),
+    ]
     if frontier.measured is not None:
-        marks.append((_cross, "this plan, measured", frontier.measured))
+        marks.append((CROSS, "this plan, measured", frontier.measured))
     bottom, saved = BUDGET_TOP + FRONTIER_HEIGHT, COLOURS[Band.SAVED]
     points = *frontier.found, *frontier.bounds, *(point for *_, point in marks)
     axes = _budget_axes(points, LEAST, (LEFT, width - BUDGET_SIDE, BUDGET_TOP, bottom))
-    keys: list[tuple[Key, str]] = [(partial(_stroke, f'stroke="{saved}"'), "fastest schedule found")]
-    keys += [(partial(_stroke, FAINT_LINE), PROVEN), *((key, name) for key, name, _ in marks)]
+    fastest = STROKE.format(look=f'stroke="{saved}"'), "fastest schedule found"
+    keys = [fastest, PROVEN, *((mark, name) for mark, name, _ in marks)]
     legend, height = lay_out(keys, bottom + 2 * LINE + 8, width)
     parts = [*open_svg(width, int(height), "Extra time against budget"), *_draw_budget_axes(axes)]
     if axes.low <= plan.budget_bytes <= axes.high:
@@ -410,7 +390,7 @@ def frontier_svg(plan: Plan, frontier: Frontier, width: int) -> str:
         parts.append(_path(axes.steps(frontier.bounds, "VH"), f'{FAINT_LINE} fill="none" stroke-width="2"'))
     parts.append(_path(axes.steps(frontier.found, "HV"), f'stroke="{saved}" fill="none" stroke-width="2"'))
     parts += [f'<circle cx="{x}" cy="{y}" r="3" fill="{saved}"/>' for x, y in map(axes.place, frontier.found)]
-    parts += [key(*axes.place(point)) for key, _, point in marks]
+    parts += [_marked(mark, axes.place(point)) for mark, _, point in marks]
     return "\n".join([*parts, *legend, "</svg>"])
 
 
@@ -438,21 +418,20 @@ class Panel:
                 look = f'stroke="{colour}" fill="none" stroke-width="1.5" opacity="0.8"'
                 yield _path(axes.line([*ordered, self.plain]), look)
             for size_bytes, extra in ordered:
-                words = escape(f"{name}: +{100 * extra:.1f} %")
-                yield _mark(index, *axes.place((size_bytes, extra)), f"<title>{words}</title>")
-        yield ring(*axes.place(self.plain))
+                title = f"<title>{escape(f'{name}: +{100 * extra:.1f} %')}</title>"
+                yield _marked(_method_mark(index), axes.place((size_bytes, extra))).replace("/>", f">{title}</path>")
+        yield _marked(RING, axes.place(self.plain))
 
 
-def _mark(index: int, x: float, y: float, title: str = "") -> str:
-    """Draw what stands for a method."""
-    colour, shape = METHOD_COLOURS[index % len(METHOD_COLOURS)], MARKS[index % len(MARKS)]
-    return f'<path d="{shape(x, y)}" fill="{colour}">{title}</path>'
+def _method_mark(index: int) -> str:
+    colour, shape = METHOD_COLOURS[index % len(METHOD_COLOURS)], METHOD_SHAPES[index % len(METHOD_SHAPES)]
+    return f'<path d="M{{x}} {{y}}{shape}" fill="{colour}"/>'
 
 
 def legend(names: Sequence[str], top: float, width: int) -> tuple[list[str], float]:
     """Name the marks of methods, as `lay_out` does."""
-    keys: list[tuple[Key, str]] = [(partial(_mark, index), name) for index, name in enumerate(names)]
-    return lay_out([*keys, (ring, "plain training"), (partial(_stroke, FAINT_LINE), PROVEN)], top, width)
+    marks = [(_method_mark(index), name) for index, name in enumerate(names)]
+    return lay_out([*marks, (RING, "plain training"), PROVEN], top, width)
 
 
 def panel_of(comparison: Comparison, methods: Sequence[str], title: str, resident_bytes: int, plain: int) -> Panel:

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -79,17 +79,12 @@ def plan_table(plan: Plan) -> RenderableType:
     """Draw a plan, as predicted and measured: its numbers, what it does to each module, and its memory over time."""
 
     def draw(width: int, glyphs: Glyphs) -> Panel:
-        inside, rows = width - 4, module_rows(plan)  # within the panel's border and padding
-        table, timeline = _module_table(rows, total_row(rows), inside, glyphs), timeline_text(plan, inside, glyphs)
-        shown, title = Group(_facts(plan, glyphs), "", table, "", timeline), Text(plan_title(plan), "bold")
+        rows, title = module_rows(plan), Text(plan_title(plan), "bold")
+        timeline = timeline_text(plan, width - 4, glyphs)  # within the panel's border and padding
+        shown = Group(_facts(plan, glyphs), "", module_table(rows, total_row(rows)), "", timeline)
         return Panel(shown, title=title, title_align="left", width=width, border_style=FAINT)
 
     return Drawn(draw)
-
-
-def module_table(rows: Sequence[ModuleRow], total: ModuleRow) -> RenderableType:
-    """Draw what each module keeps, and the sum, as a table."""
-    return Drawn(partial(_module_table, rows, total))
 
 
 def _facts(plan: Plan, glyphs: Glyphs) -> Table:
@@ -98,33 +93,37 @@ def _facts(plan: Plan, glyphs: Glyphs) -> Table:
     grid.add_column(style=FAINT, no_wrap=True)
     grid.add_column()
     for name, words in summary_rows(all_numbers(plan), ROUNDED)[1:]:
-        if name not in ("peak", "time"):
+        if name in ("peak", "time"):
+            grid.add_row(name, Text(words.replace("->", glyphs.arrow), _OVER if "OVER" in words else "bold"))
+        else:
             grid.add_row(name, Text(words))
-            continue
-        style = _OVER if "OVER" in words else "bold"
-        grid.add_row(name, Text(words.replace("->", glyphs.arrow), style))
     return grid
 
 
-def _module_table(rows: Sequence[ModuleRow], total: ModuleRow, width: int, glyphs: Glyphs) -> Table:
-    bar_width = 20 if width >= 90 else 10 if width >= 70 else 0
-    table = Table(
-        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), show_footer=True, width=width
-    )
-    table.header_style = table.border_style = FAINT
-    headers = ("module", "kept", "not kept", "recomputed", "extra", *(["share kept"] if bar_width else []))
-    overflow: OverflowMethod = "crop" if glyphs is ASCII else "ellipsis"
-    for header, footer in zip(headers, _cells(total, bar_width, glyphs), strict=True):
-        is_words = header in ("module", "share kept")
-        table.add_column(header, footer, justify="left" if is_words else "right", no_wrap=True, overflow=overflow)
-    table.columns[0].ratio = 1
-    for row in rows:
-        table.add_row(*_cells(row, bar_width, glyphs))
-    if bar_width and any(row.shares for row in rows):
-        marks = f"{glyphs.none}{glyphs.levels[len(glyphs.levels) // 2]}{glyphs.full}"
-        table.caption = Text(f"{marks}  equal modules planned differently, the share kept in each", FAINT)
-        table.caption_justify = "left"
-    return table
+def module_table(rows: Sequence[ModuleRow], total: ModuleRow) -> RenderableType:
+    """Draw what each module keeps, and the sum, as a table."""
+
+    def draw(width: int, glyphs: Glyphs) -> Table:
+        bar_width = 20 if width >= 90 else 10 if width >= 70 else 0
+        table = Table(
+            box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), show_footer=True, width=width
+        )
+        table.header_style = table.border_style = FAINT
+        headers = ("module", "kept", "not kept", "recomputed", "extra", *(["share kept"] if bar_width else []))
+        overflow: OverflowMethod = "crop" if glyphs is ASCII else "ellipsis"
+        for header, footer in zip(headers, _cells(total, bar_width, glyphs), strict=True):
+            is_words = header in ("module", "share kept")
+            table.add_column(header, footer, justify="left" if is_words else "right", no_wrap=True, overflow=overflow)
+        table.columns[0].ratio = 1
+        for row in rows:
+            table.add_row(*_cells(row, bar_width, glyphs))
+        if bar_width and any(row.shares for row in rows):
+            marks = f"{glyphs.none}{glyphs.levels[len(glyphs.levels) // 2]}{glyphs.full}"
+            table.caption = Text(f"{marks}  equal modules planned differently, the share kept in each", FAINT)
+            table.caption_justify = "left"
+        return table
+
+    return Drawn(draw)
 
 
 def _cells(row: ModuleRow, bar_width: int, glyphs: Glyphs) -> tuple[RenderableType, ...]:

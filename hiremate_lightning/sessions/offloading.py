@@ -15,8 +15,7 @@ from torch import nn
 
 from ..calls.given import tensors_inside
 from ..capturing.capture import Captured
-from ..measuring.files import HAS_FILES, Files
-from ..measuring.saved_offload import SavedOffload
+from ..measuring.saved_offload import HAS_FILES, Files, SavedOffload
 from ..memory.allocator import free_host_bytes
 from ..options import SessionOptions
 from ..planning.solvers.base import Solution

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ..measuring.between import Between, DevicePeak
 from ..measuring.profiling import TimedRun
-from ..measuring.recording import Existing, StepRecord
+from ..measuring.recording import StepRecord
 from ..measuring.resident_memory import LITTERED_STEPS
-from ..memory.metering import MemoryMeter
+from ..memory.metering import Between, DevicePeak, MemoryMeter
 from ..planning.headroom import GUARD_BYTES, guard_bytes
 from ..signatures.step_signature import StepSignature
 from ..signatures.watching import Expected, Look, WatchPolicy
@@ -47,7 +46,7 @@ class StepWatch:
 
     def forward_starts(self) -> None:
         """Learn that a forward starts: what was seen since the one before is not all of its step."""
-        self._between.forget()
+        self._between.take()
 
     def forward_done(self, step: CurrentStep) -> None:
         """Learn that a forward has ended: where it is the last of a planned step, look at what follows."""
@@ -61,7 +60,7 @@ class StepWatch:
 
     def failed(self) -> None:
         """Learn that a step has failed."""
-        self._between.forget()
+        self._between.take()
         self._device_peak.take()
 
     def ended(self, step: CurrentStep, signature: StepSignature) -> None:
@@ -111,10 +110,8 @@ class StepWatch:
         """Begin to measure a step."""
         if self._memory.collect_garbage(LITTERED_STEPS) or step.resident is None:
             step.resident = self._memory.count_before_step(arguments)
-        resident = step.resident
-        sees_frees = self._memory.sees_frees(resident)
-        existing = Existing(resident.size_bytes, resident.stale_bytes, resident.left_bytes, sees_frees)
-        record = StepRecord(self._memory.device, existing, self._memory.root)
+        sees_frees = self._memory.sees_frees(step.resident)
+        record = StepRecord(self._memory.device, step.resident, sees_frees, self._memory.root)
         self._memory.watch_releases(record, arguments)
         if not record.is_measured and not backward_pass.is_running():
             self._announcements.profiled()

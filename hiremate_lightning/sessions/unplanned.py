@@ -84,12 +84,12 @@ class UnplannedSteps:
         if step.record is None:
             return
         peak_bytes, plan = step.record.peak_bytes, self._planned.latest
-        added_bytes = None if peak_bytes is None else peak_bytes - step.record.existing.size_bytes
+        added_bytes = None if peak_bytes is None else peak_bytes - step.record.resident.existing_bytes
         self._plain.measured(step.calls, plain.likely, plain.prediction, added_bytes)
         if self._model.options.budget.is_whole:
             return  # the budget is what plain training takes
         if plain.gainless is not None and (own := plain.gainless.own_plan).saves_nothing:
-            plan_bytes = step.record.existing.size_bytes + plain.prediction.captured_bytes
+            plan_bytes = step.record.resident.existing_bytes + plain.prediction.captured_bytes
             if self._plain.called_like(step.calls):
                 plan_bytes = own.measured.peak_bytes or own.planned_peak_bytes
             self._say_measured(plain.gainless.trial.measured(peak_bytes, plan_bytes), peak_bytes)
@@ -226,7 +226,7 @@ class UnplannedSteps:
             return None
         saves_memory = None if begun is None else begun.prediction.saves_memory
         saves_memory = False if self._plain.called_like(step.calls) else saves_memory
-        prediction = self._plain.bound(step.calls, likely, self._room_bytes(), saves_memory)
+        prediction = self._plain.predict(step.calls, likely, self._room_bytes(), saves_memory)
         if prediction is None:
             return None
         if not prediction.saves_memory:
@@ -243,8 +243,7 @@ class UnplannedSteps:
         if alike and signature not in alike:
             return None
         is_known = not alike and signature.trial.is_released
-        predict = self._plain.bound if is_known else self._plain.predict  # what is measured is compared with it
-        prediction = predict(step.calls, signature, sys.maxsize, saves_memory=False)
+        prediction = self._plain.predict(step.calls, signature, sys.maxsize, saves_memory=False)
         if prediction is None:
             return None
         is_similar = prediction.captured_bytes <= SIMILAR * signature.own_plan.unplanned.peak_bytes

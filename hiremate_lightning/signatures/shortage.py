@@ -50,7 +50,7 @@ class Shortage:
         self._has_settled = self._has_settled and not is_new
         self._batch_bytes = max(self._batch_bytes, resident.batch_bytes)
         self._held_steps += self.is_held
-        self._waits = memory.has_optimizers and not self._has_settled
+        self._waits = bool(memory.optimizers) and not self._has_settled
 
     def hold(self, short: Short) -> None:
         """Let training go on, though a step does not fit."""

@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from .. import thresholds
 from ..housekeeping import Latest, collecting_what_it_leaves
 from ..records.expressions import LEAST_SAMPLES, LEAST_SAMPLES_OF_TWO_TERMS, NoTemplateError, Sizes, vary_alone
-from . import checkpoints, dynamo, tensor_state
+from . import captured_code, dynamo, tensor_state
 from .same_captures import SameCaptures
 from .size_symbols import NUMBERS, SizeSymbols, at_numbers, numbers_of
 
@@ -113,7 +113,7 @@ class EachSize:
     ) -> None:
         count = len(module.graph.find_nodes(op="placeholder"))
         self._module = module
-        self._written = checkpoints.eager_module(module)
+        self._written = captured_code.eager_module(module)
         self._sizes = tuple(sizes)
         self._others = tuple(position for position in range(count) if position not in self._sizes)
         self._trace, self._same = trace, same or SameCaptures()
@@ -157,7 +157,7 @@ class EachSize:
             run, is_general = self._trace_at(sizes, others)
         except Exception as error:  # whatever AOTAutograd fails on
             dynamo.tell_of_failure(error)
-            run, is_general = checkpoints.eager_module(self._with_numbers(sizes)), True
+            run, is_general = captured_code.eager_module(self._with_numbers(sizes)), True
         else:
             self._note_sample(sizes, run, is_general)
         self._is_particular = self._is_particular or not is_general

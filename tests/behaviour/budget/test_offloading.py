@@ -12,7 +12,7 @@ from torch import nn
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.errors import ConfigurationError
-from hiremate_lightning.measuring import links
+from hiremate_lightning.measuring import profiling
 from hiremate_lightning.memory.allocator import LEAST_REST_BYTES
 from hiremate_lightning.out_of_memory import InfeasibleBudgetError
 from hiremate_lightning.planning.plan import Plan
@@ -218,7 +218,7 @@ def test_the_link_is_measured_and_kept_with_other_costs(tmp_path):
     again = hiremate(wide().cuda(), "60%", verbose=False, offload="auto", cache_dir=tmp_path)
     trained(again, [rows().cuda()] * 3)
     assert get_plan(again).profile.link == found
-    assert links.measure_link(torch.device("cuda")).latency_ms >= 0
+    assert profiling.measure_link(torch.device("cuda")).latency_ms >= 0
 
 
 @pytest.mark.gpu

@@ -72,7 +72,7 @@ def test_a_changed_budget_plans_anew_without_capturing():
 
 
 @pytest.mark.parametrize(
-    ("budget", "error", "words"), [("10 bananas", ValueError, "bananas"), ("1 MiB", InfeasibleBudgetError, "")]
+    ("budget", "error", "words"), [("10 bananas", ValueError, "bananas"), ("1 MiB", InfeasibleBudgetError, "too small")]
 )
 def test_a_budget_that_is_refused_changes_nothing(budget, error, words):
     model = warm_up(planned(), steps=5, rows=8 * MANY)

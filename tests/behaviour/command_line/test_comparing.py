@@ -88,7 +88,6 @@ def test_the_fastest_comes_first_and_what_does_not_fit_last():
 
 def test_all_methods_are_compared_but_plain_training():
     assert set(methods_to_compare()) == set(strategy_names()) - {"none"}
-    assert read_methods(None) == ()
     assert read_methods("segments, hilp,segments") == ("segments", "hilp")
 
 

@@ -203,7 +203,7 @@ def test_an_error_of_the_factory_is_its_own():
 
 def test_calls_on_both_sides_of_a_graph_break_are_linked():
     step = capture(broken)
-    calls, order = step.recorded.describe([estimate(captured.graph) for captured in step.captured])
+    calls, order = step.describe([estimate(captured.graph) for captured in step.captured])
 
     assert len(step.captured) == 2
     assert calls[1].links
@@ -218,7 +218,7 @@ class TestAGpuThatIsNotThere:
 
         assert step.options.is_stand_in
         assert all(storage.size_bytes % 512 == 0 for storage in graph.storages)
-        assert all(size % 512 == 0 for _, size in step.resident)
+        assert all(size % 512 == 0 for size in step.resident.values())
 
     def test_attention_does_not_fall_apart(self):
         """Half precision runs another kernel; a mask becomes a bias."""
@@ -293,7 +293,7 @@ def test_the_loss_that_a_module_returns_is_found(form):
 
 
 def test_outputs_are_added_up_where_there_is_no_loss():
-    assert capture(lambda: losses(lambda y: y)).recorded.record.backwards
+    assert capture(lambda: losses(lambda y: y)).record.backwards
 
     with pytest.raises(ConfigurationError, match=r"The module returns no loss \(found a tensor\).* or use --loss sum"):
         capture(lambda: losses(lambda y: y), loss="model")

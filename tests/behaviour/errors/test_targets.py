@@ -32,6 +32,7 @@ from hiremate_lightning.sessions import graph_programs
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import hooks
 from tests.exact import network, take_steps
+from tests.life import recorded
 
 OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory."  # as a CPU says it
 
@@ -76,14 +77,6 @@ def test_a_budget_that_cannot_be_read_is_refused(budget, words):
     before = state_of(model)
     with pytest.raises(BudgetError, match=words):
         hiremate(model, budget)
-    assert state_of(model) == before
-
-
-def test_a_target_that_does_not_exist_is_refused_with_the_nearest():
-    model = Net()
-    before = state_of(model)
-    with pytest.raises(ConfigurationError, match=r"Net has no submodule 'encodr' to plan.*Did you mean 'encoder'"):
-        hiremate(model, "50%", target="encodr")
     assert state_of(model) == before
 
 
@@ -152,21 +145,21 @@ def test_what_cannot_be_planned_is_refused_by_name(make, words):
         ({"max_plans": 0}, "max_plans must be at least 1"),
         ({"max_plans": "8"}, "max_plans must be at least 1, found '8'"),
         ({"optimizer": "adam"}, "optimizer must be a torch.optim.Optimizer, .*, found 'adam'. Leave it out"),
-        (
-            {"optimizer": [torch.optim.SGD(nn.Linear(1, 1).parameters())] * 2},
-            "found list. Leave it out where",
-        ),
+        ({"optimizer": [torch.optim.SGD(nn.Linear(1, 1).parameters())] * 2}, "found list. Leave it out where"),
         ({"target": nn.Linear(1, 1)}, "target takes paths of submodules, .*, found Linear"),
         ({"target": ["encoder", 3]}, "target takes paths of submodules, .*, found int"),
-        ({"target": "encodr"}, r"no submodule 'encodr' to plan \(target=\). Did you mean 'encoder'"),
+        ({"target": "encodr"}, r"Net has no submodule 'encodr' to plan \(target=\). Did you mean 'encoder'"),
         ({"verbose": "loud"}, "verbose must be True, False or 'full', found 'loud'"),
         ({"solver": "magic"}, "Unknown solver 'magic'. Choose one of: "),
         ({"solver": "hlip"}, "Unknown solver 'hlip'. Did you mean 'hilp'"),
     ],
 )
 def test_an_argument_out_of_its_range_is_refused(argument, words):
+    model = Net()
+    before = state_of(model)
     with pytest.raises(ConfigurationError, match=words):
-        hiremate(Net(), "50%", **argument)
+        hiremate(model, "50%", **argument)
+    assert state_of(model) == before
 
 
 @pytest.mark.parametrize("function", [get_plan, remove_hiremate])
@@ -378,15 +371,18 @@ def test_a_second_request_may_repeat_the_first_name_an_optimizer_and_be_silent()
     assert dict(get_plan(model).resident_parts)["optimizer state"] > 0
 
 
-def test_only_the_named_target_is_planned():
-    model = hiremate(Net(), "90%", target="encoder", verbose=False)
+@pytest.mark.parametrize(
+    ("make", "target", "adopted"),
+    [
+        (lambda: Net(), "encoder", ["encoder"]),
+        (lambda: nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), None, [""]),
+    ],
+    ids=["a part", "a sequential of torch itself"],
+)
+def test_only_the_named_target_is_planned(make, target, adopted):
+    model = hiremate(make(), "90%", target=target, verbose=False)
     train(model)
-    assert list(targets_of(model).adopted) == ["encoder"]
-
-
-def test_a_sequential_from_torch_itself_is_captured():
-    model = hiremate(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), "90%", verbose=False)
-    train(model)
+    assert list(targets_of(model).adopted) == adopted
     assert get_plan(model) is not None
 
 
@@ -415,18 +411,16 @@ def test_two_optimizers_that_step_in_turn_are_no_reason_to_announce_anything():
     assert get_plan(model) is not None
 
 
-def test_a_planned_model_can_be_exported():
-    model = hiremate(Net(), "60%", verbose=False).eval()
-    x = batch()
-    with torch.no_grad():
-        assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))
-
-
 def test_calls_without_gradients_are_not_planned():
+    """Nor is an export."""
     model = hiremate(Net(), "60%", verbose=False)
     with torch.no_grad():
         model(batch())
     assert targets_of(model).session.captured_count == 0
+    x = batch()
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))
 
 
 @network(lambda: {"layers": [nn.Linear(16, 16) for _ in range(4)]})
@@ -485,37 +479,28 @@ def test_steps_in_eval_mode_are_not_said_to_pass_a_plan_by(recwarn):
     assert ["eval mode: such calls are not planned" in str(w.message) for w in recwarn] == [True]
 
 
-def test_a_model_of_which_nothing_is_captured_is_an_error():
-    class Uncapturable(nn.Linear):
-        @torch.compiler.disable
-        def forward(self, x):
-            return super().forward(x)
+class Disabled(nn.Linear):
+    @torch.compiler.disable
+    def forward(self, x):
+        return super().forward(x)
 
-    model = hiremate(Uncapturable(4, 4), "60%", verbose=False)
-    with pytest.raises(CaptureError, match=r"Nothing of Uncapturable was captured.*target="):
+
+def test_a_model_of_which_nothing_is_captured_is_an_error():
+    model = hiremate(Disabled(4, 4), "60%", verbose=False)
+    with pytest.raises(CaptureError, match=r"Nothing of Disabled was captured.*target="):
         model(torch.randn(2, 4))
 
 
 @pytest.mark.filterwarnings("ignore:.*captured")
 def test_a_model_of_whose_parts_nothing_is_captured_either_is_an_error():
-    class Uncapturable(nn.Linear):
-        @torch.compiler.disable
-        def forward(self, x):
-            return super().forward(x)
-
     class Chain(nn.Sequential):
         @torch.compiler.disable
         def forward(self, x):
             return super().forward(x)
 
-    parts = (Chain(Uncapturable(4, 4), Uncapturable(4, 4)), Uncapturable(4, 4))
-    model = hiremate(Chain(*parts), "60%", verbose=False)
-
-    def train():
-        take_steps(model, lambda _: torch.randn(2, 4), 4, loss_of=torch.sum, clears="never")
-
+    model = hiremate(Chain(Chain(Disabled(4, 4), Disabled(4, 4)), Disabled(4, 4)), "60%", verbose=False)
     with pytest.raises(CaptureError, match=r"Nothing of Chain was captured.*target="):
-        train()
+        take_steps(model, lambda _: torch.randn(2, 4), 4, loss_of=torch.sum, clears="never")
 
 
 def test_an_error_says_what_ended_the_graphs_of_a_model_of_which_nothing_is_captured():
@@ -570,15 +555,14 @@ class BreaksInALoop(Net):
 
 def trained_alike(plain, model, batches):
     """Train both, and fail where gradients differ; return what was said."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", HiRemateWarning)
+    with recorded() as said:
         for x in batches:
             for each in (plain, model):
                 each.zero_grad()
                 torch.manual_seed(3)
                 each(x).sum().backward()
             assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
-    return [str(w.message) for w in caught]
+    return said
 
 
 def test_the_parts_of_a_model_of_which_nothing_is_captured_are_planned():
@@ -596,23 +580,15 @@ def test_the_parts_of_a_model_of_which_nothing_is_captured_are_planned():
     assert all(hooks.get_call(module) is None for module in model.modules())
 
 
-class Disabled(nn.Linear):
-    @torch.compiler.disable
-    def forward(self, x):
-        return super().forward(x)
-
-
 @pytest.mark.parametrize("others", [(), ("last",)])
 def test_parts_of_which_nothing_is_captured_run_beside_the_plan_and_are_announced_once_for_a_class(others):
     model = BreaksInALoop()
     for name in ("middle", *others):
         setattr(model, name, Disabled(32, 32))
     hiremate(model, "95%", verbose=False, on_infeasible="warn")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", HiRemateWarning)
+    with recorded() as said:
         take_steps(model, lambda _: batch(), 3, loss_of=torch.sum, clears="never")
-    said = [str(w.message) for w in caught if "could not be captured" in str(w.message)]
-    first, *more = said
+    first, *more = (text for text in said if "could not be captured" in text)
     assert first == "middle could not be captured and runs without a plan, beside what is planned."
     assert more == ["Other modules of the class Disabled could not be captured either."] * len(others)
     assert get_plan(model) is not None
@@ -627,12 +603,12 @@ def test_a_part_that_is_called_first_and_not_captured_runs_beside_the_plan(targe
 
     model = Recurrent()
     hiremate(model, "95%", verbose=False, on_infeasible="warn", target=target)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", HiRemateWarning)
+    with recorded() as said:
         for _ in range(3):
             model.last(model.first(batch())[0]).sum().backward()
-    said = [str(w.message) for w in caught if "could not be captured" in str(w.message)]
-    assert said == ["first could not be captured and runs without a plan, beside what is planned."]
+    assert [text for text in said if "could not be captured" in text] == [
+        "first could not be captured and runs without a plan, beside what is planned."
+    ]
     assert get_plan(model) is not None
 
 

@@ -16,7 +16,7 @@ from hiremate_lightning import get_plan, hiremate, remove_hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.reporting.html_report import write_html
 from hiremate_lightning.reporting.terminal import plan_table
-from hiremate_lightning.torch_private import dynamo, user_compiled
+from hiremate_lightning.torch_private import compiled_by_torch, dynamo
 from tests.exact import network, simple_loop, square_error, take_steps, train_both
 from tests.life import recorded
 
@@ -259,6 +259,6 @@ def test_kernels_for_another_size_are_made_when_it_comes():
 
 
 def test_wrappers_around_compiled_functions_are_told_apart():
-    assert user_compiled._is_compiled(activation)
-    assert not user_compiled._is_compiled(functional.gelu)
-    assert not user_compiled._is_compiled(torch.compiler.disable(lambda x: x))
+    assert compiled_by_torch._is_compiled(activation)
+    assert not compiled_by_torch._is_compiled(functional.gelu)
+    assert not compiled_by_torch._is_compiled(torch.compiler.disable(lambda x: x))

@@ -67,13 +67,23 @@ def test_what_is_unwrapped_is_the_model_that_was_prepared():
 
 
 def test_the_environment_gives_the_budget(monkeypatch):
+    """Without trackers nothing is logged."""
+
+    class NeverLogging(Accelerator):
+        def log(self, *_):
+            pytest.fail("there is no tracker")
+
     monkeypatch.setenv(ENVIRONMENT_BUDGET, "75%")
-    accelerator = Accelerator(cpu=True)
+    accelerator = NeverLogging(cpu=True)
     model, optimizer = prepared(accelerator, budget=None)
-
     train(accelerator, model, optimizer, steps=2)
-
     assert str(get_plan(model).budget) == "75%"
+
+    monkeypatch.setenv(ENVIRONMENT_BUDGET, "10 bananas")
+    model = make()
+    with pytest.raises(BudgetError, match=ENVIRONMENT_BUDGET):
+        prepare_hiremate(Accelerator(cpu=True), model)
+    assert model._compiled_call_impl is None
 
 
 class Tracker(GeneralTracker):
@@ -100,21 +110,7 @@ class Tracker(GeneralTracker):
 
 
 def test_trackers_get_each_plan_and_what_was_measured_of_it():
-    tracker = Tracker()
-    accelerator = Accelerator(cpu=True, log_with=tracker)
-    model, optimizer = prepared(accelerator)
-    accelerator.init_trackers("test")
-
-    train(accelerator, model, optimizer, steps=5)
-
-    plan, first, last = get_plan(model), tracker.logged[0], tracker.logged[-1]
-    assert "hiremate/measured_peak_bytes" not in first
-    assert last["hiremate/measured_peak_bytes"] == plan.measured.peak_bytes
-    assert last["hiremate/planned_peak_bytes"] == plan.planned_peak_bytes
-    assert last["hiremate/measured_overhead"] == plan.measured.overhead
-
-
-def test_trackers_get_the_number_of_optimizer_steps():
+    """With the number of optimizer steps."""
     tracker = Tracker()
     accelerator = Accelerator(cpu=True, log_with=tracker, gradient_accumulation_steps=4)
     model, optimizer = prepared(accelerator)
@@ -126,29 +122,13 @@ def test_trackers_get_the_number_of_optimizer_steps():
             train(accelerator, model, optimizer, steps=1)
         expected += [index // 4] * (len(tracker.steps) - len(expected))
 
+    plan, first, last = get_plan(model), tracker.logged[0], tracker.logged[-1]
+    assert "hiremate/measured_peak_bytes" not in first
+    assert last["hiremate/measured_peak_bytes"] == plan.measured.peak_bytes
+    assert last["hiremate/planned_peak_bytes"] == plan.planned_peak_bytes
+    assert last["hiremate/measured_overhead"] == plan.measured.overhead
     assert tracker.steps == expected
     assert len(set(expected)) > 1
-
-
-def test_without_trackers_nothing_is_logged():
-    class NeverLogging(Accelerator):
-        def log(self, *_):
-            pytest.fail("there is no tracker")
-
-    accelerator = NeverLogging(cpu=True)
-    model, optimizer = prepared(accelerator)
-
-    train(accelerator, model, optimizer, steps=2)
-
-    assert get_plan(model) is not None
-
-
-def test_a_wrong_budget_in_the_environment_names_the_variable(monkeypatch):
-    monkeypatch.setenv(ENVIRONMENT_BUDGET, "10 bananas")
-    model = make()
-    with pytest.raises(BudgetError, match=ENVIRONMENT_BUDGET):
-        prepare_hiremate(Accelerator(cpu=True), model)
-    assert model._compiled_call_impl is None
 
 
 def test_a_batch_size_that_does_not_fit_is_backed_off_from():
@@ -226,12 +206,9 @@ def test_what_accelerate_compiles_runs_by_its_plan(capsys):
     assert compiled.forward != model.__call__
 
 
-def test_not_exactly_one_module_is_refused():
+def test_not_exactly_one_module_after_the_accelerator_is_refused():
     with pytest.raises(ConfigurationError, match="prepare_hiremate plans one module, found 2"):
         prepare_hiremate(Accelerator(cpu=True), make(), make(), budget="70%")
-
-
-def test_a_model_in_the_place_of_the_accelerator_is_told_apart():
     with pytest.raises(ConfigurationError, match=r"The accelerator comes first: .*, found a Sequential"):
         prepare_hiremate(nn.Sequential(), Accelerator(cpu=True), budget="70%")  # type: ignore[arg-type]
 

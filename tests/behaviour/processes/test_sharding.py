@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from hiremate_lightning.command_line.factory import Workload
 from hiremate_lightning.command_line.offline import OfflineOptions, capture_offline
-from hiremate_lightning.command_line.sharded import PARTS, SHARDS, Layout, divide
-from hiremate_lightning.command_line.without_device import rates_of
+from hiremate_lightning.command_line.without_device import PARTS, SHARDS, Layout, divide, rates_of
 from hiremate_lightning.records.schedule import lower
 from hiremate_lightning.records.simulation import simulate
 from tests.exact import assert_same
@@ -150,8 +148,8 @@ def layout_of(case: Case) -> Layout:
 def test_a_step_without_processes_has_the_measured_peak(ranks: Ranks, case: Case):
     """What `hiremate plan` with --fsdp or --tp predicts of the plan that the processes ran by is what they measured."""
     workload = Workload(lambda: (case.model(), tokens(0, 0, case)), case.name)
-    captured = capture_offline(workload, OfflineOptions(layout=layout_of(case)))
-    step = replace(captured, zero_grad="before").estimated(rates_of(torch.device("cpu")))  # as there
+    captured = capture_offline(workload, OfflineOptions(layout=layout_of(case), zero_grad="before"))  # as there
+    step = captured.estimated(rates_of(torch.device("cpu")))
     for left in ranks:
         _, planned = left[case.name]
         (plan,) = planned.plans

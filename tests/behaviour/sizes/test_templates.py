@@ -20,6 +20,7 @@ from tests.exact import Log, differing, leave_behind, network, planned_alike
 from tests.faults import change_absences, overwriting_nothing
 
 pytestmark = pytest.mark.usefixtures("templates_at_once")
+
 WORDS, WIDTH, HEADS, LAYERS, BATCH = 64, 32, 4, 2, 8
 FIRST, LONG, SHORT = 90, 83, 40  # planned; does not fit as it is written; does
 NEW = [88, 79, 85, 76]  # come after a first length that does not fit as it is written
@@ -87,6 +88,11 @@ def small_gpt() -> nn.Module:
     return SmallGPT()
 
 
+@pytest.fixture(autouse=True)
+def _anew() -> None:
+    torch._dynamo.reset()
+
+
 def budget_of(length: int, share: float) -> tuple[int, int]:
     """Return a budget of which a plain step of a length takes more, and what of it a step may add."""
     training = Training(small_gpt())
@@ -97,24 +103,34 @@ def budget_of(length: int, share: float) -> tuple[int, int]:
     return weights + BATCH * length * 8 + added_bytes, added_bytes
 
 
+def trainings(share: float = 0.75, **options: object) -> tuple[Training, Training, int]:
+    """Return a plain model and one with a budget of a share of the first length, and the bytes that a step may add."""
+    budget_bytes, added_bytes = budget_of(FIRST, share)
+    options = {"verbose": False, **options}
+    return Training(small_gpt()), Training(hiremate(small_gpt(), budget_bytes, **options)), added_bytes
+
+
+def train_alike(plain: Training, planned: Training, *lengths: int) -> None:
+    """Take steps with both; fail where their logs differ."""
+    for length in lengths:
+        assert differing(planned.step(length), plain.step(length)) == []
+
+
 @pytest.mark.filterwarnings("error")
 def test_new_sizes_run_by_templates_within_the_budget():
     """Lengths that do not fit as they are written, each of them once."""
-    torch._dynamo.reset()
-    budget_bytes, added_bytes = budget_of(FIRST, 0.75)
-    plain, planned = Training(small_gpt()), Training(hiremate(small_gpt(), budget_bytes, verbose=False))
+    plain, planned, added_bytes = trainings()
     has_symbols_at_once = hasattr(torch.compiler.config, "dynamic_values")  # else from the next capture on
-    for length in [FIRST, FIRST, SHORT, *([] if has_symbols_at_once else [LONG + 1])]:
-        assert differing(planned.step(length), plain.step(length)) == []
+    train_alike(plain, planned, FIRST, FIRST, SHORT, *([] if has_symbols_at_once else [LONG + 1]))
 
     for index, length in enumerate([LONG, *NEW]):
         before = captured_count(planned.model)
-        assert differing(planned.step(length), plain.step(length)) == []
+        train_alike(plain, planned, length)
         assert is_from_template(planned.model)
         assert captured_count(planned.model) - before == (0 if index else 3)  # samples
         assert 0 < planned.peak_bytes <= added_bytes
 
-    assert differing(planned.step(SHORT), plain.step(SHORT)) == []
+    train_alike(plain, planned, SHORT)
     assert is_plain(planned.model)
 
 
@@ -136,13 +152,10 @@ def test_decisions_are_proved_at_half_a_length_or_there(
     proved: list[int], monkeypatch: pytest.MonkeyPatch, tells_nothing: bool, expected: list[int]
 ):
     """At the length itself where the outcome at half of it has NaN: these equal each other."""
-    torch._dynamo.reset()
     if tells_nothing:
         monkeypatch.setattr(TrialOutcome, "has_nan", property(lambda _: True))
-    budget_bytes, _ = budget_of(FIRST, 0.75)
-    plain, planned = Training(small_gpt()), Training(hiremate(small_gpt(), budget_bytes, verbose=False))
-    for length in [FIRST, FIRST, SHORT, LONG, *NEW]:
-        assert differing(planned.step(length), plain.step(length)) == []
+    plain, planned, _ = trainings()
+    train_alike(plain, planned, FIRST, FIRST, SHORT, LONG, *NEW)
     assert is_from_template(planned.model)
     assert set(proved) <= set(expected)
     assert proved
@@ -156,7 +169,6 @@ class Scaled(SmallGPT):
 
 
 def test_code_that_no_template_serves_is_traced():
-    torch._dynamo.reset()
     budget_bytes, _ = budget_of(FIRST, 0.75)
     logs = []
     for is_planned in (False, True):
@@ -212,7 +224,6 @@ def recall(module: nn.Module) -> Log:
 
 def test_samples_keep_sizes_equal_that_always_were(recwarn: pytest.WarningsRecorder):
     """Made-up keys are as long as made-up values, and as their mask: the kernel of attention does not check that."""
-    torch._dynamo.reset()
     torch.manual_seed(0)
     planned_alike(recalling(), recall, "70%", on_infeasible="warn")
     assert not [str(told.message) for told in recwarn if "can't be measured alone" in str(told.message)]
@@ -220,15 +231,11 @@ def test_samples_keep_sizes_equal_that_always_were(recwarn: pytest.WarningsRecor
 
 def test_several_new_sizes_wait_for_their_backwards():
     """Two lengths in one step, by the same captured code: each backward runs at its own."""
-    torch._dynamo.reset()
-    budget_bytes, _ = budget_of(FIRST, 0.75)
-    models = small_gpt(), hiremate(small_gpt(), budget_bytes, verbose=False)
-    plain, planned = map(Training, models)
-    for length in [FIRST, FIRST, SHORT, LONG, *NEW[:2]]:
-        assert differing(planned.step(length), plain.step(length)) == []
+    plain, planned, _ = trainings()
+    train_alike(plain, planned, FIRST, FIRST, SHORT, LONG, *NEW[:2])
     assert is_from_template(planned.model)
     gradients = []
-    for model in models:
+    for model in (plain.model, planned.model):
         torch.manual_seed(1)
         model.zero_grad(set_to_none=True)
         losses = [model(torch.randint(WORDS, (BATCH, length))) for length in NEW[2:]]
@@ -240,12 +247,11 @@ def test_several_new_sizes_wait_for_their_backwards():
 
 def test_a_template_whose_proof_fails_is_not_used(monkeypatch: pytest.MonkeyPatch):
     """Its programs are of other sizes than they are asked for: these are traced, and training stays exact."""
-    torch._dynamo.reset()
-    at, budget_bytes = ProgramTemplate.at, budget_of(FIRST, 0.75)[0]
+    at = ProgramTemplate.at
     monkeypatch.setattr(ProgramTemplate, "at", lambda self, sizes: at(self, tuple(size + 1 for size in sizes)))
-    plain, planned = Training(small_gpt()), Training(hiremate(small_gpt(), budget_bytes, verbose=False))
+    plain, planned, _ = trainings()
     for length in [FIRST, FIRST, SHORT, LONG, *NEW]:
-        assert differing(planned.step(length), plain.step(length)) == []
+        train_alike(plain, planned, length)
         assert not is_from_template(planned.model)
 
 
@@ -268,7 +274,6 @@ def trained(model: nn.Module, losses: Callable[[Tensor, Tensor], Tensor], length
 @pytest.mark.filterwarnings("error")
 def test_gradients_need_not_arrive_at_new_sizes(monkeypatch: pytest.MonkeyPatch):
     """The backward finds out which do, where nothing can be traced: whatever samples differ in, it fails in none."""
-    torch._dynamo.reset()
     models = []
     for _ in range(2):
         torch.manual_seed(0)

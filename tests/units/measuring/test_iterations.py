@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hiremate_lightning.measuring.iterations import Iterations
+from hiremate_lightning.measuring.left import Iterations
 from hiremate_lightning.measuring.resident import BESIDE, Resident
 
 KIND, GRAPH = (0,), (1,)  # a step, and what identifies a graph that waits

@@ -9,7 +9,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
-from hiremate_lightning.torch_private import host_events
+from hiremate_lightning.torch_private import runtime
 from tests.processes import run_python
 
 CPU = torch.device("cpu")
@@ -115,7 +115,7 @@ def test_an_outer_meter_may_end_before_the_inner_one():
     inner.stop()
     del kept
     assert max(i.peak_bytes for i in inner.intervals) == 16 * KB
-    assert not host_events.profiler_is_running()
+    assert not runtime.profiler_is_running()
 
 
 def test_an_abandoned_meter_does_not_block_the_next():
@@ -123,7 +123,7 @@ def test_an_abandoned_meter_does_not_block_the_next():
     meter.start()
     del meter
     gc.collect()
-    assert not host_events.profiler_is_running()
+    assert not runtime.profiler_is_running()
     assert measure_peak(lambda: floats(16 * KB)) == 16 * KB
 
 
@@ -142,7 +142,7 @@ def test_an_exception_ends_the_measurement():
 
     with pytest.raises(KeyError):
         measure_peak(fail)
-    assert not host_events.profiler_is_running()
+    assert not runtime.profiler_is_running()
 
 
 def test_a_foreign_profiler_makes_meters_unavailable_until_it_ends():
@@ -188,7 +188,7 @@ def test_nothing_is_said_of_what_was_allocated_before():
 
 
 def test_what_torch_logs_otherwise_is_left_as_it_was():
-    level = host_events._log_level()
+    level = runtime._log_level()
     assert level is not None
     before = level.value
     with MemoryMeter(CPU), MemoryMeter(CPU):

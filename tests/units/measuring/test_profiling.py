@@ -21,9 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hiremate_lightning import hiremate
 from hiremate_lightning.capturing.capture import Captured
-from hiremate_lightning.measuring import profiling, stand_ins
+from hiremate_lightning.measuring import operators, profiling
 from hiremate_lightning.measuring.profiling import CostCache, ProfileOptions, TimedRun, describe_device, measure
-from hiremate_lightning.memory import page_faults
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.records.costs import Profile, estimate
 from hiremate_lightning.records.schedule import lower
@@ -87,7 +86,7 @@ def test_the_seed_and_offset_of_attention_are_made_on_the_host(part):
     got = graph.call_function(operator.getitem, (node, part))
     got.meta["val"] = values[part]
     assert values[part].device.type == "cuda"
-    made = stand_ins.stand_in(got)
+    made = operators.stand_in(got)
     assert (made.device.type, made.dtype, made.shape) == ("cpu", torch.int64, ())
 
 
@@ -372,7 +371,7 @@ def test_estimates_are_not_kept_for_later_runs(with_moody, tmp_path):
 
 def test_made_up_numbers_are_probabilities():
     """CUDA's kernels assert that they are, where they read some, and nothing runs on the device after that."""
-    made = stand_ins.made_up(torch.empty(1000, dtype=torch.float16))
+    made = operators.made_up(torch.empty(1000, dtype=torch.float16))
     assert 0 <= made.min() < made.max() <= 1
 
 
@@ -439,8 +438,8 @@ def test_time_that_went_into_page_faults_is_no_operation_s_own(captured, monkeyp
     program = build(captured, lower(captured.graph, recompute_lazily(captured.graph, ())))
     arguments = [torch.randn(p.meta["val"].shape) for p in captured.placeholders]
     for cost_ms, is_own in ((0.0, True), (1e9, False)):
-        monkeypatch.setattr(page_faults, "count", itertools.count().__next__)
-        monkeypatch.setattr(page_faults, "cost_ms", lambda cost_ms=cost_ms: cost_ms)
+        monkeypatch.setattr(profiling, "page_faults", itertools.count().__next__)
+        monkeypatch.setattr(profiling, "page_fault_ms", lambda cost_ms=cost_ms: cost_ms)
         timed = TimedRun(CPU)
         timed.wrap(program).forward(list(arguments))
         assert timed.total_ms > 0

@@ -8,8 +8,9 @@ from torch import nn
 
 from hiremate_lightning import hiremate
 from hiremate_lightning.measuring.describing import describe
-from hiremate_lightning.measuring.recording import Existing, StepRecord
-from hiremate_lightning.measuring.resident import LeftOutputs, Resident
+from hiremate_lightning.measuring.left import LeftOutputs
+from hiremate_lightning.measuring.recording import StepRecord
+from hiremate_lightning.measuring.resident import Resident
 from hiremate_lightning.targets.modules import targets_of
 from tests.exact import assert_foreseen, network
 
@@ -227,7 +228,7 @@ def test_one_part_may_run_twice_in_a_step():
 
 def test_the_peak_counts_what_was_there_before():
     record, _ = record_of(chained)
-    assert record.peak_bytes > record.existing.size_bytes > 0
+    assert record.peak_bytes > record.resident.existing_bytes > 0
 
 
 @pytest.mark.parametrize("is_by_hand", [False, True])
@@ -258,7 +259,7 @@ def test_the_peak_counts_no_update_whenever_an_output_is_let_go(outlives_update,
 
 def test_a_step_under_another_profiler_runs_unmeasured():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
-        record = StepRecord(torch.device("cpu"), Existing(sees_frees=True))
+        record = StepRecord(torch.device("cpu"), sees_frees=True)
     assert not record.is_measured
     assert record.peak_bytes is None
     record.close()
@@ -295,8 +296,8 @@ class Left:
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
 
-    def outputs_held_bytes(self, present):
-        return self.size_bytes
+    def left_outputs(self):
+        return {0: self.size_bytes}
 
     def left_inputs(self):
         return []

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from hiremate_lightning.torch_private.calls import arguments, schema_call, shortest
+from hiremate_lightning.torch_private.operators import arguments, schema_call, shortest
 
 aten = torch.ops.aten
 
