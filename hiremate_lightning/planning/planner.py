@@ -198,7 +198,7 @@ def first_solution(
     beyond_bytes = free_bytes()
     if smallest.peak_bytes > beyond_bytes:
         smallest = least_with_offloads(problem, smallest)
-    if replay_solution(problem, smallest).peak_bytes > beyond_bytes:
+    if smallest.peak_bytes > beyond_bytes:
         return Short((Need(problem, smallest, room.resident_bytes),), room, target, AT_LEAST)
     return smallest
 
@@ -209,7 +209,6 @@ def _least_at_once(problem: Problem, solutions: Solutions) -> Solution:
     if known is not None:
         return known[0]
     smallest = smallest_budget(problem)
-    smallest = replace(smallest, peak_bytes=replay(problem, smallest.recompute).peak_bytes)
     if _fits(problem, smallest):
         solutions.write(problem, LEAST, smallest)
     return smallest
@@ -224,8 +223,7 @@ def _least_memory(problem: Problem, failed: Solution) -> Solution:
     smallest = smallest_budget(problem)
     if smallest.peak_bytes > problem.budget_bytes:
         smallest = least_with_offloads(problem, smallest)
-    peak = replay_solution(problem, smallest).peak_bytes
-    return replace(smallest, peak_bytes=peak, stopped_by=failed.stopped_by or smallest.stopped_by)
+    return replace(smallest, stopped_by=failed.stopped_by or smallest.stopped_by)
 
 
 def _fastest_within_its_peak(
