@@ -130,8 +130,8 @@ def _bytes_beside(present: Collection[int], sizes: dict[int, int]) -> int:
 class Iterations:
     """Counts memory that exists before a step in the middle of an iteration, beside tensors that are counted.
 
-    An iteration begins where nothing waits, and graphs have waited before or an optimizer has stepped. Only memory counts
-    that was allocated since and not freed: a script may hold the rest for ever. Where something was not measured, the
+    An iteration begins where nothing waits, and graphs have waited before or an optimizer has stepped. Only memory that
+    was allocated since and not freed counts: a script may hold the rest for ever. Where something was not measured, the
     bytes of the latest measured step count that came after the same step signature, beside the same graphs.
     """
 
