@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from ...records.graph import Graph
-from .choices import Policy, alive_bytes, crossing_bytes
+from .choices import Policy, alive_bytes, crossing_bytes, spread
 from .model import StepModel
 from .search import Search
 
@@ -53,13 +53,9 @@ class ChainLink:
 
     def nodes_for(self, model: StepModel, wanted: Iterable[int]) -> list[int]:
         """List its nodes that compute some choices that it makes again, from its input."""
-        inside, seen = set(self.tape), set(wanted)
-        stack = list(seen)
-        while stack:
-            fresh = [s for s in model.needs[model.producer[stack.pop()]] if s in inside and s not in seen]
-            seen.update(fresh)
-            stack.extend(fresh)
-        return list(dict.fromkeys(model.producer[s] for s in self.tape if s in seen))
+        inside = set(self.tape)
+        needed = spread(set(), wanted, lambda storage: inside.intersection(model.sources(storage)))
+        return list(dict.fromkeys(model.producer[s] for s in self.tape if s in needed))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ dominated by a few large operations. Related: DTR's heuristic (Kirisame et al., 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 
@@ -100,7 +100,12 @@ def neighbours(
     default as they are produced.
     """
     timeline, policy = current.timeline, current.policy
-    place, at_peak = _place_of_peak(model, current)
+    place, at_peak = -1, set[int]()  # for a peak in the forward: before all keys, and no choices
+    if current.position >= 0 and current.node in (row := current.rows[current.position]):
+        place = (current.position << ROW) + row.index(current.node)
+        at_peak = {*model.needs[current.node], *model.makes[current.node]}
+    elif current.position >= 0:
+        place, at_peak = at_node(current.position), set(model.reads[current.position])
     living = [s for s, b in timeline.blocks.items() if any(begin <= place < last for begin, last in b)]
     model.work.add_operations(len(model.choices) // PER_CHOICES + PER_CANDIDATE * len(living))
     living.sort(key=key or model.made_at.__getitem__)
@@ -116,20 +121,6 @@ def neighbours(
             yield replace(policy, kept=policy.kept - {storage})
         elif use is not None and (use < current.position or then >> ROW > use) and (storage, use) not in policy.drops:
             yield replace(policy, drops=policy.drops | {(storage, use)})
-
-
-def _place_of_peak(model: StepModel, replay: Replay) -> tuple[int, Collection[int]]:
-    """Return the key of the peak, and the choices that its node reads and makes.
-
-    For a peak in the forward that is a key before all others, and no choices.
-    """
-    position, node = replay.position, replay.node
-    if position < 0:
-        return -1, ()
-    row = replay.rows[position]
-    if node in row:
-        return (position << ROW) + row.index(node), {*model.needs[node], *model.makes[node]}
-    return at_node(position), model.reads[position]
 
 
 def _around(model: StepModel, timeline: Timeline, storage: int, key: int) -> tuple[int | None, int | None]:

@@ -28,12 +28,10 @@ class Replay:
     Attributes:
         peak_bytes: Peak above resident bytes.
         recompute_ms: Time of recomputation.
-        position: Position of the peak in the backward, or -1 in the forward.
-        node: The node at the peak.
+        position: Position of the peak in the backward, or -1 in the forward; `node` is the node there.
         timeline: The rows, and the choices in memory at each moment.
         peaks: For each backward position, and the end, most bytes while its node runs or values are recomputed for it.
-        forward_position: Position of the forward where the forward's own peak is.
-        forward_peak: Bytes there.
+        forward_position: Position of the forward's own peak, of `forward_peak` bytes.
         lazy: The policy, with its rows before any ran in the forward's order.
     """
 

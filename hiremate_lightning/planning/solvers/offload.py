@@ -225,16 +225,12 @@ def offload_bound(model: StepModel, budget_bytes: int, deadline: float) -> float
         raise ConfigurationError(
             "Nothing can be offloaded without the speed of copies: give the profile a link (costs.Link)"
         )
-    excess = max(0, model.keep_all_bytes - budget_bytes)
     if budget_bytes < model.least_bytes:  # values that a node reads and makes are on the device while it runs
         return None
-    host_bytes = host_of(model.problem).size_bytes
-    most = min(host_bytes, excess)
-    ends = [most * number // INTERVALS for number in range(INTERVALS + 1)]
-    forward_ms, backward_ms = (
-        sum(model.problem.profile.time_ms[node] for node in half)
-        for half in (model.graph.forward, model.graph.backward)
-    )
+    excess, host_bytes = max(0, model.keep_all_bytes - budget_bytes), host_of(model.problem).size_bytes
+    ends = [min(host_bytes, excess) * number // INTERVALS for number in range(INTERVALS + 1)]
+    halves, times_ms = (model.graph.forward, model.graph.backward), model.problem.profile.time_ms
+    forward_ms, backward_ms = (sum(times_ms[node] for node in half) for half in halves)
 
     def extra_ms(offloaded_bytes: int, recompute_ms: float) -> float:
         out_ms = max(0.0, offloaded_bytes / link.out_bytes_per_ms - forward_ms)
@@ -345,9 +341,7 @@ class _Improving:
             status = Status.INFEASIBLE if bound_ms is None else Status.NOT_FOUND
             return replace(solution, status=status, bound_ms=bound_ms or 0.0)
         proven_ms = min(bound_ms or 0.0, solution.extra_ms)
-        is_optimal = solution.extra_ms <= proven_ms + self._gap_ms
-        ended = "proof" if is_optimal else "end of the search"
-        if solution.stopped_by not in ("", "proof") and not is_optimal:
-            ended = solution.stopped_by
-        status = Status.OPTIMAL if is_optimal else Status.FEASIBLE
-        return replace(solution, status=status, bound_ms=proven_ms, stopped_by=ended)
+        if solution.extra_ms <= proven_ms + self._gap_ms:
+            return replace(solution, status=Status.OPTIMAL, bound_ms=proven_ms, stopped_by="proof")
+        ended = "end of the search" if solution.stopped_by in ("", "proof") else solution.stopped_by
+        return replace(solution, status=Status.FEASIBLE, bound_ms=proven_ms, stopped_by=ended)

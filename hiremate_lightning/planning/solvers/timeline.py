@@ -98,11 +98,11 @@ def _laid_out(model: Choices, before: Timeline, changed: Mapping[int, list[int]]
             for storage in model.makes[node]:
                 made[storage].append(key)
     for storage in touched:
-        if changed:
-            touches[storage] = _with_keys(touches.get(storage, ()), changed, fresh.get(storage, ()))
-            makes[storage] = _with_keys(makes.get(storage, ()), changed, made.get(storage, ()))
+        for keys, new_keys in ((touches, fresh), (makes, made)):
+            stay = [key for key in keys.get(storage, ()) if key >> ROW not in changed]
+            keys[storage] = tuple(sorted([*stay, *new_keys.get(storage, ())]))
         old = blocks.get(storage, ())
-        blocks[storage] = new = _blocks_of(model, storage, touches.get(storage, ()), makes.get(storage, ()))
+        blocks[storage] = new = _blocks_of(model, storage, touches[storage], makes[storage])
         if new != old:
             change.replace(storage, old, new)
     delta = _summed(change.backward, len(rows))
@@ -113,12 +113,6 @@ def _laid_out(model: Choices, before: Timeline, changed: Mapping[int, list[int]]
         row_peaks[position] = max(timeline.row_bytes(model, position), default=0)
     model.work.add_operations(EACH + len(rows) // PER_ROWS + PER_CHOICE * len(touched))
     return timeline
-
-
-def _with_keys(keys: tuple[int, ...], changed: Mapping[int, list[int]], fresh: Sequence[int]) -> tuple[int, ...]:
-    """Replace the keys in rows that have changed by fresh ones."""
-    stay = [key for key in keys if key >> ROW not in changed]
-    return tuple(sorted([*stay, *fresh]))
 
 
 def _blocks_of(model: Choices, storage: int, touches: tuple[int, ...], makes: tuple[int, ...]) -> tuple[Block, ...]:

@@ -14,7 +14,7 @@ from hiremate_lightning.running.execution import Part
 from hiremate_lightning.running.program import build
 from hiremate_lightning.torch_private.operators import shortest
 from tests.exact import network
-from tests.lazily import recompute_lazily
+from tests.tiny import recompute_lazily
 
 ROWS, WIDTH = 256, 16
 

@@ -233,7 +233,8 @@ def test_only_memory_that_nobody_else_has_is_overwritten():
         assert not is_overwritten(x)
         del held
         assert is_overwritten(x)
-        assert is_overwritten(torch.mm(y, y).view(-1).view(WIDTH, WIDTH)), "a view of what is gone"
+        is_gone = is_overwritten(torch.mm(y, y).view(-1).view(WIDTH, WIDTH))  # an assertion holds all that stands in it
+        assert is_gone, "a view of what is gone"
 
 
 # ---------------------------------------------------------------- choice

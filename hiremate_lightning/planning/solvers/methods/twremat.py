@@ -160,7 +160,12 @@ def spans(model: StepModel, separators: list[Separator], leaf_bytes: float, gap:
     A leaf is a separator with all of those below it, of at most so many bytes. A separator is freed where nothing below
     it is read in more positions of the backward than the gap.
     """
-    own = _own_values(model, separators, leaf_bytes)
+    own, is_in_leaf = list[frozenset[int]](), list[bool]()  # values held for each separator: a leaf's are all below it
+    for separator in separators:
+        is_below = separator.above >= 0 and is_in_leaf[separator.above]
+        is_leaf = not is_below and sum(model.sizes[s] for s in separator.below) <= leaf_bytes
+        is_in_leaf.append(is_below or is_leaf)
+        own.append(frozenset() if is_below else separator.below if is_leaf else separator.values)
     owner = {s: number for number, separator in enumerate(separators) for s in separator.values}
     begins: dict[int, list[int]] = {}
     ends: dict[int, list[int]] = {}
@@ -180,17 +185,6 @@ def spans(model: StepModel, separators: list[Separator], leaf_bytes: float, gap:
         if now:
             held[position] = ChainSpan(frozenset().union(*(own[number] for number in now)), frozenset())
     return held
-
-
-def _own_values(model: StepModel, separators: list[Separator], leaf_bytes: float) -> list[frozenset[int]]:
-    """Return the values held for each separator: its own, and for a leaf all below it; none for those below a leaf."""
-    own, is_in_leaf = list[frozenset[int]](), list[bool]()
-    for separator in separators:
-        is_below = separator.above >= 0 and is_in_leaf[separator.above]
-        is_leaf = not is_below and sum(model.sizes[s] for s in separator.below) <= leaf_bytes
-        is_in_leaf.append(is_below or is_leaf)
-        own.append(frozenset() if is_below else separator.below if is_leaf else separator.values)
-    return own
 
 
 def _on_the_way(separators: list[Separator], numbers: set[int]) -> set[int]:
