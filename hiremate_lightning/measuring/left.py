@@ -130,10 +130,9 @@ def _bytes_beside(present: Collection[int], sizes: dict[int, int]) -> int:
 class Iterations:
     """Counts memory that exists before a step in the middle of an iteration, beside tensors that are counted.
 
-    An iteration begins where nothing waits, and graphs have waited before or an optimizer has stepped. Uncounted memory
-    that a script holds then, for ever perhaps, does not count in the following steps. Only memory counts that was
-    allocated since and not freed. Where something was not measured, the bytes of the latest measured step count that
-    came after the same step signature, beside the same graphs.
+    An iteration begins where nothing waits, and graphs have waited before or an optimizer has stepped. Only memory that
+    was allocated since and not freed counts: a script may hold the rest for ever. Where something was not measured, the
+    bytes of the latest measured step count that came after the same step signature, beside the same graphs.
     """
 
     def __init__(self) -> None:

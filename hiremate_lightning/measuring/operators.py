@@ -64,14 +64,10 @@ def runner(
     layouts: Mapping[fx.Node, torch.Tensor] | None = None,
     device: torch.device | None = None,
 ) -> Callable[[], Any]:
-    """Return a function that runs one operation of a captured graph on made-up inputs.
+    """Return a function that runs one operation of a captured graph on made-up inputs, on its device or another.
 
-    Args:
-        captured: The captured graph.
-        index: Position of the operation.
-        course: The function to call with the operation's arguments, by default the operation's own.
-        layouts: Tensors that give the layout of some inputs, where it is not the traced one.
-        device: The device on which these are made, by default that of the graph.
+    The course is called with the operation's arguments in its place. Some inputs may have another layout than they were
+    traced with.
     """
     record, node = captured.graph.nodes[index], captured.fx_nodes[index]
     made: dict[fx.Node, Any] = {}

@@ -166,12 +166,8 @@ def measure(
 ) -> Profile:
     """Measure each distinct operation of a captured graph once; what can't be run alone gets its analytic estimate.
 
-    Args:
-        captured: The captured graph.
-        cache: Costs already known; new ones are added and written.
-        options: How carefully to measure.
-        progress: Called with the number of operations measured and their total.
-        announce: Called with an operator that can't be run alone, and a message about it.
+    Progress is the number of operations measured, and their total. What can't be run alone is announced: the operator,
+    and a message about it.
     """
     graph = captured.graph
     costs = cache.costs_on(captured.device)
@@ -315,18 +311,13 @@ def _time_once_ms(run: Callable[[], Any], device: torch.device, clock: Callable[
 
 
 class TimedRun:
-    """Runs a program node by node and adds up its time, and that of recomputation and waits.
-
-    Attributes:
-        total_ms: Time of all nodes.
-        recompute_ms: Time of the forward nodes that ran in the backward, and of waits for copies to the host and back.
-        samples: By `Node.key`, the times of each run where plain training has it, without those of page faults.
-        samples_again: By `Node.key`, the times of each run that recomputed, without those of page faults.
-    """
+    """Runs a program node by node and adds up its time, and that of recomputation and waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.total_ms = self.recompute_ms = 0.0
+        self.total_ms = 0.0  # of all nodes
+        self.recompute_ms = 0.0  # of forward nodes that ran in the backward, and of waits for copies
+        # By `Node.key`, times without page faults: of each run that plain training has, and of those that recomputed.
         self.samples: dict[str, list[float]] = {}
         self.samples_again: dict[str, list[float]] = {}
 

@@ -43,21 +43,6 @@ class StepRecord:
         sees_frees: Whether the measurement sees frees of that memory: the step before was measured.
         root: The model, None where none of it can be sharded.
         meter: Measures the memory, by default that of the device.
-
-    Attributes:
-        has_memory: Whether its tensors have memory.
-        resident: The memory that existed when it began.
-        counted: Storages of this memory, where they are known.
-        runs: Its runs, in the order of their forwards.
-        backwards: Indices of the runs, in the order of their backwards.
-        parameters: Identities of the parameters that the runs were given.
-        timed: Times of its operations, None where they were not taken.
-        alive_at: Outputs of the runs that lived, by mark.
-        allocated_bytes: Bytes that were allocated between the last forward and the first backward, on a CPU.
-        grown_bytes: Bytes that exist more at its close than at its begin; None where it was closed before the next step
-            began, or not all was seen.
-        spans: Memory from each mark to the next, when the measurement has ended; empty where memory is not measured.
-            The release of uncounted memory from before the step does not count as given back by the step.
     """
 
     def __init__(
@@ -75,19 +60,22 @@ class StepRecord:
         self._thread = threading.get_ident()
         self.has_memory = device is not None
         self.resident, self._sees_frees = resident, sees_frees
-        self.counted = frozenset[int]()
-        self.runs: list[Run] = []
-        self.backwards: list[int] = []
+        self.counted = frozenset[int]()  # storages of this memory, where they are known
+        self.runs: list[Run] = []  # in the order of their forwards
+        self.backwards: list[int] = []  # indices of the runs, in the order of their backwards
         self._waiting: list[Run] = []  # as the first backward begins, or as the step ends without one
-        self.parameters = set[int]()
-        self.timed: TimedRun | None = None
+        self.parameters = set[int]()  # identities of those that the runs were given
+        self.timed: TimedRun | None = None  # times of its operations, where they were taken
         self._tangents: dict[int, Callable[[], bool]] = {}  # of the running backward, whether each of them lives
-        self.alive_at: dict[Mark, list[Output]] = {}
+        self.alive_at: dict[Mark, list[Output]] = {}  # outputs that lived
         self._meter = meter
         self._is_closed = False
         self._unwatch: list[Callable[[], Any]] = []
-        self.allocated_bytes = 0
+        self.allocated_bytes = 0  # between the last forward and the first backward, on a CPU
+        # Since it began, when it was closed before the next step; None where not all was seen.
         self.grown_bytes: int | None = None
+        # Memory from each mark to the next, when the measurement has ended. The release of uncounted memory from before
+        # the step does not count as given back by the step.
         self.spans: Sequence[Interval] = ()
         self._ended = 0  # the number of the backwards that have ended, with all that they are part of
         self._peak_bytes = 0  # above what existed when the step began

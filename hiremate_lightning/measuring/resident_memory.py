@@ -32,17 +32,8 @@ WATCHED_STEPS = 16  # number of first steps in which gradients are seen to be fr
 class ResidentMemory:
     """Counts the memory that exists before the steps of a model.
 
-    Args:
-        root: The model.
-        waiting: Lists the saved values of captured forwards whose backward has not run yet.
-        retained: Lists the saved values of captured forwards that stay for another backward, after one has run.
-
-    Attributes:
-        root: The model.
-        batch: Tensors of the batch of the step under way, where the caller names it.
-        optimizer_steps: Number of optimizer steps that have used gradients of the model.
-        growths: How often optimizers' state, or gradients, were more than before any step that was counted.
-        iterations: Counts the memory of iterations in which graphs wait.
+    Waiting and retained values are those of captured forwards: their backward is to come, or one has run and another
+    one may come.
     """
 
     def __init__(
@@ -52,16 +43,16 @@ class ResidentMemory:
         retained: Callable[[], Sequence[Saved]] = tuple,
     ) -> None:
         self.root = root
-        self._find_waiting = waiting
-        self.batch: list[torch.Tensor] = []
-        self.optimizer_steps = self.growths = 0
+        self._find_waiting, self._find_retained = waiting, retained
+        self.batch: list[torch.Tensor] = []  # of the step under way, where the caller names it
+        self.optimizer_steps = 0  # that have used gradients of the model
+        self.growths = 0  # how often there was more optimizer state, or gradients, than before any counted step
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._have_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         # Number of each optimizer's groups when it was looked up last, and whether it has parameters of the model.
         self._updating: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self.iterations = Iterations()
         self._left = LeftOutputs(lambda: tensor_state.storage_sizes(self._on_device(held_by(retained()))))
-        self._find_retained = retained
         self._trained: list[weakref.ref[torch.Tensor]] = [weakref.ref(p) for p in root.parameters()]
         self._inputs_on = torch.device("cpu")
         self._device: tuple[list[torch.device], torch.device] | None = None  # of input and samples, and of most

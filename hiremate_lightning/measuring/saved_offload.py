@@ -94,11 +94,7 @@ class _File:
 class SavedOffload(torch.autograd.graph.saved_tensors_hooks):
     """Offloads the tensors that autograd saves for a backward, each storage once; those given and small ones stay.
 
-    Args:
-        given: Storages that existed before, and stay.
-        host: Blocks of the host's memory for values of a GPU.
-        on_full: Called where memory or disk is full: the value stays then. None to raise the error.
-        files: Files for values of the host; None for new ones.
+    Where memory or disk is full, `on_full` is called and the value stays; without it, the error is raised.
     """
 
     def __init__(

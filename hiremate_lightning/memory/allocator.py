@@ -80,8 +80,7 @@ def free_bytes(device: torch.device) -> int:
 def free_host_bytes(container: Path = CONTAINER) -> int:
     """Return the bytes of memory that the host could still give this process, including what caches would give up.
 
-    Args:
-        container: The folder with the limit of a container, as Linux shows it inside (control groups, version 2).
+    The folder has the limit of a container, as Linux shows it inside (control groups, version 2).
     """
     free = int(psutil.virtual_memory().available)
     try:

@@ -87,19 +87,15 @@ class MemoryMeter:
     count there. On a CPU all of a thread end where another profiler begins.
 
     Nobody reads the intervals of a meter that only covers others (`is_read=False`).
-
-    Attributes:
-        intervals: One for each mark, complete when the measurement has ended.
-        was_interrupted: Whether another meter ran meanwhile, or it gave way to a profiler.
-        lost_marks: Whether a mark came while the meter was paused: then its intervals have wrong labels.
     """
 
     _running: ClassVar[list[weakref.ref[MemoryMeter]]] = []  # the last one of a thread counts, the others are paused
 
     def __init__(self, device: torch.device, is_read: bool = True) -> None:
         self._thread = _measured_thread(device)
-        self.intervals: list[Interval] = []
-        self.was_interrupted = self.lost_marks = False
+        self.intervals: list[Interval] = []  # one for each mark, complete when the measurement has ended
+        self.was_interrupted = False  # by another meter, or by a profiler that it gave way to
+        self.lost_marks = False  # that came while it was paused: then its intervals have wrong labels
         self._means: _HostEvents | _DeviceStatistics = (
             _DeviceStatistics(device) if device.type == "cuda" else _HostEvents(MemoryMeter._give_way, is_read)
         )

@@ -42,16 +42,6 @@ class Proof:
         part: The part that runs inside of that, None where it has no gradients.
         smaller: Returns, for arguments, code of smaller sizes to prove in its place, and parts of the arguments.
         prove: Called before each run, as long as there is something to prove.
-
-    Attributes:
-        forward: The verdict on outputs, changed inputs and generators.
-        backward: The verdict on gradients.
-        runs: How often it has run while there was something to prove.
-        rests: Whether there is nothing to prove until other gradients come.
-        tried_without: Positions of the gradients that did not come, for each kind of backward that was proved, or that
-            could not be.
-        rounded: The values that differ by rounding, in words.
-        why_unproved: Why it was not proved when that was tried last, in words; "" before.
     """
 
     def __init__(
@@ -65,11 +55,14 @@ class Proof:
     ) -> None:
         self.written: fx.GraphModule | None = written
         self.captured, self.part, self.smaller = captured, part, smaller
-        self.forward, self.backward = Verdict.UNKNOWN, Verdict.PROVED if part is None else Verdict.UNKNOWN
-        self.runs, self.rests = 0, False
+        self.forward = Verdict.UNKNOWN  # on outputs, changed inputs and generators
+        self.backward = Verdict.PROVED if part is None else Verdict.UNKNOWN  # on gradients
+        self.runs = 0  # while there was something to prove
+        self.rests = False  # until other gradients come
+        # Positions of missing gradients, for each kind of backward that was proved, or that could not be.
         self.tried_without: set[frozenset[int]] = set()
-        self.rounded: tuple[str, ...] = ()
-        self.why_unproved = ""
+        self.rounded: tuple[str, ...] = ()  # values that differ by rounding, in words
+        self.why_unproved = ""  # when that was tried last, in words
         self._run, self._prove = captured, prove
 
     def __call__(self, *arguments: Any) -> Any:

@@ -112,13 +112,7 @@ class Segment:
 
 
 class Segmented:
-    """Code that runs segment by segment.
-
-    Args:
-        module: The code.
-        segments: All of its nodes.
-        is_offloaded: Whether values that pass from one segment to the next are offloaded until the backward.
-    """
+    """Code that runs segment by segment; values that pass between these are offloaded until the backward, or not."""
 
     def __init__(self, module: fx.GraphModule, segments: Sequence[Segment], is_offloaded: bool) -> None:
         self._graph, self._segments, self.is_offloaded = module.graph, segments, is_offloaded

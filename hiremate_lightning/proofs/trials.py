@@ -74,12 +74,9 @@ class Trial:
     ) -> TrialOutcome:
         """Run code on the inputs, and leave them and the generators as they were found.
 
-        The tensors that the code gets are no parameters: neither hooks nor `.grad` nor optimizers see them.
-
-        Args:
-            function: The code.
-            keeps_nothing: Whether autograd drops what it would keep for a backward; operators are those of training.
-            tell: Called with each dense tensor that an operator may be about to write to.
+        The tensors that the code gets are no parameters: neither hooks nor `.grad` nor optimizers see them. Where it
+        keeps nothing, autograd drops what it would keep for a backward, and operators are those of training. `tell`
+        gets each dense tensor that an operator may be about to write to.
         """
         leaves = {
             i: tensor_state.apart(a).requires_grad_(a.requires_grad)

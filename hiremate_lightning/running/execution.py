@@ -75,19 +75,13 @@ class Part:
 
     torch.compile's caches hold parts for as long as they please. So a part must not keep its conductor alive, which
     knows the model; a backward that outlives both still runs.
-
-    Attributes:
-        own: Positions of outputs that are returned as tensors of their own, where the graph may give views.
-        trial: The program that runs in place of the one that the conductor chooses, and without it: to see what it
-            gives. None where the part runs as a part of a step.
-        ran_without: For each kind of backward that has run in a step, the positions of the gradients that did not come.
-        tried_without: The same for backwards of the program that is tried.
     """
 
     def __init__(self, captured: Captured, conductor: Conductor) -> None:
         self.captured = captured
-        self.own: tuple[int, ...] = ()
-        self.trial: Program | None = None
+        self.own: tuple[int, ...] = ()  # positions of outputs that are returned unviewed: the graph may give views
+        self.trial: Program | None = None  # runs without the conductor, to see what it gives; None in a step
+        # Positions of missing gradients, for each kind of backward that has run in a step, or of the program on trial.
         self.ran_without, self.tried_without = set[frozenset[int]](), set[frozenset[int]]()
         self._conductor = weakref.ref(conductor)
         self._saved: weakref.WeakSet[Saved] = weakref.WeakSet()  # of forwards whose graphs live

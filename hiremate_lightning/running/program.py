@@ -69,10 +69,7 @@ class Program:
 def build(captured: Captured, schedule: Schedule, host: HostMemory | None = None) -> Program:
     """Generate the two straight-line programs of a valid schedule, compiled to Python.
 
-    Args:
-        captured: The captured graph.
-        schedule: The schedule.
-        host: Memory of the host for offloaded values; by default the program has its own.
+    Offloaded values go to the host's memory that is given; by default the program has its own.
 
     Raises:
         ScheduleError: If the schedule offloads a value that must stay on the device.

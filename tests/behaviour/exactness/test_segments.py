@@ -76,10 +76,12 @@ def captured(make: Callable[[], nn.Module]) -> tuple[torch.fx.GraphModule, Trial
     return module, Trial(inputs, names, with_gradients=True)
 
 
-def in_segments(module: torch.fx.GraphModule, trial: Trial, free_bytes: int) -> Segmented | None:
+def in_segments(
+    module: torch.fx.GraphModule, trial: Trial, free_bytes: int, can_offload: bool = True
+) -> Segmented | None:
     observed = Observed(module)
     Trial(trial.arguments, trial.names).run(observed, keeps_nothing=True, tell=observed.wrote)
-    return cut(module, observed, free_bytes)
+    return cut(module, observed, free_bytes, can_offload)
 
 
 @pytest.mark.parametrize("make", [make_plain, make_with_state, make_with_autocast, make_with_vmap])
@@ -122,6 +124,11 @@ def test_values_between_segments_are_moved_to_files(make):
     peak_bytes = measure_peak(lambda: found.append(in_files.run(segmented)))
     assert peak_bytes <= (LEAST_BLOCKS + GRADIENT_BLOCKS) * block_bytes
     assert differences(plain, found[0]) == ([], [])
+
+
+def test_nothing_is_cut_that_fits_only_where_values_are_offloaded():
+    code, trial = captured(make_plain)
+    assert in_segments(code, trial, LEAST_BLOCKS * ROWS * WIDTH * 4, can_offload=False) is None
 
 
 def test_files_go_with_the_graph_that_needs_them():
