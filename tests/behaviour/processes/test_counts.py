@@ -200,7 +200,7 @@ def test_numbers_are_looked_at_and_answered(asked, looked_at, more):
 
 
 def test_a_number_is_read_and_told_in_a_line():
-    assert [read_counts(text) for text in (None, "2, 4,2", "auto")] == [(1,), (2, 4), ()]
+    assert [read_counts(text) for text in ("1", "2, 4,2", "auto")] == [(1,), (2, 4), ()]
     assert count_line(count(1, False, 2**30)) == "1 GPU: does not fit, the smallest peak found is 1.00 GiB"
     assert count_line(count(2, True, 2**30)) == "2 GPUs: fits, peak 1.00 GiB, extra time +10.0%"
     assert count_line(count(4, True, 2**30, 0.0)) == "4 GPUs: fits, peak 1.00 GiB, nothing recomputed"
