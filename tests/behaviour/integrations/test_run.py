@@ -421,6 +421,9 @@ def test_a_dry_run_stops_after_the_plan_was_measured(capsys):
     assert "stopped by --dry-run after 2 updates of the weights" in said
     assert "run --html" not in said, "it was asked for"
     assert Path("plan.html").is_file()
+
+
+def test_a_dry_run_of_one_step_says_what_it_lacks(capsys):
     write("train.py", LOOP.replace("range(4):", "range(1):"))
     assert run("--dry-run", "train.py") == 0
     said = capsys.readouterr().err
