@@ -37,8 +37,7 @@ from ..reporting.plan_summary import all_numbers
 from ..reporting.report import Reporter
 from ..reporting.svg_report import write_svg
 from ..reporting.terminal import Output, plan_table, write_json
-from ..sizes.size_result import BatchSizeResult, result_table
-from ..sizes.size_search import Forecast, search
+from ..sizes.size_search import BatchSizeResult, Forecast, result_table, search
 from ..units import Budget, format_bytes, format_time
 from .comparisons import (
     CurvePoint,
