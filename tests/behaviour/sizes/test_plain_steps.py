@@ -122,6 +122,12 @@ def test_calls_of_another_form_tell_nothing():
         assert plain.predict(others, SIGNATURE, 10**9) is None
 
 
+def test_a_step_without_rows_tells_nothing_of_steps_with_rows():
+    plain = known(captured(0, 100))
+    assert takes(plain, 4, 50) is None
+    assert takes(plain, 0, 50) is not None
+
+
 def test_other_code_that_may_come_counts_too():
     plain = known(captured(4, 100), captured(4, 60, code=OTHER, times=3))
     assert takes(plain, 4, 50) == pytest.approx(bytes_at(4, 3 * 50), abs=20)
