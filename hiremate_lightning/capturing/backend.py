@@ -18,7 +18,6 @@ from torch import fx
 from torch.nn import functional as F
 
 from ..errors import CaptureError
-from ..records.expressions import NoTemplateError, Sizes
 from ..rewriting.contributions import Contributions, OtherTermsError, TermCounts, casts_alone, likely_terms, sums_alone
 from ..rewriting.fused_kernel import FusedKernels
 from ..rewriting.kernels import run_as_eager
@@ -33,7 +32,7 @@ from ..torch_private import (
     user_compiled,
 )
 from ..torch_private.changes import lost_changes
-from ..torch_private.each_size import EachSize, Runner, Samples, Smaller, TraceAhead, sizes_among
+from ..torch_private.each_size import EachSize, Runner, Smaller, TemplateSource, TraceAhead, sizes_among
 from ..torch_private.eager_tracing import traced_as_eager
 from ..torch_private.regions import block_templates
 from ..torch_private.same_captures import SameCaptures
@@ -65,32 +64,12 @@ MakePart = Callable[[Captured], Replacement]
 Prove = Callable[[fx.GraphModule, Runner, Any, Smaller | None], Runner]
 
 
-class TemplateSource(Protocol):
-    """Makes what runs in the place of joint graphs at sizes that were not traced."""
-
-    def may_make(self, code: object) -> bool:
-        """Whether to trace code at a few sizes, so that parts for others can be made."""
-
-    def may_make_first(self, code: object) -> bool:
-        """Whether to make parts of code for the first sizes that come, too."""
-
-    def part_at(self, code: object, samples: Sequence[tuple[Sizes, Any]], sizes: Sizes) -> Replacement:
-        """Make a part of code from those that were made for other sizes, each with what varies there.
-
-        Raises:
-            NoTemplateError: If these don't tell.
-        """
-
-    def failed(self, code: object, error: Exception) -> None:
-        """Learn that there was no part for a size, or that it did not run."""
-
-
 def planning_backend(
     make_part: MakePart,
     kernels: FusedKernels | None = None,
     prove: Prove | None = None,
     say: Callable[[str], None] = log.warning,
-    trace_ahead: TraceAhead = lambda code, sizes, trace: None,
+    trace_ahead: TraceAhead = lambda run, sizes, trace: None,
     templates: TemplateSource | None = None,
     same: SameCaptures | None = None,
 ) -> Any:
@@ -104,7 +83,7 @@ def planning_backend(
             prove in its place, if anything does. None to believe what is captured.
         say: Warns.
         trace_ahead: Has code traced for sizes that are to come, see `EachSize`.
-        templates: Makes what runs in the place of a joint graph at sizes that were not traced; None to trace each.
+        templates: Makes parts for sizes that were not traced; None to trace each.
         same: Runs code that is captured once more by what was made of it; None for one of its own.
 
     Returns:
@@ -132,11 +111,10 @@ def planning_backend(
                 "torch.compile."
             )
         sizes = sizes_among(module, inputs)
-        code = _SizedCode(likely_terms(module), _Makers(make_part, kernels, prove, templates), bool(sizes))
+        code = _SizedCode(likely_terms(module), make_part, kernels, prove or _believe, bool(sizes))
         if not sizes:
             return code.trace(module, inputs)
-        maker = None if templates is None else code
-        return EachSize(module, sizes, code.trace, trace_ahead, maker, same).run
+        return EachSize(module, sizes, code.trace, trace_ahead, templates, same).run
 
     return backend
 
@@ -185,87 +163,64 @@ def _running_statistics(module: fx.GraphModule) -> list[int]:
     return [position for position, value in inputs if value in values and norms.issuperset(value.users)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Makers:
-    """What makes the parts of captured code, as for `planning_backend`."""
-
-    make_part: MakePart
-    kernels: FusedKernels | None
-    prove: Prove | None
-    templates: TemplateSource | None
+def _believe(_: fx.GraphModule, run: Runner, __: Any, ___: Smaller | None) -> Runner:
+    """Prove nothing of captured code."""
+    return run
 
 
 class _SizedCode:
-    """Captured code that is traced for definite sizes, or made from traces of others.
+    """Captured code that is traced for definite sizes.
 
     Args:
         terms: Of how many terms its gradients are likely to be.
-        makers: Make its parts.
+        make_part: Makes its parts.
+        kernels: Where the kernels of fused operations are kept; None to fuse nothing.
+        prove: As for `planning_backend`.
         sizes_vary: Whether it has sizes that vary.
     """
 
-    def __init__(self, terms: TermCounts, makers: _Makers, sizes_vary: bool) -> None:
-        self._terms, self._makers, self._sizes_vary = terms, makers, sizes_vary
+    def __init__(
+        self, terms: TermCounts, make_part: MakePart, kernels: FusedKernels | None, prove: Prove, sizes_vary: bool
+    ) -> None:
+        self._terms, self._make_part, self._kernels = terms, make_part, kernels
+        self._prove, self._sizes_vary = prove, sizes_vary
 
-    def trace(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Runner:
+    def trace(self, module: fx.GraphModule, inputs: Sequence[Any]) -> _Trace:
         """Trace it for the sizes of some inputs; return what runs it there."""
-        compilation = _Compilation(self._makers.make_part, self._makers.kernels, self._sizes_vary)
+        compilation = _Compilation(self._make_part, self._kernels, self._sizes_vary)
         run = compilation.compile(module, inputs, self._terms)
         self._terms = compilation.terms  # those at the size traced last
-        return _Trace(self._proved(module, run, compilation.part), run, compilation)
-
-    def may_make(self, code: object) -> bool:
-        """Whether to trace it at a few sizes, so that it can be made for others."""
-        return self._templates.may_make(code)
-
-    def may_make_first(self, code: object) -> bool:
-        """Whether to make it for the first sizes that come, too."""
-        return self._templates.may_make_first(code)
-
-    def failed(self, code: object, error: Exception) -> None:
-        """Learn that it was not made for a size, or did not run there."""
-        self._templates.failed(code, error)
-
-    def make(
-        self, code: object, module: fx.GraphModule, samples: Samples, sizes: Sizes, smaller: Smaller | None = None
-    ) -> Runner:
-        """Make it run at sizes that were not traced, see `SizeMaker`."""
-        traces = [(varying, trace) for varying, trace in samples if isinstance(trace, _Trace)]
-        if not traces or any(trace.compilation.part is None for _, trace in traces):
-            raise NoTemplateError("Nothing in the code has a gradient")
-        part = self._templates.part_at(code, [(varying, trace.compilation.part) for varying, trace in traces], sizes)
-        first = traces[0][1]
-        return self._proved(module, first.compilation.running(part, first.run), part, smaller)
-
-    @property
-    def _templates(self) -> TemplateSource:
-        templates = self._makers.templates
-        assert templates is not None, "it is asked where something makes parts"
-        return templates
-
-    def _proved(
-        self, module: fx.GraphModule, run: Runner, part: Replacement | None, smaller: Smaller | None = None
-    ) -> Runner:
-        return run if self._makers.prove is None else self._makers.prove(module, run, part, smaller)
+        return _Trace(self._prove(module, run, compilation.part, None), run, compilation, self._prove)
 
 
 @dataclass(frozen=True, eq=False)  # without slots, so that it can be held weakly
 class _Trace:
-    """Captured code that was traced for some sizes.
+    """Captured code that was traced for some sizes, see `each_size.TracedCode`.
 
     Attributes:
         proved: Runs it, and proves it first.
         run: Runs it.
         compilation: How it was traced.
+        prove: Proves it at other sizes.
     """
 
     proved: Runner
     run: Runner
     compilation: _Compilation
+    prove: Prove
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the code."""
         return self.proved(*arguments)
+
+    @property
+    def part(self) -> Replacement | None:
+        """What runs in the place of its joint graph."""
+        return self.compilation.part
+
+    def at_other_sizes(self, module: fx.GraphModule, part: Replacement, smaller: Smaller | None) -> Runner:
+        """Return what runs the code by a part for other sizes."""
+        return self.prove(module, self.compilation.running(part, self.run), part, smaller)
 
 
 class _Compilation:

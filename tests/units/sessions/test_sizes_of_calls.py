@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from hiremate_lightning.signatures.sizes_of_calls import SizesOfCalls, VaryingSizes
+from hiremate_lightning.capturing.template import SizesOfCalls
+from hiremate_lightning.sessions.largest import VaryingSizes
 
 
 class Template:
