@@ -97,7 +97,7 @@ class Row:
         alone = percent(self.without.recompute_ms) if self.without.is_feasible else "none found"
         if choice is None:
             return [f"{100 * self.share:.0f}", alone, "none found", percent(self.bound_ms), ""]
-        host = format_bytes(choice.host_bytes) if choice.offloads else "declines"
+        host = format_bytes(choice.simulation.host_bytes) if choice.offloads else "declines"
         return [f"{100 * self.share:.0f}", alone, percent(choice.extra_ms), percent(self.bound_ms), host]
 
 

@@ -10,8 +10,7 @@ from statistics import median
 
 import page_tables
 
-from hiremate_lightning.reporting.budget_svg import Panel, legend
-from hiremate_lightning.reporting.svg_report import open_svg
+from hiremate_lightning.reporting.svg_report import Panel, legend, open_svg
 
 PERCENTS = (70, 50, 30)
 BOUND, SMALLEST = "bound", "smallest"  # a row that is no method, and a row whose budget was searched for

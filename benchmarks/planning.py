@@ -26,8 +26,7 @@ from provenance import provenance
 from solvers import load, names_of
 
 from hiremate_lightning.planning import solutions
-from hiremate_lightning.planning.headroom import Room
-from hiremate_lightning.planning.outcome import unless_short
+from hiremate_lightning.planning.headroom import Room, unless_short
 from hiremate_lightning.planning.plan import Plan, PlanOptions
 from hiremate_lightning.planning.planner import make_plan
 from hiremate_lightning.planning.solvers import UNLIMITED, Problem, get_strategy, smallest_budget

@@ -176,7 +176,7 @@ class _Graph:
             return self.traced[key][0](*others)
         run, part = next(iter(self.traced.values()))
         if part is None:
-            return each_size.checkpoints.eager_module(self.module)(*arguments)
+            return each_size.captured_code.eager_module(self.module)(*arguments)
         self.trial.steps.programs[part] = self.templates[self.trial.choice].at(self.reduced(key))
         self.trial.bind_ms[-1] += 1000 * (time.process_time() - start)
         return run(*others)

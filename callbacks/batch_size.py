@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BatchSizeFinder, Callback
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LambdaCallback
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, _TunerExitException
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hiremate_lightning.callbacks.planning import planner_of, targets_for
 from hiremate_lightning.errors import HiRemateWarning
-from hiremate_lightning.options import SessionOptions, make_options, make_size_options
+from hiremate_lightning.options import SIZE_OPTIONS, SessionOptions, make_options, make_size_options
 from hiremate_lightning.sizes.batch_size import SizeFinder
 from hiremate_lightning.sizes.size_search import BatchSizeResult
 from hiremate_lightning.sizes.size_trials import SizeTask, TrainingState, TrialSteps
@@ -102,22 +102,11 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
         solver: str = "portfolio",
         verbose: bool = True,
     ) -> None:
-        self._sizes = make_size_options(
-            init_val=init_val,
-            max_val=max_val,
-            max_overhead=max_overhead,
-            objective=objective,
-            margin=margin,
-            max_trials=max_trials,
-        )
+        self._sizes = make_size_options(**{name: value for name, value in locals().items() if name in SIZE_OPTIONS})
         super().__init__(mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val)
         self._budget = None if budget is None else parse_budget(budget)
-        self._asked = make_options(
-            Budget() if self._budget is None else self._budget,
-            time_limit_s=time_limit_s,
-            solver=solver,
-            verbose=verbose,
-        )
+        asked_budget = Budget() if self._budget is None else self._budget
+        self._asked = make_options(asked_budget, time_limit_s=time_limit_s, solver=solver, verbose=verbose)
         self._longest_batch = longest_batch
         self._target = target
         self._restored: int | None = None
@@ -166,20 +155,17 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Search, or set what a checkpoint has brought."""
         if self._restored is not None:
-            self._set(trainer, pl_module, self._restored)
+            self.optimal_batch_size = self._restored
+            _set_size(trainer, pl_module, self._batch_arg_name, self._restored)
         elif trainer.fast_dev_run:  # type: ignore[attr-defined]
             rank_zero_warn("HiRemateBatchSizeFinder is skipped: fast_dev_run is on.")
         else:
             self.scale_batch_size(trainer, pl_module)
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Do nothing: only training is planned."""
-
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Do nothing: only training is planned."""
-
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Do nothing: only training is planned."""
+    # Only training is planned: the base class would search before these too.
+    on_validation_start = Callback.on_validation_start
+    on_test_start = Callback.on_test_start
+    on_predict_start = Callback.on_predict_start
 
     def scale_batch_size(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Search, put everything back, and set the size.
@@ -203,7 +189,8 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
                 warnings.warn(UNPLANNED, HiRemateWarning, stacklevel=3)
             stack.enter_context(trials)
             self.result = self._search(trials, asked, target)
-        self._set(trainer, pl_module, self.result.size)
+        self.optimal_batch_size = self.result.size
+        _set_size(trainer, pl_module, self._batch_arg_name, self.result.size)
         self._say_what_changes(trainer, before, self.result.size)
         if self._early_exit:
             raise _TunerExitException
@@ -222,10 +209,6 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
             return SizeFinder(task, asked, options).find(state)
         finally:
             state.restore()  # making a loader draws random numbers
-
-    def _set(self, trainer: pl.Trainer, pl_module: pl.LightningModule, size: int) -> None:
-        self.optimal_batch_size = size
-        _set_size(trainer, pl_module, self._batch_arg_name, size)
 
     def _say_what_changes(self, trainer: pl.Trainer, before: int, size: int) -> None:
         if size == before:
@@ -250,21 +233,6 @@ def _set_size(trainer: pl.Trainer, module: pl.LightningModule, name: str, size: 
         loop._data_fetcher = None
 
 
-class _Probe(Callback):
-    """Tells a trial where a step begins and ends."""
-
-    def __init__(self, trial: TrialSteps) -> None:
-        self._trial = trial
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, *_: Any) -> None:
-        self._trial.step_begins(batch)
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._trial.step_ends(batch)
-
-
 class _OneBatch(IterableDataset[Any]):
     """A data set of one ready batch."""
 
@@ -276,19 +244,10 @@ class _OneBatch(IterableDataset[Any]):
 
 
 class _Trials:
-    """Runs the Trainer's own loops for one batch at a time; what they change in the Trainer is put back on exit.
-
-    Attributes:
-        module: What is trained.
-        has_validation: Whether fitting validates.
-    """
+    """Runs the Trainer's own loops for one batch at a time; what they change in the Trainer is put back on exit."""
 
     def __init__(
-        self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        name: str,
-        longest_batch: Callable[[int], Any] | None,
+        self, trainer: pl.Trainer, module: pl.LightningModule, name: str, longest_batch: Callable[[int], Any] | None
     ) -> None:
         self.module, self.has_validation = module, trainer.enable_validation
         self._trainer, self._name, self._longest_batch = trainer, name, longest_batch
@@ -346,7 +305,11 @@ class _Trials:
         trainer, loop = self._trainer, self._trainer.fit_loop
         self._set(size)
         self._restart()
-        trainer.callbacks = [_Probe(trial)]  # type: ignore[attr-defined]
+        probe = LambdaCallback(
+            on_train_batch_start=lambda trainer, module, batch, *_: trial.step_begins(batch),
+            on_train_batch_end=lambda trainer, module, outputs, batch, *_: trial.step_ends(batch),
+        )
+        trainer.callbacks = [probe]  # type: ignore[attr-defined]
         loop.epoch_loop.max_steps = trainer.global_step + 1
         if self._longest_batch is not None:
             data = DataLoader(_OneBatch(self._longest_batch(size)), batch_size=None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,9 +9,10 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from hiremate_lightning.callbacks.planning import planner_of
-from hiremate_lightning.errors import ConfigurationError, HiRemateWarning
+from hiremate_lightning.errors import ConfigurationError
 from hiremate_lightning.measuring.resident_memory import WATCHED_STEPS, ResidentMemory
 from hiremate_lightning.memory.metering import Interval, MemoryMeter
+from hiremate_lightning.messages import Warnings
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.reporting.plan_summary import PREFIX
 from hiremate_lightning.targets.modules import targets_of
@@ -65,7 +65,7 @@ class MemoryMonitor(Callback):
         self._steps = 0  # begun in this fit
         self._counts = False  # whether the step under way is one to measure
         self._sees_frees = False  # whether the step before was recorded: a CPU's profiler knows only what it saw made
-        self._said: set[str] = set()
+        self._warnings = Warnings()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to a running fit, so that spawned processes can have the callback."""
@@ -74,8 +74,8 @@ class MemoryMonitor(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Begin anew."""
         if stage == "fit":
-            self._memory, self._steps, self._sees_frees = ResidentMemory(pl_module), 0, False
-            self._said.clear()
+            self._memory, self._warnings = ResidentMemory(pl_module), Warnings()
+            self._steps, self._sees_frees = 0, False
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -92,7 +92,7 @@ class MemoryMonitor(Callback):
             return
         device = self._memory.device
         if not MemoryMeter.is_available(device):
-            self._say("profiler", "Another profiler is running: MemoryMonitor can't measure meanwhile.")
+            self._warnings.say("Another profiler is running: MemoryMonitor can't measure meanwhile.")
             return
         for optimizer in trainer.optimizers:
             self._memory.watch(optimizer)
@@ -170,16 +170,12 @@ class MemoryMonitor(Callback):
         text = f"The memory of a training step reached {format_bytes(peak_bytes)} in {where}"
         advice = BEYOND_PLAN if where in (AFTER, OPTIMIZER) else IN_PLAN
         if peak_bytes > budget:
-            self._say(f"budget in {where}", f"{text}, {format_bytes(peak_bytes - budget)} above the budget. {advice}")
+            excess = format_bytes(peak_bytes - budget)
+            self._warnings.say(f"{text}, {excess} above the budget. {advice}", topic=f"budget in {where}")
         elif peak_bytes > (1 + self.tolerance) * predicted:
             excess = format_bytes(peak_bytes - predicted)
-            self._say(f"plan in {where}", f"{text}, {excess} above the plan and within the budget. {advice}")
-
-    def _say(self, topic: str, text: str) -> None:
-        """Warn, once for each topic of a fit."""
-        if topic not in self._said:
-            self._said.add(topic)
-            warnings.warn(text, HiRemateWarning, stacklevel=2)
+            words = f"{excess} above the plan and within the budget"
+            self._warnings.say(f"{text}, {words}. {advice}", topic=f"plan in {where}")
 
 
 def _plans(trainer: pl.Trainer, pl_module: pl.LightningModule) -> tuple[Plan, ...]:

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from hiremate_lightning.options import Sizes, make_options
+from hiremate_lightning.options import OPTIONS, Sizes, make_options
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.reporting.plan_summary import plan_metrics
 from hiremate_lightning.reporting.report import calls_for
@@ -105,21 +105,7 @@ class HiRemateCallback(Callback):
         recomputable_operators: Sequence[str] = (),
         verbose: bool | Literal["full"] = True,
     ) -> None:
-        self.options = make_options(
-            budget,
-            time_limit_s=time_limit_s,
-            max_plans=max_plans,
-            on_infeasible=on_infeasible,
-            cache_dir=cache_dir,
-            solver=solver,
-            compile=compile,
-            verify=verify,
-            sizes=sizes,
-            verbose=verbose,
-            offload=offload,
-            host_budget=host_budget,
-            recomputable_operators=recomputable_operators,
-        )
+        self.options = make_options(**{name: value for name, value in locals().items() if name in OPTIONS})
         self.target = target
         self._targets: Targets | StepTarget | None = None
         self._unlogged: Plan | None = None  # a plan that loggers have not seen, or not as measured

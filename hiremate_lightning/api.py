@@ -9,9 +9,9 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from .calls.refusals import refuse
+from .calls.slots import refuse
 from .errors import ConfigurationError
-from .options import Sizes, make_options, refuse_changes
+from .options import OPTIONS, Sizes, make_options, refuse_changes
 from .planning.plan import Plan
 from .sessions.session import Session
 from .targets import compiled
@@ -102,21 +102,7 @@ def hiremate(
             f"optimizer must be a torch.optim.Optimizer, such as torch.optim.AdamW(model.parameters()), "
             f"found {_named(optimizer)}. Leave it out where there are several, or none yet: all are found as they step."
         )
-    options = make_options(
-        budget,
-        time_limit_s=time_limit_s,
-        max_plans=max_plans,
-        on_infeasible=on_infeasible,
-        cache_dir=cache_dir,
-        solver=solver,
-        verbose=verbose,
-        compile=compile,
-        verify=verify,
-        sizes=sizes,
-        offload=offload,
-        host_budget=host_budget,
-        recomputable_operators=recomputable_operators,
-    )
+    options = make_options(**{name: value for name, value in locals().items() if name in OPTIONS})
     root = inside_wrappers(model)
     known = None
     if isinstance(root, nn.Module):

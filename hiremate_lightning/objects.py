@@ -38,11 +38,6 @@ def held_by(value: Any) -> list[Any]:
     return list(dict.values(attributes_of(value))) if items is None else list(items(value))
 
 
-def count_of(value: Any) -> int:
-    """Count the items of a dict, whatever its class says."""
-    return dict.__len__(value)
-
-
 def attributes_of(value: Any) -> dict[str, Any]:
     """Return the very attributes of an object; none for one that keeps them elsewhere."""
 
@@ -57,13 +52,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def attempt(look: Callable[[], _T], otherwise: _T, what: str) -> _T:
-    """Read an object of a user's; where that raises, warn once, and return a replacement.
-
-    Args:
-        look: May run a user's code.
-        otherwise: What to take then.
-        what: What is looked at, in words.
-    """
+    """Read an object of a user's, named in words; where their code raises, log that once, and return a replacement."""
     try:
         return look()
     except Exception as error:  # whatever a user's code raises where it is looked at

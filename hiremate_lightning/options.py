@@ -10,7 +10,6 @@ This module is imported for the help of a command, so it loads neither torch nor
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -20,7 +19,8 @@ from tempfile import TemporaryFile
 from typing import Any, Literal
 
 from .errors import ConfigurationError, did_you_mean
-from .planning.plan import DEFAULT_SOLVER, DEFAULT_TIME_LIMIT_S, PlanOptions
+from .planning.plan import DEFAULT_TIME_LIMIT_S, PlanOptions
+from .planning.solutions import DEFAULT_SOLVER
 from .units import Budget, parse_budget
 
 ENVIRONMENT_BUDGET = "HIREMATE_BUDGET"  # names the budget where a script or a launcher names none
@@ -49,56 +49,27 @@ Sizes = Mapping[str, Mapping[int, tuple[int, int]]]
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """An option of a command.
-
-    Attributes:
-        help: What it does, in a few words.
-        type: Reads its text.
-        choices: The values to choose from; empty for any.
-        metavar: Names its value in the help.
-    """
+    """An option of a command."""
 
     help: str
-    type: Callable[[str], Any] = str
-    choices: tuple[str, ...] = ()
-    metavar: str | None = None
+    type: Callable[[str], Any] = str  # reads its text
+    choices: tuple[str, ...] = ()  # empty for any value
+    metavar: str | None = None  # names its value in the help
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """All that is to be known of an option.
-
-    Attributes:
-        name: Its name as an argument.
-        annotation: Type of the argument, as signatures write it.
-        default: The argument where it is left out.
-        meaning: What it does, with its unit, as docstrings say it.
-        allowed: The allowed values, as they follow "must be" in an error message; "" where reading it decides.
-        is_allowed: Whether a value is allowed.
-        read: Turns an allowed value into what the package works with.
-        hint: Follows the error message of a value that is not allowed.
-        flag: The option of `hiremate run`; None where a command line can't name it.
-    """
+    """All that is to be known of an option."""
 
     name: str
-    annotation: str
-    default: Any
-    meaning: str
-    allowed: str = ""
+    annotation: str  # type of the argument, as signatures write it
+    default: Any  # the argument where it is left out
+    meaning: str  # what it does, with its unit, as docstrings say it
+    allowed: str = ""  # the values that are, as they follow "must be" in an error message; "" where reading decides
     is_allowed: Callable[[Any], bool] = lambda value: True
-    read: Callable[[Any], Any] = lambda value: value
-    hint: str = ""
-    flag: Flag | None = None
-
-    @property
-    def default_text(self) -> str:
-        """The default as Python code."""
-        return json.dumps(self.default) if isinstance(self.default, str) else repr(self.default)
-
-    @property
-    def in_signature(self) -> str:
-        """The option as a signature writes it."""
-        return f"{self.name}: {self.annotation} = {self.default_text}"
+    read: Callable[[Any], Any] = lambda value: value  # turns an allowed value into what the package works with
+    hint: str = ""  # follows the error message of a value that is not allowed
+    flag: Flag | None = None  # the option of `hiremate run`; None where a command line can't name it
 
     @property
     def flag_name(self) -> str:
@@ -137,26 +108,15 @@ def _is_whole(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NamedSize:
-    """A dimension of an argument, and the sizes that it will have.
-
-    Attributes:
-        argument: Name of the argument.
-        dimension: Number of the dimension; from the end where it is below 0.
-        least: The smallest size.
-        most: The largest size.
-    """
+    """A dimension of an argument, and the sizes that it will have."""
 
     argument: str
-    dimension: int
-    least: int
-    most: int
+    dimension: int  # from the end where it is below 0
+    least: int  # the smallest size
+    most: int  # the largest size
 
     def __str__(self) -> str:
         return f"dimension {self.dimension} of {self.argument}"
-
-
-def _are_operators(names: Any) -> bool:
-    return isinstance(names, tuple | list) and all(isinstance(name, str) and "::" in name for name in names)
 
 
 def _can_be_written(folder: Any) -> bool:
@@ -305,7 +265,9 @@ class SessionOptions:
         "Custom operators with Python code that give the same numbers when they run again, by name "
         '("mylibrary::attention"). Others with Python code run once in a step, and their results are kept.',
         allowed="""names such as ("mylibrary::attention",)""",
-        is_allowed=_are_operators,
+        is_allowed=lambda names: (
+            isinstance(names, tuple | list) and all(isinstance(name, str) and "::" in name for name in names)
+        ),
         read=tuple,
     )
     verbose: bool | Literal["full"] = _option(
@@ -328,11 +290,7 @@ STAY = tuple(name for name in OPTIONS if name not in ("budget", "verbose"))  # a
 
 
 def make_options(budget: int | float | str | Budget, **given: Any) -> SessionOptions:
-    """Check the options that all ways to plan share.
-
-    Args:
-        budget: The budget.
-        given: Other options by name, see `SessionOptions`; what is left out has its default.
+    """Check the options that all ways to plan share; what is left out has its default.
 
     Raises:
         BudgetError: If the budget can't be read.
@@ -425,8 +383,9 @@ class SizeOptions:
     )
 
 
+SIZE_OPTIONS = _options_of(SizeOptions)
 SEARCH_OPTIONS = {
-    **_options_of(SizeOptions),
+    **SIZE_OPTIONS,
     "time_limit_s": replace(
         OPTIONS["time_limit_s"],
         default=3.0,
@@ -441,15 +400,12 @@ SEARCH_OPTIONS = {
 
 
 def make_size_options(**given: Any) -> SizeOptions:
-    """Check what a search for a size is asked for.
-
-    Args:
-        given: Options by name, see `SizeOptions`; what is left out has its default.
+    """Check what a search for a size is asked for; what is left out has its default.
 
     Raises:
         ConfigurationError: If an option is out of its range; the text names it.
     """
-    options = SizeOptions(**{name: SEARCH_OPTIONS[name].value_of(value) for name, value in given.items()})
+    options = SizeOptions(**{name: SIZE_OPTIONS[name].value_of(value) for name, value in given.items()})
     if options.max_val < options.init_val:
         raise ConfigurationError(f"max_val must be at least init_val, {options.init_val}, found {options.max_val!r}")
     return options

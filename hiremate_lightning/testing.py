@@ -19,9 +19,9 @@ from .planning.plan import Plan
 from .records.costs import Machine, estimate
 from .records.schedule import Compute, Free
 from .sessions.current_step import CurrentStep
+from .sessions.modes import Offloaded
 from .sessions.session import Session
 from .sessions.templates import Templates
-from .sessions.ways import Offloaded
 from .targets.modules import targets_of
 
 OWN_PLAN, OTHER_PLAN, LEAST_MEMORY = "own plan", "plan of another step", "least memory"
@@ -30,23 +30,14 @@ EAGER, OFFLOADED, RELEASED = "eager", "eager, saved values offloaded", "eager, i
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """How the latest step of a model runs, or ran.
+    """How the latest step of a model runs, or ran."""
 
-    Attributes:
-        signature: Numbers of its captured graphs, in the order of their forwards; empty where it runs eager.
-        ways: How each of its forwards runs; one way for the whole step where it runs eager.
-    """
-
-    signature: tuple[int, ...]
-    ways: tuple[str, ...]
+    signature: tuple[int, ...]  # numbers of its captured graphs, in the order of their forwards; empty where eager
+    ways: tuple[str, ...]  # how each of its forwards runs; one way for the whole step where it runs eager
 
 
 def session_of(model: nn.Module) -> Session:
-    """Return the session of a planned model.
-
-    Raises:
-        ValueError: If the model is not planned.
-    """
+    """Return the session of a planned model; raise a ValueError for another one."""
     targets = targets_of(model)
     if targets is None:
         raise ValueError(f"expected a model that hiremate() planned, found a plain {type(model).__name__}")
@@ -93,8 +84,8 @@ def step_under_way(model: nn.Module) -> StepView | None:
 def _ways(step: CurrentStep) -> Iterator[str]:
     if step.plain is None:
         for forward in step.forwards:
-            is_own = forward.way.signature is not None and forward.way.signature.graphs == step.graphs
-            yield OWN_PLAN if is_own else OTHER_PLAN if forward.way.is_planned else LEAST_MEMORY
+            is_own = forward.mode.signature is not None and forward.mode.signature.graphs == step.graphs
+            yield OWN_PLAN if is_own else OTHER_PLAN if forward.mode.is_planned else LEAST_MEMORY
     elif step.plain.gainless is not None:
         yield RELEASED
     else:
@@ -138,11 +129,7 @@ def templates_at_once() -> Iterator[None]:
 
 @contextmanager
 def changed_thresholds(**changes: float) -> Iterator[None]:
-    """Let the package begin to act otherwise at other sizes, counts and shares.
-
-    Args:
-        **changes: Fields of `hiremate_lightning.thresholds.Thresholds`.
-    """
+    """Let the package begin to act otherwise at other sizes, counts and shares: fields of `Thresholds`."""
     before, thresholds.current = thresholds.current, replace(thresholds.current, **changes)  # type: ignore[arg-type]
     try:
         yield

@@ -24,6 +24,7 @@ BYTES_PER_UNIT = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+BINARY_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 FORMS = (
     'bytes ("12 GiB", "800 MB", or an int such as 12_884_901_888), '
     'a share of what the step adds at its peak ("60%", or a float in (0, 1]), or "auto"'
@@ -57,14 +58,7 @@ class Budget:
 
 
 def parse_budget(value: int | float | str | Budget) -> Budget:
-    """Read a budget in any of its three forms.
-
-    Args:
-        value: Bytes as an int of at least 1 MiB or as a string with a unit; a share as a float in (0, 1] or as a string
-            with `%`; or `"auto"`.
-
-    Returns:
-        The budget, not yet resolved to bytes.
+    """Read a budget in any of its three forms; an int is of at least 1 MiB.
 
     Raises:
         BudgetError: If the value is none of the three forms. The text shows them.
@@ -123,20 +117,20 @@ def _unreadable(value: object, reason: str, hint: str = "") -> BudgetError:
 
 
 def format_bytes(size_bytes: int | float, up: bool = False) -> str:
-    """Write bytes for people, in binary units, with three significant digits.
-
-    Args:
-        size_bytes: Bytes.
-        up: Whether to round up, so that as a budget the text is no less.
-    """
+    """Write bytes for people, in binary units, with three significant digits; rounded up, to be enough as a budget."""
     sign, size = ("-" if size_bytes < 0 else ""), abs(size_bytes)
-    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+    for unit, name in BINARY_UNITS:
         if size >= unit:
             number = size / unit
             digits = max(0, 2 - int(math.log10(number)))
             number = math.ceil(number * 10**digits) / 10**digits if up else number
             return f"{sign}{number:.{digits}f} {name}"
     return f"{sign}{size:.0f} B"
+
+
+def binary_unit(size_bytes: int) -> tuple[int, str]:
+    """Choose the binary unit in which a size is a handy number, of 2 or more."""
+    return next((unit for unit in BINARY_UNITS if size_bytes >= 2 * unit[0]), (1, "B"))
 
 
 def format_time(time_ms: float) -> str:

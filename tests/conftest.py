@@ -18,7 +18,7 @@ import torch._dynamo
 
 from hiremate_lightning.memory.metering import MemoryMeter
 from hiremate_lightning.planning import solutions
-from hiremate_lightning.planning.solvers import work
+from hiremate_lightning.planning.solvers import base
 from hiremate_lightning.signatures.plain_steps import PlainSteps
 from hiremate_lightning.testing import changed_thresholds, templates_at_once, without_templates
 
@@ -128,7 +128,7 @@ def set_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
     def set_seconds(seconds: float) -> None:
         ticks = itertools.count()
-        monkeypatch.setattr(work, "monotonic", lambda: seconds * next(ticks))
+        monkeypatch.setattr(base, "monotonic", lambda: seconds * next(ticks))
 
     return set_seconds
 

@@ -15,7 +15,7 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,12 +108,17 @@ Run = Callable[[Recorder], None]
 
 
 def steps_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer, recorder: Recorder, losses: Iterator[Callable[[], Tensor]]
+    model: nn.Module,
+    recorder: Recorder,
+    loss_of: Callable[[int], Tensor],
+    seeds: Iterable[int] = range(STEPS),
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Take a step for each loss."""
-    for loss_of in losses:
+    """Take a step for each number, from which its loss is made."""
+    optimizer = optimizer or adam(model)
+    for seed in seeds:
         optimizer.zero_grad()
-        loss = loss_of()
+        loss = loss_of(seed)
         loss.backward()
         optimizer.step()
         recorder.stepped(loss)
@@ -128,8 +133,7 @@ def network(build: Callable[[], Model], budget: str, recorder: Recorder, **optio
     """Train a network on batches of one size."""
     built = build()
     module = recorder.plan(built.module, budget, **options)
-    losses = (partial(lambda seed: built.loss_of(module(*built.make_batch(seed))), seed) for seed in range(STEPS))
-    steps_of(module, adam(module), recorder, losses)
+    steps_of(module, recorder, lambda seed: built.loss_of(module(*built.make_batch(seed))))
 
 
 class Chain(nn.Module):
@@ -183,17 +187,16 @@ def chain(
 ) -> None:
     """Train a chain, or another model of rows."""
     model = recorder.plan(make(), budget, **options)
-    losses = (partial(lambda seed: model(rows(seed, *shape)).square().mean(), seed) for seed in range(steps))
-    steps_of(model, adam(model), recorder, losses)
+    steps_of(model, recorder, lambda seed: squares(model, rows(seed, *shape)), range(steps))
+
+
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
 
 
 def lengths(budget: str | int, recorder: Recorder, order: Sequence[int], **options: Any) -> None:
     model = recorder.plan(Blocks(), budget, **options)
-    losses = (
-        partial(lambda seed, length: model(tokens(seed, length)).square().mean(), seed, length)
-        for seed, length in enumerate(order)
-    )
-    steps_of(model, adam(model), recorder, losses)
+    steps_of(model, recorder, lambda seed: squares(model, tokens(seed, order[seed])), range(len(order)))
 
 
 def accumulation(recorder: Recorder) -> None:
@@ -261,8 +264,7 @@ def waiting(recorder: Recorder) -> None:
 def twice_called(recorder: Recorder) -> None:
     """Two forwards and one backward, as contrastive losses have them."""
     model = recorder.plan(Chain(), "60%")
-    losses = (partial(lambda seed: (model(rows(seed)) * model(rows(50 + seed))).mean(), seed) for seed in range(STEPS))
-    steps_of(model, adam(model), recorder, losses)
+    steps_of(model, recorder, lambda seed: (model(rows(seed)) * model(rows(50 + seed))).mean())
 
 
 class Broken(Chain):
@@ -278,10 +280,9 @@ def budgets(recorder: Recorder) -> None:
     """The budget changes while training goes on."""
     model = recorder.plan(Chain(), "90%")
     optimizer = adam(model)
-    for index in range(8):
-        if index == 4:
-            recorder.plan(model, "60%")
-        steps_of(model, optimizer, recorder, iter([partial(lambda i: model(rows(i)).square().mean(), index)]))
+    steps_of(model, recorder, lambda seed: squares(model, rows(seed)), range(4), optimizer)
+    recorder.plan(model, "60%")
+    steps_of(model, recorder, lambda seed: squares(model, rows(seed)), range(4, 8), optimizer)
 
 
 def plain_optimizer(recorder: Recorder) -> None:
@@ -312,7 +313,7 @@ def half(recorder: Recorder) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return model(rows(seed)).float().square().mean()
 
-    steps_of(model, adam(model), recorder, (partial(loss_of, seed) for seed in range(STEPS)))
+    steps_of(model, recorder, loss_of)
 
 
 class Compiled(Chain):
@@ -331,7 +332,7 @@ def evaluation(recorder: Recorder) -> None:
     model = recorder.plan(Chain(), "60%")
     optimizer = adam(model)
     for index in range(STEPS):
-        steps_of(model, optimizer, recorder, iter([partial(lambda i: model(rows(i)).square().mean(), index)]))
+        steps_of(model, recorder, lambda seed: squares(model, rows(seed)), [index], optimizer)
         model.eval()
         with torch.no_grad():
             recorder.loss(model(rows(900 + index)).square().mean())
@@ -341,10 +342,7 @@ def evaluation(recorder: Recorder) -> None:
 def two_batch_sizes(recorder: Recorder) -> None:
     """The last batch of each epoch is smaller."""
     model = recorder.plan(Chain(), "60%")
-    losses = (
-        partial(lambda i: model(rows(i, 512 if i % 4 < 3 else 200)).square().mean(), index) for index in range(12)
-    )
-    steps_of(model, adam(model), recorder, losses)
+    steps_of(model, recorder, lambda seed: squares(model, rows(seed, 512 if seed % 4 < 3 else 200)), range(12))
 
 
 class Forces(nn.Module):
@@ -361,21 +359,19 @@ class Forces(nn.Module):
 
 
 def gpt() -> Model:
-    return _tokens_model(GPT(blocks=2, width=64, context=64), 64)
+    module = GPT(blocks=2, width=64, context=64)
+    return _model(module, lambda generator: torch.randint(256, (4, 64), generator=generator))
 
 
-def _tokens_model(module: nn.Module, length: int) -> Model:
+def _model(module: nn.Module, draw: Callable[[torch.Generator], Tensor]) -> Model:
     def batch(seed: int) -> tuple[Tensor]:
-        return (torch.randint(256, (4, length), generator=torch.Generator().manual_seed(seed)),)
+        return (draw(torch.Generator().manual_seed(seed)),)
 
     return Model(module, batch, lambda output: output.float().square().mean())
 
 
 def pictures(module: nn.Module, count: int, side: int) -> Model:
-    def batch(seed: int) -> tuple[Tensor]:
-        return (torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(seed)),)
-
-    return Model(module, batch, lambda output: output.square().mean())
+    return _model(module, lambda generator: torch.randn(count, 3, side, side, generator=generator))
 
 
 NETWORKS: dict[str, Callable[[], Model]] = {

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,11 +29,11 @@ Loop = Callable[[nn.Module], Log]
 class _Network(nn.Module):
     """A module with members that are made anew for each instance."""
 
-    make_members: Callable[[], dict[str, Any]]
+    make_members: Callable[..., dict[str, Any]]
 
-    def __init__(self) -> None:
+    def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__()
-        for name, member in self.make_members().items():
+        for name, member in self.make_members(*arguments, **options).items():
             if isinstance(member, Tensor) and not isinstance(member, nn.Parameter):
                 self.register_buffer(name, member)
             else:
@@ -40,14 +41,14 @@ class _Network(nn.Module):
 
 
 def network(
-    make_members: Callable[[], dict[str, Any]], **attributes: Any
+    make_members: Callable[..., dict[str, Any]], **attributes: Any
 ) -> Callable[[Callable[..., Any]], type[nn.Module]]:
     """Make a class of modules from a function that is their forward.
 
     The class is called as the function is, in the way of classes.
 
     Args:
-        make_members: Makes the layers, parameters and buffers of a module.
+        make_members: Makes the layers, parameters and buffers of a module from its arguments.
         **attributes: Attributes of the class.
     """
 
@@ -80,23 +81,79 @@ def leave_behind(module: nn.Module) -> Log:
     return [*(t.detach().clone() for t in module.state_dict().values()), *gradients, torch.get_rng_state()]
 
 
-def simple_loop(
-    make_batch: Callable[[int], Any], steps: int = 5, loss_of: Callable[[Any], Tensor] = square_error
+def loop_of(
+    loss_of: Callable[[Any, int], Tensor],
+    steps: int = 4,
+    make_optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+    clear_every: int = 1,
 ) -> Loop:
-    """Make a loop of AdamW steps that logs losses and all that each step leaves behind."""
+    """Make a loop that logs losses and all that each step leaves behind.
+
+    Args:
+        loss_of: Returns the loss of a module in the step of a number.
+        steps: How many steps.
+        make_optimizer: Makes what steps after each backward from parameters; None for gradients alone.
+        clear_every: Gradients are cleared before each of so many steps; 0 for never.
+    """
 
     def loop(module: nn.Module) -> Log:
-        optimizer = torch.optim.AdamW((p for p in module.parameters() if p.requires_grad), lr=1e-2, eps=1e-4)
+        optimizer = make_optimizer([p for p in module.parameters() if p.requires_grad]) if make_optimizer else None
         log: Log = []
         for index in range(steps):
-            optimizer.zero_grad()
-            loss = loss_of(module(make_batch(index)))
+            if clear_every and index % clear_every == 0:
+                (optimizer or module).zero_grad()
+            loss = loss_of(module, index)
             loss.backward()
-            optimizer.step()
+            if optimizer is not None:
+                optimizer.step()
             log += [loss.detach().clone(), *leave_behind(module)]
         return log
 
     return loop
+
+
+adamw = partial(torch.optim.AdamW, lr=1e-2, eps=1e-4)
+
+
+def simple_loop(
+    make_batch: Callable[[int], Any], steps: int = 5, loss_of: Callable[[Any], Tensor] = square_error
+) -> Loop:
+    """Make a loop of AdamW steps that logs losses and all that each step leaves behind."""
+    return loop_of(lambda module, index: loss_of(module(make_batch(index))), steps, adamw)
+
+
+def take_steps(
+    module: Callable[..., Any],
+    make_batch: Callable[[int], Any],
+    steps: int = 3,
+    *,
+    loss_of: Callable[[Any], Tensor] = square_error,
+    optimizer: torch.optim.Optimizer | None = None,
+    clears: str = "before",
+) -> Plan | None:
+    """Train for some steps; return the plan, None without one.
+
+    Args:
+        module: What is called with each batch.
+        make_batch: Makes the batch of a step.
+        steps: How many.
+        loss_of: Reduces what a call gives to a loss.
+        optimizer: Steps after each backward; None for gradients alone.
+        clears: When gradients are cleared: "before" a step, in its "middle", at its "end" or "never".
+    """
+    for index in range(steps):
+        if clears == "before":
+            (optimizer or module).zero_grad()
+        loss = loss_of(module(make_batch(index)))
+        if clears == "middle":
+            (optimizer or module).zero_grad()
+        loss.backward()
+        del loss
+        if optimizer is not None:
+            optimizer.step()
+        if clears == "end":
+            (optimizer or module).zero_grad()
+    return get_plan(module)
 
 
 def captured_by(module: nn.Module, *inputs: Any, **options: Any) -> Captured:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from hiremate_lightning import HiRemateWarning, hiremate, remove_hiremate
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.signatures.watching import Watch, WatchPolicy
+from hiremate_lightning.signatures.watching import WatchPolicy
 from hiremate_lightning.targets.modules import targets_of
 from tests.exact import differing, leave_behind
 
@@ -211,7 +211,7 @@ def _counting_watched() -> Iterator[list[bool]]:
 
     def counted(policy: Any, expected: Any) -> Any:
         look = begin(policy, expected)
-        found.append(look.watch is not Watch.NOTHING)
+        found.append(look.is_measured or look.is_timed)
         return look
 
     WatchPolicy.step_begins = counted  # type: ignore[method-assign]

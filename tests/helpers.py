@@ -12,8 +12,7 @@ import pytest
 from hiremate_lightning.errors import ScheduleError
 from hiremate_lightning.planning.solvers.base import Problem, SolveOptions, replay
 from hiremate_lightning.planning.solvers.choices import Policy, Rows
-from hiremate_lightning.planning.solvers.decisions import decisions
-from hiremate_lightning.planning.solvers.model import StepModel
+from hiremate_lightning.planning.solvers.model import StepModel, decisions
 from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.graph import Graph, StorageKind
 from hiremate_lightning.records.schedule import Schedule

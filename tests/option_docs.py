@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ def _written(entries: Sequence[EntryPoint] = ENTRY_POINTS) -> dict[Path, str]:
     for entry in entries:
         path = ROOT / entry.file
         text = files.get(path) or path.read_text(encoding="utf-8")
-        for write in (_passed_on, _signature, _documented):  # from the bottom of the function to its top
+        for write in (_signature, _documented):  # from the bottom of the function to its top
             text = write(text, entry)
         files[path] = text
     return files
@@ -89,12 +90,19 @@ def _signature(text: str, entry: EntryPoint) -> str:
     lines = text.splitlines()
     places = {argument.arg: argument.lineno - 1 for argument in [*function.args.args, *function.args.kwonlyargs]}
     added = [
-        lines[place] if option is None else f"{_indent(lines[place])}{option.in_signature},"
+        lines[place]
+        if option is None
+        else f"{_indent(lines[place])}{option.name}: {option.annotation} = {_default(option)},"
         for option, place in _in_order(entry, places)
     ]
     first, last = min(places.values()), max(places.values())
     assert last - first + 1 >= len(places), "one argument a line"
     return _joined([*lines[:first], *added, *lines[last + 1 :]])
+
+
+def _default(option: Option) -> str:
+    """Write a default as Python code."""
+    return json.dumps(option.default) if isinstance(option.default, str) else repr(option.default)
 
 
 def _in_order(entry: EntryPoint, places: Mapping[str, int]) -> Iterator[tuple[Option | None, int]]:
@@ -111,21 +119,6 @@ def _in_order(entry: EntryPoint, places: Mapping[str, int]) -> Iterator[tuple[Op
             if name in seen:
                 break
             yield entry.options[name], place
-
-
-def _passed_on(text: str, entry: EntryPoint) -> str:
-    """Pass each new option on to `make_options`."""
-    function, _, _ = _function(text, entry)
-    call = next(
-        node
-        for node in ast.walk(function)
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "make_options"
-    )
-    passed = {keyword.arg: keyword.lineno - 1 for keyword in call.keywords}
-    lines = text.splitlines()
-    new = [name for name in entry.options if entry.has_all and name not in passed and name != "budget"]
-    last = max(passed.values())
-    return _joined([*lines[: last + 1], *(f"{_indent(lines[last])}{name}={name}," for name in new), *lines[last + 1 :]])
 
 
 def _documented(text: str, entry: EntryPoint) -> str:
@@ -176,7 +169,7 @@ def _joined(lines: list[str]) -> str:
 def table() -> str:
     """Write the table of all options in Markdown."""
     rows = [
-        (f"`{o.name}`", f"`{o.annotation}`", f"`{o.default_text}`", o.allowed, o.meaning, _flag_of(o))
+        (f"`{o.name}`", f"`{o.annotation}`", f"`{_default(o)}`", o.allowed, o.meaning, _flag_of(o))
         for o in OPTIONS.values()
     ]
     return page_tables.table(("option", "type", "default", "must be", "meaning", "`hiremate run`"), rows)

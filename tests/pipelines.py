@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,9 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.nn import functional as F
 
-from hiremate_lightning import HiRemateWarning, hiremate
+from hiremate_lightning import hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.targets.modules import targets_of
+from tests.life import recorded
 from tests.sharding import Block, Left
 
 WIDTH, WORDS, ROWS, LENGTH = 32, 64, 16, 32
@@ -93,8 +93,7 @@ def train(case: Pipeline, rank: int, planned: bool) -> Left:
     left, indices, count = Left(), range(rank, WORLD * case.stages, WORLD), WORLD * case.stages
     torch.manual_seed(rank)
     modules = nn.ModuleList(Stage(index, count) for index in indices)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always", HiRemateWarning)
+    with recorded() as left.said:
         if planned:
             hiremate(modules, case.budgets[rank], target=[*map(str, range(case.stages))], verbose=False)
         stages = [PipelineStage(*pair, count, torch.device("cpu")) for pair in zip(modules, indices, strict=True)]
@@ -107,13 +106,7 @@ def train(case: Pipeline, rank: int, planned: bool) -> Left:
             left.gradients.append({name: p.grad.clone() for name, p in modules.named_parameters()})
             optimizer.step()
             optimizer.zero_grad()
-    left.said = [str(warning.message) for warning in said if issubclass(warning.category, HiRemateWarning)]
-    left.weights = {name: p.detach().clone() for name, p in modules.named_parameters()}
-    left.resident_bytes = sum(t.nbytes for t in modules.parameters())
-    left.resident_bytes += sum(v.nbytes for s in optimizer.state.values() for v in s.values())
-    if planned:
-        left.plans = list(targets_of(modules).session.plans.values())
-    return left
+    return left.close(modules, optimizer, *(targets_of(modules).session.plans.values() if planned else ()))
 
 
 if __name__ == "__main__":

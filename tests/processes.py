@@ -33,6 +33,19 @@ def run_two(module: str, folder: Path, timeout: float, **variables: str) -> list
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
 
 
+def run_beside(*commands: tuple[str, ...], timeout: float) -> list[tuple[int, str]]:
+    """Run modules of the tests beside each other; return the exit code of each, and what it wrote."""
+    options = {"cwd": ROOT, "env": {**os.environ, "OMP_NUM_THREADS": "1"}, "text": True}
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    processes = [subprocess.Popen([sys.executable, "-m", *command], **options, **both) for command in commands]
+    try:
+        said = [process.communicate(timeout=timeout)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, text) for process, text in zip(processes, said, strict=True)]
+
+
 def leave() -> NoReturn:
     """End this process when all have come here, without the end of the interpreter and of PyTorch's process group.
 

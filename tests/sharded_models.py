@@ -25,9 +25,10 @@ from transformers import (
 )
 
 from benchmarks.zoo.stand_in import torchvision_or_stand_in
-from hiremate_lightning import HiRemateWarning, get_plan, hiremate
+from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.integrations.transformers_trainer import HiRemateTrainerCallback
 from hiremate_lightning.memory.metering import measure_peak
+from tests.life import recorded
 from tests.sharding import STEPS, Left, local
 from tests.shared_memory import SharedMemory, communicate_through
 
@@ -104,8 +105,7 @@ def train_with_trainer(rank: int, memory: SharedMemory, planned: bool) -> Left:
         callbacks = [notes, plan] if planned else [notes]
         trainer = Sharding(model, arguments, train_dataset=Sentences(), callbacks=callbacks)
         trainer.train()
-    weights = {name: local(p) for name, p in trainer.model.named_parameters()}
-    return Left(trainer.losses, notes.gradients, weights, plans=[] if plan.plan is None else [plan.plan])
+    return Left(trainer.losses, notes.gradients).close(trainer.model, None, plan.plan)
 
 
 def t5() -> nn.Module:
@@ -114,28 +114,12 @@ def t5() -> nn.Module:
     return T5ForConditionalGeneration(T5Config(decoder_start_token_id=0, use_cache=False, **sizes))
 
 
-def loss_of_t5(model: nn.Module, words: Tensor) -> Tensor:
-    return model(input_ids=words, labels=words).loss
-
-
 def vit() -> nn.Module:
     """Make a vision transformer, of which whole blocks are left out at random."""
     with torchvision_or_stand_in():
         from timm.models.vision_transformer import VisionTransformer
     sizes = {"img_size": 32, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 4, "num_classes": WORDS}
     return VisionTransformer(drop_path_rate=0.1, **sizes)
-
-
-def loss_of_vit(model: nn.Module, images: Tensor) -> Tensor:
-    return model(images).logsumexp(1).mean()
-
-
-def sentences(generator: torch.Generator) -> Tensor:
-    return torch.randint(WORDS, (ROWS, LENGTH), generator=generator)
-
-
-def images(generator: torch.Generator) -> Tensor:
-    return torch.randn(ROWS, 3, 32, 32, generator=generator)
 
 
 def train_units(
@@ -153,8 +137,7 @@ def train_units(
     for module in [m for m in model.modules() if type(m).__name__ == kind] + [model]:
         fully_shard(module)
     communicate_through(memory, model)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always", HiRemateWarning)
+    with recorded() as left.said:
         if planned:
             hiremate(model, BUDGET, verbose=False)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -171,15 +154,23 @@ def train_units(
             left.gradients.append({name: local(p.grad) for name, p in model.named_parameters()})
             optimizer.step()
             optimizer.zero_grad()
-    left.said = [str(warning.message) for warning in said if issubclass(warning.category, HiRemateWarning)]
-    left.weights = {name: local(p) for name, p in model.named_parameters()}
-    plan = get_plan(model) if planned else None
-    left.plans = [] if plan is None else [plan]
-    return left
+    return left.close(model, None, get_plan(model) if planned else None)
 
 
 MODELS = {
     "Trainer": train_with_trainer,
-    "T5": partial(train_units, t5, "T5Block", sentences, loss_of_t5),
-    "ViT": partial(train_units, vit, "Block", images, loss_of_vit),
+    "T5": partial(
+        train_units,
+        t5,
+        "T5Block",
+        lambda generator: torch.randint(WORDS, (ROWS, LENGTH), generator=generator),
+        lambda model, words: model(input_ids=words, labels=words).loss,
+    ),
+    "ViT": partial(
+        train_units,
+        vit,
+        "Block",
+        lambda generator: torch.randn(ROWS, 3, 32, 32, generator=generator),
+        lambda model, images: model(images).logsumexp(1).mean(),
+    ),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hiremate_lightning import InfeasibleBudgetError, get_plan, hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.integrations.accelerate import prepare_hiremate
-from tests.sharding import STEPS, Case, Left, gpt, local, tokens
+from tests.sharding import STEPS, Case, Left, gpt, tokens
 from tests.trainers import quiet_trainer
 
 CASE = Case("tools", gpt)
@@ -43,14 +43,23 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def noted(rank: int, step: Callable[[Tensor], Tensor], parameters: Iterable[tuple[str, Tensor]]) -> Left:
-    """Run steps, and note their losses and the weights at the end."""
+def noted(
+    rank: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    backward: Callable[[Tensor], Any],
+    state: torch.optim.Optimizer | None = None,
+) -> Left:
+    """Take steps, and note their losses, and the weights at the end with the bytes of an optimizer's state."""
     left = Left()
     for index in range(STEPS):
         torch.manual_seed(1000 + 10 * index + rank)
-        left.losses.append(step(tokens(rank, index, CASE)).detach())
-    left.weights = {name: local(value) for name, value in parameters}
-    return left
+        loss = loss_of(model, tokens(rank, index, CASE))
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        left.losses.append(loss.detach())
+    return left.close(model, state)
 
 
 def accelerate(rank: int, planned: bool) -> Left:
@@ -68,17 +77,8 @@ def accelerate(rank: int, planned: bool) -> Left:
     model = made()
     prepare = partial(prepare_hiremate, accelerator, **BUDGET) if planned else accelerator.prepare
     model, optimizer = prepare(model, adamw(model))
-
-    def step(batch: Tensor) -> Tensor:
-        loss = loss_of(model, batch)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    left = noted(rank, step, model.named_parameters())
-    plan = get_plan(accelerator.unwrap_model(model)) if planned else None
-    left.plans = [] if plan is None else [plan]
+    left = noted(rank, model, optimizer, accelerator.backward)
+    left.plans = [get_plan(accelerator.unwrap_model(model))] if planned else []
     AcceleratorState._reset_state()
     return left
 
@@ -119,9 +119,7 @@ def lightning(rank: int, planned: bool) -> Left:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=CASE.rows))
-    model.left.weights = {name: local(value) for name, value in model.named_parameters()}
-    model.left.plans = [] if callback.plan is None else [callback.plan]
-    return model.left
+    return model.left.close(model, None, callback.plan)
 
 
 def zero(rank: int, planned: bool) -> Left:
@@ -130,19 +128,8 @@ def zero(rank: int, planned: bool) -> Left:
     if planned:
         hiremate(model, **BUDGET)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-2)
-
-    def step(batch: Tensor) -> Tensor:
-        loss = loss_of(model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    left = noted(rank, step, model.named_parameters())
-    state = [v for s in optimizer.optim.state.values() for v in s.values() if isinstance(v, Tensor)]
-    left.resident_bytes = sum(t.nbytes for t in (*model.parameters(), *state))
-    plan = get_plan(model) if planned else None
-    left.plans = [] if plan is None else [plan]
+    left = noted(rank, model, optimizer, Tensor.backward, optimizer.optim)
+    left.plans = [get_plan(model)] if planned else []
     return left
 
 

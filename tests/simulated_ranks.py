@@ -59,10 +59,7 @@ def train_parallel(rank: int, memory: SharedMemory, planned: bool) -> Left:
         left.gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
         del loss
         optimizer.step()
-    left.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    plan = get_plan(model)
-    left.plans = [] if plan is None else [plan]
-    return left
+    return left.close(model, None, get_plan(model))
 
 
 def on_host(left: Left) -> Left:

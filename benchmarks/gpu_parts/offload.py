@@ -40,7 +40,7 @@ def measure_copies(send: Send, is_toy: bool) -> None:
     """Measure the link as plans do, and how much copies slow down what is computed beside them."""
     import torch
 
-    from hiremate_lightning.measuring.links import measure_link
+    from hiremate_lightning.measuring.profiling import measure_link
 
     from .trials import event_ms
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
@@ -14,6 +15,9 @@ import torch
 from torch import nn
 
 from hiremate_lightning import Plan
+from hiremate_lightning.measuring.profiling import TimedRun
+from hiremate_lightning.sessions.current_step import CurrentStep
+from hiremate_lightning.sessions.step_watch import StepWatch
 from hiremate_lightning.targets.modules import targets_of
 
 MOST_OPERATIONS = 30
@@ -38,14 +42,30 @@ def write_operations(folder: Path, model: str, module: nn.Module, step: Callable
     }
 
 
+@contextmanager
+def _timing_steps(watch: StepWatch) -> Iterator[None]:
+    """Time the operations of each step that begins, whatever else is watched in it."""
+    begin = watch.begin
+
+    def begin_timed(step: CurrentStep, arguments: list[torch.Tensor]) -> None:
+        begin(step, arguments)
+        step.timed = step.timed or TimedRun(arguments[0].device)
+
+    watch.begin = begin_timed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del watch.begin
+
+
 def operations(module: nn.Module, step: Callable[[], Any]) -> list[dict[str, Any]]:
     """Time each kind of operation in one more step of a planned module, the longest first."""
     known = targets_of(module)
     assert known is not None, "the module is planned"
     session = known.session
-    session.steps.end(at_once=False)  # what is asked for the next step holds from here
-    session.steps.time_next()
-    step()
+    session.steps.end(at_once=False)
+    with _timing_steps(session.steps.watch):
+        step()
     plan, timed_step = session.plan, session.steps.current or session.steps.ended
     assert plan is not None
     assert timed_step is not None, "it has just run"

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..latest import Latest
+from ..housekeeping import Latest
 from ..records.costs import Profile
 from ..records.expressions import LEAST_SAMPLES, NoTemplateError, Sizes, expression_of, vary_alone
 from ..records.graph import Graph

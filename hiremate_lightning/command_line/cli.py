@@ -12,7 +12,7 @@ import logging
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,6 @@ FACTORY is PACKAGE.MODULE:NAME or path/to/file.py:NAME. It names a module, or a
 class or function that gives, without arguments, a module, (module, inputs) or
 (module, dict of inputs by keyword).
 """
-_USAGES = {"doctor": "%(prog)s [options] [FACTORY | train.py [arguments of the script]]"}
 _EXAMPLES = {
     "plan": """\
   hiremate plan models.py:Net --input 256x128 --budget 50%
@@ -112,8 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked.script = script
     with _quiet(asked.debug):
         try:
-            run: Callable[[argparse.Namespace], int] = asked.run
-            return run(asked)
+            return {"show": _show, "doctor": _doctor}.get(asked.command, _on_model)(asked)
         except KeyboardInterrupt:
             sys.stderr.write("hiremate: stopped by Ctrl-C, before there was an answer\n")
             return STOPPED
@@ -181,6 +179,15 @@ class _Parser(OneLineParser):
         return super().parse_known_args(given, namespace)
 
 
+class _Once(argparse.Action):
+    """Store an option that lists all its values; refuse a second one, which would replace the first in silence."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if getattr(namespace, self.dest) != self.default:
+            parser.error(f"argument {option_string}: given twice. Put what it lists behind one, with commas between")
+        setattr(namespace, self.dest, values)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="hiremate",
@@ -191,8 +198,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hiremate {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     commands.add_parser(RUN, help="run a training script, unchanged, within a budget", add_help=False)
-    plan = _command(commands, "plan", _heavy("plan"), "plan a model under a budget, without its memory")
-    _add_workload(plan)
+    plan = _command(commands, "plan", "plan a model under a budget, without its memory", takes_model=True)
     _add_several(plan)
     host = plan.add_argument_group("the host's memory, between forward and backward")
     host.add_argument("--offload", action="store_true", help="let the plan put values there, from a GPU")
@@ -201,31 +207,26 @@ def _parser() -> argparse.ArgumentParser:
     _add_budget(plan, '"8 GiB", "60%%" of what the step adds, or "auto" for what is free')
     plan.add_argument("--html", metavar="FILE", type=Path, help="write the report as one HTML page")
     plan.add_argument("--svg", metavar="FILE", type=Path, help="draw memory over time as an SVG picture")
-    curve = _command(commands, "curve", _heavy("curve"), "show the extra time of many budgets")
-    _add_workload(curve)
+    curve = _command(commands, "curve", "show the extra time of many budgets", takes_model=True)
     _add_several(curve)
     curve.add_argument("--points", type=int, default=10, help="budgets to solve (default: %(default)s)")
-    compare = _command(commands, "compare", _heavy("compare"), "compare methods of solving under the same budgets")
-    _add_workload(compare, names_a_solver=False)
+    compare = _command(commands, "compare", "compare methods of solving under the same budgets", takes_model=True)
     compare.set_defaults(time_limit=10.0, solver="none")
     _add_several(compare)
-    _add_budget(compare, '"8 GiB", "60%%" of what the step adds, or several such as 70%%,50%%,30%%')
-    compare.add_argument("--methods", help="names of strategies, such as portfolio,hilp (default: all)")
+    words = '"8 GiB", "60%%" of what the step adds, or several such as 70%%,50%%,30%%'
+    _add_budget(compare, words, dest="budgets")
+    compare.add_argument("--methods", default=(), help="names of strategies, such as portfolio,hilp (default: all)")
     compare.add_argument("--svg", metavar="FILE", type=Path, help="draw time over budget, a line for each method")
-    fit = _command(commands, "fit", _heavy("fit"), "find the largest batch within a budget")
-    _add_workload(fit)
-    fit.set_defaults(fsdp=None, tp=1, units=None, param_dtype=None, link=None)  # gathers don't grow along a line
+    fit = _command(commands, "fit", "find the largest batch within a budget", takes_model=True)
+    fit.set_defaults(fsdp="1", tp=1, units=None, param_dtype=None, link=None)  # gathers don't grow along a line
     _add_budget(fit, '"8 GiB", or "auto" for what is free')
-    fit.add_argument(
-        "--max-batch",
-        type=int,
-        default=SEARCH_OPTIONS["max_val"].default,
-        help="largest size to look at (default: %(default)s)",
-    )
+    most = SEARCH_OPTIONS["max_val"].default
+    fit.add_argument("--max-batch", type=int, default=most, help="largest size to look at (default: %(default)s)")
     fit.add_argument("--max-overhead", default="30%", help="most extra time to accept (default: 30%%)")
-    show = _command(commands, "show", _show, "show a plan that was written to a file")
+    show = _command(commands, "show", "show a plan that was written to a file")
     show.add_argument("file", metavar="FILE", type=Path, help="JSON or HTML, as `hiremate plan` and a Plan write it")
-    doctor = _command(commands, "doctor", _doctor, "check versions, solvers, devices and a small plan")
+    doctor = _command(commands, "doctor", "check versions, solvers, devices and a small plan")
+    doctor.usage = "%(prog)s [options] [FACTORY | train.py [arguments of the script]]"
     doctor.add_argument(
         "factory",
         metavar="FACTORY",
@@ -237,109 +238,92 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _heavy(name: str) -> Callable[[argparse.Namespace], int]:
-    """Return a command that loads torch once it runs."""
-
-    def run(asked: argparse.Namespace) -> int:
-        from .arguments import read
-
-        read(asked)
-        with Console(stderr=True).status("HiRemate: loading PyTorch"):
-            from . import commands
-
-        code: int = getattr(commands, name)(asked)
-        return code
-
-    return run
-
-
-def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], words: str) -> argparse.ArgumentParser:
-    takes_model = name in ("plan", "curve", "compare", "fit")
+def _command(commands: Any, name: str, words: str, takes_model: bool = False) -> argparse.ArgumentParser:
+    """Add a command; one that takes a model has it, its step, costs, solver and output as arguments."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=words,
-        usage=_USAGES.get(name),
         description=f"{words[0].upper()}{words[1:]}." + (f"\n\n{_FACTORY}" if takes_model else ""),
         epilog=f"examples:\n{_EXAMPLES[name]}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(command=name)
     parser.add_argument("--debug", action="store_true", help="show warnings, and where an error comes from")
-    return parser
-
-
-class _Once(argparse.Action):
-    """Store an option that lists all its values; refuse a second one, which would replace the first in silence."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        if getattr(namespace, self.dest) is not None:
-            parser.error(f"argument {option_string}: given twice. Put what it lists behind one, with commas between")
-        setattr(namespace, self.dest, values)
-
-
-def _add_workload(parser: argparse.ArgumentParser, names_a_solver: bool = True) -> None:
-    """Add what `plan`, `curve`, `compare` and `fit` share: the model, its step, costs, solver, output."""
+    if not takes_model:
+        return parser
     parser.add_argument("factory", metavar="FACTORY", help="what gives the model, see above")
     step = parser.add_argument_group("the step")
-    step.add_argument("--input", action=_Once, metavar="SHAPES", help="[NAME=]SHAPE[:DTYPE],..., such as 64x3x224x224")
+    words = "[NAME=]SHAPE[:DTYPE],..., such as 64x3x224x224"
+    step.add_argument("--input", action=_Once, default=(), metavar="SHAPES", help=words)
     step.add_argument("--device", default="cpu", help="cpu or cuda; it need not be there (default: %(default)s)")
     step.add_argument("--loss", default="auto", help="auto, model (what it returns) or sum (of its outputs)")
     step.add_argument("--optimizer", default="AdamW", help="class of torch.optim, or none (default: %(default)s)")
-    step.add_argument(
-        "--zero-grad",
-        metavar="WHEN",
-        default="auto",
-        help="when gradients are freed: before the forward, after-forward, or accumulate for a step that adds to them "
-        "(default: after-forward for a LightningModule, as Lightning does, else before)",
+    words = (
+        "when gradients are freed: before the forward, after-forward, or accumulate for a step that adds to them "
+        "(default: after-forward for a LightningModule, as Lightning does, else before)"
     )
+    step.add_argument("--zero-grad", metavar="WHEN", default="auto", help=words)
     step.add_argument("--autocast", metavar="DTYPE", help="bfloat16 or float16, for mixed precision")
     costs = parser.add_argument_group("times, estimated from operation counts unless measured")
     costs.add_argument("--tflops", type=float, help="arithmetic of the device, 10^12 operations a second")
     costs.add_argument("--bandwidth", type=float, help="memory traffic of the device, GB a second")
     costs.add_argument("--measure", action="store_true", help="measure each operation; the device must be there")
     solving = parser.add_argument_group("solving and output")
-    if names_a_solver:
+    if name != "compare":
         solving.add_argument("--solver", default=OPTIONS["solver"].default, help=f"{SOLVERS} (default: %(default)s)")
     solving.add_argument("--time-limit", type=float, default=20.0, help="seconds to solve (default: %(default)s)")
     _add_json(solving)
+    return parser
 
 
 def _add_several(parser: argparse.ArgumentParser) -> None:
     """Add what spreads the model over several GPUs."""
     several = parser.add_argument_group("several GPUs, each of which gets the inputs as named")
-    several.add_argument("--fsdp", metavar="N", help="shard over N GPUs (FSDP2); plan also takes 2,4,8 and auto")
-    several.add_argument(
-        "--tp", metavar="N", type=int, default=1, help="divide each block over N GPUs, as the model's _tp_plan names"
-    )
+    words = "shard over N GPUs (FSDP2); plan also takes 2,4,8 and auto"
+    several.add_argument("--fsdp", metavar="N", default="1", help=words)
+    words = "divide each block over N GPUs, as the model's _tp_plan names"
+    several.add_argument("--tp", metavar="N", type=int, default=1, help=words)
     several.add_argument("--units", metavar="CLASSES", help="classes of the units to shard, instead of repeated blocks")
     several.add_argument("--param-dtype", metavar="DTYPE", help="type that FSDP2 gathers parameters in: bfloat16")
     several.add_argument("--link", type=float, help="what a GPU sends, GB a second (default: 300, NVLink of an A100)")
 
 
-def _add_budget(parser: argparse.ArgumentParser, words: str) -> None:
-    parser.add_argument("--budget", required=True, help=words)
+def _add_budget(parser: argparse.ArgumentParser, words: str, **more: str) -> None:
+    parser.add_argument("--budget", required=True, help=words, **more)
 
 
 def _add_json(parser: Any) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the numbers as JSON to a file; - for the output")
 
 
-# ---------------------------------------------------------------- what needs no torch
+# ---------------------------------------------------------------- what they do
+
+
+def _on_model(asked: argparse.Namespace) -> int:
+    """Run a command that needs torch."""
+    from .arguments import read
+
+    read(asked)
+    with Console(stderr=True).status("HiRemate: loading PyTorch"):
+        from . import commands
+
+    code: int = getattr(commands, asked.command)(asked)
+    return code
 
 
 def _doctor(asked: argparse.Namespace) -> int:
     """Check that torch can be imported, then import it here and examine everything else."""
     from .arguments import read
     from .importing import import_failures
-    from .script import Script
+    from .script import find_script
 
     read(asked)
     if asked.script:
-        Script(asked.script, is_module=False)  # says whether there is one
+        find_script(asked.script)  # says whether there is one
     with Console(stderr=True).status("HiRemate: importing what is installed"):
         failures = import_failures(["torch"])
     if not failures:
-        return _heavy("doctor")(asked)
+        return _on_model(asked)
     sys.stderr.write(
         f"hiremate: torch can't be imported ({failures['torch']}). Mend it with: pip install --force-reinstall torch, "
         "with the index of the build that fits your device\n"

@@ -4,57 +4,45 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import cached_property
 from typing import Any
 
 import torch
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from ..errors import ConfigurationError
-from ..measuring.profiling import CostCache
+from ..measuring.profiling import CostCache, measure_link
 from ..memory.allocator import allocated_bytes, free_host_bytes
 from ..options import Objective
 from ..out_of_memory import InfeasibleBudgetError
 from ..planning.comparing import Comparison, Outcome, methods_to_compare, proven_ms
 from ..planning.comparing import compare as solve_by_each
-from ..planning.headroom import Room, resolve
-from ..planning.outcome import unless_short
+from ..planning.comparing import curve as solve_curve
+from ..planning.headroom import Room, least_need, resolve, unless_short
 from ..planning.plan import Plan, PlanOptions
 from ..planning.planner import make_plan
-from ..planning.solvers import Problem, SolveOptions, smallest_budget
-from ..planning.solvers.curve import curve as solve_curve
+from ..planning.solvers import UNLIMITED, Problem, SolveOptions, smallest_budget
 from ..planning.solvers.worker import apart, check_strategy
-from ..records.costs import step_time_ms
+from ..records.costs import Link, step_time_ms
 from ..records.expressions import Line, NoTemplateError
-from ..records.offload import Host
+from ..records.offload import Host, storages_in
 from ..records.step import Step
-from ..reporting.budget_svg import comparison_svg, panel_of
 from ..reporting.html_report import write_html
 from ..reporting.plan_summary import all_numbers
 from ..reporting.report import Reporter
-from ..reporting.svg_report import write_svg
+from ..reporting.svg_report import comparison_svg, panel_of, write_svg
 from ..reporting.terminal import Output, plan_table, write_json
+from ..running.copies import pinned_storages
 from ..sizes.size_search import BatchSizeResult, Forecast, result_table, search
-from ..units import Budget, format_bytes, format_time
-from .comparisons import (
-    CurvePoint,
-    budget_line,
-    comparison_numbers,
-    comparison_table,
-    curve_table,
-    points_of,
-    spread,
-)
-from .counts import Count, answer, count_line, count_of, counts_table, look_at
+from ..units import Budget, format_bytes, format_ratio, format_time
+from . import comparisons
 from .doctor import Grade, examine
-from .factory import Workload, find_factory
-from .host import host_of, host_words, with_link
+from .factory import Workload
+from .importing import find_factory
 from .offline import OfflineOptions, OfflineStep, capture_offline
-from .sharded import Layout
-from .without_device import Rates, rates_of
+from .without_device import Layout, rates_of
 
 LOOPS = {
     "before": (
@@ -69,6 +57,7 @@ LOOPS = {
 }
 FIT_SIZES = (4, 8)  # batch sizes that `fit` captures: 1 and 2 are special to many operators
 FIT_PLANS = 12  # most sizes that `fit` plans
+LINK_GB_PER_S, LINK_LATENCY_MS = 25.0, 0.01  # to the host by PCIe 4 with 16 lanes, one way
 
 
 class _Work:
@@ -82,14 +71,10 @@ class _Work:
         layout = Layout(asked.fsdp[0] if asked.fsdp else 1, asked.tp, units, param_dtype)
         device = torch.device(asked.device)
         self.options = OfflineOptions(device, asked.loss, asked.optimizer, autocast, layout, asked.zero_grad)
+        self.rates = rates_of(device, asked.tflops, asked.bandwidth, asked.link)
         self.reporter = Reporter(console=Console(stderr=True))
         with self.reporter.stage("loading the model's code"):
             self.workload = Workload(find_factory(asked.factory), asked.factory, asked.input)
-
-    @cached_property
-    def rates(self) -> Rates:
-        """The rates that times are estimated from."""
-        return rates_of(self.options.device, self.asked.tflops, self.asked.bandwidth, self.asked.link)
 
     def capture(self, size: int | None = None, shards: int | None = None) -> tuple[OfflineStep, Step]:
         """Capture the step, at a batch size and sharded over a number of GPUs where these are given, and cost it."""
@@ -104,20 +89,16 @@ class _Work:
             told = self.reporter.progress
             return captured, captured.measured(CostCache(), lambda done, total: told("operations", done, total))
 
-    def budget_bytes(self, budget: Budget, resident_bytes: int, unplanned_bytes: int) -> int:
-        """Turn a budget into bytes."""
+    def room(self, budget: Budget, resident_bytes: int = 0, plain_bytes: int = 0) -> Room:
+        """Return how many bytes a step has within a budget, which adds so many bytes to resident ones as it is."""
         if not budget.is_auto:
-            return resolve(budget, resident_bytes, unplanned_bytes, 0)
-        if self.options.device.type != "cuda":
-            return resolve(budget, 0, 0, free_host_bytes())
-        if not torch.cuda.is_available():
-            raise ConfigurationError('A budget of "auto" needs the device, and there is no CUDA device here.')
-        return resolve(budget, 0, 0, torch.cuda.mem_get_info(self.options.device)[0])
-
-    def room(self, budget: Budget, captured: OfflineStep, step: Step) -> Room:
-        """Return how many bytes a step has within a budget."""
-        resident_bytes = captured.resident_bytes
-        return Room(budget, self.budget_bytes(budget, resident_bytes, step.plain_bytes), resident_bytes)
+            return Room(budget, resolve(budget, resident_bytes, plain_bytes, 0), resident_bytes)
+        free_bytes = free_host_bytes()
+        if self.options.device.type == "cuda":
+            if not torch.cuda.is_available():
+                raise ConfigurationError('A budget of "auto" needs the device, and there is no CUDA device here.')
+            free_bytes = torch.cuda.mem_get_info(self.options.device)[0]
+        return Room(budget, resolve(budget, 0, 0, free_bytes), resident_bytes)
 
     def notes(self, captured: OfflineStep) -> list[str]:
         """Describe what the numbers rest on."""
@@ -129,12 +110,9 @@ class _Work:
             )
         parts = len(captured.captured)
         graphs = "one graph" if parts == 1 else f"{parts} graphs"
-        resident = ", ".join(f"{name} {format_bytes(size)}" for name, size in captured.resident if size)
-        ends = ""
-        if captured.breaks:
-            ends = (
-                f" torch.compile ends graphs, and what runs between them is not planned: {'; '.join(captured.breaks)}."
-            )
+        resident = ", ".join(f"{name} {format_bytes(size)}" for name, size in captured.resident.items() if size)
+        breaks = "; ".join(captured.breaks)
+        ends = f" torch.compile ends graphs, and what runs between them is not planned: {breaks}." if breaks else ""
         notes = [
             costs,
             f"Captured as {graphs} at batch size {captured.size}, without memory.{ends}",
@@ -176,13 +154,13 @@ def plan(asked: argparse.Namespace) -> int:
             write_html(made, asked.html)
     if asked.svg is not None:
         write_svg(made, asked.svg)
-    count = asdict(count_of(made, captured, work.rates))
+    count = comparisons.count_of(made, captured, work.rates)
     numbers = {
         **{name: count[name] for name in ("gpus", "fsdp", "tp", "fits", "peak_parts", "sent_bytes", "sending_ms")},
         **all_numbers(made),
         "device": str(captured.options.device),
         "batch_size": captured.size,
-        "resident": dict(captured.resident),
+        "resident": captured.resident,
         "notes": [*work.notes(captured), *host_notes],
     }
     _answer(asked, numbers, plan_table(made))
@@ -191,44 +169,70 @@ def plan(asked: argparse.Namespace) -> int:
 
 def _plan_on(work: _Work, shards: int, on_infeasible: str = "raise") -> tuple[OfflineStep, Plan, list[str]]:
     """Plan on a number of GPUs that parameters are sharded over; return the plan, and notes on the host's memory."""
-    captured, step = work.capture(shards=shards)
-    room = work.room(work.asked.budget, captured, step)
+    asked, (captured, step) = work.asked, work.capture(shards=shards)
+    room = work.room(asked.budget, captured.resident_bytes, step.plain_bytes)
 
     def solve(step: Step, on_infeasible: str, host: Host | None = None) -> Plan:
-        options = PlanOptions(work.asked.solver, work.asked.time_limit, on_infeasible)
+        options = PlanOptions(asked.solver, asked.time_limit, on_infeasible)
         progress = work.reporter.solving(step_time_ms(step.graph, step.profile))
         made = unless_short(make_plan(step, room, options, captured.name, progress=progress, host=host))
         planning = replace(made.planning, capture_s=captured.capture_s)
-        return replace(made, planning=planning, resident_parts=captured.resident)
+        return replace(made, planning=planning, resident_parts=tuple(captured.resident.items()))
 
     with work.reporter.stage("solving"):
-        if not work.asked.offload:
+        if not asked.offload:
             return captured, solve(step, on_infeasible), []
-        host = host_of(captured, step, work.asked.host_budget)
-        linked = with_link(step, captured.options.device, work.asked)
+        bytes_per_ms = 1e6 * (asked.host_link or LINK_GB_PER_S)
+        link = Link(bytes_per_ms, bytes_per_ms, LINK_LATENCY_MS)
+        if asked.measure and asked.host_link is None:
+            link = measure_link(captured.options.device)
+        pinned = storages_in(step, [pinned_storages(run.part.captured) for run in captured.runs])
+        size_bytes = UNLIMITED if asked.host_budget is None else asked.host_budget
+        host = Host(size_bytes, pinned, has_round_blocks=True)
+        linked = replace(step, profile=replace(step.profile, link=link))
         made = solve(linked, on_infeasible, host)
-        return captured, made, [host_words(linked, host, made, solve(step, "warn"))]
+        return captured, made, [_host_words(linked, link, host, made, solve(step, "warn"))]
+
+
+def _host_words(step: Step, link: Link, host: Host, made: Plan, without: Plan) -> str:
+    """Describe a plan that may offload beside one that may not; the latter is at the least memory if nothing fits."""
+    problem = Problem(step.graph, step.profile, 0, SolveOptions())
+    needs = (least_need(each, made.resident_bytes) for each in (problem, replace(problem, host=host)))
+    least, offloaded = (need.peak_bytes for need in needs)
+    least = min(least, without.planned_peak_bytes)
+    offloaded = min(offloaded, made.planned_peak_bytes, least)
+    use = "nothing goes there, since that would not be faster"
+    if made.solution.offloads:
+        size, cost = format_bytes(made.planned.host_bytes), format_ratio(made.predicted_overhead)
+        use = f"{size} go there in a step, which takes {cost} more time than a plain one"
+    is_within = without.planned_peak_bytes <= without.budget_bytes
+    other = f"takes {format_ratio(without.predicted_overhead)} more time" if is_within else "is not possible"
+    return (
+        f"The host's memory, {link.out_bytes_per_ms / 1e6:.3g} GB/s there and "
+        f"{link.in_bytes_per_ms / 1e6:.3g} GB/s back: {use}; without it, this budget {other}. "
+        f"The smallest budget found is {format_bytes(offloaded, up=True)} with it, "
+        f"{format_bytes(least, up=True)} without."
+    )
 
 
 def _plan_on_several(work: _Work) -> int:
     """Plan on several numbers of GPUs; 1 where the budget is met on none of them."""
     captured: list[OfflineStep] = []
 
-    def look(shards: int) -> Count:
+    def look(shards: int) -> comparisons.Count:
         step, made, _ = _plan_on(work, shards, on_infeasible="warn")
         captured.append(step)
-        count = count_of(made, step, work.rates)
-        work.reporter.note(f"HiRemate: {count_line(count)}")
+        count = comparisons.count_of(made, step, work.rates)
+        work.reporter.note(f"HiRemate: {comparisons.count_line(count)}")
         return count
 
-    counts = list(look_at(work.asked.fsdp, look))
-    last, words = captured[-1], answer(counts)
-    rows = [asdict(count) for count in counts]
-    numbers = {"target": last.name, "batch_size": last.size, "counts": rows, "answer": words, "notes": work.notes(last)}
+    counts = list(comparisons.look_at(work.asked.fsdp, look))
+    last, words = captured[-1], comparisons.answer(counts)
+    numbers = {"target": last.name, "batch_size": last.size, "counts": counts, "answer": words}
     title = f"{last.name}, budget {work.asked.budget} on each GPU, batch size {last.size} on each: {words}"
-    scope = _wrapped(["The notes below are about the largest number of GPUs."])
-    _answer(work.asked, numbers, Text(title), counts_table(counts), scope)
-    return 0 if any(count.fits for count in counts) else 1
+    scope = comparisons.wrapped(["The notes below are about the largest number of GPUs."])
+    _answer(work.asked, {**numbers, "notes": work.notes(last)}, Text(title), comparisons.counts_table(counts), scope)
+    return 0 if any(count["fits"] for count in counts) else 1
 
 
 # ---------------------------------------------------------------- curve
@@ -243,16 +247,11 @@ def curve(asked: argparse.Namespace) -> int:
         least = smallest_budget(replace(problem, budget_bytes=0)).peak_bytes
         most = problem.budget_bytes
         budgets = [least + (most - least) * i // asked.points for i in range(asked.points)]
-        points = points_of(solve_curve(problem, budgets, apart(asked.solver)), captured.resident_bytes)
-        points.append(CurvePoint(captured.resident_bytes + most, problem.step_ms, 0.0, 0.0, "plain training"))
-    numbers = {
-        "target": captured.name,
-        "resident_bytes": captured.resident_bytes,
-        "points": [asdict(point) for point in points],
-        "notes": work.notes(captured),
-    }
+        solved = solve_curve(problem, budgets, apart(asked.solver))
+    points = comparisons.curve_points(solved, captured.resident_bytes, most)
+    numbers = {"target": captured.name, "resident_bytes": captured.resident_bytes, "points": points}
     title = f"{captured.name}: peak memory against time; the last line is plain training"
-    _answer(asked, numbers, Text(title), curve_table(points))
+    _answer(asked, {**numbers, "notes": work.notes(captured)}, Text(title), comparisons.curve_table(points))
     return 0
 
 
@@ -280,29 +279,22 @@ def compare(asked: argparse.Namespace) -> int:
         "the clock of this machine as it is now.",
         *work.notes(captured),
     ]
-    numbers = comparison_numbers(comparison, named, resident_bytes, step.plain_bytes)
+    numbers = comparisons.method_numbers(comparison, named, resident_bytes, step.plain_bytes)
+    numbers = {"target": captured.name, **numbers, "notes": notes}
     plain = f"{format_bytes(resident_bytes + step.plain_bytes, up=True)}, {format_time(comparison.step_ms)}"
     title = Text(f"{captured.name}: plain training takes {plain}")
-    tables = _tables_of(comparison, named, resident_bytes)
-    _answer(asked, {"target": captured.name, **numbers, "notes": notes}, title, *tables, Text())
+    _answer(asked, numbers, title, *comparisons.method_tables(numbers), Text())
     return 0 if any(outcome.fits for outcome in comparison.outcomes) else 1
-
-
-def _tables_of(comparison: Comparison, named: dict[int, str], resident_bytes: int) -> Iterator[RenderableType]:
-    for budget_bytes in comparison.budgets:
-        yield Text(f"\n{budget_line(comparison, budget_bytes, named[budget_bytes], resident_bytes)}")
-        yield comparison_table(comparison, budget_bytes, resident_bytes)
-        yield _wrapped(f"{o.method}: {o.note}" for o in comparison.under(budget_bytes) if o.note)
 
 
 def _budgets_in_words(work: _Work, captured: OfflineStep, step: Step) -> dict[int, str]:
     """Return the bytes that the step may add under each budget, largest first; a picture has more than one budget."""
     named, plain_bytes, resident_bytes = {}, step.plain_bytes, captured.resident_bytes
-    for budget in work.asked.budget:
-        room = work.room(budget, captured, step)
+    for budget in work.asked.budgets:
+        room = work.room(budget, resident_bytes, plain_bytes)
         named[room.solved_bytes if room.step_bytes < plain_bytes else room.step_bytes] = str(budget)  # as `plan` does
     if work.asked.svg is not None and len(named) == 1 and min(named) < plain_bytes:
-        more = spread(min(named), plain_bytes)
+        more = comparisons.spread(min(named), plain_bytes)
         named |= {budget: format_bytes(resident_bytes + budget) for budget in more if budget not in named}
     return named
 
@@ -335,7 +327,7 @@ def fit(asked: argparse.Namespace) -> int:
     start = time.perf_counter()
     work = _Work(asked)
     seen = [work.capture(size) for size in FIT_SIZES]
-    limit_bytes = work.budget_bytes(asked.budget, 0, 0)
+    limit_bytes = work.room(asked.budget).budget_bytes
     forecast = _forecast(work, seen, limit_bytes)
     with work.reporter.stage("solving"):
         searched = search(forecast, asked.max_batch, asked.max_overhead, Objective.LARGEST, FIT_PLANS)
@@ -407,10 +399,5 @@ def _answer(asked: argparse.Namespace, numbers: dict[str, Any], *shown: Renderab
     if asked.json == "-":
         return
     console = Output()
-    for part in (*shown, _wrapped(numbers.get("notes", ()))):
+    for part in (*shown, comparisons.wrapped(numbers.get("notes", ()))):
         console.print(part, soft_wrap=isinstance(part, Text))
-
-
-def _wrapped(notes: Iterable[str]) -> Group:
-    """Put notes below each other, wrapped to the width of the terminal."""
-    return Group(*(Text(note, "dim") for note in notes))

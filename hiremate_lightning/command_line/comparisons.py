@@ -1,19 +1,32 @@
-"""What `hiremate compare` and `hiremate curve` show: tables, words and numbers."""
+"""What `hiremate compare`, `hiremate curve`, and `hiremate plan` on several GPUs show: numbers, and tables of these."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
-from ..planning.comparing import Comparison, Outcome
-from ..planning.solvers import Curve
+from ..planning.comparing import Comparison, Curve, Outcome
+from ..planning.plan import Plan
+from ..records.costs import step_time_ms
 from ..reporting.terminal import plain_table
+from ..reporting.timeline import Band, band_bytes, planned_run
 from ..units import format_bytes, format_ratio, format_time
+from .offline import ACCUMULATED, OfflineStep
+from .without_device import Rates
 
 DRAWN = 4  # budgets that a picture adds to a single one, up to plain training
+
+
+def wrapped(notes: Iterable[str]) -> Group:
+    """Put notes below each other, wrapped to the width of the terminal."""
+    return Group(*(Text(note, "dim") for note in notes))
+
+
+# ---------------------------------------------------------------- methods under the same budgets
 
 
 def spread(least: int, most: int) -> list[int]:
@@ -21,38 +34,27 @@ def spread(least: int, most: int) -> list[int]:
     return [least + (most - least) * i // (DRAWN + 1) for i in reversed(range(1, DRAWN + 1))]
 
 
-def comparison_table(comparison: Comparison, budget_bytes: int, resident_bytes: int) -> Table:
-    """Draw a row for each method: the fastest first, those that found nothing last."""
-    headers = "method", "extra time", "above bound", "peak", "solved in", "ended by"
-    rows = (_cells(comparison, outcome, resident_bytes) for outcome in comparison.under(budget_bytes))
-    return plain_table(headers, rows, words=("method", "ended by"))
-
-
-def _cells(comparison: Comparison, outcome: Outcome, resident_bytes: int) -> tuple[str, ...]:
-    return (
-        outcome.method,
-        format_ratio(comparison.overhead(outcome)) if outcome.fits else "no plan",
-        format_ratio(comparison.distance(outcome)) if outcome.fits else "",
-        format_bytes(resident_bytes + outcome.peak_bytes) if outcome.peak_bytes else "",
-        format_time(1000 * outcome.solve_s),
-        "itself" if outcome.stopped_by == "end of the search" else outcome.stopped_by,
-    )
-
-
-def budget_line(comparison: Comparison, budget_bytes: int, words: str, resident_bytes: int) -> str:
-    """Describe a budget, and what is proven of it."""
-    if comparison.is_impossible(budget_bytes):
-        proven = "proven: nothing fits"
-    else:
-        proven = f"proven: no plan is below {format_ratio(comparison.bound_overhead(budget_bytes))}"
-    size = format_bytes(resident_bytes + budget_bytes)
-    return f"budget {words}, {proven}" if words == size else f"budget {words} ({size}), {proven}"
-
-
-def comparison_numbers(
+def method_numbers(
     comparison: Comparison, budgets: dict[int, str], resident_bytes: int, plain_bytes: int
 ) -> dict[str, Any]:
     """Write a comparison as plain data, resident bytes included; budgets come in words, by what the step may add."""
+
+    def numbers_of(outcome: Outcome) -> dict[str, Any]:
+        own_bytes = outcome.proposed_bytes
+        return {
+            "method": outcome.method,
+            "fits": outcome.fits,
+            "overhead": comparison.overhead(outcome) if outcome.fits else None,
+            "distance": comparison.distance(outcome) if outcome.fits else None,
+            "peak_bytes": resident_bytes + outcome.peak_bytes if outcome.peak_bytes else None,
+            "own_overhead": outcome.proposed_ms / comparison.step_ms if own_bytes else None,
+            "own_peak_bytes": resident_bytes + own_bytes if own_bytes else None,
+            "note": outcome.note,
+            "solve_s": outcome.solve_s,
+            "status": outcome.status.value,
+            "stopped_by": outcome.stopped_by,
+        }
+
     return {
         "resident_bytes": resident_bytes,
         "unplanned_peak_bytes": resident_bytes + plain_bytes,
@@ -63,68 +65,177 @@ def comparison_numbers(
                 "budget_bytes": resident_bytes + budget,
                 "bound_overhead": comparison.bound_overhead(budget),
                 "is_impossible": comparison.is_impossible(budget),
-                "methods": [_numbers(comparison, o, resident_bytes) for o in comparison.under(budget)],
+                "methods": [numbers_of(outcome) for outcome in comparison.under(budget)],
             }
             for budget in comparison.budgets
         ],
     }
 
 
-def _numbers(comparison: Comparison, outcome: Outcome, resident_bytes: int) -> dict[str, Any]:
-    return {
-        "method": outcome.method,
-        "fits": outcome.fits,
-        "overhead": comparison.overhead(outcome) if outcome.fits else None,
-        "distance": comparison.distance(outcome) if outcome.fits else None,
-        "peak_bytes": resident_bytes + outcome.peak_bytes if outcome.peak_bytes else None,
-        "own_overhead": outcome.proposed_ms / comparison.step_ms if outcome.proposed_bytes else None,
-        "own_peak_bytes": resident_bytes + outcome.proposed_bytes if outcome.proposed_bytes else None,
-        "note": outcome.note,
-        "solve_s": outcome.solve_s,
-        "status": outcome.status.value,
-        "stopped_by": outcome.stopped_by,
-    }
+def method_tables(numbers: dict[str, Any]) -> Iterator[RenderableType]:
+    """Show for each budget what is proven of it, a row for each method, the fastest first, and what they note."""
+    headers = "method", "extra time", "above bound", "peak", "solved in", "ended by"
+    for budget in numbers["budgets"]:
+        words, size = budget["budget"], format_bytes(budget["budget_bytes"])
+        bound = f"no plan is below {format_ratio(budget['bound_overhead'])}"
+        proven = "nothing fits" if budget["is_impossible"] else bound
+        yield Text(f"\nbudget {words if words == size else f'{words} ({size})'}, proven: {proven}")
+        rows = (
+            (
+                row["method"],
+                format_ratio(row["overhead"]) if row["fits"] else "no plan",
+                format_ratio(row["distance"]) if row["fits"] else "",
+                format_bytes(row["peak_bytes"]) if row["peak_bytes"] else "",
+                format_time(1000 * row["solve_s"]),
+                "itself" if row["stopped_by"] == "end of the search" else row["stopped_by"],
+            )
+            for row in budget["methods"]
+        )
+        yield plain_table(headers, rows, words=("method", "ended by"))
+        yield wrapped(f"{row['method']}: {row['note']}" for row in budget["methods"] if row["note"])
 
 
 # ---------------------------------------------------------------- the curve from budget to time
 
 
-@dataclass(frozen=True, slots=True)
-class CurvePoint:
-    """One point of the curve: bytes with what is resident, milliseconds, ratios of the time without recomputation."""
-
-    peak_bytes: int
-    step_ms: float
-    overhead: float
-    bound_overhead: float
-    strategy: str
-
-
-def points_of(curve: Curve, resident_bytes: int) -> list[CurvePoint]:
-    """List the points of a curve."""
+def curve_points(curve: Curve, resident_bytes: int, plain_bytes: int) -> list[dict[str, Any]]:
+    """List the points of a curve, resident bytes included; the last one is plain training."""
     step_ms = curve.problem.step_ms
+    points = [(p.peak_bytes, p.recompute_ms, curve.solution(p.peak_bytes).bound_ms, p.strategy) for p in curve.points]
     return [
-        CurvePoint(
-            resident_bytes + point.peak_bytes,
-            step_ms + point.recompute_ms,
-            point.recompute_ms / step_ms if step_ms else 0.0,
-            curve.solution(point.peak_bytes).bound_ms / step_ms if step_ms else 0.0,
-            point.strategy,
-        )
-        for point in curve.points
+        {
+            "peak_bytes": resident_bytes + peak_bytes,
+            "step_ms": step_ms + recompute_ms,
+            "overhead": recompute_ms / step_ms if step_ms else 0.0,
+            "bound_overhead": bound_ms / step_ms if step_ms else 0.0,
+            "strategy": strategy,
+        }
+        for peak_bytes, recompute_ms, bound_ms, strategy in [*points, (plain_bytes, 0.0, 0.0, "plain training")]
     ]
 
 
-def curve_table(points: Sequence[CurvePoint]) -> Table:
+def curve_table(points: Sequence[dict[str, Any]]) -> Table:
     """Put points into a table."""
     rows = (
         (
-            format_bytes(point.peak_bytes, up=True),
-            format_time(point.step_ms),
-            format_ratio(point.overhead),
-            format_ratio(point.bound_overhead),
-            point.strategy,
+            format_bytes(point["peak_bytes"], up=True),
+            format_time(point["step_ms"]),
+            format_ratio(point["overhead"]),
+            format_ratio(point["bound_overhead"]),
+            point["strategy"],
         )
         for point in points
     )
     return plain_table(("peak memory", "step", "extra time", "no plan below", "found by"), rows, words=("found by",))
+
+
+# ---------------------------------------------------------------- numbers of GPUs
+
+MOST = 1024  # GPUs that "auto" looks at
+ENOUGH = 8  # GPUs from which on "auto" ends where more of them don't help
+FALLS = 0.98  # more GPUs help where the peak of plain training falls to this share of that on half as many
+# What a peak is made of: its name, and the resident parts or bands that it sums up.
+PARTS = {
+    "parameters": ("parameters",),
+    "optimizer state": ("optimizer state",),
+    "gradients": (Band.GRADIENT, ACCUMULATED),
+    "outside": (Band.OUTSIDE,),
+    "activations": (Band.SAVED, Band.PASSING, Band.RECOMPUTED),
+}
+OTHERS = "others"
+
+
+Count = dict[str, Any]  # a step on some number of GPUs, as `count_of` describes it
+
+
+def count_of(plan: Plan, captured: OfflineStep, rates: Rates) -> Count:
+    """Describe a plan on some number of GPUs; bytes are those of each of them."""
+    layout = captured.options.layout
+    return {
+        "gpus": layout.count,
+        "fsdp": layout.shards,  # GPUs that parameters are sharded over
+        "tp": layout.parts,  # GPUs that each block is divided over
+        "fits": plan.planned_peak_bytes <= plan.budget_bytes,
+        "unplanned_peak_bytes": plan.unplanned_peak_bytes,
+        "peak_bytes": plan.planned_peak_bytes,  # where none fits, the smallest peak that was found
+        "peak_parts": _peak_parts(plan, captured.gradients_bytes),
+        "step_ms": step_time_ms(plan.graph, plan.profile),  # of the computation of a plain step
+        "overhead": plan.predicted_overhead,
+        "sent_bytes": captured.sent_bytes,  # to the others in a step
+        "sending_ms": captured.sent_bytes / rates.link_bytes_per_ms,  # if none of it overlaps with computation
+    }
+
+
+def _peak_parts(plan: Plan, gradients_bytes: int) -> dict[str, int]:
+    """Split the peak of a plan by what is in memory then, gradients of all parameters that this process keeps too."""
+    step = planned_run(plan)
+    at, end, turn = step.peak_position, len(plan.planned.timeline) - 1, plan.planned.turn
+    # FSDP2 keeps shards of gradients from the backward to the end of the step: no graph knows them.
+    kept = [life for life in step.lives if life.band is Band.OUTSIDE and turn <= life.first <= at <= life.last == end]
+    shards_bytes = min(gradients_bytes, sum(life.size_bytes for life in kept))
+    bands: dict[str, int] = {band: sizes[at] for band, sizes in band_bytes(step.lives, end + 1).items()}
+    sizes = {**dict(plan.resident_parts), **bands}
+    parts_bytes = {name: sum(sizes.get(part, 0) for part in parts) for name, parts in PARTS.items()}
+    parts_bytes["gradients"] += shards_bytes
+    parts_bytes["outside"] -= shards_bytes
+    rest = plan.planned_peak_bytes - sum(parts_bytes.values())
+    parts_bytes["outside"] += min(0, rest)  # outside code takes memory that dies there for what it makes
+    return {**parts_bytes, OTHERS: max(0, rest)}
+
+
+def look_at(counts: Sequence[int], look: Callable[[int], Count]) -> Iterator[Count]:
+    """Plan on several numbers of GPUs; where none are named, on 1, 2, 4, ... until a plan fits, or more don't help."""
+    if counts:
+        yield from map(look, counts)
+        return
+    shards, enough_bytes = 1, 0.0
+    while shards <= MOST:
+        count = look(shards)
+        yield count
+        if count["fits"] or (shards > ENOUGH and count["unplanned_peak_bytes"] > enough_bytes):
+            return
+        shards, enough_bytes = 2 * shards, FALLS * count["unplanned_peak_bytes"]
+
+
+def answer(counts: Sequence[Count]) -> str:
+    """Answer how many GPUs are needed."""
+    fitting = [count for count in counts if count["fits"]]
+    if not fitting:
+        least = min(counts, key=lambda count: count["peak_bytes"])
+        peak, more = format_bytes(least["peak_bytes"], up=True), ", or divide activations too (--tp)"
+        return (
+            f"None of these is enough: the smallest peak found is {peak} on each GPU, with {least['gpus']}. "
+            f"Raise the budget, or make the batch smaller{more if least['tp'] == 1 else ''}."
+        )
+    least = min(fitting, key=lambda count: count["gpus"])
+    enough = "1 GPU is enough" if least["gpus"] == 1 else f"{least['gpus']} GPUs are enough"
+    if not least["overhead"]:
+        return f"{enough}; nothing is recomputed."
+    text = f"{enough}, with {format_ratio(least['overhead'])} time for recomputation."
+    plain = [count["gpus"] for count in fitting if not count["overhead"]]
+    return f"{text} With {min(plain)} nothing is recomputed." if plain else text
+
+
+def count_line(count: Count) -> str:
+    """Describe a number of GPUs in a line, as soon as it has been looked at."""
+    gpus, peak = "1 GPU" if count["gpus"] == 1 else f"{count['gpus']} GPUs", format_bytes(count["peak_bytes"], up=True)
+    if not count["fits"]:
+        return f"{gpus}: does not fit, the smallest peak found is {peak}"
+    extra = f"extra time {format_ratio(count['overhead'])}" if count["overhead"] else "nothing recomputed"
+    return f"{gpus}: fits, peak {peak}, {extra}"
+
+
+def counts_table(counts: Sequence[Count]) -> Table:
+    """Draw a column for each number of GPUs."""
+    gpus = (str(count["gpus"]) if count["tp"] == 1 else f"{count['fsdp']} x {count['tp']}" for count in counts)
+    rows = {
+        "fits": ["yes" if count["fits"] else "no" for count in counts],
+        "peak of plain training": [format_bytes(count["unplanned_peak_bytes"], up=True) for count in counts],
+        "peak of the plan": [format_bytes(count["peak_bytes"], up=True) for count in counts],
+        **{f"  {part}": [format_bytes(count["peak_parts"][part]) for count in counts] for part in (*PARTS, OTHERS)},
+        "extra time": [format_ratio(count["overhead"]) for count in counts],
+        "computing": [format_time(count["step_ms"]) for count in counts],
+        "sending": [format_time(count["sending_ms"]) for count in counts],
+        "sent": [format_bytes(count["sent_bytes"]) for count in counts],
+    }
+    return plain_table(("GPUs", *gpus), ((name, *cells) for name, cells in rows.items()), words=("GPUs",))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import platform
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,8 @@ from torch import nn
 
 from .. import torch_private
 from ..api import get_plan, hiremate, remove_hiremate
-from ..calls.refusals import refuse
 from ..calls.replaced import checkpointed_modules, take_checkpoints
+from ..calls.slots import refuse
 from ..errors import ConfigurationError, HiRemateError
 from ..integrations.any_script import Alive, Finder
 from ..memory.allocator import free_host_bytes
@@ -28,9 +27,9 @@ from ..planning.solvers.mip_backend import BACKENDS
 from ..planning.solvers.worker import MENDING, backend_failure
 from ..torch_private import hacks, tensor_state
 from ..units import format_bytes, format_ratio
-from .factory import Workload, find_factory
-from .importing import import_failures
-from .script import Script
+from .factory import Workload
+from .importing import find_factory, import_failures
+from .script import run_script
 
 PACKAGE = "hiremate-lightning"
 CALLBACKS = "hiremate_lightning.callbacks"
@@ -57,15 +56,10 @@ class Finding:
 
 
 def examine(factory: str | None = None, script: Sequence[str] = ()) -> list[Finding]:
-    """Examine this installation, and where they are named whether a model, or what a script trains, would be refused.
-
-    Args:
-        factory: A model as the command line names it.
-        script: A training script and its arguments, to run up to its first training step.
-    """
+    """Examine this installation, and whether a model, or what a script trains, would be refused where it is named."""
     python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    findings = [Finding("python", Grade.GOOD if sys.version_info >= (3, 10) else Grade.BAD, python)]
-    findings += [torch_finding(), *packages(), *known_bad_pairs(), *solvers(), *_devices()]
+    findings = [Finding("python", Grade.GOOD, python), torch_finding(), *packages(), *known_bad_pairs()]
+    findings += [*solvers(), *_devices()]
     findings += map(small_plan_finding, ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
     if factory is not None:
         findings.append(model_finding(factory))
@@ -102,35 +96,27 @@ def packages(
     version_of: VersionOf = _version, failures_of: Callable[[Sequence[str]], dict[str, str]] = import_failures
 ) -> Iterator[Finding]:
     """Import each package that the package asks for, and what needs most of them: Lightning's callbacks."""
-    requirements = _requirements()
-    if requirements is None:
+    try:
+        requirements = [Requirement(line) for line in requires(PACKAGE) or []]
+    except PackageNotFoundError:
+        requirements = []
         yield Finding(PACKAGE, Grade.KNOW, "used from a checkout, not installed: requirements are not known")
+    extras = [re.search(r'extra == "(\w+)"', str(requirement.marker)) for requirement in requirements]
+    named = [(wanted, extra[1] if extra else "") for wanted, extra in zip(requirements, extras, strict=True)]
+    named = [(wanted, extra) for wanted, extra in named if wanted.name != "torch" and extra not in WITHOUT]
     modules = {
-        requirement.name: MODULES.get(requirement.name, requirement.name.replace("-", "_"))
-        for requirement, _ in requirements or ()
-        if version_of(requirement.name) is not None
+        wanted.name: MODULES.get(wanted.name, wanted.name.replace("-", "_"))
+        for wanted, _ in named
+        if version_of(wanted.name) is not None
     }
     failures = failures_of([*modules.values(), CALLBACKS])
-    for requirement, extra in requirements or ():
-        installed = version_of(requirement.name)
-        yield _package(requirement, extra, installed, failures.get(modules.get(requirement.name, "")))
+    for wanted, extra in named:
+        yield _package(wanted, extra, version_of(wanted.name), failures.get(modules.get(wanted.name, "")))
     if CALLBACKS in failures:
-        is_alone = len(failures) == 1
-        mending = f"mend it with: {_mending(PACKAGE)}" if is_alone else "mend what is BAD above"
+        mending = f"mend it with: {_mending(PACKAGE)}" if len(failures) == 1 else "mend what is BAD above"
         yield Finding(CALLBACKS, Grade.BAD, f"can't be imported: {failures[CALLBACKS]}; {mending}")
     else:
         yield Finding(CALLBACKS, Grade.GOOD, "can be imported")
-
-
-def _requirements() -> list[tuple[Requirement, str]] | None:
-    """List what the package asks for beside torch, each with its extra, "" for none; None where it isn't installed."""
-    try:
-        lines = requires(PACKAGE) or []
-    except PackageNotFoundError:
-        return None
-    named = [(Requirement(line), re.search(r'extra == "(\w+)"', line)) for line in lines]
-    by_extra = [(requirement, extra[1] if extra else "") for requirement, extra in named if requirement.name != "torch"]
-    return [(requirement, extra) for requirement, extra in by_extra if extra not in WITHOUT]
 
 
 def _package(requirement: Requirement, extra: str, installed: str | None, failure: str | None) -> Finding:
@@ -257,7 +243,7 @@ def model_finding(factory: str) -> Finding:
     """Report whether a model would be refused."""
     try:
         with tensor_state.fake_mode():
-            module = Workload(find_factory(factory), factory).module()
+            module = Workload(find_factory(factory), factory).make().module
             refuse(module)
     except ConfigurationError as error:
         return Finding(factory, Grade.BAD, str(error))
@@ -268,10 +254,6 @@ def model_finding(factory: str) -> Finding:
 
 
 # ---------------------------------------------------------------- a script
-
-
-class _SeenEnough(SystemExit):
-    """Ends a script where its first training step would begin."""
 
 
 class _Looking(Finder):
@@ -290,23 +272,23 @@ class _Looking(Finder):
             f"{type(root).__name__}, {trained:,} parameters to train ({optimizers}): not refused{instead}. Stopped "
             "before its first step; `hiremate run --dry-run` trains two and says what a plan costs"
         )
-        raise _SeenEnough(0)
+        raise SystemExit(0)  # ends the script
 
 
 def script_finding(given: Sequence[str]) -> Finding:
     """Run a script up to its first training step, and report whether what it trains would be refused."""
-    finder = _Looking("auto")
+    finder, fault = _Looking("auto"), ""
     try:
         with finder.in_place():
-            Script(given, is_module=False).run()
-    except _SeenEnough:
-        return Finding(given[0], Grade.GOOD, finder.words)
+            run_script(given, is_module=False)
     except HiRemateError as error:
-        return Finding(given[0], Grade.BAD, str(error))
+        fault = str(error)
     except SystemExit as stop:
-        if stop.code:
-            return Finding(given[0], Grade.BAD, f"it ended before its first training step, with code {stop.code}")
+        fault = f"it ended before its first training step, with code {stop.code}" if stop.code else ""
     except Exception as error:  # the script's own code may raise anything
-        words = f"it failed before its first training step, {type(error).__name__}: {error}"
-        return Finding(given[0], Grade.BAD, words)
+        fault = f"it failed before its first training step, {type(error).__name__}: {error}"
+    if fault:
+        return Finding(given[0], Grade.BAD, fault)
+    if finder.words:
+        return Finding(given[0], Grade.GOOD, finder.words)
     return Finding(given[0], Grade.KNOW, f"no training step was seen: {finder.seen.reason}")

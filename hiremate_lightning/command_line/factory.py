@@ -1,26 +1,27 @@
 """What the command line plans: a factory named on it, and the inputs that its model is called with.
 
-A `Workload` builds both anew for each size, so that it can be called where tensors take no memory.
+A `Workload` builds both anew for each size. `build_on_fakes` builds them where tensors take no memory.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import copy
 import inspect
-import sys
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..calls.slots import refuse
 from ..errors import ConfigurationError
 from ..torch_private import tensor_state
-from .arguments import Input, no_such_module, no_such_name, no_such_type, split_factory
+from .arguments import Input, no_such_type
 
+log = logging.getLogger("hiremate_lightning")
 FORMS = (
     "a torch.nn.Module, (module, inputs) with a tensor or a tuple of tensors, "
     "or (module, kwargs) with a dict of tensors"
@@ -32,8 +33,7 @@ def make_input(named: Input, size: int | None) -> torch.Tensor:
     dtype = getattr(torch, named.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise no_such_type(named, (name for name, value in vars(torch).items() if isinstance(value, torch.dtype)))
-    shape = named.shape if size is None else (size, *named.shape[1:])
-    return torch.zeros(shape, dtype=dtype)
+    return torch.zeros(named.shape if size is None else (size, *named.shape[1:]), dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,13 @@ class ModelCall:
         """The tensors of the batch."""
         return tensor_state.tensors_among((self.args, self.kwargs))
 
-    def changed(self, change: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the inputs with each of them changed; what is handed in twice, as inputs and labels say, stays one."""
+    @property
+    def size(self) -> int:
+        """The batch size: the first dimension of the first tensor that has one, 1 where none has."""
+        return next((int(t.shape[0]) for t in self.tensors if t.dim()), 1)
+
+    def changed(self, module: nn.Module, change: Callable[[Any], Any]) -> ModelCall:
+        """Call a module with each input changed; what is handed in twice, as inputs and labels say, stays one."""
         changed_by_id: dict[int, Any] = {}
 
         def once(value: Any) -> Any:
@@ -58,13 +63,18 @@ class ModelCall:
                 changed_by_id[id(value)] = change(value)
             return changed_by_id[id(value)]
 
-        args, kwargs = tensor_state.map_leaves(once, (self.args, self.kwargs))
-        return args, kwargs
+        return ModelCall(module, *tensor_state.map_leaves(once, (self.args, self.kwargs)))
 
-    @property
-    def size(self) -> int:
-        """The batch size: the first dimension of the first tensor that has one, 1 where none has."""
-        return next((int(t.shape[0]) for t in self.tensors if t.dim()), 1)
+    def resized(self, size: int) -> ModelCall:
+        """Change the first dimension of every tensor in which it is the batch size."""
+        old = self.size
+
+        def resize(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == old:
+                return value.new_zeros((size, *value.shape[1:])).requires_grad_(value.requires_grad)
+            return value
+
+        return self.changed(self.module, resize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +85,20 @@ class Workload:
     name: str
     inputs: tuple[Input, ...] = ()  # from the command line; none where the factory brings its own
 
-    def module(self) -> nn.Module:
-        """Build the module alone."""
-        return self._make().module
+    def make(self) -> ModelCall:
+        """Call the factory, and take apart what it gives: a module, and inputs where it brings them."""
+        made = self._called()
+        module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, ())
+        if isinstance(module, nn.Module):
+            if isinstance(inputs, Mapping):
+                return ModelCall(module, (), dict(inputs))
+            if isinstance(inputs, torch.Tensor | tuple | list):
+                return ModelCall(module, (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs), {})
+        raise ConfigurationError(f"{self.name} gives {type(made).__name__}. Expected {FORMS}.")
 
     def build(self, size: int | None = None) -> ModelCall:
         """Build the module and its inputs, on the default device; with another batch size where one is given."""
-        call = self._make()
+        call = self.make()
         if self.inputs:
             args = tuple(make_input(named, size) for named in self.inputs if not named.name)
             kwargs = {named.name: make_input(named, size) for named in self.inputs if named.name}
@@ -92,22 +109,7 @@ class Workload:
                 f"{self.name} gives a module without inputs. Name them, such as --input 64x3x224x224, "
                 "or let the factory return (module, inputs)."
             )
-        return call if self.inputs or size in (None, call.size) else _resized(call, size)
-
-    def _make(self) -> ModelCall:
-        """Call the factory, and take apart what it gives."""
-        made = self._called()
-        if isinstance(made, nn.Module):
-            return ModelCall(made, (), {})
-        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
-            module, inputs = made
-            if isinstance(inputs, torch.Tensor):
-                return ModelCall(module, (inputs,), {})
-            if isinstance(inputs, Mapping):
-                return ModelCall(module, (), dict(inputs))
-            if isinstance(inputs, (tuple, list)):
-                return ModelCall(module, tuple(inputs), {})
-        raise ConfigurationError(f"{self.name} gives {type(made).__name__}. Expected {FORMS}.")
+        return call if size in (None, call.size) else call.resized(size)
 
     def _called(self) -> Any:
         if isinstance(self.factory, nn.Module) or not callable(self.factory):
@@ -138,51 +140,58 @@ def _check_call(call: ModelCall) -> None:
         ) from None
 
 
-def _resized(call: ModelCall, size: int) -> ModelCall:
-    """Change the first dimension of every tensor in which it is the batch size."""
-    old = call.size
-
-    def resize(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == old:
-            return value.new_zeros((size, *value.shape[1:])).requires_grad_(value.requires_grad)
-        return value
-
-    return ModelCall(call.module, *call.changed(resize))
+# ---------------------------------------------------------------- on tensors without memory
 
 
-def find_factory(text: str) -> Any:
-    """Find what "package.module:name" or "path/to/file.py:name" stands for."""
-    place, path = split_factory(text)
-    factory = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
-    for name in path.split("."):
-        if not hasattr(factory, name):
-            raise no_such_name(place, path, name, vars(factory))
-        factory = getattr(factory, name)
-    return factory
+def build_on_fakes(workload: Workload, device: torch.device, size: int | None, mode: Any) -> ModelCall:
+    """Build a workload, and replace each tensor that is not a fake one on the device; refuse what can't be planned.
+
+    Tensors of the module are replaced in a copy of it.
+    """
+    built = _built(workload, device, size, mode)
+    refuse(built.module)
+
+    def as_fake(value: Any) -> Any:
+        is_there = tensor_state.is_fake(value) and value.device.type == device.type
+        if is_there or not isinstance(value, torch.Tensor):
+            return value
+        fake = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
+        if isinstance(value, nn.Parameter):
+            return nn.Parameter(fake, value.requires_grad)
+        return fake.requires_grad_(value.requires_grad and value.is_leaf)
+
+    with mode:
+        memo = {id(value): fake for value in _tensors_of(built.module) if (fake := as_fake(value)) is not value}
+        return built.changed(copy.deepcopy(built.module, memo) if memo else built.module, as_fake)
 
 
-def _import_module(name: str) -> Any:
-    _import_from(Path.cwd())
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and name.startswith(error.name):
-            raise no_such_module(error.name) from None
-        raise
+def _built(workload: Workload, device: torch.device, size: int | None, mode: Any) -> ModelCall:
+    """Build a workload with as little memory as it lets us.
+
+    Fake tensors can't have their type changed once they are parameters, and tensors of the meta device can't be read.
+    A factory that needs both is given memory, on the CPU, for its weights and inputs.
+    """
+    for context in ((mode, device), (torch.device("meta"),)):
+        with ExitStack() as stack:
+            for manager in context:
+                stack.enter_context(manager)
+            try:
+                return workload.build(size)
+            except ConfigurationError:
+                raise
+            except Exception as error:  # of the factory; the next attempt may suit it, and the last one raises
+                log.debug("%s can't be built in %s: %s", workload.name, context, error)
+    return workload.build(size)
 
 
-def _import_file(path: Path) -> Any:
-    specification = importlib.util.spec_from_file_location(path.stem, path)
-    assert specification is not None, "a name that ends in .py has a loader"
-    assert specification.loader is not None, "a name that ends in .py has a loader"
-    module = importlib.util.module_from_spec(specification)
-    _import_from(path.resolve().parent)
-    sys.modules.setdefault(path.stem, module)  # dataclasses look their module up
-    specification.loader.exec_module(module)
-    return module
+def same_tensors(module: nn.Module) -> nn.Module:
+    """Copy a module, but for its tensors: what a call changes in the copy by Python stays there."""
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in _tensors_of(module)})
 
 
-def _import_from(folder: Path) -> None:
-    """Put a folder on the import path for good: a factory may import modules of it when it is called."""
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Go through all tensors of a module: parameters, buffers, and plain attributes."""
+    yield from module.parameters()
+    yield from module.buffers()
+    for inner in module.modules():
+        yield from tensor_state.tensors_among(list(vars(inner).values()))

@@ -14,8 +14,8 @@ them, attention by the kernels that a GPU runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from ..capturing.capture import Captured
 from ..errors import CaptureError, ConfigurationError, did_you_mean, place_of
 from ..measuring.describing import describe
 from ..measuring.profiling import CostCache, measure
-from ..measuring.recording import Existing, StepRecord
+from ..measuring.recording import StepRecord
 from ..measuring.runs import Run
 from ..memory.allocator import storage_bytes
 from ..records.costs import Profile, estimate
@@ -37,10 +37,9 @@ from ..records.step import Call, Step, merge
 from ..running.accumulation import Leaves
 from ..running.execution import Conductor, Part
 from ..running.program import Program, build
-from ..torch_private import dynamo, questions, sharding, tensor_state
-from .factory import ModelCall, Workload
-from .sharded import ONE, Layout, planned_paths
-from .without_device import CountingMeter, Rates, build_on_fakes, on_gpu, same_tensors, with_gpu_attention
+from ..torch_private import dynamo, readings, sharding, tensor_state
+from .factory import ModelCall, Workload, build_on_fakes, same_tensors
+from .without_device import ONE, CountingMeter, Layout, Rates, on_gpu, planned_paths, with_gpu_attention
 
 _CPU = torch.device("cpu")
 LIGHTNING_MODULES = {"lightning.LightningModule", "pytorch_lightning.LightningModule"}
@@ -88,31 +87,64 @@ class OfflineOptions:
         return torch.device("cpu") if self.is_stand_in else self.device
 
 
-@dataclass(frozen=True)
-class OfflineStep:
-    """A training step, captured without memory and not yet costed."""
+class OfflineStep(Conductor):
+    """A training step, captured without memory and not yet costed: the latest that ran, with everything kept.
 
-    name: str  # class of the module
-    size: int  # batch size of this process
-    options: OfflineOptions
-    captured: tuple[Captured, ...]
-    recorded: OfflineRun  # which of these graphs ran, how they are linked, and what ran outside
-    resident: tuple[tuple[str, int], ...]  # bytes that exist before the step, by what they are
-    gradients_bytes: int  # of the parameters that this process keeps
-    zero_grad: str  # when the loop frees gradients: before, after-forward or accumulate
-    breaks: tuple[str, ...]  # what has ended graphs, with its place in the code
-    sent_bytes: int  # to other processes in a step
-    capture_s: float
+    Attributes:
+        name: Class of the module.
+        size: Batch size of this process.
+        options: How it is captured.
+        zero_grad: When the loop frees gradients: before, after-forward or accumulate.
+        parts: The graphs captured so far.
+        record: Which of them ran, how they are linked, and what ran outside.
+        meter: The memory of that, and what was sent.
+        resident: Bytes that exist before the step, by what they are.
+        gradients_bytes: Bytes of the gradients that this process keeps.
+        breaks: What has ended graphs, with its place in the code.
+        capture_s: Seconds that the capture took.
+    """
+
+    def __init__(self, call: ModelCall, options: OfflineOptions) -> None:
+        self.name, self.size, self.options = type(call.module).__name__, call.size, options
+        self.zero_grad = options.zero_grad
+        if options.zero_grad == "auto":  # as the loops do that a module of this class is made for
+            names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(call.module).__mro__}
+            self.zero_grad = "after-forward" if names & LIGHTNING_MODULES else "before"
+        self.parts: list[Part] = []
+        self.record = StepRecord(None)
+        self.meter = CountingMeter(options.device)
+        self.resident: dict[str, int] = {}
+        self.gradients_bytes, self.capture_s = 0, 0.0
+        self.breaks: tuple[str, ...] = ()
+        self._call = call
+        self._programs: dict[Part, Program] = {}
+        self._path = ""  # of the module that is being called
+        self._paths: list[str] = []  # of the modules that ran
+
+    @property
+    def captured(self) -> tuple[Captured, ...]:
+        """The captured graphs."""
+        return tuple(part.captured for part in self.parts)
+
+    @property
+    def runs(self) -> list[Run]:
+        """The runs of the step that have a backward, in the order of their forwards."""
+        return [run for run in self.record.runs if run.index in self.record.backwards]
 
     @property
     def resident_bytes(self) -> int:
         """Bytes that exist before the step."""
-        return sum(size for _, size in self.resident)
+        return sum(self.resident.values())
 
     @property
     def stale_bytes(self) -> int:
         """Gradients of the step before that are freed between forward and backward."""
         return self.gradients_bytes if self.zero_grad == "after-forward" else 0
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that a step sends to other processes."""
+        return self.options.layout.sent_bytes(self.meter)
 
     def estimated(self, rates: Rates) -> Step:
         """Put it into one graph, with estimated times."""
@@ -125,149 +157,71 @@ class OfflineStep:
         return self._merge([measure(captured, cache, progress=progress) for captured in self.captured])
 
     def _merge(self, profiles: Sequence[Profile]) -> Step:
-        # FSDP2 reduces whole gradients before it adds their shards: those stay in the graph.
-        are_added = self.zero_grad == "accumulate" and self.options.layout.shards == 1
-        step = merge(*self.recorded.describe(profiles, are_added), self.stale_bytes)
+        step = merge(*self.describe(profiles), self.stale_bytes)
         return replace(step, graph=on_gpu(step.graph, self.options.device)) if self.options.is_stand_in else step
 
+    def describe(self, profiles: Sequence[Profile]) -> tuple[list[Call], list[int]]:
+        """Return the calls of the step, with modules by their paths in the model, and the order of the backwards."""
+        calls, order = describe(self.record, dict(enumerate(profiles)))
+        for index, run in enumerate(self.runs):
+            # FSDP2 reduces whole gradients before it adds their shards: those stay in the graph.
+            if self.zero_grad == "accumulate" and self.options.layout.shards == 1:
+                calls[index] = calls[index].without_gradients(run.added)
+            if path := self._paths[run.index]:
+                graph = calls[index].graph
+                nodes = tuple(replace(node, module=f"{path}.{node.module}".rstrip(".")) for node in graph.nodes)
+                calls[index] = replace(calls[index], graph=replace(graph, nodes=nodes))
+        return calls, order
 
-def capture_offline(workload: Workload, options: OfflineOptions, size: int | None = None) -> OfflineStep:
-    """Capture one training step of a workload on fake tensors: forward, backward, optimizer.
+    # ---------------------------------------------------------------- its capture
 
-    Where the path that plain training takes depends on values, which fake tensors lack, the path that the model takes
-    while it is compiled is captured instead. The batch size is that of the workload's inputs unless it is given.
+    def run(self, undo: ExitStack) -> None:
+        """Run the step until it captures nothing more; its parts are compiled until the stack is undone."""
+        root, options = self._call.module.train(), self.options
+        function = self._compile_parts(root, undo)
+        trained = [p for p in root.parameters() if p.requires_grad]
+        has_optimizer = trained and options.optimizer != "none"
+        optimizer = getattr(torch.optim, options.optimizer)(trained) if has_optimizer else None
+        self._run_once(function)
+        if optimizer is not None:
+            optimizer.step()
+        for _ in range(STEPS):
+            count = len(self.parts)
+            self._count_resident(optimizer)
+            root.zero_grad()
+            self._paths.clear()
+            self.meter = CountingMeter(options.device, sharding.resized_tensors(root))
+            self.record = StepRecord(None, root=root, meter=self.meter)
+            try:
+                self._run_once(function)
+            finally:
+                self.record.close()
+            if len(self.parts) == count:
+                break
+        if not self.record.backwards:
+            raise CaptureError(f"Nothing of {self.name} was captured: torch.compile ran it as it is.")
 
-    Raises:
-        CaptureError: If torch.compile can't capture the module, or the step depends on values.
-        ConfigurationError: If the module, its inputs or its loss can't be used.
-    """
-    capture_opaque()
-    try:
-        try:
-            return _capture(workload, options, size)
-        except tensor_state.DATA_DEPENDENT:
-            return _capture(workload, options, size, questions.as_compiled)
-    except tensor_state.DATA_DEPENDENT as error:
-        raise CaptureError(
-            f"The step of {workload.name} depends on values of its tensors{place_of(error)}, which are not there "
-            "without its memory. Plan it while it trains, or give it inputs and options that don't need them."
-        ) from error
-
-
-def _capture(
-    workload: Workload,
-    options: OfflineOptions,
-    size: int | None,
-    answers: Callable[[], AbstractContextManager[None]] = questions.as_in_eager,
-) -> OfflineStep:
-    start, breaks = time.perf_counter(), dynamo.graph_breaks()
-    mode, layout, device = tensor_state.fake_mode(), options.layout, options.fake_device
-    call = build_on_fakes(workload, device, size, mode)
-    name = type(call.module).__name__  # fully_shard() gives it another class
-    zero_grad = _zero_grad(call.module) if options.zero_grad == "auto" else options.zero_grad
-    with ExitStack() as undo:
-        mesh = undo.enter_context(layout.processes(device))
-        undo.enter_context(dynamo.capturing_for_plans(answers=answers))
-        if workload.inputs:
-            with mode:
-                _check_inputs(call, options)
-        layout.spread(call.module, mesh)  # outside of the mode: meshes are made of tensors too
-        with mode:
-            call.module.train()
-            run = OfflineRun(name, options, call.module, undo)
-            trained = [p for p in call.module.parameters() if p.requires_grad]
-            has_optimizer = trained and options.optimizer != "none"
-            optimizer = getattr(torch.optim, options.optimizer)(trained) if has_optimizer else None
-            run.step(call, optimizer)
-            for _ in range(STEPS):
-                count = len(run.parts)
-                gradients = (p.grad for p in trained if p.grad is not None)
-                gradients_bytes = _bytes_of(gradients, options.device, set())
-                call.module.zero_grad()
-                resident = _resident(call, optimizer, options.device)
-                with run.recording():
-                    run.step(call, None)
-                if len(run.parts) == count:
-                    break
-    if not run.record.backwards:
-        raise CaptureError(f"Nothing of {name} was captured: torch.compile ran it as it is.")
-    return OfflineStep(
-        name=name,
-        size=call.size,
-        options=options,
-        captured=tuple(part.captured for part in run.parts),
-        recorded=run,
-        resident=(*resident, (ACCUMULATED, gradients_bytes)) if zero_grad == "accumulate" else resident,
-        gradients_bytes=gradients_bytes,
-        zero_grad=zero_grad,
-        breaks=tuple(reason for reason, _ in (dynamo.graph_breaks() - breaks).most_common()),
-        sent_bytes=layout.sent_bytes(run.meter),
-        capture_s=time.perf_counter() - start,
-    )
-
-
-def _zero_grad(module: nn.Module) -> str:
-    """Return when the loops free gradients that a module is made for."""
-    names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(module).__mro__}
-    return "after-forward" if names & LIGHTNING_MODULES else "before"
-
-
-# ---------------------------------------------------------------- the step on fake tensors
-
-
-def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return module(*args, **kwargs)
-
-
-def _call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return type(module).forward(module, *args, **kwargs)
-
-
-class OfflineRun(Conductor):
-    """Runs steps of a module through torch.compile with everything kept, and records each in the place of the last.
-
-    Args:
-        name: Class of the module.
-        options: How to capture it.
-        root: The module, whose planned parts are compiled: the whole, or the code between its FSDP units.
-        undo: Ends what compiles them.
-
-    Attributes:
-        parts: The graphs captured so far.
-        record: The latest step.
-        meter: Counts the memory of that step.
-    """
-
-    def __init__(self, name: str, options: OfflineOptions, root: nn.Module, undo: ExitStack) -> None:
-        self._name, self._options, self._root, self._undo = name, options, root, undo
-        self.parts: list[Part] = []
-        self.record = StepRecord(None, Existing())
-        self.meter = CountingMeter(options.device)
-        self._programs: dict[Part, Program] = {}
-        self._path = ""  # of the module that is being called
-        self._paths: list[str] = []  # of the modules that ran
-        self._call: Callable[..., Any] = _call_module
-        paths = planned_paths(root)
-        if "" in paths:
-            self._call = self._compiled(_call_module)
-            return
-        compiled = self._compiled(_call_forward)
-        for path in paths:
-            module = root.get_submodule(path)
-            module.forward = partial(self._call_part, path, compiled, module)
-
-    def _call_part(self, path: str, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._path = path
-        return compiled(*args, **kwargs)
-
-    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _compile_parts(self, root: nn.Module, undo: ExitStack) -> Callable[..., Any]:
+        """Compile the whole module, or the code between its FSDP units; return what calls the module."""
         planning = planning_backend(self._take_in)
 
         def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-            return planning(with_gpu_attention(module) if self._options.is_stand_in else module, inputs)
+            return planning(with_gpu_attention(module) if self.options.is_stand_in else module, inputs)
 
-        self._undo.callback(dynamo.forget_compiled, function)
-        return torch.compile(function, backend=backend, dynamic=False)
+        def call_part(path: str, *args: Any, **kwargs: Any) -> Any:
+            self._path = path
+            return compiled(*args, **kwargs)
+
+        paths = planned_paths(root)
+        function = _call_module if "" in paths else _call_forward
+        undo.callback(dynamo.forget_compiled, function)
+        compiled = torch.compile(function, backend=backend, dynamic=False)
+        if "" in paths:
+            return compiled
+        for path in paths:
+            module = root.get_submodule(path)
+            module.forward = partial(call_part, path, module)
+        return _call_module
 
     def _take_in(self, captured: Captured) -> Part:
         part = Part(captured, self)
@@ -275,51 +229,35 @@ class OfflineRun(Conductor):
         self._programs[part] = build(captured, lower(captured.graph, keep_all(captured.graph)))
         return part
 
-    def step(self, call: ModelCall, optimizer: torch.optim.Optimizer | None) -> None:
-        """Run a step."""
+    def _run_once(self, function: Callable[..., Any]) -> None:
+        call, options = self._call, self.options
         try:
-            with _autocast(self._options):
-                loss = _loss(self._call(call.module, *call.args, **call.kwargs), self._options.loss)
+            with _autocast(options):
+                loss = _loss(function(call.module, *call.args, **call.kwargs), options.loss)
         except dynamo.CompileError as error:
             reason = dynamo.reason_of(error)
-            raise CaptureError(f"torch.compile could not capture {self._name}: {reason}") from error
+            raise CaptureError(f"torch.compile could not capture {self.name}: {reason}") from error
         self.record.backward_called()  # in a mode of tensors without memory nobody else reports it
         loss.backward()
-        if optimizer is not None:
-            optimizer.step()
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record one step."""
-        self._paths.clear()
-        self.meter = CountingMeter(self._options.device, sharding.resized_tensors(self._root))
-        self.record = StepRecord(None, Existing(), self._root, self.meter)
-        try:
-            yield
-        finally:
-            self.record.close()
-
-    @property
-    def runs(self) -> list[Run]:
-        """The runs of the latest step that have a backward, in the order of their forwards."""
-        return [run for run in self.record.runs if run.index in self.record.backwards]
-
-    def describe(self, profiles: Sequence[Profile], are_added: bool = False) -> tuple[list[Call], list[int]]:
-        """Return the calls of the latest step, with the modules by their paths in the model, and the backwards' order.
-
-        Args:
-            profiles: Costs of each captured graph.
-            are_added: Whether gradients of parameters are added to those that exist, and die at once.
-        """
-        calls, order = describe(self.record, dict(enumerate(profiles)))
-        if are_added:
-            calls = [call.without_gradients(run.added) for call, run in zip(calls, self.runs, strict=True)]
-        for index, run in enumerate(self.runs):
-            if path := self._paths[run.index]:
-                graph = calls[index].graph
-                nodes = tuple(replace(node, module=f"{path}.{node.module}".rstrip(".")) for node in graph.nodes)
-                calls[index] = replace(calls[index], graph=replace(graph, nodes=nodes))
-        return calls, order
+    def _count_resident(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Count what exists before a step, each storage once; scalars that stay on the host don't count."""
+        module, device, seen = self._call.module, self.options.device, set[int]()
+        state = [] if optimizer is None else tensor_state.leaves(list(optimizer.state.values()))
+        groups: dict[str, Iterable[Any]] = {
+            "parameters": module.parameters(),
+            "buffers": module.buffers(),
+            "optimizer state": state,
+            "batch": self._call.tensors,
+            ACCUMULATED: (p.grad for p in module.parameters()),
+        }
+        for name, values in groups.items():
+            tensors = [t for t in values if isinstance(t, torch.Tensor)]
+            counted = [t for t in tensors if device.type == "cpu" or t.device.type != "cpu" or t.dim()]
+            self.resident[name] = storage_bytes(counted, device, seen)
+        self.gradients_bytes = self.resident[ACCUMULATED]
+        if self.zero_grad != "accumulate":
+            del self.resident[ACCUMULATED]
 
     # ---------------------------------------------------------------- conductor of the parts
 
@@ -346,18 +284,73 @@ class OfflineRun(Conductor):
         return f"A tensor of shape {tuple(tensor.shape)}"
 
 
+def capture_offline(workload: Workload, options: OfflineOptions, size: int | None = None) -> OfflineStep:
+    """Capture one training step of a workload on fake tensors: forward, backward, optimizer.
+
+    Where the path that plain training takes depends on values, which fake tensors lack, the path that the model takes
+    while it is compiled is captured instead. The batch size is that of the workload's inputs unless it is given.
+
+    Raises:
+        CaptureError: If torch.compile can't capture the module, or the step depends on values.
+        ConfigurationError: If the module, its inputs or its loss can't be used.
+    """
+    capture_opaque()
+    try:
+        try:
+            return _capture(workload, options, size, readings.as_in_eager)
+        except tensor_state.DATA_DEPENDENT:
+            return _capture(workload, options, size, readings.as_compiled)
+    except tensor_state.DATA_DEPENDENT as error:
+        raise CaptureError(
+            f"The step of {workload.name} depends on values of its tensors{place_of(error)}, which are not there "
+            "without its memory. Plan it while it trains, or give it inputs and options that don't need them."
+        ) from error
+
+
+def _capture(workload: Workload, options: OfflineOptions, size: int | None, answers: Callable[[], Any]) -> OfflineStep:
+    start, breaks = time.perf_counter(), dynamo.graph_breaks()
+    mode, device = tensor_state.fake_mode(), options.fake_device
+    call = build_on_fakes(workload, device, size, mode)
+    step = OfflineStep(call, options)  # before fully_shard() gives the module another class
+    with ExitStack() as undo:
+        mesh = undo.enter_context(options.layout.processes(device))
+        undo.enter_context(dynamo.capturing_for_plans(answers=answers))
+        if workload.inputs:
+            with mode:
+                _check_inputs(call, options)
+        options.layout.spread(call.module, mesh)  # outside of the mode: meshes are made of tensors too
+        with mode:
+            step.run(undo)
+    step.breaks = tuple(reason for reason, _ in (dynamo.graph_breaks() - breaks).most_common())
+    step.capture_s = time.perf_counter() - start
+    return step
+
+
+def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module(*args, **kwargs)
+
+
+def _call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
+
+
 def _check_inputs(call: ModelCall, options: OfflineOptions) -> None:
     """Call a copy of a module with the inputs that the command line named: a wrong shape is no fault of the capture."""
-    shapes = ", ".join("x".join(map(str, tensor.shape)) for tensor in call.tensors)
     try:
         copied = same_tensors(call.module)
     except Exception:  # of a module that can't be copied: the capture will show what is wrong
         return
-    called = list[str]()
+    called = ""
+
+    def note_call(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        nonlocal called
+        shapes = _shapes(tensor_state.tensors_among(inputs))
+        called = f" The last module called is {name}, {module}, with {shapes or 'no tensor'}."
+
     for name, module in copied.named_modules():
         is_leaf = next(module.children(), None) is None and not isinstance(module, torch.jit.ScriptModule)
         if name and is_leaf:
-            module.register_forward_pre_hook(partial(_note_call, called, name))
+            module.register_forward_pre_hook(partial(note_call, name))
     with torch.no_grad(), _autocast(options), tensor_state.without_log_of_fakes():
         try:
             copied.train()(*call.args, **call.kwargs)
@@ -366,15 +359,13 @@ def _check_inputs(call: ModelCall, options: OfflineOptions) -> None:
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             line = next(iter(str(error).splitlines()), "")
             raise ConfigurationError(
-                f"{type(call.module).__name__} can't be called with --input {shapes}: {line}{place_of(error)}"
-                f"{''.join(called)} Give --input the shapes that its forward takes, the batch first."
+                f"{type(call.module).__name__} can't be called with --input {_shapes(call.tensors)}: "
+                f"{line}{place_of(error)}{called} Give --input the shapes that its forward takes, the batch first."
             ) from error
 
 
-def _note_call(called: list[str], name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Describe the call of a module that comes last."""
-    shapes = ", ".join("x".join(map(str, tensor.shape)) for tensor in tensor_state.tensors_among(inputs))
-    called[:] = [f" The last module called is {name}, {module}, with {shapes or 'no tensor'}."]
+def _shapes(tensors: Sequence[torch.Tensor]) -> str:
+    return ", ".join("x".join(map(str, tensor.shape)) for tensor in tensors)
 
 
 def _autocast(options: OfflineOptions) -> Any:
@@ -401,27 +392,3 @@ def _loss(result: Any, kind: str) -> torch.Tensor:
     if not outputs:
         raise ConfigurationError("Nothing that the module returns requires a gradient: there is no step to plan.")
     return sum((t.sum() for t in outputs[1:]), outputs[0].sum())
-
-
-# ---------------------------------------------------------------- resident bytes
-
-
-def _resident(
-    call: ModelCall, optimizer: torch.optim.Optimizer | None, device: torch.device
-) -> tuple[tuple[str, int], ...]:
-    """Count what exists before a step."""
-    state = [] if optimizer is None else tensor_state.leaves(list(optimizer.state.values()))
-    groups = {
-        "parameters": call.module.parameters(),
-        "buffers": call.module.buffers(),
-        "optimizer state": (value for value in state if isinstance(value, torch.Tensor)),
-        "batch": call.tensors,
-    }
-    seen = set[int]()
-    return tuple((name, _bytes_of(tensors, device, seen)) for name, tensors in groups.items())
-
-
-def _bytes_of(tensors: Iterable[torch.Tensor], device: torch.device, seen: set[int]) -> int:
-    """Add up storages that were not seen; scalars that stay on the host don't count."""
-    is_host = device.type == "cpu"
-    return storage_bytes((t for t in tensors if is_host or t.device.type != "cpu" or t.dim()), device, seen)

@@ -14,16 +14,21 @@ import argparse
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import BudgetError, ConfigurationError, HiRemateError, did_you_mean
-from ..options import ENVIRONMENT_BUDGET, OPTIONS, Option, make_options
+from ..options import ENVIRONMENT_BUDGET, OPTIONS, make_options
 from ..reporting.svg_report import writable
+from ..reporting.terminal import write_json
+from ..units import format_bytes, format_ratio
 from . import script
-from .script import Script
+
+if TYPE_CHECKING:
+    from ..integrations.any_script import Finder
+    from ..planning.plan import Plan
 
 PROGRAM = "hiremate run"
 PROBLEM, USAGE = 1, 2
@@ -93,7 +98,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--html", metavar="FILE", type=Path, help="write the plan as one HTML page at the end")
     made.add_argument("--json", metavar="FILE", help="write the numbers as JSON at the end; - for the output")
     for option in OPTIONS.values():
-        _add(made, option)
+        if option.flag is None:
+            continue
+        more: dict[str, Any] = {"type": option.flag.type, "metavar": option.flag.metavar}
+        if option.flag.choices:
+            more = {"choices": option.flag.choices}
+        default = "" if option.default in (None, False) else f" (default: {option.default})"
+        words = f"{option.flag.help}{default}"
+        made.add_argument(option.flag_name, dest=option.name, default=option.default, help=words, **more)
     made.add_argument("--largest-batch", action=_Refused, nargs="?", help=argparse.SUPPRESS)
     made.add_argument("--debug", action="store_true", help="show where an error of hiremate comes from")
     made.add_argument(
@@ -101,21 +113,6 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help=argparse.SUPPRESS)
     return made
-
-
-def _add(made: argparse.ArgumentParser, option: Option) -> None:
-    """Add the flag of an option, where it has one."""
-    if option.flag is None:
-        return
-    more: dict[str, Any] = {"type": option.flag.type, "metavar": option.flag.metavar}
-    if option.flag.choices:
-        more = {"choices": option.flag.choices}
-    elif isinstance(option.default, bool):
-        more = {"action": argparse.BooleanOptionalAction if option.default else "store_true"}
-    default = "" if option.default in (None, False) else f" (default: {option.default})"
-    made.add_argument(
-        option.flag_name, dest=option.name, default=option.default, help=f"{option.flag.help}{default}", **more
-    )
 
 
 def main(arguments: Sequence[str] | None = None, *, ends_process: bool | None = None) -> int:
@@ -133,8 +130,7 @@ def main(arguments: Sequence[str] | None = None, *, ends_process: bool | None = 
     if not command:
         parser().error("no script to run; give a path such as train.py, or -m and a module")
     try:
-        is_last = arguments is None if ends_process is None else ends_process
-        return _run(asked, Script(command, bool(asked.module), is_last))
+        return _run(asked, command, arguments is None if ends_process is None else ends_process)
     except HiRemateError as error:
         if asked.debug:
             raise
@@ -144,8 +140,9 @@ def main(arguments: Sequence[str] | None = None, *, ends_process: bool | None = 
         return USAGE if isinstance(error, BudgetError | ConfigurationError) else PROBLEM
 
 
-def _run(asked: argparse.Namespace, to_run: Script) -> int:
+def _run(asked: argparse.Namespace, command: Sequence[str], ends_process: bool) -> int:
     """Run a script while what it trains is found and planned."""
+    script.find_script(command, bool(asked.module))
     options = {option.name: getattr(asked, option.name) for option in OPTIONS.values() if option.flag is not None}
     budget = asked.budget or "auto"
     make_options(budget, **options)
@@ -153,17 +150,16 @@ def _run(asked: argparse.Namespace, to_run: Script) -> int:
         if target is not None and str(target) != "-":
             writable(target, makes_folder=True)
     from ..integrations.any_script import Finder  # loads torch, which help and mistakes need not
-    from .run_summary import show, write_line
 
     target = asked.target.split(",") if asked.target else None
-    page = None if asked.html is None else asked.html.absolute()  # the script may change the folder
+    page = None if asked.html is None else str(asked.html.absolute())  # the script may change the folder
     more = {} if page is None else {"more": f"{page}, at the end"}
-    finder = Finder(budget, target, options, is_dry=asked.dry_run, say=write_line, **more)
+    finder = Finder(budget, target, options, is_dry=asked.dry_run, say=_write_line, **more)
     numbers = asked.json if asked.json in (None, "-") else str(Path(asked.json).absolute())
     process = os.getpid()
     try:
-        with finder.in_place(), script.naming_programs(write_line):
-            to_run.run()
+        with finder.in_place(), script.naming_programs(_write_line):
+            script.run_script(command, bool(asked.module), ends_process)
         return 0
     except HiRemateError:
         raise
@@ -173,7 +169,7 @@ def _run(asked: argparse.Namespace, to_run: Script) -> int:
         return PROBLEM
     finally:
         if os.getpid() == process:
-            show(finder, page, numbers)
+            _show(finder, page, numbers)
 
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:
@@ -183,3 +179,75 @@ def _of_script(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and trace.tb_frame.f_code.co_filename in own:
         trace = trace.tb_next
     return trace or first
+
+
+# ---------------------------------------------------------------- what is said
+
+
+def _write_line(line: str) -> None:
+    """Write a line to standard error, in the first of several processes."""
+    from ..reporting.report import is_rank_zero
+
+    if is_rank_zero():
+        sys.stderr.write(f"{PROGRAM}: {line}\n")
+        sys.stderr.flush()
+
+
+def _show(finder: Finder, page: str | None, numbers: str | None) -> None:
+    """Say at the end what was planned, or why nothing was; write the page and the numbers that were asked for."""
+    from ..reporting.report import is_rank_zero
+
+    seen = finder.seen
+    for trained in finder.trained:
+        _write_line(f"{trained.name}: {_words(trained.plan, seen.ended_by)}")
+    if not finder.trained:
+        _write_line(f"no training step was seen: {seen.reason}")
+    writes: tuple[tuple[Callable[..., None], Path | str | None], ...] = (_write_pages, page), (_write_numbers, numbers)
+    for write, target in writes:
+        try:
+            if target is not None and is_rank_zero():
+                write(target, finder)
+        except (OSError, ConfigurationError) as error:  # the script has ended: its exit code stays
+            _write_line(f"can't write what was asked for: {error}")
+    if seen.is_stopped:
+        _write_line(f"stopped by --dry-run after {seen.updates} updates of the weights")
+
+
+def _write_pages(target: str, finder: Finder) -> None:
+    from ..reporting.html_report import write_html
+
+    page = Path(target)
+    plans = [trained.plan for trained in finder.trained if trained.plan is not None]
+    if not plans:
+        _write_line(f"{page} is not written: there is no plan")
+        return
+    page.parent.mkdir(parents=True, exist_ok=True)
+    for index, plan in enumerate(plans):
+        path = page if not index else page.with_stem(f"{page.stem}-{index + 1}")
+        _write_line(f"written: {write_html(plan, path, curve_limit_s=0)}")
+
+
+def _write_numbers(target: str, finder: Finder) -> None:
+    models = [{"model": t.name, "plan": None if t.plan is None else t.plan.to_dict()} for t in finder.trained]
+    numbers = {"updates": finder.seen.updates, "models": models, "unplanned": None if models else finder.seen.reason}
+    write_json(numbers, target)
+    if target != "-":
+        _write_line(f"written: {target}")
+
+
+def _words(plan: Plan | None, ended_by: str | None) -> str:
+    """Describe a plan: the peak as measured, or as predicted, beside that of the plain step; budget and time."""
+    if plan is None and ended_by is not None:
+        return f"no plan was made before the script ended, by {ended_by}"
+    if plan is None:
+        from ..integrations.any_script import DRY_STEPS
+
+        return f"no plan was made. One is made in the second step; {DRY_STEPS} are needed at least"
+
+    def measured_or(measured: float | None, predicted: float, write: Callable[[float], str]) -> str:
+        return f"{write(predicted)} (predicted)" if measured is None else f"{write(measured)} (measured)"
+
+    peak = measured_or(plan.measured.peak_bytes, plan.planned_peak_bytes, format_bytes)
+    overhead = measured_or(plan.measured.overhead, plan.predicted_overhead, format_ratio)
+    plain, budget = format_bytes(plan.unplanned_peak_bytes), format_bytes(plan.budget_bytes)
+    return f"peak {peak}, {plain} without a plan; budget {budget} ({plan.budget}); extra time {overhead}"

@@ -38,56 +38,51 @@ _TAKE_A_VALUE = ("-W", "-X", "--check-hash-based-pycs")  # options of the interp
 _TRAIN_NOTHING = re.compile(r"-m (torch\._|hiremate_lightning|pip\b)|[/\\\\](torch[/\\\\]_|hiremate_lightning[/\\\\])")
 
 
-class Script:
-    """What is to run.
+def run_script(given: Sequence[str], is_module: bool, ends_process: bool = False) -> None:
+    """Run a script to its end, and to that of the threads that it leaves.
 
     Args:
-        given: Path of a script, name of a command that is one (`trl`), or name of a module; then its arguments.
+        given: As for `find_script`.
         is_module: Whether it is the name of a module.
         ends_process: Whether the process ends with it: `__main__` then stays the script's, for what runs at exit.
-
-    Raises:
-        ConfigurationError: If there is no such script, or if it only starts others.
     """
-
-    def __init__(self, given: Sequence[str], is_module: bool, ends_process: bool = False) -> None:
-        launcher = launcher_of(["-m", *given] if is_module else given)
-        if launcher is not None:
-            raise ConfigurationError(
-                f"{launcher.name} starts programs of its own, which would have no plan. Start it so: {launcher.instead}"
-            )
-        self.name = given[0] if is_module else _find(given)
-        self.arguments, self.is_module = [*given[1:]], is_module
-        self._ends_process = ends_process
-
-    def run(self) -> None:
-        """Run it to its end, and to that of the threads that it leaves."""
-        before, first = sys.argv, sys.path[0] if sys.path else None
-        sys.argv = [self.name, *self.arguments]
-        folder = str(Path.cwd() if self.is_module else Path(self.name).resolve().parent)
-        if first is not None and not getattr(sys.flags, "safe_path", False):
-            sys.path[0] = folder  # it was the folder of the command
-        try:
-            if self.is_module:
-                _run_as_main(*_of_module(self.name), self._ends_process)
-            elif Path(self.name).is_dir() or zipfile.is_zipfile(self.name):
-                runpy.run_path(self.name, run_name="__main__")
-            else:
-                _run_as_main(*_of_file(Path(self.name).absolute()), self._ends_process)
-        finally:
-            sys.argv = before
-            if first is not None and sys.path and sys.path[0] == folder:
-                sys.path[0] = first
+    name = find_script(given, is_module)
+    before, first = sys.argv, sys.path[0] if sys.path else None
+    sys.argv = [name, *given[1:]]
+    folder = str(Path.cwd() if is_module else Path(name).resolve().parent)
+    if first is not None and not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = folder  # it was the folder of the command
+    try:
+        if not is_module and (Path(name).is_dir() or zipfile.is_zipfile(name)):
+            runpy.run_path(name, run_name="__main__")
+        else:
+            _run_as_main(*(_of_module if is_module else _of_file)(name), ends_process)
+    finally:
+        sys.argv = before
+        if first is not None and sys.path and sys.path[0] == folder:
+            sys.path[0] = first
 
 
 # ---------------------------------------------------------------- what to run
 
 
-def _find(given: Sequence[str]) -> str:
-    """Find the file to run: a path, or else a command that is a script of Python."""
-    name = given[0]
+def find_script(given: Sequence[str], is_module: bool = False) -> str:
+    """Find what is to run: the file of a path, or of a command that is a script of Python; or a module.
+
+    Args:
+        given: Path of a script, name of a command that is one (`trl`), or name of a module; then its arguments.
+        is_module: Whether it is the name of a module.
+
+    Raises:
+        ConfigurationError: If there is no such script, or if it only starts others.
+    """
+    launcher, name = launcher_of(["-m", *given] if is_module else given), given[0]
+    if launcher is not None:
+        raise ConfigurationError(
+            f"{launcher.name} starts programs of its own, which would have no plan. Start it so: {launcher.instead}"
+        )
     is_package = Path(name).is_dir() and not (Path(name) / "__main__.py").exists()
-    if Path(name).exists() and not is_package:
+    if is_module or (Path(name).exists() and not is_package):
         return name
     command = shutil.which(name) if Path(name).name == name else None
     if command is not None:
@@ -109,12 +104,12 @@ def _find(given: Sequence[str]) -> str:
     )
 
 
-def _of_file(path: Path) -> tuple[types.CodeType, types.ModuleType]:
+def _of_file(name: str) -> tuple[types.CodeType, types.ModuleType]:
     """Read the code of a script, and make the module to run it in; runpy would change the name in `sys.argv`."""
-    module = types.ModuleType("__main__")
-    vars(module).update(__file__=str(path), __builtins__=builtins, __cached__=None, __annotations__={})
-    with io.open_code(str(path)) as file:
-        return compile(file.read(), str(path), "exec", dont_inherit=True), module
+    path, module = str(Path(name).absolute()), types.ModuleType("__main__")
+    vars(module).update(__file__=path, __builtins__=builtins, __cached__=None, __annotations__={})
+    with io.open_code(path) as file:
+        return compile(file.read(), path, "exec", dont_inherit=True), module
 
 
 class _NoModuleError(Exception):

@@ -1,20 +1,23 @@
-"""What stands in for a device: tensors without memory, a count of their bytes, a GPU's blocks and kernels, rates."""
+"""What stands in for devices that are not there: a count of bytes, a GPU's blocks and kernels, rates, other processes.
+
+A `Layout` says how a module is spread over processes: sharded by FSDP2, divided by tensor parallelism, or neither.
+"""
 
 from __future__ import annotations
 
-import copy
-import logging
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from ..calls.refusals import refuse
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, did_you_mean
 from ..memory.allocator import allocated_bytes
 from ..memory.metering import LiveBytes
 from ..records.costs import A100, HALF_TYPES, Machine
@@ -22,83 +25,19 @@ from ..records.graph import Graph
 from ..rewriting.joint import is_order_dependent_on_gpu
 from ..torch_private import sharding, tensor_state
 from ..torch_private.tensor_state import TorchDispatchMode
-from .factory import ModelCall, Workload
 
-log = logging.getLogger("hiremate_lightning")
 aten = torch.ops.aten
 
-_GATHERS = ("c10d::_allgather_base_", "_c10d_functional::all_gather_into_tensor")
-_SCATTERS = ("c10d::_reduce_scatter_base_", "_c10d_functional::reduce_scatter_tensor")
-_REDUCES = ("_c10d_functional::all_reduce", "_c10d_functional::all_reduce_")
+COLLECTIVES = {  # by what they do; the larger of what goes in and what comes out is counted
+    **dict.fromkeys(("c10d::_allgather_base_", "_c10d_functional::all_gather_into_tensor"), "gathered"),
+    **dict.fromkeys(("c10d::_reduce_scatter_base_", "_c10d_functional::reduce_scatter_tensor"), "scattered"),
+    **dict.fromkeys(("_c10d_functional::all_reduce", "_c10d_functional::all_reduce_"), "reduced"),
+}
+SHARDS, PARTS = "shards", "parts"  # dimensions of the mesh
+DIMENSIONS = {"colwise": 0, "colwise_gather_output": 0, "rowwise": 1}  # of a weight that a style divides
+WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise")  # styles of modules that every process has here
 
-# ---------------------------------------------------------------- a module on tensors without memory
-
-
-def build_on_fakes(workload: Workload, device: torch.device, size: int | None, mode: Any) -> ModelCall:
-    """Build a workload, and replace each tensor that is not a fake one on the device; refuse what can't be planned.
-
-    Tensors of the module are replaced in a copy of it.
-    """
-    built = _built(workload, device, size, mode)
-    refuse(built.module)
-
-    def as_fake(value: Any) -> Any:
-        is_real = isinstance(value, torch.Tensor) and not _is_fake_on(value, device)
-        return _fake_of(value, device) if is_real else value
-
-    with mode:
-        memo: dict[int, Any] = {}
-        for value in _tensors_of(built.module):
-            if not _is_fake_on(value, device) and id(value) not in memo:
-                memo[id(value)] = _fake_of(value, device)
-        module = copy.deepcopy(built.module, memo) if memo else built.module
-        return ModelCall(module, *built.changed(as_fake))
-
-
-def _built(workload: Workload, device: torch.device, size: int | None, mode: Any) -> ModelCall:
-    """Build a workload with as little memory as it lets us.
-
-    Fake tensors can't have their type changed once they are parameters, and tensors of the meta device can't be read.
-    A factory that needs both is given memory, on the CPU, for its weights and inputs.
-    """
-    for context in ((mode, device), (torch.device("meta"),)):
-        with ExitStack() as stack:
-            for manager in context:
-                stack.enter_context(manager)
-            try:
-                return workload.build(size)
-            except ConfigurationError:
-                raise
-            except Exception as error:  # of the factory; the next attempt may suit it, and the last one raises
-                log.debug("%s can't be built in %s: %s", workload.name, context, error)
-    return workload.build(size)
-
-
-def same_tensors(module: nn.Module) -> nn.Module:
-    """Copy a module, but for its tensors: what a call changes in the copy by Python stays there."""
-    return copy.deepcopy(module, {id(tensor): tensor for tensor in _tensors_of(module)})
-
-
-def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Go through all tensors of a module: parameters, buffers, and plain attributes."""
-    yield from module.parameters()
-    yield from module.buffers()
-    for inner in module.modules():
-        yield from tensor_state.tensors_among(list(vars(inner).values()))
-
-
-def _fake_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(fake, tensor.requires_grad)
-    return fake.requires_grad_(tensor.requires_grad and tensor.is_leaf)
-
-
-def _is_fake_on(tensor: torch.Tensor, device: torch.device) -> bool:
-    return tensor_state.is_fake(tensor) and tensor.device.type == device.type
-
-
-# ---------------------------------------------------------------- what they would take
+# ---------------------------------------------------------------- what tensors without memory would take
 
 
 class CountingMeter(LiveBytes, TorchDispatchMode):
@@ -111,9 +50,7 @@ class CountingMeter(LiveBytes, TorchDispatchMode):
         resized: Tensors that exist, and whose storages others resize: FSDP2 does so with whole parameters.
 
     Attributes:
-        gathered_bytes: Results of all-gathers so far.
-        scattered_bytes: Inputs of reduce-scatters so far.
-        reduced_bytes: Inputs of all-reduces so far.
+        sent: Bytes of collectives so far, see COLLECTIVES.
     """
 
     lost_marks, is_counting = False, True  # nothing interrupts it
@@ -122,7 +59,7 @@ class CountingMeter(LiveBytes, TorchDispatchMode):
     def __init__(self, device: torch.device, resized: Iterable[torch.Tensor] = ()) -> None:
         LiveBytes.__init__(self)
         TorchDispatchMode.__init__(self)
-        self.gathered_bytes = self.scattered_bytes = self.reduced_bytes = 0
+        self.sent = Counter[str]()
         self._device = device
         storages = {tensor_state.storage_id(tensor): tensor.untyped_storage() for tensor in resized}
         self._resized = [(storage, storage.nbytes()) for storage in storages.values()]
@@ -145,17 +82,21 @@ class CountingMeter(LiveBytes, TorchDispatchMode):
                 return sharding.run_in_the_open(func, *args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         inputs, outputs = _dense_among((args, kwargs)), _dense_among(result)
-        name = func.name().partition(".")[0]
-        largest_bytes = max((t.nbytes for t in (*inputs, *outputs)), default=0)
-        self.gathered_bytes += largest_bytes if name in _GATHERS else 0
-        self.scattered_bytes += largest_bytes if name in _SCATTERS else 0
-        self.reduced_bytes += largest_bytes if name in _REDUCES else 0
+        if (kind := COLLECTIVES.get(func.name().partition(".")[0])) is not None:
+            self.sent[kind] += max((t.nbytes for t in (*inputs, *outputs)), default=0)
         existing = {tensor_state.storage_id(tensor) for tensor in inputs}
         for tensor in outputs:
             storage = tensor_state.storage_id(tensor)
             if storage not in existing and storage not in self._known:
-                self._count_until_released(tensor)
+                size_bytes = self._allocated(tensor.untyped_storage().nbytes())
+                self._known.add(storage)
+                tensor_state.at_release(tensor, partial(self._released, storage, size_bytes))
+                self.add(size_bytes)
         return result
+
+    def _released(self, storage: int, size_bytes: int) -> None:
+        self._known.discard(storage)
+        self.add(-size_bytes)
 
     def start(self) -> None:
         """Begin to count; the first mark is called "start"."""
@@ -179,18 +120,6 @@ class CountingMeter(LiveBytes, TorchDispatchMode):
             if after != before:
                 self._resized[position] = (storage, after)
                 self.add(self._allocated(after) - self._allocated(before))
-
-    def _count_until_released(self, tensor: torch.Tensor) -> None:
-        storage = tensor_state.storage_id(tensor)
-        size_bytes = self._allocated(tensor.untyped_storage().nbytes())
-
-        def end() -> None:
-            self._known.discard(storage)
-            self.add(-size_bytes)
-
-        self._known.add(storage)
-        tensor_state.at_release(tensor, end)
-        self.add(size_bytes)
 
     def _allocated(self, size_bytes: int) -> int:
         return allocated_bytes(size_bytes, self._device)
@@ -277,11 +206,145 @@ def rates_of(
 ) -> Rates:
     """Return the rates of a kind of device, but for those that the user names."""
     rates = DEFAULT_RATES[device.type]
+    machine, link_bytes_per_ms = rates.machine, rates.link_bytes_per_ms
     if tflops is not None:
-        machine = replace(rates.machine, flops_per_ms=tflops * 1e9, half_flops_per_ms=None)
-        rates = replace(rates, machine=machine, source="as given")
+        machine = replace(machine, flops_per_ms=tflops * 1e9, half_flops_per_ms=None)
     if gb_per_s is not None:
-        rates = replace(rates, machine=replace(rates.machine, bytes_per_ms=gb_per_s * 1e6), source="as given")
+        machine = replace(machine, bytes_per_ms=gb_per_s * 1e6)
     if link_gb_per_s is not None:
-        rates = replace(rates, link_bytes_per_ms=link_gb_per_s * 1e6)
-    return rates
+        link_bytes_per_ms = link_gb_per_s * 1e6
+    return Rates(machine, rates.source if machine is rates.machine else "as given", link_bytes_per_ms)
+
+
+# ---------------------------------------------------------------- other processes
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a module is spread over processes."""
+
+    shards: int = 1  # processes that `fully_shard` shards parameters over
+    parts: int = 1  # processes that each block is divided over
+    units: tuple[str, ...] = ()  # classes whose modules are sharded each, beside the root; none: the repeated blocks
+    dtype: torch.dtype | None = None  # that parameters are gathered in, gradients reduced in float32; None: their own
+
+    @property
+    def count(self) -> int:
+        """Number of processes."""
+        return self.shards * self.parts
+
+    @contextmanager
+    def processes(self, device: torch.device) -> Iterator[Any]:
+        """Make this process the first of all while a block runs; yield their mesh, None where there is one process."""
+        if self.count == 1:
+            yield None
+            return
+        if sharding.may_shard():
+            raise ConfigurationError(
+                "The factory has started a process group, and --fsdp and --tp imagine one. Let it build the module "
+                "alone."
+            )
+        from torch.distributed.device_mesh import init_device_mesh
+
+        with sharding.imagined_group(self.count):
+            yield init_device_mesh(device.type, (self.shards, self.parts), mesh_dim_names=(SHARDS, PARTS))
+
+    def spread(self, root: nn.Module, mesh: Any) -> None:
+        """Divide and shard a module."""
+        if self.parts > 1:
+            divide(root, mesh[PARTS])
+        if self.shards == 1:
+            return
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes seconds to load
+
+        policy = MixedPrecisionPolicy() if self.dtype is None else MixedPrecisionPolicy(self.dtype, torch.float32)
+        for module in [*self.units_of(root), root]:
+            fully_shard(module, mesh=mesh[SHARDS], mp_policy=policy)
+
+    def units_of(self, root: nn.Module) -> list[nn.Module]:
+        """List the modules that are sharded each, without the root."""
+        if not self.units:
+            return repeated_blocks(root)
+        kinds = {type(module).__name__ for module in root.modules()}
+        for name in self.units:
+            if name not in kinds:
+                raise ConfigurationError(
+                    f"{type(root).__name__} has no module of a class {name!r} to shard.{did_you_mean(name, kinds)} "
+                    "Name classes of its modules with --units, such as that of its layers."
+                )
+        return [module for module in root.modules() if type(module).__name__ in self.units and module is not root]
+
+    def sent_bytes(self, meter: CountingMeter) -> int:
+        """Compute what a process sends to others, by the collectives that were counted: by rings, as NCCL does."""
+        gathered = (meter.sent["gathered"] + meter.sent["scattered"]) * (self.shards - 1) // self.shards
+        return gathered + 2 * meter.sent["reduced"] * (self.parts - 1) // self.parts
+
+
+ONE = Layout()
+
+
+def divide(root: nn.Module, mesh: Any) -> None:
+    """Divide modules over processes by the model's own plan for tensor parallelism; refuse what can't be followed."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = getattr(root, "_tp_plan", None)
+    if not plan:
+        raise ConfigurationError(
+            f"{type(root).__name__} has no plan for tensor parallelism: expected _tp_plan, as models of transformers "
+            "have it, such as {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}. Set it in the factory, or leave "
+            "--tp out."
+        )
+    patterns = [(re.compile(re.escape(path).replace(r"\*", "[^.]+")), style) for path, style in plan.items()]
+    styles = dict[str, str]()  # in a plan, * stands for one part of a path
+    for path, _ in root.named_modules():
+        style = next((style for pattern, style in patterns if pattern.fullmatch(path)), WHOLE[0])
+        if style not in WHOLE:
+            styles[path] = style
+    for path, style in styles.items():
+        module = root.get_submodule(path)
+        if style not in DIMENSIONS or not isinstance(module, nn.Linear):
+            raise ConfigurationError(
+                f"Can't divide {path} ({type(module).__name__}) by the style {style!r} of the model's _tp_plan. "
+                f"Expected a torch.nn.Linear and one of: {', '.join([*DIMENSIONS, *WHOLE])}. Use --fsdp alone."
+            )
+        size = module.weight.shape[DIMENSIONS[style]]
+        if size % mesh.size():
+            raise ConfigurationError(f"--tp {mesh.size()} doesn't divide the {size} features of {path}.")
+    heads = getattr(getattr(root, "config", None), "num_key_value_heads", None)
+    if isinstance(heads, int) and heads % mesh.size():
+        raise ConfigurationError(f"--tp {mesh.size()} doesn't divide the {heads} heads of keys and values.")
+    made = {
+        "colwise": ColwiseParallel(),
+        "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+        "rowwise": RowwiseParallel(),
+    }
+    uses = Counter(id(p) for module in root.modules() for p in module.parameters(recurse=False))
+    own = {path: style for path, style in styles.items() if uses[id(root.get_submodule(path).weight)] == 1}
+    parallelize_module(root, mesh, {path: made[style] for path, style in own.items()})
+
+
+def repeated_blocks(root: nn.Module) -> list[nn.Module]:
+    """List the outermost modules with children that have a sibling of the same class: the layers of a transformer."""
+    repeated = list[nn.Module]()
+    waiting = [root]
+    while waiting:
+        children = [child for child in waiting.pop(0).children() if next(child.parameters(), None) is not None]
+        kinds = Counter(type(child) for child in children if next(child.children(), None) is not None)
+        blocks = [child for child in children if kinds[type(child)] > 1]
+        repeated += blocks
+        waiting += [child for child in children if child not in blocks]
+    return repeated
+
+
+def planned_paths(root: nn.Module) -> list[str]:
+    """List the outermost modules below which nothing is sharded: the root, or its units and what is between them."""
+    if not sharding.has_units_below(root):
+        return [""]
+    paths = list[str]()
+    for path, module in root.named_modules():
+        is_inside = any(path.startswith(f"{outer}.") for outer in paths)
+        trains = any(p.requires_grad for p in module.parameters())
+        if trains and not is_inside and not sharding.has_units_below(module):
+            paths.append(path)
+    return paths

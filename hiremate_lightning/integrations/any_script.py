@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,9 +25,8 @@ import torch.distributed
 from torch import nn
 
 from ..api import FABRIC_WRAPPER, hiremate, inside_wrappers
-from ..calls.refusals import refuse
 from ..calls.replaced import CompiledCall, take_checkpoints
-from ..calls.slots import is_ours
+from ..calls.slots import is_ours, refuse
 from ..errors import ConfigurationError, HiRemateError
 from ..planning.plan import Plan
 from ..sessions.session import Session
@@ -46,10 +45,6 @@ NOTHING_CALLED = (
 )
 TRIES = 3  # calls of a module that no optimizer knows, after which it is looked at again only for a new optimizer
 LAUNCHERS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
-
-
-class DryRunEnds(SystemExit):
-    """Ends a script, with exit code 0, once its plans were made and measured."""
 
 
 @dataclass(eq=False)
@@ -116,10 +111,6 @@ class Finder:
         is_dry: Whether to stop the script once its plans were made and measured.
         say: Shows a line.
         more: What shows more of a plan.
-
-    Attributes:
-        trained: The models that were found.
-        seen: What else was seen.
     """
 
     def __init__(
@@ -132,18 +123,18 @@ class Finder:
         say: Callable[[str], None] = lambda line: None,
         more: str = MORE,
     ) -> None:
-        self._budget, self._target, self._options, self._say = budget, target, dict(options or {}), say
+        self._budget, self._target, self._options = budget, target, dict(options or {})
+        self._tell = cache(say)  # each line once
         self._more = more
         self._is_dry = is_dry
         self._is_launched = any(os.environ.get(name) for name in LAUNCHERS)
-        self.trained: list[Trained] = []
-        self.seen = Sightings()
+        self.trained: list[Trained] = []  # the models that were found
+        self.seen = Sightings()  # what else was seen
         self._is_apart = False  # inside of a call in which nothing is to be found
         self._has_ended = False
         self._around: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of planned models, or in them, without a slot
         self._settled: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that have stepped
-        self._told = set[str]()
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -179,14 +170,11 @@ class Finder:
         finally:
             if os.getpid() == process:
                 end()
-                self._stop_planning()
-
-    def _stop_planning(self) -> None:
-        for session in self._sessions():
-            planned = targets_of(session.root)
-            if planned is not None and planned.session is session:
-                session.end_step()
-                planned.detach()
+                for session in self._sessions():
+                    planned = targets_of(session.root)
+                    if planned is not None and planned.session is session:
+                        session.end_step()
+                        planned.detach()
 
     def _sessions(self) -> list[Session]:
         """List the sessions of the models that are still in use."""
@@ -201,10 +189,8 @@ class Finder:
         """
         if module in self._around:
             return hooks.plain_call(module, *args, **kwargs)
-        is_training = torch.is_grad_enabled() and not torch.jit.is_tracing()
-        if self._has_ended or self._is_apart or not is_training or backward_pass.is_running():
-            return own(*args, **kwargs)
-        if is_inside_planned():
+        is_training = torch.is_grad_enabled() and not torch.jit.is_tracing() and not backward_pass.is_running()
+        if self._has_ended or self._is_apart or not is_training or is_inside_planned():
             return own(*args, **kwargs)
         if not _trains(module):
             is_frozen = any(True for _ in module.parameters())  # else what it calls may train, a list of layers say
@@ -271,7 +257,7 @@ class Finder:
             return False
         if not alive.knows(module) and not _may_be_planned(root):  # an export that is tried out, say
             return False
-        paths = {path for path, _ in root.named_modules()} if self._target else set()
+        paths = dict(root.named_modules())
         missing = next((path for path in self._target or () if path not in paths), None)
         if missing is not None:
             self._tell(f"{_name(root)} has no submodule {missing!r} (--target): it is not planned")
@@ -325,7 +311,7 @@ class Finder:
         is_known = bool(self.trained) and all(trained.is_measured for trained in self.trained)
         if is_known or self.seen.updates >= MOST_DRY_STEPS:
             self.seen.is_stopped = True
-            raise DryRunEnds(0)
+            raise SystemExit(0)  # ends the script
 
     # ---------------------------------------------------------------- words
 
@@ -333,11 +319,6 @@ class Finder:
         """Report, once, that a script plans a model by itself."""
         self.seen.unplanned[Unplanned.BY_SCRIPT].add(name)
         self._tell(f"the script plans {name} by itself: that holds, and --budget has no effect on it")
-
-    def _tell(self, line: str) -> None:
-        if line not in self._told:
-            self._told.add(line)
-            self._say(line)
 
 
 class Alive:

@@ -1,63 +1,74 @@
-"""Measure on the device: time and workspace of each distinct operation, and the time of a whole program.
+"""Measure on the device: time and workspace of each distinct operation, alone and in a step, and copies to the host.
 
 Each distinct operation (operator, shapes, strides, dtypes, device, scalar arguments: `Node.key`) is run alone, on
 made-up inputs of its own shapes, so that profiling never needs more memory than the operation itself. Workspace is what
 the allocator hands out while the operation runs, beyond its outputs. Random state is restored; no gradient or buffer of
 the model is touched.
+
+Times are also taken inside of a step, by `TimedRun`. The first step of a training touches new memory wherever its
+memory grows: the system maps and clears each page then, on a CPU. Later steps don't. So the cost of these page faults
+is subtracted from times that were taken in a step.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
+import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median, median_low
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from ..capturing.capture import Captured
-from ..memory import page_faults
-from ..memory.allocator import storage_bytes
-from ..memory.metering import MemoryMeter, measure_peak
+from ..memory.allocator import free_bytes, storage_bytes
+from ..memory.metering import MemoryMeter, undisturbed
 from ..records.costs import A100, Link, Machine, Profile, estimate
 from ..records.graph import Direction, Graph
 from ..rewriting.joint import is_collective, is_part, values_of
 from ..running.copies import is_copying
 from ..running.program import Program
 from ..torch_private import runtime, tensor_state
-from .apart import undisturbed
-from .links import measure_link
-from .stand_ins import laid_out, runner, runners, traced_strides
+from .operators import laid_out, runner, runners, traced_strides
+
+try:
+    from resource import RUSAGE_SELF, getrusage
+except ImportError:  # on Windows
+    HAS_PAGE_FAULTS = False
+else:
+    HAS_PAGE_FAULTS = True
 
 log = logging.getLogger("hiremate_lightning")
 
 CACHE_FORMAT = 2
+SIZE_BYTES, FREE_SHARE = 40_000_000, 0.1  # most bytes of a copy, and most of the device's free memory for a copy
+REPEATS, SMALL_BYTES = 5, 4096
+LEAST_MS = 1e-3  # no clock here resolves less
+NODES_AHEAD, HOST_MS = 100, 0.06  # nodes that the host launches ahead of a GPU, and its time for each
+MOST_IN_STEP = 4.0  # times the time alone: a longer sample has met other load
+PROBE_BYTES = 8 * 2**20
+VIEW_MS = 0.002  # time of the interpreter for a view, which runs no kernel
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileOptions:
-    """How carefully to measure an operation.
+    """How carefully to measure an operation."""
 
-    Attributes:
-        repeats: Most timed runs; the fastest counts, since other load only ever adds.
-        time_limit_ms: Stop repeating an operation once its timed runs took this long together, after two at least. On a
-            CPU the run whose memory is measured is one of them.
-        agreement: Stop once this share of the fastest time, at most, lies between it and the next two.
-    """
-
-    repeats: int = 8
+    repeats: int = 8  # most timed runs; the fastest counts, since other load only ever adds
+    # Stop repeating an operation once its timed runs took this long together, after two at least. On a CPU the run
+    # whose memory is measured is one of them.
     time_limit_ms: float = 10.0
-    agreement: float = 0.05
+    agreement: float = 0.05  # stop once this share of the fastest time, at most, lies between it and the next two
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(NamedTuple):
     """The costs of one operation."""
 
     time_ms: float
@@ -69,12 +80,9 @@ class CostCache:
     """Costs of distinct operations, in memory and, where a folder is given, on disk.
 
     A file that can't be read, or was written by another version or device, is ignored.
-
-    Attributes:
-        folder: Where to keep the costs between runs, None for nowhere.
     """
 
-    folder: Path | None = None
+    folder: Path | None = None  # where to keep the costs between runs, None for nowhere
     _costs: dict[str, dict[str, Cost]] = field(default_factory=dict)
     _links: dict[str, Link] = field(default_factory=dict)
 
@@ -99,8 +107,7 @@ class CostCache:
         if self.folder is None:
             return
         name = describe_device(device)
-        rows = {key: [c.time_ms, c.workspace_bytes] for key, c in sorted(self._costs[name].items())}
-        path = self._path(name)
+        rows, path = dict(sorted(self._costs[name].items())), self._path(name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(".partial")
@@ -157,7 +164,7 @@ def measure(
     progress: Callable[[int, int], None] = lambda done, total: None,
     announce: Callable[[str, str], None] = lambda _, why: log.info(why),
 ) -> Profile:
-    """Measure each distinct operation of a captured graph once.
+    """Measure each distinct operation of a captured graph once; what can't be run alone gets its analytic estimate.
 
     Args:
         captured: The captured graph.
@@ -165,9 +172,6 @@ def measure(
         options: How carefully to measure.
         progress: Called with the number of operations measured and their total.
         announce: Called with an operator that can't be run alone, and a message about it.
-
-    Returns:
-        Costs by node. A node that can't be run alone gets its analytic estimate.
     """
     graph = captured.graph
     costs = cache.costs_on(captured.device)
@@ -194,7 +198,7 @@ def _measure_node(
 ) -> Cost | None:
     record = captured.graph.nodes[index]
     if not captured.graph.has_work(index):
-        return Cost(_VIEW_MS, 0)
+        return Cost(VIEW_MS, 0)
     if is_collective(record.op):
         return None  # other processes would wait for each run of it, or take it for one of the step's own
     try:
@@ -217,15 +221,12 @@ def _used_results(node: fx.Node) -> Sequence[Any]:
     return [part.args[1] for part in values_of(node) if is_part(part)]
 
 
-Clock = Callable[[], float]  # returns seconds
-
-
 def _cost(
     run: Callable[[], Any],
     device: torch.device,
     used: Sequence[Any],
     options: ProfileOptions,
-    clock: Clock = time.perf_counter,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Cost:
     """Measure the memory of an operation, then its time."""
     workspace, elapsed_ms = _workspace_bytes(run, device, used, clock)
@@ -234,26 +235,16 @@ def _cost(
 
 
 def _workspace_bytes(
-    run: Callable[[], Any], device: torch.device, used: Sequence[Any], clock: Clock = time.perf_counter
+    run: Callable[[], Any], device: torch.device, used: Sequence[Any], clock: Callable[[], float] = time.perf_counter
 ) -> tuple[int, float]:
-    """Measure the bytes that an operation takes beside its results, or beside those of several that are used.
-
-    Returns:
-        The bytes, and the milliseconds of that run.
-    """
-    results: list[Any] = []
-    elapsed_ms = 0.0
-
-    def run_once() -> None:
-        nonlocal elapsed_ms
-        start = clock()
-        results.append(run())
-        elapsed_ms = 1e3 * (clock() - start)
-
+    """Measure the bytes that an operation takes beside those of its results that are used, and its milliseconds."""
     if device.type != "cpu":  # the first run of a kernel may take memory that its library keeps
         run()
-    peak_bytes = measure_peak(run_once, device)
-    (result,) = results
+    with MemoryMeter(device) as meter:
+        start = clock()
+        result = run()
+        elapsed_ms = 1e3 * (clock() - start)
+    peak_bytes = max((interval.peak_bytes for interval in meter.intervals), default=0)
     kept = tensor_state.tensors_among([result[position] for position in used] or result)
     return max(0, peak_bytes - storage_bytes((t for t in kept if t.device == device), device)), elapsed_ms
 
@@ -262,15 +253,8 @@ def as_laid_out(captured: Captured, profile: Profile, strides: Sequence[tuple[in
     """Measure the workspace of operations again that read gradients of outputs with other strides than were traced.
 
     A kernel may copy such a gradient first. Gradients of pictures whose channels are last come so, and those of
-    probabilities that the loss of a speech recognizer reads transposed.
-
-    Args:
-        captured: The captured graph.
-        profile: Its costs.
-        strides: Strides of the gradients as they came, by position; None for one that did not.
-
-    Returns:
-        The costs with this workspace.
+    probabilities that the loss of a speech recognizer reads transposed. Strides are those of the gradients as they
+    came, by position; None for one that did not.
     """
     pairs = zip(captured.tangents, strides, strict=False)
     others = {node: own for node, own in pairs if own is not None and own != traced_strides(node)}
@@ -295,15 +279,12 @@ def as_laid_out(captured: Captured, profile: Profile, strides: Sequence[tuple[in
     return replace(profile, workspace_bytes=tuple(workspace))
 
 
-_VIEW_MS = 0.002  # time of the interpreter for a view, which runs no kernel
-
-
 def _time_ms(
     run: Callable[[], Any],
     device: torch.device,
     options: ProfileOptions,
     before: Sequence[float] = (),
-    clock: Clock = time.perf_counter,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> float:
     """Return the fastest time of an operation that has run before, beside the times that it took then."""
     times = [*before]
@@ -315,7 +296,7 @@ def _time_ms(
     return min(times)
 
 
-def _time_once_ms(run: Callable[[], Any], device: torch.device, clock: Clock) -> float:
+def _time_once_ms(run: Callable[[], Any], device: torch.device, clock: Callable[[], float]) -> float:
     if device.type != "cuda":
         start = clock()
         run()
@@ -330,6 +311,9 @@ def _time_once_ms(run: Callable[[], Any], device: torch.device, clock: Clock) ->
     return float(before.elapsed_time(after))
 
 
+# ---------------------------------------------------------------- inside of a step
+
+
 class TimedRun:
     """Runs a program node by node and adds up its time, and that of recomputation and waits.
 
@@ -342,8 +326,7 @@ class TimedRun:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.total_ms = 0.0
-        self.recompute_ms = 0.0
+        self.total_ms = self.recompute_ms = 0.0
         self.samples: dict[str, list[float]] = {}
         self.samples_again: dict[str, list[float]] = {}
 
@@ -351,17 +334,17 @@ class TimedRun:
         """Return a program that does the same, timed."""
         return replace(
             program,
-            forward=lambda arguments: self._run(program.forward_module, arguments, recomputed=None),
-            backward=lambda arguments: self._run(program.backward_module, arguments, recomputed=Direction.FORWARD),
+            forward=lambda arguments: self._run(program.forward_module, arguments, is_backward=False),
+            backward=lambda arguments: self._run(program.backward_module, arguments, is_backward=True),
             variant=lambda changes, overwrites=True: self.wrap(program.variant(changes, overwrites)),
         )
 
-    def _run(self, module: fx.GraphModule, arguments: list[Any], recomputed: Direction | None) -> Any:
+    def _run(self, module: fx.GraphModule, arguments: list[Any], is_backward: bool) -> Any:
         interpreter = _TimedInterpreter(module, self._device)
         result = interpreter.boxed_run(arguments)
         for node, elapsed_ms, fault_ms in interpreter.times():
             self.total_ms += elapsed_ms
-            is_again = recomputed is not None and node.meta.get("direction") is recomputed
+            is_again = is_backward and node.meta.get("direction") is Direction.FORWARD
             if is_again or is_copying(node.target):
                 self.recompute_ms += elapsed_ms
             samples = self.samples_again if is_again else self.samples
@@ -392,10 +375,6 @@ class TimedRun:
         return replace(profile, time_ms=tuple(time_ms(i, alone_ms) for i, alone_ms in enumerate(profile.time_ms)))
 
 
-NODES_AHEAD, HOST_MS = 100, 0.06  # nodes that the host launches ahead of a GPU, and its time for each
-MOST_IN_STEP = 4.0  # times the time alone: a longer sample has met other load
-
-
 class _TimedInterpreter(fx.Interpreter):
     """Takes the time of each node; values are freed after their last use, as in generated code."""
 
@@ -412,9 +391,9 @@ class _TimedInterpreter(fx.Interpreter):
         if self._on_gpu and len(self._clocks) % NODES_AHEAD == 0:
             with torch.cuda.device(self._device):  # else the device would wait for the host, and that would count
                 runtime.keep_busy(NODES_AHEAD * HOST_MS)
-        faults, before = page_faults.count(), self._read_clock()
+        faults_before, before = page_faults(), self._read_clock()
         result = super().run_node(node)
-        self._clocks.append((node, before, self._read_clock(), page_faults.count() - faults))
+        self._clocks.append((node, before, self._read_clock(), page_faults() - faults_before))
         return result
 
     def _read_clock(self) -> Any:
@@ -432,4 +411,65 @@ class _TimedInterpreter(fx.Interpreter):
             if self._on_gpu:
                 yield node, before.elapsed_time(after), 0.0
             else:
-                yield node, 1e3 * (after - before), faults * page_faults.cost_ms()
+                yield node, 1e3 * (after - before), faults * page_fault_ms()
+
+
+# ---------------------------------------------------------------- page faults
+
+
+def page_faults() -> int:
+    """Return how many pages this process has touched for the first time so far; 0 where the system does not count."""
+    return getrusage(RUSAGE_SELF).ru_minflt if HAS_PAGE_FAULTS else 0
+
+
+@functools.cache
+def page_fault_ms() -> float:
+    """Measure, once, the milliseconds that a first touch of a page takes."""
+    return min(_page_fault_ms() for _ in range(3)) if HAS_PAGE_FAULTS else 0.0
+
+
+def _page_fault_ms(clock: Callable[[], float] = time.perf_counter, count: Callable[[], int] = page_faults) -> float:
+    with mmap.mmap(-1, PROBE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        touched = torch.frombuffer(memory, dtype=torch.uint8)
+        clocks, faults = [clock()], count()
+        for _ in range(2):
+            touched.fill_(1)
+            clocks.append(clock())
+        faults = count() - faults
+        del touched
+    first, again = clocks[1] - clocks[0], clocks[2] - clocks[1]
+    return max(0.0, 1e3 * (first - again) / max(1, faults))
+
+
+# ---------------------------------------------------------------- copies to the host and back
+
+
+def measure_link(device: torch.device) -> Link:
+    """Return the speed of the fastest of a few copies in each direction, while as much goes in the other one."""
+    with undisturbed(device):
+        size = max(SMALL_BYTES, min(SIZE_BYTES, int(FREE_SHARE * free_bytes(device))))
+        latency_ms = min(min(_both_ways_ms(device, SMALL_BYTES)) for _ in range(REPEATS))
+        times = [_both_ways_ms(device, size) for _ in range(REPEATS)]
+    out_ms, in_ms = (max(LEAST_MS, min(of_one) - latency_ms) for of_one in zip(*times, strict=True))
+    return Link(size / out_ms, size / in_ms, latency_ms)
+
+
+def _both_ways_ms(device: torch.device, size_bytes: int) -> tuple[float, float]:
+    """Copy to the host and back at once; return the milliseconds of each."""
+    on_device = [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    on_host = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    torch.cuda.synchronize(device)
+    events = []
+    pairs = zip(streams, (on_host[0], on_device[1]), (on_device[0], on_host[1]), strict=True)
+    for stream, target, source in pairs:
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            before.record(stream)
+            target.copy_(source, non_blocking=True)
+            after.record(stream)
+        events.append((before, after))
+    torch.cuda.synchronize(device)
+    out_ms, in_ms = (before.elapsed_time(after) for before, after in events)
+    return out_ms, in_ms

@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,51 +19,16 @@ from torch import fx
 
 from ..capturing.capture import Captured
 from ..memory.allocator import allocated_bytes, storage_bytes
-from ..memory.metering import MemoryMeter, Meter
+from ..memory.metering import Interval, LiveBytes, MemoryMeter
 from ..records.graph import bytes_of
 from ..records.step import Output
 from ..running.accumulation import Leaves, addable, existing, find_leaves
 from ..running.execution import Part, missing_gradients
 from ..running.program import Program
 from ..torch_private import backward_pass, sharding, tensor_state
-from .marks import (
-    CALLED,
-    LEFT,
-    OTHER,
-    OTHER_DONE,
-    Event,
-    Mark,
-    Span,
-    allocated_between,
-    peak_of_step,
-    spans_of,
-    unseen_bytes,
-    without_others,
-)
 from .profiling import TimedRun
-from .runs import Run
-
-
-@dataclass(frozen=True, slots=True)
-class Existing:
-    """The memory that exists when a step begins.
-
-    Attributes:
-        resident_bytes: Bytes that stay.
-        stale_bytes: Bytes that are freed before the backward is called.
-        left_bytes: Bytes of outputs of the step before that are freed as the last forward returns.
-        sees_frees: Whether the measurement sees these freed: the step before was measured.
-    """
-
-    resident_bytes: int = 0
-    stale_bytes: int = 0
-    left_bytes: int = 0
-    sees_frees: bool = False
-
-    @property
-    def size_bytes(self) -> int:
-        """All bytes."""
-        return self.resident_bytes + self.stale_bytes + self.left_bytes
+from .resident import Resident
+from .runs import CALLED, CLOSED, LEFT, OTHER, OTHER_DONE, START, Event, Mark, Run
 
 
 class StepRecord:
@@ -73,13 +39,14 @@ class StepRecord:
 
     Args:
         device: The device whose memory is measured; None where a step runs on tensors without memory.
-        existing: The memory that exists when it begins.
+        resident: The memory that exists when it begins.
+        sees_frees: Whether the measurement sees frees of that memory: the step before was measured.
         root: The model, None where none of it can be sharded.
         meter: Measures the memory, by default that of the device.
 
     Attributes:
         has_memory: Whether its tensors have memory.
-        existing: The memory that existed when it began.
+        resident: The memory that existed when it began.
         counted: Storages of this memory, where they are known.
         runs: Its runs, in the order of their forwards.
         backwards: Indices of the runs, in the order of their backwards.
@@ -96,9 +63,10 @@ class StepRecord:
     def __init__(
         self,
         device: torch.device | None,
-        existing: Existing,
+        resident: Resident = Resident(0, 0),
+        sees_frees: bool = False,
         root: torch.nn.Module | None = None,
-        meter: Meter | None = None,
+        meter: MemoryMeter | LiveBytes | None = None,
     ) -> None:
         self._sharded = root if root is not None and sharding.has_units(root) else None
         self._watched: tuple[int, bool] | None = None  # bytes that the step before left, and whether they are stale
@@ -106,7 +74,7 @@ class StepRecord:
         self._next: weakref.ref[StepRecord] | None = None
         self._thread = threading.get_ident()
         self.has_memory = device is not None
-        self.existing = existing
+        self.resident, self._sees_frees = resident, sees_frees
         self.counted = frozenset[int]()
         self.runs: list[Run] = []
         self.backwards: list[int] = []
@@ -115,13 +83,12 @@ class StepRecord:
         self.timed: TimedRun | None = None
         self._tangents: dict[int, Callable[[], bool]] = {}  # of the running backward, whether each of them lives
         self.alive_at: dict[Mark, list[Output]] = {}
-        self._marks: dict[str, Mark] = {}
         self._meter = meter
         self._is_closed = False
         self._unwatch: list[Callable[[], Any]] = []
         self.allocated_bytes = 0
         self.grown_bytes: int | None = None
-        self.spans: Sequence[Span] = ()
+        self.spans: Sequence[Interval] = ()
         self._ended = 0  # the number of the backwards that have ended, with all that they are part of
         self._peak_bytes = 0  # above what existed when the step began
         if meter is None and device is not None and MemoryMeter.is_available(device):
@@ -164,9 +131,9 @@ class StepRecord:
     @property
     def freed_bytes(self) -> int:
         """Bytes that the measurement sees freed before the backward, without `returned_bytes`."""
-        if not self.existing.sees_frees:
+        if not self._sees_frees:
             return 0
-        return self.existing.stale_bytes + (0 if self.returned_bytes else self.existing.left_bytes)
+        return self.resident.stale_bytes + (0 if self.returned_bytes else self.resident.left_bytes)
 
     @property
     def returned_bytes(self) -> int:
@@ -181,7 +148,7 @@ class StepRecord:
         """Whether outputs of the step before were freed as the last forward returned; None where there were none."""
         if self._watched is None or not self.backwards:
             return None
-        marks = [span.mark for span in self.spans]
+        marks = [span.label for span in self.spans]
         returned = Event.FORWARD_DONE.of(max(self.backwards))
         if returned not in marks or LEFT not in marks[marks.index(returned) :]:
             return False
@@ -195,17 +162,10 @@ class StepRecord:
         before._left = {Mark(Event.RELEASED, r.index, t) for r, t in living if r.graph.tensors[t].shape}
         before._next = weakref.ref(self)
 
-    def watch_uncounted(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Mark the releases of uncounted tensors from before the step."""
+    def watch_releases(self, event: Event, tensors: Iterable[torch.Tensor]) -> None:
+        """Mark the releases of tensors on the host: uncounted ones from before the step, or those of the batch."""
         for tensor in tensors:
-            mark = Mark(Event.UNCOUNTED, size_bytes=tensor.untyped_storage().nbytes())
-            self._unwatch.append(self._mark_release(tensor, mark))
-
-    def watch_given(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Mark the releases of tensors of the batch, which the allocator may not report."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            mark = Mark(Event.GIVEN, size_bytes=allocated_bytes(storage.nbytes(), tensor.device))
+            mark = Mark(event, size_bytes=tensor.untyped_storage().nbytes())
             self._unwatch.append(self._mark_release(tensor, mark))
 
     def begin(self, part: Part, number: int, program: Program, arguments: Sequence[Any]) -> Run:
@@ -256,7 +216,7 @@ class StepRecord:
         """
         if run is None or run not in self.runs:
             self._mark(OTHER)
-            backward_pass.at_end(self._plain_backward_ended)
+            self.plain_backward_starts()
             return
         added = addable(run.part.captured, leaves)
         run.added = _added(run.part.captured, leaves, added)
@@ -279,11 +239,13 @@ class StepRecord:
 
     def plain_backward_starts(self) -> None:
         """Record the start of a backward of code that runs as the user wrote it."""
-        backward_pass.at_end(self._plain_backward_ended)
+        backward_pass.at_end(partial(self._whole_backward_ended, None))
 
-    def _plain_backward_ended(self) -> None:
+    def _whole_backward_ended(self, run: Run | None) -> None:
+        """Record the end of a whole backward; later code, the optimizer's step for example, is not planned."""
+        self._ended += run is not None
         if not self._is_closed:
-            self._mark(Mark(Event.ENDED))
+            self._mark(Event.ENDED.of(0 if run is None else run.index))
 
     def backward_done(self, run: Run | None) -> None:
         """Record the end of a backward, and the outputs that others than the part itself held until then."""
@@ -294,23 +256,14 @@ class StepRecord:
         run.released_bytes = sum(size_bytes for lives, size_bytes in run.made_outside.values() if not lives())
         run.outlasting = tuple(position for position, lives in self._tangents.items() if lives())
         self._mark(Event.BACKWARD_DONE.of(run.index))
-        ended = Event.ENDED.of(run.index)
-
-        def whole_backward_ended() -> None:
-            """Record the end of the whole backward; later code, the optimizer's step for example, is not planned."""
-            self._ended += 1
-            if not self._is_closed:
-                self._mark(ended)
-
-        backward_pass.at_end(whole_backward_ended)
+        backward_pass.at_end(partial(self._whole_backward_ended, run))
 
     def _note_alive(self, mark: Mark) -> None:
         self.alive_at[mark] = [(run.index, tensor) for run in self.runs for tensor in run.living]
 
     def _mark(self, mark: Mark) -> None:
         if self._meter is not None:
-            self._marks[mark.label] = mark
-            self._meter.mark(mark.label)
+            self._meter.mark(mark)
 
     def _mark_release(self, value: torch.Tensor, mark: Mark) -> Callable[[], Any]:
         """Mark the release of a tensor's memory; return the function that stops this."""
@@ -331,16 +284,13 @@ class StepRecord:
             self._left.discard(mark)
             record, mark = self._next() if self._next is not None and is_last else None, LEFT
         if record is not None and record._meter is not None and not record._is_closed:
-            record._marks[mark.label] = mark
-            record._meter.mark_release(mark.label)
+            record._meter.mark_release(mark)
 
     def close(self, at_once: bool = True) -> None:
         """End the measurement, once; later calls do nothing.
 
-        Code that ran since the last backward ended, the optimizer's step say, is left out.
-
-        Args:
-            at_once: Whether the step has ended just now. If not, code that ran since the last mark is always left out.
+        Code that ran since the last backward ended, the optimizer's step say, is left out. So is all that ran since the
+        last mark, where the step has not ended just now, at once.
         """
         if not self.backwards:
             self._waiting = [run for run in self.runs if run.is_waiting]
@@ -348,44 +298,41 @@ class StepRecord:
             self._is_closed = True
             sees_end = self._meter.is_counting  # else another meter runs, and a mark would be lost
             if sees_end:
-                self._mark(Mark(Event.CLOSED))
+                self._mark(CLOSED)
             self._meter.stop()
             for unwatch in self._unwatch:  # they may stay for ever, and others will watch them
                 unwatch()
-            spans = spans_of(self._meter.intervals, self._marks)
+            spans = _spans_of(self._meter.intervals)
             closed = spans.pop() if sees_end else None
-            if closed is not None and not at_once and self.is_measured and self.existing.sees_frees:
-                unseen = unseen_bytes(self._meter.intervals, self._marks)
-                self.grown_bytes = closed.start_bytes - unseen
-            self._peak_bytes = peak_of_step(spans, at_once)
-            self.allocated_bytes = allocated_between(self._meter.intervals, self._marks)
-            self.spans = without_others(spans)
+            if closed is not None and not at_once and self.is_measured and self._sees_frees:
+                given = [
+                    (span.label.size_bytes, span.released_bytes) for span in spans if span.label.event is Event.GIVEN
+                ]
+                unseen = sum(size_bytes for size_bytes, told_bytes in given if size_bytes != told_bytes)
+                self.grown_bytes = closed.start_bytes - unseen  # the allocator did not report all that was released
+            self._peak_bytes = _peak_of_step(spans, at_once)
+            self.allocated_bytes = _allocated_between(spans)
+            self.spans = _without_others(spans)
 
     @property
     def peak_bytes(self) -> int | None:
         """Peak of the step, resident bytes included; None where it was not measured to its end."""
-        if self._meter is None or self._meter.lost_marks or not self.existing.sees_frees:
+        if not self.is_measured or not self._sees_frees:
             return None
-        return self.existing.size_bytes + self._peak_bytes
+        return self.resident.existing_bytes + self._peak_bytes
 
-    def outputs_held_bytes(self, present: Collection[int]) -> int:
-        """Return the bytes of outputs that someone holds after the step, beside the storages that count already.
-
-        Single numbers, a loss for example, are too small to count.
-        """
-        seen, total = set(present), 0
+    def left_outputs(self) -> dict[int, int]:
+        """Return the bytes of outputs that someone holds after the step, by storage: none for a loss, say, a number."""
+        sizes = dict[int, int]()
         for run in self.runs:
             for tensor, (lives, storage) in run.outputs.items():
-                if lives() and storage not in seen and run.graph.tensors[tensor].shape:
-                    seen.add(storage)
-                    total += bytes_of(run.graph, (tensor,))
-        return total
+                if lives():
+                    size_bytes = bytes_of(run.graph, (tensor,)) if run.graph.tensors[tensor].shape else 0
+                    sizes[storage] = max(size_bytes, sizes.get(storage, 0))
+        return sizes
 
     def left_inputs(self) -> list[torch.Tensor]:
-        """List the inputs that live on in the graphs of outputs that someone holds after the step, and their gradients.
-
-        Parameters are not among them.
-        """
+        """List the inputs, beside parameters, that outputs hold after the step by their graphs, and their gradients."""
         leaves = [leaf() for run in self.runs if run.living for leaf in run.trained]
         return [tensor for leaf in leaves if leaf is not None for tensor in (leaf, leaf.grad) if tensor is not None]
 
@@ -414,3 +361,55 @@ def _added(captured: Captured, leaves: Leaves, added: frozenset[int]) -> dict[in
         for gradient, positions in positions_of.items()
         if gradient in tensor_of and added.issuperset(positions)
     }
+
+
+# ---------------------------------------------------------------- spans of memory between marks
+
+
+def _spans_of(intervals: Sequence[Interval]) -> list[Interval]:
+    """Return the measured intervals, as if uncounted memory from before the step were never released."""
+    spans, released_bytes = list[Interval](), 0
+    for interval in intervals:
+        mark = interval.label if isinstance(interval.label, Mark) else START  # the meter's own first one
+        if mark.event is Event.UNCOUNTED and mark.size_bytes == interval.released_bytes:
+            released_bytes += interval.released_bytes
+        spans.append(_raised(replace(interval, label=mark), released_bytes))
+    return spans
+
+
+def _without_others(spans: Sequence[Interval]) -> list[Interval]:
+    """Return spans as if the backwards of earlier steps' forwards had neither taken nor freed any memory."""
+    own, shift_bytes, other_bytes = list[Interval](), 0, None
+    for span in spans:
+        if span.label == OTHER and other_bytes is None:
+            other_bytes = span.start_bytes
+        if span.label == OTHER_DONE and other_bytes is not None:
+            shift_bytes, other_bytes = shift_bytes + other_bytes - span.start_bytes, None
+        if other_bytes is not None:
+            span = replace(span, start_bytes=other_bytes, peak_bytes=other_bytes)
+        own.append(_raised(span, shift_bytes))
+    return own
+
+
+def _raised(span: Interval, by_bytes: int) -> Interval:
+    return replace(span, start_bytes=span.start_bytes + by_bytes, peak_bytes=span.peak_bytes + by_bytes)
+
+
+def _allocated_between(spans: Sequence[Interval]) -> int:
+    """Return the bytes that were allocated between the last forward and the first backward."""
+    events = [span.label.event for span in spans]
+    ended = next((i for i, event in enumerate(events) if event in (Event.CALLED, Event.BACKWARD)), len(events))
+    done = max((i for i, event in enumerate(events[:ended]) if event is Event.FORWARD_DONE), default=ended)
+    return sum(span.allocated_bytes for span in spans[done:ended])
+
+
+def _peak_of_step(spans: Sequence[Interval], at_once: bool) -> int:
+    """Return the peak until the last backward ended. Where another backward began after it, return that of all spans.
+
+    Where the step has not ended at once, the last span is left out of the others.
+    """
+    events = [span.label.event for span in spans]
+    ended = max((i for i, event in enumerate(events) if event is Event.ENDED), default=len(events))
+    if Event.BACKWARD in events[ended:]:  # another one failed, or has others run after it
+        ended = len(events)
+    return max((span.peak_bytes for span in spans[: min(ended, len(events) - (not at_once))]), default=0)

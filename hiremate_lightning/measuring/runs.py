@@ -1,10 +1,11 @@
-"""One run of a captured graph in a step: its inputs, its outputs, and how long they lived."""
+"""What a step's record notes: the runs of captured graphs, and marks between which its memory is measured."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 import torch
 
@@ -18,51 +19,36 @@ from ..running.program import Program
 
 @dataclass(eq=False)
 class Run:
-    """One run of a part.
-
-    Attributes:
-        part: The part that runs.
-        number: Number of the part within its session.
-        index: Position among the forwards of the step.
-        program: The program that runs it.
-        links: The output of an earlier run that an input is, by input.
-        parameters: The identity of the parameter that an input is, by input.
-        passed_on: Gradients of inputs that other code computed: they don't stay with a parameter.
-        made_outside: Storages of inputs that code outside has computed in the step, and no run's output shares. Each
-            has a function that returns whether it lives, and its bytes.
-        released_bytes: Bytes of `made_outside` that the backward has freed: only saved values held them.
-        outputs: By output, a function that returns whether its storage still lives, and the storage's identity.
-        alive: Outputs that lived when the backward ended, None before it ends.
-        missing: Positions of the gradients of outputs that did not arrive.
-        tangent_bytes: Bytes of each gradient of an output as it arrived: an expanded one takes less than its shape
-            says, and storage that several share is counted with the first.
-        tangent_strides: Strides of each gradient of an output as it arrived, None for one that did not or is sparse.
-        outlasting: Positions of the gradients of outputs that others still held when the backward ended, as along a
-            residual connection.
-        accumulated_bytes: Bytes of the gradients that autograd has added to existing ones, and freed.
-        added: Gradients that autograd only adds to those of parameters, with the storages of these parameters.
-        is_retained: Whether a backward has left the saved values to another backward.
-        trained: Inputs that get gradients and are no parameters: the autograd graph of the outputs holds them.
-    """
+    """One run of a part."""
 
     part: Part
-    number: int
-    index: int
+    number: int  # number of the part within its session
+    index: int  # position among the forwards of the step
     program: Program
-    links: dict[int, Output] = field(default_factory=dict)
-    parameters: dict[int, int] = field(default_factory=dict)
-    passed_on: tuple[int, ...] = ()
+    links: dict[int, Output] = field(default_factory=dict)  # the output of an earlier run that an input is, by input
+    parameters: dict[int, int] = field(default_factory=dict)  # the identity of the parameter that an input is, by input
+    passed_on: tuple[int, ...] = ()  # gradients of inputs that other code computed: they don't stay with a parameter
+    # Storages of inputs that code outside has computed in the step, and no run's output shares. Each has a function
+    # that returns whether it lives, and its bytes.
     made_outside: dict[int, tuple[Callable[[], bool], int]] = field(default_factory=dict)
-    released_bytes: int = 0
+    released_bytes: int = 0  # bytes of `made_outside` that the backward has freed: only saved values held them
+    # By output, a function that returns whether its storage still lives, and the storage's identity.
     outputs: dict[int, tuple[Callable[[], bool], int]] = field(default_factory=dict)
-    alive: tuple[int, ...] | None = None
-    missing: frozenset[int] = frozenset()
+    alive: tuple[int, ...] | None = None  # outputs that lived when the backward ended, None before it ends
+    missing: frozenset[int] = frozenset()  # positions of the gradients of outputs that did not arrive
+    # Bytes of each gradient of an output as it arrived: an expanded one takes less than its shape says, and storage
+    # that several share is counted with the first.
     tangent_bytes: tuple[int, ...] = ()
+    # Strides of each gradient of an output as it arrived, None for one that did not or is sparse.
     tangent_strides: tuple[tuple[int, ...] | None, ...] = ()
+    # Positions of the gradients of outputs that others still held when the backward ended, as along a residual
+    # connection.
     outlasting: tuple[int, ...] = ()
-    accumulated_bytes: int = 0
+    accumulated_bytes: int = 0  # bytes of the gradients that autograd has added to existing ones, and freed
+    # Gradients that autograd only adds to those of parameters, with the storages of these parameters.
     added: dict[int, frozenset[int]] = field(default_factory=dict)
-    is_retained: bool = False
+    is_retained: bool = False  # whether a backward has left the saved values to another backward
+    # Inputs that get gradients and are no parameters: the autograd graph of the outputs holds them.
     trained: tuple[weakref.ref[torch.Tensor], ...] = ()
 
     def saves(self, output: int) -> bool:
@@ -97,3 +83,43 @@ class Run:
             if is_expanded or not graph.tensors[tensor].shape:
                 roots.append(tensor)  # the gradient of the loss, which `backward()` holds to its end
         return replace(graph, storages=tuple(storages), held=(*graph.held, *roots)), profile
+
+
+# ---------------------------------------------------------------- marks
+
+
+class Event(Enum):
+    """The event at a mark."""
+
+    START = "the step begins"
+    FORWARD = "a forward starts"
+    FORWARD_DONE = "a forward has ended"
+    CALLED = "someone calls the backward"
+    BACKWARD = "a backward starts"
+    BACKWARD_DONE = "a backward has ended"
+    ENDED = "the whole backward has ended, with all that it is part of"
+    OTHER = "the backward of a forward of an earlier step starts"
+    OTHER_DONE = "the backward of a forward of an earlier step has ended"
+    RELEASED = "an output is released"
+    LEFT = "the last output of the step before is released"
+    UNCOUNTED = "another tensor is released that was there before the step"
+    GIVEN = "a tensor of the batch is released"
+    CLOSED = "the measurement ends"
+
+    def of(self, run: int) -> Mark:
+        """Return the mark of a run."""
+        return Mark(self, run)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A mark: it is the label of the interval of memory that begins there."""
+
+    event: Event
+    run: int = 0  # the run to which it happens, 0 for none
+    tensor: int = 0  # the output that is released
+    size_bytes: int = 0  # bytes of a released tensor of the batch, or of one that was counted nowhere
+
+
+START, CALLED, LEFT, CLOSED = Mark(Event.START), Mark(Event.CALLED), Mark(Event.LEFT), Mark(Event.CLOSED)
+OTHER, OTHER_DONE = Mark(Event.OTHER), Mark(Event.OTHER_DONE)

@@ -1,9 +1,16 @@
-"""Values that are offloaded while nothing reads them: to temporary files, or from a GPU by `running.copies`."""
+"""Values that are offloaded while nothing reads them: to temporary files, or from a GPU by `running.copies`.
+
+Files are used again, since to fill fresh pages takes ten times as long as to fill old ones.
+"""
 
 from __future__ import annotations
 
+import mmap
+import os
+import tempfile
+import weakref
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,56 +18,77 @@ import torch
 from ..running.copies import HostMemory, Leaving, Place
 from ..running.execution import CHANGED
 from ..torch_private import tensor_state
-from .files import HAS_FILES, Files
 
+HAS_FILES = hasattr(os, "posix_fallocate")  # without it a write to a full disk ends the process
+LEAST_FILE = 2**20  # bytes
+GROWTH = 0.25  # share of the bytes of all files that another file has at least
 LEAST_OFFLOAD = 2**14  # bytes
+_all: weakref.WeakSet[Files] = weakref.WeakSet()
 
 
-class _InFile:
-    """A storage of the host in a temporary file, and read in the memory of that file."""
+class Files:
+    """Temporary files, each of which holds many values one after the other.
 
-    def __init__(self, tensor: torch.Tensor, files: Files) -> None:
-        memory = tensor_state.memory_of(tensor)
-        self._memory = files.take(memory.nbytes).copy_(memory)
-
-    def storage(self) -> torch.UntypedStorage:
-        """Return the storage."""
-        return self._memory.untyped_storage()
-
-
-@dataclass(frozen=True)
-class _Offloaded:
-    """A tensor that is offloaded: a copy of its storage, and its place there."""
-
-    copy: _InFile | Leaving
-    place: Place
-
-    def get(self) -> torch.Tensor:
-        """Return the tensor."""
-        return self.place.on(self.copy.storage())
-
-
-@dataclass(frozen=True, slots=True)
-class _AsItIs:
-    """A tensor that stays where it is, and the number of its changes in place.
-
-    Autograd does not look at these changes where there are hooks.
+    A file is used again from its beginning when none of its values lives any more, but not after the process has
+    forked: both processes have its memory then. PyTorch counts the memory of its own files (`torch.from_file`) as
+    allocated, so these are none of them.
     """
 
-    tensor: torch.Tensor
-    version: int
+    def __init__(self) -> None:
+        self.size_bytes = 0  # bytes of all files
+        self._files = list[_File]()
+        _all.add(self)
 
-    def get(self) -> torch.Tensor:
-        """Return the tensor.
+    def forget(self) -> None:
+        """Use no file again: each is deleted when nobody holds its memory."""
+        self.size_bytes, self._files = 0, []
+
+    def take(self, size_bytes: int) -> torch.Tensor:
+        """Return memory as a storage of its own, which is used again when nobody holds it any more.
 
         Raises:
-            RuntimeError: If it was changed in place, as PyTorch raises it without hooks.
+            OSError: If the disk has no room for another file.
         """
-        (version,) = tensor_state.versions_of([self.tensor])
-        if version != self.version:
-            name = f"a tensor of shape {tuple(self.tensor.shape)}"
-            raise RuntimeError(CHANGED.format(name=name, found=version, expected=self.version))
-        return self.tensor
+        file = next((file for file in self._files if file.has_room(size_bytes)), None)
+        if file is None:
+            file = _File(max(size_bytes, LEAST_FILE, int(GROWTH * self.size_bytes)))
+            self._files.append(file)
+            self.size_bytes += file.size_bytes
+        return file.take(size_bytes)
+
+
+def _forget_all() -> None:
+    for files in tuple(_all):
+        files.forget()
+
+
+if HAS_FILES:
+    os.register_at_fork(before=_forget_all)
+
+
+class _File:
+    """A temporary file, which is deleted when nobody holds its memory."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        with tempfile.TemporaryFile() as file:
+            os.posix_fallocate(file.fileno(), 0, size_bytes)
+            self._memory = mmap.mmap(file.fileno(), size_bytes)
+        self._end = 0  # of the last value
+        self._live = list[Callable[[], bool]]()  # of each value
+
+    def has_room(self, size_bytes: int) -> bool:
+        """Whether a value of so many bytes has a place behind those that live; begins anew where none does."""
+        if not any(lives() for lives in self._live):
+            self._end, self._live = 0, []
+        return self._end + size_bytes <= self.size_bytes
+
+    def take(self, size_bytes: int) -> torch.Tensor:
+        """Return the memory of a value that has a place."""
+        value = torch.frombuffer(self._memory, dtype=torch.uint8, count=size_bytes, offset=self._end)
+        self._live.append(tensor_state.watch_storage(value))
+        self._end += -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        return value
 
 
 class SavedOffload(torch.autograd.graph.saved_tensors_hooks):
@@ -80,20 +108,21 @@ class SavedOffload(torch.autograd.graph.saved_tensors_hooks):
         on_full: Callable[[OSError | MemoryError], None] | None = None,
         files: Files | None = None,
     ) -> None:
-        super().__init__(self._put, lambda value: value.get())
+        super().__init__(self._put, lambda get: get())
         self._given, self._on_full = given, on_full
         self._host, self._files = host or HostMemory(), files or Files()
-        self._copies: dict[int, tuple[int | None, Callable[[], bool], _InFile | Leaving]] = {}  # by storage
+        # By storage: its version, whether it lives, and what returns its copy.
+        self._copies: dict[int, tuple[int, Callable[[], bool], Callable[[], torch.UntypedStorage]]] = {}
 
     def __exit__(self, *raised: object) -> None:
         """Stop offloading, and forget all copies: the hooks refer to themselves, so they die late."""
         super().__exit__(*raised)
         self._copies.clear()
 
-    def _put(self, tensor: torch.Tensor) -> _AsItIs | _Offloaded:
-        """Offload a tensor, where that is worth it."""
+    def _put(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Offload a tensor, where that is worth it; return the function that gets it."""
         (version,) = tensor_state.versions_of([tensor])
-        stays = _AsItIs(tensor, version)
+        stays = partial(_unchanged, tensor, version)
         is_plain = tensor_state.is_dense(tensor) and not tensor_state.has_parts(tensor)
         if not is_plain or tensor_state.is_transforming() or tensor.is_conj() or tensor.is_neg():
             return stays
@@ -103,25 +132,38 @@ class SavedOffload(torch.autograd.graph.saved_tensors_hooks):
         if storage in self._given or tensor.untyped_storage().nbytes() < LEAST_OFFLOAD:
             return stays
         try:
-            return _Offloaded(self._copy(storage, tensor, version), Place(tensor))
+            get, place = self._copy(storage, tensor, version), Place(tensor)
+            return lambda: place.on(get())
         except (OSError, MemoryError) as error:
             if self._on_full is None:
                 raise
             self._on_full(error)
             return stays
 
-    def _copy(self, storage: int, tensor: torch.Tensor, version: int) -> _InFile | Leaving:
+    def _copy(self, storage: int, tensor: torch.Tensor, version: int) -> Callable[[], torch.UntypedStorage]:
+        """Copy a storage, unless it was copied as it is; return the function that gets the copy."""
         if storage in self._copies:
-            copied, lives, copy = self._copies[storage]
+            copied, lives, get = self._copies[storage]
             if version == copied and lives():
-                return copy
+                return get
         if tensor.device.type == "cpu":
-            copy = _InFile(tensor, self._files)
+            memory = tensor_state.memory_of(tensor)
+            get = self._files.take(memory.nbytes).copy_(memory).untyped_storage
         else:
-            copy = Leaving(tensor, self._host)
-            copy.wait()  # later operations may change the storage in place
-        self._copies[storage] = version, tensor_state.watch_storage(tensor), copy
-        return copy
+            leaving = Leaving(tensor, self._host)
+            leaving.wait()  # later operations may change the storage in place
+            get = leaving.storage
+        self._copies[storage] = version, tensor_state.watch_storage(tensor), get
+        return get
+
+
+def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    """Return a tensor, unless it was changed in place: autograd does not look at that where there are hooks."""
+    (now,) = tensor_state.versions_of([tensor])
+    if now != version:
+        name = f"a tensor of shape {tuple(tensor.shape)}"
+        raise RuntimeError(CHANGED.format(name=name, found=now, expected=version))
+    return tensor
 
 
 def offloading_saved(function: Callable[..., Any]) -> Callable[..., Any]:

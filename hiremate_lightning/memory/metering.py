@@ -2,59 +2,66 @@
 
 On the CPU a profiler records each allocation; a dispatch mode would miss what kernels allocate inside. On CUDA the
 caching allocator's statistics are read and reset at each mark.
+
+Steps that are not measured in full are observed beside that. On a CPU, `Between` records now and then what code between
+the last forward and the backward allocates: a loss, a teacher, a metric. On a GPU, `DevicePeak` reads the peak that the
+allocator keeps. What runs beside the step under way is `unmeasured`.
 """
 
 from __future__ import annotations
 
+import random
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
-from ..torch_private import backward_pass, host_events
+from ..torch_private import backward_pass, runtime, tensor_state
+
+REST = 99  # `Between` rests for this many times the duration of its last look: looks take 1 % of the time
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Memory between two marks, in bytes relative to the start of the measurement.
+    """Memory between two marks, in bytes relative to the start of the measurement."""
 
-    Attributes:
-        label: The mark at its start.
-        start_bytes: Live at the mark.
-        peak_bytes: Most that lived until the next mark.
-        released_bytes: Bytes that were released at the mark, where a release set it.
-        allocated_bytes: Bytes that were allocated until the next mark, on a CPU.
-    """
-
-    label: str
-    start_bytes: int
-    peak_bytes: int
-    released_bytes: int = 0
-    allocated_bytes: int = 0
+    label: Any  # the mark at its start
+    start_bytes: int  # live at the mark
+    peak_bytes: int  # most that lived until the next mark
+    released_bytes: int = 0  # bytes that were released at the mark, where a release set it
+    allocated_bytes: int = 0  # bytes that were allocated until the next mark, on a CPU
 
 
 class LiveBytes:
-    """Live bytes, and their peaks between marks, as an allocator's events come.
+    """Live bytes, and their peaks between marks, as an allocator's events come."""
 
-    Attributes:
-        intervals: One for each mark.
-    """
+    lost_marks, is_counting = False, True  # nothing interrupts it
 
     def __init__(self) -> None:
-        self.intervals: list[Interval] = []
+        self.intervals: list[Interval] = []  # one for each mark
         self._live_bytes = 0
-        self._releases: list[str] = []  # marks to set at releases to come
+        self._releases: list[Any] = []  # marks to set at releases to come
 
-    def mark(self, label: str) -> None:
+    def start(self) -> None:
+        """Begin to count; the first mark is called "start"."""
+        self.mark("start")
+
+    def stop(self) -> None:
+        """End the count."""
+
+    def mark(self, label: Any) -> None:
         """Begin a new interval, after those of releases that did not come."""
         for release in (*self._releases, label):
             self._begin(release)
         self._releases.clear()
 
-    def mark_release(self, label: str) -> None:
+    def mark_release(self, label: Any) -> None:
         """Begin a new interval as soon as something is released."""
         self._releases.append(label)
 
@@ -69,36 +76,8 @@ class LiveBytes:
             elif self._releases and size_bytes < 0:
                 self._begin(self._releases.pop(0), -size_bytes)
 
-    def _begin(self, label: str, released_bytes: int = 0) -> None:
+    def _begin(self, label: Any, released_bytes: int = 0) -> None:
         self.intervals.append(Interval(label, self._live_bytes, self._live_bytes, released_bytes))
-
-
-def _measured_thread(device: torch.device) -> int:
-    """Name the thread whose memory is measured: on a CPU the current one, on CUDA all of them are."""
-    return 0 if device.type == "cuda" else threading.get_ident()
-
-
-class Meter(Protocol):
-    """Measures memory from `start` to `stop`, see `MemoryMeter`."""
-
-    intervals: list[Interval]
-    lost_marks: bool
-
-    @property
-    def is_counting(self) -> bool:
-        """Whether it counts now: no other meter runs."""
-
-    def start(self) -> None:
-        """Begin."""
-
-    def mark(self, label: str) -> None:
-        """Begin a new interval."""
-
-    def mark_release(self, label: str) -> None:
-        """Begin a new interval as soon as something is released."""
-
-    def stop(self) -> None:
-        """End."""
 
 
 class MemoryMeter:
@@ -106,6 +85,8 @@ class MemoryMeter:
 
     To start a meter while another runs pauses that one until the inner meter stops: what happens in between does not
     count there. On a CPU all of a thread end where another profiler begins.
+
+    Nobody reads the intervals of a meter that only covers others (`is_read=False`).
 
     Attributes:
         intervals: One for each mark, complete when the measurement has ended.
@@ -115,31 +96,23 @@ class MemoryMeter:
 
     _running: ClassVar[list[weakref.ref[MemoryMeter]]] = []  # the last one of a thread counts, the others are paused
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, is_read: bool = True) -> None:
         self._thread = _measured_thread(device)
         self.intervals: list[Interval] = []
-        self.was_interrupted = False
-        self.lost_marks = False
+        self.was_interrupted = self.lost_marks = False
         self._means: _HostEvents | _DeviceStatistics = (
-            _DeviceStatistics(device) if device.type == "cuda" else _HostEvents(MemoryMeter._give_way)
+            _DeviceStatistics(device) if device.type == "cuda" else _HostEvents(MemoryMeter._give_way, is_read)
         )
-
-    @classmethod
-    def covering(cls, device: torch.device) -> MemoryMeter:
-        """Return a meter that nobody reads. It keeps the running meter from counting what happens meanwhile."""
-        meter = cls(device)
-        if device.type != "cuda":
-            meter._means = _UnreadEvents(cls._give_way)
-        return meter
 
     @staticmethod
     def is_available(device: torch.device) -> bool:
         """Whether memory can be measured now: on a CPU not inside of a backward, nor while others profile."""
-        ours = MemoryMeter._current(_measured_thread(device)) is not None
         if device.type == "cuda":
             return True
         # A profiler that begins or ends inside of a backward does so until its end: autograd restores its state.
-        return not backward_pass.is_running() and (ours or not host_events.profiler_is_running())
+        if backward_pass.is_running():
+            return False
+        return MemoryMeter.is_running(device) or not runtime.profiler_is_running()
 
     @staticmethod
     def is_running(device: torch.device) -> bool:
@@ -187,18 +160,15 @@ class MemoryMeter:
         """Whether it runs, and no other meter within it."""
         return MemoryMeter._current(self._thread) is self
 
-    def mark(self, label: str) -> None:
+    def mark(self, label: Any) -> None:
         """Begin a new interval."""
         if self.is_counting:
             self._means.mark(label)
         else:
             self.lost_marks = True
 
-    def mark_release(self, label: str) -> None:
-        """Begin a new interval as soon as something has been released; on CUDA, where nobody tells of it, at once.
-
-        While the meter is paused, nothing.
-        """
+    def mark_release(self, label: Any) -> None:
+        """Begin a new interval as soon as something is released; on CUDA, where nobody tells of it, at once."""
         if self.is_counting:
             self._means.mark_release(label)
 
@@ -224,48 +194,46 @@ class MemoryMeter:
         self._dropped = weakref.finalize(self, self._means.pause)
 
 
+def _measured_thread(device: torch.device) -> int:
+    """Name the thread whose memory is measured: on a CPU the current one, on CUDA all of them are."""
+    return 0 if device.type == "cuda" else threading.get_ident()
+
+
 class _HostEvents:
-    """The host allocator's events, with marks as named ranges among them."""
+    """The host allocator's events, with marks as named ranges among them.
 
-    _MARK = "mark:"
-    _RELEASE = "release:"
-
-    def __init__(self, give_way: Callable[[], None]) -> None:
-        self._live = LiveBytes()
-        self._give_way = give_way
-
-    @property
-    def intervals(self) -> list[Interval]:
-        return self._live.intervals
-
-    def resume(self) -> None:
-        host_events.start(self._give_way)
-
-    def mark(self, label: str) -> None:
-        host_events.mark(self._MARK + label)
-
-    def mark_release(self, label: str) -> None:
-        host_events.mark(self._RELEASE + label)
-
-    def pause(self) -> None:
-        for name, size in host_events.stop():
-            if name.startswith(self._MARK):
-                self._live.mark(name.removeprefix(self._MARK))
-            elif name.startswith(self._RELEASE):
-                self._live.mark_release(name.removeprefix(self._RELEASE))
-            elif size:
-                self._live.add(size)
-
-
-class _UnreadEvents(_HostEvents):
-    """Events that are recorded and not looked at: a proof has many.
-
-    They have to be recorded. PyTorch keeps the size of a block whose release it does not see, and reports it again when
-    the next tensor at that address is released.
+    Where nobody reads the events, they are still recorded, and not looked at: a proof has many. PyTorch keeps the size
+    of a block whose release it does not see, and reports it again when the next tensor at that address is released.
     """
 
+    def __init__(self, give_way: Callable[[], None], is_read: bool) -> None:
+        self._live, self._give_way, self._is_read = LiveBytes(), give_way, is_read
+        self._marks: list[tuple[Callable[[Any], None], Any]] = []  # what to do at the event of this number
+        self.intervals = self._live.intervals
+
+    def resume(self) -> None:
+        runtime.start_recording(self._give_way)
+
+    def mark(self, label: Any) -> None:
+        self._put(self._live.mark, label)
+
+    def mark_release(self, label: Any) -> None:
+        self._put(self._live.mark_release, label)
+
+    def _put(self, begin: Callable[[Any], None], label: Any) -> None:
+        self._marks.append((begin, label))
+        runtime.mark(str(len(self._marks) - 1))
+
     def pause(self) -> None:
-        host_events.drop()
+        if not self._is_read:
+            runtime.drop_recording()
+            return
+        for name, size in runtime.stop_recording():
+            if name:
+                begin, label = self._marks[int(name)]
+                begin(label)
+            elif size:
+                self._live.add(size)
 
 
 class _DeviceStatistics:
@@ -282,7 +250,7 @@ class _DeviceStatistics:
         self._base = torch.cuda.memory_allocated(self._device) - self._live
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    def mark(self, label: str) -> None:
+    def mark(self, label: Any) -> None:
         self.pause()
         self.intervals.append(Interval(label, self._live, self._live))
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -298,15 +266,108 @@ class _DeviceStatistics:
 
 
 def measure_peak(function: Callable[[], Any], device: torch.device | str = "cpu") -> int:
-    """Run a function and return the bytes that it added at its peak to those allocated before.
-
-    Args:
-        function: Called once, without arguments.
-        device: Where its memory counts.
-
-    Returns:
-        Peak above the start, in bytes by the allocator's own events, at least 0.
-    """
+    """Run a function and return the bytes that it added at its peak to those allocated before, at least 0."""
     with MemoryMeter(torch.device(device)) as meter:
         function()
     return max((interval.peak_bytes for interval in meter.intervals), default=0)
+
+
+# ---------------------------------------------------------------- beside the step under way
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Restore random state, gradient mode, autocast, and a measurement of the step under way afterwards."""
+    with unmeasured(device), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+@contextmanager
+def unmeasured(device: torch.device) -> Iterator[None]:
+    """Restore random state, that of Python and NumPy too, and a measurement of the step under way afterwards."""
+    covering = MemoryMeter(device, is_read=False) if MemoryMeter.is_available(device) else nullcontext()
+    devices = [device] if device.type == "cuda" else []
+    with (
+        torch.cuda.device(device) if devices else nullcontext(),  # events are of the current device
+        covering,
+        tensor_state.real_mode(),
+        torch.random.fork_rng(devices=devices),
+    ):
+        of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  custom operators may draw there
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)  # noqa: NPY002
+
+
+# ---------------------------------------------------------------- in steps that are not measured in full
+
+
+class Between:
+    """Measures the allocations of code between the forwards and the backward of a step, on a CPU."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._meter: MemoryMeter | None = None
+        self._thread = 0
+        self._due_at = self._took_s = 0.0
+        self._allocated_bytes: int | None = None
+        backward_pass.tell(self)
+
+    def begin(self) -> None:
+        """Begin to look, where that is due and no other meter or profiler runs: the last forward has ended."""
+        began_at, device = self._clock(), torch.device("cpu")
+        is_free = MemoryMeter.is_available(device) and not MemoryMeter.is_running(device)
+        if began_at < self._due_at or self._meter is not None or not is_free:
+            return
+        self._thread, self._meter, self._allocated_bytes = threading.get_ident(), MemoryMeter(device), None
+        self._meter.start()
+        self._took_s = self._clock() - began_at
+
+    def backward_called(self) -> None:
+        """End the look, where one is under way: a backward is about to run."""
+        if self._meter is None or threading.get_ident() != self._thread:
+            return
+        began_at, meter, self._meter = self._clock(), self._meter, None
+        meter.stop()
+        if not meter.was_interrupted:
+            self._allocated_bytes = sum(interval.allocated_bytes for interval in meter.intervals)
+        now = self._clock()
+        self._due_at = now + REST * (self._took_s + now - began_at)
+
+    def take(self) -> int | None:
+        """Return the bytes that were allocated in the step that has ended; None where that was not seen."""
+        self.backward_called()
+        allocated_bytes, self._allocated_bytes = self._allocated_bytes, None
+        return allocated_bytes
+
+
+class DevicePeak:
+    """Reads the peak of a step on a GPU; the user's peak stays, as long as nothing takes more than planned steps."""
+
+    def __init__(self) -> None:
+        self._device: torch.device | None = None
+        self._peak_bytes = 0
+
+    def begin(self, device: torch.device, known_bytes: int) -> None:
+        """Begin a step, where no other meter runs; a peak above the known bytes will be seen."""
+        if MemoryMeter.is_running(device):
+            return
+        self._device, self._peak_bytes = device, 0
+        if torch.cuda.max_memory_allocated(device) > known_bytes:
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def backward_starts(self) -> None:
+        """Read the peak as soon as the backward ends that has begun."""
+        if self._device is not None:
+            backward_pass.at_end(self._read)
+
+    def _read(self) -> None:
+        if self._device is not None and not MemoryMeter.is_running(self._device):
+            self._peak_bytes = torch.cuda.max_memory_allocated(self._device)
+
+    def take(self) -> int:
+        """Return the peak of the step that has ended; 0 where it was not read."""
+        self._device, peak_bytes, self._peak_bytes = None, self._peak_bytes, 0
+        return peak_bytes

@@ -1,64 +1,121 @@
-"""Several methods on one step, under several budgets: their schedules, by the simulator, and proven bounds.
+"""One step under several budgets: the curve of the solutions of one strategy, and the comparison of several methods.
 
-A bound that one method has proved for a budget holds for all methods, and for every smaller budget. So each distance to
-the bound is known only when all are done, and `Comparison` computes it from the outcomes so far.
+A schedule for one budget fits every larger one, and a bound for one budget holds for every smaller one, and for all
+methods. So a curve answers a new budget at once, a larger budget never gives a slower step, and solving one more budget
+only improves it. The distance of a method to the bound is known only when all are done: `Comparison` computes it from
+the outcomes so far.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
-from .solvers.base import Problem, Solution, Status, replay, strategy_names
+from .solvers.base import Problem, Solution, Status, Strategy, get_strategy, replay, strategy_names
+from .solvers.least_memory import smallest_budget
 from .solvers.model import StepModel
 from .solvers.turn_point import lower_bound
 from .solvers.worker import apart
 
 BOUND_SHARE = 0.2  # of a solve's time limit, for a bound that no method has to prove
-PLAIN = "none"  # keeps everything: plain training, which is no method to compare
+DEFAULT_POINTS = 10
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The known solutions and bounds of a step, for any budget.
+
+    Attributes:
+        problem: The step; its budget doesn't count.
+        points: Solutions, peak ascending and time descending.
+        bounds: Pairs of a budget and the proven least extra time under it, in milliseconds; budgets ascending.
+        least_bytes: Below it no schedule exists, as far as proven; 0 if nothing is.
+    """
+
+    problem: Problem
+    points: tuple[Solution, ...]
+    bounds: tuple[tuple[int, float], ...]
+    least_bytes: int = 0
+
+    def solution(self, budget_bytes: int) -> Solution:
+        """Return the fastest known solution within a budget, with the best bound that holds for it.
+
+        It is INFEASIBLE where that is proven, NOT_FOUND where no known one fits.
+        """
+        bound = max((ms for budget, ms in self.bounds if budget >= budget_bytes), default=0.0)
+        if budget_bytes < self.least_bytes:
+            return Solution("curve", Status.INFEASIBLE, bound_ms=bound, stopped_by="proof")
+        fitting = [point for point in self.points if point.peak_bytes <= budget_bytes]
+        if not fitting:
+            return Solution("curve", Status.NOT_FOUND, bound_ms=bound, stopped_by="end of the search")
+        point, gap_ms = fitting[-1], self.problem.options.gap * self.problem.step_ms
+        proven = point.extra_ms <= bound + gap_ms
+        status = Status.OPTIMAL if proven else Status.FEASIBLE
+        ended = "proof" if proven else "end of the search" if point.stopped_by == "proof" else point.stopped_by
+        return replace(point, status=status, bound_ms=min(bound, point.extra_ms), stopped_by=ended, solve_s=0.0)
+
+    def with_solution(self, budget_bytes: int, solution: Solution) -> Curve:
+        """Add the solution of one budget: its schedule, its bound, or the proof that nothing fits."""
+        points = [*self.points, solution] if solution.is_feasible else [*self.points]
+        fastest = list[Solution]()  # those that are faster than all smaller ones
+        for point in sorted(points, key=lambda p: (p.peak_bytes, p.extra_ms)):
+            if not fastest or point.extra_ms < fastest[-1].extra_ms:
+                fastest.append(point)
+        bounds = tuple(sorted({*self.bounds, (budget_bytes, solution.bound_ms)}))
+        least = max(self.least_bytes, budget_bytes + 1) if solution.status is Status.INFEASIBLE else self.least_bytes
+        return Curve(self.problem, tuple(fastest), bounds, least)
+
+
+def curve(problem: Problem, budgets: Sequence[int] = (), solve: Strategy | None = None) -> Curve:
+    """Solve a step for several budgets, the smallest first.
+
+    Args:
+        problem: The step; the time limit is that of all budgets together.
+        budgets: Bytes; by default spread evenly from the smallest found to the bytes of keeping everything.
+        solve: The strategy that solves each; None for the portfolio, in this process.
+
+    Returns:
+        The curve, which includes the schedule of least memory and plain training.
+    """
+    smallest = smallest_budget(problem)
+    whole_bytes = StepModel(problem).keep_all_bytes
+    smallest = replace(smallest, status=Status.FEASIBLE)
+    solved = Curve(problem, (smallest,), ())
+    between_bytes = whole_bytes - smallest.peak_bytes
+    spread = [smallest.peak_bytes + between_bytes * i // DEFAULT_POINTS for i in range(DEFAULT_POINTS)]
+    chosen = sorted(budgets) or spread
+    limit_s = problem.options.time_limit_s / max(1, len(chosen))
+    options = replace(problem.options, time_limit_s=limit_s)
+    solve = solve or get_strategy("portfolio")
+    for budget in chosen:
+        solved = solved.with_solution(budget, solve(replace(problem, budget_bytes=budget, options=options)))
+    everything = get_strategy("none")(replace(problem, budget_bytes=whole_bytes))
+    return solved.with_solution(whole_bytes, everything)
+
+
+# ---------------------------------------------------------------- several methods
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of one method under one budget.
+class Outcome(Solution):
+    """The solution of one method under one budget, with its time and its peak by the simulator, 0 where it has none.
 
     Attributes:
         budget_bytes: Bytes that the step may add to resident ones.
-        method: Name of the strategy.
+        method: Name of the strategy that was asked.
         fits: Whether the simulated peak is within the budget.
-        recompute_ms: Simulated time of recomputation, 0 where nothing was found.
-        peak_bytes: Simulated peak above resident bytes, 0 where nothing was found.
-        bound_ms: Lower bound on the recompute time that the method has proved, 0 if none.
-        status: How the solve ended.
-        stopped_by: Why it ended, in words.
-        solve_s: Seconds taken.
-        proposed_ms: Recompute time of the method's own schedule, before anything was evicted or kept beyond it.
-        proposed_bytes: The peak of that schedule, 0 where it has none.
-        note: What the method could not serve, and the substitute that it took; empty where it served all.
     """
 
-    budget_bytes: int
-    method: str
-    fits: bool
-    recompute_ms: float
-    peak_bytes: int
-    bound_ms: float
-    status: Status
-    stopped_by: str
-    solve_s: float
-    proposed_ms: float = 0.0
-    proposed_bytes: int = 0
-    note: str = ""
+    budget_bytes: int = 0
+    method: str = ""
+    fits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Outcomes of one step.
+    """Outcomes of one step so far, in any order.
 
-    Attributes:
-        step_ms: Time of the step without recomputation.
-        outcomes: Outcomes so far, in any order.
-        bounds: For each budget the recompute time below which no schedule exists, None where none fits.
+    `bounds` are pairs of a budget and the recompute time below which no schedule exists, None where none fits.
     """
 
     step_ms: float
@@ -103,7 +160,7 @@ class Comparison:
 
 def methods_to_compare() -> tuple[str, ...]:
     """List the methods that are compared where none are named."""
-    return tuple(name for name in strategy_names() if name != PLAIN)
+    return tuple(name for name in strategy_names() if name != "none")  # that is plain training
 
 
 def compare(
@@ -111,13 +168,7 @@ def compare(
 ) -> Iterator[Outcome]:
     """Solve a problem by one method after the other, each in a process of its own and within the time limit.
 
-    Args:
-        problem: The step, its budget, and the time limit of each solve.
-        methods: Names of strategies.
-        starting: Called with each method before it starts.
-
-    Yields:
-        Each outcome as soon as it is known.
+    `starting` is called with each method before it starts. Each outcome is yielded as soon as it is known.
 
     Raises:
         ConfigurationError: If there is no method of a name.
@@ -134,18 +185,11 @@ def proven_ms(problem: Problem) -> float | None:
 
 def outcome_of(problem: Problem, method: str, solution: Solution) -> Outcome:
     """Judge the solution of a method by the independent simulator."""
-    simulation = replay(problem, solution.recompute) if solution.recompute else None
-    return Outcome(
-        budget_bytes=problem.budget_bytes,
-        method=method,
-        fits=simulation is not None and simulation.peak_bytes <= problem.budget_bytes,
-        recompute_ms=0.0 if simulation is None else simulation.recompute_ms,
-        peak_bytes=0 if simulation is None else simulation.peak_bytes,
-        bound_ms=solution.bound_ms,
-        status=solution.status,
-        stopped_by=solution.stopped_by,
-        solve_s=solution.solve_s,
-        proposed_ms=solution.proposed_ms,
-        proposed_bytes=solution.proposed_bytes,
-        note=solution.note,
-    )
+    values = {field.name: getattr(solution, field.name) for field in fields(Solution)}
+    values |= {"recompute_ms": 0.0, "peak_bytes": 0, "budget_bytes": problem.budget_bytes, "method": method}
+    if not solution.recompute:
+        return Outcome(**values)
+    simulation = replay(problem, solution.recompute)
+    fits = simulation.peak_bytes <= problem.budget_bytes
+    values |= {"recompute_ms": simulation.recompute_ms, "peak_bytes": simulation.peak_bytes, "fits": fits}
+    return Outcome(**values)

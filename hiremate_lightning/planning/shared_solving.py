@@ -22,13 +22,12 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import astuple, replace
-from typing import Protocol
+from typing import Any
 
 from ..errors import ScheduleError
 from ..records.graph import Graph
 from ..records.offload import Offload
-from .solvers.base import Problem, Solution, Status, Strategy, replay_solution
-from .solvers.work import clock_limit_s
+from .solvers.base import Problem, Solution, Status, Strategy, clock_limit_s, replay_solution
 
 log = logging.getLogger("hiremate_lightning")
 PATIENCE_S = 5.0  # for all ranks to plan a step for the first time: they do so at the same moment
@@ -36,33 +35,11 @@ PATIENCE_AGAIN_S = 0.5  # to plan it again: one rank alone may, where it measure
 POLL_S = 0.02
 
 
-class Store(Protocol):
-    """The part of `torch.distributed.Store` that is used here."""
-
-    def set(self, key: str, value: str) -> None:
-        """Write a value."""
-
-    def get(self, key: str) -> bytes:
-        """Read a value that was written."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether all of the values were written."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a number, 0 at first; return the sum."""
-
-
-Group = tuple[Store, int, int]  # the store that ranks share, the rank of this process, and their number
+Group = tuple[Any, int, int]  # the `torch.distributed.Store` of all ranks, the rank of this process, and their number
 
 
 def shared(strategy: Strategy, group: Group | None, model: str = "") -> Strategy:
-    """Wrap a strategy so that it solves once for all ranks that train the same model.
-
-    Args:
-        strategy: The strategy.
-        group: The store that the ranks share, this process's rank, and their number; None for a process on its own.
-        model: Names the model: ranks that train others, as stages of a pipeline do, are not waited for.
-    """
+    """Wrap a strategy so that it solves once for all ranks that train the same model; a process may be on its own."""
     return strategy if group is None else SharedSolving(strategy, group, PATIENCE_S, PATIENCE_AGAIN_S, model)
 
 
@@ -70,10 +47,6 @@ def announce(group: Group | None, model: str) -> None:
     """Announce to the other ranks which model this one trains: ranks that train another one do not wait for it.
 
     A rank that has told nothing yet is waited for: all of them tell before the first of them plans.
-
-    Args:
-        group: The store that the ranks share, this process's rank, and their number; None for a process on its own.
-        model: Names the model.
     """
     if group is not None:
         store, rank, _ = group
@@ -92,10 +65,10 @@ class SharedSolving:
 
     Args:
         strategy: The strategy.
-        group: The store that the ranks share, the rank of this process, and their number.
+        group: The ranks.
         patience_s: Seconds to wait until all ranks plan the same step.
         patience_again_s: Seconds to wait until they plan it once more.
-        model: Names the model that this rank trains.
+        model: Names the model: ranks that train others, as stages of a pipeline do, are not waited for.
     """
 
     def __init__(
@@ -126,13 +99,16 @@ class SharedSolving:
         self._agreed, own = None, _needs(problem)
         try:
             key = self._next_key(problem.graph)
-            self._store.set(f"{key}/needs{self._rank}", _written(own))
+            self._store.set(
+                f"{key}/needs{self._rank}", base64.b64encode(zlib.compress(json.dumps(own).encode())).decode()
+            )
             limit_s, self._patience_s = self._patience_s, self._patience_again_s
             if not self._are_there(lambda: [f"{key}/needs{rank}" for rank in self._peers()], limit_s):
                 self._store.set(f"{key}/closed", "")
                 return problem
             peers = [rank for rank in self._peers() if self._store.check([f"{key}/needs{rank}"])]
-            needs_of_peers = [_read(self._store.get(f"{key}/needs{rank}")) for rank in peers]
+            texts = [self._store.get(f"{key}/needs{rank}") for rank in peers]
+            needs_of_peers = [json.loads(zlib.decompress(base64.b64decode(text))) for text in texts]
         except RuntimeError as error:  # of the store: torch has no class of its own for those that stay
             log.debug("The process group's store does not answer (%s): planning alone", error)
             return problem
@@ -155,7 +131,10 @@ class SharedSolving:
             offloads = [astuple(offload) for offload in solution.offloads]
             answer = json.dumps([solution.strategy, solution.status.value, solution.recompute, offloads])
         finally:
-            self._tell(f"{key}/answer{self._count(key)}", answer)
+            try:
+                self._store.set(self._next_answer(key), answer)
+            except RuntimeError as error:
+                log.debug("The process group's store does not answer (%s): the other ranks solve alone", error)
         return solution
 
     def _next_key(self, graph: Graph) -> str:
@@ -166,17 +145,11 @@ class SharedSolving:
             if not self._store.check([f"{key}/closed"]):
                 return key
 
-    def _tell(self, key: str, value: str) -> None:
-        try:
-            self._store.set(key, value)
-        except RuntimeError as error:
-            log.debug("The process group's store does not answer (%s): the other ranks solve alone", error)
-
     def _adopted(self, problem: Problem, key: str, leader: int) -> Solution | None:
         """Wait for the answer of the first rank; return None where there is none that can be used here."""
         start = time.perf_counter()
         try:
-            name = f"{key}/answer{self._count(key)}"
+            name = self._next_answer(key)
             if not self._are_there(lambda: [name], clock_limit_s(problem.options.time_limit_s) + self._patience_s):
                 return None
             answer = self._store.get(name).decode()
@@ -186,9 +159,9 @@ class SharedSolving:
         solution = _checked(problem, answer, leader)
         return solution and replace(solution, solve_s=time.perf_counter() - start)
 
-    def _count(self, key: str) -> int:
-        """Count the solves of the agreed problem: one with a tighter budget may follow."""
-        return self._store.add(f"{key}/solves{self._rank}", 1)
+    def _next_answer(self, key: str) -> str:
+        """Name the answer to the next solve of the agreed problem: one with a tighter budget may follow."""
+        return f"{key}/answer{self._store.add(f'{key}/solves{self._rank}', 1)}"
 
     def _are_there(self, keys: Callable[[], list[str]], limit_s: float) -> bool:
         """Wait for values, which may become fewer, by polling: a wait in the store would block its other users."""
@@ -225,15 +198,6 @@ def _meeting(problem: Problem, needs: Sequence[Sequence[int]]) -> Problem:
         link = replace(profile.link, out_bytes_per_ms=out_bytes_per_ms, in_bytes_per_ms=in_bytes_per_ms)
         profile, host = replace(profile, link=link), replace(host, size_bytes=host_bytes)
     return replace(problem, graph=graph, profile=profile, budget_bytes=budget_bytes, host=host)
-
-
-def _written(needs: Sequence[int]) -> str:
-    return base64.b64encode(zlib.compress(json.dumps(needs).encode())).decode()
-
-
-def _read(text: bytes) -> list[int]:
-    needs: list[int] = json.loads(zlib.decompress(base64.b64decode(text)))
-    return needs
 
 
 def digest(graph: Graph) -> str:

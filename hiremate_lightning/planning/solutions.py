@@ -1,11 +1,14 @@
 """Solutions of steps, kept for later: in this process for the latest steps, and in a folder where there is one.
 
+In the process the solutions of a step form a curve, which answers a budget at once where the answer is proven, or was
+found in no less time. So a smaller budget never gives a faster plan than a larger one, whatever the time limits left
+unproven. Their schedules also serve where times are others: a search that ends without a proof is never worse than what
+was known of the step. Steps are the same where graph and workspaces are equal.
+
 A file holds the solution of one problem. Its name is made from the graph, the budget, the solver, and the version of
 this package. Its contents are checked: the workspaces of operations must be those that were measured now, and the
-schedule is replayed before it is used. Its times are those that it was solved for.
-
-Beside it the latest schedules of each step are kept, whatever their budgets, so that a later search of the same step is
-never worse. Steps are the same where graph and workspaces are equal; times may differ.
+schedule is replayed before it is used. Its times are those that it was solved for. Another file beside it holds the
+latest schedules of the step, whatever their budgets.
 """
 
 from __future__ import annotations
@@ -16,45 +19,85 @@ import logging
 import threading
 from collections import deque
 from dataclasses import asdict, dataclass, field, replace
+from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ..errors import HiRemateError
 from ..records.costs import Profile, profile_from_json
-from ..records.graph import Graph
 from ..records.offload import Offload
 from ..records.step import Decisions
-from .solvers.base import Problem, Solution, Status, replay, replay_solution
+from .comparing import Curve
+from .solvers.base import Problem, Solution, Status, Strategy, replay, replay_solution
 
 log = logging.getLogger("hiremate_lightning")
 FORMAT = 3
-STEPS, SCHEDULES = 8, 8  # the latest steps, and the latest schedules of each
+DEFAULT_SOLVER = "portfolio"
+STEPS, SCHEDULES = 16, 8  # the latest steps at certain costs, and in a folder the latest schedules of each
 KNOWN_BEFORE = "found before"  # why a search ended with such a schedule
 _UNREADABLE = OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, HiRemateError  # of a spoilt file
 
 
-@dataclass(frozen=True)
-class _Schedules:
-    """The schedules of one step, whatever their budgets."""
+@dataclass
+class _Known:
+    """What is known of a step at certain costs.
 
-    graph: Graph
-    workspace_bytes: tuple[int, ...]
-    decisions: deque[Decisions] = field(default_factory=lambda: deque(maxlen=SCHEDULES))
+    Attributes:
+        solver: The strategy that has solved it; "" for schedules from elsewhere.
+        curve: Its solutions.
+        seconds: Spent at most on each budget.
+    """
+
+    solver: str
+    curve: Curve
+    seconds: dict[int, float] = field(default_factory=dict)
 
     def is_of(self, problem: Problem) -> bool:
-        return self.workspace_bytes == problem.profile.workspace_bytes and (
-            self.graph is problem.graph or self.graph == problem.graph
+        """Whether it is of the same step, whatever its times."""
+        own = self.curve.problem
+        return own.profile.workspace_bytes == problem.profile.workspace_bytes and (
+            own.graph is problem.graph or own.graph == problem.graph
         )
 
 
-_steps: deque[_Schedules] = deque(maxlen=STEPS)
+_memory: deque[_Known] = deque(maxlen=STEPS)
 _lock = threading.Lock()  # models may be trained in several threads
+
+
+def _known(problem: Problem, solver: str) -> _Known:
+    """Return what is known of a step at these costs from a strategy: nothing at first."""
+    with _lock:
+        for known in _memory:
+            own, costs = known.curve.problem, (problem.profile, problem.host)
+            if known.solver == solver and (own.profile, own.host) == costs and known.is_of(problem):
+                return known
+        _memory.append(_Known(solver, Curve(problem, (), ())))
+        return _memory[-1]
+
+
+def remembering(strategy: Strategy, solver: str = DEFAULT_SOLVER) -> Strategy:
+    """Wrap a strategy so that it answers from its earlier solutions, where these are as good as a new solve."""
+
+    @wraps(strategy)
+    def solve(problem: Problem) -> Solution:
+        known, budget_bytes, limit_s = _known(problem, solver), problem.budget_bytes, problem.options.time_limit_s
+        answer = known.curve.solution(budget_bytes)
+        was_asked = answer.is_feasible and known.seconds.get(budget_bytes, 0.0) >= limit_s
+        if was_asked or answer.status in (Status.OPTIMAL, Status.INFEASIBLE):
+            return answer
+        fresh = strategy(problem)
+        known.seconds[budget_bytes] = limit_s
+        known.curve = known.curve.with_solution(budget_bytes, fresh)
+        answer = known.curve.solution(budget_bytes)
+        return replace(answer, solve_s=fresh.solve_s) if answer.is_feasible else fresh
+
+    return solve
 
 
 def forget() -> None:
     """Forget all schedules of this process; files stay."""
     with _lock:
-        _steps.clear()
+        _memory.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +134,13 @@ class Solutions:
         data = {"format": FORMAT, "solution": asdict(solution), "profile": asdict(problem.profile)}
         _write(self._path("plan", solver, problem.budget_bytes, _host_of(problem), problem.graph), data)
 
-    def remember(self, problem: Problem, recompute: Decisions) -> None:
-        """Keep a schedule of a step for later searches, under any budget."""
-        with _lock:
-            step = next((step for step in _steps if step.is_of(problem)), None)
-            if step is None:
-                step = _Schedules(problem.graph, problem.profile.workspace_bytes)
-                _steps.append(step)
-            if recompute not in step.decisions:
-                step.decisions.append(recompute)
-            known = tuple(step.decisions)
+    def remember(self, problem: Problem, solution: Solution) -> None:
+        """Keep the schedule of a step for later searches, under any budget."""
+        if solution.recompute not in _schedules(problem):
+            known = _known(problem, "")
+            known.curve = known.curve.with_solution(problem.budget_bytes, replace(solution, status=Status.FEASIBLE))
         before = self._read_schedules(problem)
-        fresh = [recompute for recompute in known if recompute not in before]
+        fresh = [recompute for recompute in _schedules(problem) if recompute not in before]
         if fresh:
             _write(self._schedules_path(problem), [*before, *fresh][-SCHEDULES:])
 
@@ -113,10 +151,8 @@ class Solutions:
         """
         if solution.status in (Status.OPTIMAL, Status.INFEASIBLE):
             return solution
-        with _lock:
-            known = [recompute for step in _steps if step.is_of(problem) for recompute in step.decisions]
         best = solution
-        for recompute in (*known, *self._read_schedules(problem)):
+        for recompute in (*_schedules(problem), *self._read_schedules(problem)):
             try:
                 replayed = replay(problem, recompute)
             except (HiRemateError, IndexError, KeyError):  # of a file that holds no schedule of this step
@@ -154,6 +190,13 @@ class Solutions:
             return None
         name = hashlib.sha256(repr((FORMAT, package_version(), *said)).encode()).hexdigest()[:32]
         return self.folder / f"{kind}-{name}.json"
+
+
+def _schedules(problem: Problem) -> list[Decisions]:
+    """List the schedules of a step that are known in this process, in which nothing is offloaded."""
+    with _lock:
+        curves = [known.curve for known in _memory if known.is_of(problem)]
+    return list(dict.fromkeys(point.recompute for curve in curves for point in curve.points if not point.offloads))
 
 
 def _host_of(problem: Problem) -> object:

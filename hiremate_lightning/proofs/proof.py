@@ -1,16 +1,26 @@
-"""The state of the proof of captured code (`proving`), and how it runs: as captured, or as the user wrote it."""
+"""The state of the proof of captured code (`proving`), how it runs, and the memory that the proof needs."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import fx
 
+from ..capturing.capture import Captured
+from ..measuring.saved_offload import HAS_FILES
+from ..memory.allocator import alone, in_blocks
+from ..records.costs import Profile
+from ..records.graph import StorageKind, bytes_of
+from ..records.simulation import forward_peak_bytes, simulate, simulate_plain
+from ..records.step import Step
 from ..running.execution import Part
-from ..torch_private import checkpoints, tensor_state
+from ..running.program import Program
+from ..torch_private import captured_code, tensor_state
 from .trials import unused_at
 
 
@@ -76,6 +86,16 @@ class Proof:
         return self.backward if self.written is None or self.next_without() is None else Verdict.UNKNOWN
 
     @property
+    def is_refused(self) -> bool:
+        """Whether it is known to give other numbers."""
+        return Verdict.REFUSED in (self.forward, self.backward)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there are verdicts on outputs and on gradients."""
+        return Verdict.UNKNOWN not in (self.forward, self.backward)
+
+    @property
     def unproved(self) -> str:
         """The unproved part of code that runs as captured: "outputs", which include all else, "gradients", or ""."""
         return "outputs" if self.forward is Verdict.UNKNOWN else "gradients" * (self.gradients is Verdict.UNKNOWN)
@@ -84,7 +104,7 @@ class Proof:
         """Run the code as it was written, from now on, and count its runs."""
         written = self.written
         assert written is not None, "code is refused while it is proved"
-        run_written = checkpoints.eager_module(written)
+        run_written = captured_code.eager_module(written)
 
         def run(*arguments: Any) -> Any:
             proofs.runs_eager += 1
@@ -93,23 +113,22 @@ class Proof:
         self._run, self.forward, self.backward = run, Verdict.REFUSED, Verdict.REFUSED
 
     def next_without(self) -> frozenset[int] | None:
-        """Choose the missing gradients to prove next, None for none; sets that can't be proved are noted as tried."""
+        """Choose the missing gradients to prove next, None for none: outputs must be known that get no gradients."""
         if self.part is None or self.part.ran_without <= self.tried_without:
             return None
-        unproved = self.part.ran_without - self.tried_without
-        self.tried_without |= {missing for missing in unproved if unused_at(self.part.captured, missing) is None}
-        return min(unproved - self.tried_without, key=sorted, default=None)
+        captured, untried = self.part.captured, self.part.ran_without - self.tried_without
+        return min((w for w in untried if unused_at(captured, w) is not None), key=sorted, default=None)
 
-    def begin_again(self) -> None:
-        """Prove gradients again, where the proof rested and an unproved backward has run."""
+    def begin(self) -> None:
+        """Begin to prove, gradients anew where the proof rested; what can't be proved counts as tried."""
+        if self.part is not None:
+            captured = self.part.captured
+            self.tried_without |= {w for w in self.part.ran_without if unused_at(captured, w) is None}
         if self.rests:
             self.rests, self.runs, self.backward = False, 0, Verdict.UNKNOWN
 
     def rest(self, without: frozenset[int] | None) -> None:
-        """Stop proving until other gradients come than were missing in the backward that was tried.
-
-        `without` is None where no backward ran.
-        """
+        """Stop proving until other gradients are missing than in the backward that was tried, if one ran."""
         self.rests = True
         self.tried_without |= set() if without is None else {without}
         if self.part is None or len(self.part.captured.tangents) < 2:
@@ -121,16 +140,12 @@ class Proof:
 
 
 class Proofs:
-    """The proofs of one session.
-
-    Attributes:
-        runs_eager: How often code has run as the user wrote it, since its proof failed.
-    """
+    """The proofs of one session."""
 
     def __init__(self) -> None:
         self._proofs: weakref.WeakSet[Proof] = weakref.WeakSet()
         self._ran_without: weakref.WeakKeyDictionary[fx.GraphModule, set[frozenset[int]]] = weakref.WeakKeyDictionary()
-        self.runs_eager = 0
+        self.runs_eager = 0  # how often code has run as the user wrote it, since its proof failed
 
     def add(self, proof: Proof) -> None:
         """Add a proof to those of the session. All sizes of the same code share which gradients come."""
@@ -159,3 +174,71 @@ def _count(verdicts: Sequence[Verdict], name: str, unit: str = "") -> str:
     rounded, proved = verdicts.count(Verdict.ROUNDED), verdicts.count(Verdict.PROVED)
     remark = f" ({rounded} up to rounding)" if rounded else ""
     return f"{name} {proved + rounded} of {len(verdicts)}{unit}{remark}"
+
+
+# ---------------------------------------------------------------- memory
+
+
+@dataclass(frozen=True, slots=True)
+class ProofMemory:
+    """Bytes that the runs of a proof take beside the memory that exists before the step."""
+
+    plain_bytes: int  # of a plain forward and backward
+    beside_bytes: int  # of gradients on their way, and of operators while they run, in a plain backward
+    forward_bytes: int  # of a plain forward without gradients
+    own_bytes: int  # of the captured forward and backward
+    own_forward_bytes: int  # of the captured forward
+    changed_bytes: int  # of copies of what the code changes in place
+    kept_bytes: int  # of one run's results, which wait for those of another run; 0 where they are not in device memory
+    free_bytes: int  # free for all of this
+    can_offload: bool = True  # whether values can be offloaded
+
+    @property
+    def needs_files(self) -> bool:
+        """Whether a run's results are kept in files, since a plain backward does not fit beside them."""
+        needed_bytes = max(self.plain_bytes, self.own_bytes + self.changed_bytes + self.kept_bytes)
+        return self.kept_bytes > 0 and needed_bytes > self.free_bytes
+
+    @property
+    def has_plain(self) -> bool:
+        """Whether a plain backward fits."""
+        return max(self.plain_bytes, self.own_bytes + self.changed_bytes) <= self.free_bytes
+
+    @property
+    def has_forward(self) -> bool:
+        """Whether a forward fits, without gradients."""
+        return max(self.forward_bytes, self.own_forward_bytes + self.changed_bytes) <= self.free_bytes
+
+    @property
+    def values_bytes(self) -> int:
+        """Bytes that values of the forward may take in a backward that runs segment by segment; 0 where it can't."""
+        if self.own_bytes + self.changed_bytes > self.free_bytes:
+            return 0
+        return max(0, self.free_bytes - self.beside_bytes - self.changed_bytes)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that saved values may take, in the forward too, where others are offloaded; 0 where they can't be."""
+        return max(0, min(self.values_bytes, self.free_bytes - self.forward_bytes)) if self.can_offload else 0
+
+
+def proof_memory(
+    captured: Captured, profile: Profile, program: Program, free_bytes: Callable[[Step, torch.device], int]
+) -> ProofMemory:
+    """Predict the bytes that the runs of a proof take as allocated, and those that are free beside what exists."""
+    graph, step = in_blocks(captured.graph, captured.device), alone(captured.graph, profile, captured.device)
+    own = simulate(graph, profile, program.schedule)
+    # Activations that take nothing, and gradients that are dropped as they come.
+    storages = (replace(s, size_bytes=0) if s.kind is StorageKind.ACTIVATION else s for s in graph.storages)
+    without_activations = replace(graph, storages=tuple(storages), gradients=())
+    return ProofMemory(
+        plain_bytes=step.plain_bytes,
+        beside_bytes=simulate_plain(without_activations, profile).peak_bytes,
+        forward_bytes=forward_peak_bytes(graph, profile),
+        own_bytes=own.peak_bytes,
+        own_forward_bytes=max((moment.peak_bytes for moment in own.timeline[: own.turn]), default=0),
+        changed_bytes=2 * bytes_of(graph, captured.mutated),
+        kept_bytes=bytes_of(graph, (*graph.outputs, *graph.gradients)) if captured.device.type == "cpu" else 0,
+        free_bytes=max(free_bytes(step, captured.device), own.peak_bytes),  # the step takes them in any case
+        can_offload=HAS_FILES or captured.device.type != "cpu",
+    )

@@ -23,11 +23,10 @@ import torch
 from torch import fx
 
 from ..errors import HiRemateError
-from ..garbage import collecting_what_it_leaves
-from ..measuring.apart import unmeasured
-from ..measuring.custom_operators import has_unsteady
-from ..measuring.files import Files
-from ..measuring.saved_offload import offloading_saved
+from ..housekeeping import collecting_what_it_leaves
+from ..measuring.operators import has_unsteady
+from ..measuring.saved_offload import Files, offloading_saved
+from ..memory.metering import unmeasured
 from ..records.costs import Profile
 from ..records.expressions import NoTemplateError, WrongTemplateError
 from ..records.step import Step
@@ -36,10 +35,9 @@ from ..rewriting.joint import is_collective
 from ..running.execution import Part
 from ..running.program import Program
 from ..running.template import ProgramTemplate, is_proved_by_another, template_of
-from ..torch_private import autocasting, backward_pass, checkpoints, double_backward, hooks, tensor_state
+from ..torch_private import autocasting, backward_pass, captured_code, tensor_state
 from .differences import Difference, differences
-from .proof import Proof, Proofs, Verdict
-from .proof_memory import ProofMemory, proof_memory
+from .proof import Proof, ProofMemory, Proofs, Verdict, proof_memory
 from .segments import Observed, cut, keeping_little
 from .trials import Trial, TrialOutcome, Unused, likely_unused, unused_at
 
@@ -50,17 +48,11 @@ _NOT_PARTS = re.compile(r"_(?:modules|parameters|buffers)_")
 
 
 class Proving(Protocol):
-    """The session whose code is proved, as far as proofs need it.
+    """The session whose code is proved, as far as proofs need it."""
 
-    Attributes:
-        name: Of the model.
-        stages: Shows proving, and adds up its seconds.
-        tracing: Measures the capture, which has ended where code is proved.
-    """
-
-    name: str
-    stages: Stages
-    tracing: ExitStack
+    name: str  # of the model
+    stages: Stages  # shows proving, and adds up its seconds
+    tracing: ExitStack  # measures the capture, which has ended where code is proved
 
     @property
     def asked(self) -> int:
@@ -92,8 +84,6 @@ class Prover:
 
     def prove(self, proof: Proof, arguments: Sequence[Any]) -> None:
         """Prove captured code that is about to run, as far as it is unproved and memory is free.
-
-        The arguments of that run stay as they are.
 
         Raises:
             NoTemplateError: If the code was made from traces of other sizes, and can't be proved.
@@ -129,9 +119,9 @@ class Prover:
             return
         self._prove(proof, arguments)
         proof.written, proof.rests = written, False
-        if Verdict.REFUSED in (proof.forward, proof.backward):
+        if proof.is_refused:
             raise WrongTemplateError("Programs of sizes that were not traced fail, or give other numbers")
-        if Verdict.UNKNOWN not in (proof.forward, proof.backward):
+        if proof.is_known:
             template.proved_at(part.captured.sizes, proof.tried_without)
         elif template.is_proved_at(part.captured.sizes):  # where other gradients come; for these there is no memory
             template.proved_at(part.captured.sizes, part.ran_without)
@@ -154,9 +144,9 @@ class Prover:
             return
         sizes, smaller.part.ran_without = smaller.part.captured.sizes, part.ran_without
         self._prove(smaller, some, replace(template.at(sizes), protects=program.protects))
-        if Verdict.REFUSED in (smaller.forward, smaller.backward):
+        if smaller.is_refused:
             raise WrongTemplateError("Programs of sizes that were not traced fail, or give other numbers")
-        if Verdict.UNKNOWN not in (smaller.forward, smaller.backward):
+        if smaller.is_known:
             template.proved_at(sizes, smaller.tried_without)
             proof.forward, proof.backward, proof.rounded = smaller.forward, smaller.backward, smaller.rounded
 
@@ -172,32 +162,32 @@ class Prover:
         if made_of_others is not None:
             self._leave_unproved(proof, f"it gets a {type(made_of_others).__name__}, a tensor that is made of others")
             return
-        proof.begin_again()
+        proof.begin()
         self._session.tracing.close()
-        device = _device_of(proof, arguments)
-        program = made
-        if made is None and proof.part is not None:
-            program = self._session.program_of(proof.part)
-        if proof.part is not None and _may_differ_from_itself(proof.part, arguments):
-            self._leave_unproved(proof, "it may give other numbers when it runs once more")
-            return
+        device, part, program, memory = _device_of(proof, arguments), proof.part, made, None
+        if part is not None:
+            program = program or self._session.program_of(part)
+            if _may_differ_from_itself(part, arguments):
+                self._leave_unproved(proof, "it may give other numbers when it runs once more")
+                return
         with self._session.stages.stage("prove_s", "proving"), unmeasured(device), collecting_what_it_leaves():
-            memory, without = self._memory_of(proof.part, program), proof.next_without()
+            without = proof.next_without()
+            if part is not None and program is not None:  # else it has no gradients, and always runs
+                memory = proof_memory(part.captured, self._session.costs_of(part), program, self._session.free_bytes)
             if memory is None or memory.has_plain or memory.has_forward:
                 proof.why_unproved = ""
-                with trying(proof.part, program), autocasting.not_printed():
+                with trying(part, program), autocasting.not_printed():
                     self._try(proof, arguments, memory, without, needs_numbers=made is not None)
-            if Verdict.UNKNOWN in (proof.forward, proof.backward):
+            if not proof.is_known:
                 proof.why_unproved = proof.why_unproved or "the budget leaves no memory to compute them in eager mode"
         self._conclude(proof, without)
 
     def _conclude(self, proof: Proof, without: frozenset[int] | None) -> None:
         """End the proof where all is known, or where it was tried often enough; other gradients may still come."""
         asked, runs = self._session.asked, proof.runs + 1
-        is_known = Verdict.UNKNOWN not in (proof.forward, proof.backward)
-        if Verdict.REFUSED in (proof.forward, proof.backward):
+        if proof.is_refused:
             proof.end()
-        elif (is_known and runs >= asked) or runs >= max(TRIES, asked):
+        elif (proof.is_known and runs >= asked) or runs >= max(TRIES, asked):
             self._say_unproved(proof)
             proof.rest(without)
 
@@ -226,13 +216,14 @@ class Prover:
     ) -> None:
         """Run the code in eager mode, then as captured, and compare; NaN may tell nothing."""
         assert proof.written is not None, "code is tried while it is proved"
-        written = hooks.without_bans(checkpoints.without(proof.written))
+        written = captured_code.without_bans(captured_code.without_checkpoints(proof.written))
         is_plain = memory is not None and memory.has_plain
         files = Files() if memory is not None and memory.needs_files else None
         constants = [*written.parameters(), *written.buffers()]
         unused = _unused_in(proof, written, without)
-        trial = Trial(arguments, _names_of(written), constants, is_plain, files=files, unused=unused)
-        run_written = partial(self._run_written, proof, written, memory)
+        names = [_name_of(str(node.target)) for node in written.graph.find_nodes(op="placeholder")]
+        trial = Trial(arguments, names, constants, is_plain, files=files, unused=unused)
+        run_written = partial(_run_written, proof, written, memory)
         try:
             trial, expected = run_written(trial)
         except Exception as error:  # whatever the user's code may raise: it will raise it when it runs
@@ -260,18 +251,6 @@ class Prover:
                 of_values, of_gradients = differences(expected, outcome, half, again, refilled, device)
         self._judge(proof, of_values, of_gradients, trial.with_gradients)
 
-    def _run_written(
-        self, proof: Proof, written: fx.GraphModule, memory: ProofMemory | None, trial: Trial
-    ) -> tuple[Trial, TrialOutcome]:
-        """Run code in eager mode, with gradients where they fit; return the trial that did so."""
-        is_plain = memory is not None and memory.has_plain
-        if not is_plain and double_backward.takes_gradients(written):  # by itself: it needs what it saves
-            trial = replace(trial, with_gradients=proof.part is not None)
-            return _first_outcome(trial, offloading_saved(written), keeps_all=True)
-        if memory is None or is_plain or proof.backward is not Verdict.UNKNOWN:
-            return _first_outcome(trial, written)
-        return _outcome_in_little_memory(proof, trial, written, memory)
-
     def _judge(
         self, proof: Proof, of_values: list[Difference], of_gradients: list[Difference], with_gradients: bool
     ) -> None:
@@ -282,9 +261,9 @@ class Prover:
         proof.rounded = tuple(difference.words for difference in (*of_values, *of_gradients))
         for words in proof.rounded:
             log.info("Captured code of %s differs by rounding: %s", self._session.name, words)
-        proof.forward = _verdict(of_values)
+        proof.forward = Verdict.ROUNDED if of_values else Verdict.PROVED
         if with_gradients:
-            proof.backward = _verdict(of_gradients)
+            proof.backward = Verdict.ROUNDED if of_gradients else Verdict.PROVED
             proof.tried_without |= set() if proof.part is None else proof.part.tried_without
 
     def _half_of(self, part: Part | None) -> torch.dtype | None:
@@ -304,11 +283,18 @@ class Prover:
             "are those of plain PyTorch. This is a fault of torch.compile or of hiremate_lightning; please report it."
         )
 
-    def _memory_of(self, part: Part | None, program: Program | None) -> ProofMemory | None:
-        """Predict the memory that the proof of a part takes; None for code without gradients, which always runs."""
-        if part is None or program is None:
-            return None
-        return proof_memory(part.captured, self._session.costs_of(part), program, self._session.free_bytes)
+
+def _run_written(
+    proof: Proof, written: fx.GraphModule, memory: ProofMemory | None, trial: Trial
+) -> tuple[Trial, TrialOutcome]:
+    """Run code in eager mode, with gradients where they fit; return the trial that did so."""
+    is_plain = memory is not None and memory.has_plain
+    if not is_plain and captured_code.takes_gradients(written):  # by itself: it needs what it saves
+        trial = replace(trial, with_gradients=proof.part is not None)
+        return _first_outcome(trial, offloading_saved(written), keeps_all=True)
+    if memory is None or is_plain or proof.backward is not Verdict.UNKNOWN:
+        return _first_outcome(trial, written)
+    return _outcome_in_little_memory(proof, trial, written, memory)
 
 
 def _outcome_in_little_memory(
@@ -317,7 +303,8 @@ def _outcome_in_little_memory(
     """Run code in eager mode without gradients; then, where they fit so, with these in little memory."""
     observed = Observed(written)
     trial, expected = _first_outcome(trial, observed, tell=observed.wrote)
-    ways = cut(written, observed, memory.values_bytes), keeping_little(written, observed, memory.offloaded_bytes)
+    in_segments = cut(written, observed, memory.values_bytes, memory.can_offload)
+    ways = (in_segments, keeping_little(written, observed, memory.offloaded_bytes))
     for run in (way for way in ways if way is not None):
         try:
             outcome = replace(trial, with_gradients=True).run(run)
@@ -369,10 +356,6 @@ def trying(part: Part | None, program: Program | None) -> Iterator[None]:
         part.trial = None
 
 
-def _verdict(roundings: Sequence[Difference]) -> Verdict:
-    return Verdict.ROUNDED if roundings else Verdict.PROVED
-
-
 def _device_of(proof: Proof, arguments: Sequence[Any]) -> torch.device:
     if proof.part is not None:
         return proof.part.captured.device
@@ -386,12 +369,11 @@ def _may_differ_from_itself(part: Part, arguments: Sequence[Any]) -> bool:
     Custom operators may give other numbers when they run again. So may code that changes an input which shares memory
     with another input: AOTAutograd finds both by their base, and inputs of a trial are no views.
     """
-    dense = [a for a in arguments if isinstance(a, torch.Tensor) and a.layout is torch.strided]
+    dense = [a for a in arguments if tensor_state.is_dense(a)]
     is_shared = len({tensor_state.storage_id(a) for a in dense}) < len(dense)
     return has_unsteady(part.captured) or (bool(part.captured.mutated) and is_shared)
 
 
-def _names_of(written: fx.GraphModule) -> list[str]:
-    """Name the inputs of captured code: "L_self_modules_layer_buffers_count_" is layer.count."""
-    names = (str(node.target) for node in written.graph.find_nodes(op="placeholder"))
-    return [_NOT_PARTS.sub(".", name.removeprefix("L_").removeprefix("self")).strip("._") for name in names]
+def _name_of(target: str) -> str:
+    """Name an input of captured code: "L_self_modules_layer_buffers_count_" is layer.count."""
+    return _NOT_PARTS.sub(".", target.removeprefix("L_").removeprefix("self")).strip("._")

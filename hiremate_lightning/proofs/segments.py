@@ -30,37 +30,24 @@ _NUMBERS = (bool, int, float, torch.SymInt)
 
 @dataclass
 class Seen:
-    """The effects of a node.
+    """The effects of a node."""
 
-    Attributes:
-        saved: Numbers of the blocks that autograd would keep for its backward, beside those that the code is given.
-        written: Numbers of the blocks that it has written to.
-        sets_state: Whether it returns neither tensors nor numbers, as autocast does when it is entered.
-        is_inside: Whether a transform of torch.func is under way after it.
-    """
-
+    # Numbers of the blocks that autograd would keep for its backward, beside those that the code is given.
     saved: set[int] = field(default_factory=set)
-    written: set[int] = field(default_factory=set)
-    sets_state: bool = False
-    is_inside: bool = False
+    written: set[int] = field(default_factory=set)  # numbers of the blocks that it has written to
+    sets_state: bool = False  # whether it returns neither tensors nor numbers, as autocast does when it is entered
+    is_inside: bool = False  # whether a transform of torch.func is under way after it
 
 
 class Observed(fx.Interpreter):
-    """Runs code once, and records the effects of its nodes.
-
-    Attributes:
-        seen: Effects of each called node.
-        blocks_of: Numbers of the blocks of memory that the result of each node lies on.
-        sizes: Bytes of each block of memory.
-        given: Numbers of the blocks that were there before.
-    """
+    """Runs code once, and records the effects of its nodes."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
-        self.seen: dict[fx.Node, Seen] = {}
-        self.blocks_of: dict[fx.Node, frozenset[int]] = {}
-        self.sizes: list[int] = []
-        self.given = set[int]()
+        self.seen: dict[fx.Node, Seen] = {}  # effects of each called node
+        self.blocks_of: dict[fx.Node, frozenset[int]] = {}  # numbers of the blocks of memory that its result lies on
+        self.sizes: list[int] = []  # bytes of each block
+        self.given = set[int]()  # numbers of the blocks that were there before
         self._blocks: dict[int, tuple[int, Callable[[], bool]]] = {}  # by storage: number, and whether it lives
         self._now = Seen()
 
@@ -113,22 +100,15 @@ class Observed(fx.Interpreter):
 
 @dataclass(frozen=True)
 class Segment:
-    """Some nodes that follow each other.
+    """Some nodes that follow each other."""
 
-    Attributes:
-        module: Their code: inputs as arguments, outputs as a tuple.
-        inputs: Values that pass in.
-        outputs: Values that pass out.
-        changing: Positions of the inputs that the code changes in place. A second run gets copies that were made
-            before the first one.
-        once: Whether it runs once, and keeps its saved tensors.
-    """
-
-    module: fx.GraphModule
-    inputs: tuple[fx.Node, ...]
-    outputs: tuple[fx.Node, ...]
+    module: fx.GraphModule  # their code: inputs as arguments, outputs as a tuple
+    inputs: tuple[fx.Node, ...]  # values that pass in
+    outputs: tuple[fx.Node, ...]  # values that pass out
+    # Positions of the inputs that the code changes in place. A second run gets copies that were made before the first
+    # one.
     changing: tuple[int, ...]
-    once: bool
+    once: bool  # whether it runs once, and keeps its saved tensors
 
 
 class Segmented:
@@ -143,10 +123,7 @@ class Segmented:
     def __init__(self, module: fx.GraphModule, segments: Sequence[Segment], is_offloaded: bool) -> None:
         self._graph, self._segments, self.is_offloaded = module.graph, segments, is_offloaded
         self._constants = [*module.parameters(), *module.buffers()]
-        last = {node: i for i, segment in enumerate(segments) for node in segment.inputs}
-        self._dying: dict[int, list[fx.Node]] = {}
-        for node, index in last.items():
-            self._dying.setdefault(index, []).append(node)
+        self._last = {node: segment for segment in segments for node in segment.inputs}
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the code."""
@@ -156,13 +133,13 @@ class Segmented:
 
     def _run(self, arguments: Sequence[Any]) -> Any:
         values = dict(zip(self._graph.find_nodes(op="placeholder"), arguments, strict=True))
-        results = next(iter(self._graph.find_nodes(op="output")))
+        results = self._graph.output_node()
         returned = set(results.all_input_nodes)
-        for index, segment in enumerate(self._segments):
+        for segment in self._segments:
             inputs = [values[node] for node in segment.inputs]
             values.update(zip(segment.outputs, _call(segment, inputs), strict=True))
-            for node in self._dying.get(index, ()):
-                if node not in returned:
+            for node in segment.inputs:
+                if self._last[node] is segment and node not in returned:
                     del values[node]
         return fx.map_arg(results.args[0], values.__getitem__)
 
@@ -183,20 +160,14 @@ def _call(segment: Segment, inputs: Sequence[Any]) -> tuple[Any, ...]:
     return checkpoint(run, *others, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-def cut(module: fx.GraphModule, observed: Observed, free_bytes: int) -> Segmented | None:
-    """Cut code into as few segments as fit.
+def cut(module: fx.GraphModule, observed: Observed, free_bytes: int, can_offload: bool = True) -> Segmented | None:
+    """Cut observed code into as few segments as fit; None where no cut that was tried fits.
 
-    Args:
-        module: The code.
-        observed: What was seen of it.
-        free_bytes: Most bytes of values of the forward at any moment of a backward.
-
-    Returns:
-        The code in segments; None where no cut that was tried fits.
+    The free bytes are the most that values of the forward may take at any moment of a backward.
     """
     shape = _Shape(observed)
     cuts = [bounds for count in COUNTS if (bounds := shape.bounds(count)) is not None]
-    for is_offloaded, bounds in product((False, True), cuts):
+    for is_offloaded, bounds in product((False, True) if can_offload else (False,), cuts):
         if shape.peak_bytes(bounds, is_offloaded) <= free_bytes:
             segments = [shape.segment(module, first, end) for first, end in bounds]
             return Segmented(module, segments, is_offloaded)
@@ -204,13 +175,7 @@ def cut(module: fx.GraphModule, observed: Observed, free_bytes: int) -> Segmente
 
 
 def keeping_little(module: fx.GraphModule, observed: Observed, free_bytes: int) -> Callable[..., Any] | None:
-    """Offload all that autograd saves, except small values; None where the values of one node don't fit.
-
-    Args:
-        module: The code.
-        observed: What was seen of it.
-        free_bytes: Most bytes of saved values at any moment.
-    """
+    """Offload all that autograd saves, except small values; None where those and the values of one node don't fit."""
     of_nodes = [[observed.sizes[block] for block in seen.saved] for seen in observed.seen.values()]
     small_bytes = sum(size for sizes in of_nodes for size in sizes if size < LEAST_OFFLOAD)
     needed_bytes = small_bytes + max(map(sum, of_nodes), default=0)

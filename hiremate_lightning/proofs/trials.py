@@ -12,8 +12,9 @@ it is guessed: code that returns its loss, and what the loss was computed from, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,28 +23,27 @@ import torch
 from torch import fx
 
 from ..capturing.capture import Captured
-from ..measuring.files import Files
-from ..measuring.saved_offload import in_file
+from ..measuring.saved_offload import Files, in_file
 from ..torch_private import aot, autocasting, hooks, tensor_state
-from .restoring import Restoring, Watching
+from ..torch_private.aot import HigherOrderOperator
+from ..torch_private.tensor_state import TorchDispatchMode
 
 Unused = Callable[[Sequence[Any]], frozenset[int]]  # returns the positions of outputs that get no gradients
 SEED = 0  # of the gradients that a trial begins its backward with
+_WRITTEN_UNDECLARED = ("running_mean", "running_var")  # by kernels of batch norms, whose schemas don't tell
+_UNWRITTEN = tuple(
+    getattr(torch.ops.aten, name)
+    for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+)
 
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """The results of a run of code.
+    """The results of a run of code."""
 
-    Attributes:
-        values: Outputs, changed inputs and states of generators, by name.
-        gradients: Gradients of the inputs, by name; None for one that does not come.
-        has_fills: Whether the code got memory that nobody had written to, and that the trial filled.
-    """
-
-    values: dict[str, Any]
-    gradients: dict[str, Any]
-    has_fills: bool = False
+    values: dict[str, Any]  # outputs, changed inputs and states of generators, by name
+    gradients: dict[str, Any]  # gradients of the inputs, by name; None for one that does not come
+    has_fills: bool = False  # whether the code got memory that nobody had written to, and that the trial filled
 
     @property
     def has_nan(self) -> bool:
@@ -54,27 +54,17 @@ class TrialOutcome:
 
 @dataclass(frozen=True)
 class Trial:
-    """Inputs to run code with.
-
-    Attributes:
-        arguments: The inputs.
-        names: Their names.
-        constants: Other tensors that the code may write to.
-        with_gradients: Whether to compute gradients of the inputs that require them.
-        copies: Whether inputs that other code has computed are copies: autograd refuses to change a leaf in place.
-        files: Temporary files for results on the host; None to keep these in memory.
-        fill: The byte in memory that nobody has written to.
-        unused: Returns the positions of the outputs that get no gradients; None where all get some.
-    """
+    """Inputs to run code with."""
 
     arguments: Sequence[Any]
     names: Sequence[str]
-    constants: Sequence[torch.Tensor] = ()
-    with_gradients: bool = False
+    constants: Sequence[torch.Tensor] = ()  # other tensors that the code may write to
+    with_gradients: bool = False  # whether to compute gradients of the inputs that require them
+    # Whether inputs that other code has computed are copies: autograd refuses to change a leaf in place.
     copies: bool = False
-    files: Files | None = None
-    fill: int = 255
-    unused: Unused | None = None
+    files: Files | None = None  # temporary files for results on the host; None to keep these in memory
+    fill: int = 255  # the byte in memory that nobody has written to
+    unused: Unused | None = None  # returns the positions of the outputs that get no gradients; None where all get some
 
     def run(
         self,
@@ -88,8 +78,7 @@ class Trial:
 
         Args:
             function: The code.
-            keeps_nothing: Whether autograd drops the tensors that it would keep for a backward: the operators are those
-                of training, and values die as they are read.
+            keeps_nothing: Whether autograd drops what it would keep for a backward; operators are those of training.
             tell: Called with each dense tensor that an operator may be about to write to.
         """
         leaves = {
@@ -100,32 +89,27 @@ class Trial:
         given = [self._given(i, leaves.get(i, a)) for i, a in enumerate(self.arguments)]
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
         devices = sorted({t.device for t in tensors if t.device.type == "cuda"}, key=str)
-        restoring = Restoring([*tensors, *self.constants])
-
-        def about_to_write(tensor: torch.Tensor) -> None:
-            restoring.copy(tensor)
-            tell(tensor)
-
-        watching = Watching(about_to_write, self.fill)
-        clearing = _cleared_casts({t.device.type for t in tensors})
-        with torch.random.fork_rng(devices=devices), clearing, autocasting.as_found_on_error():
-            try:
-                dropping = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
-                keeping = dropping if keeps_nothing else nullcontext()
-                with watching, torch.enable_grad(), hooks.no_saved_tensor_hooks(), keeping:
-                    results = function(*given)
-                    outputs = list(results) if isinstance(results, (tuple, list)) else [results]
-                    ends = _ends([*self._used(outputs), *tensors]) if self.with_gradients else None
-                    values = {f"output {i}": self._kept(value, tensors) for i, value in enumerate(outputs)}
-                    del results, outputs
-                    gradients = self._gradients(leaves, ends) if ends is not None else {}
-                with torch.no_grad():
-                    for name, value in zip(self.names, given, strict=True):
-                        if isinstance(value, torch.Tensor) and restoring.changed(value):
-                            values[f"the new value of {name}"] = self._kept(value, tensors)
-                    values |= _states(devices)
-            finally:
-                restoring.restore()
+        watching = _Watching([*tensors, *self.constants], tell, self.fill)
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=devices))
+            stack.callback(_forget_casts, {t.device.type for t in tensors})
+            stack.enter_context(autocasting.as_found_on_error())
+            stack.callback(watching.restore)
+            dropping = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
+            keeping = dropping if keeps_nothing else nullcontext()
+            with watching, torch.enable_grad(), hooks.no_saved_tensor_hooks(), keeping:
+                results = function(*given)
+                outputs = list(results) if isinstance(results, (tuple, list)) else [results]
+                ends = _ends([*self._used(outputs), *tensors]) if self.with_gradients else None
+                values = {f"output {i}": self._kept(value, tensors) for i, value in enumerate(outputs)}
+                del results, outputs
+                gradients = self._gradients(leaves, ends) if ends is not None else {}
+            with torch.no_grad():
+                for name, value in zip(self.names, given, strict=True):
+                    if isinstance(value, torch.Tensor) and watching.has_changed(value):
+                        values[f"the new value of {name}"] = self._kept(value, tensors)
+                values["the random state of cpu"] = torch.get_rng_state()
+                values |= {f"the random state of {device}": torch.cuda.get_rng_state(device) for device in devices}
         return TrialOutcome(values, gradients, watching.has_filled)
 
     def _used(self, outputs: Sequence[Any]) -> list[Any]:
@@ -166,8 +150,14 @@ class Trial:
 
     def _kept(self, value: Any, inputs: Sequence[torch.Tensor]) -> Any:
         """Keep a value on the host, apart from the memory of inputs, which is put back."""
-        kept = _kept(value, inputs)
-        return kept if self.files is None or not isinstance(kept, torch.Tensor) else in_file(kept, self.files)
+        if not isinstance(value, torch.Tensor):
+            return value
+        kept = value.detach()
+        if kept.device.type != "cpu":
+            kept = kept.cpu()
+        elif kept.layout is torch.strided and tensor_state.storage_id(kept) in tensor_state.storages_among(inputs):
+            kept = kept.clone()
+        return kept if self.files is None else in_file(kept, self.files)
 
 
 def _ends(results: Sequence[Any]) -> list[torch.Tensor]:
@@ -193,43 +183,89 @@ class _End(torch.autograd.Function):
         return torch.empty_like(ctx.shape, device=ctx.device).normal_(generator=generator)
 
 
-def _kept(value: Any, inputs: Sequence[torch.Tensor]) -> Any:
-    """Keep a value on the host, apart from the memory of inputs, which is put back."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    value = value.detach()
-    if value.device.type != "cpu":
-        return value.cpu()
-    if value.layout is not torch.strided:
-        return value
-    storage = tensor_state.storage_id(value)
-    shares = any(t.layout is torch.strided and tensor_state.storage_id(t) == storage for t in inputs)
-    return value.clone() if shares else value
-
-
-def _states(devices: Sequence[torch.device]) -> dict[str, Any]:
-    states = {"the random state of cpu": torch.get_rng_state()}
-    return states | {f"the random state of {device}": torch.cuda.get_rng_state(device) for device in devices}
-
-
-@contextmanager
-def _cleared_casts(device_types: set[str]) -> Iterator[None]:
+def _forget_casts(device_types: set[str]) -> None:
     """Forget the casts that autocast remembers of the inputs of a trial: they would live to the end of the forward."""
-    try:
-        yield
-    finally:
-        for kind in filter(torch.is_autocast_enabled, device_types):
-            autocasting.forget_casts(kind)
+    for kind in filter(torch.is_autocast_enabled, device_types):
+        autocasting.forget_casts(kind)
+
+
+class _Watching(TorchDispatchMode):
+    """Sees each operator: copies what it may write to, and fills memory that it returns unwritten.
+
+    So the memory of the tensors can be put back, and two runs of code find the same numbers in unwritten memory: 255 in
+    each byte makes NaN of floating-point numbers.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], tell: Callable[[torch.Tensor], None], fill: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.supports_higher_order_operators = True
+        self.has_filled = False  # whether there was any unwritten memory
+        self._tell, self._byte = tell, fill
+        self._watched = {tensor_state.storage_id(t): t for t in tensors if t.layout is torch.strided}
+        self._copies: dict[int, torch.Tensor] = {}
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, after copies of what it may write to; fill memory that it left unwritten."""
+        kwargs = kwargs or {}
+        for tensor in _written(operator, args, kwargs):
+            if tensor.layout is torch.strided:
+                self._copy(tensor)
+                self._tell(tensor)
+        result = operator(*args, **kwargs)
+        if getattr(operator, "overloadpacket", None) in _UNWRITTEN and tensor_state.is_dense(result):
+            self.has_filled |= result.numel() > 0
+            if result.dtype is torch.bool:
+                result.fill_(bool(self._byte))
+            elif type(result) is torch.Tensor and not result.is_quantized:
+                tensor_state.memory_of(result).fill_(self._byte)
+        return result
+
+    def _copy(self, tensor: torch.Tensor) -> None:
+        """Copy the memory of a tensor, where it is watched, before the first write to it."""
+        storage = tensor_state.storage_id(tensor)
+        if storage in self._watched and storage not in self._copies:
+            self._copies[storage] = tensor_state.memory_of(self._watched[storage]).clone()
+
+    def has_changed(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of a tensor holds other bytes than before."""
+        storage = tensor_state.storage_id(tensor) if tensor.layout is torch.strided else None
+        return storage in self._copies and not torch.equal(self._copies[storage], tensor_state.memory_of(tensor))
+
+    def restore(self) -> None:
+        """Put back all bytes as they were; no version counter sees it."""
+        for storage, copy in self._copies.items():
+            tensor_state.memory_of(self._watched[storage]).copy_(copy)
+        self._copies.clear()
+
+
+def _written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """List the tensors that an operator may write to: by its schema, or all that a kernel of the user's takes."""
+    if isinstance(operator, HigherOrderOperator):
+        return tensor_state.tensors_among((args, kwargs)) if "triton" in operator.name() else []
+    places = _places_written(operator)
+    if not places:
+        return []
+    return tensor_state.tensors_among([args[i] if i < len(args) else kwargs.get(name) for i, name in places])
+
+
+@functools.cache
+def _places_written(operator: Any) -> tuple[tuple[int, str], ...]:
+    """List the arguments that an operator writes to, each by its position and its name."""
+    places = []
+    for position, argument in enumerate(operator._schema.arguments):
+        is_declared = argument.alias_info is not None and argument.alias_info.is_write
+        if is_declared or argument.name in _WRITTEN_UNDECLARED:
+            places.append((position, argument.name))
+    return tuple(places)
 
 
 # ---------------------------------------------------------------- outputs without gradients
 
 
 def unused_at(captured: Captured, missing: frozenset[int]) -> frozenset[int] | None:
-    """Return the positions of the outputs whose gradients do not come; None where these are of more than outputs.
-
-    `missing` lists the positions of these gradients among all that the code's backward takes.
-    """
+    """Return the positions of the outputs whose gradients are missing; None where these are of more than outputs."""
     positions = (aot.output_position(captured.tangents[gradient]) for gradient in missing)
     outputs = [position for position in positions if position is not None]
     return frozenset(outputs) if len(outputs) == len(missing) else None

@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..latest import Latest
+from ..housekeeping import Latest
 from .costs import Profile, as_plain
 from .graph import OUTSIDE, Direction, Graph, Node, Storage, StorageKind, Tensor, taken_bytes
 from .schedule import eager_decisions, lower

@@ -1,6 +1,6 @@
 """One plan as one HTML page that opens from disk, without a network: pictures, tables, and the numbers as JSON.
 
-The pictures are those of `svg_report` and `budget_svg`; a script of some lines says what runs under the pointer.
+The pictures are those of `svg_report`; a script of some lines says what runs under the pointer.
 """
 
 from __future__ import annotations
@@ -15,17 +15,15 @@ from pathlib import Path
 from platform import python_version
 from typing import Any
 
-from ..planning.plan import Plan, plan_title
+from ..planning.comparing import Curve, curve
+from ..planning.plan import Plan, plan_title, proof_words
 from ..planning.solutions import package_version
 from ..planning.solvers.base import Problem, SolveOptions
-from ..planning.solvers.curve import Curve, curve
 from ..planning.solvers.worker import apart
 from ..units import format_bytes, format_ratio, format_time
-from .breakdown import ModuleRow, advice_lines, module_rows, node_words, place_words, total_row, use_cells
-from .budget_svg import frontier_of, frontier_svg, frontier_words
-from .plan_summary import all_numbers, summary_rows, verdict
-from .svg_report import LEFT, PANEL, RIGHT, TimelineDrawing, check_plan, writable
-from .timeline import COLOURS, Band, DrawnStep, Lifetime, resident_bands, short_source
+from .plan_summary import ModuleRow, all_numbers, module_rows, node_words, summary_rows, total_row, use_cells, verdict
+from .svg_report import LEFT, PANEL, RIGHT, TimelineDrawing, frontier_of, frontier_svg, plan_file
+from .timeline import COLOURS, Band, DrawnStep, resident_bands, short_source
 
 MAX_MODULE_ROWS = 40
 MAX_BLOCKS = 12  # listed of those that are live at the peak
@@ -56,8 +54,7 @@ def write_html(plan: Plan, path: str | Path, *, curve_limit_s: float = CURVE_LIM
     Example:
         >>> write_html(get_plan(model), "plan.html")
     """
-    check_plan(plan)
-    path = writable(path)
+    path = plan_file(plan, path)
     frontier = None
     if curve_limit_s > 0:
         options = SolveOptions(time_limit_s=curve_limit_s)
@@ -80,38 +77,31 @@ class _Page:
     def numbers(self) -> dict[str, Any]:
         return all_numbers(self.plan)
 
-    @cached_property
-    def rows(self) -> tuple[ModuleRow, ...]:
-        return module_rows(self.plan, MAX_MODULE_ROWS)
-
     def text(self) -> str:
-        title = escape(plan_title(self.plan))
-        modules = "Bytes that live from forward to backward. Equal blocks share a row"
-        if any(row.shares for row in self.rows):
-            modules += "; where they are planned differently, each has its own bar"
-        parts = [
-            f"<header><h1>{title}</h1>{self._summary()}</header>",
-            _section("Memory over the step", self._timeline(), " ".join(advice_lines(self.plan))),
-            _section("Predicted and measured", self._comparison()),
-            _section("What each module keeps", self._modules(), f"{modules}."),
-            _section("What fills the peak", self._peak(), f"Peak of the planned step: {place_words(self.plan)}."),
+        title, plan = escape(plan_title(self.plan)), self.plan
+        sections = [
+            _section("Memory over the step", self._timeline(), " ".join(self.numbers["advice"])),
+            self._comparison(),
+            self._modules(),
+            self._peak(),
         ]
-        if self.plan.rounded:
-            rows = [(escape(words),) for words in self.plan.rounded]
-            table = _table("Differences by rounding", ("value",), rows, numbers=())
-            parts.append(_section("Differences by rounding", table, ROUNDED_WORDS))
+        if plan.rounded:
+            rows = [(escape(words),) for words in plan.rounded]
+            sections.append(_table("Differences by rounding", ("value",), rows, words=ROUNDED_WORDS, numbers=()))
         if self.frontier is not None:
-            draw = partial(frontier_svg, self.plan, frontier_of(self.plan, self.frontier))
+            draw = partial(frontier_svg, plan, frontier_of(plan, self.frontier))
             figure = f'<div class="wide" id="frontier">{_for_screens(draw)}</div>'
-            parts.append(_section("Budget against time", figure, frontier_words(self.plan)))
+            words = f"This plan: {format_ratio(plan.predicted_overhead)}, {proof_words(plan.to_dict())}."
+            words = "Nothing is recomputed: no plan is faster." if plan.solution.is_plain else words
+            sections.append(_section("Budget against time", figure, words))
+        made_by = escape(f"Made by hiremate-lightning {package_version()}. Costs: {self._device}.")
         return (
             f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title}</title>\n'
-            f"<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n" + "\n".join(parts) + "\n"
-            f"<footer>{escape(f'Made by hiremate-lightning {package_version()}. Costs: {self._device}.')} {_UNITS}"
-            "</footer>\n</main>\n"
-            f'<script type="application/json" id="plan">{_safe(json.dumps(self.numbers, indent=2))}</script>\n'
-            f'<script type="application/json" id="steps">{_safe(json.dumps(self._steps()))}</script>\n'
+            f"<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
+            f"<header><h1>{title}</h1>{self._summary()}</header>\n" + "\n".join(sections) + "\n"
+            f"<footer>{made_by} {_UNITS}</footer>\n</main>\n"
+            f"{_json('plan', json.dumps(self.numbers, indent=2))}{_json('steps', json.dumps(self._steps()))}"
             f"<script>{_SCRIPT}</script>\n</body>\n</html>\n"
         )
 
@@ -121,27 +111,19 @@ class _Page:
         def draw(width: int) -> str:
             return TimelineDrawing(self.plan, width).text().replace("<svg ", '<svg tabindex="0" ', 1)
 
-        return (
-            f'<div class="wide" id="timeline">{_for_screens(draw)}</div><pre id="note" aria-live="polite">{_HINT}</pre>'
-        )
+        note = f'<pre id="note" aria-live="polite">{_HINT}</pre>'
+        return f'<div class="wide" id="timeline">{_for_screens(draw)}</div>{note}'
 
     def _steps(self) -> dict[str, Any]:
         """Return what the script shows: each operation of the two runs, and where it is in the picture."""
+        timeline, graph = self.timeline, self.plan.graph
         nodes = [
             [node_words(node), node.direction.value, node.module, short_source(node.source), format_time(time_ms)]
-            for node, time_ms in zip(self.plan.graph.nodes, self.plan.profile.time_ms, strict=True)
+            for node, time_ms in zip(graph.nodes, self.plan.profile.time_ms, strict=True)
         ]
-        place = {"left": LEFT, "right": RIGHT, "height": PANEL, "end": self.timeline.end_ms}
-        runs = [self._run(run, top) for run, top in zip(self.timeline.runs, self.timeline.tops, strict=True)]
+        place = {"left": LEFT, "right": RIGHT, "height": PANEL, "end": timeline.end_ms}
+        runs = [_steps_of(run, top) for run, top in zip(timeline.runs, timeline.tops, strict=True)]
         return {**place, "resident": self.plan.resident_bytes, "nodes": nodes, "runs": runs}
-
-    def _run(self, run: DrawnStep, top: int) -> dict[str, Any]:
-        starts = [round(start, 4) for start in run.starts_ms]
-        steps = [
-            [moment.node, int(run.is_again(at)), moment.peak_bytes, *(sizes[at] for sizes in run.bands.values())]
-            for at, moment in enumerate(run.simulation.timeline)
-        ]
-        return {"top": top, "starts": starts, "bands": [band.value for band in run.bands], "steps": steps}
 
     # ------------------------------------------------------------ words and tables
 
@@ -151,14 +133,12 @@ class _Page:
         batch = f"batch {self.numbers['batch']}" if self.numbers["batch"] else ""
         made = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"
         facts = (batch, self._device, f"hiremate-lightning {package_version()}", f"Python {python_version()}", made)
-        is_over = "MORE than its budget" in words
-        parts = [f'<p id="verdict"{" class=over" * is_over}>{escape(words)}</p>']
+        parts = [f'<p id="verdict"{_over("MORE than its budget" in words)}>{escape(words)}</p>']
         parts.append(f'<p id="facts">{escape(BETWEEN.join(filter(None, facts)))}</p>')
         for name, value in summary_rows(self.plan.to_dict())[1:]:
             if name != "rounding":
-                is_over = name == "peak" and "OVER" in value
-                body = escape(value).replace("-&gt;", "\u2192")
-                parts.append(f'<div class="card"><span>{name}</span><p{" class=over" * is_over}>{body}</p></div>')
+                body, look = escape(value).replace("-&gt;", "\u2192"), _over(name == "peak" and "OVER" in value)
+                parts.append(f'<div class="card"><span>{name}</span><p{look}>{body}</p></div>')
         return "".join(parts)
 
     @property
@@ -168,65 +148,71 @@ class _Page:
 
     def _comparison(self) -> str:
         plan, measured = self.plan, self.plan.measured
-        compared: list[tuple[str, Callable[[float], str], float, float | None]] = [
+        compared: tuple[tuple[str, Callable[[float], str], float, float | None], ...] = (
             ("Peak memory", format_bytes, plan.compared_peak_bytes, measured.peak_bytes),
             ("Extra time", format_ratio, plan.predicted_overhead, measured.overhead),
             ("Time of the captured step", format_time, plan.planned.time_ms, measured.step_ms),
             ("of which recomputing", format_time, plan.planned.recompute_ms, measured.recompute_ms),
-        ]
+        )
         rows = [
-            (name, escape(write(predicted)), "not yet" if value is None else escape(write(value)))
+            (name, write(predicted), "not yet" if value is None else write(value))
             for name, write, predicted, value in compared
         ]
         return _table("Predicted and measured", ("", "predicted", "measured"), rows)
 
     def _modules(self) -> str:
+        rows = module_rows(self.plan, MAX_MODULE_ROWS)
+        words = "Bytes that live from forward to backward. Equal blocks share a row"
+        if any(row.shares for row in rows):
+            words += "; where they are planned differently, each has its own bar"
         header = ("module", "kept", "not kept", "recomputed", "extra time", "share kept")
-        cells = [_module_cells(row) for row in self.rows]
-        return _table("What each module keeps", header, cells, _module_cells(total_row(self.rows)))
+        cells, total = [_module_cells(row) for row in rows], _module_cells(total_row(rows))
+        return _table("What each module keeps", header, cells, total, f"{words}.")
 
     def _peak(self) -> str:
         _, run = self.timeline.runs
         at, node = run.peak_position, run.simulation.peak_moment.node
         live = sorted((life for life in run.lives if life.first <= at <= life.last), key=lambda life: -life.size_bytes)
-        rows: list[tuple[str, ...]] = [
-            (_swatch(colour, name), format_bytes(size), "", "", "") for name, colour, size in resident_bands(self.plan)
-        ]
-        workspace = self.plan.profile.workspace_bytes[node]
-        if workspace:
-            name = escape(node_words(self.plan.graph.nodes[node]))
-            what = "workspace" if workspace > 0 else "result in the memory of a value"
-            size = format_bytes(workspace) if workspace > 0 else f"-{format_bytes(-workspace)}"
-            rows.append((_swatch(COLOURS[Band.WORKSPACE], what), size, name, "", ""))
-        rows += [self._block_cells(life) for life in live[:MAX_BLOCKS]]
+        rows = [(_swatch(colour, name), format_bytes(size)) for name, colour, size in resident_bands(self.plan)]
+        cells: list[tuple[str, ...]] = [(*row, "", "", "") for row in rows]
+        if workspace := self.plan.profile.workspace_bytes[node]:
+            what = _swatch(COLOURS[Band.WORKSPACE], "workspace" if workspace > 0 else "result in the memory of a value")
+            cells.append((what, format_bytes(workspace), escape(node_words(self.plan.graph.nodes[node])), "", ""))
+        for life in live[:MAX_BLOCKS]:
+            made = ("the loss's own backward", "", "")
+            if life.node is not None:
+                maker = self.plan.graph.nodes[life.node]
+                made = (escape(node_words(maker)), escape(maker.module), escape(short_source(maker.source)))
+            cells.append((_swatch(COLOURS[life.band], life.band.value), format_bytes(life.size_bytes), *made))
         if rest := live[MAX_BLOCKS:]:
-            rows.append((f"{len(rest)} smaller ones", format_bytes(sum(life.size_bytes for life in rest)), "", "", ""))
+            rest_bytes = sum(life.size_bytes for life in rest)
+            cells.append((f"{len(rest)} smaller ones", format_bytes(rest_bytes), "", "", ""))
         total = ("all", format_bytes(self.plan.planned_peak_bytes), "", "", "")
-        return _table(
-            "What fills the peak", ("what", "bytes", "made by", "module", "source"), rows, total, numbers=(1,)
-        )
-
-    def _block_cells(self, life: Lifetime) -> tuple[str, ...]:
-        swatch, size = _swatch(COLOURS[life.band], life.band.value), format_bytes(life.size_bytes)
-        if life.node is None:
-            return swatch, size, "the loss's own backward", "", ""
-        node = self.plan.graph.nodes[life.node]
-        return swatch, size, *(escape(text) for text in (node_words(node), node.module, short_source(node.source)))
+        header = ("what", "bytes", "made by", "module", "source")
+        words = f"Peak of the planned step: {self.numbers['at']}."
+        return _table("What fills the peak", header, cells, total, words, numbers=(1,))
 
 
-def _safe(text: str) -> str:
-    """Write JSON so that it can't end the element that it is in."""
-    return text.replace("<", "\\u003c")
+def _steps_of(run: DrawnStep, top: int) -> dict[str, Any]:
+    starts = [round(start, 4) for start in run.starts_ms]
+    steps = [
+        [moment.node, int(run.is_again(at)), moment.peak_bytes, *(sizes[at] for sizes in run.bands.values())]
+        for at, moment in enumerate(run.simulation.timeline)
+    ]
+    return {"top": top, "starts": starts, "bands": [band.value for band in run.bands], "steps": steps}
+
+
+def _json(name: str, text: str) -> str:
+    """Hold JSON in an element that it can't end."""
+    safe = text.replace("<", "\\u003c")
+    return f'<script type="application/json" id="{name}">{safe}</script>\n'
 
 
 def _module_cells(row: ModuleRow) -> tuple[str, ...]:
     count = f' <span class="faint">\u00d7{row.count}</span>' if row.count > 1 else ""
     label = f'<span class="depth{row.depth}">{escape(row.label)}{count}</span>'
-    return (
-        label,
-        *(cell or NONE for cell in use_cells(row.use)),
-        "".join(map(_bar, row.shares or (row.use.kept_share,))),
-    )
+    bars = "".join(map(_bar, row.shares or (row.use.kept_share,)))
+    return label, *(cell or NONE for cell in use_cells(row.use)), bars
 
 
 def _bar(share: float | None) -> str:
@@ -234,6 +220,10 @@ def _bar(share: float | None) -> str:
     if share is None:
         return ""
     return f'<span class="bar" title="{100 * share:.0f}% kept"><i style="width:{100 * share:.0f}%"></i></span>'
+
+
+def _over(is_over: bool) -> str:
+    return " class=over" if is_over else ""
 
 
 def _swatch(colour: str, words: str) -> str:
@@ -251,13 +241,17 @@ def _section(title: str, body: str, words: str = "") -> str:
 
 
 def _table(
-    caption: str,
+    title: str,
     header: Sequence[str],
     rows: Sequence[Sequence[str]],
     total: Sequence[str] = (),
+    words: str = "",
     numbers: Sequence[int] = (1, 2, 3, 4),
 ) -> str:
-    """Lay out cells of HTML; the columns of numbers go to the right. The caption is for who can't see the heading."""
+    """Lay out cells of HTML in a section; the columns of numbers go to the right.
+
+    The caption is for who can't see the heading.
+    """
 
     def line(cells: Sequence[str], tag: str) -> str:
         styles = (' class="number"' if i in numbers else "" for i in range(len(cells)))
@@ -266,8 +260,8 @@ def _table(
 
     body = "".join(line(row, "td") for row in rows)
     foot = f"<tfoot>{line(total, 'td')}</tfoot>" if total else ""
-    head = f"<caption>{caption}</caption><thead>{line(header, 'th')}</thead>"
-    return f'<div class="wide"><table>{head}<tbody>{body}</tbody>{foot}</table></div>'
+    head = f"<caption>{title}</caption><thead>{line(header, 'th')}</thead>"
+    return _section(title, f'<div class="wide"><table>{head}<tbody>{body}</tbody>{foot}</table></div>', words)
 
 
 _UNITS = "1 GiB is 2<sup>30</sup> bytes. The numbers are in this file as JSON, in the element with id plan."

@@ -1,19 +1,32 @@
-"""A plan in numbers and words: in files of JSON or in an HTML report, read back from these, and as metrics."""
+"""What is shown of a plan, without torch and without rich: its modules as rows, and its numbers as words.
+
+`uses_by_module` accounts a plan to modules: a storage belongs to the module whose operation allocates it. `module_rows`
+rolls these up to a dozen rows, equal blocks in one row. `all_numbers` holds all of it for JSON, in a file or in a page;
+`read_summary` reads that back, and `summary_rows` are the words for it.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError
 from ..planning.plan import Numbers, Plan, budget_words, offload_words, peak_words, planning_words, solver_words
-from ..records.graph import StorageKind
+from ..records.costs import as_plain
+from ..records.graph import OUTSIDE, Graph, Node, StorageKind
+from ..records.schedule import Schedule, eager_decisions, lower
+from ..records.simulation import simulate
+from ..records.step import STALE_GRADIENTS
 from ..units import format_bytes, format_ratio, format_time
-from .breakdown import ModuleRow, ModuleUse, advice_lines, module_rows, place_words, total_row
 
+MAX_ROWS = 12  # of modules, so that plan and prompt fit one screen
+WORTH_SAYING = 0.02  # share of the peak that an advice must save
+MOSTLY = 0.7  # share of the budget beyond which what is resident is the memory
 PREFIX = "hiremate/"  # of the metrics that experiment trackers get
 METRICS = (
     "budget_bytes",
@@ -25,8 +38,223 @@ METRICS = (
     "measured_overhead",
     "gap",
 )
+_SMALL = 0.01  # share of bytes and time below which modules are summed up as "others"
+_WORTH_OPENING = 0.05  # share below which a module is not broken up into its children
 _MOST_INPUTS = 3  # of a step that are described
 _IN_PAGE = re.compile(r'<script type="application/json" id="plan">(.*?)</script>', re.DOTALL)
+
+
+# ---------------------------------------------------------------- what a plan does to each module
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleUse:
+    """What a plan does to some modules."""
+
+    kept_bytes: int = 0  # from forward to backward
+    dropped_bytes: int = 0  # that plain training keeps there, and the plan does not
+    recomputed: int = 0  # of the forward operations; views don't count
+    operations: int = 0
+    extra_ms: float = 0.0  # of all recomputation
+
+    @property
+    def kept_share(self) -> float | None:
+        """Bytes kept over those and the bytes not kept, None where there are neither."""
+        both = self.kept_bytes + self.dropped_bytes
+        return self.kept_bytes / both if both else None
+
+
+def add_uses(uses: Iterable[ModuleUse]) -> ModuleUse:
+    """Add up what a plan does to several modules."""
+    return ModuleUse(*map(sum, zip(*map(astuple, uses), strict=True)))
+
+
+def uses_by_module(plan: Plan) -> dict[str, ModuleUse]:
+    """Account a feasible plan to the modules whose operations allocate bytes and are recomputed.
+
+    They come by their paths, in order of execution; "" is the planned module itself, `graph.OUTSIDE` what runs outside.
+    """
+    graph = plan.graph
+    kept = _kept_storages(graph, plan.schedule)
+    plain, _ = as_plain(graph, plan.profile)
+    kept_plainly = _kept_storages(plain, lower(plain, eager_decisions(plain)))
+    again = plan.schedule.recomputed(graph)
+    repeated = {node if graph.nodes[node].replays is None else graph.nodes[node].replays for node in again}
+    parts = defaultdict[str, list[ModuleUse]](list)
+    counted = set[int]()
+    for index in graph.forward:
+        storages = [s for s in graph.allocates[index] if s not in counted]
+        counted.update(storages)
+        works = graph.has_work(index) and graph.nodes[index].op != OUTSIDE
+        kept_bytes = sum(graph.sizes[s] for s in storages if s in kept)
+        dropped_bytes = sum(plain.sizes[s] - graph.sizes[s] * (s in kept) for s in storages if s in kept_plainly)
+        use = ModuleUse(kept_bytes, dropped_bytes, int(works and index in repeated), int(works))
+        parts[_path(graph.nodes[index])].append(use)
+    for index in again:
+        parts[_path(graph.nodes[index])].append(ModuleUse(extra_ms=plan.profile.time_ms[index]))
+    return {path: add_uses(uses) for path, uses in parts.items()}
+
+
+def _kept_storages(graph: Graph, schedule: Schedule) -> set[int | None]:
+    """Find the storages that live on the device at the turn."""
+    return {graph.tensors[t].storage for t in (*schedule.saved_on_device(graph), *graph.held)}
+
+
+def _path(node: Node) -> str:
+    return OUTSIDE if node.op == OUTSIDE else node.module
+
+
+# ---------------------------------------------------------------- modules rolled up into rows
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRow:
+    """One row of the table, which may stand for several equal blocks."""
+
+    label: str  # module path, with the numbers of equal blocks as a range
+    count: int  # of these blocks
+    depth: int  # 0, or 1 for a part of the blocks in the row above
+    use: ModuleUse  # of all of them
+    shares: tuple[float | None, ...] = ()  # kept in each, where they were planned differently; None: nothing to keep
+
+
+def module_rows(plan: Plan, limit: int = MAX_ROWS) -> tuple[ModuleRow, ...]:
+    """Roll modules up into few rows: equal blocks together, the largest opened first, the small ones summed up.
+
+    There are at most as many rows as the limit, which is 2 or more, and one for what runs outside the plan. They are in
+    order of execution. Those of depth 1 are part of the last row of depth 0; those of depth 0 add up to the whole.
+    """
+    uses = uses_by_module(plan)
+    outside = uses.pop(OUTSIDE, ModuleUse())
+    rows = _Modules(plan.graph, uses).rows(limit)
+    if outside.kept_bytes:
+        rows = (*rows, ModuleRow("outside the plan", 1, 0, outside))
+    return rows
+
+
+def total_row(rows: Iterable[ModuleRow]) -> ModuleRow:
+    """Add up rows."""
+    return ModuleRow("all", 1, 0, add_uses(row.use for row in rows if not row.depth))
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Modules that go into one row, whose label and depth it has."""
+
+    label: str
+    uses: tuple[ModuleUse, ...]  # of each of the equal modules
+    roots: tuple[str, ...] = ()  # their paths, empty for what can't be opened
+    count: int = 1  # of them in each parent
+    depth: int = 0
+
+    @property
+    def is_group(self) -> bool:
+        """Whether its row stays, as a heading, when it is opened."""
+        return self.count > 1
+
+    def row(self) -> ModuleRow:
+        decided_alike = len({(u.kept_bytes, u.dropped_bytes, u.recomputed) for u in self.uses}) == 1
+        shares = () if decided_alike else tuple(u.kept_share for u in self.uses)
+        return ModuleRow(self.label, self.count, self.depth, add_uses(self.uses), shares)
+
+
+class _Modules:
+    """The module tree of a graph, and what a plan does to it."""
+
+    def __init__(self, graph: Graph, uses: dict[str, ModuleUse]) -> None:
+        self.uses = uses
+        self.total = add_uses(uses.values())
+        self.below = defaultdict[str, list[str]](list)  # path -> itself and the paths in it that run something
+        for path in uses:
+            parts = path.split(".") if path else []
+            for depth in range(len(parts) + 1):
+                self.below[".".join(parts[:depth])].append(path)
+        self.keys = defaultdict[str, list[str]](list)  # path -> what its operations do
+        for node in (graph.nodes[index] for index in graph.forward):
+            self.keys[_path(node)].append(node.key or node.op)
+
+    def rows(self, limit: int) -> tuple[ModuleRow, ...]:
+        if not self.uses:
+            return ()
+        shown = self._fold(self._children(_Block("", (), ("",))), limit)
+        while (opened := self._open_one(shown, limit)) is not None:
+            shown = opened
+        return tuple(block.row() for block in shown)
+
+    def _children(self, block: _Block) -> list[_Block]:
+        """Break a block up into the modules in it, equal ones together, and its own operations."""
+        depth = block.depth + block.is_group
+        above = "" if block.is_group else block.label
+        children = []
+        for names in self._equal_names(block.roots[0]):
+            roots = tuple(_join(root, name) for root in block.roots for name in names)
+            uses = tuple(add_uses(self.uses[path] for path in self.below[root]) for root in roots)
+            children.append(_Block(_join(above, _range_label(names)), uses, roots, len(names), depth))
+        if block.roots[0] in self.uses:
+            label = f"{above} (itself)".strip()
+            children.append(_Block(label, tuple(self.uses[root] for root in block.roots), depth=depth))
+        return children
+
+    def _equal_names(self, path: str) -> list[list[str]]:
+        """Cluster the modules in one: equal are those that do the same work under names that differ in their number."""
+        start = len(path) + 1 if path else 0
+        names = dict.fromkeys(p[start:].split(".")[0] for p in self.below[path] if p != path)
+        clusters = defaultdict[tuple[object, ...], list[str]](list)
+        for name in names:
+            stem, inside = name.rstrip("0123456789"), _join(path, name)
+            work = tuple((p[len(inside) :], tuple(self.keys[p])) for p in self.below[inside])
+            clusters[(name,) if stem == name else (stem, work)].append(name)
+        return list(clusters.values())
+
+    def _open_one(self, shown: list[_Block], limit: int) -> list[_Block] | None:
+        """Open the largest block that can be opened and has room; None if there is none."""
+        for block in sorted(shown, key=self._weight, reverse=True):
+            at = shown.index(block)
+            is_open = any(later.depth > block.depth for later in shown[at + 1 : at + 2])
+            is_nested = block.is_group and block.depth
+            has_parts = block.roots and self.below[block.roots[0]] != [block.roots[0]]
+            if is_open or is_nested or not has_parts or self._weight(block) < _WORTH_OPENING:
+                continue
+            room = limit - len(shown) + (not block.is_group)
+            children = self._fold(self._children(block), room)
+            if len(children) > block.is_group and room > 1:
+                return [*shown[: at + block.is_group], *children, *shown[at + 1 :]]
+        return None
+
+    def _fold(self, blocks: list[_Block], limit: int) -> list[_Block]:
+        """Sum up the small blocks, and those for which the limit leaves no room, in one row."""
+        ranked = sorted(blocks, key=self._weight, reverse=True)
+        shown = [b for b in ranked if self._weight(b) >= _SMALL]
+        if len(blocks) <= limit and len(blocks) - len(shown) < 2:
+            return blocks
+        shown = shown[: limit - 1]
+        rest = [b for b in blocks if b not in shown]
+        use = add_uses(use for b in rest for use in b.uses)
+        others = _Block(f"{sum(b.count for b in rest)} others", (use,), depth=rest[0].depth)
+        return [*(b for b in blocks if b in shown), others]
+
+    def _weight(self, block: _Block) -> float:
+        """Share of the bytes, or of the extra time, of the whole: the larger of the two."""
+        use, total = add_uses(block.uses), self.total
+        size = (use.kept_bytes + use.dropped_bytes) / max(1, total.kept_bytes + total.dropped_bytes)
+        return max(size, use.extra_ms / total.extra_ms if total.extra_ms else 0.0)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _range_label(names: Sequence[str]) -> str:
+    """Write equal names as one: "0-9" where all numbers are there, "0..10" where some are not."""
+    if len(names) == 1:
+        return names[0]
+    stem = names[0].rstrip("0123456789")
+    numbers = sorted(int(name[len(stem) :]) for name in names)
+    has_all = numbers[-1] - numbers[0] == len(numbers) - 1
+    return f"{stem}{numbers[0]}{'-' if has_all else '..'}{numbers[-1]}"
+
+
+# ---------------------------------------------------------------- numbers
 
 
 def all_numbers(plan: Plan) -> dict[str, Any]:
@@ -42,15 +270,7 @@ def all_numbers(plan: Plan) -> dict[str, Any]:
 
 
 def plan_metrics(plan: Plan, plans: int = 1) -> dict[str, float]:
-    """Name the numbers of a plan.
-
-    Args:
-        plan: A plan.
-        plans: How many plans there are, one for each step signature.
-
-    Returns:
-        Bytes, ratios and seconds by name; what was not measured yet is left out.
-    """
+    """Return bytes, ratios and seconds of one of some plans, by name; what was not measured yet is left out."""
     numbers = plan.to_dict()
     metrics = {name: numbers[name] for name in METRICS}
     metrics |= {"planning_s": sum(numbers["planning"].values()), "plans": plans}
@@ -64,6 +284,69 @@ def rows_of(numbers: Numbers) -> tuple[list[ModuleRow], ModuleRow] | None:
         for row in numbers.get("modules", ())
     ]
     return (rows[:-1], rows[-1]) if rows else None
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """Read the numbers of a plan from what `Plan.to_json`, `write_html` or `hiremate plan --json` wrote."""
+    expected = "Expected what `hiremate plan --json FILE`, Plan.to_json() or write_html() wrote."
+    try:
+        text = path.read_text(encoding="utf-8")
+        in_page = _IN_PAGE.search(text)
+        data = json.loads(in_page[1] if in_page else text)
+    except OSError as error:
+        raise ConfigurationError(f"Can't read {str(path)!r}: {error.strerror}. {expected}") from error
+    except ValueError:  # no text, or no JSON
+        data = None
+    if isinstance(data, dict) and "planned_step_ms" in data:
+        return data
+    raise ConfigurationError(f"{str(path)!r} is no plan. {expected}")
+
+
+# ---------------------------------------------------------------- words
+
+
+def advice_lines(plan: Plan) -> list[str]:
+    """Return what the user can do for less memory than any plan reaches, a sentence for each."""
+    lines, graph = [], plan.graph
+    if stale := {tensor.storage for tensor in graph.tensors if tensor.name == STALE_GRADIENTS}:
+        storages = tuple(replace(s, size_bytes=0) if i in stale else s for i, s in enumerate(graph.storages))
+        freed = simulate(replace(graph, storages=storages), plan.profile, plan.schedule)
+        saved_bytes = plan.planned.peak_bytes - freed.peak_bytes
+        if saved_bytes > WORTH_SAYING * plan.planned_peak_bytes:
+            lines.append(
+                f"Gradients of the step before live through the forward. {format_bytes(saved_bytes)} less are needed "
+                "where a zero_grad() before the forward frees them; in Lightning, self.zero_grad() in "
+                "on_train_batch_start does, unless gradients are accumulated."
+            )
+    if plan.resident_bytes > MOSTLY * plan.budget_bytes:
+        lines.append(
+            f"{format_bytes(plan.resident_bytes)} of the budget exist before the step (weights, optimizer state, "
+            "batch): a plan can't make them smaller, an optimizer with less state can."
+        )
+    return lines
+
+
+def place_words(plan: Plan) -> str:
+    """Describe where in the step the planned peak is."""
+    node = plan.graph.nodes[plan.planned.peak_moment.node]
+    if node.op == OUTSIDE:
+        return f"{node_words(node)}, {node.direction.value}"
+    return f"{node.module or 'the module itself'}, {node.direction.value}, {node_words(node)}"
+
+
+def node_words(node: Node) -> str:
+    """Name an operation."""
+    return "code outside the plan" if node.op == OUTSIDE else node.op.removesuffix(".default")
+
+
+def use_cells(use: ModuleUse) -> tuple[str, ...]:
+    """Write bytes kept and not kept, operations recomputed, and extra time as cells of a table; "" for zero."""
+    return (
+        format_bytes(use.kept_bytes) if use.kept_bytes else "",
+        format_bytes(use.dropped_bytes) if use.dropped_bytes else "",
+        f"{use.recomputed}/{use.operations}" if use.recomputed else "",
+        f"+{format_time(use.extra_ms)}" if use.extra_ms else "",
+    )
 
 
 def batch_words(plan: Plan) -> str:
@@ -94,22 +377,6 @@ def verdict(numbers: Numbers) -> str:
     if measured_time is not None:
         time = f"{format_ratio(measured_time)} time measured, {format_ratio(numbers['predicted_overhead'])} predicted"
     return f"{name} trains in {peak} instead of {plain}, within its budget of {budget}, for {time}."
-
-
-def read_summary(path: Path) -> dict[str, Any]:
-    """Read the numbers of a plan from what `Plan.to_json`, `write_html` or `hiremate plan --json` wrote."""
-    expected = "Expected what `hiremate plan --json FILE`, Plan.to_json() or write_html() wrote."
-    try:
-        text = path.read_text(encoding="utf-8")
-        in_page = _IN_PAGE.search(text)
-        data = json.loads(in_page[1] if in_page else text)
-    except OSError as error:
-        raise ConfigurationError(f"Can't read {str(path)!r}: {error.strerror}. {expected}") from error
-    except ValueError:  # no text, or no JSON
-        data = None
-    if isinstance(data, dict) and "planned_step_ms" in data:
-        return data
-    raise ConfigurationError(f"{str(path)!r} is no plan. {expected}")
 
 
 def summary_rows(numbers: Numbers, most_rounded: int | None = None) -> list[tuple[str, str]]:

@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ from rich.text import Text
 from .. import thresholds
 from ..planning.plan import Plan, PlanningTime, measured_line, near_words, plan_title, planned_lines, planning_words
 from ..units import format_ratio
-from .breakdown import advice_lines
 from .html_report import write_html
+from .plan_summary import advice_lines
 from .terminal import FAINT, plan_table
 
 LOGGER = logging.getLogger("hiremate_lightning")
@@ -44,30 +44,19 @@ def calls_for(full: str = 'verbose="full"', plan: str = "get_plan(model)") -> st
     return f"{full} shows a table; {page} writes a page"
 
 
-CALLS = calls_for()
-
-
 class Reporter:
     """Shows the stages of planning, then the plan, then what was measured of it, then where to read more.
 
     That is a line each by default; the table of modules is for `verbose="full"`. On a terminal there is progress that
     vanishes. Elsewhere lines go to the logger `hiremate_lightning` at level INFO where the program has set up its
-    logging for that, else to standard error. On ranks other than zero: nothing.
-
-    Args:
-        verbose: Whether to show anything; "full" for the whole table of a plan.
-        console: Where to; by default rich's own console, on which progress bars of others nest with ours.
-
-    Attributes:
-        verbose: As above.
-        folder: Where to write the page of the plan, once it was measured; None to say what writes it.
-        more: What shows more of a plan.
+    logging for that, else to standard error. On ranks other than zero: nothing. By default the console is rich's own,
+    on which progress bars of others nest with ours.
     """
 
     def __init__(self, verbose: bool | str = True, console: Console | None = None) -> None:
-        self.verbose = verbose
-        self.folder: Path | None = None
-        self.more = CALLS
+        self.verbose = verbose  # "full" for the whole table of a plan
+        self.folder: Path | None = None  # for the page of the plan, once it was measured; None to say what writes it
+        self.more = calls_for()  # what shows more of a plan
         self._console = console
         self._progress: Progress | None = None
         self._tasks: list[TaskID] = []
@@ -86,22 +75,30 @@ class Reporter:
         """The console on which tables and progress are drawn."""
         return self._console or rich.get_console()
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str) -> AbstractContextManager[None]:
         """Show that a stage of planning runs, for as long as it does; its name is such as "tracing"."""
         LOGGER.debug(name)
         if self.is_silent:
-            yield
-            return
-        with self._drawn(name) if self.console.is_interactive else self._named_if_long(name):
-            yield
+            return nullcontext()
+        return self._drawn(name) if self.console.is_interactive else self._named_if_long(name)
 
     @contextmanager
     def _drawn(self, name: str) -> Iterator[None]:
         """Draw a stage on a line of its own, below those that it is within."""
         if self._progress is None:
-            with self._drawing(), self._drawn(name):
-                yield
+            columns = (
+                SpinnerColumn(),
+                TextColumn("HiRemate: {task.description}", markup=False),
+                BarColumn(bar_width=20),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[detail]}", markup=False, style=FAINT),
+            )
+            progress = Progress(*columns, console=self.console, transient=True)
+            try:
+                with _above_bars(), progress as self._progress, self._drawn(name):
+                    yield
+            finally:
+                self._progress = None
             return
         self._tasks.append(self._progress.add_task(name, total=None, detail=""))
         try:
@@ -110,23 +107,6 @@ class Reporter:
             task = self._tasks.pop()
             if self._tasks:  # the outermost one goes with all that is drawn
                 self._progress.remove_task(task)
-
-    @contextmanager
-    def _drawing(self) -> Iterator[None]:
-        columns = (
-            SpinnerColumn(),
-            TextColumn("HiRemate: {task.description}", markup=False),
-            BarColumn(bar_width=20),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[detail]}", markup=False, style=FAINT),
-        )
-        _clear_bars()
-        try:
-            with Progress(*columns, console=self.console, transient=True) as self._progress:
-                yield
-        finally:
-            self._progress = None
-            _draw_bars()
 
     @contextmanager
     def _named_if_long(self, name: str) -> Iterator[None]:
@@ -158,21 +138,18 @@ class Reporter:
             self._progress.update(self._tasks[-1], completed=completed, total=total, detail=detail)
 
     def solving(self, step_ms: float) -> Callable[[float, float], None]:
-        """Return what shows the progress of a solve, to be its `SolveOptions.progress`.
+        """Return what shows the progress of a solve of a step that takes so long without recomputation.
 
-        It takes the least recompute time that was found, infinite before there is one, and the proven bound on it. The
-        milliseconds given here are those of the step without recomputation.
+        As `SolveOptions.progress` it takes the least recompute time that was found, infinite before there is one, and
+        the proven bound on it.
         """
 
         def tell(best_ms: float, bound_ms: float) -> None:
-            if not step_ms:
-                return
-            if math.isinf(best_ms):
-                words = f"none found, at least {format_ratio(bound_ms / step_ms)}"
-            else:
+            if step_ms and math.isinf(best_ms):
+                self.progress(f"none found, at least {format_ratio(bound_ms / step_ms)}", 0)
+            elif step_ms:
                 gap = max(0.0, best_ms - bound_ms) / (step_ms + best_ms)
-                words = f"extra time {format_ratio(best_ms / step_ms)}, {near_words(gap)}"
-            self.progress(words, 0)
+                self.progress(f"extra time {format_ratio(best_ms / step_ms)}, {near_words(gap)}", 0)
 
         return tell
 
@@ -186,10 +163,9 @@ class Reporter:
             )
 
     def planned(self, plan: Plan, remark: str = "") -> None:
-        """Show a new plan, and what would save more memory.
+        """Show a new plan, and what would save more memory: a line, with a remark or without, or the whole table.
 
-        That is a line or, where it was asked for and none of a larger step was shown, the whole table. With a remark it
-        is a line, and that.
+        The table is shown where it was asked for, and none of a larger step was shown.
         """
         self._stages_s = 0.0
         if remark:
@@ -200,7 +176,7 @@ class Reporter:
         if is_largest and self.verbose == "full":
             self.show(plan_table(plan))
         else:
-            lines, seconds = list[str](), sum(asdict(plan.planning).values())
+            lines, seconds = list[str](), plan.planning.all_s
             least_s = max(thresholds.current.long_stage_s, CLEARLY_LONGER * self._planning_s)
             if seconds >= least_s:  # long, and more than was reported
                 self._planning_s = seconds
@@ -213,9 +189,8 @@ class Reporter:
         if self.is_silent:
             return
         if self._draws:
-            _clear_bars()
-            self.console.print(table)
-            _draw_bars()
+            with _above_bars():
+                self.console.print(table)
         else:
             with io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="replace") as file:
                 Console(file=file, width=LOG_WIDTH).print(table)
@@ -227,19 +202,15 @@ class Reporter:
         lines = [measured_line(plan)]
         if not self.is_silent and plan.unplanned_peak_bytes >= self._largest_bytes:
             self._largest_bytes = plan.unplanned_peak_bytes + 1  # said once
-            lines.append(f"{plan_title(plan)}, more: {self._page_of(plan)}")
+            more = self.more
+            if self.folder is not None:
+                try:
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    more = str(write_html(plan, self.folder / PAGE, curve_limit_s=0))
+                except OSError as error:  # a full disk is no reason to stop training
+                    LOGGER.debug("no page was written: %s", error)
+            lines.append(f"{plan_title(plan)}, more: {more}")
         self.note(*lines)
-
-    def _page_of(self, plan: Plan) -> str:
-        """Write the page of a plan, and return its path; or what shows more."""
-        if self.folder is None:
-            return self.more
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            return str(write_html(plan, self.folder / PAGE, curve_limit_s=0))
-        except OSError as error:  # a full disk is no reason to stop training
-            LOGGER.debug("no page was written: %s", error)
-            return self.more
 
     def note(self, *lines: str) -> None:
         """Show plain lines."""
@@ -252,16 +223,14 @@ class Reporter:
 
     def _write(self, lines: Iterable[str]) -> None:
         console = self.console if self._draws or self._console else None
-        _clear_bars()
-        for line in lines:
-            if console is not None:
-                console.print(Text(line), soft_wrap=True)
-            elif LOGGER.hasHandlers() and LOGGER.isEnabledFor(logging.INFO):
-                LOGGER.info(line)
-            elif LOGGER.level <= logging.INFO:  # not silenced, only not set up
-                Console(stderr=True, highlight=False).print(Text(line), soft_wrap=True)
-        if self._progress is None:
-            _draw_bars()
+        with _above_bars(draws_again=self._progress is None):
+            for line in lines:
+                if console is not None:
+                    console.print(Text(line), soft_wrap=True)
+                elif LOGGER.hasHandlers() and LOGGER.isEnabledFor(logging.INFO):
+                    LOGGER.info(line)
+                elif LOGGER.level <= logging.INFO:  # not silenced, only not set up
+                    Console(stderr=True, highlight=False).print(Text(line), soft_wrap=True)
 
 
 class Stages:
@@ -269,7 +238,7 @@ class Stages:
 
     def __init__(self, reporter: Reporter) -> None:
         self.reporter = reporter
-        self._seconds = PlanningTime()
+        self.total = PlanningTime()  # the seconds of all stages so far
 
     @contextmanager
     def stage(self, field: str, name: str) -> Iterator[None]:
@@ -277,16 +246,8 @@ class Stages:
         start = time.perf_counter()
         with self.reporter.stage(name):
             yield
-        self.add(field, time.perf_counter() - start)
-
-    def add(self, field: str, seconds: float) -> None:
-        """Count seconds of a stage."""
-        self._seconds = replace(self._seconds, **{field: getattr(self._seconds, field) + seconds})
-
-    @property
-    def total(self) -> PlanningTime:
-        """The seconds of all stages so far."""
-        return self._seconds
+        seconds = getattr(self.total, field) + time.perf_counter() - start
+        self.total = replace(self.total, **{field: seconds})
 
 
 def _bars() -> list[Any]:
@@ -296,20 +257,20 @@ def _bars() -> list[Any]:
     return [bar for bar in bars if not getattr(bar, "disable", True) and hasattr(bar, "start_t")]
 
 
-def _clear_bars() -> None:
-    """Make room for lines: a bar has no line end, and what is written next would continue it."""
+@contextmanager
+def _above_bars(draws_again: bool = True) -> Iterator[None]:
+    """Make room for lines, since a bar has no line end and what is written next would continue it; then draw it."""
     for bar in _bars():
         if bar.fp.isatty():
             bar.clear(nolock=True)
         else:  # a file, where nothing can be taken back
             bar.fp.write("\n")
-
-
-def _draw_bars() -> None:
-    """Draw the bars again that `_clear_bars` has cleared."""
-    for bar in _bars():
-        if bar.fp.isatty():
-            bar.refresh(nolock=True)
+    try:
+        yield
+    finally:
+        for bar in _bars() if draws_again else ():
+            if bar.fp.isatty():
+                bar.refresh(nolock=True)
 
 
 def is_rank_zero() -> bool:

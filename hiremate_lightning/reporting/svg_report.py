@@ -1,13 +1,14 @@
-"""The memory of the plain and of the planned step as one SVG picture, for documents; nothing needs to be installed.
+"""Pictures of a plan as SVG, for documents and pages: memory over time, and extra time over budget.
 
-One column of pixels stands for all operations that share it: it shows the one with the most memory. The picture is dark
-where the reader's screen is.
+One column of pixels stands for all operations that share it: it shows the one with the most memory. Extra time of many
+methods goes up by its square root, so that 2 % and 200 % are both to be read; methods are told apart by colour and by
+the shape of their marks. Pictures are dark where the reader's screen is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -15,21 +16,50 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from ..errors import ConfigurationError
+from ..planning.comparing import Comparison, Curve
 from ..planning.plan import Plan, plan_title
-from ..units import format_bytes, format_time
-from .timeline import BUDGET, COLOURS, FAINT, INK, DrawnStep, binary_unit, plain_run, planned_run, resident_bands
+from ..records.costs import step_time_ms
+from ..units import binary_unit, format_bytes, format_time
+from .timeline import BUDGET, COLOURS, FAINT, INK, Band, DrawnStep, plain_run, planned_run, resident_bands
 
 MIN_WIDTH = 480
-LEFT, RIGHT, TOP = 52, 12, 34  # pixels around a panel
-PANEL, GAP = 170, 44  # pixels: height of a panel, and from one to the next
-PEAK = "peak"  # its place in the legend has a circle, no colour
+LEFT, RIGHT, TOP = 52, 12, 34  # pixels around a panel of memory
+PANEL, GAP = 170, 44  # pixels: height of such a panel, and from one to the next
+BUDGET_SIDE, BUDGET_TOP, BUDGET_BELOW = 16, 40, 44  # pixels to the right of, above and below a drawing over budgets
+FRONTIER_HEIGHT, METHODS_HEIGHT = 260, 300  # pixels of the drawing of a plan, and of methods
+LEAST, LEAST_OF_METHODS = 0.01, 0.03  # extra time that is drawn in any case, of a plan and of methods
+SPARE = 1.06  # room around the outermost values, as a factor
+RATIOS = (0.0, 0.01, 0.03, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # extra times that an axis of roots names
+APART = 11  # pixels at least between two extra times that it names
 LINE = 20  # pixels of a line of text
 LETTER = 6.6  # pixels of an average letter at 12 pixels
+SHOWN_BUDGET = 1.15  # times the highest peak: a budget further above is not drawn
 DARK = """<style>@media (prefers-color-scheme: dark) {
 svg.hiremate { fill: #e6e8eb } .hiremate .paper { fill: #16181d } .hiremate .faint { fill: #9aa2ad }
 .hiremate .grid { stroke: #2c3038 } .hiremate .turn { stroke: #9aa2ad } .hiremate .budget { stroke: #ff6fa3 }
 .hiremate .budget-key { fill: #ff6fa3 } .hiremate .peak { stroke: #e6e8eb }
 }</style>"""
+FAINT_TEXT, FAINT_LINE = f'class="faint" fill="{FAINT}"', f'class="turn" stroke="{FAINT}"'
+METHOD_COLOURS = (
+    *("#4477aa", "#ee7733", "#228833", "#cc3377", "#009988", "#8c6bb1"),
+    *("#b8860b", "#33bbee", "#882255", "#7f7f7f", "#66a61e", "#332288"),
+)
+METHOD_SHAPES = (
+    "m-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0Z",
+    "m-3.5 -3.5h7v7h-7Z",
+    "m0 -5l4.5 8h-9Z",
+    "m0 -5l5 5l-5 5l-5 -5Z",
+    "m0 5l4.5 -8h-9Z",
+)
+# Marks around a point, in a picture and before a name in its legend.
+RING = f'<circle cx="{{x}}" cy="{{y}}" r="5" class="peak" fill="none" stroke="{INK}" stroke-width="2"/>'  # plain, peaks
+DOT = f'<circle cx="{{x}}" cy="{{y}}" r="6" class="budget-key" fill="{BUDGET}"/>'
+CROSS = f'<path d="M{{x}} {{y}}m-6 -6l12 12m0 -12l-12 12" class="peak" stroke="{INK}" stroke-width="2"/>'
+STROKE = '<path d="M{{x}} {{y}}m-6 0h12" {look} stroke-width="2"/>'
+SQUARE = '<rect x="{{x}}" y="{{y}}" transform="translate(-6 -6)" width="12" height="12" rx="2" {look}/>'
+PROVEN = STROKE.format(look=FAINT_LINE), "proven: nothing is faster"
+
+Point = tuple[float, float]  # values to the right and upwards, such as bytes and an extra time, a ratio
 
 
 def write_svg(plan: Plan, path: str | Path, width: int = 860) -> Path:
@@ -52,28 +82,23 @@ def write_svg(plan: Plan, path: str | Path, width: int = 860) -> Path:
     """
     if width < MIN_WIDTH:
         raise ValueError(f"width must be at least {MIN_WIDTH} pixels, found {width}")
-    check_plan(plan)
-    path = writable(path)
+    path = plan_file(plan, path)
     path.write_text(TimelineDrawing(plan, width).text(), encoding="utf-8")
     return path
 
 
-def check_plan(plan: object) -> None:
-    """Check that a plan was given, not the None of `get_plan` before the second step, nor a model."""
+def plan_file(plan: object, path: str | Path) -> Path:
+    """Check a file, and that it is a plan that is to be written: not the None of `get_plan`, nor a model."""
     if not isinstance(plan, Plan):
         raise ConfigurationError(
             f"Expected a plan to write, found {type(plan).__name__}. get_plan(model) returns it from the second "
             "training step on, and None before."
         )
+    return writable(path)
 
 
 def writable(path: str | Path, makes_folder: bool = False) -> Path:
-    """Check that a file can be written, before work goes into what it is to hold.
-
-    Args:
-        path: Of the file.
-        makes_folder: Whether its folder is made where it is missing.
-    """
+    """Check that a file can be written before work goes into it; its folder may be missing where that is made."""
     path = Path(path)
     if not (makes_folder or path.parent.is_dir()):
         raise ConfigurationError(f"There is no folder {str(path.parent)!r} to write {path.name} to. Make it first.")
@@ -87,6 +112,9 @@ def writable(path: str | Path, makes_folder: bool = False) -> Path:
         raise ConfigurationError(f"Can't write {str(path)!r}: {error.strerror}. Name another file.") from error
 
 
+# ---------------------------------------------------------------- what all pictures are made of
+
+
 def open_svg(width: int, height: int, title: str) -> list[str]:
     """Begin a picture with its title and its background."""
     return [
@@ -98,153 +126,84 @@ def open_svg(width: int, height: int, title: str) -> list[str]:
     ]
 
 
+def _text(x: float, y: float, words: str, look: str = "") -> str:
+    """Write words, which may hold markup."""
+    return f'<text x="{x:.1f}" y="{y:.1f}" {look}>{words}</text>'
+
+
+def _path(places: str, look: str) -> str:
+    return f'<path d="{places}" {look}/>'
+
+
+def _marked(mark: str, point: Point) -> str:
+    return mark.format(x=round(point[0], 1), y=round(point[1], 1))
+
+
 @dataclass(frozen=True)
-class TimelineDrawing:
-    """The picture of one plan."""
+class Axes:
+    """Values to the right and upwards, and the pixels where they lie."""
 
-    plan: Plan
-    width: int  # pixels
+    edges: tuple[float, float, float, float]  # left, right, upper and lower, in pixels
+    low: float  # value at the left edge
+    high: float  # value at the right edge
+    most: float  # value at the upper edge; 0 is at the lower one
+    is_root: bool = False  # whether values go up by their square root
 
-    @cached_property
-    def runs(self) -> tuple[DrawnStep, ...]:
-        """The plain step, and the planned one below it."""
-        return plain_run(self.plan), planned_run(self.plan)
+    def x(self, value: float) -> float:
+        """Return where a value to the right lies, in pixels."""
+        left, right, *_ = self.edges
+        return round(left + (value - self.low) / (self.high - self.low) * (right - left), 1)
 
-    @cached_property
-    def columns(self) -> int:
-        """Width of a panel, in pixels."""
-        return self.width - LEFT - RIGHT
+    def y(self, value: float) -> float:
+        """Return where a value upwards lies, in pixels."""
+        *_, top, bottom = self.edges
+        share = max(0.0, value) / self.most
+        return round(bottom - (math.sqrt(share) if self.is_root else share) * (bottom - top), 1)
 
-    @cached_property
-    def most_bytes(self) -> int:
-        """The highest that is drawn; a budget far above all memory is not."""
-        peak = max(self.plan.resident_bytes + run.simulation.peak_bytes for run in self.runs)
-        return max(peak, self.plan.budget_bytes if self._shows_budget(peak) else 0, 1)
+    def place(self, point: Point) -> Point:
+        """Return where a point lies, in pixels."""
+        return self.x(point[0]), self.y(point[1])
 
-    def _shows_budget(self, peak_bytes: int) -> bool:
-        return self.plan.budget_bytes <= 1.15 * peak_bytes
+    def levels(self, named: Iterable[tuple[float, float]]) -> Iterator[str]:
+        """Draw lines at values upwards, each with a number beside it."""
+        left, right, *_ = self.edges
+        for value, number in named:
+            yield _path(f"M{left} {self.y(value)}H{right}", 'class="grid" stroke="#eceef1"')
+            yield _text(left - 6, self.y(value) + 4, f"{number:g}", 'text-anchor="end"')
 
-    @cached_property
-    def end_ms(self) -> float:
-        """Time at the right edge."""
-        return max(run.starts_ms[-1] for run in self.runs) or 1.0
+    def bottom(self, scale: float, about: int, words: str, look: str = "") -> Iterator[str]:
+        """Write round numbers of a scale below the drawing, and what they are."""
+        left, right, _, bottom = self.edges
+        for tick in ticks(self.high / scale, about):
+            if tick * scale >= self.low:
+                yield _text(self.x(tick * scale), bottom + 16, f"{tick:g}", 'text-anchor="middle"')
+        yield _text((left + right) / 2, bottom + 16 + LINE, words, f'text-anchor="middle" {look}')
 
-    @cached_property
-    def legend(self) -> list[tuple[str, str]]:
-        """Colour and name of each band that occurs, in stacking order."""
-        bands = {band for run in self.runs for band in run.bands}
-        parts = [(colour, name) for name, colour, _ in resident_bands(self.plan)]
-        parts += [(COLOURS[band], band.value) for band in COLOURS if band in bands]
-        parts.append((PEAK, "peak"))
-        if self._shows_budget(self.most_bytes):
-            parts.append((BUDGET, f"budget, {format_bytes(self.plan.budget_bytes)}"))
-        return parts
+    def line(self, points: Sequence[Point]) -> str:
+        """Connect points."""
+        return "M" + "L".join(f"{x} {y}" for x, y in map(self.place, points))
 
-    @property
-    def tops(self) -> list[int]:
-        """Upper edge of each panel, in pixels."""
-        return [TOP + row * (PANEL + GAP) for row in range(len(self.runs))]
-
-    def text(self) -> str:
-        """Write the picture."""
-        panels = [part for run, top in zip(self.runs, self.tops, strict=True) for part in self._panel(run, top)]
-        below = self.tops[-1] + PANEL
-        keys = [(_key(colour), name) for colour, name in self.legend]
-        legend, height = lay_out(keys, below + 2 * LINE + 8, self.width)
-        return "\n".join(
-            [
-                *open_svg(self.width, int(height), f"{plan_title(self.plan)}: memory of a step"),
-                *panels,
-                *self._time_axis(below),
-                *legend,
-                "</svg>\n",
-            ]
-        )
-
-    def _panel(self, run: DrawnStep, top: int) -> Iterable[str]:
-        peak = format_bytes(self.plan.resident_bytes + run.simulation.peak_bytes)
-        words = f"<tspan font-weight='600'>{run.name.capitalize()} step</tspan>: peak {peak}"
-        yield f'<text x="{LEFT}" y="{top - 8}">{words}, {format_time(run.simulation.time_ms)}</text>'
-        scale, unit = binary_unit(self.most_bytes)
-        for tick in ticks(self.most_bytes / scale):
-            y = self._y(tick * scale, top)
-            yield f'<path d="M{LEFT} {y}H{self.width - RIGHT}" class="grid" stroke="#eceef1"/>'
-            yield f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>'
-        yield f'<text x="{LEFT - 6}" y="{top - 8}" text-anchor="end" class="faint" fill="{FAINT}">{unit}</text>'
-        moments = run.by_column(self.columns, self.end_ms)
-        floor = [0] * len(moments)
-        resident = [(colour, [size] * len(run.simulation.timeline)) for _, colour, size in resident_bands(self.plan)]
-        for colour, sizes in (*resident, *((COLOURS[band], sizes) for band, sizes in run.bands.items())):
-            ceiling = [low + sizes[moment] for low, moment in zip(floor, moments, strict=True)]
-            if ceiling != floor:
-                yield f'<path d="{self._area(floor, ceiling, top)}" fill="{colour}"/>'
-            floor = ceiling
-        turn = LEFT + run.starts_ms[run.simulation.turn] / self.end_ms * self.columns
-        yield f'<path d="M{turn:.1f} {top}V{top + PANEL}" class="turn" stroke="{FAINT}" stroke-dasharray="1 3"/>'
-        if self._shows_budget(self.most_bytes):
-            yield budget_line(f"M{LEFT} {self._y(self.plan.budget_bytes, top)}H{self.width - RIGHT}")
-        # The peak may be at an operation that takes no time.
-        x = LEFT + run.starts_ms[run.peak_position] / self.end_ms * self.columns
-        yield ring(x, self._y(self.plan.resident_bytes + run.simulation.peak_bytes, top))
-
-    def _area(self, floor: Sequence[int], ceiling: Sequence[int], top: int) -> str:
-        """Outline what is between two lines of steps: the upper one to the right, the lower one back."""
-        forth = [(i, y) for i, y in enumerate(ceiling) if not i or y != ceiling[i - 1]]
-        back = [(i + 1, y) for i, y in enumerate(floor) if i + 1 == len(floor) or y != floor[i + 1]]
-        upper = "".join(f"H{LEFT + i}V{self._y(y, top)}" for i, y in forth)
-        lower = "".join(f"H{LEFT + i}V{self._y(y, top)}" for i, y in reversed(back))
-        return f"M{LEFT} {self._y(ceiling[0], top)}{upper}{lower}H{LEFT}Z"
-
-    def _y(self, size_bytes: float, top: int) -> float:
-        return round(top + PANEL * (1 - size_bytes / self.most_bytes), 1)
-
-    def _time_axis(self, top: int) -> Iterable[str]:
-        scale, unit = (1000, "seconds") if self.end_ms >= 5000 else (1, "milliseconds")
-        for tick in ticks(self.end_ms / scale):
-            x = LEFT + tick * scale / self.end_ms * self.columns
-            yield f'<text x="{x:.1f}" y="{top + 16}" text-anchor="middle">{tick:g}</text>'
-        yield f'<text x="{LEFT + self.columns / 2}" y="{top + 16 + LINE}" text-anchor="middle">{unit}</text>'
+    def steps(self, points: Sequence[Point], order: str) -> str:
+        """Connect points by level (H) and upright (V) lines, in an order."""
+        (x, y), *places = map(self.place, points)
+        moves = (f"{move}{x if move == 'H' else y}" for x, y in places for move in order)
+        return f"M{x} {y}{''.join(moves)}"
 
 
-Key = Callable[[float, float], str]  # draws what stands before a name in a legend, around a point
-
-
-def lay_out(entries: Iterable[tuple[Key, str]], top: float, width: int) -> tuple[list[str], float]:
-    """Lay a legend out in rows; return it, and the pixels above what comes below it."""
+def lay_out(entries: Iterable[tuple[str, str]], top: float, width: int) -> tuple[list[str], float]:
+    """Lay marks and names out in rows; return these, and the pixels above what comes below."""
     parts, x, y = [], float(LEFT), top + LINE
-    for key, name in entries:
+    for mark, name in entries:
         needed = 34 + LETTER * len(name)
         if x > LEFT and x + needed > width:
             x, y = float(LEFT), y + LINE
-        parts += [key(x + 6, y - 4), f'<text x="{x + 18:.1f}" y="{y:g}">{escape(name)}</text>']
+        parts += [_marked(mark, (x + 6, y - 4)), _text(x + 18, y, escape(name))]
         x += needed
     return parts, y + LINE
 
 
-def budget_line(path: str) -> str:
-    """Draw the line of the budget."""
-    return f'<path d="{path}" class="budget" stroke="{BUDGET}" stroke-width="2" stroke-dasharray="6 4"/>'
-
-
-def ring(x: float, y: float) -> str:
-    """Draw the mark of plain training, and of a peak."""
-    return f'<circle cx="{x:.1f}" cy="{y}" r="5" class="peak" fill="none" stroke="{INK}" stroke-width="2"/>'
-
-
-def stroke(colour: str) -> Key:
-    """Return what draws a piece of a line."""
-    kind = ' class="turn"' if colour == FAINT else ""
-    return lambda x, y: f'<path d="M{x - 6:.1f} {y}h12"{kind} stroke="{colour}" stroke-width="2"/>'
-
-
-def _key(colour: str) -> Key:
-    """Return what draws the key of a band, of the budget or of the peak."""
-    kind = ' class="budget-key"' if colour == BUDGET else ""
-
-    def square(x: float, y: float) -> str:
-        return f'<rect x="{x - 6:.1f}" y="{y - 6}" width="12" height="12" rx="2"{kind} fill="{colour}"/>'
-
-    return ring if colour == PEAK else square
+def _budget_line(path: str) -> str:
+    return _path(path, f'class="budget" stroke="{BUDGET}" stroke-width="2" stroke-dasharray="6 4"')
 
 
 def ticks(most: float, about: int = 5) -> list[float]:
@@ -253,3 +212,245 @@ def ticks(most: float, about: int = 5) -> list[float]:
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= rough)
     return [round(i * step, 10) for i in range(int(most / step + 1e-9) + 1)]
+
+
+# ---------------------------------------------------------------- memory over time
+
+
+@dataclass(frozen=True)
+class TimelineDrawing:
+    """The memory of the plain step, and of the planned one below it; the width is in pixels."""
+
+    plan: Plan
+    width: int
+
+    @cached_property
+    def runs(self) -> tuple[DrawnStep, ...]:
+        """The two steps."""
+        return plain_run(self.plan), planned_run(self.plan)
+
+    @property
+    def tops(self) -> list[int]:
+        """Upper edge of each panel, in pixels."""
+        return [TOP + row * (PANEL + GAP) for row in range(len(self.runs))]
+
+    @cached_property
+    def end_ms(self) -> float:
+        """Time at the right edge."""
+        return max(run.starts_ms[-1] for run in self.runs) or 1.0
+
+    @cached_property
+    def _peak_bytes(self) -> int:
+        return max(self.plan.resident_bytes + run.simulation.peak_bytes for run in self.runs)
+
+    @property
+    def _shows_budget(self) -> bool:
+        return self.plan.budget_bytes <= SHOWN_BUDGET * self._peak_bytes
+
+    def _axes(self, top: int) -> Axes:
+        most_bytes = max(self._peak_bytes, self.plan.budget_bytes if self._shows_budget else 0, 1)
+        return Axes((LEFT, self.width - RIGHT, top, top + PANEL), 0.0, self.end_ms, most_bytes)
+
+    def text(self) -> str:
+        """Write the picture."""
+        panels = [part for run, top in zip(self.runs, self.tops, strict=True) for part in self._panel(run, top)]
+        axes, below = self._axes(self.tops[-1]), self.tops[-1] + PANEL
+        scale, unit = (1000, "seconds") if self.end_ms >= 5000 else (1, "milliseconds")
+        legend, height = lay_out(self._legend(), below + 2 * LINE + 8, self.width)
+        opened = open_svg(self.width, int(height), f"{plan_title(self.plan)}: memory of a step")
+        return "\n".join([*opened, *panels, *axes.bottom(scale, 5, unit), *legend, "</svg>\n"])
+
+    def _legend(self) -> Iterator[tuple[str, str]]:
+        """Name each band that occurs, in stacking order."""
+        bands = {band for run in self.runs for band in run.bands}
+        named = [(name, colour) for name, colour, _ in resident_bands(self.plan)]
+        named += [(band.value, colour) for band, colour in COLOURS.items() if band in bands]
+        yield from ((SQUARE.format(look=f'fill="{colour}"'), name) for name, colour in named)
+        yield RING, "peak"
+        if self._shows_budget:
+            square = SQUARE.format(look=f'class="budget-key" fill="{BUDGET}"')
+            yield square, f"budget, {format_bytes(self.plan.budget_bytes)}"
+
+    def _panel(self, run: DrawnStep, top: int) -> Iterator[str]:
+        axes, peak_bytes = self._axes(top), self.plan.resident_bytes + run.simulation.peak_bytes
+        title = f"<tspan font-weight='600'>{run.name.capitalize()} step</tspan>"
+        words = f"peak {format_bytes(peak_bytes)}, {format_time(run.simulation.time_ms)}"
+        yield _text(LEFT, top - 8, f"{title}: {words}")
+        scale, unit = binary_unit(int(axes.most))
+        yield from axes.levels((tick * scale, tick) for tick in ticks(axes.most / scale))
+        yield _text(LEFT - 6, top - 8, unit, f'text-anchor="end" {FAINT_TEXT}')
+        moments = run.by_column(self.width - LEFT - RIGHT, self.end_ms)
+        floor = [0] * len(moments)
+        resident = [(colour, [size] * len(run.simulation.timeline)) for _, colour, size in resident_bands(self.plan)]
+        for colour, sizes in (*resident, *((COLOURS[band], sizes) for band, sizes in run.bands.items())):
+            ceiling = [low + sizes[moment] for low, moment in zip(floor, moments, strict=True)]
+            if ceiling != floor:
+                yield _path(_area(axes, floor, ceiling), f'fill="{colour}"')
+            floor = ceiling
+        turn_ms = run.starts_ms[run.simulation.turn]
+        yield _path(f"M{axes.x(turn_ms)} {top}V{top + PANEL}", f'{FAINT_LINE} stroke-dasharray="1 3"')
+        if self._shows_budget:
+            yield _budget_line(f"M{LEFT} {axes.y(self.plan.budget_bytes)}H{self.width - RIGHT}")
+        # The peak may be at an operation that takes no time.
+        yield _marked(RING, axes.place((run.starts_ms[run.peak_position], peak_bytes)))
+
+
+def _area(axes: Axes, floor: Sequence[int], ceiling: Sequence[int]) -> str:
+    """Outline what is between two lines of steps: the upper one to the right, the lower one back."""
+    forth = [(i, size) for i, size in enumerate(ceiling) if not i or size != ceiling[i - 1]]
+    back = [(i + 1, size) for i, size in enumerate(floor) if i + 1 == len(floor) or size != floor[i + 1]]
+    outline = "".join(f"H{LEFT + i}V{axes.y(size)}" for i, size in (*forth, *reversed(back)))
+    return f"M{LEFT} {axes.y(ceiling[0])}{outline}H{LEFT}Z"
+
+
+# ---------------------------------------------------------------- extra time over budget
+
+
+def _budget_axes(
+    points: Sequence[Point], least: float, edges: tuple[float, float, float, float], is_root: bool = False
+) -> Axes:
+    """Return axes of budgets and extra times; the least extra time is within in any case."""
+    budgets = [size_bytes for size_bytes, _ in points]
+    spare = (SPARE - 1) * (max(budgets) - min(budgets)) or 1
+    most = SPARE * max(least, *(extra for _, extra in points))
+    return Axes(edges, min(budgets) - spare, max(budgets) + spare, most, is_root)
+
+
+def _draw_budget_axes(axes: Axes) -> Iterator[str]:
+    left, _, top, _ = axes.edges
+    named = _apart(axes) if axes.is_root else [percent / 100 for percent in ticks(100 * axes.most)]
+    yield from axes.levels((extra, 100 * extra) for extra in named)
+    yield _text(left, top - 8, "extra time, %", FAINT_TEXT)
+    scale, unit = binary_unit(int(axes.high))
+    yield from axes.bottom(scale, 8, f"budget, {unit}", FAINT_TEXT)
+
+
+def _apart(axes: Axes) -> Iterator[float]:
+    """Go through the extra times that an axis of roots has room to name."""
+    below = math.inf
+    for extra in (ratio for ratio in RATIOS if ratio <= axes.most):
+        if below - axes.y(extra) >= APART:
+            below = axes.y(extra)
+            yield extra
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """Extra time against budget: of the fastest schedules found, of what is proven, and of a plan."""
+
+    found: tuple[Point, ...]  # from the least memory to plain training
+    bounds: tuple[Point, ...]  # budgets, and the extra time below which nothing exists within them
+    planned: Point
+    measured: Point | None
+
+
+def frontier_of(plan: Plan, curve: Curve) -> Frontier:
+    """Put a plan among the schedules that are known for other budgets of its step."""
+    curve = curve.with_solution(plan.planned.peak_bytes, plan.solution)  # its bound was proven for at least that much
+    step_ms = step_time_ms(plan.graph, plan.profile) or 1.0
+
+    def place(peak_bytes: int, extra_ms: float) -> Point:
+        return plan.resident_bytes + peak_bytes, extra_ms / step_ms
+
+    most = max([plan.unplanned.peak_bytes, *(point.peak_bytes for point in curve.points)])
+    fastest = [place(point.peak_bytes, point.extra_ms) for point in curve.points]
+    fastest.append((max(fastest[-1][0], place(most, 0)[0]), fastest[-1][1]) if fastest else place(most, 0))
+    bounds, best_ms = list[Point](), 0.0
+    for budget, bound_ms in () if plan.solution.offloads else reversed(curve.bounds):  # of plans that offload nothing
+        best_ms = max(best_ms, bound_ms)  # a bound holds for every smaller budget too
+        if budget <= most:
+            bounds.append(place(budget, best_ms))
+    measured = plan.measured
+    return Frontier(
+        tuple(fastest),
+        tuple(reversed(bounds)),
+        place(plan.planned.peak_bytes, plan.planned.extra_ms),
+        None if measured.peak_bytes is None or measured.overhead is None else (measured.peak_bytes, measured.overhead),
+    )
+
+
+def frontier_svg(plan: Plan, frontier: Frontier, width: int) -> str:
+    """Draw a plan among the schedules that are known for other budgets."""
+    marks = [
+        (RING, "plain training", (plan.unplanned_peak_bytes, 0.0)),
+        (DOT, "this plan, predicted", frontier.planned),
+    ]
+    if frontier.measured is not None:
+        marks.append((CROSS, "this plan, measured", frontier.measured))
+    bottom, saved = BUDGET_TOP + FRONTIER_HEIGHT, COLOURS[Band.SAVED]
+    points = *frontier.found, *frontier.bounds, *(point for *_, point in marks)
+    axes = _budget_axes(points, LEAST, (LEFT, width - BUDGET_SIDE, BUDGET_TOP, bottom))
+    fastest = STROKE.format(look=f'stroke="{saved}"'), "fastest schedule found"
+    keys = [fastest, PROVEN, *((mark, name) for mark, name, _ in marks)]
+    legend, height = lay_out(keys, bottom + 2 * LINE + 8, width)
+    parts = [*open_svg(width, int(height), "Extra time against budget"), *_draw_budget_axes(axes)]
+    if axes.low <= plan.budget_bytes <= axes.high:
+        parts.append(_budget_line(f"M{axes.x(plan.budget_bytes)} {BUDGET_TOP}V{bottom}"))
+    if frontier.bounds:
+        parts.append(_path(axes.steps(frontier.bounds, "VH"), f'{FAINT_LINE} fill="none" stroke-width="2"'))
+    parts.append(_path(axes.steps(frontier.found, "HV"), f'stroke="{saved}" fill="none" stroke-width="2"'))
+    parts += [f'<circle cx="{x}" cy="{y}" r="3" fill="{saved}"/>' for x, y in map(axes.place, frontier.found)]
+    parts += [_marked(mark, axes.place(point)) for mark, _, point in marks]
+    return "\n".join([*parts, *legend, "</svg>"])
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One step: what each method found, and what is proven."""
+
+    title: str  # above it
+    lines: tuple[tuple[str, tuple[Point, ...]], ...]  # of each method, in the order of the legend
+    bounds: tuple[Point, ...]  # budgets, and the extra time below which nothing exists within them
+    plain: Point
+
+    def draw(self, left: float, top: float, width: int, height: int) -> Iterator[str]:
+        """Draw it at a place and with a size, in pixels; the axes are within."""
+        points = self.plain, *self.bounds, *(point for _, points in self.lines for point in points)
+        edges = left + LEFT, left + width - BUDGET_SIDE, top + BUDGET_TOP, top + height - BUDGET_BELOW
+        axes = _budget_axes(points, LEAST_OF_METHODS, edges, is_root=True)
+        yield _text(left + LEFT, top + 16, escape(self.title), 'font-weight="600"')
+        yield from _draw_budget_axes(axes)
+        if self.bounds:
+            yield _path(axes.line(self.bounds), f'{FAINT_LINE} fill="none" stroke-width="2"')
+        for index, (name, points) in enumerate(self.lines):
+            ordered, colour = sorted(points), METHOD_COLOURS[index % len(METHOD_COLOURS)]
+            if ordered:
+                look = f'stroke="{colour}" fill="none" stroke-width="1.5" opacity="0.8"'
+                yield _path(axes.line([*ordered, self.plain]), look)
+            for size_bytes, extra in ordered:
+                title = f"<title>{escape(f'{name}: +{100 * extra:.1f} %')}</title>"
+                yield _marked(_method_mark(index), axes.place((size_bytes, extra))).replace("/>", f">{title}</path>")
+        yield _marked(RING, axes.place(self.plain))
+
+
+def _method_mark(index: int) -> str:
+    colour, shape = METHOD_COLOURS[index % len(METHOD_COLOURS)], METHOD_SHAPES[index % len(METHOD_SHAPES)]
+    return f'<path d="M{{x}} {{y}}{shape}" fill="{colour}"/>'
+
+
+def legend(names: Sequence[str], top: float, width: int) -> tuple[list[str], float]:
+    """Name the marks of methods, as `lay_out` does."""
+    marks = [(_method_mark(index), name) for index, name in enumerate(names)]
+    return lay_out([*marks, (RING, "plain training"), PROVEN], top, width)
+
+
+def panel_of(comparison: Comparison, methods: Sequence[str], title: str, resident_bytes: int, plain: int) -> Panel:
+    """Put a comparison into a panel, with the methods in the order of the legend; resident bytes are added to all."""
+
+    def fitting(method: str) -> tuple[Point, ...]:
+        outcomes = (o for o in comparison.outcomes if o.method == method and o.fits)
+        return tuple((resident_bytes + o.budget_bytes, comparison.overhead(o)) for o in outcomes)
+
+    budgets = [budget for budget in reversed(comparison.budgets) if not comparison.is_impossible(budget)]
+    bounds = [(resident_bytes + budget, comparison.bound_overhead(budget)) for budget in budgets]
+    at_plain = (resident_bytes + plain, 0.0)
+    lines = tuple((method, fitting(method)) for method in methods)
+    return Panel(title, lines, (*bounds, at_plain) if bounds else (), at_plain)
+
+
+def comparison_svg(panel: Panel, width: int = 760) -> str:
+    """Draw one panel and its legend."""
+    height = BUDGET_TOP + METHODS_HEIGHT + BUDGET_BELOW
+    names, bottom = legend([name for name, _ in panel.lines], height, width)
+    picture = open_svg(width, int(bottom), f"{panel.title}: extra time over budget")
+    return "\n".join([*picture, *panel.draw(0, 0, width, height), *names, "</svg>\n"])

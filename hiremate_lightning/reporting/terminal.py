@@ -12,10 +12,10 @@ import os
 import sys
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, OverflowMethod, RenderableType, RenderResult
@@ -25,8 +25,7 @@ from rich.text import Text
 
 from ..planning.plan import Plan, plan_title
 from ..units import format_bytes, format_time
-from .breakdown import ModuleRow, advice_lines, module_rows, place_words, total_row, use_cells
-from .plan_summary import summary_rows
+from .plan_summary import ModuleRow, all_numbers, module_rows, summary_rows, total_row, use_cells
 from .timeline import TINY, Band, DrawnStep, plain_run, planned_run
 
 MAX_WIDTH = 110  # columns; wider tables are harder to read along a row
@@ -78,25 +77,14 @@ class Drawn:
 
 def plan_table(plan: Plan) -> RenderableType:
     """Draw a plan, as predicted and measured: its numbers, what it does to each module, and its memory over time."""
-    return Drawn(partial(_plan_panel, plan))
 
+    def draw(width: int, glyphs: Glyphs) -> Panel:
+        rows, title = module_rows(plan), Text(plan_title(plan), "bold")
+        timeline = timeline_text(plan, width - 4, glyphs)  # within the panel's border and padding
+        shown = Group(_facts(plan, glyphs), "", module_table(rows, total_row(rows)), "", timeline)
+        return Panel(shown, title=title, title_align="left", width=width, border_style=FAINT)
 
-def module_table(rows: Sequence[ModuleRow], total: ModuleRow) -> RenderableType:
-    """Draw what each module keeps, and the sum, as a table."""
-    return Drawn(partial(_module_table, rows, total))
-
-
-def _plan_panel(plan: Plan, width: int, glyphs: Glyphs) -> Panel:
-    inside, rows = width - 4, module_rows(plan)  # within the panel's border and padding
-    table = _module_table(rows, total_row(rows), inside, glyphs)
-    timeline = timeline_text(plan, inside, glyphs)
-    return Panel(
-        Group(_facts(plan, glyphs), "", table, "", timeline),
-        title=Text(plan_title(plan), "bold"),
-        title_align="left",
-        width=width,
-        border_style=FAINT,
-    )
+    return Drawn(draw)
 
 
 def _facts(plan: Plan, glyphs: Glyphs) -> Table:
@@ -104,33 +92,38 @@ def _facts(plan: Plan, glyphs: Glyphs) -> Table:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style=FAINT, no_wrap=True)
     grid.add_column()
-    said = {**plan.to_dict(), "at": place_words(plan), "advice": advice_lines(plan)}
-    for name, words in summary_rows(said, ROUNDED)[1:]:
-        style = _OVER if name == "peak" and "OVER" in words else "bold" if name in ("peak", "time") else ""
-        arrowed = words.replace("->", glyphs.arrow) if name in ("peak", "time") else words
-        grid.add_row(name, Text(arrowed, style))
+    for name, words in summary_rows(all_numbers(plan), ROUNDED)[1:]:
+        if name in ("peak", "time"):
+            grid.add_row(name, Text(words.replace("->", glyphs.arrow), _OVER if "OVER" in words else "bold"))
+        else:
+            grid.add_row(name, Text(words))
     return grid
 
 
-def _module_table(rows: Sequence[ModuleRow], total: ModuleRow, width: int, glyphs: Glyphs) -> Table:
-    bar_width = 20 if width >= 90 else 10 if width >= 70 else 0
-    table = Table(
-        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), show_footer=True, width=width
-    )
-    table.header_style = table.border_style = FAINT
-    headers = ("module", "kept", "not kept", "recomputed", "extra", *(["share kept"] if bar_width else []))
-    overflow: OverflowMethod = "crop" if glyphs is ASCII else "ellipsis"
-    for header, footer in zip(headers, _cells(total, bar_width, glyphs), strict=True):
-        is_words = header in ("module", "share kept")
-        table.add_column(header, footer, justify="left" if is_words else "right", no_wrap=True, overflow=overflow)
-    table.columns[0].ratio = 1
-    for row in rows:
-        table.add_row(*_cells(row, bar_width, glyphs))
-    if bar_width and any(row.shares for row in rows):
-        marks = f"{glyphs.none}{glyphs.levels[len(glyphs.levels) // 2]}{glyphs.full}"
-        table.caption = Text(f"{marks}  equal modules planned differently, the share kept in each", FAINT)
-        table.caption_justify = "left"
-    return table
+def module_table(rows: Sequence[ModuleRow], total: ModuleRow) -> RenderableType:
+    """Draw what each module keeps, and the sum, as a table."""
+
+    def draw(width: int, glyphs: Glyphs) -> Table:
+        bar_width = 20 if width >= 90 else 10 if width >= 70 else 0
+        table = Table(
+            box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), show_footer=True, width=width
+        )
+        table.header_style = table.border_style = FAINT
+        headers = ("module", "kept", "not kept", "recomputed", "extra", *(["share kept"] if bar_width else []))
+        overflow: OverflowMethod = "crop" if glyphs is ASCII else "ellipsis"
+        for header, footer in zip(headers, _cells(total, bar_width, glyphs), strict=True):
+            is_words = header in ("module", "share kept")
+            table.add_column(header, footer, justify="left" if is_words else "right", no_wrap=True, overflow=overflow)
+        table.columns[0].ratio = 1
+        for row in rows:
+            table.add_row(*_cells(row, bar_width, glyphs))
+        if bar_width and any(row.shares for row in rows):
+            marks = f"{glyphs.none}{glyphs.levels[len(glyphs.levels) // 2]}{glyphs.full}"
+            table.caption = Text(f"{marks}  equal modules planned differently, the share kept in each", FAINT)
+            table.caption_justify = "left"
+        return table
+
+    return Drawn(draw)
 
 
 def _cells(row: ModuleRow, bar_width: int, glyphs: Glyphs) -> tuple[RenderableType, ...]:
@@ -176,18 +169,16 @@ def timeline_text(plan: Plan, width: int, glyphs: Glyphs = UNICODE) -> Text:
     return _Timeline(plan, width, glyphs).draw()
 
 
-class _Level(NamedTuple):
-    """The bytes of a moment, and those among them of values that go to the host, or have come back."""
-
-    size_bytes: int
-    offloaded_bytes: int
-
-
 @dataclass(frozen=True)
 class _Timeline:
     plan: Plan
     width: int
     glyphs: Glyphs
+
+    @cached_property
+    def run(self) -> DrawnStep:
+        """The planned step."""
+        return planned_run(self.plan)
 
     @cached_property
     def top_bytes(self) -> int:
@@ -197,15 +188,13 @@ class _Timeline:
     @cached_property
     def budget_row(self) -> int | None:
         """Rows below the budget line; None where the budget is far above all memory."""
-        room = self.plan.budget_bytes - self.plan.resident_bytes
-        rows = max(1, round(TIMELINE_ROWS * room / self.top_bytes))
+        rows = max(1, round(TIMELINE_ROWS * self.plan.room.step_bytes / self.top_bytes))
         return rows if rows <= TIMELINE_ROWS + 1 else None
 
     @cached_property
     def row_bytes(self) -> float:
         """Bytes of one row, such that the budget is between two of them."""
-        room = self.plan.budget_bytes - self.plan.resident_bytes
-        exact = room / self.budget_row if self.budget_row else 0.0
+        exact = self.plan.room.step_bytes / self.budget_row if self.budget_row else 0.0
         return max(exact, self.top_bytes / (TIMELINE_ROWS + 1))
 
     @cached_property
@@ -218,88 +207,81 @@ class _Timeline:
     def columns(self) -> int:
         return max(20, self.width - max(len(label) for label in self.labels) - 2)
 
-    def draw(self) -> Text:
-        plain, planned, again = self._levels(plain_run(self.plan)), self._levels(self.run), self._recomputes
-        rows = max(math.ceil(self.top_bytes / self.row_bytes - 1e-9), self.budget_row or 0)
-        top, budget, _ = self.labels
-        lines = [self._legend(any(again), any(level.offloaded_bytes for level in planned))]
-        for row in reversed(range(rows)):
-            if row + 1 == self.budget_row:
-                lines.append(self._line(budget, [(self.glyphs.line, _BUDGET)] * self.columns))
-            label = top if row == rows - 1 and row + 1 != self.budget_row else ""
-            cells = [self._cell(row, *levels) for levels in zip(planned, plain, strict=True)]
-            lines.append(self._line(label, cells))
-        axis = [(self.glyphs.again, _AGAIN) if runs else (self.glyphs.line, FAINT) for runs in again]
-        axis[self._turn] = (self.glyphs.turn, FAINT)
-        return Text("\n").join([*lines, self._line(self.labels[2], axis, self.glyphs.turn), self._phases()])
-
     @cached_property
-    def run(self) -> DrawnStep:
-        """The planned step."""
-        return planned_run(self.plan)
+    def spans(self) -> list[tuple[int, float, float]]:
+        """The columns where each operation starts and ends."""
+        return list(self.run.spans(self.columns, self.end_ms))
 
     @property
     def end_ms(self) -> float:
         """Time at the right edge."""
         return max(self.plan.planned.time_ms, self.plan.unplanned.time_ms)
 
-    def _levels(self, run: DrawnStep) -> list[_Level]:
-        """Return for each column the most bytes of its time; nothing after the end of the step."""
-        positions = run.by_column(self.columns, self.end_ms)
-        offloaded = run.bands.get(Band.OFFLOADED, [0] * len(run.simulation.timeline))
-        levels = [_Level(run.simulation.timeline[at].peak_bytes, offloaded[at]) for at in positions]
-        return [*levels, *[_Level(0, 0)] * (self.columns - len(levels))]
+    def draw(self) -> Text:
+        glyphs, (top, budget, resident) = self.glyphs, self.labels
+        plain, planned, again = self._levels(plain_run(self.plan)), self._levels(self.run), self._recomputes()
+        rows = max(math.ceil(self.top_bytes / self.row_bytes - 1e-9), self.budget_row or 0)
+        lines = [self._legend(any(again), any(offloaded_bytes for _, offloaded_bytes in planned))]
+        for row in reversed(range(rows)):
+            if row + 1 == self.budget_row:
+                lines.append(self._line(budget, [(glyphs.line, _BUDGET)] * self.columns))
+            label = top if row == rows - 1 and row + 1 != self.budget_row else ""
+            lines.append(self._line(label, [self._cell(row, *cell) for cell in zip(planned, plain, strict=True)]))
+        turn = min(self.columns - 1, int(self.spans[self.run.simulation.turn][1])) if self.spans else 0
+        axis = [(glyphs.again, _AGAIN) if runs else (glyphs.line, FAINT) for runs in again]
+        axis[turn] = (glyphs.turn, FAINT)
+        forward_ms = self.run.starts_ms[self.plan.planned.turn]
+        forward, backward = format_time(forward_ms), format_time(self.plan.planned.time_ms - forward_ms)
+        phases = Text(f"{self._indent}{f'forward {forward}':<{turn}}  backward {backward}", FAINT)
+        return Text("\n").join([*lines, self._line(resident, axis, glyphs.turn), phases])
 
-    @property
+    def _levels(self, run: DrawnStep) -> list[tuple[int, int]]:
+        """Return for each column the most bytes of its time, and those of values that go to the host; 0 at the end."""
+        offloaded, timeline = run.bands.get(Band.OFFLOADED), run.simulation.timeline
+        positions = run.by_column(self.columns, self.end_ms)
+        levels = [(timeline[at].peak_bytes, offloaded[at] if offloaded else 0) for at in positions]
+        return [*levels, *[(0, 0)] * (self.columns - len(levels))]
+
     def _recomputes(self) -> list[bool]:
         """Whether much of the time of each column runs something again."""
         again = [0.0] * self.columns
-        for position, start, end in self.run.spans(self.columns, self.end_ms):
+        for position, start, end in self.spans:
             if self.run.is_again(position):
                 for column in range(int(start), min(math.ceil(end - TINY), self.columns)):
                     again[column] += min(end, column + 1) - max(start, column)
         return [share > 0.25 for share in again]
 
-    @property
-    def _turn(self) -> int:
-        starts = [start for _, start, _ in self.run.spans(self.columns, self.end_ms)]
-        return min(self.columns - 1, int(starts[self.run.simulation.turn])) if starts else 0
-
-    def _cell(self, row: int, planned: _Level, plain: _Level) -> tuple[str, str]:
-        filled = planned.size_bytes / self.row_bytes - row
-        if row < round(planned.offloaded_bytes / self.row_bytes):
+    def _cell(self, row: int, planned: tuple[int, int], plain: tuple[int, int]) -> tuple[str, str]:
+        size_bytes, offloaded_bytes = planned
+        filled = size_bytes / self.row_bytes - row
+        if row < round(offloaded_bytes / self.row_bytes):
             return self.glyphs.offloaded, _OFFLOADED
         if filled > 0:
             return self.glyphs.level(min(1.0, filled)), _KEPT
-        return (self.glyphs.shade, FAINT) if plain.size_bytes / self.row_bytes > row else (" ", "")
+        return (self.glyphs.shade, FAINT) if plain[0] / self.row_bytes > row else (" ", "")
 
     def _line(self, label: str, cells: Sequence[tuple[str, str]], side: str = "") -> Text:
-        text = Text().append(f"{label:>{self.width - self.columns - 2}} {side or self.glyphs.side}", FAINT)
+        text = Text().append(f"{label:>{len(self._indent) - 2}} {side or self.glyphs.side}", FAINT)
         for style, run in groupby(cells, key=lambda cell: cell[1]):
             text.append("".join(glyph for glyph, _ in run), style)
         text.rstrip()
         return text
 
-    def _phases(self) -> Text:
-        plan = self.plan
-        forward_ms = self.run.starts_ms[plan.planned.turn]
-        forward = f"forward {format_time(forward_ms)}"
-        backward = f"backward {format_time(plan.planned.time_ms - forward_ms)}"
-        indent = " " * (self.width - self.columns)
-        return Text(f"{indent}{forward:<{self._turn}}  {backward}", FAINT)
+    @property
+    def _indent(self) -> str:
+        return " " * (self.width - self.columns)
 
     def _legend(self, runs_again: bool, offloads: bool) -> Text:
-        glyphs = self.glyphs
+        glyphs, gap = self.glyphs, "   " if self.width >= 70 else " "
         items = [(glyphs.full, _KEPT, "planned"), (glyphs.shade, FAINT, "unplanned")]
         items += [(glyphs.offloaded, _OFFLOADED, "goes to the host")] if offloads else []
         items += [(glyphs.line, _BUDGET, "budget")] if self.budget_row else []
         items += [(glyphs.again, _AGAIN, "recomputing")] if runs_again else []
-        gap = "   " if self.width >= 70 else " "
-        lines = [Text(" " * (self.width - self.columns))]
+        lines = [Text(self._indent)]
         for mark, style, words in items:
             key = Text.assemble((mark, style), f" {words}{gap}")
             if len(lines[-1]) + len(key) - len(gap) > self.width:
-                lines.append(Text(" " * (self.width - self.columns)))
+                lines.append(Text(self._indent))
             lines[-1].append(key)
         for line in lines:
             line.rstrip()

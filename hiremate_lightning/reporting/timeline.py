@@ -77,17 +77,11 @@ def lifetimes(graph: Graph, schedule: Schedule) -> tuple[Lifetime, ...]:
         if not graph.sizes[storage]:
             continue
         node = None if graph.storages[storage].kind is StorageKind.TANGENT else run[first]
-        if storage in stale:
-            band = Band.GRADIENT
-        elif storage in offloaded:  # two blocks, before it goes to the host and when it is back
-            band = Band.OFFLOADED
+        band = Band.GRADIENT if storage in stale else _band(graph, storage, node, first >= turn, last >= turn)
+        if storage in offloaded - stale:  # two blocks, before it goes to the host and when it is back
             if storage in makers:
-                node = makers[storage]
                 offloaded.remove(storage)  # later ones are computed again
-            else:
-                makers[storage] = node
-        else:
-            band = _band(graph, storage, node, first >= turn, last >= turn)
+            band, node = Band.OFFLOADED, makers.setdefault(storage, node)
         lives.append(Lifetime(storage, node, band, graph.sizes[storage], first, last))
     return tuple(lives)
 
@@ -105,11 +99,9 @@ def band_bytes(lives: Iterable[Lifetime], length: int) -> dict[Band, list[int]]:
 
 def _band(graph: Graph, storage: int, node: int | None, is_of_backward: bool, is_saved: bool) -> Band:
     """Find what a block is for."""
-    if node is None:
-        return Band.GRADIENT
-    if graph.nodes[node].op == OUTSIDE:
+    if node is not None and graph.nodes[node].op == OUTSIDE:
         return Band.OUTSIDE
-    if graph.storages[storage].kind is StorageKind.GRADIENT:
+    if node is None or graph.storages[storage].kind is StorageKind.GRADIENT:
         return Band.GRADIENT
     if is_of_backward:
         return Band.RECOMPUTED
@@ -148,19 +140,15 @@ class DrawnStep:
     @cached_property
     def starts_ms(self) -> list[float]:
         """When each operation starts, and when the last one ends."""
-        clock, starts = 0.0, [0.0]
-        for moment in self.simulation.timeline:
-            clock += self.plan.profile.time_ms[moment.node]
-            starts.append(clock)
-        return starts
+        times_ms = (self.plan.profile.time_ms[moment.node] for moment in self.simulation.timeline)
+        return list(accumulate(times_ms, initial=0.0))
 
     def spans(self, columns: int, end_ms: float) -> Iterator[tuple[int, float, float]]:
         """Yield the position of each operation, and the columns where it starts and ends; all as wide in no time."""
         count = len(self.simulation.timeline)
-        starts = (
-            [start / end_ms for start in self.starts_ms] if end_ms else [i / max(1, count) for i in range(count + 1)]
-        )
-        yield from ((i, starts[i] * columns, starts[i + 1] * columns) for i in range(count))
+        starts, end = (self.starts_ms, end_ms) if end_ms else (range(count + 1), max(1, count))
+        places = [start / end * columns for start in starts]
+        yield from zip(range(count), places, places[1:], strict=False)
 
     def by_column(self, columns: int, end_ms: float) -> list[int]:
         """For each column up to the end of the step, find the operation in it that has the most memory."""
@@ -188,9 +176,8 @@ class DrawnStep:
 def plain_run(plan: Plan) -> DrawnStep:
     """Return the step with everything kept."""
     graph, profile = as_plain(plan.graph, plan.profile)
-    return DrawnStep(
-        plan, graph, "plain", lower(graph, eager_decisions(graph)), plan.unplanned, profile.workspace_bytes
-    )
+    schedule = lower(graph, eager_decisions(graph))
+    return DrawnStep(plan, graph, "plain", schedule, plan.unplanned, profile.workspace_bytes)
 
 
 def planned_run(plan: Plan) -> DrawnStep:
@@ -206,12 +193,6 @@ def resident_bands(plan: Plan) -> tuple[tuple[str, str, int], ...]:
         known, rest = [], plan.resident_bytes
     parts = [*known, *([(OTHER if known else RESIDENT, rest)] if rest else [])]
     return tuple((name, GREYS[min(i, len(GREYS) - 1)], size_bytes) for i, (name, size_bytes) in enumerate(parts))
-
-
-def binary_unit(size_bytes: int) -> tuple[int, str]:
-    """Choose the binary unit in which a size is a handy number."""
-    units = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
-    return next(((size, name) for size, name in units if size_bytes >= 2 * size), (1, "B"))
 
 
 def short_source(source: str) -> str:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -81,33 +82,20 @@ def on_default_stream(device: torch.device) -> bool:
 
 
 class SavedRun(Protocol):
-    """The values that a run of a captured graph keeps for its backward.
+    """The values that a run of a captured graph keeps for its backward."""
 
-    Attributes:
-        leaves: The leaves among its inputs, by position.
-        terms: Of how many terms their gradients are, by position, where it is more than one.
-        cast_terms: The same of gradients that are cast to be those of parameters.
-        block: Stands for the block of autocast that remembers these casts; None without one.
-    """
-
-    leaves: Mapping[int, torch.Tensor]
-    terms: Mapping[int, int]
-    cast_terms: Mapping[int, int]
-    block: object | None
+    captured: Captured
+    leaves: Mapping[int, torch.Tensor]  # the leaves among its inputs, by position
+    block: object | None  # stands for the block of autocast that remembers the casts of leaves; None without one
 
 
+@dataclass(eq=False)
 class Shared:
-    """The gradient of a leaf that several runs share.
+    """The gradient of a leaf that several runs share."""
 
-    Attributes:
-        awaited: How many of them have not contributed yet.
-        is_of_casts: Whether it is added up in half precision, and cast at the end.
-        total: The sum of the others' contributions, None before there is any.
-    """
-
-    def __init__(self, awaited: int, is_of_casts: bool) -> None:
-        self.awaited, self.is_of_casts = awaited, is_of_casts
-        self.total: torch.Tensor | None = None
+    awaited: int  # how many of them have not contributed yet
+    is_of_casts: bool  # whether it is added up in half precision, and cast at the end
+    total: torch.Tensor | None = None  # the sum of the others' contributions, None before there is any
 
 
 def shared_leaves(run: SavedRun) -> dict[int, Shared]:
@@ -116,7 +104,7 @@ def shared_leaves(run: SavedRun) -> dict[int, Shared]:
     if notes is None:
         return {}
     ran: list[SavedRun] = notes.setdefault(RAN, [])
-    if (run.terms or run.block) and SHARED not in notes:
+    if (run.captured.terms or run.block) and SHARED not in notes:
         notes[SHARED] = _find_shared(run, ran)
     ran.append(run)
     shared: dict[tuple[int, object], Shared] = notes.get(SHARED, {})
@@ -127,14 +115,10 @@ def shared_leaves(run: SavedRun) -> dict[int, Shared]:
 
 
 def hand_on(gradients: Sequence[Any], shared: Mapping[int, Shared], summed: Collection[int]) -> Sequence[Any]:
-    """Keep the gradients that others are to contribute to, and give the rest to autograd.
+    """Keep the gradients of shared leaves that others are to contribute to, and give the rest to autograd.
 
-    Kept gradients are changed in place, so those that others may hold are copied.
-
-    Args:
-        gradients: Gradients that a backward returned.
-        shared: The leaves whose gradients the order counts for, by position.
-        summed: Positions of the gradients that were added up for themselves alone.
+    Kept gradients are changed in place, so those that others may hold are copied. The summed ones, by position, were
+    added up for themselves alone.
     """
     results = list(gradients)
     for position, own in shared.items():
@@ -148,7 +132,7 @@ def hand_on(gradients: Sequence[Any], shared: Mapping[int, Shared], summed: Coll
 
 def _block_of(run: SavedRun, position: int) -> object | None:
     """Return the block of autocast in which the gradient of a leaf is added up before it is cast; None for others."""
-    return run.block if position in run.cast_terms else None
+    return run.block if position in run.captured.cast_terms else None
 
 
 def _find_shared(run: SavedRun, ran: Sequence[SavedRun]) -> dict[tuple[int, object], Shared]:
@@ -167,7 +151,7 @@ def _find_shared(run: SavedRun, ran: Sequence[SavedRun]) -> dict[tuple[int, obje
     for other in runs.values():  # of how many terms each one's contribution is, by leaf and block
         for position, leaf in other.leaves.items():
             leaves[id(leaf)] = leaf
-            counts[id(leaf)][_block_of(other, position)].append(other.terms.get(position, 1))
+            counts[id(leaf)][_block_of(other, position)].append(other.captured.terms.get(position, 1))
     return {
         (leaf, block): Shared(len(terms), is_of_casts=block is not None)
         for leaf, by_block in counts.items()

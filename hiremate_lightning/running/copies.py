@@ -24,21 +24,22 @@ from ..rewriting.replays import is_state
 from ..torch_private import runtime, tensor_state
 from ..units import format_bytes
 
+FULL = (
+    "The host has no {size} left for a value that is offloaded from the device. Name less in host_budget=, or keep "
+    "values on the device with offload='off'."
+)
+
 
 class HostMemory:
     """Blocks of the host's memory that copies lie in: pinned for a GPU, and used again from step to step.
 
     PyTorch rounds pinned memory up to a power of two. So blocks that are pinned have such sizes, and serve all smaller
     values. Where a new block would exceed the most bytes, blocks in which no value lies are freed first.
-
-    Attributes:
-        size_bytes: Bytes of all blocks.
-        most_bytes: Bytes that they take at most, unless more are in use at once; None for no limit.
     """
 
     def __init__(self) -> None:
-        self.size_bytes = 0
-        self.most_bytes: int | None = None
+        self.size_bytes = 0  # bytes of all blocks
+        self.most_bytes: int | None = None  # that they take, unless more are in use at once; None for no limit
         self._idle: defaultdict[tuple[int, bool], list[Block]] = defaultdict(list)
 
     def take(self, size_bytes: int, is_pinned: bool) -> Block:
@@ -55,7 +56,10 @@ class HostMemory:
                     self.size_bytes -= sum(block.memory.nbytes for block in unused)
                     unused.clear()
                 runtime.empty_host_cache()
-            idle.append(Block(_allocate(whole_bytes, is_pinned), is_pinned))
+            try:
+                idle.append(Block(torch.empty(whole_bytes, dtype=torch.uint8, pin_memory=is_pinned), is_pinned))
+            except RuntimeError as error:  # PyTorch has no class of its own for a host that is full
+                raise MemoryError(FULL.format(size=format_bytes(whole_bytes))) from error
             self.size_bytes += whole_bytes
         return idle.pop()
 
@@ -64,78 +68,41 @@ class HostMemory:
         self._idle[block.memory.nbytes, block.is_pinned].append(block)
 
 
-def _allocate(size_bytes: int, is_pinned: bool) -> torch.Tensor:
-    try:
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=is_pinned)
-    except RuntimeError as error:  # PyTorch has no class of its own for a host that is full
-        raise MemoryError(
-            f"The host has no {format_bytes(size_bytes)} left for a value that is offloaded from the device. Name less "
-            "in host_budget=, or keep values on the device with offload='off'."
-        ) from error
-
-
 @dataclass
 class Block:
-    """A block of the host's memory.
+    """A block of the host's memory."""
 
-    Attributes:
-        memory: Its bytes, of which a value takes the first ones.
-        is_pinned: Whether a GPU copies to it and from it while the host works.
-        last: Event of the last copy to it or from it, None where there is nothing to wait for.
-    """
-
-    memory: torch.Tensor
-    is_pinned: bool
-    last: Any = None
-
-
-class _Streams:
-    """The two streams of a device, and the waits between copies and operations."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
-
-    def copy_out(self, block: Block, memory: torch.Tensor) -> None:
-        """Begin a copy to the host."""
-        block.last = self._copy(self._out, block.memory[: memory.nbytes], memory, block)
-
-    def copy_in(self, memory: torch.Tensor, block: Block) -> None:
-        """Begin a copy from the host."""
-        block.last = self._copy(self._in, memory, block.memory[: memory.nbytes], block)
-
-    def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor, block: Block) -> Any:
-        """Copy behind all that was computed so far, and behind the last copy to the block or from it."""
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        if block.last is not None:
-            stream.wait_event(block.last)
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-            return stream.record_event()
-
-    def wait(self, event: Any) -> None:
-        """Let all later operations wait for a copy."""
-        torch.cuda.current_stream(self._device).wait_event(event)
-
-
-class _AtOnce:
-    """A device without streams: copies are done when they were asked for."""
-
-    def copy_out(self, block: Block, memory: torch.Tensor) -> None:
-        """Copy to the host."""
-        block.memory.copy_(memory)
-
-    def copy_in(self, memory: torch.Tensor, block: Block) -> None:
-        """Copy from the host."""
-        memory.copy_(block.memory)
-
-    def wait(self, event: None) -> None:
-        """There is nothing to wait for."""
+    memory: torch.Tensor  # its bytes, of which a value takes the first ones
+    is_pinned: bool  # whether a GPU copies to it and from it while the host works
+    last: Any = None  # event of the last copy to it or from it, None where there is nothing to wait for
 
 
 @cache
-def _lines(device: torch.device) -> _Streams | _AtOnce:
-    return _Streams(device) if device.type == "cuda" else _AtOnce()
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream] | None:
+    """Return a GPU's streams for copies from the host and to it; None for a device that copies at once."""
+    return (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None
+
+
+def _copy(memory: torch.Tensor, block: Block, to_host: bool) -> None:
+    """Begin a copy, behind all that was computed so far and behind the last copy to the block or from it."""
+    on_host, streams = block.memory[: memory.nbytes], _streams(memory.device)
+    target, source = (on_host, memory) if to_host else (memory, on_host)
+    if streams is None:
+        target.copy_(source)
+        return
+    stream = streams[to_host]
+    stream.wait_stream(torch.cuda.current_stream(memory.device))
+    if block.last is not None:
+        stream.wait_event(block.last)
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+        block.last = stream.record_event()
+
+
+def _let_wait(device: torch.device, event: Any) -> None:
+    """Let all later operations of a device wait for a copy; None stands for one that has ended."""
+    if event is not None:
+        torch.cuda.current_stream(device).wait_event(event)
 
 
 class Leaving:
@@ -148,12 +115,12 @@ class Leaving:
         memory = tensor_state.memory_of(tensor)
         self.device, self.size_bytes, self._host = memory.device, memory.nbytes, host
         self.block = host.take(memory.nbytes, is_pinned=memory.device.type == "cuda")
-        _lines(self.device).copy_out(self.block, memory)
+        _copy(memory, self.block, to_host=True)
         self._back: Callable[[], torch.UntypedStorage | None] = lambda: None
 
     def wait(self) -> None:
         """Let all later operations wait for the copy."""
-        _lines(self.device).wait(self.block.last)
+        _let_wait(self.device, self.block.last)
 
     def storage(self) -> torch.UntypedStorage:
         """Return the storage in memory of the device: brought back to new memory, unless an earlier one still lives."""
@@ -166,6 +133,29 @@ class Leaving:
     def __del__(self) -> None:
         if hasattr(self, "block"):
             self._host.give(self.block)
+
+
+class Arriving:
+    """A storage that is being copied back from the host, to new memory of the device."""
+
+    def __init__(self, leaving: Leaving) -> None:
+        self._leaving = leaving  # whose block must not be used again before
+        self._memory = torch.empty(leaving.size_bytes, dtype=torch.uint8, device=leaving.device)
+        _copy(self._memory, leaving.block, to_host=False)
+        self._copied: Any = leaving.block.last
+
+    def storage(self) -> torch.UntypedStorage:
+        """Let all later operations wait for the copy, and return the storage."""
+        self._wait()
+        return self._memory.untyped_storage()
+
+    def _wait(self) -> None:
+        event, self._copied = self._copied, None
+        _let_wait(self._leaving.device, event)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_copied"):  # a step that fails before it waits must not write to memory that others get
+            self._wait()
 
 
 class Place:
@@ -187,31 +177,6 @@ class Parked:
 
     leaving: Leaving
     place: Place
-
-
-class Arriving:
-    """A storage that is being copied back from the host, to new memory of the device."""
-
-    def __init__(self, leaving: Leaving) -> None:
-        self._leaving = leaving  # whose block must not be used again before
-        self._memory = torch.empty(leaving.size_bytes, dtype=torch.uint8, device=leaving.device)
-        _lines(leaving.device).copy_in(self._memory, leaving.block)
-        self._copied: Any = leaving.block.last
-        self._is_there = False
-
-    def storage(self) -> torch.UntypedStorage:
-        """Let all later operations wait for the copy, and return the storage."""
-        self._wait()
-        return self._memory.untyped_storage()
-
-    def _wait(self) -> None:
-        if not self._is_there:
-            _lines(self._leaving.device).wait(self._copied)
-            self._is_there = True
-
-    def __del__(self) -> None:
-        if hasattr(self, "_is_there"):  # a step that fails before it waits must not write to memory that others get
-            self._wait()
 
 
 def wait_out(leaving: Leaving, *tensors: torch.Tensor) -> tuple[Parked, ...]:

@@ -36,10 +36,7 @@ REPLACED = (
 
 
 class Conductor(Protocol):
-    """Chooses the program of each run of a part, and hears of it.
-
-    What `start` returns beside the program comes back with each later call about the same run.
-    """
+    """Chooses the program of each run of a part, and hears of it; what `start` returns beside it comes back then."""
 
     def start(self, part: Part, arguments: Sequence[Any]) -> tuple[Program, Any]:
         """Choose the program of the forward that is about to run."""
@@ -48,10 +45,7 @@ class Conductor(Protocol):
         """Hear that the forward has run."""
 
     def backward_starts(self, run: Any, tangents: Sequence[Any], leaves: Leaves, retains: bool) -> None:
-        """Hear that the backward is about to run, and to which inputs its gradients belong.
-
-        Where it retains its saved values, it will run again.
-        """
+        """Hear that the backward is about to run, whose gradients it computes, and whether it will run once more."""
 
     def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
         """Hear of values that code outside has overwritten between forward and backward."""
@@ -172,7 +166,7 @@ class Part:
         if saved.fills_buckets or any(map(backward_pass.has_hooks, saved.leaves.values())):
             sharding.put_in_order([saved.leaves[p] for p in self.captured.finished if p in saved.leaves])
         if shared:
-            gradients = hand_on(gradients, shared, () if missing else saved.terms)
+            gradients = hand_on(gradients, shared, () if missing else saved.captured.terms)
         if conductor is not None:
             conductor.backward_done(saved.run)
         return gradients
@@ -248,9 +242,6 @@ def missing_gradients(tangents: Sequence[Any]) -> frozenset[int]:
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Let code make tensors of the type that was the default in its forward: Lightning's "bf16-true" sets it there."""
     before = torch.get_default_dtype()
-    if before is dtype:
-        yield
-        return
     torch.set_default_dtype(dtype)
     try:
         yield
@@ -274,27 +265,6 @@ def _detach(program: Program, saved: list[Any]) -> None:
 class Saved:
     """The values that a forward saved, with the program whose backward reads them."""
 
-    __slots__ = (
-        "__weakref__",
-        "block",
-        "captured",
-        "cast_terms",
-        "copies",
-        "dtype",
-        "fills_buckets",
-        "has_run",
-        "leaves",
-        "part",
-        "program",
-        "run",
-        "settings",
-        "storages",
-        "terms",
-        "values",
-        "versions",
-        "watched",
-    )
-
     def __init__(
         self,
         program: Program,
@@ -304,14 +274,10 @@ class Saved:
         values: list[Any],
         outputs: Sequence[Any],
     ) -> None:
-        captured = part.captured
-        self.program, self.part = program, part
-        self.run = run
-        self.leaves = leaves
-        self.captured = captured
-        self.settings, self.dtype = tensor_state.kernel_settings(), torch.get_default_dtype()
-        self.terms, self.cast_terms = captured.terms, captured.cast_terms
+        self.program, self.run, self.leaves, self.part = program, run, leaves, part
+        self.captured = captured = part.captured
         self.block = autocasting.block(captured.device.type) if captured.cast_terms else None
+        self.settings, self.dtype = tensor_state.kernel_settings(), torch.get_default_dtype()
         self.has_run = self.fills_buckets = False
         self.values: list[Any] | None = values
         self.watched: list[torch.Tensor] = [
@@ -333,14 +299,9 @@ class Saved:
         return self.values is not None and self.has_run
 
     def take(self, unread: Collection[int], keep: bool) -> tuple[list[Any], list[int]]:
-        """Hand the values to a backward; they are gone afterwards unless another backward was announced.
+        """Hand the values to a backward, and the positions of those that were overwritten since: these are copies.
 
-        Args:
-            unread: Positions of those that the backward does not read: they may have been changed.
-            keep: Whether there will be another backward.
-
-        Returns:
-            The values, and the positions of those that were overwritten since: these are copies.
+        The values are gone afterwards unless they are kept for another backward. Unread ones may have been changed.
         """
         if self.values is None:
             raise RuntimeError(FREED)
@@ -355,11 +316,7 @@ class Saved:
         return values, overwritten
 
     def find_replaced(self, unread: Collection[int]) -> torch.Tensor | None:
-        """Return a parameter or another tensor from outside that has other memory than in the forward, if any.
-
-        Args:
-            unread: Positions of the values that the backward does not read.
-        """
+        """Return a parameter or another tensor from outside that is read and has other memory than in the forward."""
         pairs = zip(self.program.saved.watched, self.watched, self.storages, strict=True) if self.storages else ()
         for (index, _), tensor, storage in pairs:
             if storage is not None and tensor.untyped_storage() is not storage and index not in unread:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -34,67 +34,45 @@ aten = torch.ops.aten
 
 
 class Changes(NamedTuple):
-    """How a backward differs from the one to which all gradients arrive, and which gives each of its own alone.
+    """How a backward differs from the one to which all gradients arrive, and which gives each of its own alone."""
 
-    Attributes:
-        missing: Positions of the gradients of outputs that do not arrive.
-        added: Positions of its own gradients that it adds to tensors, which it takes after the tangents.
-        carried: Positions of its own gradients whose sums it continues, which it takes after these.
-        uncast: Positions of its own gradients that it gives in half precision, before they are cast.
-    """
-
-    missing: frozenset[int] = frozenset()
+    missing: frozenset[int] = frozenset()  # positions of the gradients of outputs that do not arrive
+    # Positions of its own gradients that it adds to tensors, which it takes after the tangents.
     added: frozenset[int] = frozenset()
+    # Positions of its own gradients whose sums it continues, which it takes after these.
     carried: frozenset[int] = frozenset()
+    # Positions of its own gradients that it gives in half precision, before they are cast.
     uncast: frozenset[int] = frozenset()
 
 
 NO_CHANGES = Changes()
 
 
-class Variant(Protocol):
-    """Makes the program of another backward."""
-
-    def __call__(self, changes: Changes, overwrites: bool = True) -> Program:
-        """Return the program; with `overwrites` results may take the memory of gradients that die."""
-
-
 @dataclass(frozen=True)
 class Program:
-    """A schedule, ready to run on a captured graph.
-
-    Attributes:
-        forward: Takes the inputs in a list, returns outputs followed by saved values.
-        backward: Takes saved values followed by tangents in a list, returns gradients.
-        forward_module: FX module of the forward.
-        backward_module: FX module of the backward.
-        unread: Positions of values that the backward takes but never reads: generated code would hold them to its end.
-        saved: Facts about the saved values.
-        protects: Whether the forward copies borrowed values.
-        variant: Makes the programs of other backwards.
-    """
+    """A schedule, ready to run on a captured graph."""
 
     schedule: Schedule
-    forward: aot.Boxed
-    backward: aot.Boxed
+    forward: aot.Boxed  # takes the inputs in a list, returns outputs followed by saved values
+    backward: aot.Boxed  # takes saved values followed by tangents in a list, returns gradients
     forward_module: fx.GraphModule
     backward_module: fx.GraphModule
+    # Positions of values that the backward takes but never reads: generated code would hold them to its end.
     unread: tuple[int, ...]
     saved: SavedValues
-    variant: Variant
-    protects: bool = False
+    # Makes the program of another backward from its `Changes`. Unless `overwrites=False` comes with these, results may
+    # take the memory of gradients that die.
+    variant: Callable[..., Program]
+    protects: bool = False  # whether the forward copies borrowed values
 
 
 def build(captured: Captured, schedule: Schedule, host: HostMemory | None = None) -> Program:
-    """Generate the two straight-line programs of a schedule.
+    """Generate the two straight-line programs of a valid schedule, compiled to Python.
 
     Args:
         captured: The captured graph.
-        schedule: A valid schedule of its graph.
+        schedule: The schedule.
         host: Memory of the host for offloaded values; by default the program has its own.
-
-    Returns:
-        The programs, compiled to Python.
 
     Raises:
         ScheduleError: If the schedule offloads a value that must stay on the device.
@@ -147,10 +125,7 @@ def _check(captured: Captured, schedule: Schedule) -> None:
 
 
 def _takes(captured: Captured, schedule: Schedule) -> dict[fx.Node, int]:
-    """Return the nodes that may compute into a value of the forward, each with that value's position in its arguments.
-
-    No later operation of the schedule reads the value.
-    """
+    """Return the nodes that may compute into a value that nobody reads later, each with its position as an argument."""
     positions, read = dict[fx.Node, int](), set[int | None]()
     for operation in reversed(schedule.backward):
         if not isinstance(operation, Compute):
@@ -174,7 +149,7 @@ def _forward_module(
     graph = fx.Graph()
     values = {p: graph.node_copy(p) for p in captured.placeholders}
     _copy_constants(captured, graph, values)
-    _Emitter(captured, graph, values, _Copies(captured, schedule, host)).emit(schedule.forward)
+    _Emitter(captured, schedule, graph, values, host=host).emit(schedule.forward)
     outputs = [values[v] if isinstance(v, fx.Node) else v for v in captured.forward_outputs]
     graph.output((*outputs, *(values[v] for v in saved)))
     for state in [node for node in graph.nodes if is_state(node) and not node.users]:  # nothing is drawn from it again
@@ -199,7 +174,7 @@ def _backward_module(
     halves = {gradients[p]: gradients[p].args[0] for p in changes.uncast - changes.carried}
     absence = replace(absence, replaced={**absence.replaced, **halves})
     _copy_constants(captured, graph, values)
-    _Emitter(captured, graph, values, _Copies(captured, schedule), absence, sums).emit(schedule.backward)
+    _Emitter(captured, schedule, graph, values, absence, sums).emit(schedule.backward)
     there = (v if isinstance(v, fx.Node) and v not in absence.values else None for v in gradients)
     results = [None if v is None else values[v] for v in there]
     for position, total in totals.items():
@@ -228,16 +203,11 @@ def _copy_constants(captured: Captured, graph: fx.Graph, values: dict[fx.Node, f
 
 
 class _Sum:
-    """A sum of gradients that goes on: autograd would add each further term to it as it arrives.
-
-    Attributes:
-        position: Of the input whose gradient it is.
-        terms: By node that adds terms of it in the captured graph, or casts it, these terms; nothing for a single term
-            that is not cast.
-    """
+    """A sum of gradients that goes on: autograd would add each further term to it as it arrives."""
 
     def __init__(self, captured: Captured, position: int, graph: fx.Graph, is_cast: bool) -> None:
-        self.position = position
+        self.position = position  # of the input whose gradient it is
+        # By node that adds terms of it in the captured graph, or casts it; nothing for a single term that is not cast.
         self.terms: dict[fx.Node, list[fx.Node]] = {}
         gradient, count = captured.backward_outputs[position], captured.terms.get(position, 1)
         self._cast = gradient if position in captured.cast_terms else None
@@ -269,70 +239,27 @@ class _Sum:
         return self._in_full()
 
 
-class _Copies:
-    """Appends the copies of storages to the host and back, for one half of a step.
-
-    From the wait for its copy out to the wait for its copy in, a saved value is represented by a `Parked`.
-    """
-
-    def __init__(self, captured: Captured, schedule: Schedule, host: HostMemory | None = None) -> None:
-        tensors = captured.graph.tensors
-        offloaded = {o.storage for o in (*schedule.forward, *schedule.backward) if isinstance(o, Copying)}
-        saved: dict[int, list[fx.Node]] = {storage: [] for storage in offloaded}
-        for tensor in schedule.saved:
-            storage = tensors[tensor].storage
-            if storage is not None and storage in saved:
-                saved[storage].append(captured.fx_values[tensor])
-        self._saved = saved
-        self._values_on = {
-            storage: [captured.fx_values[t] for t, tensor in enumerate(tensors) if tensor.storage == storage]
-            for storage in offloaded
-        }
-        self._copy_out = None if host is None else copying_out(host)
-        self._on_the_way: dict[int, fx.Node] = {}
-
-    def append(self, operation: Copying, graph: fx.Graph, values: dict[fx.Node, fx.Node]) -> None:
-        """Append one operation, and map each value to its node after the operation."""
-        storage = operation.storage
-        saved = self._saved[storage]
-        if isinstance(operation, CopyOut):
-            assert self._copy_out is not None, "values are offloaded in the forward"
-            there = next(value for value in self._values_on[storage] if value in values)
-            self._on_the_way[storage] = graph.call_function(self._copy_out, (values[there],))
-        elif isinstance(operation, WaitOut):
-            parked = graph.call_function(wait_out, (self._on_the_way.pop(storage), *(values[v] for v in saved)))
-            parked.meta["val"] = tuple(value.meta["val"] for value in saved)  # so it is known to have parts
-            for position, value in enumerate(saved):
-                values[value] = graph.call_function(operator.getitem, (parked, position))
-        elif isinstance(operation, CopyIn):
-            self._on_the_way[storage] = graph.call_function(copy_in, (values[saved[0]],))
-        else:
-            arriving = self._on_the_way.pop(storage)
-            for value in saved:
-                values[value] = graph.call_function(wait_in, (values[value], arriving))
-                values[value].meta = {"val": value.meta["val"]}
-
-
 class _Emitter:
-    """Appends the operations of a schedule to a graph; generated code frees by itself, after the last use.
+    """Appends the operations of one half of a schedule to a graph; generated code frees by itself, after the last use.
 
-    Attributes:
-        values: For each captured value the one that stands for it in the graph.
+    Captured values have others in their place there: from the wait for a copy out to that for the copy in, a `Parked`.
     """
 
     def __init__(
         self,
         captured: Captured,
+        schedule: Schedule,
         graph: fx.Graph,
         values: dict[fx.Node, fx.Node],
-        copies: _Copies,
         absence: Absence = NOTHING,
         sums: Sequence[_Sum] = (),
+        host: HostMemory | None = None,
     ) -> None:
         self.values = values
-        self._copies = copies
+        self._copy_out = None if host is None else copying_out(host)
+        self._on_the_way: dict[int, fx.Node] = {}
         self._adding = {node: own for own in sums for node in own.terms}
-        self._captured, self._graph, self._absence = captured, graph, absence
+        self._captured, self._schedule, self._graph, self._absence = captured, schedule, graph, absence
         self._returned = {*captured.forward_outputs, *captured.backward_outputs}
 
     def emit(self, operations: Sequence[Operation]) -> None:
@@ -342,7 +269,33 @@ class _Emitter:
                 if operation.node < len(self._captured.fx_nodes):
                     self._run(operation.node)
             elif not isinstance(operation, Free):  # generated code frees by itself
-                self._copies.append(operation, self._graph, self.values)
+                self._move(operation)
+
+    def _move(self, operation: Copying) -> None:
+        """Append a copy to the host or back, or the wait for one."""
+        storage, call = operation.storage, self._graph.call_function
+        saved = self._values_on(storage, self._schedule.saved)
+        if isinstance(operation, CopyOut):
+            assert self._copy_out is not None, "values are offloaded in the forward"
+            all_values = self._values_on(storage, range(len(self._captured.fx_values)))
+            there = next(value for value in all_values if value in self.values)
+            self._on_the_way[storage] = call(self._copy_out, (self.values[there],))
+        elif isinstance(operation, WaitOut):
+            parked = call(wait_out, (self._on_the_way.pop(storage), *(self.values[v] for v in saved)))
+            parked.meta["val"] = tuple(value.meta["val"] for value in saved)  # so it is known to have parts
+            for position, value in enumerate(saved):
+                self.values[value] = call(operator.getitem, (parked, position))
+        elif isinstance(operation, CopyIn):
+            self._on_the_way[storage] = call(copy_in, (self.values[saved[0]],))
+        else:
+            arriving = self._on_the_way.pop(storage)
+            for value in saved:
+                self.values[value] = call(wait_in, (self.values[value], arriving))
+                self.values[value].meta = {"val": value.meta["val"]}
+
+    def _values_on(self, storage: int, tensors: Iterable[int]) -> list[fx.Node]:
+        graph = self._captured.graph
+        return [self._captured.fx_values[t] for t in tensors if graph.tensors[t].storage == storage]
 
     def _run(self, index: int) -> None:
         record, node = self._captured.graph.nodes[index], self._captured.fx_nodes[index]

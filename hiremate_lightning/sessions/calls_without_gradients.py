@@ -22,9 +22,6 @@ class CallsWithoutGradients:
     """Measures runs of such calls, up to the next call with gradients, and warns where they exceed the budget.
 
     The first run, the second, the fourth, the eighth and so on are measured.
-
-    Args:
-        model: The planned model.
     """
 
     def __init__(self, model: PlannedModel) -> None:

@@ -19,8 +19,8 @@ from ..running.program import Program
 from ..signatures.recorded_step import RecordedStep
 from ..signatures.releasing import PlainTrial
 from ..signatures.step_signature import GraphNumbers, Start, StepSignature
-from ..signatures.watching import Look, Watch
-from .ways import BY_GRAPHS, ByProgram, Eager, Way
+from ..signatures.watching import Look
+from .modes import ByProgram, Eager
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +31,18 @@ class Forward:
         number: Number of the captured graph.
         captured: What runs.
         profile: Its costs.
-        way: How it runs.
+        mode: How it runs.
     """
 
     number: int
     captured: Captured
     profile: Profile
-    way: ByProgram
+    mode: ByProgram
 
     @property
     def program(self) -> Program:
         """The program that runs it."""
-        return self.way.program
+        return self.mode.program
 
     @property
     def left_bytes(self) -> int:
@@ -100,7 +100,7 @@ class CurrentStep:
         has_backward: Whether a backward has begun.
         is_unseen: Whether a part of it was not seen, so that nothing can be learned from it.
         resident: What existed when it began, None where that was not counted.
-        way: How it runs.
+        plain: How it runs as the user wrote it; None where it runs captured.
         expected: The signature by whose plan it begins, None for none.
         is_unknown: Whether it is likely of a signature without a plan that runs more than the expected one: then all of
             it runs at the least memory.
@@ -123,7 +123,7 @@ class CurrentStep:
     has_backward: bool = False
     is_unseen: bool = False
     resident: Resident | None = None
-    way: Way = BY_GRAPHS
+    plain: Eager | None = None
     expected: StepSignature | None = None
     is_unknown: bool = False
     look: Look | None = None
@@ -138,14 +138,9 @@ class CurrentStep:
     began_s: float = field(default_factory=time.perf_counter)
 
     @property
-    def plain(self) -> Eager | None:
-        """How it runs as the user wrote it; None where it runs captured."""
-        return self.way if isinstance(self.way, Eager) else None
-
-    @property
     def is_watched(self) -> bool:
         """Whether anything is done in it beside running it."""
-        return self.look is not None and self.look.watch is not Watch.NOTHING
+        return self.look is not None and (self.look.is_measured or self.look.is_timed)
 
     @property
     def start(self) -> Start:
@@ -183,12 +178,12 @@ class CurrentStep:
 
     def ran_by(self, signatures: Collection[StepSignature]) -> bool:
         """Whether it ran throughout by the plans of these signatures: its own, and those that it is taken for."""
-        chosen = {forward.way.signature for forward in self.forwards}
+        chosen = {forward.mode.signature for forward in self.forwards}
         return bool(chosen) and chosen <= set(signatures) and not self.is_replanned
 
     def began_by(self, signature: StepSignature) -> bool:
         """Whether its first forward ran by the plan of a signature."""
-        return bool(self.forwards) and self.forwards[0].way.signature is signature
+        return bool(self.forwards) and self.forwards[0].mode.signature is signature
 
     @property
     def began_again(self) -> bool:
@@ -198,7 +193,7 @@ class CurrentStep:
     @property
     def is_by_plans(self) -> bool:
         """Whether it ran by plans throughout, be they of other signatures."""
-        return all(forward.way.is_planned for forward in self.forwards)
+        return all(forward.mode.is_planned for forward in self.forwards)
 
     def drop(self) -> None:
         """End its measurement, of which nothing is learned."""

@@ -6,21 +6,18 @@ Steps that have no plan run as was planned for the same code at other sizes, or 
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from ..capturing.absent import without_missing
 from ..capturing.capture import Captured
-from ..garbage import collecting_what_it_leaves
-from ..latest import Latest
+from ..housekeeping import Latest, collecting_what_it_leaves
 from ..measuring.resident import Resident
 from ..memory.allocator import alone, free_bytes
-from ..planning.headroom import Room
+from ..planning.headroom import Room, unless_short
 from ..planning.ladder import Chosen, Loss, fastest_that_fits
-from ..planning.outcome import unless_short
-from ..planning.planner import FirstSolution, first_solution
+from ..planning.planner import first_solution
 from ..planning.solvers.base import Problem, replay
 from ..records.costs import Profile, step_time_ms
 from ..records.graph import Graph
@@ -33,23 +30,18 @@ from ..signatures.recorded_step import foresee, no_graphs
 from ..signatures.step_signature import GraphNumbers, StepSignature
 from ..torch_private import runtime
 from .current_step import CurrentStep, Followed, Forward
+from .modes import ByProgram
 from .plan_maker import PlanMaker
 from .planned_model import PlannedModel
 from .templates import Ladders
-from .ways import ByProgram, LeastMemory, OwnPlan, PlanOfOtherSizes, Way, WayChoices, choose_way
 
-REMEMBERED = 64  # searches, whose result may serve at another size: a step may have dozens of graphs
 TRACING_BYTES = 2**14  # that tracing takes for itself: states of the random generator, three deep
 
-TakenOver = Latest[GraphNumbers, PlanOfOtherSizes | None]  # how a part runs by other steps' plans, by what ran before
+TakenOver = Latest[GraphNumbers, ByProgram | None]  # how a part runs by other steps' plans, by what ran before
 
 
 class GraphPrograms:
     """Chooses the program of each captured graph that is about to run: of its plan, of other sizes, or of least memory.
-
-    Args:
-        model: The planned model.
-        maker: Tells budgets, and solves steps without a plan.
 
     Attributes:
         maker: Knows the budget.
@@ -59,7 +51,6 @@ class GraphPrograms:
     def __init__(self, model: PlannedModel, maker: PlanMaker) -> None:
         self._model, self.maker = model, maker
         self.history, self._parts, self._stages = model.history, model.parts, model.stages
-        self._searches: deque[FirstSolution] = deque(maxlen=REMEMBERED)
         self._least: weakref.WeakKeyDictionary[Part, Program] = weakref.WeakKeyDictionary()
         self._taken_over: weakref.WeakKeyDictionary[Part, TakenOver] = weakref.WeakKeyDictionary()
         self._fits = dict[tuple[StepSignature, tuple[Schedule, ...]], bool]()  # signatures whose steps began by these
@@ -90,9 +81,28 @@ class GraphPrograms:
             InfeasibleBudgetError: If the part alone fits neither the budget nor what is free.
         """
         number, profile = self._parts.prepare(part)
-        way = choose_way(GraphChoices(self, step, part, number, profile))
-        assert isinstance(way, ByProgram), "captured graphs run by programs"
-        return Forward(number, part.captured, profile, way)
+        return Forward(number, part.captured, profile, self._mode(step, part, number, profile))
+
+    def _mode(self, step: CurrentStep, part: Part, number: int, profile: Profile) -> ByProgram:
+        """Choose how a captured graph runs: by the first of these rules that applies.
+
+        - The step is likely of a signature without a plan that runs more than the expected one: at the least memory.
+        - The step has begun like a planned signature: by its plan. A graph that has no backward there waits for a later
+          one, or is dropped. One that is dropped holds the least: that takes no time, and a plan counts what it held as
+          it was recorded.
+        - Something was decided for the same step at other sizes, and fits: by that.
+        - Else at the least memory.
+        """
+        ran = (*step.graphs, number)
+        if step.is_unknown:
+            return ByProgram(self._find_least(step, part, profile), is_planned=False)
+        signature, program = self.history.choose(ran, step.expected, step.start, partial(self._fits_beside, step))
+        if signature is not None:
+            if program is None and any(unfinished is part for unfinished, _ in signature.recorded.unfinished):
+                program = self.maker.waiting.program(part)
+            return ByProgram(program or self._find_least(step, part, profile), signature)
+        taken_over = self._take_over(step, part, ran, profile)
+        return taken_over or ByProgram(self._find_least(step, part, profile), is_planned=False)
 
     def step_ended(self, step: CurrentStep) -> None:
         """Learn of a step that ran captured: of the sizes of its calls, and of what it lost by other sizes' plans."""
@@ -100,21 +110,20 @@ class GraphPrograms:
             places = step.comparison.alike[0].recorded.places
             if all(place < len(step.forwards) for place in places):  # else it ended early, as a piece of an iteration
                 self._code(step).sizes_of_calls.note([step.forwards[place].captured for place in places])
-        ways = [forward.way for forward in step.forwards]
-        losses = [way.loss for way in ways if isinstance(way, PlanOfOtherSizes) and way.loss is not None]
+        losses = [loss for forward in step.forwards if (loss := forward.mode.loss) is not None]
         if losses and self._ladders.step_ended(losses[-1]):  # it was chosen last, when most was known
             self.forget_plans()
 
-    def take_over(self, step: CurrentStep, part: Part, ran: GraphNumbers, profile: Profile) -> PlanOfOtherSizes | None:
+    def _take_over(self, step: CurrentStep, part: Part, ran: GraphNumbers, profile: Profile) -> ByProgram | None:
         """Return how a part runs by a plan for the same step at other sizes; None where none fits."""
-        ways = self._taken_over.setdefault(part, TakenOver(64))
-        if ran not in ways:
+        modes = self._taken_over.setdefault(part, TakenOver(64))
+        if ran not in modes:
             with self._stages.stage("solve_s", "solving"):
-                before = [way for way in ways.values() if way is not None]
-                ways[ran] = self._decide(step, part.captured, profile, before)
-        return ways[ran]
+                before = [mode for mode in modes.values() if mode is not None]
+                modes[ran] = self._decide(step, part.captured, profile, before)
+        return modes[ran]
 
-    def fits(self, step: CurrentStep, signature: StepSignature) -> bool:
+    def _fits_beside(self, step: CurrentStep, signature: StepSignature) -> bool:
         """Whether a step of a planned signature fits that has begun as the step under way, and goes on by its plan."""
         begun = tuple(forward.program.schedule for forward in step.forwards)
         if (signature, begun) not in self._fits:
@@ -127,7 +136,7 @@ class GraphPrograms:
             self._fits[signature, begun] = peak_bytes <= room.step_bytes
         return self._fits[signature, begun]
 
-    def find_least(self, step: CurrentStep, part: Part, profile: Profile) -> Program:
+    def _find_least(self, step: CurrentStep, part: Part, profile: Profile) -> Program:
         """Return the program of least memory of a part.
 
         Where not even the captured part alone fits, training stops before it runs, or, if there is memory to run it
@@ -147,12 +156,10 @@ class GraphPrograms:
                     options.plan,
                     self._model.name,
                     self._stages.reporter.solving(step_time_ms(captured.graph, profile)),
-                    self._searches,
                     self._spare_bytes_or_announce_full,
                     self._model.offloading.host(whole, [captured]),
                 )
                 least = unless_short(outcome)
-                self._searches.append(FirstSolution(whole, least))
                 (program,) = self._model.offloading.build(whole, [captured], least)
                 self._least[part] = replace(program, protects=True)  # see `_build`
         return self._least[part]
@@ -165,8 +172,8 @@ class GraphPrograms:
         return 0
 
     def _decide(
-        self, step: CurrentStep, captured: Captured, profile: Profile, before: Sequence[PlanOfOtherSizes]
-    ) -> PlanOfOtherSizes | None:
+        self, step: CurrentStep, captured: Captured, profile: Profile, before: Sequence[ByProgram]
+    ) -> ByProgram | None:
         """Decide for the next forward of the step under way; its code has run so before, in other steps."""
         place, seen = len(step.forwards), step.comparison
         self._compare(step)
@@ -187,13 +194,13 @@ class GraphPrograms:
         if call + 1 == len(first.calls):
             seen.foreseen = first, seen.followed.step
         program = self._program_of(captured, seen.followed.decisions[call], before)
-        return PlanOfOtherSizes(program, seen.followed.loss)
+        return ByProgram(program, loss=seen.followed.loss)
 
-    def _program_of(self, captured: Captured, decisions: Decisions, before: Sequence[PlanOfOtherSizes]) -> Program:
+    def _program_of(self, captured: Captured, decisions: Decisions, before: Sequence[ByProgram]) -> Program:
         """Return the program by decisions for a captured graph; the one that it has run by before, if any has."""
         key = captured.template, captured.overwritten, decisions
         schedule = self._schedules.get(key) or lower(captured.graph, decisions)
-        alike = (way.program for way in before if way.program.schedule == schedule)
+        alike = (mode.program for mode in before if mode.program.schedule == schedule)
         program = next(alike, None) or _build(captured, schedule)
         if captured.template is not None:
             self._schedules[key] = program.schedule
@@ -277,53 +284,6 @@ class GraphPrograms:
         """Return the signature that stands for the code of the step under way, at whatever sizes."""
         signature = step.comparison.alike[0]
         return signature.code or signature
-
-
-class GraphChoices(WayChoices):
-    """What there is to choose from for a captured graph that is about to run.
-
-    Args:
-        programs: Finds programs for steps that have no plan of their own.
-        step: The step under way.
-        part: The part that runs the graph.
-        number: Of the graph.
-        profile: Its costs.
-    """
-
-    def __init__(self, programs: GraphPrograms, step: CurrentStep, part: Part, number: int, profile: Profile) -> None:
-        self._programs, self._step, self._part, self._profile = programs, step, part, profile
-        self._ran = (*step.graphs, number)
-
-    def own_plan(self) -> Way | None:
-        """By the plan of the signature that the step has begun like.
-
-        A graph that has no backward there waits for a later one, or is dropped. One that is dropped holds the least:
-        that takes no time, and a plan counts what it held as it was recorded.
-        """
-        step, programs = self._step, self._programs
-        if step.is_unknown:
-            return self.least_memory()
-        signature, program = programs.history.choose(self._ran, step.expected, step.start, partial(programs.fits, step))
-        if signature is None:
-            return None
-        if program is None and any(unfinished is self._part for unfinished, _ in signature.recorded.unfinished):
-            program = self._programs.maker.waiting.program(self._part)
-        return OwnPlan(program or self._find_least(), signature)
-
-    def plan_of_other_sizes(self) -> Way | None:
-        """By what was decided for the same step at other sizes, where that fits."""
-        return self._programs.take_over(self._step, self._part, self._ran, self._profile)
-
-    def least_memory(self) -> Way:
-        """At the least memory.
-
-        Raises:
-            InfeasibleBudgetError: If the graph alone fits neither the budget nor what is free.
-        """
-        return LeastMemory(self._find_least())
-
-    def _find_least(self) -> Program:
-        return self._programs.find_least(self._step, self._part, self._profile)
 
 
 def _going_on(whole: Step, before: Sequence[Decisions], decisions: Decisions) -> Decisions:

@@ -25,7 +25,7 @@ import torch
 from ..calls.given import ModuleCall
 from ..errors import ConfigurationError, did_you_mean
 from ..measuring.resident import Resident
-from ..messages.announcements import Announcements
+from ..messages import Announcements
 from ..objects import attempt, is_of
 from ..options import NamedSize
 from ..records.expressions import Sizes

@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..capturing.capture import Captured
-from ..measuring.apart import undisturbed
-from ..measuring.custom_operators import without_unsteady
+from ..measuring.operators import without_unsteady
 from ..measuring.profiling import CostCache, ProfileOptions, measure
+from ..memory.metering import undisturbed
 from ..records.costs import Profile
 from ..reporting.report import Stages
-from ..rewriting.fused_kernel import FusedKernels
+from ..rewriting.kernels import FusedKernels
 from ..running.execution import Conductor, Part, Saved
 
 

@@ -11,15 +11,14 @@ from ..measuring.describing import describe
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..memory.allocator import free_bytes
-from ..messages.first_wait import FirstWait
-from ..planning.headroom import GUARD_BYTES, Room, resolve
-from ..planning.outcome import Need, Short, least_need, unless_short
+from ..messages import FirstWait
+from ..planning.headroom import GUARD_BYTES, Need, Room, Short, least_need, resolve, unless_short
 from ..planning.plan import Plan
 from ..planning.planner import make_plan
 from ..planning.shared_solving import announce, shared
+from ..planning.solutions import remembering
 from ..planning.solvers import worker
 from ..planning.solvers.base import Problem, Solution, SolveOptions, Strategy
-from ..planning.solvers.curve import Remembering
 from ..proofs.proof import Proofs
 from ..records.costs import step_time_ms
 from ..records.expressions import NoTemplateError
@@ -53,11 +52,6 @@ class Fits:
 
 class PlanMaker:
     """Makes the plans of one model.
-
-    Args:
-        model: The planned model.
-        proofs: What is proved of its captured graphs.
-        first_wait: Keeps how long planning took so far.
 
     Attributes:
         waiting: What forwards run whose backward comes in a later step.
@@ -160,20 +154,6 @@ class PlanMaker:
         """The name of the model before its first step: FSDP2 may keep whole parameters of another type after it."""
         return self._model.memory.describe_model()
 
-    def captured_before(self, signature: StepSignature) -> RecordedStep | None:
-        """Find the same step at the same sizes: Dynamo captures a size anew once it has symbols for it."""
-        parts = [part for number in signature.graphs if (part := self._parts.find(number)) is not None]
-        graphs, count = [part.captured.graph for part in parts], len(signature.graphs)
-        if len(graphs) < count:
-            return None
-        numbers = [graph.at_sizes for graph in graphs]
-        steps = [other.recorded for other in self._history.recorded if len(other.graphs) == count]
-        return next((step for step in steps if [call.captured.graph.at_sizes for call in step.calls] == numbers), None)
-
-    def describe(self, record: StepRecord, resident: Resident) -> RecordedStep:
-        """Describe a step signature by the record of one, and by what exists before the next."""
-        return self._describe(record, resident, self.captured_before(self._history[record.graphs]))
-
     def describe_larger(self, signature: StepSignature, record: StepRecord, resident: Resident) -> RecordedStep | None:
         """Describe a planned signature by a later step.
 
@@ -181,16 +161,16 @@ class PlanMaker:
             The step as it has become; None where it has no more gradients than the planned one, and no more bytes
             outside of its calls.
         """
-        later, step = self.waiting.at(signature, self._describe(record, resident, None)), signature.recorded
+        later, step = self.waiting.at(signature, self.describe(record, resident)), signature.recorded
         if later.places != step.places:
             return None
         pairs = zip(later.calls, step.calls, strict=True)
         has_more = later.outside_bytes > step.outside_bytes + GUARD_BYTES
         return later if has_more or any(now.missing < before.missing for now, before in pairs) else None
 
-    def _describe(self, record: StepRecord, resident: Resident, twin: RecordedStep | None) -> RecordedStep:
-        described, order = describe(record, self._parts.profiles)
-        calls = described if twin is None else [call.call for call in twin.calls]
+    def describe(self, record: StepRecord, resident: Resident) -> RecordedStep:
+        """Describe a step signature by the record of one, and by what exists before the next."""
+        calls, order = describe(record, self._parts.profiles)
         runs = [run for run in record.runs if run.index in record.backwards]
         return RecordedStep(
             calls=tuple(
@@ -199,7 +179,7 @@ class PlanMaker:
             ),
             order=tuple(order),
             resident=resident,
-            solve=self._new_solve() if twin is None else twin.solve,
+            solve=self._new_solve(),
             limits=self.new_limits(),
             unfinished=tuple((run.part, run.program.schedule) for run in record.unfinished),
             is_provisional=record.has_dropped_by_plan,
@@ -211,8 +191,8 @@ class PlanMaker:
         return replace(untried, solve=self._new_solve(), limits=self.new_limits())
 
     def _new_solve(self) -> Strategy:
-        solver = Remembering(worker.apart(self._model.options.plan.solver))
-        return shared(solver, runtime.process_group_store(), self._model_description)
+        name = self._model.options.plan.solver
+        return shared(remembering(worker.apart(name), name), runtime.process_group_store(), self._model_description)
 
     def make(self, signature: StepSignature) -> Fits | Short | None:
         """Plan a recorded step signature, and build its programs; its limits are set also where nothing fits.

@@ -19,13 +19,12 @@ from dataclasses import replace
 from typing import Any
 
 from ..calls.given import ModuleCall
-from ..garbage import collecting_what_it_leaves
+from ..housekeeping import collecting_what_it_leaves
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
-from ..messages.plan_reports import PlanReports
+from ..messages import PlanReports
 from ..out_of_memory import explain
-from ..planning.headroom import GUARD_BYTES
-from ..planning.outcome import Short, first_short
+from ..planning.headroom import GUARD_BYTES, Short, first_short
 from ..planning.plan import Plan
 from ..rewriting.joint import may_choose_anew
 from ..running.execution import Part
@@ -50,13 +49,6 @@ CORRECTIONS = 3  # of a plan whose peak is measured above the budget: where code
 
 class PlannedSignatures:
     """The plans of one model, by step signature.
-
-    Args:
-        model: The planned model.
-        maker: Makes the plans.
-        graph_programs: Chooses the program of each captured graph.
-        watching: Decides which steps are measured.
-        largest: Foresees steps of the largest sizes.
 
     Attributes:
         maker: Makes the plans.
@@ -225,14 +217,13 @@ class PlannedSignatures:
 
     # ---------------------------------------------------------------- which signatures get a plan
 
-    def gets_plan(self, signature: StepSignature) -> bool:
-        """Whether a signature without a plan gets one; warn where there are `max_plans` already."""
+    def admit(self, signature: StepSignature) -> bool:
+        """Decide whether a signature without a plan gets one; warn where there are `max_plans` already."""
         if not signature.sights.is_worth_a_plan(self._model.parts.are_made(signature.graphs)):
             return False
-        has_place = self.maker.captured_before(signature) is not None or self._model.has_place
-        if not has_place:
+        if not self._model.has_place:
             self._model.announce_full()
-        return has_place
+        return self._model.has_place
 
     def learn(self, record: StepRecord, resident: Resident, before: Resident | None = None) -> Short | None:
         """Plan a step signature that was not seen before; one that may be small by chance waits where nothing fits.
@@ -471,11 +462,6 @@ class PlannedSignatures:
         said_bytes = max((plan.planned_peak_bytes for plan in plans), default=0)  # where nothing fits
         if peak_bytes > max(budget_bytes, said_bytes):
             self._announcements.piece(peak_bytes, peak_bytes - budget_bytes)
-
-    def note_proofs(self) -> None:
-        """Note on all plans what is proved by now: where memory is missing, code is proved in later steps."""
-        for signature in self.history.planned:
-            signature.plan = self.maker.with_proofs(signature.own_plan)
 
     def confused(self, expected: StepSignature, signature: StepSignature, is_by_plans: bool) -> None:
         """Learn that a step turned out another signature than it began as.

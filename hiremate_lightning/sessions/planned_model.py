@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import nn
 
 from ..measuring.resident_memory import ResidentMemory
-from ..messages.announcements import Announcements
+from ..messages import Announcements
 from ..options import SessionOptions
 from ..reporting.report import Reporter, Stages
-from ..rewriting.fused_kernel import FusedKernels
+from ..rewriting.kernels import FusedKernels
 from ..signatures.history import History
 from .offloading import Offloading
 from .parts import Parts
@@ -16,10 +16,6 @@ from .parts import Parts
 
 class PlannedModel:
     """What the objects of one session share: options, memory, graphs, history, warnings. It decides nothing.
-
-    Args:
-        root: The model.
-        options: What was asked for.
 
     Attributes:
         root: The model, whose parameters and buffers are resident.
@@ -39,7 +35,7 @@ class PlannedModel:
         self.announcements = Announcements(self.name)
         self.stages = Stages(Reporter(options.verbose))
         self.kernels = FusedKernels(self.announcements.say) if options.compile else None
-        self.offloading = Offloading(options, lambda: self.memory.device, self.announcements.say)
+        self.offloading = Offloading(root, options, lambda: self.memory.device, self.announcements.say)
         say, recomputable = self.announcements.say, options.recomputable_operators
         self.parts = Parts(self.stages, options.cache_dir, self.kernels, say, recomputable)
         self.parts.measures_link = lambda: self.offloading.is_on

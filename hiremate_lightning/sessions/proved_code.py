@@ -19,15 +19,7 @@ from .steps import Steps
 
 
 class ProvedCode:
-    """The captured code of one session, as `proofs.proving` needs it.
-
-    Args:
-        model: The planned model.
-        planned: The session's plans.
-        graph_programs: Chooses the program by which a part is about to run.
-        steps: The step under way, and what existed before it.
-        tracing: Measures the capture, which has ended where code is proved.
-    """
+    """The captured code of one session, as `proofs.proving` needs it."""
 
     def __init__(
         self,

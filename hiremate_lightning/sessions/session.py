@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -25,7 +25,7 @@ from ..capturing.backend import capture_opaque, planning_backend
 from ..capturing.capture import Captured
 from ..errors import CaptureError
 from ..measuring.runs import Run
-from ..messages.first_wait import FirstWait, modules_without_parts
+from ..messages import FirstWait, modules_without_parts
 from ..options import SessionOptions
 from ..out_of_memory import explain
 from ..planning.plan import Plan, describe_peak
@@ -106,14 +106,14 @@ class Session:
     @property
     def plan(self) -> Plan | None:
         """The plan of the latest step signature, None before there is one."""
-        self.planned.note_proofs()
-        return self.planned.latest
+        latest = self.planned.latest
+        return None if latest is None else self.planned.maker.with_proofs(latest)
 
     @property
     def plans(self) -> Mapping[GraphNumbers, Plan]:
         """The plans so far, by the captured graphs of their steps."""
-        self.planned.note_proofs()
-        return self.planned.history.plans
+        with_proofs = self.planned.maker.with_proofs
+        return {signature.graphs: with_proofs(signature.own_plan) for signature in self.planned.history.planned}
 
     @property
     def options(self) -> SessionOptions:
@@ -367,7 +367,7 @@ class Session:
             self._called(arguments, call)
         return self.is_plain
 
-    def waits_for_modes(self) -> bool:
+    def leave_to_modes(self) -> bool:
         """Let a call run eager, unseen, where a mode around it sees each operator, and warn; return whether it does."""
         modes = [] if backward_pass.is_running() else tensor_state.watching_modes()
         if not modes:
@@ -391,7 +391,7 @@ class Session:
     def runs_in_backward(self, name: str) -> None:
         """Learn of such a call, which gets no plan and runs as the user wrote it."""
         self._runs += 1
-        self.steps.ran_in_backward()
+        self.steps.ran_unseen()
         self._announcements.called_inside_backward(name or self._name)
 
     def begin_step(self, arguments: Any) -> None:
@@ -419,19 +419,16 @@ class Session:
         """End the step under way, which has ended just now; what was learned is used when the next one begins."""
         self.steps.end()
 
-    @contextmanager
-    def calling_plain(self, arguments: Arguments) -> Iterator[None]:
-        """Surround a call that runs as the user wrote it: where that fails, the step is dropped."""
+    def run_plain(self, arguments: Arguments, call: Callable[[], Any]) -> Any:
+        """Run a call as the user wrote it, and see when its backward begins; where it fails, the step is dropped."""
+        plain = self.steps.plain  # None where it is seen by nobody
         try:
-            with self.unplanned.calling(self.steps.plain, arguments):
-                yield
+            with nullcontext() if plain is None else plain.around(arguments):
+                result = call()
         except BaseException:  # Ctrl-C too: the next step must not go on with half of this one
             if not backward_pass.is_running():
                 self.abandon_step()
             raise
-
-    def ran_plain(self, result: Any) -> Any:
-        """Note what a call returned that ran as the user wrote it, and see when its backward begins."""
         self._runs += 1
         reference = weakref.ref(self)  # autograd's graph must not keep a session alive
 

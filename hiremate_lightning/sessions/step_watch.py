@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from ..measuring.between import Between, DevicePeak
 from ..measuring.profiling import TimedRun
-from ..measuring.recording import Existing, StepRecord
+from ..measuring.recording import StepRecord
 from ..measuring.resident_memory import LITTERED_STEPS
-from ..memory.metering import MemoryMeter
+from ..memory.metering import Between, DevicePeak, MemoryMeter
 from ..planning.headroom import GUARD_BYTES, guard_bytes
 from ..signatures.step_signature import StepSignature
-from ..signatures.watching import Expected, WatchPolicy
+from ..signatures.watching import Expected, Look, WatchPolicy
 from ..torch_private import backward_pass
 from .current_step import CurrentStep
 from .planned_model import PlannedModel
@@ -19,27 +18,17 @@ from .unplanned import UnplannedSteps
 
 
 class StepWatch:
-    """Begins to watch steps as the policy decides.
-
-    Args:
-        model: The planned model.
-        unplanned: Knows which steps are to be measured that run as the user wrote them.
-        watching: Decides which steps are measured.
-
-    Attributes:
-        next_is_timed: Whether the operations of the next step are timed, whatever else is watched in it.
-    """
+    """Begins to watch steps as the policy decides."""
 
     def __init__(self, model: PlannedModel, unplanned: UnplannedSteps, watching: WatchPolicy) -> None:
         self._memory, self._history, self._announcements = model.memory, model.history, model.announcements
         self._unplanned, self._watching = unplanned, watching
-        self.next_is_timed = False
         self._between, self._device_peak = Between(), DevicePeak()
 
     def begin(self, step: CurrentStep, arguments: list[torch.Tensor]) -> None:
         """Choose by whose plan a step begins, and begin to watch it."""
         if step.plain is not None:
-            step.look = self._watching.plain_step_begins(self._unplanned.is_to_be_measured(step.plain))
+            step.look = Look(is_measured=self._unplanned.is_to_be_measured(step.plain))
         else:
             all_likely = self._history.all_likely(step.foreseen)
             step.expected = max(all_likely, key=lambda signature: signature.own_plan.unplanned_peak_bytes, default=None)
@@ -47,8 +36,8 @@ class StepWatch:
             step.look = self._watching.step_begins(self._expect(step))
         if step.look.is_measured:
             step.record = self._begin_record(step, arguments)
-        if step.look.is_timed or self.next_is_timed:
-            step.timed, self.next_is_timed = TimedRun(self._memory.device), False
+        if step.look.is_timed:
+            step.timed = TimedRun(self._memory.device)
         peak_bytes = None if step.expected is None or step.is_watched else step.expected.own_plan.measured.peak_bytes
         if peak_bytes is not None and self._memory.device.type == "cuda":
             self._device_peak.begin(self._memory.device, peak_bytes)
@@ -57,7 +46,7 @@ class StepWatch:
 
     def forward_starts(self) -> None:
         """Learn that a forward starts: what was seen since the one before is not all of its step."""
-        self._between.forget()
+        self._between.take()
 
     def forward_done(self, step: CurrentStep) -> None:
         """Learn that a forward has ended: where it is the last of a planned step, look at what follows."""
@@ -71,7 +60,7 @@ class StepWatch:
 
     def failed(self) -> None:
         """Learn that a step has failed."""
-        self._between.forget()
+        self._between.take()
         self._device_peak.take()
 
     def ended(self, step: CurrentStep, signature: StepSignature) -> None:
@@ -109,7 +98,8 @@ class StepWatch:
             signature,
             foreseen,
             step.size_bytes,
-            signature.state,
+            has_peak=plan.measured.peak_bytes is not None,
+            has_time=plan.measured.step_ms is not None,
             may_grow=is_free and may_grow,
             has_grown=is_free and has_grown,
             is_higher=is_free and is_higher,
@@ -120,10 +110,8 @@ class StepWatch:
         """Begin to measure a step."""
         if self._memory.collect_garbage(LITTERED_STEPS) or step.resident is None:
             step.resident = self._memory.count_before_step(arguments)
-        resident = step.resident
-        sees_frees = self._memory.sees_frees(resident)
-        existing = Existing(resident.size_bytes, resident.stale_bytes, resident.left_bytes, sees_frees)
-        record = StepRecord(self._memory.device, existing, self._memory.root)
+        sees_frees = self._memory.sees_frees(step.resident)
+        record = StepRecord(self._memory.device, step.resident, sees_frees, self._memory.root)
         self._memory.watch_releases(record, arguments)
         if not record.is_measured and not backward_pass.is_running():
             self._announcements.profiled()

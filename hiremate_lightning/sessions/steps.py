@@ -22,28 +22,22 @@ from ..measuring.resident_memory import WATCHED_STEPS
 from ..planning.headroom import guard_bytes
 from ..signatures.step_signature import StepSignature
 from ..signatures.watching import Saw, WatchPolicy
+from ..torch_private import backward_pass
 from ..torch_private.tensor_state import tensors_among
 from .current_step import CurrentStep
 from .graph_programs import GraphPrograms
+from .modes import Eager
 from .planned import PlannedSignatures
 from .planned_model import PlannedModel
 from .step_watch import StepWatch
 from .templates import predicted_peak_bytes
 from .unplanned import UnplannedSteps
-from .ways import Eager
 
 COUNTED_AGAIN = 64  # steps, after which resident bytes are counted once more
 
 
 class Steps:
     """Begins and ends the steps of one model.
-
-    Args:
-        model: The planned model.
-        planned: The plans.
-        unplanned: Decides which steps run as the user wrote them.
-        graph_programs: Chooses the program of each captured graph.
-        watching: Decides which steps are measured.
 
     Attributes:
         current: The step under way, None between two steps.
@@ -91,14 +85,10 @@ class Steps:
     def ran_unseen(self) -> None:
         """Learn that a call ran of which nothing is to be learned: a step before it ends, one under way is unseen."""
         self.was_passed_by()
-        if self.current is not None and self.current.is_over:
+        if self.current is not None and self.current.is_over and not backward_pass.is_running():
             self.end(at_once=False)
         elif self.current is not None:
             self.current.is_unseen = True
-
-    def time_next(self) -> None:
-        """Time the operations of the next step, whatever else is watched in it."""
-        self.watch.next_is_timed = True
 
     def take_record(self) -> StepRecord | None:
         """Take the record of the step that has ended, to be planned by the caller; None where it gets no plan."""
@@ -158,12 +148,6 @@ class Steps:
         if self.count > 1 or len(step.forwards) != 1 or call is None or step.record is None:
             return False
         return [before.name for before in step.calls] == [call.name] and step.record.left_nothing
-
-    def ran_in_backward(self) -> None:
-        """Learn that a call ran as it was written inside of a backward: it is not seen as a part of the step."""
-        self.was_passed_by()
-        if self.current is not None:
-            self.current.is_unseen = True
 
     def called_inside_backward(self) -> None:
         """Learn of a call inside of a backward: what it runs is not seen as a part of the step."""
@@ -292,7 +276,7 @@ class Steps:
             self._watching.step_ended(step.look, signature, saw)
         is_missed = signature.plan is None and (record is None or not record.is_whole)
         self.watch.ended(step, signature)
-        if is_missed and self._planned.gets_plan(signature):
+        if is_missed and self._planned.admit(signature):
             self._watching.missed(signature)
 
     def _learn_margin(self, step: CurrentStep, record: StepRecord) -> None:
@@ -324,7 +308,7 @@ class Steps:
             if record.backwards:
                 self._learn_margin(step, record)
                 record.timed = step.timed
-                step.is_to_be_planned = self._planned.gets_plan(signature)
+                step.is_to_be_planned = self._planned.admit(signature)
                 self._watching.found(signature)
             elif step.has_backward and not step.has_captured and record.peak_bytes is not None:
                 self._planned.piece_measured(record.peak_bytes)

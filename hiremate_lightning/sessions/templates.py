@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..capturing.template import CodeTemplate
-from ..garbage import collecting_what_it_leaves
+from ..housekeeping import collecting_what_it_leaves
 from ..measuring.profiling import ProfileOptions
 from ..planning.headroom import Room
 from ..planning.ladder import Ladder, Loss

@@ -2,7 +2,7 @@
 
 There are three cases. Steps of sizes that were never seen, which to capture would take seconds (`plain_steps`); those
 of them that fit only where what autograd saves is offloaded, until plans for them are worth their time
-(`offload_room`); and steps whose plan gains nothing and is slower than eager PyTorch (`releasing`).
+(`offloading`); and steps whose plan gains nothing and is slower than eager PyTorch (`releasing`).
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ import logging
 import sys
 import time
 from collections import defaultdict
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
 
 from .. import thresholds
 from ..calls.given import ModuleCall
@@ -25,11 +23,10 @@ from ..signatures.releasing import PlainTrial
 from ..signatures.step_signature import StepSignature
 from ..units import format_bytes
 from .current_step import CurrentStep
-from .offload_room import OffloadRoom
+from .modes import Eager, Offloaded
 from .planned import PlannedSignatures
 from .planned_model import PlannedModel
 from .templates import Templates
-from .ways import BY_GRAPHS, Eager, Offloaded, Way, WayChoices, choose_way
 
 log = logging.getLogger("hiremate_lightning")
 SIMILAR = 2.0  # of the bytes of a step whose plan saves none: up to so many more, steps of its code save none either
@@ -37,11 +34,6 @@ SIMILAR = 2.0  # of the bytes of a step whose plan saves none: up to so many mor
 
 class UnplannedSteps:
     """Decides which steps run as the user wrote them, and learns from those that do.
-
-    Args:
-        model: The planned model.
-        planned: The plans.
-        templates: Makes code at new sizes.
 
     Attributes:
         clock: Tells the seconds, by which step signatures are timed with and without their plans.
@@ -53,12 +45,12 @@ class UnplannedSteps:
         self._history, self._reporter, self._say = model.history, model.stages.reporter, model.announcements.say
         self._may_run_plain = not model.parts.fuses  # fused kernels give other bits than PyTorch's own
         self._note = cache(self._reporter.note)  # each text once
-        self._plain, self._offload = PlainSteps(), OffloadRoom(model)
+        self._plain, self._offloading = PlainSteps(), model.offloading
         self._sizes_vary = False  # whether any step ran plain since its sizes were not known
         self._extra_ms = defaultdict[tuple[ModuleCall, ...], float](float)  # spent on saving memory so far, by calls
 
     def step_begins(self, step: CurrentStep) -> StepSignature | None:
-        """Choose the way of a step that begins with some calls, and set it.
+        """Choose how a step runs that begins with some calls.
 
         Returns:
             The signature of the step, where its plan gains nothing; else None.
@@ -67,22 +59,18 @@ class UnplannedSteps:
             if signature.given is not None:
                 self._plain.learn(signature, signature.as_captured())
         gainless = self._gainless_signature(step)
-        step.way = choose_way(StepChoices(self, step, gainless))
+        step.plain = self._mode(step, gainless)
         if step.plain is not None and step.plain.gainless is None:
             self._sizes_vary = True
             self._extra_ms[tuple(step.calls)] += step.plain.prediction.extra_ms
-            self._note(step.plain.describe(self._name))
+            self._note(step.plain.describe())
         return gainless
 
     def called(self, step: CurrentStep, call: ModuleCall) -> None:
         """Learn of a further call of the step under way: if it does not fit as it is, it is captured."""
         step.calls.append(call)
         if step.plain is not None:
-            step.way = choose_way(StepChoices(self, step, step.plain.gainless, step.plain))
-
-    def calling(self, plain: Eager | None, arguments: Any) -> AbstractContextManager[None]:
-        """Surround a call that runs plain, with some arguments; of no step where it is seen by nobody."""
-        return nullcontext() if plain is None else plain.around(arguments)
+            step.plain = self._mode(step, step.plain.gainless, step.plain)
 
     def is_to_be_measured(self, plain: Eager) -> bool:
         """Whether to measure a step that runs plain."""
@@ -96,12 +84,12 @@ class UnplannedSteps:
         if step.record is None:
             return
         peak_bytes, plan = step.record.peak_bytes, self._planned.latest
-        added_bytes = None if peak_bytes is None else peak_bytes - step.record.existing.size_bytes
+        added_bytes = None if peak_bytes is None else peak_bytes - step.record.resident.existing_bytes
         self._plain.measured(step.calls, plain.likely, plain.prediction, added_bytes)
         if self._model.options.budget.is_whole:
             return  # the budget is what plain training takes
         if plain.gainless is not None and (own := plain.gainless.own_plan).saves_nothing:
-            plan_bytes = step.record.existing.size_bytes + plain.prediction.captured_bytes
+            plan_bytes = step.record.resident.existing_bytes + plain.prediction.captured_bytes
             if self._plain.called_like(step.calls):
                 plan_bytes = own.measured.peak_bytes or own.planned_peak_bytes
             self._say_measured(plain.gainless.trial.measured(peak_bytes, plan_bytes), peak_bytes)
@@ -201,13 +189,30 @@ class UnplannedSteps:
             return likely if likely.saves_nothing(plain_bytes, free) else None
         return likely if likely.gains_nothing(plain_bytes, free) else None
 
-    def has_own_plan(self, step: CurrentStep) -> bool:
+    def _mode(self, step: CurrentStep, gainless: StepSignature | None, begun: Eager | None = None) -> Eager | None:
+        """Choose how a step runs, by the first of these rules that applies; None where it runs captured.
+
+        - Its plan gains nothing: eager, in turns with the plan until it is decided that all such steps run so; captured
+          where a further call turns out another signature's.
+        - A signature that is called so has a plan: captured.
+        - It fits without a plan: eager, as it is or with saved values offloaded, the faster that fits.
+
+        Args:
+            step: The step.
+            gainless: Its signature, where nothing else is called like it and its plan gains nothing; else None.
+            begun: How it has begun without a plan, for a further call.
+        """
+        if gainless is not None and (begun or gainless.trial.runs_plain(gainless.own_plan.saves_nothing)):
+            return self._given_back(step, gainless)
+        return None if self._has_own_plan(step) else self._without_plan(step, begun)
+
+    def _has_own_plan(self, step: CurrentStep) -> bool:
         """Whether a step runs by the plan of a signature called like it: that recomputes, or sizes did not vary yet."""
         signatures = [] if self._likely(step) is None else self._plain.called_like(step.calls)
         recomputes = any(not signature.own_plan.solution.is_plain for signature in signatures)
         return bool(signatures) and (recomputes or not self._sizes_vary)
 
-    def without_plan(self, step: CurrentStep, begun: Eager | None) -> Eager | None:
+    def _without_plan(self, step: CurrentStep, begun: Eager | None) -> Eager | None:
         """Return the fastest way without a plan in which the step under way fits; None where it is to be captured.
 
         A step that fits only with less memory is captured once programs of all sizes have become worth their time.
@@ -221,57 +226,25 @@ class UnplannedSteps:
             return None
         saves_memory = None if begun is None else begun.prediction.saves_memory
         saves_memory = False if self._plain.called_like(step.calls) else saves_memory
-        prediction = self._plain.bound(step.calls, likely, self._room_bytes(), saves_memory)
+        prediction = self._plain.predict(step.calls, likely, self._room_bytes(), saves_memory)
         if prediction is None:
             return None
         if not prediction.saves_memory:
             return Eager(prediction, likely)
         if begun is None and self._is_to_be_captured(step, likely):
-            self._offload.files.forget()
+            self._offloading.files.forget()
             return None
-        has_room = begun is not None or self._offload.holds(prediction.offloaded_bytes)
-        return Offloaded(prediction, likely, room=self._offload) if has_room else None
+        has_room = begun is not None or self._offloading.has_room(prediction.offloaded_bytes)
+        return Offloaded(prediction, likely, offloading=self._offloading) if has_room else None
 
-    def given_back(self, step: CurrentStep, signature: StepSignature) -> Eager | None:
+    def _given_back(self, step: CurrentStep, signature: StepSignature) -> Eager | None:
         """Return how a step runs whose plan gains nothing; None where its calls are another signature's."""
         alike = self._plain.called_like(step.calls)
         if alike and signature not in alike:
             return None
         is_known = not alike and signature.trial.is_released
-        predict = self._plain.bound if is_known else self._plain.predict  # what is measured is compared with it
-        prediction = predict(step.calls, signature, sys.maxsize, saves_memory=False)
+        prediction = self._plain.predict(step.calls, signature, sys.maxsize, saves_memory=False)
         if prediction is None:
             return None
         is_similar = prediction.captured_bytes <= SIMILAR * signature.own_plan.unplanned.peak_bytes
         return Eager(prediction, signature, signature) if alike or is_known or is_similar else None
-
-
-class StepChoices(WayChoices):
-    """What there is to choose from for a step.
-
-    Args:
-        steps: Knows what steps take without a plan.
-        step: The step, its calls so far.
-        gainless: Its signature, where nothing else is called like it and its plan gains nothing; else None.
-        begun: How it has begun without a plan, for a further call.
-    """
-
-    def __init__(
-        self, steps: UnplannedSteps, step: CurrentStep, gainless: StepSignature | None, begun: Eager | None = None
-    ) -> None:
-        self._steps, self._step, self._gainless, self._begun = steps, step, gainless, begun
-
-    def given_back(self) -> Way | None:
-        """Eager in turns with the plan until that is decided; captured where calls turn out to be others."""
-        signature = self._gainless
-        if signature is None or not (self._begun or signature.trial.runs_plain(signature.own_plan.saves_nothing)):
-            return None
-        return self._steps.given_back(self._step, signature) or BY_GRAPHS
-
-    def own_plan(self) -> Way | None:
-        """Captured, where a signature that is called so has a plan."""
-        return BY_GRAPHS if self._steps.has_own_plan(self._step) else None
-
-    def without_plan(self) -> Way | None:
-        """As it is, or with saved values offloaded: the faster that fits."""
-        return self._steps.without_plan(self._step, self._begun)

@@ -88,10 +88,6 @@ class _Waiting:
 class WaitingGraphs:
     """The programs of the graphs that wait.
 
-    Args:
-        options: What was asked for.
-        parts: The captured graphs.
-
     Attributes:
         holds: What the forwards hold that run now.
     """

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Generic, TypeVar
 
-from ..latest import Latest
+from ..housekeeping import Latest
 from ..planning.plan import Plan
 from ..running.program import Program
 from .recorded_step import RecordedStep
@@ -93,21 +93,14 @@ class History:
         return self._planned
 
     @property
-    def plans(self) -> Mapping[GraphNumbers, Plan]:
-        """The plans so far, by the captured graphs of their steps."""
-        return {signature.graphs: signature.own_plan for signature in self.planned}
-
-    @property
     def recorded(self) -> list[StepSignature]:
         """The signatures whose step was recorded, in the order of that."""
         return [signature for signature in self._signatures.values() if signature.step is not None]
 
     @property
     def plan_count(self) -> int:
-        """The number of plans, those for all sizes included; what is the same step at the same sizes has one."""
-        return len({id(signature.recorded.solve) for signature in self.recorded}) + sum(
-            len(signature.ladder.rungs) for signature in self
-        )
+        """The number of plans, those for all sizes included."""
+        return len(self.recorded) + sum(len(signature.ladder.rungs) for signature in self)
 
     # ---------------------------------------------------------------- what is learned of signatures
 

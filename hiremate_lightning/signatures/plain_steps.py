@@ -17,15 +17,13 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
-import numpy as np
-
 from ..calls.given import ModuleCall
-from ..latest import Latest
+from ..housekeeping import Latest
 from ..measuring.saved_offload import LEAST_OFFLOAD
 from ..records.costs import as_plain
 from ..records.graph import OUTSIDE, bytes_of
 from ..records.offload import can_be_offloaded
-from ..records.resizing import Bytes, Resizing
+from ..records.resizing import Resizing
 from ..records.schedule import eager_decisions, lower
 from ..records.simulation import Allocations, allocations
 from .recorded_step import CapturedStep
@@ -43,7 +41,6 @@ SIMILAR = 0.5  # of the largest step that was measured: smaller ones tell less, 
 COMPARED = 16  # steps that were measured: the largest
 SAMPLES = 4  # sizes of one code that predictions are made from
 ROUNDING = 1.01  # an allocator's blocks
-GRID = 8  # sizes between a power of two and the next one, to which sizes are rounded up
 OFFLOAD_BYTES_PER_MS = 3e6  # that are offloaded and brought back: on a CPU, in files that are used again
 
 
@@ -70,17 +67,38 @@ class Prediction:
         return self.offloaded_bytes / OFFLOAD_BYTES_PER_MS
 
 
+@dataclass(frozen=True, slots=True)
+class _Takes:
+    """What captured code takes at some sizes.
+
+    Attributes:
+        peaks: Its peak, bounded from below and from above.
+        growing: What of these grows with the sizes: in eager PyTorch it is larger.
+        offloaded_bytes: What is offloaded, at most.
+    """
+
+    peaks: tuple[int, int]
+    growing: tuple[int, int]
+    offloaded_bytes: int
+
+
 class _PlainCode:
-    """Steps of the same code, as far as their first calls tell them apart."""
+    """Steps of the same code, as far as their first calls tell them apart.
+
+    Attributes:
+        margin_bytes: By how much such a step was measured above what was predicted.
+        unmeasured_ratio: The ratio of what grows with the sizes in eager PyTorch to the same here, as long as none was
+            measured.
+    """
 
     def __init__(self, steps: Sequence[CapturedStep], count: int) -> None:
-        samples = [replace(step.sample, shapes=_shapes(step.calls[:count])) for step in steps]
-        self._is_on_host = steps[0].is_on_host
-        self._base = steps[0].sample
-        self._resizing = Resizing(samples)
-        self._offload = can_be_offloaded(self._resizing.graph, self._base.storages)
-        self._allocations: dict[bool, Allocations] = {}  # by whether it saves memory
-        self._at = Latest[tuple[int, ...], Bytes](1024)
+        base, self._is_on_host = steps[0].sample, steps[0].is_on_host
+        self._resizing = Resizing([replace(step.sample, shapes=_shapes(step.calls[:count])) for step in steps])
+        self._gradient_bytes = bytes_of(self._resizing.graph, self._resizing.graph.gradients)
+        self._offload = sorted(can_be_offloaded(self._resizing.graph, base.storages))
+        self._graph, _ = as_plain(base.graph, base.profile)
+        draws = any(node.is_random and node.op not in (OUTSIDE, COUNTED_DRAW) for node in base.graph.nodes)
+        self.unmeasured_ratio = RANDOM_RATIO if draws else UNMEASURED_RATIO
         self.margin_bytes = max(step.margin_bytes for step in steps)
 
     @property
@@ -89,48 +107,23 @@ class _PlainCode:
         return (False, True) if self._offload else (False,)
 
     @cached_property
-    def unmeasured_ratio(self) -> float:
-        """The ratio of what grows with the sizes in eager PyTorch to the same here, as long as none was measured."""
-        draws = any(node.is_random and node.op not in (OUTSIDE, COUNTED_DRAW) for node in self._base.graph.nodes)
-        return RANDOM_RATIO if draws else UNMEASURED_RATIO
+    def _eager(self) -> Allocations:
+        return allocations(self._graph, lower(self._graph, eager_decisions(self._graph)))
 
     @cached_property
-    def _gradient_bytes(self) -> int:
-        return bytes_of(self._resizing.graph, self._resizing.graph.gradients)
+    def _offloading(self) -> Allocations:
+        schedule = lower(self._graph, eager_decisions(self._graph))
+        return allocations(self._graph, schedule, self._offload, () if self._is_on_host else self._offload)
 
-    def peaks(self, sizes: tuple[int, ...], saves: bool) -> tuple[int, int]:
-        """Bound the captured graph's peak at some sizes, from below and from above."""
-        allocated, bounds, offloaded = (
-            self._allocated(saves),
-            self._bytes_at(sizes),
-            self._offloaded_bytes_at(sizes, saves),
-        )
+    def at(self, sizes: tuple[int, ...], saves: bool) -> _Takes:
+        """Return what it takes at some sizes, where it saves memory or not."""
+        bounds, allocated = self._resizing.at(sizes), self._offloading if saves else self._eager
+        offloaded = bounds.high[self._offload if saves else []]
         low = allocated.peak_bytes(bounds.low, bounds.low_workspaces)
         high = allocated.peak_bytes(bounds.high, bounds.high_workspaces)
-        return low, high + int(offloaded[offloaded < LEAST_OFFLOAD].sum())  # what is too small to be offloaded stays
-
-    def growing(self, sizes: tuple[int, ...], saves: bool) -> tuple[int, int]:
-        """Bound what of the peak grows with the sizes: in eager PyTorch it is larger."""
-        low, high = self.peaks(sizes, saves)
-        return max(low // 10, low - self._gradient_bytes), max(high // 10, high - self._gradient_bytes)
-
-    def offloaded_bytes(self, sizes: tuple[int, ...], saves: bool) -> int:
-        """Bound what is offloaded at some sizes, from above."""
-        return int(self._offloaded_bytes_at(sizes, saves).sum())
-
-    def _offloaded_bytes_at(self, sizes: tuple[int, ...], saves: bool) -> np.ndarray:
-        return self._bytes_at(sizes).high[sorted(self._offload) if saves else []]
-
-    def _bytes_at(self, sizes: tuple[int, ...]) -> Bytes:
-        return self._at.get_or(sizes, lambda: self._resizing.at(sizes))
-
-    def _allocated(self, saves: bool) -> Allocations:
-        if saves not in self._allocations:
-            graph, _ = as_plain(self._base.graph, self._base.profile)
-            schedule = lower(graph, eager_decisions(graph))
-            offloaded = self._offload if saves else ()
-            self._allocations[saves] = allocations(graph, schedule, offloaded, () if self._is_on_host else offloaded)
-        return self._allocations[saves]
+        high += int(offloaded[offloaded < LEAST_OFFLOAD].sum())  # what is too small to be offloaded stays
+        growing = max(low // 10, low - self._gradient_bytes), max(high // 10, high - self._gradient_bytes)
+        return _Takes((low, high), growing, int(offloaded.sum()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,18 +173,6 @@ class PlainSteps:
         pairs = ((signature, signature.captured) for signature in self._learned if signature.plan is not None)
         return [signature for signature, step in pairs if step is not None and step.calls[:count] == given]
 
-    def bound(
-        self, calls: Sequence[ModuleCall], likely: StepSignature, room_bytes: int, saves_memory: bool | None = None
-    ) -> Prediction | None:
-        """Predict a step at its sizes rounded up: many steps share them, so most predictions are known.
-
-        Where the larger step does not fit as it is, or is to be measured, the step's own sizes are used.
-        """
-        larger = [replace(c, shapes=tuple(tuple(map(_next_on_grid, shape)) for shape in c.shapes)) for c in calls]
-        rounded = self.predict(larger, likely, room_bytes, saves_memory)
-        is_enough = rounded is not None and not rounded.saves_memory and not self.is_to_be_measured(rounded, room_bytes)
-        return rounded if is_enough else self.predict(calls, likely, room_bytes, saves_memory)
-
     def predict(
         self, calls: Sequence[ModuleCall], likely: StepSignature, room_bytes: int, saves_memory: bool | None = None
     ) -> Prediction | None:
@@ -227,10 +208,10 @@ class PlainSteps:
         return ceil(added_bytes * self._ratio(False, RANDOM_RATIO))
 
     def _takes(self, code: _PlainCode, sizes: tuple[int, ...], saves: bool) -> Prediction:
-        captured_bytes = code.peaks(sizes, saves)[1]
-        excess_bytes = (self._ratio(saves, code.unmeasured_ratio) - 1) * code.growing(sizes, saves)[1]
-        added_bytes = ceil(ROUNDING * (captured_bytes + excess_bytes)) + code.margin_bytes
-        return Prediction(saves, added_bytes, captured_bytes, code.offloaded_bytes(sizes, saves))
+        takes = code.at(sizes, saves)
+        excess_bytes = (self._ratio(saves, code.unmeasured_ratio) - 1) * takes.growing[1]
+        added_bytes = ceil(ROUNDING * (takes.peaks[1] + excess_bytes)) + code.margin_bytes
+        return Prediction(saves, added_bytes, takes.peaks[1], takes.offloaded_bytes)
 
     def _codes_called(self, calls: tuple[ModuleCall, ...], likely: StepSignature) -> list[_PlainCode]:
         """List the codes whose first calls look like these, that of the likely signature first; none without it.
@@ -308,17 +289,12 @@ class PlainSteps:
         """
         sizes = _sizes(measured.calls)
         for code in self._codes_called(measured.calls, measured.likely)[:1]:
-            peaks, growing = code.peaks(sizes, saves), code.growing(sizes, saves)
-            if growing[0]:
-                excess = [(measured.added_bytes - peak) / size for peak, size in zip(peaks, growing, strict=True)]
-                return growing[0], 1 + min(excess[0], max(code.unmeasured_ratio - 1, excess[1]))
+            takes = code.at(sizes, saves)
+            if takes.growing[0]:
+                pairs = zip(takes.peaks, takes.growing, strict=True)
+                excess = [(measured.added_bytes - peak) / growing for peak, growing in pairs]
+                return takes.growing[0], 1 + min(excess[0], max(code.unmeasured_ratio - 1, excess[1]))
         return 0, 0.0
-
-
-def _next_on_grid(size: int) -> int:
-    """Return the least of `GRID` sizes between powers of two that is no smaller."""
-    grain = max(1, (1 << size.bit_length() >> 1) // GRID)
-    return -(-size // grain) * grain
 
 
 def _form(calls: Sequence[ModuleCall]) -> tuple[tuple[Any, ...], ...]:

@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from ..calls.given import ModuleCall
 from ..capturing.absent import without_missing
 from ..capturing.capture import Captured
-from ..latest import Latest
+from ..housekeeping import Latest
 from ..measuring.resident import Resident
 from ..memory.allocator import in_blocks
 from ..planning.headroom import Room

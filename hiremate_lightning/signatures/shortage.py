@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..measuring.resident import Resident
 from ..measuring.resident_memory import ResidentMemory
-from ..planning.outcome import AT_LEAST, Short
+from ..planning.headroom import AT_LEAST, Short
 
 HELD_STEPS = 8  # that may run above a budget, to see what others need
 SILENT_STEPS = 2  # of them, after which it is said: mostly the error comes before
@@ -50,7 +50,7 @@ class Shortage:
         self._has_settled = self._has_settled and not is_new
         self._batch_bytes = max(self._batch_bytes, resident.batch_bytes)
         self._held_steps += self.is_held
-        self._waits = memory.has_optimizers and not self._has_settled
+        self._waits = bool(memory.optimizers) and not self._has_settled
 
     def hold(self, short: Short) -> None:
         """Let training go on, though a step does not fit."""

@@ -27,15 +27,6 @@ GraphNumbers = tuple[int, ...]  # of the captured graphs that a step runs forwar
 Start = tuple[int, int]  # of a step: bytes of its arguments, and how many graphs of earlier steps wait then
 
 
-class PlanState(Enum):
-    """How far the plan of a step signature has come."""
-
-    SEEN = "it has run, and has no plan"
-    PLANNED = "it has a plan, whose peak was not measured"
-    MEASURED = "the peak of its plan was measured"
-    TIMED = "the peak and the time of its plan were measured"
-
-
 class Reason(Enum):
     """Why to watch a step."""
 
@@ -69,7 +60,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class Told:
-    """What a user was told last of a step signature (`plan_reports`)."""
+    """What a user was told last of a step signature (`messages.PlanReports`)."""
 
     budget_bytes: int
     asked: str
@@ -167,15 +158,6 @@ class StepSignature:
         """Its plan, where it has one."""
         assert self.plan is not None, "asked of signatures that have a plan"
         return self.plan
-
-    @property
-    def state(self) -> PlanState:
-        """How far its plan has come."""
-        if self.plan is None:
-            return PlanState.SEEN
-        if self.plan.measured.peak_bytes is None:
-            return PlanState.PLANNED
-        return PlanState.MEASURED if self.plan.measured.step_ms is None else PlanState.TIMED
 
     def as_captured(self) -> CapturedStep:
         """Describe its step as predictions need it, where it is planned; as before, if nothing was learned since."""

@@ -11,19 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from ..latest import Latest
-from .step_signature import PlanState, Reason, StepSignature, Watched
+from ..housekeeping import Latest
+from .step_signature import Reason, StepSignature, Watched
 
 OFTEN = 2  # steps that came before one is measured for a higher prediction: gradients may be left to a step by chance
 IN_A_ROW = 8  # steps that are measured at most until one of a signature comes whose frees are seen
-
-
-class Watch(Enum):
-    """What is done in a step beside running it."""
-
-    NOTHING = "nothing"
-    TIME = "time"
-    MEASURE = "measure"
 
 
 class Saw(Enum):
@@ -71,7 +63,8 @@ class Expected:
         signature: The planned signature that it is likely to be of, None where nothing has a plan.
         foreseen: The signature that it is likely to be of, planned or not; None where nothing like it came before.
         size_bytes: Of what it is called with.
-        status: What is known of that signature.
+        has_peak: Whether the peak of its plan was measured.
+        has_time: Whether its plan was timed.
         may_grow: Whether code outside of its plan takes memory, which may come to be more.
         has_grown: Whether code outside of its plan was seen to allocate more than in measured steps.
         is_higher: Whether more is predicted for it than for the steps of its plan whose peaks were measured.
@@ -83,7 +76,8 @@ class Expected:
     signature: StepSignature | None
     foreseen: StepSignature | None
     size_bytes: int
-    status: PlanState = PlanState.PLANNED
+    has_peak: bool = False
+    has_time: bool = False
     may_grow: bool = False
     has_grown: bool = False
     is_higher: bool = False
@@ -96,19 +90,14 @@ class Look:
     """What is watched in a step.
 
     Attributes:
-        watch: What is done beside running it.
         reason: Why, None for no reason.
+        is_measured: Whether its memory is measured.
         is_timed: Whether its operations are timed.
     """
 
-    watch: Watch
-    reason: Reason | None
-    is_timed: bool
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether its memory is measured."""
-        return self.watch is Watch.MEASURE
+    reason: Reason | None = None
+    is_measured: bool = False
+    is_timed: bool = False
 
 
 class WatchPolicy:
@@ -130,11 +119,11 @@ class WatchPolicy:
         is_larger = expected.size_bytes > self._largest_bytes
         if expected.signature is None or is_larger or expected.foreseen in self._missed:
             return Reason.PLAN
-        if expected.status is PlanState.PLANNED or (expected.is_higher and own.higher >= OFTEN):
+        if not expected.has_peak or (expected.is_higher and own.higher >= OFTEN):
             return Reason.PEAK
         if expected.is_piece:
             return Reason.ITERATION
-        if expected.status is PlanState.MEASURED:
+        if not expected.has_time:
             return Reason.TIME
         if expected.has_grown:
             return Reason.GROWN
@@ -153,18 +142,14 @@ class WatchPolicy:
         if reason is not None and is_any_left and SCHEDULES[reason].is_due(own.looks[reason], own.steps):
             own.looks[reason] += 1
             self._looks_to_plan += reason is Reason.PLAN
-            watch = Watch.TIME if reason is Reason.TIME else Watch.MEASURE
+            is_measured = reason is not Reason.TIME
         else:
             reason = None if self._unseen is None else self._unseen[1]
-            watch = Watch.NOTHING if self._unseen is None else Watch.MEASURE
+            is_measured = self._unseen is not None
         self._of(expected.signature).higher += expected.is_higher
         self._largest_bytes = max(self._largest_bytes, expected.size_bytes)
-        is_first = watch is Watch.MEASURE and expected.signature is None
-        return Look(watch, reason, watch is Watch.TIME or (is_first and expected.is_on_host))
-
-    def plain_step_begins(self, is_informative: bool) -> Look:
-        """Decide about a step that begins now and runs as the user wrote it: it is measured where that says more."""
-        return Look(Watch.MEASURE if is_informative else Watch.NOTHING, None, False)
+        is_first = is_measured and expected.signature is None
+        return Look(reason, is_measured, reason is Reason.TIME or (is_first and expected.is_on_host))
 
     def step_ended(self, look: Look, signature: StepSignature, saw: Saw = Saw.NOTHING) -> None:
         """Learn that a step has ended; of one that failed nothing is learned.

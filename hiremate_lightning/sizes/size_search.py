@@ -21,8 +21,7 @@ from rich import box
 from rich.table import Table
 
 from ..options import Objective
-from ..planning.headroom import Room
-from ..planning.outcome import unless_short
+from ..planning.headroom import Room, unless_short
 from ..planning.plan import Plan, PlanOptions
 from ..planning.planner import make_plan
 from ..planning.solvers import UNLIMITED, Problem, Solution, smallest_budget

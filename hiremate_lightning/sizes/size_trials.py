@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..calls.again import RandomState
+from ..calls.given import RandomState
 from ..errors import ConfigurationError
 from ..measuring.describing import describe
 from ..measuring.resident import Resident
@@ -22,8 +22,7 @@ from ..measuring.resident_memory import ResidentMemory
 from ..memory.allocator import free_bytes
 from ..memory.metering import measure_peak
 from ..options import SessionOptions
-from ..planning.headroom import resolve
-from ..planning.outcome import unless_short
+from ..planning.headroom import resolve, unless_short
 from ..planning.plan import Plan
 from ..records.step import Call, Step, merge
 from ..sessions.session import Session

@@ -15,14 +15,14 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..calls.again import BeforeCall
-from ..calls.refusals import reason_of_others, refuse, refuse_each
-from ..calls.slots import Slot, WaitingSlots, slot_for
+from ..calls.given import BeforeCall
+from ..calls.slots import Slot, WaitingSlots, reason_of_others, refuse, refuse_each, slot_for
 from ..errors import HiRemateWarning, SecondDerivativeError
 from ..sessions.session import Session
 from ..torch_private import backward_pass, dynamo, hooks, sharding, tensor_state
@@ -131,7 +131,7 @@ class Targets:
             return self._call_inside(name, module, args, kwargs)
         if (joined := self._join()) is not None:
             return joined.call(joined.path_of(module), module, args, kwargs)
-        if self.session.waits_for_modes():
+        if self.session.leave_to_modes():
             return self._call_unlearned(module, args, kwargs)
         if module not in self._waiting and self.session.is_new_in_backward(name, (args, kwargs)):
             self.session.runs_in_backward(name)
@@ -219,8 +219,7 @@ class Targets:
         """Call a module as the user wrote it, and all that it calls."""
         self.is_inside = True
         try:
-            with self.session.calling_plain((args, kwargs)):
-                return self.session.ran_plain(hooks.plain_call(module, *args, **kwargs))
+            return self.session.run_plain((args, kwargs), partial(hooks.plain_call, module, *args, **kwargs))
         finally:
             self.is_inside = False
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..calls.refusals import refuse
-from ..calls.slots import StepSlot
+from ..calls.slots import StepSlot, refuse
 from ..errors import ConfigurationError
 from ..sessions.session import Session
 from ..torch_private import sharding
@@ -63,11 +63,10 @@ class StepTarget:
             self._hook = None
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or self.session.waits_for_modes():
+        if not torch.is_grad_enabled() or self.session.leave_to_modes():
             return self._plain(*args, **kwargs)
         if self.session.begin_call(self.METHOD, (args, kwargs), self._plain):
-            with self.session.calling_plain((args, kwargs)):
-                return self.session.ran_plain(self._plain(*args, **kwargs))
+            return self.session.run_plain((args, kwargs), partial(self._plain, *args, **kwargs))
         if not self.session.captured_count and sharding.has_units(self.root):
             raise ConfigurationError(
                 "target='training_step' can't be planned where fully_shard() shards a part of it: hooks around each "

@@ -6,14 +6,12 @@ import copy
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch._aot_autograd import graph_capture, runtime_wrappers
 from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
     PlainAOTInput,
@@ -23,7 +21,8 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, MutationType, OutputType, PlainTensorMeta
-from torch._functorch.partitioners import _extract_fwd_bwd_outputs, _has_tag_is_backward, _is_tangent
+from torch._functorch.partitioners import _extract_fwd_bwd_outputs, _has_tag_is_backward
+from torch._functorch.partitioners import _is_tangent as is_tangent
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.autograd.function import FunctionCtx
@@ -32,10 +31,10 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from . import autocasting, hacks
-from .hacks import replaced
+from .hacks import instead_of
 from .tensor_state import changes_uncounted, plain
 
-__all__ = ["HigherOrderOperator", "OpOverload"]
+__all__ = ["HigherOrderOperator", "OpOverload", "is_tangent"]
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Boxed]
@@ -62,11 +61,6 @@ def called(node: fx.Node) -> Any:
     """Return the function that the user's code called where a node was captured, None where that is not known."""
     stack = node.meta.get("source_fn_stack")
     return stack[-1][1] if stack else None
-
-
-def is_tangent(node: fx.Node) -> bool:
-    """Whether a placeholder of the joint graph is the gradient of an output."""
-    return bool(_is_tangent(node))
 
 
 def is_of_backward(node: fx.Node) -> bool:
@@ -102,60 +96,57 @@ def overwritten_inputs(placeholders: Sequence[fx.Node], descriptions: Sequence[A
     return [p for p in placeholders if p.meta.get("desc") in written]
 
 
-def allow_retain_graph() -> None:
-    """Tell AOTAutograd that no saved buffer is reused, so that `retain_graph=True` stays legal.
+def settle_forward(serves_other_sizes: bool) -> tuple[int, ...]:
+    """Change what AOTAutograd does around a forward, from inside of its compiler of that.
 
-    To be called inside the forward compiler.
-    """
-    context = TracingContext.try_get()
-    if context is not None and context.fw_metadata is not None:
-        context.fw_metadata.bw_donated_idxs = []
+    * No saved buffer is reused, so that `retain_graph=True` stays legal.
+    * Gradients of outputs come with their own strides. AOTAutograd would copy them to the strides that it guessed, and
+      some kernels would add in another order than eager's do.
+    * What is made of a trace at some sizes serves others: results that are views are made again by the views that come.
+    * Results that a graph returns as views are not returned as such, which AOTAutograd does where nobody can see any
+      more whether the caller changes them in place.
 
-
-def make_views_as_they_come() -> None:
-    """Have AOTAutograd make results that are views again by the views that come, not by those that were traced.
-
-    So what it makes of a trace at some sizes serves at others. To be called inside the forward compiler.
-    """
-    context = TracingContext.try_get()
-    if context is not None and context.fw_metadata is not None:
-        results = context.fw_metadata.output_info
-        results[:] = [replace(result, view_meta_sequence=None) for result in results]
-
-
-def take_over_results() -> tuple[int, ...]:
-    """Stop AOTAutograd from returning results as views that a graph returned; return the positions of these.
-
-    They are returned as tensors of their own by `unviewed` instead. AOTAutograd would do so where nobody can see any
-    more whether the caller changes them in place. To be called inside the forward compiler.
+    Returns:
+        The positions of the latter; `unviewed` is to return them as tensors of their own.
     """
     context = TracingContext.try_get()
     if context is None or context.fw_metadata is None:
         return ()
     meta = context.fw_metadata
+    meta.bw_donated_idxs = []
+    for tangent in meta.subclass_tangent_meta:
+        if isinstance(tangent, PlainTensorMeta) and tangent.memory_format is not None:
+            tangent.memory_format = MemoryFormatMeta(size=_Anything(), stride=_Anything())  # type: ignore[arg-type]
+    if serves_other_sizes:
+        meta.output_info[:] = [replace(result, view_meta_sequence=None) for result in meta.output_info]
     positions = tuple(meta.num_mutated_inp_runtime_indices + i for i in meta.unsafe_view_out_indices)
     meta.unsafe_view_out_indices, meta.num_unsafe_view_outputs = [], 0
     return positions
 
 
-def returning_the_right_values() -> AbstractContextManager[None]:
-    """Mend what AOTAutograd of torch 2.13 makes of results that are inputs, for a while.
+class _Anything:
+    """Equals whatever it is compared with."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, _: object) -> bool:
+        return True
+
+
+@instead_of("torch._functorch._aot_autograd.graph_capture.create_functionalized_fn")
+def returning_the_right_values(
+    make: Callable[..., Any], *given: Any, meta: Any, trace_joint: bool, **options: Any
+) -> Any:
+    """Mend what AOTAutograd of torch 2.13 makes of results that are inputs.
 
     Code may change an input in place and return it. Where the graph holds that change, the input itself is returned, at
     the position that the result has among the results. But the joint graph returns other things before these: the new
     values of inputs that are changed after it. So the input took the place of one of those, and another input, or
     another result, got its value: where a metric inside of what is planned is updated with the loss, say.
     """
-    return replaced((graph_capture, "create_functionalized_fn", _trace_with_inputs_in_place))
-
-
-_trace = graph_capture.create_functionalized_fn
-
-
-def _trace_with_inputs_in_place(*given: Any, meta: Any, trace_joint: bool, **options: Any) -> Any:
     own = copy.copy(meta)
     own.output_info = [replace(info, output_type=OutputType.non_alias) for info in meta.output_info]
-    traced, *rest = _trace(*given, meta=own, trace_joint=trace_joint, **options)
+    traced, *rest = make(*given, meta=own, trace_joint=trace_joint, **options)
     first = meta.num_mutated_inp_runtime_indices
     base_of = {
         first + position: info.base_idx
@@ -175,55 +166,26 @@ def _trace_with_inputs_in_place(*given: Any, meta: Any, trace_joint: bool, **opt
     return trace, *rest
 
 
-def not_looking_for_aliases() -> AbstractContextManager[None]:
+@instead_of("torch._functorch._aot_autograd.runtime_wrappers._FirstInvocationContext.__init__")
+def not_looking_for_aliases(_: Any, context: Any) -> None:
     """Keep what is traced meanwhile from checking, at its first run, whether custom operators return their inputs.
 
     AOTAutograd looks by a mode that refuses every subclass of tensors, those too that only carry metadata with them.
     """
-
-    def begin(context: Any) -> None:
-        context._is_first = False
-
-    return replaced((runtime_wrappers._FirstInvocationContext, "__init__", begin))
+    context._is_first = False
 
 
-def taking_gradients_with_metadata() -> AbstractContextManager[None]:
+@instead_of("torch._functorch._aot_autograd.runtime_wrappers.AOTDispatchAutograd.process_runtime_tangent")
+def taking_gradients_with_metadata(process: Callable[..., Any], gradient: Any, meta: Any, *others: Any) -> Any:
     """Make backwards traced meanwhile accept gradients of a class that only carries metadata.
 
     AOTAutograd refuses those where it expects a plain tensor: the class has to say how it becomes one.
     """
-    process = runtime_wrappers.AOTDispatchAutograd.process_runtime_tangent
-
-    def take(gradient: Any, meta: Any, *others: Any) -> Any:
-        kind = type(gradient)
-        if kind is not torch.Tensor and isinstance(gradient, torch.Tensor) and isinstance(meta, PlainTensorMeta):
-            carries = kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-            gradient = plain(gradient) if carries else gradient
-        return process(gradient, meta, *others)
-
-    return replaced((runtime_wrappers.AOTDispatchAutograd, "process_runtime_tangent", staticmethod(take)))
-
-
-class _Anything:
-    """Equals whatever it is compared with."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __eq__(self, _: object) -> bool:
-        return True
-
-
-def take_gradients_as_they_come() -> None:
-    """Tell AOTAutograd to hand on the gradients of outputs with their own strides.
-
-    It would copy them to the strides that it guessed, and some kernels would add in another order than eager's do.
-    To be called inside the forward compiler.
-    """
-    context = TracingContext.try_get()
-    if context is not None and context.fw_metadata is not None:
-        for meta in context.fw_metadata.subclass_tangent_meta:
-            if isinstance(meta, PlainTensorMeta) and meta.memory_format is not None:
-                meta.memory_format = MemoryFormatMeta(size=_Anything(), stride=_Anything())  # type: ignore[arg-type]
+    kind = type(gradient)
+    if kind is not torch.Tensor and isinstance(gradient, torch.Tensor) and isinstance(meta, PlainTensorMeta):
+        carries = kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        gradient = plain(gradient) if carries else gradient
+    return process(gradient, meta, *others)
 
 
 def let_gradients_be_absent(token: torch.Tensor) -> None:
@@ -259,46 +221,37 @@ def source_of(node: fx.Node) -> Source | None:
     return (made_by[-1].graph_id, made_by[-1].name) if made_by else None
 
 
+BLOCK_AROUND = 0
+_CASTS_BY_HAND = tuple(("call_method", name) for name in ("to", "type", "type_as", "bfloat16", "half"))
+
+
 def outermost_autocasts(module: fx.GraphModule) -> dict[Source, int]:
     """Number the blocks of autocast that are within no other, by the nodes in them that run where casts are remembered.
 
     Only the block around the call is number `BLOCK_AROUND`. The body of a call, of `torch.utils.checkpoint` say, runs
     where it is called; Dynamo makes one for each call.
     """
-    return _Autocasts().walk(module)
+    blocks, outside, number = dict[Source, int](), autocasting.open_blocks(), BLOCK_AROUND
+    remembers = [torch.is_autocast_cache_enabled()]  # in each open block, the innermost last
 
-
-BLOCK_AROUND = 0
-_CASTS_BY_HAND = tuple(("call_method", name) for name in ("to", "type", "type_as", "bfloat16", "half"))
-
-
-class _Autocasts:
-    """Runs through captured code, and follows autocast as eager PyTorch enters and leaves it."""
-
-    def __init__(self) -> None:
-        self._remembers = [torch.is_autocast_cache_enabled()]  # in each open block, the innermost last
-        self._outside, self._number = autocasting.open_blocks(), BLOCK_AROUND
-
-    def walk(self, module: fx.GraphModule) -> dict[Source, int]:
-        """Number the nodes of some code, and of the bodies that it calls."""
-        blocks = dict[Source, int]()
-        for node in module.graph.nodes:
+    def walk(code: fx.GraphModule) -> None:
+        nonlocal number
+        for node in code.graph.nodes:
+            is_inside = outside + len(remembers) > 1
             if node.target is torch.amp.autocast_mode._enter_autocast:
-                self._number += not self._is_inside
-                self._remembers.append(self._remembers[-1] if node.args[-1] is None else node.args[-1])
+                number += not is_inside
+                remembers.append(remembers[-1] if node.args[-1] is None else node.args[-1])
             elif node.target is torch.amp.autocast_mode._exit_autocast:
-                self._remembers.pop()
-            elif self._is_inside and self._remembers[-1] and (node.op, node.target) not in _CASTS_BY_HAND:
-                blocks[id(module.graph), node.name] = self._number
+                remembers.pop()
+            elif is_inside and remembers[-1] and (node.op, node.target) not in _CASTS_BY_HAND:
+                blocks[id(code.graph), node.name] = number
             names = [str(value.target) for value in node.all_input_nodes if value.op == "get_attr"]
-            for body in (getattr(module, name, None) for name in names):
+            for body in (getattr(code, name, None) for name in names):
                 if isinstance(body, fx.GraphModule):  # the code that an operator is called with
-                    blocks |= self.walk(body)
-        return blocks
+                    walk(body)
 
-    @property
-    def _is_inside(self) -> bool:
-        return self._outside + len(self._remembers) > 1
+    walk(module)
+    return blocks
 
 
 def mark_boxed(function: Boxed) -> Boxed:

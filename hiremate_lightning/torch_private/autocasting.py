@@ -1,11 +1,8 @@
 """What errors in captured code leave behind, put right: autocast, transforms of torch.func, bans, text, and guards.
 
 User code enters autocast with a `with` block. What Dynamo captures calls PyTorch's private functions that enter and
-leave it, so an error in between leaves autocast on for whatever runs next. What it has cast is then remembered for
-ever: later steps would use the weights of earlier ones. A transform that was not left makes all later code fail, and
-so does a ban on hooks on what autograd saves, which transforms of torch.func are captured with. Graph modules print
-what failed in them, and frames hold guards of PyTorch's dispatcher.
-`test_torch_private.py` says on which versions this was checked.
+leave it, so an error in between leaves autocast on for whatever runs next, with what it has cast for earlier steps. A
+transform that was not left makes all later code fail, and so does a ban on hooks on what autograd saves.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ import gc
 import logging
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -23,20 +20,20 @@ from torch import fx
 from torch.fx import graph_module
 
 from . import tensor_state
+from .hacks import replaced_entries
 
 log = logging.getLogger("hiremate_lightning")
 
 DEVICE_TYPES = ("cpu", "cuda")
 
 
-def is_enabled() -> bool:
-    """Whether any kind of device is under autocast."""
-    return bool(torch._C._is_any_autocast_enabled())
+is_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+disabled: Any = torch._C._DisableAutocast  # for a block
 
 
-def disabled() -> Any:
-    """Leave autocast for a block."""
-    return torch._C._DisableAutocast()
+def settings() -> tuple[tuple[str, bool, torch.dtype], ...]:
+    """Return for each type of device whether autocast is on, and what it casts to."""
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in DEVICE_TYPES)
 
 
 @contextmanager
@@ -45,7 +42,7 @@ def as_found_on_error() -> Iterator[None]:
     ban = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
     transforms = torch._C._functorch.get_dynamic_layer_stack_depth()
     depth, remembers = open_blocks(), torch.is_autocast_cache_enabled()
-    settings = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in DEVICE_TYPES}
+    before = settings()
     try:
         yield
     except BaseException:  # Ctrl-C too: autocast would stay entered for the rest of the process
@@ -54,7 +51,7 @@ def as_found_on_error() -> Iterator[None]:
         if depth == 0:
             torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(remembers)
-        for kind, (is_on, dtype) in settings.items():
+        for kind, is_on, dtype in before:
             torch.set_autocast_enabled(kind, is_on)
             torch.set_autocast_dtype(kind, dtype)
         _end_transforms(transforms)
@@ -132,23 +129,9 @@ def _empty_on(kind: str) -> torch.Tensor:
         return torch.empty(0, 0, dtype=torch.float32, device=kind, requires_grad=True)
 
 
-@contextmanager
-def not_printed() -> Iterator[None]:
+def not_printed() -> AbstractContextManager[None]:
     """Log at debug level, for a while, what graph modules print of a failure in them."""
-    names = vars(graph_module)
-    before = names.get("print", print)
-
-    def tell(text: str, **_: Any) -> None:
-        log.debug("%s", text)
-
-    names["print"] = tell
-    try:
-        yield
-    finally:
-        if before is print:
-            del names["print"]
-        else:
-            names["print"] = before
+    return replaced_entries(vars(graph_module), {"print": lambda text, **_: log.debug("%s", text)})
 
 
 @contextmanager

@@ -1,7 +1,6 @@
-"""Every private torch API about a running backward, and nothing else: what it will do, and when it has ended.
+"""The innermost backward that runs in this thread: what it will do, and when it has ended.
 
-Checked on the torch versions in `CHECKED_VERSIONS`; `test_backward_pass.py` fails loudly when one
-moves. What these functions tell is of the innermost backward that runs in this thread.
+Checked on the torch versions in `CHECKED_VERSIONS`; `test_backward_pass.py` fails loudly when a name moves.
 """
 
 from __future__ import annotations
@@ -12,21 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context, ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-_told: weakref.WeakSet[Listener] = weakref.WeakSet()
+_told = weakref.WeakSet[Any]()
 _running: ContextVar[_Running | None] = ContextVar("hiremate_running_backward", default=None)
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-
-
-class Listener(Protocol):
-    """Hears of each backward that is called from Python, before it runs."""
-
-    def backward_called(self) -> None:
-        """Hear that one is about to run."""
 
 
 class _Running:
@@ -34,7 +26,6 @@ class _Running:
 
     Attributes:
         roots: What it begins with; nothing any more when it has ended.
-        creates_graph: Whether it was called with `create_graph=True`.
         edges: How many edges lead to each node, None before they were counted.
         accumulating: The nodes that add to the `.grad` of leaves, by identity of the leaf; filled as edges are counted.
         notes: What others note about it until it ends.
@@ -103,8 +94,8 @@ def watch() -> None:
     setattr(torch.autograd, "_engine_run_backward", run)  # noqa: B010  mypy takes it for a function that stays
 
 
-def tell(listener: Listener) -> None:
-    """Call a listener at each backward from now on, as long as the listener lives."""
+def tell(listener: Any) -> None:
+    """Call `backward_called` of a listener before each backward that is called from Python, as long as it lives."""
     _told.add(listener)
 
 
@@ -117,14 +108,12 @@ def taking_one(leaves: Mapping[int, torch.Tensor]) -> frozenset[int]:
     if running is None:
         return frozenset()
     edges = running.count_edges()
-    usual = (
-        (key, running.accumulating.get(id(leaf)))
+    usual = {
+        key: running.accumulating[id(leaf)]
         for key, leaf in leaves.items()
-        if leaf.requires_grad and not has_hooks(leaf)
-    )
-    return frozenset(
-        key for key, node in usual if node is not None and edges[node] == 1 and _will_run(node, if_returned=False)
-    )
+        if leaf.requires_grad and not has_hooks(leaf) and id(leaf) in running.accumulating
+    }
+    return frozenset(key for key, node in usual.items() if edges[node] == 1 and _will_run(node, if_returned=False))
 
 
 def has_hooks(leaf: torch.Tensor) -> bool:

@@ -5,17 +5,14 @@ tensor at once, on the CPU, and tracing goes on with the value. Only integers an
 that give the same on each device. Masks may be fractions that are made from these: such fractions are chosen and
 compared, and nothing is computed with them.
 
-* Constant tensors depend on no input of the graph. Models of transformers compute the positions of tokens by `arange`,
-  and then ask whether the positions have gaps. With symbolic sizes the value holds for the current sizes: a guard
-  computes it again for other sizes.
-* Other tensors are computed from integers or booleans that the code is called with. Models of transformers ask whether
-  a batch has padding. A guard asks again before each call, and code that would go another way is captured for that.
-  What code changes in place before it reads it is computed on copies, and not decided where these may differ from it.
+* Constant tensors depend on no input of the graph, as positions of tokens do. With symbolic sizes the value holds for
+  the current sizes: a guard computes it again for other sizes.
+* Other tensors are computed from integers or booleans that the code is called with, as masks of padding are. A guard
+  asks again before each call, and code that would go another way is captured for that. What code changes in place
+  before it reads it is computed on copies, and not decided where these may differ from it.
 * Numbers are decided where they are computed from a few numbers that the code is called with, as sizes of pictures are,
   and as long as these stay the same. Where others come, the graph breaks for these. What the code counts up in place is
   another number in each call, and not decided.
-
-All names of torch here are private; `test_torch_private.py` says on which versions this was checked.
 """
 
 from __future__ import annotations
@@ -31,7 +28,8 @@ import re
 import types
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -50,8 +48,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import thresholds
 from . import tensor_state
-from .hacks import StandIn
+from .hacks import StandIn, replaced
 from .regions.module_calls import note_unseen, realized
+from .same_captures import expect, size_of
 from .tensor_state import storage_id, storages_among
 
 log = logging.getLogger("hiremate_lightning")
@@ -59,20 +58,7 @@ log = logging.getLogger("hiremate_lightning")
 _SIZES_KEPT = 4096  # for which the result of a guard is remembered
 _MOST_NUMBERS = 64  # in all tensors from which numbers are computed that decide
 _MOST_FORKS = 3  # where ways through one piece of code part: it is captured for one way more than that
-_NAMES = (  # of deterministic functions of torch, operators of Python, and methods of tensors
-    *("arange", "linspace", "zeros", "ones", "full", "eye", "tensor", "zeros_like", "ones_like", "full_like"),
-    *("add", "sub", "mul", "neg", "floordiv", "mod", "remainder", "abs", "sign", "square", "clamp", "clip"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "and", "and_", "or", "or_", "xor", "invert", "inv", "isin"),
-    *("logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not"),
-    *("all", "any", "sum", "max", "min", "amax", "amin", "maximum", "minimum", "diff", "cumsum", "cumprod"),
-    *("_is_all_true", "_is_any_true", "prod"),
-    *("count_nonzero", "where", "masked_fill", "tril", "triu", "roll", "flip"),
-    *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "expand_as", "broadcast_to"),
-    *("repeat", "repeat_interleave", "tile", "permute", "transpose", "movedim", "t", "narrow", "select", "getitem"),
-    *("cat", "concat", "stack", "chunk", "split", "unbind", "meshgrid", "gather", "index_select", "take"),
-    *("to", "type", "long", "int", "bool", "clone", "contiguous", "detach", "new_zeros", "new_ones", "new_full"),
-)
-_EXACT = {  # of these, and others, what gives fractions that it finds, without computing with them
+_EXACT = {  # functions and methods that give fractions which they find, without computing with them
     *("full", "zeros", "ones", "tensor", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"),
     *("max", "min", "amax", "amin", "maximum", "minimum", "clamp", "clip", "where", "masked_fill", "max_pool1d"),
     *("tril", "triu", "roll", "flip", "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand"),
@@ -80,8 +66,16 @@ _EXACT = {  # of these, and others, what gives fractions that it finds, without 
     *("narrow", "select", "getitem", "cat", "concat", "stack", "chunk", "split", "unbind", "gather", "index_select"),
     *("take", "to", "type", "float", "double", "clone", "contiguous", "detach"),
 }
+_NAMES = {  # of deterministic functions of torch, operators of Python, and methods of tensors
+    *_EXACT,
+    *("arange", "linspace", "eye", "add", "sub", "mul", "neg", "floordiv", "mod", "remainder", "abs", "sign"),
+    *("square", "eq", "ne", "lt", "le", "gt", "ge", "and", "and_", "or", "or_", "xor", "invert", "inv", "isin"),
+    *("logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not", "all"),
+    *("any", "sum", "diff", "cumsum", "cumprod", "_is_all_true", "_is_any_true", "prod", "count_nonzero", "meshgrid"),
+    *("long", "int", "bool"),
+}
 _WITH_INDICES = {"max", "min"}  # along a dimension; which of equal elements these point to differs between devices
-_FOUND = (getattr(owner, name, None) for owner in (torch, operator) for name in {*_NAMES, *_EXACT})
+_FOUND = (getattr(owner, name, None) for owner in (torch, operator) for name in _NAMES)
 _FUNCTIONS = {function for function in _FOUND if function is not None}
 _NAMELESS = {functional.max_pool1d: "max_pool1d"}  # chosen between two by an argument
 _FUNCTIONS |= set(_NAMELESS)
@@ -91,23 +85,12 @@ _WRITES = {"setitem", "fill_", "zero_", "copy_", *(f"{name}_" for name in _NAMES
 _LOOKS = re.compile(r"POP_JUMP_(FORWARD_|BACKWARD_)?IF_(TRUE|FALSE)|UNARY_NOT")  # instructions that take a truth value
 
 
-class _UndecidedError(Exception):
-    """The value of a tensor is not known while code is traced: it depends on more than what is computed here."""
-
-
 class _Computation:
-    """The operations that compute a tensor, copied: Dynamo's graph is not kept.
-
-    Args:
-        result: The tensor's node in Dynamo's graph.
-        needed: The nodes that it is computed by, see `_nodes_behind`.
+    """The operations that compute a tensor from its `needed` nodes, copied: Dynamo's graph is not kept.
 
     Attributes:
         symbols: The symbolic sizes that the tensor depends on.
         writes: Whether it is computed by changes in place.
-
-    Raises:
-        _UndecidedError: If the tensor depends on random numbers, on fractions, or on an unknown operation.
     """
 
     def __init__(self, result: fx.Node, needed: set[fx.Node]) -> None:
@@ -115,9 +98,11 @@ class _Computation:
         graph, numbers, copies = fx.Graph(), dict[Any, fx.Node](), dict[fx.Node, Any]()
         nodes = [node for node in result.graph.nodes if node in needed]
         inputs = [node for node in nodes if node.op == "placeholder"]
-        for number in itertools.chain.from_iterable(map(_numbers_in, nodes)):
-            expression = number.node.expr
-            numbers[expression] = numbers.get(expression) or graph.placeholder(f"number_{len(numbers)}")
+        for node in nodes:
+            shown = [_value_of(value) for value in node.all_input_nodes if _is_number(value)]
+            for value in tensor_state.leaves([node.args, dict(node.kwargs), shown]):
+                if isinstance(value, torch.SymInt) and value.node.expr not in numbers:
+                    numbers[value.node.expr] = graph.placeholder(f"number_{len(numbers)}")
 
         def copy(value: Any) -> Any:
             if isinstance(value, fx.Node):
@@ -132,23 +117,18 @@ class _Computation:
                 copies[node] = graph.create_node(node.op, node.target, arguments, named)
         graph.output(copies[result])
         self._run, self._numbers = fx.GraphModule({}, graph).forward, list(numbers)
-        self._shapes = [_shape_of(value) for node in nodes for value in _tensors_of(node)]
+        self._shapes = [list(map(size_of, value.shape)) for node in nodes for value in _tensors_of(node)]
         sizes = (size for shape in self._shapes for size in shape if not isinstance(size, int))
         symbols = (expression.free_symbols for expression in (*self._numbers, *sizes))
         self.symbols = sorted(set[Any]().union(*symbols), key=str)
 
     def at(self, *given: Any) -> torch.Tensor:
-        """Compute the tensor for given values of the symbols, and then of the inputs.
-
-        Raises:
-            _UndecidedError: If a tensor would be too large.
-        """
+        """Compute the tensor, unless one is too large, for given values of the symbols, and then of the inputs."""
         sizes, tensors = given[: len(self.symbols)], given[len(self.symbols) :]
         values = dict(zip(self.symbols, sizes, strict=True))
         for shape in self._shapes:
             numbers = [size if isinstance(size, int) else int(size.xreplace(values)) for size in shape]
-            if math.prod(numbers) > thresholds.current.decided_values:
-                raise _UndecidedError("too many elements")
+            expect(math.prod(numbers) <= thresholds.current.decided_values, "few elements")
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             read = [tensor.cpu().clone() if self.writes else tensor.cpu() for tensor in tensors]
             result: torch.Tensor = self._run(*(int(number.xreplace(values)) for number in self._numbers), *read)
@@ -195,15 +175,6 @@ def _writes_to(graph: fx.Graph, needed: set[fx.Node]) -> set[fx.Node]:
     return {node for node in graph.nodes if _is_write(node) and not storages.isdisjoint(_written_by(node))}
 
 
-def _expect_same_views(needed: set[fx.Node]) -> None:
-    """Raise if tensors may share memory on the code's device and not on the CPU, or the other way round."""
-    values = [value for node in needed for value in _tensors_of(node)]
-    inputs = [node.meta["grapharg"].example for node in needed if node.op == "placeholder"]
-    is_shared = len(storages_among(inputs)) < len(inputs) or not all(tensor.is_contiguous() for tensor in inputs)
-    if is_shared or len({value.device for value in values}) > 1:
-        raise _UndecidedError("changed in place, where memory may be shared otherwise on the CPU")
-
-
 def _is_input(node: fx.Node) -> bool:
     """Whether a node is a plain tensor that the code is called with, of integers or booleans."""
     argument = node.meta.get("grapharg") if node.op == "placeholder" else None
@@ -213,16 +184,16 @@ def _is_input(node: fx.Node) -> bool:
 
 
 def _expect_known(node: fx.Node) -> None:
-    is_method = node.op == "call_method" and _name_of(node) in {*_NAMES, *_EXACT}
+    is_method = node.op == "call_method" and _name_of(node) in _NAMES
     is_known = is_method or (node.op == "call_function" and node.target in _FUNCTIONS)
     values = _tensors_of(node)
     is_known = is_known and (len(values) == 1 or _name_of(node) not in _WITH_INDICES)
     is_exact = all(map(_is_plain if _name_of(node) in _EXACT else _is_whole, values))
     is_of_fractions = not all(_is_whole(value) for source in node.all_input_nodes for value in _tensors_of(source))
-    if is_of_fractions and any(_is_whole(value) and value.dtype != torch.bool for value in values):
-        raise _UndecidedError(f"{node.target} of fractions")  # those beyond all integers become other ones on a GPU
-    if not is_known or "out" in node.kwargs or not values or not is_exact:
-        raise _UndecidedError(f"{node.op} {node.target}")
+    makes_integers = any(_is_whole(value) and value.dtype != torch.bool for value in values)
+    # Fractions beyond all integers become other ones on a GPU.
+    expect(not (is_of_fractions and makes_integers), f"{node.target} of fractions")
+    expect(is_known and "out" not in node.kwargs and bool(values) and is_exact, f"{node.op} {node.target}")
 
 
 def _name_of(node: fx.Node) -> str:
@@ -245,12 +216,6 @@ def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
     return [value for value in tensor_state.leaves([_value_of(node)]) if isinstance(value, torch.Tensor)]
 
 
-def _shape_of(tensor: torch.Tensor) -> list[Any]:
-    """Return the sizes of a tensor as numbers, and as expressions of symbols."""
-    shape: Any = tensor.shape
-    return [size.node.expr if isinstance(size, torch.SymInt) else size for size in shape]
-
-
 def _expect_unchanged(graph: fx.Graph, needed: set[fx.Node]) -> bool:
     """Return whether needed operations change tensors in place; raise if others change, or may change, needed ones.
 
@@ -259,11 +224,14 @@ def _expect_unchanged(graph: fx.Graph, needed: set[fx.Node]) -> bool:
     """
     values, writes = [value for node in needed for value in _tensors_of(node)], _writes_to(graph, needed) & needed
     storages, written = storages_among(values), [_written_by(write) for write in writes]
-    if any(value._version > sum(storage_id(value) in of_one for of_one in written) for value in values):
-        raise _UndecidedError("changed in place")
-    if writes:
-        _expect_same_views(needed)
+    counts = ((value._version, sum(storage_id(value) in of_one for of_one in written)) for value in values)
+    expect(all(version <= count for version, count in counts), "not changed in place")
     inputs = {node: node.meta["grapharg"].example for node in needed if node.op == "placeholder"}
+    if writes:
+        shown = inputs.values()
+        is_shared = len(storages_among(shown)) < len(shown) or not all(tensor.is_contiguous() for tensor in shown)
+        is_alike = not is_shared and len({value.device for value in values}) <= 1
+        expect(is_alike, "memory that is shared on the CPU alike")
     _expect_apart(inputs, graph)
     shared = set(needed)
     for node in graph.nodes:
@@ -271,23 +239,19 @@ def _expect_unchanged(graph: fx.Graph, needed: set[fx.Node]) -> bool:
             shared.add(node)
             name = _name_of(node)
             changes = name in _IN_PLACE or (name.endswith("_") and name not in _NAMES)
-            if (changes and node not in writes) or "out" in node.kwargs:
-                raise _UndecidedError(f"{node.target} in place")
+            expect((not changes or node in writes) and "out" not in node.kwargs, f"{node.target} not in place")
             given = itertools.chain.from_iterable(map(_tensors_of, node.all_input_nodes))
-            if not _is_of_torch(node) and not storages.isdisjoint(storages_among(given)):
-                raise _UndecidedError(f"{node.target} may change what it is given")
+            is_apart = _is_of_torch(node) or storages.isdisjoint(storages_among(given))
+            expect(is_apart, f"{node.target} changes nothing that it is given")
     return bool(writes)
 
 
 def _expect_apart(inputs: dict[fx.Node, torch.Tensor], graph: fx.Graph) -> None:
     """Raise if the memory of tensors that code is called with can be reached by others, which code may change."""
-    if not inputs:
-        return
     arguments = (node.meta.get("grapharg") for node in graph.find_nodes(op="placeholder") if node not in inputs)
     besides = (argument.example for argument in arguments if argument is not None)
     reached = storages_among(value for value in besides if isinstance(value, torch.Tensor))
-    if not reached.isdisjoint(storages_among(inputs.values())):
-        raise _UndecidedError("shares its memory")
+    expect(reached.isdisjoint(storages_among(inputs.values())), "memory of its own")
 
 
 def _is_of_torch(node: fx.Node) -> bool:
@@ -300,13 +264,6 @@ def _is_of_torch(node: fx.Node) -> bool:
     owner, _, inner = str(getattr(target, "__module__", None)).partition(".")
     is_part = owner in ("torch", "_operator") and not inner.startswith("_dynamo")  # that has what changes arrays
     return target in _FUNCTIONS or is_part
-
-
-def _numbers_in(node: fx.Node) -> Iterator[torch.SymInt]:
-    """Yield the symbolic numbers among the arguments of an operation."""
-    shown = [_value_of(value) for value in node.all_input_nodes if _is_number(value)]
-    values = tensor_state.leaves([node.args, dict(node.kwargs), shown])
-    return (value for value in values if isinstance(value, torch.SymInt))
 
 
 def _on_the_cpu(value: Any) -> Any:
@@ -324,13 +281,14 @@ def _decide(tracer: InstructionTranslatorBase, variable: VariableTracker, read: 
         return None
     environment, result = tracer.output.shape_env, variable.as_proxy().node
     try:
-        if not all(map(_is_whole, _tensors_of(result))):
-            raise _UndecidedError("a fraction")
+        expect(all(map(_is_whole, _tensors_of(result))), "integers")
         needed = _nodes_behind(result)
         inputs = [node.meta["grapharg"] for node in result.graph.find_nodes(op="placeholder") if node in needed]
         computation = _Computation(result, needed)
         sources = [environment.var_to_sources[symbol][0] for symbol in computation.symbols]
-        sizes = [_size_of(environment, symbol) for symbol in computation.symbols]
+        values = "backed_var_to_val" if hasattr(environment, "backed_var_to_val") else "var_to_val"  # deprecated
+        known = getattr(environment, values)
+        sizes = [int(known[symbol]) for symbol in computation.symbols]
         seen = read(computation.at(*sizes, *(argument.example for argument in inputs)))
     except Exception as error:  # whatever the operations fail on: the graph breaks, as it does without this module
         log.debug("A tensor is not known while code is traced: %s", error)
@@ -346,42 +304,21 @@ def _decide(tracer: InstructionTranslatorBase, variable: VariableTracker, read: 
     return seen
 
 
-class _Ways:
-    """The ways through one piece of code that were captured: each is a row of branches with their decisions.
-
-    Only what is read of tensors that the code is called with counts. The rest is the same in each call of these sizes.
-    """
-
-    def __init__(self) -> None:
-        self._decisions = defaultdict[tuple[Any, ...], set[str]](set)  # by the branches up to each one
-        self._forks = 0
-
-    def admits(self, before: tuple[Any, ...], branch: tuple[Any, ...], seen: Any) -> bool:
-        """Whether code is captured with one more decision: it is for a few ways, and its graph breaks beyond these.
-
-        Numbers that change may take any value: only the first one is admitted.
-
-        Args:
-            before: What was decided before it, while the same code was traced.
-            branch: Where it is.
-            seen: Its decision.
-        """
-        way = (*before, branch)
-        decisions = self._decisions[way]
-        if decisions and repr(seen) not in decisions:
-            if self._forks == _MOST_FORKS or not isinstance(seen, bool):
-                return False
-            self._forks += 1
-        decisions.add(repr(seen))
-        return True
-
-
 def _is_admitted(tracer: InstructionTranslatorBase, seen: Any) -> bool:
-    """Whether code is captured with this decision of a branch on what it is called with, which counts from then on."""
+    """Whether code is captured with this decision of a branch on what it is called with, which counts from then on.
+
+    It is for a few ways through the code, and its graph breaks beyond these. Numbers that change may take any value:
+    only the first one is admitted. What is read of other tensors is the same in each call of these sizes.
+    """
     root, code = tracer.output.root_tx, tracer.f_code
     before, branch = _decided.get(root, ()), (code.co_filename, code.co_firstlineno, tracer.instruction_pointer)
-    if not _ways.setdefault(root.f_code, _Ways()).admits(before, branch, seen):
-        return False
+    decisions = _ways.setdefault(root.f_code, defaultdict(set))
+    taken = decisions[(*before, branch)]
+    if taken and repr(seen) not in taken:
+        forks = sum(len(each) - 1 for each in decisions.values())
+        if forks == _MOST_FORKS or not isinstance(seen, bool):
+            return False
+    taken.add(repr(seen))
     _decided[root] = (*before, (branch, repr(seen)))
     return True
 
@@ -395,13 +332,9 @@ def _is_read_as(seen: Any, computation: _Computation, read: Callable[[torch.Tens
         return False
 
 
-_ways: weakref.WeakKeyDictionary[types.CodeType, _Ways] = weakref.WeakKeyDictionary()  # by the code that is captured
+# By the code that is captured: the decisions of each branch, by the row of decisions that leads to it.
+_ways: weakref.WeakKeyDictionary[types.CodeType, defaultdict[tuple[Any, ...], set[str]]] = weakref.WeakKeyDictionary()
 _decided: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()  # by who traces it
-
-
-def _size_of(environment: Any, symbol: Any) -> int:
-    known = getattr(environment, "backed_var_to_val", None) or environment.var_to_val
-    return int(known[symbol])
 
 
 def _guard(is_as_seen: Callable[..., bool], sources: list[Any]) -> None:
@@ -440,7 +373,9 @@ def _with_known(read: Callable[[torch.Tensor], Any], method: Callable[..., Any])
     return returned
 
 
-def _stand_ins() -> Iterator[StandIn]:
+@functools.cache
+def _stand_ins() -> tuple[StandIn, ...]:
+    tables: list[StandIn] = []
     ahead: list[type] = [InstructionTranslatorBase]
     while ahead:
         tracer: Any = ahead.pop()
@@ -449,15 +384,16 @@ def _stand_ins() -> Iterator[StandIn]:
         for name, code in dis.opmap.items():
             if _LOOKS.fullmatch(name) and table[code] is not None:
                 table[code] = _looking_first(table[code])
-        yield tracer, "dispatch_table", table
-    readers = {name: _with_known(getattr(torch.Tensor, name), _METHODS[name]) for name in _METHODS}
+        tables.append((tracer, "dispatch_table", table))
+    known: dict[str, Any] = {"item": TensorVariable.method_item, "tolist": TensorVariable.method_tolist}
+    readers = {name: _with_known(getattr(torch.Tensor, name), method) for name, method in known.items()}
     methods = getattr(TensorVariable, "tp_methods", None)
     if methods is None:  # PyTorch before 2.14 finds methods by their names
-        yield from ((TensorVariable, f"method_{name}", reader) for name, reader in readers.items())
-    else:
-        entries = {name: dataclasses.replace(methods[name], handler=reader) for name, reader in readers.items()}
-        yield TensorVariable, "tp_methods", {**methods, **entries}
+        return *tables, *((TensorVariable, f"method_{name}", reader) for name, reader in readers.items())
+    entries = {name: dataclasses.replace(methods[name], handler=reader) for name, reader in readers.items()}
+    return *tables, (TensorVariable, "tp_methods", {**methods, **entries})
 
 
-_METHODS: dict[str, Any] = {"item": TensorVariable.method_item, "tolist": TensorVariable.method_tolist}
-WHILE_CAPTURING = tuple(_stand_ins())
+def decided() -> AbstractContextManager[None]:
+    """Decide branches, and numbers, for a while."""
+    return replaced(*_stand_ins())

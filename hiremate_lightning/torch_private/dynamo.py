@@ -38,9 +38,9 @@ from torch._dynamo.utils import tensor_always_has_static_shape as _has_static_sh
 from torch._dynamo.variables import builder
 from torch.nn.modules import module as nn_module
 
-from ..garbage import collecting_what_it_leaves
+from ..housekeeping import collecting_what_it_leaves
 from ..objects import attempt, is_of
-from . import autocasting, hacks, questions, user_compiled
+from . import autocasting, compiled_by_torch, hacks, readings
 from .hacks import Stage, replaced
 
 __all__ = ["CompileError"]
@@ -54,19 +54,17 @@ def capturing_for_plans(
     tell: Callable[[str], None] | None = None,
     sizes_vary: bool = False,
     vary: Iterable[int] = (),
-    answers: Callable[[], AbstractContextManager[None]] = questions.as_in_eager,
+    answers: Callable[[], AbstractContextManager[None]] = readings.as_in_eager,
 ) -> Iterator[None]:
     """Let Dynamo capture as plans need it.
 
-    * Tensors have the sizes that they have, or where these vary, symbols for those that are found to: see `EachSize`.
-      A number that changes from call to call (the steps that a module counts, the weight of a term that grows) is an
-      input of the graph from its second value on, where PyTorch can have it as one, or each step would be captured
-      anew. Where it is written into a string, it is not.
-    * So are dimensions whose size is one of those that are known to `vary`, in graphs after a break too.
+    * Tensors have the sizes that they have, or where these vary, symbols for those that are found to, or are known to
+      `vary`: see `EachSize`. A number that changes from call to call (the steps that a module counts, the weight of a
+      term that grows) is an input of the graph from its second value on, or each step would be captured anew.
     * A function is compiled as often as it takes: beyond its limits Dynamo would run it uncaptured in silence.
     * NumPy draws its own random numbers, or Dynamo would let torch draw them.
     * A hook that a module gets later, or loses, is seen: its call is captured anew.
-    * Code that asks whether it is compiled hears what it hears in plain PyTorch, or other `answers`: see `questions`.
+    * Code that asks whether it is compiled hears what it hears in plain PyTorch, or other `answers`: see `readings`.
     * What is in `torch.compiler.nested_compile_region` is captured as any other code.
     * What Dynamo reads otherwise than it would, and why, is in the table of `hacks`.
     * What ends a graph is not logged, nor warned of, unless a user has asked torch for its logs: see `graph_breaks`.
@@ -88,7 +86,7 @@ def capturing_for_plans(
 
     def capture_planned(code: types.CodeType, *arguments: Any, **options: Any) -> Any:
         hear()
-        if user_compiled.is_authors(arguments[4]):
+        if compiled_by_torch.is_authors(arguments[4]):
             return _capture(code, *arguments, **options)
         with counting_seconds(), answers() if hacks.is_on("answers") else nullcontext():
             return capture(code, *arguments, **options)
@@ -150,7 +148,7 @@ def _capture_with(
         hacks.applied(Stage.CAPTURING),  # within: what traces of repeated modules hold is to be collected too
     ):
         warnings.filterwarnings("ignore", "Error detected in")  # said of a backward that fails while it is traced
-        warnings.filterwarnings("ignore", "Dynamo detected a call to a .functools.lru_cache")  # see `foreign_code`
+        warnings.filterwarnings("ignore", "Dynamo detected a call to a .functools.lru_cache")  # see `readings`
         if logs_of_breaks:  # some breaks are warned of, too, in the same words
             warnings.filterwarnings("ignore", "Dynamo (does not know how to|cannot) trace")
         log.debug("capturing %s", code.co_name)
@@ -181,6 +179,7 @@ def _capture_with_numbers(code: types.CodeType, *arguments: Any, **options: Any)
 
 
 def _give_up(code: types.CodeType, error: Exception) -> None:
+    """Note that Dynamo failed on code, and how where the code itself may be wrong."""
     _given_up.add(_whole(code))
     if isinstance(error, TorchRuntimeError):
         _in_doubt[code] = _with_explanation(str(error)).rpartition(_GOT)[2].split(_LINE_END)[0]
@@ -206,14 +205,10 @@ def latest_break() -> Any:
 
 
 def gave_up(module: torch.nn.Module, since: Any = None) -> bool:
-    """Whether Dynamo gave up a module's forward, or what follows a break in it.
+    """Whether Dynamo gave up a module's forward, or what follows a break in it, after the `latest_break` at some time.
 
     Of what such code calls, Dynamo captures only what is not of torch itself (`nn.Linear`, `nn.Sequential`). A forward
-    of torch itself is given up wherever a graph breaks in it, be it in what it calls: it is not tried by itself.
-
-    Args:
-        module: The module.
-        since: The `latest_break` before it was planned: all models run the forward of an `nn.Sequential`.
+    of torch itself, which all models run, is given up wherever a graph breaks in it, be it in what it calls.
     """
     function = attempt(lambda: module.forward, None, f"the forward of {type(module).__name__}")
     seen = set[int]()  # decorators say what is inside of a function; other objects may say anything
@@ -258,6 +253,7 @@ _WISHES: dict[str, Any] = {
     "run_gc_after_compile": False,  # it would take what the capture still holds for old
 }
 _SETTINGS = {name: wish for name, wish in _WISHES.items() if hasattr(dynamo_config, name)}
+_FROM_NOW_ON = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)  # code is captured when it is called next
 _WHY = "Explanation: "  # begins a line of a reason for a graph break
 _SITE = re.compile(r"^.*/site-packages/")
 _GOT, _LINE_END = ": got ", r"\n"  # in such a line, before an error as Python represents it, and in that
@@ -300,7 +296,7 @@ def _told_of_failures(tell: Callable[[str], None] | None) -> Iterator[None]:
     except BaseException:  # whatever stopped the code: whether it works as it is was not seen
         for code in _in_doubt:  # let Dynamo capture it when it is called next
             _given_up.discard(_whole(code))
-            set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
+            set_code_exec_strategy(code, _FROM_NOW_ON)
         raise
     else:
         if tell is not None:
@@ -330,7 +326,7 @@ def reason_of(error: CompileError) -> str:
         isinstance(cause, CompileError) or repr(inner) in str(cause)
     ):
         cause = inner
-    lines = [frame for frame in error.real_stack or () if not questions.is_of_tools(frame.filename)]
+    lines = [frame for frame in error.real_stack or () if not readings.is_of_tools(frame.filename)]
     place = f" ({lines[-1].filename}:{lines[-1].lineno}, in {lines[-1].name})" if lines else ""
     return f"{type(cause).__name__}: {cause}{place}"
 
@@ -345,7 +341,7 @@ def graph_breaks() -> Counter[str]:
     breaks, placed = Counter[str](), set[str]()
     for ended in graph_break_reasons:
         if ended.graph_break and ended.user_stack:
-            frames = [frame for frame in ended.user_stack if not questions.is_of_tools(frame.filename)]
+            frames = [frame for frame in ended.user_stack if not readings.is_of_tools(frame.filename)]
             reason, frame = _with_explanation(ended.reason), (frames or ended.user_stack)[-1]
             placed.add(reason)
             breaks[f"{reason} (at {_SITE.sub('', frame.filename)}:{frame.lineno}, in {frame.name})"] += 1
@@ -356,10 +352,9 @@ def graph_breaks() -> Counter[str]:
 
 
 def failed_guards() -> Counter[str]:
-    """Count what captured code was made for and did not find in this process, by torch.compile's words in brief.
+    """Count what captured code was made for and did not find in this process, by guard and place.
 
-    Those are the guard and its place, of "0/1: len(module.seen) == 3  # seen.append(...)  # net.py:5" what is behind
-    the first colon.
+    Of "0/1: len(module.seen) == 3  # seen.append(...)  # net.py:5" these are what is behind the first colon.
     """
     lines = (reason.split("\n")[0] for reasons in guard_failures.values() for reason in reasons)
     return Counter(" ".join(line.partition(": ")[2].split()) for line in lines)
@@ -379,21 +374,14 @@ def _in_brief(error: BaseException) -> str:
 
 def hooks_of_all_modules() -> tuple[Any, ...]:
     """Name the hooks that run for each module; captured code that asks for them is captured anew where they change."""
-    return (
-        tuple(nn_module._global_forward_pre_hooks),
-        tuple(nn_module._global_forward_hooks),
-        tuple(nn_module._global_backward_pre_hooks),
-        tuple(nn_module._global_backward_hooks),
-    )
+    kinds = ("forward_pre", "forward", "backward_pre", "backward")
+    return tuple(tuple(getattr(nn_module, f"_global_{kind}_hooks")) for kind in kinds)
 
 
 def forget_compiled(function: Callable[..., Any]) -> None:
-    """Drop what Dynamo compiled for a function, and the sizes that it saw there.
-
-    Dynamo names compiled code in the function's module, and drops that once the bytecode it made is gone, which may be
-    never.
-    """
+    """Drop what Dynamo compiled for a function, and the sizes that it saw there."""
     reset_code(function.__code__)
+    # Dynamo names compiled code in the function's module until the bytecode it made is gone, which may be never.
     for index, made in tuple(CleanupManager.instance.refs.items()):
         if orig_code_map.get(made()) is function.__code__:
             CleanupManager.instance._remove_id(index)
@@ -410,4 +398,4 @@ def try_again() -> None:
     for seen in tuple(input_codes.seen):
         code = seen()
         if code is not None:
-            set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
+            set_code_exec_strategy(code, _FROM_NOW_ON)

@@ -22,10 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .. import thresholds
-from ..garbage import collecting_what_it_leaves
-from ..latest import Latest
+from ..housekeeping import Latest, collecting_what_it_leaves
 from ..records.expressions import LEAST_SAMPLES, LEAST_SAMPLES_OF_TWO_TERMS, NoTemplateError, Sizes, vary_alone
-from . import checkpoints, dynamo, tensor_state
+from . import captured_code, dynamo, tensor_state
 from .same_captures import SameCaptures
 from .size_symbols import NUMBERS, SizeSymbols, at_numbers, numbers_of
 
@@ -40,7 +39,9 @@ Smaller = Callable[[Sequence[Any]], tuple[Runner, list[Any]] | None]  # from arg
 class TracedCode(Protocol):
     """What runs code at the sizes for which it was traced."""
 
-    part: Any  # what runs in the place of its joint graph; None where nothing has a gradient
+    @property
+    def part(self) -> Any:
+        """What runs in the place of its joint graph; None where nothing has a gradient."""
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the code."""
@@ -160,7 +161,7 @@ class EachSize:
             run, _ = self._trace_at(sizes, others)
         except Exception as error:  # whatever AOTAutograd fails on
             dynamo.tell_of_failure(error)
-            run = checkpoints.eager_module(self._with_numbers(sizes))
+            run = captured_code.eager_module(self._with_numbers(sizes))
         self._keep(sizes, others, run)
         self._trace_ahead(run, sizes, lambda larger: self._traced_ahead(larger, others))
         return run

@@ -1,22 +1,19 @@
-"""Tracing of the very operators that eager PyTorch runs, with the strides that they give.
-
-PyTorch's tables of decompositions are private; `test_torch_private.py` says on which versions this was checked.
-"""
+"""Tracing of the very operators that eager PyTorch runs, with the strides that they give."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch._dynamo  # before AOTAutograd, which imports it in a circle
 from torch._C import DispatchKey
-from torch._decomp import decomposition_table
+from torch._decomp import decomposition_table, meta_table
 from torch._dispatch.python import no_python_dispatcher
 from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd import runtime_wrappers
 from torch._guards import StorageOverlap, TracingContext
 from torch._inductor import config as inductor_config
 from torch._ops import OpOverload
@@ -24,8 +21,8 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from . import folding, hacks, tensor_state
-from .hacks import Stage, replaced, replaced_entries
+from . import hacks, tensor_state
+from .hacks import Stage, instead_of, replaced_entries
 
 
 @contextmanager
@@ -44,50 +41,50 @@ def traced_as_eager() -> Iterator[None]:
         yield
 
 
-def guarded_overlaps() -> Any:
+@instead_of("torch._functorch._aot_autograd.runtime_wrappers.compute_overlapping_inputs")
+def guarded_overlaps(find: Callable[..., Any], config: Any, inputs: list[Any], of_one_storage: list[int]) -> set[int]:
     """Guard on which inputs of a storage overlap, where some are written to; torch does so only for symbolic sizes."""
-    find = runtime_wrappers.compute_overlapping_inputs
-
-    def find_and_guard(config: Any, inputs: list[Any], of_one_storage: list[int]) -> set[int]:
-        overlapping: set[int] = find(config, inputs, of_one_storage)
-        sources, context = config.aot_autograd_arg_pos_to_source, TracingContext.try_get()
-        if sources and context is not None and len(of_one_storage) > 1:
-            apart = [sources[i] for i in of_one_storage if i not in overlapping]
-            guard = StorageOverlap([sources[i] for i in sorted(overlapping)], apart)
-            context.guards_context.aotautograd_guards.append(guard)
-        return overlapping
-
-    return replaced((runtime_wrappers, "compute_overlapping_inputs", find_and_guard))
+    overlapping: set[int] = find(config, inputs, of_one_storage)
+    sources, context = config.aot_autograd_arg_pos_to_source, TracingContext.try_get()
+    if sources and context is not None and len(of_one_storage) > 1:
+        apart = [sources[i] for i in of_one_storage if i not in overlapping]
+        guard = StorageOverlap([sources[i] for i in sorted(overlapping)], apart)
+        context.guards_context.aotautograd_guards.append(guard)
+    return overlapping
 
 
+aten = torch.ops.aten
 _IMPLICIT = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
 
 
-@contextmanager
-def eager_kernels() -> Iterator[None]:
+def eager_kernels() -> AbstractContextManager[None]:
     """Remove the Python decompositions of some operators from the dispatcher for a while."""
-    aten, gru_cell = torch.ops.aten, torch.ops.aten.gru_cell.default
     # The decompositions of these give other numbers: products fold otherwise, resizing rounds.
     packets = [aten.dropout, aten.matmul, aten.hardshrink, aten.softshrink, aten.stft, aten.istft]
     packets += [getattr(aten, name) for name in dir(aten) if name.startswith(("upsample_", "_upsample_"))]
     overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
-    operators = [*(op for op in overloads if any(key in op.py_kernels for key in _IMPLICIT)), gru_cell]
-    kernels_before: dict[OpOverload, dict[Any, Any]] = {op: dict(op.py_kernels) for op in operators}
-    for op in operators:
-        for key in _IMPLICIT:
-            op.py_kernels.pop(key, None)
-        op._dispatch_cache.clear()
-    for key in _IMPLICIT:
-        aten.dropout.default.py_kernels[key] = _eager_dropout
-        aten.istft.default.py_kernels[key] = folding.istft
-        gru_cell.py_kernels[key] = _eager_gru_cell
+    operators = [op for op in overloads if any(key in op.py_kernels for key in _IMPLICIT)]
+    own = {aten.dropout.default: _eager_dropout, aten.istft.default: istft, aten.gru_cell.default: _eager_gru_cell}
+    return _with_kernels({op: dict.fromkeys(_IMPLICIT, own.get(op)) for op in (*operators, *own)})
+
+
+@contextmanager
+def _with_kernels(kernels: Mapping[OpOverload, Mapping[DispatchKey, Callable[..., Any] | None]]) -> Iterator[None]:
+    """Put other Python kernels of operators in place for a while; None for none."""
+    before: dict[OpOverload, dict[Any, Any]] = {op: dict(op.py_kernels) for op in kernels}
     try:
+        for op, others in kernels.items():
+            _set_kernels(op, {key: kernel for key, kernel in {**before[op], **others}.items() if kernel is not None})
         yield
     finally:
-        for op, kernels in kernels_before.items():
-            op.py_kernels.clear()
-            op.py_kernels.update(kernels)
-            op._dispatch_cache.clear()
+        for op, own in before.items():
+            _set_kernels(op, own)
+
+
+def _set_kernels(op: OpOverload, kernels: Mapping[Any, Any]) -> None:
+    op.py_kernels.clear()
+    op.py_kernels.update(kernels)
+    op._dispatch_cache.clear()
 
 
 def _eager_dropout(input: torch.Tensor, p: float, train: bool | None) -> torch.Tensor:
@@ -96,7 +93,7 @@ def _eager_dropout(input: torch.Tensor, p: float, train: bool | None) -> torch.T
         return input
     if p == 1:
         return input.mul(torch.zeros((), dtype=input.dtype, device=input.device))
-    dropped: torch.Tensor = torch.ops.aten.native_dropout.default(input, p, train)[0]
+    dropped: torch.Tensor = aten.native_dropout.default(input, p, train)[0]
     return dropped
 
 
@@ -113,7 +110,6 @@ def _eager_gru_cell(
     Eager computes them in place, row by row of a larger tensor. Traced, each would be a tensor of its own, whose
     sigmoid rounds otherwise: a CPU takes many numbers at once, and those that are left at the end of a row one by one.
     """
-    aten = torch.ops.aten
     if input.device.type != "cpu":  # a fused kernel
         arguments = (input, hidden, input_weight, hidden_weight, input_bias, hidden_bias)
         cell: torch.Tensor = aten.gru_cell.default._op_dk(DispatchKey.CompositeImplicitAutograd, *arguments)
@@ -130,7 +126,6 @@ def _eager_gru_cell(
 @contextmanager
 def eager_strides() -> Iterator[None]:
     """Correct the strides, and the types, of results that torch takes for those of an input."""
-    aten = torch.ops.aten
     sources = {  # the argument whose memory format the first result has on the CPU; None: contiguous, on all devices
         aten._native_batch_norm_legit_functional.default: 0,
         aten._native_batch_norm_legit.default: 0,
@@ -174,21 +169,13 @@ def eager_strides_of_one() -> Iterator[None]:
 
     No element is found by them, but kernels tell by them whether images are channels-last: for a batch of one.
     """
-    aten = torch.ops.aten
     operators = aten.view.default, aten._unsafe_view.default
     views = {op: _view_as_kernels_do(op_implementations_dict[op]) for op in operators}
     with_numbers = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
-    kernels = {op: op.py_kernels[DispatchKey.Meta] for op in with_numbers}
-    for op, kernel in kernels.items():
-        op.py_kernels[DispatchKey.Meta] = _with_numbers_as_kernels_do(kernel)
-        op._dispatch_cache.clear()
-    try:
-        with replaced_entries(op_implementations_dict, views):
-            yield
-    finally:
-        for op, kernel in kernels.items():
-            op.py_kernels[DispatchKey.Meta] = kernel
-            op._dispatch_cache.clear()
+    key = DispatchKey.Meta
+    kernels = {op: {key: _with_numbers_as_kernels_do(op.py_kernels[key])} for op in with_numbers}
+    with replaced_entries(op_implementations_dict, views), _with_kernels(kernels):
+        yield
 
 
 def _view_as_kernels_do(implementation: Callable[..., Any]) -> Callable[..., Any]:
@@ -236,18 +223,13 @@ def _with_strides(decomposition: Callable[..., Any], position: int | None) -> Ca
     return corrected
 
 
-_BYTE_TARGETS = {  # operators, and which argument the classes are
-    torch.ops.aten.nll_loss_forward.default: 1,
-    torch.ops.aten.nll_loss_backward.default: 2,
-}
-
-
 def byte_targets() -> AbstractContextManager[None]:
     """Trace losses of classes that are given as bytes, for a while, by the shapes that classes of integers have.
 
     The kernels of `nll_loss` take bytes, torch's tracing of these doesn't.
     """
-    stand_ins = {op: _with_integers(decomposition_table[op], position) for op, position in _BYTE_TARGETS.items()}
+    classes_at = {aten.nll_loss_forward.default: 1, aten.nll_loss_backward.default: 2}
+    stand_ins = {op: _with_integers(decomposition_table[op], position) for op, position in classes_at.items()}
     return replaced_entries(decomposition_table, stand_ins)
 
 
@@ -259,3 +241,83 @@ def _with_integers(decomposition: Callable[..., Any], position: int) -> Callable
         return decomposition(*args, **kwargs)
 
     return decompose
+
+
+# ---------------------------------------------------------------- windows that are added up, as `torch.istft` does
+
+FOLD = aten.unfold_backward.default
+BY_ROOT_OF_LENGTH, BY_LENGTH = 1, 2  # how at::native::fft_norm_mode numbers the norms of an inverse transform
+SMALLEST = 1e-11  # of the squares' sum, below which eager PyTorch divides by no window
+
+
+@contextmanager
+def sums_at_once() -> Iterator[None]:
+    """Trace sums of windows by their shape, for a while.
+
+    torch finds it, where windows don't come as `Tensor.unfold` gives them, by tracing one addition for each place of a
+    window: a minute for windows of a thousand samples.
+    """
+    # Where the first one has an entry, torch has a rule of its own, or this is on already.
+    tables = () if FOLD in meta_table else (meta_table, op_implementations_dict)
+    with ExitStack() as in_place:
+        for table in tables:
+            in_place.enter_context(replaced_entries(table, {FOLD: _empty_sum}))
+        yield
+
+
+def _empty_sum(mode: Any, _: Any, windows: torch.Tensor, sizes: Sequence[int], *__: int) -> torch.Tensor:
+    with mode:
+        return windows.new_empty(sizes)
+
+
+def istft(
+    input: torch.Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: torch.Tensor | None = None,
+    center: bool = True,
+    normalized: bool = False,
+    onesided: bool | None = None,
+    length: int | None = None,
+    return_complex: bool = False,
+) -> torch.Tensor:
+    """Do what PyTorch's `istft` does, by its operators in its order; its check of the windows is one of the graph.
+
+    PyTorch's Python version adds up the windows' squares by other operators; the C++ looks at their sum, which ends a
+    graph.
+    """
+    hop_length = n_fft // 4 if hop_length is None else hop_length
+    win_length = n_fft if win_length is None else win_length
+    spectra = torch.view_as_real(input.resolve_conj())
+    window = spectra.new_ones(win_length) if window is None else window
+    if win_length != n_fft:
+        left = (n_fft - win_length) // 2
+        window = aten.constant_pad_nd(window, [left, n_fft - win_length - left], 0)
+    is_single = input.dim() == 2
+    spectra = torch.view_as_complex((spectra.unsqueeze(0) if is_single else spectra).transpose(1, 2))
+    frames, norm = spectra.shape[1], BY_ROOT_OF_LENGTH if normalized else BY_LENGTH
+    if return_complex:
+        parts = aten._fft_c2c(spectra, [2], norm, False)
+    else:
+        is_whole = onesided is False or (onesided is None and spectra.shape[2] == n_fft)
+        parts = aten._fft_c2r(spectra[..., : n_fft // 2 + 1] if is_whole else spectra, [2], norm, n_fft)
+    end = n_fft + hop_length * (frames - 1)
+    start = n_fft // 2 if center else 0
+    stop = start + length if length is not None else -(n_fft // 2) if center else end
+    parts = parts * window.view(1, 1, n_fft)
+    sums = FOLD(parts, [parts.shape[0], end], 1, n_fft, hop_length)[:, start:stop]
+    squares = FOLD(window.pow(2).expand(1, frames, n_fft), [1, end], 1, n_fft, hop_length)[:, start:stop]
+    torch._assert_async(
+        squares.abs().min().ge(SMALLEST), "istft: the windows leave gaps, their squares' sum is 0 somewhere"
+    )
+    result: torch.Tensor = sums / squares
+    result = result.squeeze(0) if is_single else result
+    if stop > end:
+        warnings.warn(
+            "The length of signal is shorter than the length parameter. Result is being padded with zeros in the tail. "
+            "Please check your center and hop_length settings",  # as eager does
+            stacklevel=2,
+        )
+        result = aten.constant_pad_nd(result, [0, stop - end], 0)
+    return result

@@ -13,14 +13,12 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import fx
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .hacks import replaced
+from .hacks import instead_of
 
-_SAVED = torch._C._autograd
+_SAVED: Any = torch._C._autograd
 _SAVING = "hiremate_lightning.measuring.saved_offload"  # whose hooks save memory
-_Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 CALL_SLOT = "_compiled_call_impl"
 CALLERS = 3  # functions between a module's call and what stands in for it, and one more
 _CALL = torch.nn.Module._wrapped_call_impl.__code__
@@ -52,11 +50,8 @@ def set_call_of_all(call: Callable[..., Any] | None) -> None:
 def on_compile_in_place(stand_in: Callable[[torch.nn.Module, Any, Any, Any], Any]) -> Callable[[], None]:
     """Let a function choose what stands in for the call of a module that is compiled in place (`module.compile()`).
 
-    Args:
-        stand_in: Is given the module, what stood in for its call before, its compiled call, and the backend asked for.
-
-    Returns:
-        Ends that.
+    It is given the module, what stood in for its call before, its compiled call, and the backend asked for. What is
+    returned ends that.
     """
     compile_in_place = torch.nn.Module.compile
 
@@ -105,8 +100,7 @@ def kinds_in(module: torch.nn.Module) -> frozenset[str]:
 def inner_labels(module: torch.nn.Module) -> list[tuple[dict[int, Any], dict[int, Any]]]:
     """List the hooks below a module that only name it in the records of a profiler: Lightning's PyTorchProfiler's.
 
-    Returns:
-        The very dictionaries in which modules keep hooks, each with those of them that are such.
+    They come with the very dictionaries in which modules keep hooks.
     """
     first = next(module.children(), None)
     if first is None or not _labels(first._forward_pre_hooks):
@@ -147,54 +141,30 @@ def before_optimizer_step(hook: Callable[[torch.optim.Optimizer], None]) -> Any:
     return register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: hook(optimizer))
 
 
-@contextmanager
-def no_saved_tensor_hooks() -> Iterator[None]:
+def no_saved_tensor_hooks() -> AbstractContextManager[None]:
     """Hide what runs meanwhile from hooks on saved tensors around it, as torch.utils.checkpoint sets them."""
-    find: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
-    taken = []
-    while (top := find(False)) is not None:
-        taken.append(top)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+    return _without_saved_tensor_hooks(False, lambda hooks: True)
+
+
+@contextmanager
+def _without_saved_tensor_hooks(ignores_ban: bool, is_hidden: Callable[[Any], bool]) -> Iterator[None]:
+    taken: list[Any] = []
     try:
+        while (hooks := _SAVED._top_saved_tensors_default_hooks(ignores_ban)) is not None and is_hidden(hooks):
+            taken.append(hooks)
+            _SAVED._pop_saved_tensors_default_hooks()
         yield
     finally:
-        for hooks in reversed(taken):
-            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+        for pack, unpack in reversed(taken):
+            _SAVED._push_saved_tensors_default_hooks(pack, unpack)
 
 
-def giving_way_to_transforms() -> AbstractContextManager[None]:
+@instead_of("torch.autograd.graph.disable_saved_tensors_hooks")
+@contextmanager
+def giving_way_to_transforms(disable: Callable[[str], Any], error_message: str) -> Iterator[None]:
     """Remove the hooks that save memory while a transform of `torch.func` runs: its saved tensors stay in memory.
 
     All others stay, so that such a transform refuses them as it always does.
     """
-    disable = torch.autograd.graph.disable_saved_tensors_hooks
-
-    @contextmanager
-    def disabled(error_message: str) -> Iterator[None]:
-        taken = list[_Hooks]()
-        try:
-            while (hooks := _SAVED._top_saved_tensors_default_hooks(True)) and hooks[0].__module__ == _SAVING:
-                taken.append(hooks)
-                _SAVED._pop_saved_tensors_default_hooks()
-            with disable(error_message):
-                yield
-        finally:
-            for pack, unpack in reversed(taken):
-                _SAVED._push_saved_tensors_default_hooks(pack, unpack)
-
-    return replaced((torch.autograd.graph, "disable_saved_tensors_hooks", disabled))
-
-
-def without_bans(module: fx.GraphModule) -> fx.GraphModule:
-    """Copy captured code in which a transform bans hooks on what is saved, and leave that out."""
-    targets = _SAVED._saved_tensors_hooks_disable, _SAVED._saved_tensors_hooks_enable
-    if not module.graph.find_nodes(op="call_function", target=targets[0]):
-        return module
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    for target in targets:
-        for node in graph.find_nodes(op="call_function", target=target):
-            graph.erase_node(node)
-    copy = fx.GraphModule(module, graph)
-    copy.meta = dict(module.meta)
-    return copy
+    with _without_saved_tensor_hooks(True, lambda hooks: hooks[0].__module__ == _SAVING), disable(error_message):
+        yield

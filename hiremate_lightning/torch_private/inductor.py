@@ -1,28 +1,50 @@
-"""Every private Inductor API that the project uses, and nothing else: a small graph in, one compiled function out.
+"""Inductor: what it compiles of a small graph, and of functions that their author compiled.
 
-Checked on the torch versions in `CHECKED_VERSIONS`; `test_fusion.py` fails loudly when one moves.
 Inductor is loaded when it is first used: that takes a second, and warns of what PyTorch itself has deprecated.
+
+See `compiled_by_torch` for how captured code comes to functions that their author compiled. AOTAutograd and Inductor
+are called as the author's torch.compile calls them: with the same options and the same partition into forward and
+backward. What a function gives is kept apart from what only its backward reads, which may be views of the former, or of
+inputs. Checked on the torch versions in `CHECKED_VERSIONS`; `test_fusion.py` fails loudly when a name moves.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.eval_frame import innermost_backend
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.schemas import OutputType
+from torch._guards import CompileContext, TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from . import tensor_state
+from .same_captures import expect
+from .tensor_state import layout_of
 
 Compiled = Callable[[list[Any]], Sequence[torch.Tensor]]
+log = logging.getLogger("hiremate_lightning")
+
 _OPTIONS = {"fallback_random": True, "triton.cudagraphs": False, "freezing": False}
+ended = weakref.WeakSet[Any]()  # functions that were found to be no single operation
+_kernels: dict[str, UserKernels] = {}  # by name
+_Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]  # size, strides, type, device
+_Shown = tuple[tuple[_Layout, bool], ...]  # of inputs, and whether each gets a gradient
 
 
 def compile_graph(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Compiled:
-    """Compile a graph of ATen operators that changes none of its inputs.
-
-    Args:
-        module: Takes tensors, returns a list of tensors.
-        inputs: Tensors like those that it will be given: shapes, strides, types and devices count.
+    """Compile a graph of ATen operators that changes none of its inputs, for inputs like these.
 
     Returns:
         A function that takes the inputs in a list.
@@ -32,11 +54,10 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Com
         from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx_inner
         from torch._inductor.decomposition import select_decomp_table
-        from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.proxy_tensor import make_fx
 
         with config.patch(_OPTIONS), FakeTensorMode():
-            fakes = [torch.empty_strided(i.shape, i.stride(), dtype=i.dtype, device=i.device) for i in inputs]
+            fakes = list(map(tensor_state.laid_out_like, inputs))
             traced = make_fx(module, select_decomp_table())(*fakes)
         returned = traced.graph.output_node()
         results: Any = returned.args[0]
@@ -44,3 +65,336 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Com
         with config.patch(_OPTIONS):
             compiled: Compiled = compile_fx_inner(traced, fakes, is_inference=True)
     return compiled
+
+
+# ---------------------------------------------------------------- functions that their author compiled
+
+
+@dataclass(frozen=True, eq=False)
+class KernelCall:
+    """A call of what torch.compile gave an author, as Dynamo captured it, with the settings of autocast around it."""
+
+    function: Any
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    remembers: bool
+
+    @property
+    def name(self) -> str:
+        """The function's name in the user's code, with its class."""
+        return str(self.function.__qualname__).rpartition("<locals>.")[2]
+
+
+def context_of(function: Any) -> Any:
+    """Find what torch.compile was asked for where it made a function: options, and the backend as a callback."""
+    names = function.__code__.co_freevars
+    return function.__closure__[names.index("self")].cell_contents
+
+
+def function_of(node: fx.Node) -> str:
+    """Find the name of the compiled function whose forward an operation runs, "" where it runs none."""
+    return _kernels[str(node.args[1])].function if node.target is torch.ops.hiremate.run_compiled.default else ""
+
+
+def end_graph_at(function: Any) -> None:
+    """Make Dynamo capture code again, with the graph ended at a function."""
+    ended.add(function)
+    raise TensorifyScalarRestartAnalysis
+
+
+class NotCompiledError(Exception):
+    """A compiled function was traced with inputs for which there are no kernels yet; make them, and trace again."""
+
+    def __init__(self, operation: KernelOperation, shown: _Shown) -> None:
+        super().__init__(f"{operation.name} is not compiled yet")
+        self.operation, self.shown = operation, shown
+
+    def compile(self) -> None:
+        """Make the kernels, outside of all tracing."""
+        self.operation.compile(self.shown)
+
+
+class KernelOperation:
+    """A call of a compiled function, as one operation of a captured graph.
+
+    Args:
+        call: The call.
+        module: What it computes.
+        calls_modules: Whether modules are called in it, beside the one that calls it.
+    """
+
+    def __init__(self, call: KernelCall, module: fx.GraphModule, calls_modules: bool = False) -> None:
+        self.name, self.calls_modules = call.name, calls_modules
+        self.__name__ = f"compiled_{call.function.__name__}"
+        self._call, self._module = call, module
+        self._compiled: dict[_Shown, UserKernels | None] = {}
+
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Compute its results, with gradients; raise `NotCompiledError` where a trace needs kernels for new inputs."""
+        shown = tuple((layout_of(tensor), torch.is_grad_enabled() and tensor.requires_grad) for tensor in inputs)
+        if shown not in self._compiled:
+            if any(isinstance(i, (FakeTensor, FunctionalTensor)) for i in inputs):
+                raise NotCompiledError(self, shown)
+            layouts = [layout for layout, _ in shown]
+            alike = next((known for known in self._compiled if [layout for layout, _ in known] == layouts), None)
+            if alike is None:
+                self.compile(shown)
+            shown = alike or shown  # the captured code runs without gradients, to be compared
+        kernels = self._compiled[shown]
+        if kernels is None:
+            results: tuple[torch.Tensor, ...] = self._module(*inputs)
+            return results
+        if kernels.backward is None or not torch.is_grad_enabled():
+            return kernels.outputs_among(torch.ops.hiremate.run_compiled(inputs, kernels.name))
+        outputs: tuple[torch.Tensor, ...] = _Differentiated.apply(kernels, *inputs)  # type: ignore[no-untyped-call]
+        return outputs
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def compile(self, shown: _Shown) -> None:
+        """Make the kernels for inputs of these shapes, outside of all tracing.
+
+        Where that fails while Dynamo captures, its graph is to end at the function; later the function is read through.
+        """
+        try:
+            self._compiled[shown] = kernels = _Maker(self._call, self._module, shown).make()
+            _kernels[kernels.name] = kernels
+        except Exception:  # whatever a compiler may fail with: the function meets it, or not, as it runs by itself
+            log.debug("%s is no single operation", self.name, exc_info=True)
+            if CompileContext.try_get() is not None:
+                end_graph_at(self._call.function)
+            self._compiled[shown] = None
+
+
+def _empty(layout: _Layout) -> torch.Tensor:
+    size, strides, dtype, device = layout
+    return torch.empty_strided(size, strides, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True)
+class _View:
+    """Where a tensor that kernels hand on is found: in an input, or in a result, of the forward's operator.
+
+    Its layout is size, strides, and offset beyond that of what it is found in; None where it is that itself.
+    """
+
+    is_input: bool
+    position: int
+    layout: tuple[tuple[int, ...], tuple[int, ...], int] | None
+
+    def of(self, source: torch.Tensor) -> torch.Tensor:
+        if self.layout is None:
+            return source
+        size, strides, offset = self.layout
+        return source.as_strided(size, strides, int(source.storage_offset()) + offset)
+
+
+@dataclass(frozen=True, eq=False)
+class UserKernels:
+    """A compiled function's kernels for inputs of definite shapes.
+
+    Attributes:
+        name: Of the function, and of what it computes.
+        function: Its name in the user's code, with its class.
+        forward: Takes inputs in a list, returns outputs and what the backward reads.
+        backward: Takes what it reads and gradients in a list, returns gradients; None where there is none.
+        results: What the forward's operator returns.
+        returned: Which of what `forward` returns that is, by position.
+        outputs: Positions of the function's outputs among the results.
+        differentiable: Which outputs have gradients, by position.
+        saved: Where to find what the backward reads.
+        tangents: Strides of the gradients that the backward reads.
+        gradients: What the backward's operator returns.
+        gradient_of: By input, the position of its gradient among these; None where it has none.
+    """
+
+    name: str
+    function: str
+    forward: Callable[[list[Any]], Any]
+    backward: Callable[[list[Any]], Any] | None
+    results: tuple[_Layout, ...]
+    returned: tuple[int, ...]
+    outputs: tuple[int, ...]
+    differentiable: tuple[int, ...] = ()
+    saved: tuple[_View, ...] = ()
+    tangents: tuple[tuple[int, ...], ...] = ()
+    gradients: tuple[_Layout, ...] = ()
+    gradient_of: tuple[int | None, ...] = ()
+
+    def outputs_among(self, results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """List the function's outputs."""
+        return tuple(results[position] for position in self.outputs)
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the forward."""
+        given = self.forward(list(inputs))
+        return [given[position] for position in self.returned]
+
+    @property
+    def kept(self) -> list[tuple[bool, int]]:
+        """Inputs and results that the backward reads, each once."""
+        return list(dict.fromkeys((view.is_input, view.position) for view in self.saved))
+
+    def run_backward(self, kept: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the backward."""
+        assert self.backward is not None, "what has gradients has a backward"
+        there = dict(zip(self.kept, kept, strict=True))
+        arguments = [view.of(there[view.is_input, view.position]) for view in self.saved]
+        for tangent, strides in zip(tangents, self.tangents, strict=True):
+            arguments.append(tensor_state.with_strides(tangent, strides))
+        taken = {tensor_state.storage_id(a) for a in (*arguments, *tangents)}
+        gradients = []
+        for gradient in [g for g in self.backward(arguments) if g is not None]:
+            storage = tensor_state.storage_id(gradient)
+            gradients.append(gradient.clone() if storage in taken else gradient)
+            taken.add(storage)
+        return gradients
+
+
+class _Differentiated(torch.autograd.Function):
+    """Runs kernels by operators, so that a trace sees one for the forward and one for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, kernels: UserKernels, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        results = torch.ops.hiremate.run_compiled(inputs, kernels.name)
+        ctx.kernels = kernels
+        ctx.save_for_backward(*(inputs[at] if is_input else results[at] for is_input, at in kernels.kept))
+        outputs = kernels.outputs_among(results)
+        ctx.mark_non_differentiable(*(o for at, o in enumerate(outputs) if at not in kernels.differentiable))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        kernels: UserKernels = ctx.kernels
+        own = [tangents[position] for position in kernels.differentiable]
+        gradients = torch.ops.hiremate.run_compiled_backward(ctx.saved_tensors, own, kernels.name)
+        return (None, *(None if at is None else gradients[at] for at in kernels.gradient_of))
+
+
+_library = torch.library.Library("hiremate", "DEF")
+_library.define("run_compiled(Tensor[] inputs, str name) -> Tensor[]")
+_library.define("run_compiled_backward(Tensor[] kept, Tensor[] gradients, str name) -> Tensor[]")
+_library.impl("run_compiled", lambda inputs, name: _kernels[name].run(inputs), "CompositeExplicitAutograd")
+_library.impl(
+    "run_compiled_backward",
+    lambda kept, gradients, name: _kernels[name].run_backward(kept, gradients),
+    "CompositeExplicitAutograd",
+)
+
+
+torch.library.register_fake(
+    "hiremate::run_compiled", lambda inputs, name: list(map(_empty, _kernels[name].results)), lib=_library
+)
+torch.library.register_fake(
+    "hiremate::run_compiled_backward",
+    lambda kept, gradients, name: list(map(_empty, _kernels[name].gradients)),
+    lib=_library,
+)
+
+
+class _Maker:
+    """Compiles what a function computes as its author's torch.compile does, and takes the kernels from there."""
+
+    def __init__(self, call: KernelCall, module: fx.GraphModule, shown: _Shown) -> None:
+        self._call, self._module, self._shown = call, module, shown
+        self._has_gradients = any(gets_one for _, gets_one in shown)
+        self._made: list[tuple[fx.GraphModule, Any]] = []  # the forward, and the backward where there is one
+        self._meta: Any = None
+
+    def make(self) -> UserKernels:
+        devices = {device.index or 0 for (*_, device), _ in self._shown if device.type == "cuda"}
+        with tensor_state.real_mode(), torch.random.fork_rng(devices=devices):
+            self._compile()
+            self._check()
+            with torch.no_grad():
+                return self._try()
+
+    def _compile(self) -> None:
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+        def inner(module: fx.GraphModule, *arguments: Any, **options: Any) -> Any:
+            made = compile_fx_inner(module, *arguments, **options)
+            self._made.append((module, made))
+            self._meta = self._meta or TracingContext.get().fw_metadata
+            return made
+
+        backend = innermost_backend(context_of(self._call.function).callback)
+        settings = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
+        mode = FakeTensorMode()
+        with mode:
+            inputs = [_empty(layout).requires_grad_(gets_one) for layout, gets_one in self._shown]
+        module = fx.GraphModule(self._module, fx.Graph())
+        module.graph.output(module.graph.graph_copy(self._module.graph, {}))
+        module.recompile()
+        with (
+            tracing(TracingContext(mode)),
+            functorch_config.patch(settings),
+            ExitStack() as autocasts,
+            torch.set_grad_enabled(self._has_gradients),
+        ):
+            for kind, is_on, dtype in self._call.autocast:
+                autocasts.enter_context(torch.autocast(kind, dtype, is_on, self._call.remembers))
+            compile_fx(module, inputs, inner_compile=inner, config_patches=backend.config)  # type: ignore[attr-defined]
+
+    def _check(self) -> None:
+        """Refuse what AOTAutograd does more for than call kernels: writes to arguments, views, other effects."""
+        meta, own = self._meta, (OutputType.non_alias, OutputType.unsafe_view_alias)
+        does_more = meta.num_mutated_inp_runtime_indices or meta.num_intermediate_bases or meta.tokens
+        gives_new = all(info.output_type in own for info in meta.output_info)
+        expect(
+            len(self._made) == 1 + self._has_gradients and not does_more and gives_new, "a function of kernels alone"
+        )
+
+    def _try(self) -> UserKernels:
+        """Run the kernels on made-up inputs, to see how what they hand on lies in memory."""
+        inputs = [_empty(layout).zero_() for layout, _ in self._shown]
+        forward = self._made[0][1]
+        given = list(forward(list(inputs)))
+        views, returned = _find(inputs, given)
+        count = len(self._meta.output_info)
+        expect(all(not view.is_input and view.layout is None for view in views[:count]), "results of its own")
+        texts = [*(module.code for module, _ in self._made), repr(self._shown), repr(self._call.autocast)]
+        digest = hashlib.sha256("".join(texts).encode()).hexdigest()[:12]
+        kernels = UserKernels(
+            name=f"{self._call.function.__name__}_{digest}",
+            function=self._call.name,
+            forward=forward,
+            backward=None,
+            results=tuple(layout_of(given[position]) for position in returned),
+            returned=returned,
+            outputs=tuple(view.position for view in views[:count]),
+        )
+        return self._with_backward(kernels, given, views[count:]) if self._has_gradients else kernels
+
+    def _with_backward(self, kernels: UserKernels, given: list[torch.Tensor], saved: tuple[_View, ...]) -> UserKernels:
+        source, backward = self._made[1]
+        differentiable = tuple(at for at, info in enumerate(self._meta.output_info) if info.requires_grad)
+        read = [node.meta["val"] for node in source.graph.find_nodes(op="placeholder")]
+        expect(len(read) == len(saved) + len(differentiable), "a backward that reads only tensors")
+        strides = tuple(tuple(map(int, value.stride())) for value in read[len(saved) :])
+        tangents = [_empty(layout_of(value)).zero_() for value in read[len(saved) :]]
+        gradients = backward([*given[len(self._meta.output_info) :], *tangents])
+        there = [at for at, gradient in enumerate(gradients) if gradient is not None]
+        return replace(
+            kernels,
+            backward=backward,
+            differentiable=differentiable,
+            saved=saved,
+            tangents=strides,
+            gradients=tuple(layout_of(gradients[at]) for at in there),
+            gradient_of=tuple(there.index(at) if at in there else None for at in range(len(self._shown))),
+        )
+
+
+def _find(inputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> tuple[tuple[_View, ...], tuple[int, ...]]:
+    """Find where tensors that kernels hand on lie, and which of them are the first in memory of their own."""
+    sources = {tensor_state.storage_id(tensor): (True, at, tensor) for at, tensor in enumerate(inputs)}
+    views, returned = list[_View](), list[int]()
+    for at, tensor in enumerate(given):
+        storage = tensor_state.storage_id(tensor)
+        if storage not in sources:
+            sources[storage] = False, len(returned), tensor
+            returned.append(at)
+        is_input, position, source = sources[storage]
+        offset = int(tensor.storage_offset()) - int(source.storage_offset())
+        is_same = (layout_of(tensor), offset) == (layout_of(source), 0)
+        views.append(_View(is_input, position, None if is_same else (*layout_of(tensor)[:2], offset)))
+    return tuple(views), tuple(returned)

@@ -1,4 +1,6 @@
-"""Tells that Dynamo captured once more what it had captured before: code of another module, or of a later call.
+"""What is the same of captured code, and what was made of the same graph before.
+
+Descriptions are equal where constants, tensors and graphs are. What can't be described is like nothing else.
 
 A layer that is called late, as where layers are left out at random, is captured apart from the layers before it, though
 its graph is theirs. And code may change in its first call what it then asks for: transformers' heads for classification
@@ -6,14 +8,14 @@ write into the configuration which loss to compute. What was made of the first g
 
 What is compared is all that a trace by AOTAutograd depends on: operations and constants of the graph, inputs by kind,
 layout, and what memory they share, and the settings of torch. Where inputs come from does not count, and symbols for
-sizes count by their place. Where any of it can't be compared, or where AOTAutograd asked for guards of its own, nothing
-is told.
+sizes count by their place. Where AOTAutograd asked for guards of its own, nothing is kept.
 """
 
 from __future__ import annotations
 
+import types
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -21,14 +23,75 @@ import torch
 from torch import fx
 from torch._guards import TracingContext
 
-from . import hacks, tensor_state
-from .autocasting import DEVICE_TYPES
+from . import autocasting, hacks, tensor_state
 from .size_symbols import NUMBERS
 
 Runner = Callable[..., Any]
-_PLAIN = {bool, int, str, bytes, type(None), type(Ellipsis)}
-_PLAIN |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
+_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+VALUES = (type(None), bool, int, float, complex, str, bytes, *_OF_TORCH)
+CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.CodeType)
 _NO_SIZES = (torch.SymFloat, torch.SymBool)
+
+
+class NotShownError(Exception):
+    """Something is not shown to hold: that two things are alike, or what a value is."""
+
+
+def expect(is_shown: bool, what: str) -> None:
+    """Raise `NotShownError` where something is not shown."""
+    if not is_shown:
+        raise NotShownError(what)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a constant or code."""
+    return isinstance(value, (*VALUES, type(...), *CODE))
+
+
+def described(value: Any, numbers: Mapping[fx.Node, int]) -> Hashable:
+    """Describe an argument of a node, with numbers for nodes: `-0.0` is not `0.0`, and True and 1.0 are not 1."""
+    if isinstance(value, fx.Node):
+        return fx.Node, numbers[value]
+    if isinstance(value, (tuple, list)):
+        kind = tuple if isinstance(value, torch.Size) else type(value)
+        return kind, tuple(described(v, numbers) for v in value)
+    if isinstance(value, dict):
+        return type(value), tuple((described(k, numbers), described(v, numbers)) for k, v in value.items())
+    if isinstance(value, slice):
+        return slice, tuple(described(v, numbers) for v in (value.start, value.stop, value.step))
+    expect(is_plain(value), "an argument that is no plain value")
+    return type(value), repr(value) if isinstance(value, (float, complex)) else value
+
+
+def described_nodes(nodes: Iterable[fx.Node], numbers: Mapping[fx.Node, int]) -> Hashable:
+    """Describe nodes of a graph that has neither tensors nor code of its own."""
+    rows = []
+    for node in nodes:
+        expect(node.op not in ("get_attr", "call_module"), "tensors and code that a graph holds")
+        target = None if node.op in ("placeholder", "output") else node.target
+        rows.append((node.op, target, described(node.args, numbers), described(node.kwargs, numbers)))
+    return tuple(rows)
+
+
+def size_of(number: Any) -> Any:
+    """Return a size as a number, or as an expression of symbols."""
+    return number.node.expr if isinstance(number, torch.SymInt) else number
+
+
+def facts_of(tensor: torch.Tensor, size: Callable[[Any], Any] = size_of, *, is_inner: bool = False) -> tuple[Any, ...]:
+    """List what code can ask of a tensor without reading its values.
+
+    Args:
+        tensor: The tensor.
+        size: Describes one of its sizes, strides or offsets.
+        is_inner: Whether to leave out how it came about.
+    """
+    expect(tensor.layout is torch.strided, "a tensor that is not strided")
+    where = type(tensor), tensor.dtype, tensor.device, tensor.dim()
+    numbers = tuple(map(size, (*tensor.size(), *tensor.stride(), tensor.storage_offset())))
+    state = tensor.requires_grad, tensor.is_inference(), tensor.is_conj(), tensor.is_neg()
+    origin = () if is_inner else (tensor.is_leaf, tensor._is_view())
+    return *where, *numbers, *state, str(torch._C._dispatch_keys(tensor)), *origin
 
 
 class SameCaptures:
@@ -72,18 +135,16 @@ def _key(module: fx.GraphModule, inputs: Sequence[Any]) -> Hashable:
     """Return what is equal for the same code; None where it can't be told."""
     if not hacks.is_on("same captures"):
         return None
-    symbols = _Symbols(module.meta.get(NUMBERS, {}))
-    autocasts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in DEVICE_TYPES]
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled()
-    settings = (*modes, *autocasts, *tensor_state.kernel_settings(), torch.get_default_dtype())
+    settings = (*modes, *autocasting.settings(), *tensor_state.kernel_settings(), torch.get_default_dtype())
+    numbers = {node: number for number, node in enumerate(module.graph.nodes)}
+    symbols = _Symbols(module.meta.get(NUMBERS, {}))
     try:
-        return settings, symbols.inputs(inputs), _described_graph(module, symbols)
-    except _CanNotBeComparedError:
+        described_inputs = symbols.inputs(inputs)
+        symbols.expect_to_cover(tensor_state.leaves([node.meta.get("example_value") for node in numbers]))
+        return settings, described_inputs, described_nodes(numbers, numbers)
+    except NotShownError:
         return None
-
-
-class _CanNotBeComparedError(Exception):
-    """Something is no plain value."""
 
 
 def _guards() -> tuple[int, int]:
@@ -93,61 +154,25 @@ def _guards() -> tuple[int, int]:
     return of_code, 0 if shapes is None else len(shapes.guards)
 
 
-def _described_graph(module: fx.GraphModule, symbols: _Symbols) -> Hashable:
-    values = tensor_state.leaves([node.meta.get("example_value") for node in module.graph.nodes])
-    if any(isinstance(value, _NO_SIZES) for value in values) or not symbols.cover(values):
-        raise _CanNotBeComparedError  # a trace may ask which number it is
-    numbers = {node: number for number, node in enumerate(module.graph.nodes)}
-    nodes = []
-    for node in module.graph.nodes:
-        if node.op in ("get_attr", "call_module"):  # tensors and code that the graph holds
-            raise _CanNotBeComparedError
-        target = None if node.op in ("placeholder", "output") else node.target
-        nodes.append((node.op, target, _described(node.args, numbers), _described(node.kwargs, numbers)))
-    return tuple(nodes)
-
-
-def _described(value: Any, numbers: dict[fx.Node, int]) -> Hashable:
-    """Describe an argument, so that equal descriptions are of equal arguments: True and 1.0 are not 1."""
-    if isinstance(value, fx.Node):
-        return fx.Node, numbers[value]
-    if type(value) is float:
-        return float, value.hex()
-    if isinstance(value, (tuple, list)):
-        kind = tuple if isinstance(value, torch.Size) else type(value)
-        return kind, tuple(_described(v, numbers) for v in value)
-    if isinstance(value, dict):
-        return type(value), tuple((_described(k, numbers), _described(v, numbers)) for k, v in value.items())
-    if isinstance(value, slice):
-        return slice, tuple(_described(v, numbers) for v in (value.start, value.stop, value.step))
-    if type(value) in _PLAIN:
-        return type(value), value
-    raise _CanNotBeComparedError
-
-
 class _Symbols:
-    """The symbols for sizes of one capture, by their place among its inputs.
-
-    Args:
-        numbers: Symbols that are numbers now.
-    """
+    """The symbols for sizes of one capture, by their place among its inputs; some of them may be numbers now."""
 
     def __init__(self, numbers: Mapping[Any, int]) -> None:
         self._numbers = numbers.keys()
         self._places: dict[Any, Any] = {}
 
-    def cover(self, values: Sequence[Any]) -> bool:
-        """Whether sizes of some values are made of the symbols of the inputs alone."""
-        sizes = [value for value in values if isinstance(value, torch.SymInt)]
-        sizes += [size for value in values if tensor_state.is_symbolic(value) for size in value.shape]
-        symbolic = (size for size in sizes if isinstance(size, torch.SymInt))
-        return all(size.node.expr.free_symbols <= self._places.keys() | self._numbers for size in symbolic)
+    def expect_to_cover(self, values: Sequence[Any]) -> None:
+        """Expect sizes of values to be made of the symbols of the inputs alone: a trace may ask what others are."""
+        sizes = [*values, *(size for value in values if tensor_state.is_symbolic(value) for size in value.shape)]
+        symbolic = [size for size in sizes if isinstance(size, torch.SymInt)]
+        known = self._places.keys() | self._numbers
+        expect(not any(isinstance(value, _NO_SIZES) for value in values), "a number that is no size")
+        expect(all(size.node.expr.free_symbols <= known for size in symbolic), "a size that no input has")
 
     def inputs(self, inputs: Sequence[Any]) -> Hashable:
         """Describe inputs, and what memory they share."""
         tensors = [value for value in inputs if not isinstance(value, torch.SymInt)]
-        if not all(map(tensor_state.is_dense, tensors)):
-            raise _CanNotBeComparedError
+        expect(all(map(tensor_state.is_dense, tensors)), "an input that is no dense tensor")
         storages = dict[int, int]()
         shared = tuple(storages.setdefault(tensor_state.storage_id(t), len(storages)) for t in tensors)
         return tuple(self._input(value) for value in inputs), shared
@@ -155,25 +180,14 @@ class _Symbols:
     def _input(self, value: Any) -> Hashable:
         if isinstance(value, torch.SymInt):
             return torch.SymInt, self._number(value)
-        kind = type(value), isinstance(value, torch.nn.Parameter), value.dtype, value.device
-        lies = tuple(map(self._number, (*value.shape, *value.stride(), value.storage_offset())))
-        return (
-            *kind,
-            value.dim(),
-            *lies,
-            value.is_conj(),
-            value.is_neg(),
-            value.requires_grad,
-            value.is_leaf,
-            value._is_view(),
-        )
+        return isinstance(value, torch.nn.Parameter), *facts_of(value, self._number)
 
     def _number(self, number: Any) -> Hashable:
         """Return a number, or what it is made of: symbols by their place, with what they may be."""
         if not isinstance(number, torch.SymInt):
             return int(number)
         expression, ranges = number.node.expr, number.node.shape_env.var_to_range
-        for symbol in sorted(expression.free_symbols, key=str):
+        symbols = sorted(expression.free_symbols, key=str)
+        for symbol in symbols:
             self._places.setdefault(symbol, sympy.Symbol(f"s{len(self._places)}", integer=True))
-        between = [(ranges[s].lower, ranges[s].upper) for s in sorted(expression.free_symbols, key=str)]
-        return expression.xreplace(self._places), *between
+        return expression.xreplace(self._places), *((ranges[s].lower, ranges[s].upper) for s in symbols)

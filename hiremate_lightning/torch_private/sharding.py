@@ -4,27 +4,24 @@ Each unit lends its modules whole parameters, plain tensors, while it runs; betw
 parameter is the same tensor at every use: its storage is resized to nothing in between.
 
 Under DistributedDataParallel captured graphs end where buckets of gradients do, so that these are sent while the
-backward goes on. `DDPOptimizer`, which Dynamo calls for that, refuses buckets that are smaller than the first one may
-be, which DistributedDataParallel itself takes. Buckets are filled anew after the first backward, in the order in which
-that made the gradients. Three processes or more add up a gradient in an order that depends on its place in its bucket,
-and so does what PowerSGD makes of it. A captured graph hands all of its gradients to autograd at once, which then takes
-them in an order of its own: so they are given the order of eager PyTorch as long as buckets are to be filled.
+backward goes on. Buckets are filled anew after the first backward, in the order in which that made the gradients. Three
+processes or more add up a gradient in an order that depends on its place in its bucket. A captured graph hands all of
+its gradients to autograd at once, so they are given the order of eager PyTorch as long as buckets are to be filled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch._C import DispatchKey
-from torch._dynamo.backends import distributed
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
-from .hacks import replaced
+from .hacks import instead_of
 
 _FIRST = 2**64 - 1  # what autograd runs first has the highest number: what adds to `.grad` has this one
 
@@ -140,16 +137,11 @@ def _parameters(root: nn.Module) -> Iterator[Any]:
 # ---------------------------------------------------------------- DistributedDataParallel
 
 
-def smallest_buckets() -> AbstractContextManager[None]:
+@instead_of("torch._dynamo.backends.distributed.DDPOptimizer")
+def smallest_buckets(optimizer: Callable[..., Any], bucket_bytes_cap: int, **options: Any) -> Any:
     """Split graphs by buckets of 1 MiB at least: DDPOptimizer fails on smaller ones (`bucket_cap_mb`)."""
-    optimizer = distributed.DDPOptimizer
-
-    def split(bucket_bytes_cap: int, **options: Any) -> distributed.DDPOptimizer:
-        return optimizer(
-            bucket_bytes_cap=max(bucket_bytes_cap, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES), **options
-        )
-
-    return replaced((distributed, "DDPOptimizer", split))
+    least = torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
+    return optimizer(bucket_bytes_cap=max(bucket_bytes_cap, least), **options)
 
 
 def fills_buckets() -> bool:

@@ -6,8 +6,8 @@ import gc
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from itertools import product
 from typing import Any, TypeGuard
 
@@ -22,19 +22,16 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes as real_mode
 from torch.utils._pytree import tree_leaves as leaves
 from torch.utils._pytree import tree_map as map_leaves
 
 from ..objects import attempt, is_of
 from .hacks import replaced
 
-__all__ = ["TorchDispatchMode", "leaves", "map_leaves"]
+__all__ = ["TorchDispatchMode", "leaves", "map_leaves", "real_mode"]
 
 # What is raised where code asks a tensor without memory for its values, or for as many results as these tell.
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
@@ -148,35 +145,8 @@ def is_transforming() -> bool:
 
 def settings() -> tuple[Any, ...]:
     """Describe what beside autocast decides how PyTorch computes: modes, backends, precision."""
-    return (*map(id, function_modes()), *apart_from_function_modes())
-
-
-def apart_from_function_modes() -> tuple[Any, ...]:
-    """Describe the same without modes that see calls of functions, which `in_function_modes` puts back."""
-    return (*map(id, _get_current_dispatch_mode_stack()), *kernel_settings(), torch.get_default_dtype())
-
-
-def function_modes() -> list[Any]:
-    """List the modes that see calls of torch's functions, from the outermost one inwards."""
-    return list(_get_current_function_mode_stack())
-
-
-@contextmanager
-def in_function_modes(modes: Sequence[Any]) -> Iterator[None]:
-    """Put these function modes, and no others, in force for a while: `Tensor.backward` leaves a mode that sees it."""
-    before = function_modes()
-    _put_function_modes(modes)
-    try:
-        yield
-    finally:
-        _put_function_modes(before)
-
-
-def _put_function_modes(modes: Sequence[Any]) -> None:
-    for _ in function_modes():
-        _pop_mode()
-    for mode in modes:
-        _push_mode(mode)
+    modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
+    return (*map(id, modes), *kernel_settings(), torch.get_default_dtype())
 
 
 def watching_modes() -> list[str]:
@@ -210,9 +180,18 @@ def changes_uncounted(tensors: Sequence[torch.Tensor]) -> Any:
 def with_strides(source: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """Return a tensor with these strides, whose memory has its very numbers: itself where that is so, else a copy."""
     source = source.resolve_conj().resolve_neg()
-    if source.stride() == strides:
-        return source
-    return torch.empty_strided(source.shape, strides, dtype=source.dtype, device=source.device).copy_(source)
+    return source if source.stride() == strides else laid_out_like(source, strides).copy_(source)
+
+
+def layout_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]:
+    """Return the shape, the strides, the type and the device of a tensor of definite sizes."""
+    return tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())), tensor.dtype, tensor.device
+
+
+def laid_out_like(tensor: torch.Tensor, strides: Sequence[int] | None = None) -> torch.Tensor:
+    """Return new memory of a tensor's shape, type, device and strides, or of other strides."""
+    layout = tensor.stride() if strides is None else strides
+    return torch.empty_strided(tensor.shape, layout, dtype=tensor.dtype, device=tensor.device)
 
 
 def is_symbolic(value: Any) -> bool:
@@ -310,11 +289,7 @@ def refer_weakly(storage: torch.UntypedStorage) -> Callable[[], torch.UntypedSto
 
 
 def at_release(tensor: torch.Tensor, function: Callable[[], None]) -> Callable[[], Any]:
-    """Call a function when a tensor's storage is about to be released, whoever holds it until then.
-
-    Returns:
-        Ends that.
-    """
+    """Call a function when a tensor's storage is about to be released, whoever holds it; what is returned ends that."""
     release = weakref.finalize(tensor.untyped_storage(), function)
     release.atexit = False
     return release.detach
@@ -342,8 +317,3 @@ def int_hint(value: Any) -> int:
 def takes_other_gradients(tensor: torch.Tensor) -> bool:
     """Whether a leaf takes gradients of other types than its own, as FSDP2's do under mixed precision since 2.15."""
     return tensor.is_leaf and bool(getattr(tensor, "grad_dtype", tensor.dtype) != tensor.dtype)
-
-
-def real_mode() -> Any:
-    """Leave the tracing modes for a while, so that operations run on real tensors."""
-    return _disable_current_modes()

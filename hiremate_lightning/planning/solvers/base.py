@@ -1,15 +1,18 @@
 """The interface of all strategies: a `Problem` in, a `Solution` out.
 
 A strategy proposes decisions; it does not promise them. The planner lowers every solution, simulates it, and refuses
-it where the simulated peak passes the budget, so a strategy's own memory model may be approximate.
+it where the simulated peak passes the budget, so a strategy's own memory model may be approximate. The limit of a
+search is `Work`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import is_
+from time import monotonic
 
 from ...errors import ConfigurationError, did_you_mean
 from ...records.costs import Profile, step_time_ms
@@ -19,6 +22,8 @@ from ...records.schedule import lower
 from ...records.simulation import Simulation, simulate
 from ...records.step import Decisions
 
+CLOCK_TIMES, CLOCK_MORE_S = 4.0, 10.0  # of the limit of work, and seconds more, that a search may take by the clock
+OPERATION_S = 1.2e-6  # to go through an operation in a replay
 CLOCK = "the clock"  # stopped a solve that could not do its work on a slow or busy machine
 UNLIMITED = sys.maxsize  # a budget in bytes that everything fits
 
@@ -37,7 +42,7 @@ class SolveOptions:
     """How long and how hard to solve.
 
     Attributes:
-        time_limit_s: Seconds for all of it on an idle core, counted in work (`work.py`); the plan's quality, never its
+        time_limit_s: Seconds for all of it on an idle core, counted in `Work`; the plan's quality, never its
             validity, depends on it.
         gap: Relative gap of the total step time at which solving stops; differences below .005 are hardly measurable.
         backend: MIP solver of python-mip: "HIGHS", "CBC", or "" for the first of them that works.
@@ -134,53 +139,28 @@ class Solution:
         return max(0.0, self.extra_ms - self.bound_ms) / total if total else 0.0
 
 
+# ---------------------------------------------------------------- strategies by name
+
 Strategy = Callable[[Problem], Solution]
-OffloadProposals = Callable[[Problem], Iterator[Decisions]]
 _STRATEGIES: dict[str, Strategy] = {}
-_OFFLOAD_PROPOSALS: dict[str, OffloadProposals] = {}
 _NEED_PROGRAMS: set[str] = set()
-_ABLATIONS: set[str] = set()
 
 
-def strategy(name: str, needs_programs: bool = False, is_ablation: bool = False) -> Callable[[Strategy], Strategy]:
-    """Register a strategy under a name.
-
-    Args:
-        name: Name to look it up by.
-        needs_programs: Whether it solves mixed-integer or linear programs.
-        is_ablation: Whether it is a part of the default by itself, which no list of strategies names.
-    """
+def strategy(name: str, needs_programs: bool = False) -> Callable[[Strategy], Strategy]:
+    """Register a strategy under a name, and whether it solves mixed-integer or linear programs."""
 
     def register(function: Strategy) -> Strategy:
         _STRATEGIES[name] = function
         if needs_programs:
             _NEED_PROGRAMS.add(name)
-        if is_ablation:
-            _ABLATIONS.add(name)
         return function
 
     return register
 
 
-def proposing_offloads(name: str) -> Callable[[OffloadProposals], OffloadProposals]:
-    """Register a strategy's proposals where values may be offloaded: schedules over the budget if all is kept."""
-
-    def register(function: OffloadProposals) -> OffloadProposals:
-        _OFFLOAD_PROPOSALS[name] = function
-        return function
-
-    return register
-
-
-def offload_proposals(name: str, problem: Problem) -> Iterator[Decisions]:
-    """Yield a strategy's proposals where values may be offloaded; most strategies have none."""
-    if name in _OFFLOAD_PROPOSALS:
-        yield from _OFFLOAD_PROPOSALS[name](problem)
-
-
-def strategy_names(with_ablations: bool = False) -> tuple[str, ...]:
-    """List the registered strategies, with the parts of the default where these are asked for."""
-    return tuple(sorted(name for name in _STRATEGIES if with_ablations or name not in _ABLATIONS))
+def strategy_names() -> tuple[str, ...]:
+    """List the registered strategies."""
+    return tuple(sorted(_STRATEGIES))
 
 
 def needs_programs(name: str) -> bool:
@@ -200,36 +180,76 @@ def get_strategy(name: str) -> Strategy:
     return _STRATEGIES[name]
 
 
-@dataclass(frozen=True, slots=True)
-class _Replayed:
-    """A replay with its inputs, which are compared by identity: to compare thousands of nodes takes as long as it."""
+# ---------------------------------------------------------------- replays by the simulator
 
-    graph: Graph
-    profile: Profile
-    recompute: Decisions
-    offloads: tuple[Offload, ...]
-    simulation: Simulation
-
-    def is_of(self, problem: Problem, recompute: Decisions, offloads: tuple[Offload, ...]) -> bool:
-        is_same_step = self.graph is problem.graph and self.profile is problem.profile
-        return is_same_step and self.recompute is recompute and self.offloads == offloads
-
-
-_latest: _Replayed | None = None
+_latest: tuple[tuple[object, ...], tuple[Offload, ...], Simulation] | None = None
 
 
 def replay(problem: Problem, recompute: Decisions, offloads: Sequence[Offload] = ()) -> Simulation:
     """Lower decisions and simulate them; the latest ones are not simulated again."""
     global _latest
-    latest, offloaded = _latest, tuple(offloads)
-    if latest is not None and latest.is_of(problem, recompute, offloaded):
-        return latest.simulation
+    inputs, offloaded, latest = (problem.graph, problem.profile, recompute), tuple(offloads), _latest
+    if latest is not None and all(map(is_, latest[0], inputs)) and latest[1] == offloaded:
+        return latest[2]  # inputs are compared by identity: to compare thousands of nodes takes as long as a replay
     schedule = with_offloads(problem.graph, lower(problem.graph, recompute), offloaded)
     simulation = simulate(problem.graph, problem.profile, schedule)
-    _latest = _Replayed(problem.graph, problem.profile, recompute, offloaded, simulation)
+    _latest = inputs, offloaded, simulation
     return simulation
 
 
 def replay_solution(problem: Problem, solution: Solution) -> Simulation:
     """Lower the decisions of a solution and simulate them."""
     return replay(problem, solution.recompute, solution.offloads)
+
+
+# ---------------------------------------------------------------- work
+
+
+class Work:
+    """Counts the work of a search, in seconds: by operations, not by the clock, so that a step gets the same plan.
+
+    A second of work is about the work of an idle core of a server of 2024 in a second. Replays count by the operations
+    that they go through, programs by their size and by the iterations and nodes that a solver needs for them. None of
+    that depends on the machine or on its load: a busy machine does the same work, later, and finds the same.
+
+    The clock has the last word. Where a search takes several times as long as its work should, it is cut short, and its
+    answer says so: `is_cut`. Only then does an answer depend on how fast the machine is. A search asks for its limit of
+    work itself.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self.done_s = 0.0
+        self._limit_s, self._start = limit_s, monotonic()
+        self._is_cut = False
+
+    def add(self, seconds: float) -> None:
+        """Count seconds of work."""
+        self.done_s += seconds
+
+    def add_operations(self, count: int) -> None:
+        """Count operations that were gone through."""
+        self.done_s += OPERATION_S * count
+
+    def is_past(self, deadline: float) -> bool:
+        """Whether more work was done than up to a deadline, or the clock has ended the search."""
+        return self.done_s > deadline or self.is_cut
+
+    def left_s(self, deadline: float) -> float:
+        """Return the seconds of work up to a deadline, 0 where the clock has ended the search."""
+        return 0.0 if self.is_cut else max(0.0, deadline - self.done_s)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the clock has ended the search."""
+        self._is_cut = self._is_cut or self.clock_left_s <= 0
+        return self._is_cut
+
+    @property
+    def clock_left_s(self) -> float:
+        """Seconds until the clock ends the search."""
+        return self._start + clock_limit_s(self._limit_s) - monotonic()
+
+
+def clock_limit_s(limit_s: float) -> float:
+    """Return the seconds by the clock after which a search with this limit of work is cut short."""
+    return CLOCK_MORE_S + CLOCK_TIMES * limit_s

@@ -19,10 +19,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from ...records.graph import Graph
-from .choices import Policy, alive_bytes
-from .incumbent import Search
+from .choices import Policy, alive_bytes, crossing_bytes, spread
 from .model import StepModel
-from .segments import crossing_bytes
+from .search import Search
 
 LARGE_SHARE = 0.25  # of the largest value that crosses a cut: smaller values make the cut no wider
 MODULE_WEIGHT = 0.8  # factor on the bytes of a cut for each level of modules that it separates
@@ -33,13 +32,10 @@ class ChainLink:
     """One link of a chain.
 
     Attributes:
-        nodes: Its forward nodes.
-        first: Forward position of the first of them.
+        nodes: Its forward nodes, from a position (first) on.
         input: Choices made before it that it, or a later link, reads in the forward.
         tape: Choices that it makes, in order.
-        own: Those of them that its own part of the backward reads.
-        begins: First position of its part of the backward.
-        ends: One past the last position of it.
+        own: Those of them that its own part of the backward reads, from `begins` to before `ends`.
     """
 
     nodes: tuple[int, ...]
@@ -57,13 +53,9 @@ class ChainLink:
 
     def nodes_for(self, model: StepModel, wanted: Iterable[int]) -> list[int]:
         """List its nodes that compute some choices that it makes again, from its input."""
-        inside, seen = set(self.tape), set(wanted)
-        stack = list(seen)
-        while stack:
-            fresh = [s for s in model.needs[model.producer[stack.pop()]] if s in inside and s not in seen]
-            seen.update(fresh)
-            stack.extend(fresh)
-        return list(dict.fromkeys(model.producer[s] for s in self.tape if s in seen))
+        inside = set(self.tape)
+        needed = spread(set(), wanted, lambda storage: inside.intersection(model.sources(storage)))
+        return list(dict.fromkeys(model.producer[s] for s in self.tape if s in needed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +126,7 @@ def chains_of(search: Search, name: str, lengths: Iterable[int]) -> list[list[Ch
     if all(max(width, default=0) > 1 for width in widths):
         widest, cuts = max(map(max, widths)), sum(map(len, widths))
         wide = sum(width > 1 for each in widths for width in each)
-        search.say(
+        search.notes.append(
             f"{name} is made for chains, and this step is none: up to {widest} large values cross a cut, more than one "
             f"cross {100 * wide // cuts}% of the narrowest cuts. It was taken for a chain whose links hand on all of "
             "them."
@@ -248,7 +240,6 @@ class ChainBytes:
     """
 
     def __init__(self, model: StepModel, chain: Sequence[ChainLink]) -> None:
-        """Add up the bytes of a chain of a step."""
         self._model, self.chain = model, chain
         last, sizes = last_needs(model), model.sizes
         fixed_after = alive_bytes(((0, last.get(s, 0), sizes[s]) for s in model.fixed), len(model.reads) + 1)

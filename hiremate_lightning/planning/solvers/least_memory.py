@@ -9,12 +9,7 @@ policy that keeps everything, or the largest values first, and could lower the p
 Values that need not be given up for that peak are kept in the end; where that lowers the peak, it is the limit from
 then on. Where the last evictions recompute much for next to nothing, a peak half a per cent larger is taken. The search
 uses estimated times, since measured ones differ from run to run, and a budget that one run has named as the smallest
-must be enough in the next. It is enough where the search ends before its time limit, and code outside of the captured
-parts needs no more.
-
-Each eviction, and each value that is kept again, is one replay, whose time is in proportion to its change
-(`timeline.py`). There are about as many of them as there are values. So the search takes time in proportion to the
-step.
+must be enough in the next. There are about as many replays as values, so it takes time in proportion to the step.
 
 The search finds the smallest feasible budget for error messages, and the first program of a training step. Its peak is
 an upper bound on the true minimum, which is NP-hard to find on general graphs.
@@ -27,11 +22,9 @@ from collections.abc import Iterator
 from itertools import product
 
 from ...records.costs import estimate
-from .base import Problem, Solution, Status, strategy
-from .decisions import decisions
-from .greedy import ReplayedPolicy, cheapest, evict, keep_more, largest, neighbours
-from .model import StepModel
-from .segments import segment_policies
+from .base import Problem, Solution, Status, replay
+from .greedy import cheapest, evict, keep_more, largest, neighbours, segment_policies
+from .model import Replay, StepModel, decisions
 
 STARTS = 3  # segmentations from which evictions start
 AT_BOUND = 0.015  # share of a proven bound by which a peak may exceed it, for fewer starts to be enough
@@ -41,18 +34,18 @@ SEARCH_S, DEEP_S, KEEP_S = 4.0, 8.0, 2.0
 SLACK, FASTER = 0.005, 0.5  # a peak larger by this share is taken where it takes less than this share of the time
 
 
-def find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int = 0) -> ReplayedPolicy:
+def find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int = 0) -> Replay:
     """Find a policy of small peak, and for that peak of short time, in so many seconds of work.
 
     The search goes on for seconds while nothing fits the budget.
     """
     smallest = _find_smallest(model.with_times(estimate(model.graph).time_ms), time_limit_s, budget_bytes)
-    return ReplayedPolicy(smallest.policy, model.replay(smallest.policy))
+    return model.replay(smallest.policy)
 
 
-def _find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int) -> ReplayedPolicy:
-    *segments, everything = [ReplayedPolicy(p, model.replay(p)) for p in segment_policies(model)]
-    segments.sort(key=lambda f: (f.replay.peak_bytes, f.rank))
+def _find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int) -> Replay:
+    *segments, everything = map(model.replay, segment_policies(model))
+    segments.sort(key=lambda f: (f.peak_bytes, f.rank))
     near, lowest = _near([*segments[:1], everything], budget_bytes), []
     deadline = model.work.done_s + min(SEARCH_S, time_limit_s)
     for order, first in product((cheapest, largest), (*segments[:STARTS], everything)):
@@ -61,7 +54,7 @@ def _find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int) -> 
             break
         low, stalled = first, 0
         for step in evict(model, first.policy, 0, deadline, order):
-            stalled = 0 if step.replay.peak_bytes < _least(near) else stalled + 1
+            stalled = 0 if step.peak_bytes < _least(near) else stalled + 1
             near, low = _near([*near, step], budget_bytes), min(low, step, key=_by_peak)
             if stalled > PATIENCE:
                 break
@@ -77,37 +70,35 @@ def _find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int) -> 
                 break
     smallest, fastest = min(near, key=_by_peak), min(near, key=lambda f: f.rank)
     smallest = filled if smallest is leanest else _filled(model, smallest, time_limit_s)
-    while smallest.replay.peak_bytes > enough_bytes:
+    while smallest.peak_bytes > enough_bytes:
         way = zip(evict(model, smallest.policy, 0, deadline), range(PATIENCE), strict=False)
         low = min((step for step, _ in way), key=_by_peak)
-        if low.replay.peak_bytes >= smallest.replay.peak_bytes:
+        if low.peak_bytes >= smallest.peak_bytes:
             break
         smallest = _filled(model, low, time_limit_s)
-    if fastest.replay.recompute_ms < FASTER * smallest.replay.recompute_ms:
+    if fastest.recompute_ms < FASTER * smallest.recompute_ms:
         return _filled(model, fastest, time_limit_s)
     return smallest
 
 
-def _deepen(model: StepModel, start: ReplayedPolicy, deadline: float) -> Iterator[ReplayedPolicy]:
+def _deepen(model: StepModel, start: Replay, deadline: float) -> Iterator[Replay]:
     """Yield policies of lower and lower peaks, each found by giving up a value at the peak of the one before."""
-    better: ReplayedPolicy | None = start
-    while better is not None:
-        better = _lower(model, better, deadline)
-        if better is not None:
-            yield better
+    better = start
+    while lower := _lower(model, better, deadline):
+        yield (better := lower)
 
 
-def _lower(model: StepModel, start: ReplayedPolicy, deadline: float) -> ReplayedPolicy | None:
+def _lower(model: StepModel, start: Replay, deadline: float) -> Replay | None:
     """Give up one value at the peak after the other, and evict from there until the peak is lower than it was."""
     steps = 0
     for policy, order in product(neighbours(model, start), (largest, cheapest)):
         low, stalled = None, 0
         for step in evict(model, policy, 0, deadline, order):
-            if step.replay.peak_bytes < start.replay.peak_bytes:
+            if step.peak_bytes < start.peak_bytes:
                 return step
             steps += 1
-            stalled = 0 if low is None or step.replay.peak_bytes < low else stalled + 1
-            low = step.replay.peak_bytes if stalled == 0 else low
+            stalled = 0 if low is None or step.peak_bytes < low else stalled + 1
+            low = step.peak_bytes if stalled == 0 else low
             if stalled > DEEP_PATIENCE:
                 break
         if steps > DEEP_STEPS or model.work.is_past(deadline):
@@ -115,28 +106,27 @@ def _lower(model: StepModel, start: ReplayedPolicy, deadline: float) -> Replayed
     return None
 
 
-def _by_peak(replayed: ReplayedPolicy) -> tuple[int, tuple[float, int]]:
-    return replayed.replay.peak_bytes, replayed.rank
+def _by_peak(replayed: Replay) -> tuple[int, tuple[float, int]]:
+    return replayed.peak_bytes, replayed.rank
 
 
-def _filled(model: StepModel, start: ReplayedPolicy, time_limit_s: float) -> ReplayedPolicy:
+def _filled(model: StepModel, start: Replay, time_limit_s: float) -> Replay:
     return keep_more(model, start, None, model.work.done_s + min(KEEP_S, time_limit_s))
 
 
-def _least(policies: list[ReplayedPolicy]) -> int:
-    return min(policy.replay.peak_bytes for policy in policies)
+def _least(policies: list[Replay]) -> int:
+    return min(policy.peak_bytes for policy in policies)
 
 
-def _near(policies: list[ReplayedPolicy], budget_bytes: int) -> list[ReplayedPolicy]:
+def _near(policies: list[Replay], budget_bytes: int) -> list[Replay]:
     """Return the policies within the slack of the smallest peak, and within the budget where the smallest is."""
     least = _least(policies)
     limit = int(least * (1 + SLACK))
     if least <= budget_bytes < limit:
         limit = budget_bytes
-    return [policy for policy in policies if policy.replay.peak_bytes <= limit]
+    return [policy for policy in policies if policy.peak_bytes <= limit]
 
 
-@strategy("least_memory", is_ablation=True)
 def smallest_budget(problem: Problem) -> Solution:
     """Find the smallest peak, whether or not it fits the budget, and for that peak a short time of recomputation.
 
@@ -145,13 +135,14 @@ def smallest_budget(problem: Problem) -> Solution:
     """
     start = time.monotonic()
     model = StepModel(problem)
-    best = find_smallest(model, problem.options.time_limit_s, problem.budget_bytes)
+    recompute = decisions(model, find_smallest(model, problem.options.time_limit_s, problem.budget_bytes).rows)
+    simulated = replay(problem, recompute)
     return Solution(
         strategy="least_memory",
-        status=Status.FEASIBLE if best.replay.peak_bytes <= problem.budget_bytes else Status.NOT_FOUND,
-        recompute=decisions(model, best.replay.rows),
-        recompute_ms=best.replay.recompute_ms,
-        peak_bytes=best.replay.peak_bytes,
+        status=Status.FEASIBLE if simulated.peak_bytes <= problem.budget_bytes else Status.NOT_FOUND,
+        recompute=recompute,
+        recompute_ms=simulated.recompute_ms,
+        peak_bytes=simulated.peak_bytes,
         stopped_by="end of the search",
         solve_s=time.monotonic() - start,
         work_s=model.work.done_s,

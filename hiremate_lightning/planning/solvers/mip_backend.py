@@ -10,30 +10,41 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 import mip
 
-from .base import SolveOptions, Status
-from .metering import Price, SolverMeter
-from .work import Work
+from .base import SolveOptions, Status, Work
 
 log = logging.getLogger("hiremate_lightning")
 BACKENDS = ("HIGHS", "CBC")  # python-mip's names, the preferred one first
+UNIT = 2**20  # bytes are scaled to MiB: coefficients near 1 keep the solver exact
+PROGRAM_S, ENTRY_S = 1.5e-3, 4e-6  # to build, presolve and read a program: at least, and for each entry of its rows
+LINEAR_S, LINEAR_ROW_S = 2.5e-6, 4e-9  # an iteration of a linear program: at least, and for each row
+INTEGER_S, INTEGER_ENTRY_S = 2e-4, 1e-8  # the same of an integer program, with cuts and heuristics, for each entry
+QUESTION_S = 2e-5  # from one question of HiGHS to the next, beside iterations
+NODE_ITERATIONS = 100  # of a node, where only nodes can be limited
+MOST_ITERATIONS = 2**31 - 1  # that HiGHS can count
+LEAST_S = 0.1  # work that is done in any case
+INTERRUPT = 6  # HiGHS's number for the question
+FUNCTIONS = """
+    int Highs_setCallback(void*, void (*)(int, const char*, const void*, void*, void*), void*);
+    int Highs_startCallback(void*, const int);
+    const void* Highs_getCallbackDataOutItem(const void*, const char*);
+    int Highs_setDoubleOptionValue(void*, const char*, const double);
+    int Highs_getIntInfoValue(void*, const char*, int*);
+"""
 
 
 @dataclass
 class LinearProgram:
-    """Minimise costs over variables in [lower, upper] under linear rows.
+    """Minimise costs over variables in [lower, upper] under rows.
 
-    Attributes:
-        costs: Objective coefficient of each variable.
-        bounds: Lower and upper bound of each variable.
-        is_integer: Whether each variable is integer.
-        rows: Each row's name, terms as (variable, coefficient), and its lower and upper limit.
+    A row is its name, its terms as (variable, coefficient), and its lower and upper limit.
     """
 
     costs: list[float] = field(default_factory=list)
@@ -64,14 +75,7 @@ class LinearProgram:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a solve ended.
-
-    Attributes:
-        status: Typed outcome; FEASIBLE where limits stopped it.
-        values: Value of each variable, empty where none was found.
-        objective: Objective of the values.
-        bound: Proven lower bound on the objective.
-    """
+    """How a solve ended, FEASIBLE where limits stopped it; and the value of each variable, if any was found."""
 
     status: Status
     values: tuple[float, ...] = ()
@@ -86,10 +90,7 @@ def backend_name(options: SolveOptions) -> str:
 
 @cache
 def failure(backend: str) -> str:
-    """Solve a small program with a backend, once in this process.
-
-    Return why that failed, in one line; empty where it worked.
-    """
+    """Solve a small program with a backend, once in this process; return why that failed, empty where it worked."""
     program = LinearProgram()
     program.row("two_of_three", [(program.variable(cost), 1.0) for cost in (2.0, 3.0, 5.0)], lower=2.0)
     with _logs_of_python_mip() as logged:
@@ -129,19 +130,16 @@ def solve(
     start: Sequence[float] = (),
     work: Work | None = None,
 ) -> Result:
-    """Solve a program.
+    """Solve a program, or its linear relaxation; return the best found, with its bound.
 
     Args:
         program: The program.
         options: The backend.
         time_limit_s: Seconds of work; a backend may overshoot.
-        relax: Solve the linear relaxation.
+        relax: Solve the linear relaxation; else values of integer variables are rounded.
         absolute_gap: Stop when objective and bound are this close.
         start: A feasible value for each variable, to start from.
         work: Counts it, and has the clock's last word; by default nobody counts.
-
-    Returns:
-        The best found, with its bound. Values of integer variables are rounded.
     """
     if not program.costs:  # python-mip would print that there is nothing to optimize
         holds = all(lower <= 0.0 <= upper for _, _, lower, upper in program.rows)
@@ -156,16 +154,10 @@ def solve(
         model.start = list(zip(variables, start, strict=True))
     if relax and backend_name(options) == "CBC":  # without an integer, CBC takes a way that writes to the console
         model.add_var(lb=0.0, ub=0.0, var_type=mip.INTEGER)
-    work, meter = work or Work(time_limit_s), SolverMeter(price_of(program, relax), time_limit_s)
+    work, meter = work or Work(time_limit_s), SolverMeter(program, relax, time_limit_s)
     status = meter.optimize(model, work.clock_left_s)
     work.add(meter.work_s)
     return _read(model, variables, program, status, relax)
-
-
-def price_of(program: LinearProgram, relax: bool = False) -> Price:
-    """Return the price of solving a program, or its relaxation."""
-    is_linear = relax or not any(program.is_integer)
-    return Price(len(program.rows), sum(len(terms) for _, terms, _, _ in program.rows), is_linear)
 
 
 def _add_program(model: mip.Model, program: LinearProgram, relax: bool) -> list[mip.Var]:
@@ -201,3 +193,111 @@ def _read(
     )
     kind = Status.OPTIMAL if status is mip.OptimizationStatus.OPTIMAL else Status.FEASIBLE
     return Result(kind, values, float(model.objective_value), proven)
+
+
+# ---------------------------------------------------------------- the work of a solver
+
+
+class SolverMeter:
+    """Counts the work of solving one program, and ends it at a limit that no clock knows.
+
+    HiGHS asks again and again, at each node and between rounds of cuts, whether to go on. The answer depends on the
+    number of iterations of the simplex method so far, each at a price that depends on the size of the program. A linear
+    program gets a limit of iterations. So a program ends at the same iteration on each machine, loaded or idle. A
+    stretch between two questions can't be ended, the first relaxation of an integer program for example.
+
+    CBC, and a HiGHS that can't be asked, get a limit of nodes. That is the same on each machine too, but coarse.
+    """
+
+    def __init__(self, program: LinearProgram, relax: bool, limit_s: float) -> None:
+        entries = sum(len(terms) for _, terms, _, _ in program.rows)
+        self._is_linear = relax or not any(program.is_integer)
+        self._iteration_s = INTEGER_S + INTEGER_ENTRY_S * entries
+        if self._is_linear:
+            self._iteration_s = LINEAR_S + LINEAR_ROW_S * len(program.rows)
+        self._limit_s, self._fixed_s = max(LEAST_S, limit_s), PROGRAM_S + ENTRY_S * entries
+        self.work_s, self._questions = self._fixed_s, 0
+
+    def optimize(self, model: mip.Model, clock_left_s: float) -> mip.OptimizationStatus:
+        """Solve a program; it ends at the limit of work, or after so many seconds by the clock."""
+        seconds = max(LEAST_S, clock_left_s)
+        library = _library() if model.solver_name.upper() == "HIGHS" else None
+        if library is None:
+            return self._by_nodes(model, seconds)
+        if self._is_linear:
+            model.max_iter = self.most_iterations()
+            status = model.optimize(max_seconds=seconds)
+            self.work_s += self._iteration_s * library.iterations(model)
+            return status
+        ask = library.watch(model, self._is_enough)
+        status = model.optimize(max_seconds=seconds)
+        del ask  # HiGHS asks no more
+        return status
+
+    def most_iterations(self) -> int:
+        """Return the iterations that the limit of work is enough for."""
+        return min(max(1, int((self._limit_s - self._fixed_s) / self._iteration_s)), MOST_ITERATIONS)
+
+    def _by_nodes(self, model: mip.Model, seconds: float) -> mip.OptimizationStatus:
+        """Solve with a limit of nodes. Its work is not known: it counts as the limit where it did not end by itself."""
+        nodes = {} if self._is_linear else {"max_nodes": max(1, self.most_iterations() // NODE_ITERATIONS)}
+        status = model.optimize(max_seconds=seconds, **nodes)
+        if status not in (mip.OptimizationStatus.OPTIMAL, mip.OptimizationStatus.INFEASIBLE):
+            self.work_s = self._limit_s
+        return status
+
+    def _is_enough(self, iterations: int) -> bool:
+        self._questions += 1
+        self.work_s = self._fixed_s + self._iteration_s * iterations + QUESTION_S * self._questions
+        return self.work_s >= self._limit_s
+
+
+class Library:
+    """Functions of HiGHS that python-mip does not call, in the library that it has loaded.
+
+    Raises:
+        AttributeError: If the library, or python-mip, is one that can't be asked.
+        OSError: If the library can't be loaded again.
+    """
+
+    def __init__(self) -> None:
+        self._ffi = mip.highs.cffi.FFI()  # python-mip needs cffi, and nothing else here does
+        self._ffi.cdef(FUNCTIONS)
+        self._functions = self._ffi.dlopen(mip.highs.libfile)
+        _ = self._functions.Highs_getCallbackDataOutItem, self._functions.Highs_setCallback
+
+    def watch(self, model: mip.Model, is_enough: Callable[[int], bool]) -> object:
+        """Ask before each node of a solve, with the iterations so far, whether to end it.
+
+        The returned object has to live until the solve has ended.
+        """
+        highs = self._pointer(model)
+
+        def ask(kind: int, message: Any, said: Any, answer: Any, data: Any) -> None:
+            count = self._functions.Highs_getCallbackDataOutItem(said, b"mip_total_lp_iterations")
+            if is_enough(int(self._ffi.cast("int64_t*", count)[0])):
+                # Not by its answer: python-mip doesn't know the status that this would give.
+                self._functions.Highs_setDoubleOptionValue(highs, b"time_limit", 0.0)
+
+        callback = self._ffi.callback("void(int, const char*, const void*, void*, void*)", ask)
+        self._functions.Highs_setCallback(highs, callback, self._ffi.NULL)
+        self._functions.Highs_startCallback(highs, INTERRUPT)
+        return callback
+
+    def iterations(self, model: mip.Model) -> int:
+        """Return the iterations that solving a linear program took."""
+        count = self._ffi.new("int*")
+        self._functions.Highs_getIntInfoValue(self._pointer(model), b"simplex_iteration_count", count)
+        return max(0, int(count[0]))
+
+    def _pointer(self, model: mip.Model) -> Any:
+        return self._ffi.cast("void*", int(mip.highs.ffi.cast("uintptr_t", model.solver._model)))
+
+
+@cache
+def _library() -> Library | None:
+    try:
+        return Library()
+    except (AttributeError, OSError) as error:
+        log.info("HiGHS can't be asked for its iterations (%s): its work is limited by nodes", error)
+        return None

@@ -1,4 +1,4 @@
-"""Replays of policies: their peak, the place of it, and their time.
+"""Replays of policies: their peak, the place of it, their time; and the decisions that they come to.
 
 `StepModel.replay` takes time in proportion to the difference from a policy that was replayed before. The independent
 simulator has the last word on each plan.
@@ -13,10 +13,12 @@ from functools import cached_property
 
 import numpy as np
 
+from ...records.graph import Direction
+from ...records.schedule import ensure
+from ...records.step import Decisions
 from .base import Problem
 from .choices import LEAST_MS, Choices, Policy, Rows
-from .lazy import Lazy, lazy_keeping_all, lazy_rows
-from .timeline import Timeline, with_rows
+from .timeline import Lazy, Timeline, keeping_all, lazily, with_rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,13 +28,11 @@ class Replay:
     Attributes:
         peak_bytes: Peak above resident bytes.
         recompute_ms: Time of recomputation.
-        position: Position of the peak in the backward, or -1 in the forward.
-        node: The node at the peak.
+        position: Position of the peak in the backward, or -1 in the forward; `node` is the node there.
         timeline: The rows, and the choices in memory at each moment.
         peaks: For each backward position, and the end, most bytes while its node runs or values are recomputed for it.
-        forward_position: Position of the forward where the forward's own peak is.
-        forward_peak: Bytes there.
-        lazy: The policy, with its rows before any ran in the forward's order; None where it has none.
+        forward_position: Position of the forward's own peak, of `forward_peak` bytes.
+        lazy: The policy, with its rows before any ran in the forward's order.
     """
 
     peak_bytes: int
@@ -43,12 +43,22 @@ class Replay:
     peaks: np.ndarray
     forward_position: int
     forward_peak: int
-    lazy: Lazy | None
+    lazy: Lazy
+
+    @property
+    def policy(self) -> Policy:
+        """The policy."""
+        return self.lazy.policy
 
     @property
     def rows(self) -> Rows:
         """Producers recomputed before each backward position, views left out."""
         return self.timeline.rows
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Faster first, then smaller."""
+        return self.recompute_ms, self.peak_bytes
 
 
 class StepModel(Choices):
@@ -66,25 +76,17 @@ class StepModel(Choices):
         model.cost_ms = {node: max(times_ms[node], LEAST_MS) for node in self.makes}
         return model
 
-    def in_order(self, rows: Rows, position: int) -> Rows:
-        """Sort the nodes recomputed before a backward position as the forward runs them."""
-        return [*rows[:position], self._sorted(rows[position]), *rows[position + 1 :]]
-
-    def _sorted(self, row: list[int]) -> list[int]:
-        return sorted(row, key=self.order.__getitem__)
-
     @cached_property
     def keeping_all(self) -> Lazy:
         """The policy that keeps everything: other policies are replayed from it where none is nearer."""
-        return lazy_keeping_all(self)
+        return keeping_all(self)
 
     def lazy(self, policy: Policy, near: Lazy | None = None) -> Lazy:
         """Return a policy with its rows, from those of a policy that differs little: by default the latest one."""
         before = near or min(
             self.keeping_all, self._latest or self.keeping_all, key=lambda lazy: policy.distance(lazy.policy)
         )
-        drops, early, changed = lazy_rows(self, policy, before)
-        self._latest = Lazy(policy, drops, early, with_rows(self, before.timeline, changed))
+        self._latest = lazily(self, policy, before)
         return self._latest
 
     def replay(self, policy: Policy, near: Lazy | None = None) -> Replay:
@@ -96,7 +98,7 @@ class StepModel(Choices):
         replay = self._replay(lazy.timeline, lazy)
         while replay.position >= 0 and replay.timeline.row_peaks[replay.position] == replay.peak_bytes:
             rows, position = replay.timeline.rows, replay.position
-            row = self._sorted(rows[position])
+            row = sorted(rows[position], key=self.order.__getitem__)
             if row == rows[position]:
                 break
             other = self._replay(with_rows(self, replay.timeline, {position: row}), lazy)
@@ -109,7 +111,7 @@ class StepModel(Choices):
         changed = {position: list(row) for position, row in enumerate(rows) if row}
         return with_rows(self, self.keeping_all.timeline, changed)
 
-    def _replay(self, timeline: Timeline, lazy: Lazy | None) -> Replay:
+    def _replay(self, timeline: Timeline, lazy: Lazy) -> Replay:
         forward, forward_position, forward_peak = timeline.forward_bytes, 0, -1
         if len(forward):
             forward_position = int(np.argmax(forward))
@@ -125,21 +127,8 @@ class StepModel(Choices):
             node = self.graph.backward[position]
         else:
             node = timeline.rows[position][timeline.row_bytes(self, position).index(peak_bytes)]
-        return Replay(
-            peak_bytes=peak_bytes,
-            recompute_ms=timeline.recompute_ms,
-            position=position,
-            node=node,
-            timeline=timeline,
-            peaks=peaks,
-            forward_position=forward_position,
-            forward_peak=forward_peak,
-            lazy=lazy,
-        )
-
-    def row_bytes(self, rows: Rows, position: int) -> list[int]:
-        """Return the bytes while each value is recomputed before a backward position."""
-        return self._timeline(rows).row_bytes(self, position)
+        time_ms = timeline.recompute_ms
+        return Replay(peak_bytes, time_ms, position, node, timeline, peaks, forward_position, forward_peak, lazy)
 
     def live_at(self, rows: Rows, positions: Iterable[int]) -> tuple[frozenset[int], dict[int, frozenset[int]]]:
         """Return the choices in memory at the turn, and while the nodes of some backward positions run."""
@@ -155,6 +144,43 @@ class StepModel(Choices):
                 live.update(self.needs[node])
         return frozenset(live), live_at
 
-    def kept_through_the_turn(self, rows: Rows) -> frozenset[int | None]:
-        """Return the storages in memory as the backward starts that it, or a recomputation, reads."""
-        return frozenset((*self._timeline(rows).kept(), *self.fixed, *self._held))
+    def always_there(self, rows: Rows) -> set[int]:
+        """List the forward tensors that live through the turn: on kept, held and resident storages, or on none."""
+        graph, kept = self.graph, {None, *self._timeline(rows).kept(), *self.fixed, *self._held}
+        tensors = {t for node in graph.forward for t in graph.nodes[node].outputs}
+
+        def stays(tensor: int) -> bool:
+            storage = self.storage_of[tensor]
+            return storage in kept or storage not in self.made_at or graph.recomputers[tensor] is None
+
+        return set(filter(stays, tensors))
+
+
+def decisions(model: StepModel, rows: Rows) -> Decisions:
+    """Return the nodes to run before each backward position, with views and other nodes that cost nothing.
+
+    The rows have the producers recomputed before each backward position, as a replay returns them.
+    """
+    graph, lowered = model.graph, list[tuple[int, ...]]()
+    on: dict[int | None, list[int]] = {}  # the forward's tensors on each storage
+    for tensor, storage in enumerate(model.storage_of):
+        producer = graph.tensors[tensor].producer
+        if producer is not None and graph.nodes[producer].direction is not Direction.BACKWARD:
+            on.setdefault(storage, []).append(tensor)
+    available = {*graph.inputs, *graph.tangents, *model.always_there(rows)}
+    ends = [(graph.nodes[node].inputs, graph.nodes[node].outputs) for node in graph.backward]
+    for row, (read, made_after) in zip(rows, [*ends, (graph.gradients, ())], strict=True):
+        before = list[int]()
+        for node in row:
+            for tensor in graph.nodes[node].inputs:
+                ensure(graph, tensor, available, before)
+            before.append(node)
+            made = set(graph.nodes[node].outputs)
+            for storage in {model.storage_of[t] for t in made} - {None}:  # views of earlier values are stale
+                available.difference_update([t for t in on.get(storage, ()) if t not in made])
+            available.update(made)
+        for tensor in read:
+            ensure(graph, tensor, available, before)
+        available.update(made_after)
+        lowered.append(tuple(before))
+    return tuple(lowered)

@@ -1,5 +1,10 @@
 """Which saved values are offloaded to the host, and when: a second pass over decisions of what to recompute.
 
+A strategy answers the budget first, exactly as it does where nothing may be offloaded. The schedule of a larger budget
+recomputes less; with its excess offloaded, it may be faster than the first answer. So the strategy answers a few larger
+budgets too, and the pass offloads the excess of each of these, and of plain training. The fastest is taken where it
+gains clearly.
+
 For given decisions the bytes at each moment are known, and so is the excess over the budget. The pass picks storages
 that are idle at these moments until enough is offloaded, and gives each its places. Its copy out begins when it is
 made. The program waits for this copy, and frees the memory, when the budget needs it and not before. Its copy in begins
@@ -22,59 +27,62 @@ the least over a few intervals, each with V at its lower end in the quotients an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import wraps
 from itertools import pairwise
 
 import numpy as np
 
 from ...errors import ConfigurationError
 from ...records.offload import Host, Idle, Offload, idle_storages, with_offloads
-from ...records.schedule import Schedule, lower
+from ...records.schedule import Schedule, keep_all, lower
 from ...records.simulation import Simulation, simulate
 from ...records.step import Decisions
-from .base import Problem
+from .base import Problem, Solution, Status, Strategy
+from .least_memory import smallest_budget
 from .model import StepModel
 from .turn_point import lower_bound
 
 INTERVALS = 8  # of the bytes that are offloaded, for the bound
+SHARES = (0.25, 0.5, 0.75)  # of the bytes that may be offloaded: the budgets between that are solved
+SOLVES_SHARE, BOUND_SHARE = 0.5, 0.2  # of the time limit, for all of these together and for the bound
+MOST_SHARE = 2.0  # of the time limit that an answer may take, with the proposals of a paper's method
+
+PROPOSALS: dict[str, Callable[[Problem], Iterator[Decisions]]] = {}
+"""Of a few strategies, by name: their schedules over the budget, in which values are to be offloaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Decisions to recompute and to offload, with their costs by the simulator.
-
-    Attributes:
-        recompute: R, see `schedule.lower`.
-        offloads: Storages that are offloaded; none where that does not pay.
-        recompute_ms: Time of recomputation.
-        wait_ms: Time of waits for copies.
-        peak_bytes: Peak on the device.
-        host_bytes: Most bytes on the host.
-    """
+    """Decisions to recompute and to offload, none where that does not pay, with their simulation."""
 
     recompute: Decisions
     offloads: tuple[Offload, ...]
-    recompute_ms: float
-    wait_ms: float
-    peak_bytes: int
-    host_bytes: int
+    simulation: Simulation
 
     @property
     def extra_ms(self) -> float:
         """Time of recomputation, and of waits for copies."""
-        return self.recompute_ms + self.wait_ms
+        return self.simulation.extra_ms
+
+    def instead_of(self, solution: Solution) -> Solution:
+        """Return a solution with these decisions in place of its own."""
+        return replace(
+            solution,
+            status=Status.FEASIBLE,
+            recompute=self.recompute,
+            recompute_ms=self.simulation.recompute_ms,
+            offloads=self.offloads,
+            wait_ms=self.simulation.wait_ms,
+            peak_bytes=self.simulation.peak_bytes,
+        )
 
 
 def fastest_choice(problem: Problem, candidates: Iterable[Decisions]) -> Choice | None:
-    """Offload as much as the budget asks for, for each of some decisions; return the fastest that fits.
+    """Offload as much as the budget asks for, for each of some decisions; return the fastest that fits, if any.
 
-    Args:
-        problem: The problem; its profile has a link, and the host memory.
-        candidates: Decisions, whatever their peaks.
-
-    Returns:
-        The fastest, of equals the one with less on the host; None where none of the decisions fits.
+    Of equals it is the one with less on the host.
     """
     choices: list[Choice] = []
     for recompute in dict.fromkeys(candidates):
@@ -83,9 +91,8 @@ def fastest_choice(problem: Problem, candidates: Iterable[Decisions]) -> Choice 
             if host_of(problem).holds(problem.graph, offloads):
                 done = simulate(problem.graph, problem.profile, with_offloads(problem.graph, schedule, offloads))
                 if done.peak_bytes <= problem.budget_bytes:
-                    times = done.recompute_ms, done.wait_ms
-                    choices.append(Choice(recompute, offloads, *times, done.peak_bytes, done.host_bytes))
-    return min(choices, key=lambda choice: (choice.extra_ms, choice.host_bytes), default=None)
+                    choices.append(Choice(recompute, offloads, done))
+    return min(choices, key=lambda choice: (choice.extra_ms, choice.simulation.host_bytes), default=None)
 
 
 def least_bytes(problem: Problem, candidates: Iterable[Decisions]) -> int | None:
@@ -130,13 +137,7 @@ def _ways(problem: Problem, schedule: Schedule) -> Iterable[tuple[Offload, ...]]
 
 
 class _Step:
-    """A schedule with nothing offloaded, and its excess at each moment.
-
-    Attributes:
-        idle: Storages that may be offloaded.
-        over: Bytes beyond the budget while each node runs, below 0 where there is room.
-        turn: Number of moments before the backward.
-    """
+    """A schedule with nothing offloaded, the storages that may be, and the bytes over the budget at each moment."""
 
     def __init__(self, problem: Problem, kept: Simulation, idle: Sequence[Idle], over: np.ndarray) -> None:
         self.idle, self.over, self.turn = idle, over, kept.turn
@@ -217,29 +218,19 @@ class _Step:
 def offload_bound(model: StepModel, budget_bytes: int, deadline: float) -> float | None:
     """Bound the extra time of every schedule in which values may be offloaded, within a budget, from below.
 
-    Args:
-        model: The step; its profile has a link, and the host memory.
-        budget_bytes: Most bytes on the device at any moment.
-        deadline: Stop when so much work was done; the bound is weaker then.
-
-    Returns:
-        Milliseconds of recomputation and waits, or None where no schedule fits.
+    It is in milliseconds, None where no schedule fits. Where a deadline of work cuts it short, it is weaker.
     """
     link = model.problem.profile.link
     if link is None:
         raise ConfigurationError(
             "Nothing can be offloaded without the speed of copies: give the profile a link (costs.Link)"
         )
-    excess = max(0, model.keep_all_bytes - budget_bytes)
     if budget_bytes < model.least_bytes:  # values that a node reads and makes are on the device while it runs
         return None
-    host_bytes = host_of(model.problem).size_bytes
-    most = min(host_bytes, excess)
-    ends = [most * number // INTERVALS for number in range(INTERVALS + 1)]
-    forward_ms, backward_ms = (
-        sum(model.problem.profile.time_ms[node] for node in half)
-        for half in (model.graph.forward, model.graph.backward)
-    )
+    excess, host_bytes = max(0, model.keep_all_bytes - budget_bytes), host_of(model.problem).size_bytes
+    ends = [min(host_bytes, excess) * number // INTERVALS for number in range(INTERVALS + 1)]
+    halves, times_ms = (model.graph.forward, model.graph.backward), model.problem.profile.time_ms
+    forward_ms, backward_ms = (sum(times_ms[node] for node in half) for half in halves)
 
     def extra_ms(offloaded_bytes: int, recompute_ms: float) -> float:
         out_ms = max(0.0, offloaded_bytes / link.out_bytes_per_ms - forward_ms)
@@ -251,3 +242,106 @@ def offload_bound(model: StepModel, budget_bytes: int, deadline: float) -> float
         if recompute_ms is not None:
             least_ms = min(least_ms, extra_ms(start, recompute_ms))
     return None if math.isinf(least_ms) else least_ms
+
+
+# ---------------------------------------------------------------- strategies whose answers may have values offloaded
+
+
+def with_offloading(strategy: Strategy) -> Strategy:
+    """Wrap a strategy: where a problem has memory of the host, its answers may have values offloaded."""
+
+    @wraps(strategy)
+    def solve(problem: Problem) -> Solution:
+        alone = strategy(replace(problem, host=None))
+        if not can_offload(problem) or (alone.is_feasible and alone.is_plain):
+            return alone
+        return _Improving(problem, strategy, alone).answer()
+
+    return solve
+
+
+def can_offload(problem: Problem) -> bool:
+    """Whether values may be offloaded at all."""
+    return host_of(problem).size_bytes > 0 and problem.profile.link is not None
+
+
+def least_with_offloads(problem: Problem, smallest: Solution) -> Solution:
+    """Return the solution of least memory of a step, whatever its budget, where values may be offloaded.
+
+    It is the given one, in which all stays on the device, where none takes less.
+    """
+    if not can_offload(problem):
+        return smallest
+    candidates = [keep_all(problem.graph), smallest.recompute]
+    least = least_bytes(problem, candidates)
+    if least is None or least >= smallest.peak_bytes:
+        return smallest
+    choice = fastest_choice(replace(problem, budget_bytes=least), candidates)
+    return smallest if choice is None else choice.instead_of(smallest)
+
+
+class _Improving:
+    """A search for a solution with values offloaded that is faster than a strategy's own without (alone)."""
+
+    def __init__(self, problem: Problem, strategy: Strategy, alone: Solution) -> None:
+        self._problem, self._strategy, self._alone = problem, strategy, alone
+        self._model = StepModel(problem)
+        self._gap_ms = problem.options.gap * problem.step_ms
+        self._work_s, self._solve_s = alone.work_s, alone.solve_s
+
+    def answer(self) -> Solution:
+        """Return the first answer, or a clearly faster one, with a bound that holds for values offloaded too."""
+        limit_s, work = self._problem.options.time_limit_s, self._model.work
+        bound_ms = offload_bound(self._model, self._problem.budget_bytes, work.done_s + BOUND_SHARE * limit_s)
+        self._work_s += work.done_s
+        alone = self._alone
+        if bound_ms is None or (alone.is_feasible and alone.extra_ms <= bound_ms + self._gap_ms):
+            return self._proven(alone, bound_ms)
+        choice = fastest_choice(self._problem, self._candidates())
+        gains = choice is not None and (not alone.is_feasible or choice.extra_ms < alone.extra_ms - self._gap_ms)
+        return self._proven(choice.instead_of(alone) if choice is not None and gains else alone, bound_ms)
+
+    def _candidates(self) -> Iterator[Decisions]:
+        """Yield decisions that keep more than the budget, and some of whose values are to be offloaded."""
+        alone, lower_bytes = self._alone, self._problem.budget_bytes
+        yield keep_all(self._problem.graph)
+        if alone.is_feasible:
+            yield alone.recompute
+        else:
+            smallest = smallest_budget(replace(self._problem, host=None))
+            lower_bytes = max(lower_bytes, smallest.peak_bytes)
+            yield smallest.recompute
+        yield from PROPOSALS[alone.strategy](self._problem) if alone.strategy in PROPOSALS else ()
+        options = self._problem.options
+        each = replace(options, time_limit_s=SOLVES_SHARE * options.time_limit_s / len(SHARES), progress=None)
+        for share in SHARES:
+            larger_bytes = lower_bytes + int(share * (self._most_bytes() - lower_bytes))
+            if larger_bytes > lower_bytes:
+                larger = self._strategy(replace(self._problem, budget_bytes=larger_bytes, options=each, host=None))
+                self._work_s, self._solve_s = self._work_s + larger.work_s, self._solve_s + larger.solve_s
+                if larger.is_feasible:
+                    yield larger.recompute
+
+    def _most_bytes(self) -> int:
+        """Return the largest budget whose excess can be offloaded before that costs more than it can save."""
+        problem, alone, most_bytes = self._problem, self._alone, self._model.keep_all_bytes
+        link, offloaded_bytes = problem.profile.link, host_of(problem).size_bytes
+        assert link is not None, "can_offload has looked"
+        if alone.is_feasible:
+            halves = (problem.graph.forward, link.out_bytes_per_ms), (problem.graph.backward, link.in_bytes_per_ms)
+            for nodes, bytes_per_ms in halves:
+                half_ms = sum(problem.profile.time_ms[node] for node in nodes) + alone.extra_ms
+                offloaded_bytes = min(offloaded_bytes, int(half_ms * bytes_per_ms))
+        return min(most_bytes, problem.budget_bytes + offloaded_bytes)
+
+    def _proven(self, solution: Solution, bound_ms: float | None) -> Solution:
+        """Return a solution with the bound of all plans, including those with values offloaded."""
+        solution = replace(solution, work_s=self._work_s, solve_s=self._solve_s)
+        if not solution.is_feasible:
+            status = Status.INFEASIBLE if bound_ms is None else Status.NOT_FOUND
+            return replace(solution, status=status, bound_ms=bound_ms or 0.0)
+        proven_ms = min(bound_ms or 0.0, solution.extra_ms)
+        if solution.extra_ms <= proven_ms + self._gap_ms:
+            return replace(solution, status=Status.OPTIMAL, bound_ms=proven_ms, stopped_by="proof")
+        ended = "end of the search" if solution.stopped_by in ("", "proof") else solution.stopped_by
+        return replace(solution, status=Status.FEASIBLE, bound_ms=proven_ms, stopped_by=ended)

@@ -1,45 +1,31 @@
 """The phased model: a whole step as a mixed-integer program whose memory is checked at a few instants of the backward.
 
-The instants i_1 < ... < i_q cut the backward into phases 0 to q; phase t ends with the node at instant i_(t+1).
-Variables, all 0 or 1:
+`docs/formulation.md` has the program: its variables, and the rows by the numbers in their names. The instants i_1 < ...
+< i_q cut the backward into phases 0 to q; phase t ends with the node at instant i_(t+1). Variables, all 0 or 1:
 
     S[t, d]     value d is in memory when phase t starts: at the turn for t = 0, else while the node at instant i_t runs
-    R[t, k]     node k is recomputed during phase t
+    R[t, k]     node k is recomputed during phase t, which takes c_k milliseconds
 
-    minimise    sum_t,k c_k R[t, k]                                                      time recomputed, in ms
-    (1)         S[t, d] + R[t, p(d)] >= 1          d read in phase t                     what is read is there
-    (2)         S[t, d] + R[t, p(d)] >= R[t, k]    d in in(k)                            a recomputed node has its
-    inputs
-    (3)         S[t, d] + R[t, p(d)] >= S[t+1, d]                                        what stays was there or was
-    made
-    (4)         sum_d m_d S[t, d] + G[i_t] <= B    t >= 1                                bytes while the node at i_t
-    runs
-    (5)         sum_d m_d S[0, d] + F[f] <= B      d unused after f, for some f          bytes at position f of the
-    forward
-
-m_d are bytes of value d made by node p(d), c_k milliseconds of node k, G and F bytes that no decision changes. A value
-that the node at an instant reads has S = 1 there; one that can't be recomputed has no R. With every position an
-instant this is Checkmate in its reduced form (Jain et al., MLSys 2020, arXiv 1910.02653) less the rows between two
-instants. With few instants it is a relaxation, so its optimum bounds the time of every schedule with this order of the
-backward from below; and its solution is a schedule. So instants are added only where the replay of that solution
-passes the budget, until it no longer does: a handful settles graphs of thousands of nodes.
-
-Values so small that all of them together are a two-thousandth of the budget are kept, and counted as nothing in the
-bound. Memory while values are recomputed between two neighbouring instants is in `row_memory`.
+m_d are bytes of value d made by node p(d), w_k bytes that only k needs while it runs, G and F bytes that no decision
+changes. With every position an instant this is Checkmate in its reduced form (Jain et al., MLSys 2020, arXiv
+1910.02653) less the rows between two instants. With few instants it is a relaxation, so its optimum bounds the time of
+every schedule with this order of the backward from below; and its solution is a schedule. So instants are added only
+where the replay of that solution passes the budget, until it no longer does: a handful settles graphs of thousands of
+nodes. Values so small that all of them together are a two-thousandth of the budget are kept, and counted as nothing in
+the bound.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby
-from operator import itemgetter
+from itertools import accumulate
 
 from .choices import Policy, Rows
-from .mip_backend import LinearProgram
+from .mip_backend import UNIT, LinearProgram
 from .model import Replay, StepModel
-from .row_memory import UNIT, RowMemory
 
 SMALL_SHARE = 0.0005  # of the budget: values that together stay below it are kept without being modelled
 EARLY_PARTS = 10  # of the backward: an instant to begin with is in the first of them
@@ -50,38 +36,20 @@ LinearTerms = list[tuple[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Where memory is checked.
+    """Where memory is checked: backward positions, ascending; forward positions; and rows.
 
-    Attributes:
-        instants: Backward positions, ascending.
-        forward: Forward positions.
-        rows: Pairs of a position and a node that is recomputed before it; it and the one before are instants.
-        in_order: Such pairs for which the order of the forward is taken. With any, the program is no relaxation any
-            more, and its bound says nothing.
+    A row is a position and a node that is recomputed before it; it and the one before are instants.
     """
 
     instants: tuple[int, ...]
     forward: tuple[int, ...] = ()
     rows: frozenset[tuple[int, int]] = frozenset()
-    in_order: frozenset[tuple[int, int]] = frozenset()
 
 
 class PhasedProgram:
-    """The program for given checks.
+    """The program for given checks, with the variables of S[t, d] (held) and R[t, k] (run)."""
 
-    Attributes:
-        program: Its variables and rows.
-        held: Variable of S[t, d], by phase and choice.
-        run: Variable of R[t, k], by phase and node.
-    """
-
-    def __init__(
-        self,
-        model: StepModel,
-        limit_bytes: int,
-        checks: Checks,
-        small_share: float = SMALL_SHARE,
-    ) -> None:
+    def __init__(self, model: StepModel, limit_bytes: int, checks: Checks, small_share: float = SMALL_SHARE) -> None:
         self.model, self.limit, self.checks = model, limit_bytes, checks
         self.program = LinearProgram()
         self.held: dict[tuple[int, int], int] = {}
@@ -89,15 +57,14 @@ class PhasedProgram:
         by_size = sorted(model.choices, key=lambda s: (model.sizes[s], s))
         totals = zip(by_size, accumulate(model.sizes[s] for s in by_size), strict=True)
         self.small = frozenset(s for s, total in totals if total <= small_share * limit_bytes)
+        self._through: dict[tuple[int, int], int] = {}  # variable of H[d], by those of S[t+1, d] and R[t, p(d)]
         self._starts = (-1, *checks.instants)
         self._collect_needs()
         for phase in range(self.phases):
             self._add_variables(phase)
         for phase in range(self.phases):
             self._add_presence(phase)
-            if phase > 0:
-                self._add_memory(phase)
-        self._add_forward_memory()
+        self._add_memory()
         self._add_row_memory()
 
     @property
@@ -139,7 +106,10 @@ class PhasedProgram:
         return [*terms, (self.run[phase, node], 1.0)] if (phase, node) in self.run else terms
 
     def _add_presence(self, phase: int) -> None:
-        """(1), (2) and (3): what is read in a phase, what a recomputed node reads, and what stays is there."""
+        """(1), (2) and (3): what is read in a phase, what a recomputed node reads, and what stays is there.
+
+        (1) S[t, d] + R[t, p(d)] >= 1;  (2) ... >= R[t, k] for d in in(k);  (3) ... >= S[t+1, d].
+        """
         for storage in self._read[phase]:
             self.program.row(f"1_{phase}_{storage}", self._there(phase, storage), lower=1.0)
         makers = dict.fromkeys(self.model.producer.get(s, -1) for s in self._needed[phase])
@@ -153,39 +123,52 @@ class PhasedProgram:
                 terms = [*self._there(phase, storage), (self.held[phase + 1, storage], -1.0)]
                 self.program.row(f"3_{phase}_{storage}", terms, lower=0.0)
 
-    def _add_memory(self, phase: int) -> None:
-        """(4) sum_d m_d S[t, d] + G[i_t] <= B."""
-        sizes = self.model.sizes
-        terms = [
-            (self.held[phase, s], sizes[s] / UNIT) for s in self.model.choices if (phase, s) in self.held and sizes[s]
-        ]
-        instant = self.checks.instants[phase - 1]
-        self.program.row(f"4_{phase}", terms, upper=(self.limit - self.model.gradients[instant]) / UNIT)
-
-    def _add_forward_memory(self) -> None:
-        """(5) sum_d m_d S[0, d] + F[f] <= B, d made before f and unused from f on."""
-        model = self.model
+    def _add_memory(self) -> None:
+        """(4) sum_d m_d S[t, d] + G[i_t] <= B;  (5) sum_d m_d S[0, d] + F[f] <= B, d dead before f."""
+        model, sizes = self.model, self.model.sizes
+        for phase, instant in enumerate(self.checks.instants, start=1):
+            held = [s for s in model.choices if (phase, s) in self.held and sizes[s]]
+            terms = [(self.held[phase, s], sizes[s] / UNIT) for s in held]
+            self.program.row(f"4_{phase}", terms, upper=(self.limit - model.gradients[instant]) / UNIT)
         for position in self.checks.forward:
             made = [s for s in model.choices if model.made_at[s] <= position]
-            alive = sum(model.sizes[s] for s in made if model.last_forward_use(s) >= position)
+            alive = sum(sizes[s] for s in made if model.last_forward_use(s) >= position)
             dead = [s for s in made if model.last_forward_use(s) < position]
-            terms = [(self.held[0, s], model.sizes[s] / UNIT) for s in dead if (0, s) in self.held]
-            rest = model.forward_rest[position] + alive
-            self.program.row(f"5_{position}", terms, upper=(self.limit - rest) / UNIT)
+            terms = [(self.held[0, s], sizes[s] / UNIT) for s in dead if (0, s) in self.held]
+            self.program.row(f"5_{position}", terms, upper=(self.limit - model.forward_rest[position] - alive) / UNIT)
 
     def _add_row_memory(self) -> None:
-        """(9) and (10)."""
-        self._maxima: dict[int, tuple[frozenset[int], int | None]] = {}
-        for position, pairs in groupby(sorted(self.checks.rows | self.checks.in_order), key=itemgetter(0)):
+        """(9): memory in phase t, which holds one position, i, while k is recomputed in it.
+
+        It holds what k reads and makes, and what is held through the phase (H[d]), in whatever order values are
+        recomputed. L[i] are bytes that no decision changes just before i.
+
+            H[d] >= S[t+1, d] - R[t, p(d)]
+            sum_(d in in(k) or made by k) m_d R[t, k] + sum_(other d) m_d H[d] + w_k R[t, k] + L[i] <= B
+        """
+        model = self.model
+        for position, node in sorted(self.checks.rows):
             phase = bisect_left(self.checks.instants, position)
-            run = {node: variable for (t, node), variable in self.run.items() if t == phase}
-            held = {storage: variable for (t, storage), variable in self.held.items() if t == phase + 1}
-            memory = RowMemory(self.model, self.program, position, run, held)
-            values = [s for s in self.model.choices if s not in self.small]
-            for pair in pairs:
-                if pair[1] in run:
-                    memory.add(pair[1], values, self.limit, pair in self.checks.in_order)
-            self._maxima.update(memory.maxima)
+            if (phase, node) not in self.run:
+                continue
+            own, run = {*model.needs[node], *model.makes[node]}, self.run[phase, node]
+            terms = defaultdict[int, float](float, {run: model.transient[node] / UNIT})
+            for storage in model.choices:
+                variable = run if storage in own else self._held_through(phase, storage)
+                if storage not in self.small and variable is not None:
+                    terms[variable] += model.sizes[storage] / UNIT
+            limit = (self.limit - model.live_gradients[position]) / UNIT
+            self.program.row(f"9_{position}_{node}", list(terms.items()), upper=limit)
+
+    def _held_through(self, phase: int, storage: int) -> int | None:
+        """Return H[d]: S[t+1, d] where d is not recomputed in the phase, None where d is not needed after it."""
+        held, run = self.held.get((phase + 1, storage)), self.run.get((phase, self.model.producer.get(storage, -1)))
+        if held is None or run is None:
+            return held
+        if (held, run) not in self._through:
+            variable = self._through[held, run] = self.program.variable(0.0, integer=False)
+            self.program.row(f"h_{variable}", [(variable, 1.0), (held, -1.0), (run, 1.0)], lower=0.0)
+        return self._through[held, run]
 
     # ---------------------------------------------------------------- from and to policies
 
@@ -215,8 +198,8 @@ class PhasedProgram:
             for node in {k for row in rows[start + 1 : end + 1] for k in row}:
                 if (phase, node) in self.run:
                     values[self.run[phase, node]] = 1.0
-        for variable, (above, less) in self._maxima.items():
-            values[variable] = max(0.0, max(values[v] for v in above) - (0.0 if less is None else values[less]))
+        for (held, run), variable in self._through.items():
+            values[variable] = max(0.0, values[held] - values[run])
         return values
 
 
@@ -228,8 +211,7 @@ def first_checks(model: StepModel) -> Checks:
 def add_checks(checks: Checks, model: StepModel, replay: Replay, limit_bytes: int) -> Checks:
     """Add checks where a replay passes the limit: at the worst position, and at another one far from it.
 
-    Returns:
-        More checks: such that the program stays a relaxation, as long as there are any; the same where all is checked.
+    The program stays a relaxation. The checks are the same where no more of them keep it one.
     """
     if replay.forward_peak > limit_bytes:
         checks = replace(checks, forward=tuple(sorted({*checks.forward, replay.forward_position})))
@@ -241,9 +223,6 @@ def add_checks(checks: Checks, model: StepModel, replay: Replay, limit_bytes: in
             more = _check_at(position, checks, model, replay, limit_bytes)
             added.extend([position] if more != checks else [])
             checks = more
-    if not added and over:
-        rows = model.in_order(replay.rows, over[0])
-        checks = replace(checks, in_order=checks.in_order | _over(model, rows, over[0], limit_bytes))
     return checks
 
 
@@ -254,10 +233,6 @@ def _check_at(position: int, checks: Checks, model: StepModel, replay: Replay, l
     for instant in (min(position, len(model.reads) - 1), max(0, position - 1)):
         if instant not in checks.instants:
             return replace(checks, instants=tuple(sorted({*checks.instants, instant})))
-    return replace(checks, rows=checks.rows | _over(model, replay.rows, position, limit_bytes))
-
-
-def _over(model: StepModel, rows: Rows, position: int, limit_bytes: int) -> frozenset[tuple[int, int]]:
-    """Return the pairs of a position and a node recomputed before it that take more than the limit."""
-    pairs = zip(rows[position], model.row_bytes(rows, position), strict=True)
-    return frozenset((position, node) for node, size_bytes in pairs if size_bytes > limit_bytes)
+    row = zip(replay.rows[position], replay.timeline.row_bytes(model, position), strict=True)
+    too_large = ((position, node) for node, size_bytes in row if size_bytes > limit_bytes)
+    return replace(checks, rows=checks.rows.union(too_large))

@@ -1,9 +1,10 @@
-"""When the choices of a step are in memory, as values are recomputed.
+"""The rows of a policy, and when the choices of a step are in memory as these rows run.
 
-Most replays of a search differ from the one before in a few rows. Only the values that these rows read and make are
-laid out again; bytes and times of all else are taken over. So a replay takes as long as its change is large, and a
-search that tries each value of a step once takes time in proportion to the step. The result does not depend on what it
-was laid out from: bytes are whole numbers, and times are added up by row, in the same order each time.
+Each value is recomputed just before its first use that finds it missing. Most policies of a search differ in little
+from one before. So the rows are found from the rows of that one: a choice that is live in one policy alone matters only
+where something reads, makes or drops it, and the walk goes from one such place to the next. Only the values that
+changed rows read and make are laid out again. A replay takes as long as its change is large. The result does not depend
+on what it was laid out from: bytes are whole numbers, and times are added up by row, in the same order each time.
 
 A *block* is a span of keys (`choices`), from the first to the last at which one computation of a value is in memory; it
 begins at -1 where that is kept through the turn.
@@ -11,12 +12,15 @@ begins at -1 where that is kept through the turn.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import numpy as np
 
-from .choices import LAST, ROW, Choices, Rows
+from .choices import LAST, ROW, Choices, Policy, Rows
 
 EACH, PER_ROWS, PER_CHOICE = 150, 24, 10  # operations of laying out: 150, one for 24 rows, and 10 for each choice
 Block = tuple[int, int]
@@ -52,21 +56,22 @@ class Timeline:
         return round(float(self.row_ms.sum()), 9)
 
     def row_bytes(self, model: Choices, position: int) -> list[int]:
-        """Return the bytes while each value is recomputed before a backward position."""
-        return _row_bytes(model, self.rows[position], position, self.node_bytes, self.blocks)
+        """Return the bytes while each value is recomputed before a backward position: from the node there backward."""
+        row, rest, peaks = self.rows[position], model.live_gradients[position], list[int]()
+        live = int(self.node_bytes[position])
+        for key in range((position << ROW) + len(row) - 1, (position << ROW) - 1, -1):
+            node, begins = row[key & LAST], 0
+            for storage in (*model.needs[node], *model.makes[node]):
+                for begin, end in self.blocks[storage]:
+                    live += model.sizes[storage] if end == key else 0
+                    begins += model.sizes[storage] if begin == key else 0
+            peaks.append(live + model.transient[node] + rest)
+            live -= begins
+        return peaks[::-1]
 
     def kept(self) -> list[int]:
         """List the choices that are in memory as the backward starts."""
         return [storage for storage, blocks in self.blocks.items() if blocks and blocks[0][0] < 0]
-
-
-def keeping_all(model: Choices) -> Timeline:
-    """Lay out the step in which nothing is recomputed."""
-    count = len(model.all_reads)
-    empty = np.zeros(count, dtype=np.int64)
-    forward = np.array(model.forward_bytes, dtype=np.int64)
-    nothing = Timeline([[] for _ in range(count)], {}, {}, {}, empty, empty, np.zeros(count), forward)
-    return _laid_out(model, nothing, {}, model.choices)
 
 
 def with_rows(model: Choices, before: Timeline, changed: Mapping[int, list[int]]) -> Timeline:
@@ -83,49 +88,31 @@ def with_rows(model: Choices, before: Timeline, changed: Mapping[int, list[int]]
 def _laid_out(model: Choices, before: Timeline, changed: Mapping[int, list[int]], touched: Collection[int]) -> Timeline:
     """Lay out some choices anew, among them those of all changed rows."""
     rows, touches, makes = list(before.rows), dict(before.touches), dict(before.makes)
-    fresh, made = _keys_of(model, changed)
-    blocks, change = dict(before.blocks), _Change(model, changed)
+    blocks, change, row_ms = dict(before.blocks), _Change(model, changed), before.row_ms.copy()
+    fresh, made = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)  # keys in the changed rows
+    for position, row in sorted(changed.items()):
+        rows[position], row_ms[position] = row, sum(model.cost_ms[node] for node in row)
+        for key, node in enumerate(row, start=position << ROW):
+            for storage in (*model.needs[node], *model.makes[node]):
+                fresh[storage].append(key)
+            for storage in model.makes[node]:
+                made[storage].append(key)
     for storage in touched:
-        if changed:
-            touches[storage] = _with_keys(touches.get(storage, ()), changed, fresh.get(storage))
-            makes[storage] = _with_keys(makes.get(storage, ()), changed, made.get(storage))
+        for keys, new_keys in ((touches, fresh), (makes, made)):
+            stay = [key for key in keys.get(storage, ()) if key >> ROW not in changed]
+            keys[storage] = tuple(sorted([*stay, *new_keys.get(storage, ())]))
         old = blocks.get(storage, ())
-        blocks[storage] = new = _blocks_of(model, storage, touches.get(storage, ()), makes.get(storage, ()))
+        blocks[storage] = new = _blocks_of(model, storage, touches[storage], makes[storage])
         if new != old:
             change.replace(storage, old, new)
-    row_ms = before.row_ms.copy()
-    for position, row in changed.items():
-        rows[position] = row
-        row_ms[position] = sum(model.cost_ms[node] for node in row)
-    node_bytes, row_peaks = before.node_bytes, before.row_peaks.copy()
-    if change.positions:
-        delta = change.by_position(len(rows))
-        node_bytes = node_bytes + delta
-        row_peaks += delta * (row_ms > 0.0)
+    delta = _summed(change.backward, len(rows))
+    node_bytes, row_peaks = before.node_bytes + delta, before.row_peaks + delta * (row_ms > 0.0)
+    forward_bytes = before.forward_bytes + _summed(change.forward, len(before.forward_bytes))
+    timeline = Timeline(rows, touches, makes, blocks, node_bytes, row_peaks, row_ms, forward_bytes)
     for position in change.rows:
-        row_peaks[position] = max(_row_bytes(model, rows[position], position, node_bytes, blocks), default=0)
-    forward_bytes = change.of_forward(before.forward_bytes)
+        row_peaks[position] = max(timeline.row_bytes(model, position), default=0)
     model.work.add_operations(EACH + len(rows) // PER_ROWS + PER_CHOICE * len(touched))
-    return Timeline(rows, touches, makes, blocks, node_bytes, row_peaks, row_ms, forward_bytes)
-
-
-def _keys_of(model: Choices, changed: Mapping[int, list[int]]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """Return the keys at which rows touch choices, and those at which they make them."""
-    touches, makes = dict[int, list[int]](), dict[int, list[int]]()
-    for position in sorted(changed):
-        for key, node in enumerate(changed[position], start=position << ROW):
-            for storage in model.needs[node]:
-                touches.setdefault(storage, []).append(key)
-            for storage in model.makes[node]:
-                touches.setdefault(storage, []).append(key)
-                makes.setdefault(storage, []).append(key)
-    return touches, makes
-
-
-def _with_keys(keys: tuple[int, ...], changed: Mapping[int, list[int]], fresh: Sequence[int] | None) -> tuple[int, ...]:
-    """Replace the keys in rows that have changed by fresh ones."""
-    stay = [key for key in keys if key >> ROW not in changed] if keys else []
-    return tuple(sorted([*stay, *fresh]) if fresh and stay else fresh or stay)
+    return timeline
 
 
 def _blocks_of(model: Choices, storage: int, touches: tuple[int, ...], makes: tuple[int, ...]) -> tuple[Block, ...]:
@@ -158,77 +145,185 @@ def _blocks_of(model: Choices, storage: int, touches: tuple[int, ...], makes: tu
     return tuple(blocks)
 
 
-def _row_bytes(
-    model: Choices,
-    row: Sequence[int],
-    position: int,
-    node_bytes: np.ndarray,
-    blocks: Mapping[int, tuple[Block, ...]],
-) -> list[int]:
-    """Return the bytes while each value is recomputed before a backward position: from the node there backward."""
-    live, rest, peaks = int(node_bytes[position]), model.live_gradients[position], list[int]()
-    for key in range((position << ROW) + len(row) - 1, (position << ROW) - 1, -1):
-        node, begins = row[key & LAST], 0
-        for storage in (*model.needs[node], *model.makes[node]):
-            for begin, end in blocks[storage]:
-                live += model.sizes[storage] if end == key else 0
-                begins += model.sizes[storage] if begin == key else 0
-        peaks.append(live + model.transient[node] + rest)
-        live -= begins
-    return peaks[::-1]
-
-
 class _Change:
     """The change of bytes where blocks change.
 
     Attributes:
-        positions: Backward positions at which bytes come or go.
-        bytes: The bytes that come or go there.
         rows: Positions whose rows must be counted again.
+        backward: Pairs of a position of the backward and the bytes that come or go there.
+        forward: The same of the forward.
     """
 
     def __init__(self, model: Choices, rows: Iterable[int]) -> None:
         self._model, self.rows = model, set(rows)
-        self.positions, self.bytes = list[int](), list[int]()
-        self._kept: list[tuple[int, int]] = []
+        self.backward, self.forward = list[tuple[int, int]](), list[tuple[int, int]]()
 
     def replace(self, storage: int, old: tuple[Block, ...], new: tuple[Block, ...]) -> None:
         """Put the new blocks of a choice in the place of the old ones."""
         size = self._model.sizes[storage]
-        for block in old:
-            if block not in new:
-                self._add(storage, *block, -size)
-        for block in new:
-            if block not in old:
-                self._add(storage, *block, size)
-
-    def _add(self, storage: int, begin: int, end: int, size: int) -> None:
-        first, last = begin >> ROW, end >> ROW
-        if begin < 0:
-            first = 0
-            self._kept.append((self._model.last_forward_use(storage) + 1, size))
-        else:
-            self.rows.add(first)
-        if end & LAST != LAST:  # within a row: the node after it runs without
-            self.rows.add(last)
-            last -= 1
-        self.positions += first, last + 1
-        self.bytes += size, -size
-
-    def by_position(self, count: int) -> np.ndarray:
-        """Return the change of the bytes while each node of the backward runs."""
-        return _summed(self.positions, self.bytes, count)
-
-    def of_forward(self, before: np.ndarray) -> np.ndarray:
-        """Return the bytes of the forward, where kept choices live to its end."""
-        if not self._kept or not len(before):
-            return before
-        positions, sizes = zip(*self._kept, strict=True)
-        after: np.ndarray = before + _summed(positions, sizes, len(before))
-        return after
+        changes = [(b, -size) for b in old if b not in new] + [(b, size) for b in new if b not in old]
+        for (begin, end), size_bytes in changes:
+            first, last = begin >> ROW, end >> ROW
+            if begin < 0:  # kept through the turn: in the forward from its last use on
+                first = 0
+                self.forward.append((self._model.last_forward_use(storage) + 1, size_bytes))
+            else:
+                self.rows.add(first)
+            if end & LAST != LAST:  # within a row: the node after it runs without
+                self.rows.add(last)
+                last -= 1
+            self.backward += (first, size_bytes), (last + 1, -size_bytes)
 
 
-def _summed(positions: Sequence[int], sizes: Sequence[int], count: int) -> np.ndarray:
+def _summed(changes: Sequence[tuple[int, int]], count: int) -> np.ndarray:
     change = np.zeros(count + 1, dtype=np.int64)
-    np.add.at(change, np.array(positions), np.array(sizes, dtype=np.int64))
+    for position, size_bytes in changes:
+        change[position] += size_bytes
     return change.cumsum()[:count]
+
+
+# ---------------------------------------------------------------- the rows of a policy
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Pairs of a choice and a backward position: the choices at each position, and the positions of each choice."""
+
+    at: Mapping[int, Sequence[int]]
+    of: Mapping[int, Sequence[int]]
+
+    def toggled(self, pairs: Iterable[tuple[int, int]]) -> Pairs:
+        """Return these pairs with the membership of the given ones toggled."""
+        at, of = dict[int, set[int]](), dict[int, set[int]]()
+        for storage, position in pairs:
+            at.setdefault(position, set()).add(storage)
+            of.setdefault(storage, set()).add(position)
+        return Pairs(_toggled(self.at, at), _toggled(self.of, of)) if at else self
+
+
+def _toggled(before: Mapping[int, Sequence[int]], changes: Mapping[int, set[int]]) -> Mapping[int, Sequence[int]]:
+    return {
+        **before,
+        **{key: sorted(values.symmetric_difference(before.get(key, ()))) for key, values in changes.items()},
+    }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lazy:
+    """A policy, its drops of choices that can be dropped, what it recomputes early, and its timeline."""
+
+    policy: Policy
+    drops: Pairs
+    early: Pairs
+    timeline: Timeline
+
+
+def keeping_all(model: Choices) -> Lazy:
+    """Lay out the policy that keeps everything."""
+    count, nothing = len(model.all_reads), Pairs({}, {})
+    empty, forward = np.zeros(count, dtype=np.int64), np.array(model.forward_bytes, dtype=np.int64)
+    before = Timeline([[] for _ in range(count)], {}, {}, {}, empty, empty, np.zeros(count), forward)
+    timeline = _laid_out(model, before, {}, model.choices)
+    return Lazy(Policy(frozenset(model.choices)), nothing, nothing, timeline)
+
+
+def lazily(model: Choices, policy: Policy, near: Lazy) -> Lazy:
+    """Lay out a policy from one that differs little."""
+    dropped = {
+        (s, p) for s, p in policy.drops ^ near.policy.drops if s not in model.fixed and not model.is_pinned(s, p)
+    }
+    hurried = policy.early ^ near.policy.early
+    drops, early = near.drops.toggled(dropped), near.early.toggled(hurried)
+    walk = _Walk(model, near, drops, early)
+    for storage in (policy.kept ^ near.policy.kept) - model.fixed:
+        walk.change(storage, storage in policy.kept, -1)
+    for storage, position in (*dropped, *hurried):
+        heappush(walk.places, (position, storage))
+    return Lazy(policy, drops, early, with_rows(model, near.timeline, walk.rows()))
+
+
+class _Live(set[int]):
+    """The choices that live before a backward position: those recomputed for it, and those that a walk knows."""
+
+    def __init__(self, walk: _Walk, position: int) -> None:
+        super().__init__()
+        self._walk, self._position = walk, position
+
+    def __contains__(self, storage: object) -> bool:
+        return super().__contains__(storage) or self._walk.lives(storage, self._position)  # type: ignore[arg-type]
+
+
+class _Walk:
+    """A walk through the backward, from one place that may differ to the next.
+
+    The rows of the near policy are known; drops and early choices are those of the other one.
+    """
+
+    def __init__(self, model: Choices, near: Lazy, drops: Pairs, early: Pairs) -> None:
+        self._model, self._near, self._drops, self._early = model, near, drops, early
+        self._changed: dict[int, bool] = {}  # choices that live in one policy alone: whether in the new one
+        self.places: list[tuple[int, int]] = []  # a heap of positions, and the choices to look at there
+        self._places_of = [of for of in (model.uses, early.of, drops.of, near.drops.of) if of]
+
+    def change(self, storage: int, lives: bool, position: int) -> None:
+        """Note a choice that lives after a position in one policy alone; go on where it is read, made or dropped."""
+        self._changed[storage] = lives
+        nexts = list[int]()
+        for places in self._places_of:
+            if positions := places.get(storage):
+                index = bisect_right(positions, position)
+                nexts += positions[index : index + 1]
+        if touches := self._near.timeline.touches.get(storage):
+            index = bisect_left(touches, position + 1 << ROW)
+            nexts += [key >> ROW for key in touches[index : index + 1]]
+        if nexts:
+            heappush(self.places, (min(nexts), storage))
+
+    def rows(self) -> dict[int, list[int]]:
+        """Return the rows that differ."""
+        rows = dict[int, list[int]]()
+        while self.places:
+            position, storage = heappop(self.places)
+            seen = {storage}
+            while self.places and self.places[0][0] == position:
+                seen.add(heappop(self.places)[1])
+            row, before = self._row(position), self._near.timeline.rows[position]
+            if row != before:
+                rows[position] = row
+            self._compare(position, row, before, seen)
+        return rows
+
+    def lives(self, storage: int, position: int) -> bool:
+        """Whether a choice lives before anything is recomputed for a position."""
+        return self._changed[storage] if storage in self._changed else self._lived(storage, position)
+
+    def _lived(self, storage: int, position: int) -> bool:
+        """Whether it lives there in the policy that is known."""
+        makes, drops = self._near.timeline.makes.get(storage, ()), self._near.drops.of.get(storage, ())
+        made = bisect_left(makes, position << ROW) if makes else 0
+        dropped = bisect_left(drops, position) if drops else 0
+        if dropped:
+            return bool(made) and makes[made - 1] >> ROW > drops[dropped - 1]
+        return bool(made) or storage in self._near.policy.kept or storage in self._model.fixed
+
+    def _row(self, position: int) -> list[int]:
+        """Return the nodes that are recomputed before a position."""
+        live, row = _Live(self, position), list[int]()
+        for storage in (*self._early.at.get(position, ()), *self._model.all_reads[position]):
+            if storage not in live:
+                row.extend(self._model.recompute(storage, live))
+        return row
+
+    def _compare(self, position: int, row: list[int], before: list[int], seen: set[int]) -> None:
+        """Note which choices that are made or seen at a position live after it in one policy alone."""
+        made = {storage for node in row for storage in self._model.makes[node]}
+        made_before = {storage for node in before for storage in self._model.makes[node]}
+        for storage in seen | made | made_before:
+            lives = storage in made or self.lives(storage, position)
+            lives = lives and position not in self._drops.of.get(storage, ())
+            lived = storage in made_before or self._lived(storage, position)
+            lived = lived and position not in self._near.drops.of.get(storage, ())
+            if lives == lived:
+                self._changed.pop(storage, None)
+            else:
+                self.change(storage, lives, position)

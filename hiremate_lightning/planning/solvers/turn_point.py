@@ -19,35 +19,26 @@ which models every instant.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
-from .base import Problem, Solution, Status, strategy
+from .base import Status
 from .choices import Policy
-from .incumbent import Search, keep_everything, searching
-from .mip_backend import LinearProgram, solve
+from .mip_backend import UNIT, LinearProgram, solve
 from .model import StepModel
-from .row_memory import UNIT
-from .segments import try_evictions, try_segments
+from .search import Search
 
 LIMITS = (1.0, 0.92, 0.84, 0.76, 0.68, 0.6, 0.5, 0.4, 0.3)  # of the bytes that the budget leaves at the turn
 BOUND_INSTANTS = 10
 BOUND_SHARE = 0.2  # of the time left, for the bound
+SAVED_SHARES = (1.0, 0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.0)  # of the bytes of a part of the step: limits of its options
+MS_PER_BYTE = 1e-15  # so that of options of the same time the one that saves least is chosen
 
 
 def lower_bound(model: StepModel, limit_bytes: int, deadline: float) -> float | None:
-    """Bound the recompute time of every schedule within a limit from below.
+    """Bound the recompute time of every schedule within a limit from below, in ms; None where no schedule fits.
 
     At each of several backward positions, all values that the backward reads from there on are in memory or will be
     recomputed, and those that its node reads are in memory. Proof by relaxation; the order of the backward and the
-    times of nodes are given.
-
-    Args:
-        model: The step.
-        limit_bytes: Most bytes at any moment.
-        deadline: Seconds of work at which to stop; fewer positions prove a weaker bound.
-
-    Returns:
-        Milliseconds, or None where no schedule fits.
+    times of nodes are given. Fewer positions, up to a deadline of work, prove a weaker bound.
     """
     best, chosen = 0.0, model.neediest(BOUND_INSTANTS)
     # The start of the backward, the neediest position, and the neediest of each part of the backward.
@@ -84,18 +75,10 @@ def keeping_program(
     operands: Sequence[int] = (),
     ms_per_byte: float = 0.0,
 ) -> tuple[LinearProgram, dict[int, int]]:
-    """Build (1) to (3) for some choices; other values that recomputing them reads are taken to be in memory.
+    """Build (1) to (3) for some choices, of which the backward reads some; return also the variable of each choice.
 
-    Args:
-        model: The step.
-        chosen: The choices.
-        used: Those of them that the backward reads.
-        limit_bytes: Most bytes to keep.
-        operands: Choices that are kept in any case.
-        ms_per_byte: Added to the objective for each byte that is kept.
-
-    Returns:
-        The program, and the variable of each choice.
+    Other values that recomputing them reads are taken to be in memory. Operands are kept in any case. `ms_per_byte` is
+    added to the objective for each byte that is kept.
     """
     program = LinearProgram()
     keep = {s: program.variable(ms_per_byte * model.sizes[s], lower=float(s in operands)) for s in chosen}
@@ -116,39 +99,38 @@ def keeping_program(
     return program, keep
 
 
-def try_limits(search: Search, relax: bool, deadline: float) -> None:
-    """Solve the program for several limits of the bytes at the turn, and make each solution fit."""
-    for policy in _under_limits(search, LIMITS, relax, deadline):
-        search.repair(policy, deadline)
+def options_of(
+    model: StepModel, inside: Sequence[int], used: Sequence[int], kept: Sequence[int], limit_s: float
+) -> list[frozenset[int]]:
+    """Solve the program of a part of the step under several limits; return what each solution keeps, each once.
+
+    Of the choices inside, the backward reads those used, and some are kept in any case.
+    """
+    options = dict[frozenset[int], None]()
+    stays = sum(model.sizes[s] for s in kept)
+    free = sum(model.sizes[s] for s in {*used, *kept}) - stays
+    for share in SAVED_SHARES:
+        program, keep = keeping_program(model, inside, used, stays + share * free, kept, MS_PER_BYTE)
+        result = solve(program, model.problem.options, limit_s, work=model.work)
+        if result.status is Status.INFEASIBLE:
+            break
+        if result.values:
+            options[frozenset(s for s, v in keep.items() if result.values[v] >= 0.5)] = None
+    return list(options)
 
 
-def roundings(search: Search, deadline: float) -> list[Policy]:
+def roundings(search: Search, deadline: float) -> Iterator[Policy]:
     """Round the relaxations for several limits of the bytes at the turn."""
-    return list(_under_limits(search, LIMITS[::2], relax=True, deadline=deadline))
-
-
-def _under_limits(search: Search, shares: Sequence[float], relax: bool, deadline: float) -> Iterator[Policy]:
-    """Solve the program for several limits at the turn, shares of the bytes that the budget leaves there."""
     model = search.model
     at_turn = model.gradients[0] if model.gradients else 0
-    for share in shares:
+    for share in LIMITS:
         left = model.work.left_s(deadline)
-        if left <= 0 or search.is_done:
+        if left <= 0:
             return
         program, keep = _program(model, int(share * max(0, search.limit - at_turn)))
-        result = solve(program, search.problem.options, left, relax=relax, absolute_gap=search.gap_ms, work=model.work)
+        result = solve(program, search.problem.options, left, relax=True, work=model.work)
         if result.values:
             yield Policy(frozenset(s for s, v in keep.items() if result.values[v] >= 0.5))
-
-
-@searching("turn_point", needs_programs=True, is_ablation=True)
-def turn_point(search: Search) -> None:
-    """Solve the turn-point model for several limits; the best replayed policy wins."""
-    if prove(search):
-        try_segments(search, search.within(1.0))
-        for relax in (True, False):
-            try_limits(search, relax, search.within(1.0))
-        try_evictions(search, search.within(1.0))
 
 
 def prove(search: Search) -> bool:
@@ -157,13 +139,3 @@ def prove(search: Search) -> bool:
     search.is_infeasible = bound_ms is None
     search.raise_bound(bound_ms or 0.0)
     return bound_ms is not None
-
-
-@strategy("none")
-def none(problem: Problem) -> Solution:
-    """Keep everything, as plain training does; feasible where the budget allows it."""
-    peak = StepModel(problem).keep_all_bytes
-    solution = keep_everything(problem.graph, peak)
-    if peak <= problem.budget_bytes:
-        return solution
-    return replace(solution, status=Status.NOT_FOUND, stopped_by="end of the search")

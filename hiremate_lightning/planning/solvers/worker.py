@@ -20,13 +20,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
+from itertools import takewhile
 from typing import IO, Any, TypeVar
 
 from ...errors import ConfigurationError, HiRemateWarning
 from . import mip_backend
-from .base import Problem, Solution, Status, Strategy, get_strategy, needs_programs
-from .offloading import MOST_SHARE, with_offloading
-from .work import clock_limit_s
+from .base import Problem, Solution, Status, Strategy, clock_limit_s, get_strategy, needs_programs
+from .offload import MOST_SHARE, with_offloading
 
 log = logging.getLogger("hiremate_lightning")
 GRACE_S = 60.0  # after the clock should have ended a solve it is given up
@@ -41,16 +41,12 @@ class WorkerLostError(Exception):
 
 
 class Worker:
-    """A process that solves problems, one at a time.
-
-    Attributes:
-        is_ready: Whether it has started to listen.
-    """
+    """A process that solves problems, one at a time."""
 
     def __init__(self) -> None:
         path = os.pathsep.join(entry for entry in sys.path if entry)
         self._owner = os.getpid()
-        self.is_ready = False  # until its first message
+        self.is_ready = False  # it listens from its first message on
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
@@ -66,15 +62,10 @@ class Worker:
         return self._owner == os.getpid() and self._process.poll() is None
 
     def solve(self, problem: Problem, name: str, limit_s: float) -> Solution:
-        """Solve a problem there.
-
-        Args:
-            problem: The problem; its `progress` is called here.
-            name: Name of the strategy.
-            limit_s: Seconds after which the process is ended.
+        """Solve a problem there by the strategy of a name; its `progress` is called here.
 
         Raises:
-            WorkerLostError: If there is no answer.
+            WorkerLostError: If there is no answer within the limit, after which the process is ended.
         """
         request = replace(problem, options=replace(problem.options, progress=None))
         solution = self._ask((request, name), limit_s, problem.options.progress)
@@ -82,11 +73,7 @@ class Worker:
         return solution
 
     def failure(self, backend: str) -> str:
-        """Find out why a backend fails there; empty where it works.
-
-        Raises:
-            WorkerLostError: If there is no answer.
-        """
+        """Find out why a backend fails there, see `solve`; empty where it works."""
         return str(self._ask(backend, GRACE_S))
 
     def _ask(self, question: Any, limit_s: float, progress: Progress | None = None) -> Any:
@@ -110,10 +97,11 @@ class Worker:
         except (EOFError, OSError, pickle.UnpicklingError) as error:
             self.close()
             raise WorkerLostError(f"the process of the solver ended with {self._process.returncode}") from error
-        except WorkerLostError:
-            raise
-        except BaseException:  # Ctrl-C too: an answer still to come would be taken for that of the next question
-            self.close()
+        except (
+            BaseException
+        ) as error:  # Ctrl-C too: an answer still to come would be taken for that of the next question
+            if not isinstance(error, WorkerLostError):
+                self.close()
             raise
         finally:
             watchdog.cancel()
@@ -166,13 +154,7 @@ def check_strategy(name: str) -> None:
 @cache
 def backend_failures() -> tuple[str, ...]:
     """Find why MIP solvers fail where problems are solved, in the order of `BACKENDS`, up to the first that works."""
-    reasons = []
-    for backend in mip_backend.BACKENDS:
-        reason = backend_failure(backend)
-        if not reason:
-            break
-        reasons.append(reason)
-    return tuple(reasons)
+    return tuple(takewhile(bool, map(backend_failure, mip_backend.BACKENDS)))
 
 
 def backend_failure(backend: str) -> str:
@@ -218,11 +200,7 @@ def _announce(reason: str) -> None:
 
 
 def _apart(ask: Callable[[Worker], Answer], in_place: Callable[[], Answer]) -> Answer:
-    """Ask the process, or find the answer in place where none can be started.
-
-    Raises:
-        WorkerLostError: If the process that listened has no answer.
-    """
+    """Ask the process, or find the answer in place where none can be started or listens."""
     global _can_start
     with _lock:
         worker = _running()

@@ -1,9 +1,9 @@
 """One joint trace for blocks that are alike: what AOTAutograd traces of one of them is written out for each.
 
 Where Dynamo's trace of a module was copied (`module_traces`), the nodes of each copy carry a `TraceMark`. `fold` puts
-one node in the place of each such block, after it was compared with the first one: the same operations on inputs of the
-same kind. The joint graph of a block is traced once, apart (`block_templates`), and `block_templates.write_out` puts it
-into the joint graph of everything. Blocks that nothing shows to be safe are traced as they are.
+one node in the place of each such block that has the same operations, on inputs of the same kind, as the first one. The
+joint graph of a block is traced once, apart (`block_templates`), and put into the joint graph of everything. Blocks
+that nothing shows to be safe are traced as they are.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import fx
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from .. import autocasting, double_backward, tensor_state
+from .. import autocasting, captured_code, tensor_state
+from ..same_captures import described_nodes, expect, facts_of
 from ..size_symbols import NUMBERS, at_numbers
 from .block_templates import BlockCall, BlockTemplate, Stacks, Strides, call_block, hand_over
-from .likeness import UnlikeError, equal, expect, facts_of, is_plain
 from .module_traces import MARK, TraceMark
 
 log = logging.getLogger("hiremate_lightning")
@@ -41,11 +41,9 @@ _MODES: dict[Any, Callable[..., int]] = {  # what each node adds to the modes th
 
 @dataclass(frozen=True)
 class AlikeBlock:
-    """Some nodes of captured code that follow each other, and what they read and give.
+    """Some nodes of captured code that follow each other, and what they read, in order.
 
-    Attributes:
-        inputs: What they read, in the order in which they read it.
-        outputs: Those that are read by other nodes, as positions among the nodes.
+    Its outputs, which other nodes read, are positions among the nodes.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -61,20 +59,12 @@ class AlikeBlock:
         outputs = tuple(i for i, node in enumerate(nodes) if not inner.issuperset(node.users))
         return cls(tuple(nodes), inputs, outputs)
 
-    def expect_like(self, other: AlikeBlock) -> None:
-        """Compare with another block.
-
-        Raises:
-            UnlikeError: The other one has other operations, or gets something else.
-        """
-        expect(len(self.nodes) == len(other.nodes) and self.outputs == other.outputs, "the results of a block")
-        expect(len(self.inputs) == len(other.inputs), "the inputs of a block")
-        pairs = dict(zip((*self.inputs, *self.nodes), (*other.inputs, *other.nodes), strict=True))
-        for node, another in zip(self.nodes, other.nodes, strict=True):
-            expect(node.op == another.op and node.target == another.target, "an operation of a block")
-            _compare_arguments((node.args, node.kwargs), (another.args, another.kwargs), pairs)
-        for value, another in zip(self.inputs, other.inputs, strict=True):
-            expect(facts_of(_shown(value)) == facts_of(_shown(another)), "an input of a block")
+    @functools.cached_property
+    def description(self) -> Any:
+        """What is equal for blocks of the same operations on inputs of the same kind."""
+        numbers = {node: number for number, node in enumerate((*self.inputs, *self.nodes))}
+        inputs = tuple(facts_of(_shown(value)) for value in self.inputs)
+        return described_nodes(self.nodes, numbers), self.outputs, inputs
 
     def changes_inputs(self) -> bool:
         """Whether it calls a method in place on what it is given, as a batch norm in training does on its counter.
@@ -97,25 +87,14 @@ class AlikeBlock:
 
 @dataclass(frozen=True)
 class Folded:
-    """Captured code in which one node stands for each block that is alike.
-
-    Attributes:
-        calls: The blocks; nodes name them by numbers, and they last as long as this.
-    """
+    """Captured code with a node for each block that is alike; nodes name blocks by numbers, as long as this lasts."""
 
     code: fx.GraphModule
     calls: tuple[BlockCall, ...] = ()
 
 
 def fold(code: fx.GraphModule) -> Folded:
-    """Put one node in the place of each block of captured code that is alike.
-
-    Args:
-        code: The code, which stays as it is.
-
-    Returns:
-        The code with such nodes; the code itself where there are none.
-    """
+    """Return captured code with one node in the place of each block that is alike, or itself where there are none."""
     calls = dict[AlikeBlock, BlockCall]()
     context = TracingContext.try_get()
     if context is not None and context.fake_mode is not None:
@@ -134,7 +113,7 @@ def _blocks_of(code: fx.GraphModule) -> Iterator[list[AlikeBlock]]:
     """
     operations = [node for node in code.graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
     is_cast = any(map(torch.is_autocast_enabled, autocasting.DEVICE_TYPES))
-    if is_cast or not torch.is_grad_enabled() or double_backward.takes_gradients(code):
+    if is_cast or not torch.is_grad_enabled() or captured_code.takes_gradients(code):
         return
     marked = defaultdict[int, defaultdict[int, list[tuple[int, fx.Node]]]](lambda: defaultdict(list))
     changed = 0  # blocks of `with` around that change a mode
@@ -177,10 +156,11 @@ def _calls_of(
     """Trace the first one of some blocks, and list those for which that trace holds."""
     first = blocks[0]
     expect(not first.changes_inputs(), "what a block does to its inputs")
-    alike = [block for block in blocks if _is_like(first, block)]
+    alike = [block for block in blocks if block.description == first.description]
     if len(alike) < FEWEST_BLOCKS:
         return {}
-    inputs = [_leaf_like(_shown(node), mode, numbers) for node in first.inputs]
+    with mode:
+        inputs = [_leaf_like(_shown(node), numbers) for node in first.inputs]
     shared = {p for p in set[int]().union(*(block.shared() for block in alike)) if inputs[p].requires_grad}
 
     @functools.cache
@@ -196,15 +176,6 @@ def _calls_of(
     return {block: BlockCall(template, _stacks(first, block), make) for block in alike}
 
 
-def _is_like(first: AlikeBlock, block: AlikeBlock) -> bool:
-    try:
-        first.expect_like(block)
-    except UnlikeError as error:
-        log.debug("A block is traced: %s", error)
-        return False
-    return True
-
-
 def _shown(node: fx.Node) -> torch.Tensor:
     value = node.meta.get("example_value")
     expect(isinstance(value, FakeTensor), "an input of a block that is no tensor")
@@ -212,10 +183,9 @@ def _shown(node: fx.Node) -> torch.Tensor:
     return value
 
 
-def _leaf_like(shown: torch.Tensor, mode: FakeTensorMode, numbers: Mapping[Any, int]) -> torch.Tensor:
+def _leaf_like(shown: torch.Tensor, numbers: Mapping[Any, int]) -> torch.Tensor:
     shape, strides = at_numbers(shown.shape, numbers), at_numbers(shown.stride(), numbers)
-    with mode:
-        leaf = torch.empty_strided(shape, strides, dtype=shown.dtype, device=shown.device)
+    leaf = torch.empty_strided(shape, strides, dtype=shown.dtype, device=shown.device)
     return leaf.requires_grad_(shown.requires_grad)
 
 
@@ -226,28 +196,10 @@ def _nodes_in(node: fx.Node) -> list[fx.Node]:
     return values
 
 
-def _compare_arguments(one: Any, other: Any, pairs: dict[fx.Node, fx.Node]) -> None:
-    """Expect the same constants, and the nodes that belong together."""
-    values: tuple[list[Any], list[Any]] = ([], [])
-    forms = [
-        repr(fx.node.map_aggregate(given, lambda value, into=into: into.append(value)))  # type: ignore[misc]
-        for given, into in zip((one, other), values, strict=True)
-    ]
-    expect(forms[0] == forms[1] and len(values[0]) == len(values[1]), "the arguments of a block's operation")
-    for value, another in zip(*values, strict=True):
-        if isinstance(value, fx.Node):
-            expect(pairs[value] is another, "what an operation of a block reads")
-        else:
-            expect(is_plain(value) and (value is another or equal(value, another)), "a constant of a block")
-
-
 def _code_of(block: AlikeBlock, shared: Sequence[int], strides: Strides) -> fx.GraphModule:
-    """Make code of a block, which also returns copies of some inputs.
+    """Make code of a block, which also returns copies of its `shared` inputs.
 
-    Args:
-        block: The block.
-        shared: Positions of the inputs that it returns copies of.
-        strides: Of the gradients of its results, where they are not those of the results themselves.
+    Gradients of its results come with these strides, where they are not those of the results themselves.
     """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in block.inputs:

@@ -3,8 +3,7 @@
 AOTAutograd traces what stands in for a block, one operator forward and one backward; `write_out` then puts the nodes of
 the block's own joint graph in the place of both. So the joint graph is that of a trace of everything, node by node:
 
-* Autograd runs the nodes of a block one after the other, since what is computed later comes back first: neither code
-  before the block nor code after it has a turn between them.
+* Autograd runs the nodes of a block one after the other, since what is computed later comes back first.
 * An operator forward gives new memory, as the block does: it changes nothing, and returns no view.
 * A gradient is added up in the order in which its terms come. Of an input that code outside of the block reads too, the
   block gives each term by itself, and each is added where the trace of everything adds it. Probes show where: copies
@@ -12,7 +11,7 @@ the block's own joint graph in the place of both. So the joint graph is that of 
 * Gradients that come to a block, one for each of its outputs, have the layout for which it was traced. For others, as
   those of a part of a larger result, it is traced once more: `hand_over` gives that trace gradients of that layout.
 
-Where one of these does not hold, `UnlikeError` ends the trace, and everything is traced.
+Where one of these does not hold, `NotShownError` ends the trace, and everything is traced.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -30,13 +30,12 @@ from torch._functorch._aot_autograd import graph_capture
 from torch._functorch._aot_autograd.schemas import MutationType, OutputType, ViewAndMutationMeta
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import aot
 from ..hacks import replaced
-from ..tensor_state import fake_mode_of, leaves, storages_among
-from .likeness import UnlikeError, expect
-from .memoryless import Memory, kind_of, layout_of
+from ..same_captures import NotShownError, expect
+from ..tensor_state import fake_mode_of, laid_out_like, layout_of, leaves, real_mode, storages_among
+from .memoryless import Memory
 
 Stacks = dict[tuple[Any, ...], dict[str, Any]]  # the modules that a node is in, by those of the same node of a template
 Strides = tuple[tuple[int, ...] | None, ...]  # of the gradients of a block's results; None for one without
@@ -45,7 +44,7 @@ _numbers = itertools.count(1)
 _calls: weakref.WeakValueDictionary[int, BlockCall] = weakref.WeakValueDictionary()
 
 
-class LayoutsError(UnlikeError):
+class LayoutsError(NotShownError):
     """Blocks give gradients of other layouts than was traced with; they have the templates for these now."""
 
 
@@ -54,27 +53,13 @@ class _TracedError(Exception):
 
 
 class BlockTemplate:
-    """The joint graph of a block.
-
-    Args:
-        forward_count: How many of its outputs the forward returns.
-        metadata: What AOTAutograd knows of the block's inputs and outputs.
-        shared: Positions of the inputs of which copies are the last outputs.
+    """The joint graph of a block, whose last outputs are copies of its `shared` inputs: its nodes by what they are for.
 
     Attributes:
-        inputs: The nodes of what the block gets.
-        tangents: The nodes of the gradients of its results.
-        forward: The nodes of its forward.
-        backward: The nodes of its backward.
-        outputs: The nodes of its results.
-        has_gradient: For each result whether a gradient comes to it.
         repeated: Positions of the inputs that it gets once more: for each term of a gradient but the first.
         gradients: For each input, and each that it gets once more, the node of a term; None where there is none.
         sums: Positions of the inputs whose gradients are sums of several terms, of those that the block adds up itself.
         added_after: For some terms the node after which they are added to others, None for before the backward.
-
-    Raises:
-        UnlikeError: The graph can't be written into another one.
     """
 
     def __init__(
@@ -96,13 +81,13 @@ class BlockTemplate:
         self.outputs: list[Any] = outputs[:count]
         self.has_gradient = [info.requires_grad for info in metadata.output_info[:count]]
         self.tangents, probes = tangents[: len(tangents) - len(shared)], tangents[len(tangents) - len(shared) :]
-        self._take_over()
+        self._put_in_place_of_handed()
         expect(sum(self.has_gradient) == len(self.tangents), "the gradients of a block")
         self.forward = [node for node in self.forward if node not in outputs[count:]]
         self._check_outputs()
         self._list_terms(gradients, dict(zip(shared, probes, strict=True)))
 
-    def _take_over(self) -> None:
+    def _put_in_place_of_handed(self) -> None:
         """Put the results and the gradients of the block in the place of those that were handed over."""
         ops = torch.ops.hiremate_lightning
         handed = {node: node.args[0] for node in self.forward if node.target is ops.handed.default}
@@ -166,17 +151,7 @@ class BlockTemplate:
     def of(
         cls, code: fx.GraphModule, inputs: Sequence[torch.Tensor], shared: Sequence[int], mode: FakeTensorMode
     ) -> BlockTemplate:
-        """Trace a block.
-
-        Args:
-            code: The block; its last outputs are copies of some inputs.
-            inputs: What it gets, in the mode.
-            shared: Positions of the inputs that are copied.
-            mode: Of tensors without memory.
-
-        Raises:
-            UnlikeError: It has no gradients, or its joint graph can't be written into another one.
-        """
+        """Trace a block, whose last outputs are copies of its `shared` inputs."""
         made: list[BlockTemplate] = []
         metadata: list[ViewAndMutationMeta] = []
         trace = graph_capture.create_functionalized_fn
@@ -190,16 +165,13 @@ class BlockTemplate:
             raise _TracedError
 
         def refuse(*_: Any) -> Any:
-            raise UnlikeError("a block without gradients")
+            raise NotShownError("a block without gradients")
 
         backend = aot.make_backend(partition, refuse, refuse, refuse)
-        try:
-            noting = replaced((graph_capture, "create_functionalized_fn", note_and_trace))
-            with tracing(TracingContext(mode)), noting, torch.enable_grad(), _disable_current_modes():
-                backend(code, inputs)
-        except _TracedError:
-            return made[0]
-        raise UnlikeError("a block without gradients")
+        noting = replaced((graph_capture, "create_functionalized_fn", note_and_trace))
+        with suppress(_TracedError), tracing(TracingContext(mode)), noting, torch.enable_grad(), real_mode():
+            backend(code, inputs)
+        return made[0] if made else refuse()
 
 
 def _terms_since(first: fx.Node, total: Any) -> list[tuple[fx.Node, fx.Node]]:
@@ -216,11 +188,8 @@ def _terms_since(first: fx.Node, total: Any) -> list[tuple[fx.Node, fx.Node]]:
 class BlockCall:
     """A block that is alike, and the template that stands for it.
 
-    Args:
-        stacks: The modules that its nodes are in.
-        make: Makes the template for gradients of other strides.
-
     Attributes:
+        stacks: The modules that its nodes are in.
         number: By which nodes of graphs name it.
         strides: Of the gradients as they came; None before that.
     """
@@ -232,11 +201,7 @@ class BlockCall:
         _calls[self.number] = self
 
     def meet_gradients(self) -> bool:
-        """Take the template for the gradients that came; return whether what was traced with the last one holds.
-
-        Raises:
-            UnlikeError: No template is there for these gradients.
-        """
+        """Take the template for the gradients that came; return whether what was traced with the last one holds."""
         template = self.template
         if self.strides in (None, [node.meta["val"].stride() for node in template.tangents]):
             return True
@@ -278,7 +243,9 @@ class _TracedBlock(torch.autograd.Function):
         template = _calls[ctx.number].template
         tangents = [g for g, has_gradient in zip(gradients, template.has_gradient, strict=True) if has_gradient]
         for tangent, node in zip(tangents, template.tangents, strict=True):
-            expect(tangent is not None and kind_of(tangent) == kind_of(node.meta["val"]), "a gradient of a block")
+            expect(tangent is not None, "a gradient of a block that is absent")
+            (shape, _, *kind), (expected, _, *expected_kind) = map(layout_of, (tangent, node.meta["val"]))
+            expect((shape, kind) == (expected, expected_kind), "a gradient of a block")
         _calls[ctx.number].strides = [tangent.stride() for tangent in tangents]
         needed = zip(template.gradients, ctx.needs_input_grad[1:], strict=True)
         expect(all(is_needed for gradient, is_needed in needed if gradient is not None), "what needs a gradient")
@@ -305,21 +272,8 @@ class _Handing(torch.autograd.Function):
         return torch.ops.hiremate_lightning.laid_out(gradients[0], ctx.strides), None
 
 
-def _like(node: fx.Node) -> torch.Tensor:
-    shown = node.meta["val"]
-    return torch.empty_strided(shown.shape, shown.stride(), dtype=shown.dtype, device=shown.device)
-
-
-def _block(number: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [_like(node) for node in _calls[number].template.outputs]
-
-
-def _block_backward(number: int, tangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [_like(node) for node in _calls[number].template.gradients if node is not None]
-
-
-def _laid_out(gradient: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    return torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype, device=gradient.device)
+def _results_like(nodes: Iterable[fx.Node | None]) -> list[torch.Tensor]:
+    return [laid_out_like(node.meta["val"]) for node in nodes if node is not None]
 
 
 _library = torch.library.Library("hiremate_lightning", "FRAGMENT")
@@ -328,18 +282,19 @@ _library.define("block_backward(int number, Tensor[] tangents) -> Tensor[]")
 _library.define("handed(Tensor result) -> Tensor")
 _library.define("laid_out(Tensor gradient, int[] strides) -> Tensor")
 torch.library.register_fake("hiremate_lightning::handed", torch.empty_like, lib=_library)
-torch.library.register_fake("hiremate_lightning::laid_out", _laid_out, lib=_library)
-torch.library.register_fake("hiremate_lightning::block", _block, lib=_library)
-torch.library.register_fake("hiremate_lightning::block_backward", _block_backward, lib=_library)
+torch.library.register_fake("hiremate_lightning::laid_out", laid_out_like, lib=_library)
+torch.library.register_fake(
+    "hiremate_lightning::block", lambda number, inputs: _results_like(_calls[number].template.outputs), lib=_library
+)
+torch.library.register_fake(
+    "hiremate_lightning::block_backward",
+    lambda number, tangents: _results_like(_calls[number].template.gradients),
+    lib=_library,
+)
 
 
 def write_out(joint: fx.GraphModule) -> None:
-    """Put the nodes of blocks in the place of what stands in for them.
-
-    Raises:
-        LayoutsError: Traced once more, it may succeed.
-        UnlikeError: Such a node turned out other than that of its template.
-    """
+    """Put the nodes of blocks in the place of what stands in for them; `LayoutsError` asks to trace once more."""
     ops = torch.ops.hiremate_lightning
     if joint.graph.find_nodes(op="call_function", target=ops.block.default):
         backward = joint.graph.find_nodes(op="call_function", target=ops.block_backward.default)
@@ -354,16 +309,15 @@ def write_out(joint: fx.GraphModule) -> None:
 
 
 class _Writing:
-    """Writes blocks into a joint graph.
+    """Writes blocks into a joint graph, whose values have no memory.
 
-    Args:
-        mode: Of its values, which have no memory.
+    Copies of the nodes of templates, and what they lie on, are known by the numbers of calls.
     """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
         self._graph, self._mode = graph, mode
-        self._memory: dict[int, Memory] = {}  # by the number of a call
-        self._written: dict[int, dict[fx.Node, Any]] = {}  # by the number of a call: nodes by those of its template
+        self._memory: dict[int, Memory] = {}
+        self._written: dict[int, dict[fx.Node, Any]] = {}
         self._stale = set[int]()  # storages of what stood in for results of blocks
         self._values: list[Any] = []  # that lie on these: a number must not come again
         self._erased = set[fx.Node]()
@@ -385,8 +339,10 @@ class _Writing:
             elif node not in self._erased:
                 storages = storages_among(leaves(node.meta.get("val")))
                 if not self._stale.isdisjoint(storages):  # a view of what is on other memory now
+                    assert callable(node.target), "nodes of joint graphs call functions"
+                    arguments, named = fx.node.map_arg((node.args, node.kwargs), lambda value: value.meta["val"])
                     with self._mode:
-                        node.meta["val"] = _run(node)
+                        node.meta["val"] = node.target(*arguments, **named)
 
     def _give(self, call: BlockCall, inputs: Sequence[fx.Node], given: Sequence[fx.Node]) -> None:
         """Hand over what a block gets, before its forward or its backward."""
@@ -395,7 +351,7 @@ class _Writing:
 
     def _write(self, place: fx.Node, call: BlockCall, nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> None:
         copies, memory = self._written[call.number], self._memory[call.number]
-        with self._graph.inserting_before(place), _disable_current_modes():
+        with self._graph.inserting_before(place), real_mode():
             for node in nodes:
                 copy = copies[node] = self._graph.node_copy(node, copies.__getitem__)
                 copy.meta = call.metadata(node)
@@ -427,10 +383,3 @@ class _Writing:
             else:  # before all of the block's backward
                 copies[template.backward[0]].prepend(sums[term])
             last[before] = sums[term]
-
-
-def _run(node: fx.Node) -> Any:
-    """Run a node on tensors without memory."""
-    assert callable(node.target), "nodes of joint graphs call functions"
-    arguments, named = fx.node.map_arg((node.args, node.kwargs), lambda value: value.meta["val"])
-    return node.target(*arguments, **named)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import types
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,34 +20,12 @@ from torch._dynamo.guards import GuardBuilder, make_dupe_guard
 from torch._dynamo.source import AttrSource, NNModuleSource, TypeSource
 from torch._guards import ChainedSource, Guard, Source
 
-_VALUES = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-)
-_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.CodeType)
+from ..same_captures import CODE, VALUES, NotShownError, expect, facts_of, is_plain
+
 _UNGUARDED = (inspect.Signature, inspect.Parameter)  # Dynamo takes these for what never changes
 _HOOKS = tuple(name for name in vars(torch.nn.Module()) if name.endswith("_hooks"))
 _OF_INPUTS = "_dynamo_static_input_type"  # which Dynamo marks parameters with that it takes for inputs
 _MEMBERS = ("_parameters", "_buffers", "_modules")
-
-
-class UnlikeError(Exception):
-    """Two modules, or two calls, are not shown to be alike."""
-
-
-def expect(is_alike: bool, what: str) -> None:
-    """Raise `UnlikeError` where something is not alike."""
-    if not is_alike:
-        raise UnlikeError(what)
 
 
 def unwrapped(source: Source) -> Source:
@@ -60,17 +38,9 @@ def unwrapped(source: Source) -> Source:
 class Read:
     """What Dynamo has read of a module by the end of a traced call: its guards, and the tables whose order counts.
 
-    Args:
-        output: Dynamo's graph that is being made.
-        source: Where the module comes from.
-        aliases: The sources of what was reached from two places: that of the second one, and the first one's.
-
     Attributes:
-        aliases: Those of them that are of the module, one at least.
+        aliases: The sources of what was reached from two places: that of the second one, and the first one's.
         classes: By the sources of what is guarded: where the class is from through which that was reached.
-
-    Raises:
-        UnlikeError: The module is a key of something.
     """
 
     def __init__(self, output: Any, source: Source, aliases: Sequence[tuple[Source, Source]]) -> None:
@@ -100,17 +70,12 @@ class Read:
 class Likeness:
     """One module compared with another one, by what Dynamo read of the one.
 
-    Args:
-        output: Dynamo's graph that is being made.
-        read: What was read of the one module.
-        other: Where the other module comes from.
-
     Attributes:
         guards: What has to be guarded where the trace of the one stands for the other.
         modules: The other modules by the one's, both by their ids.
 
     Raises:
-        UnlikeError: The trace of the one does not hold for the other.
+        NotShownError: The trace of the one does not hold for the other.
     """
 
     def __init__(self, output: Any, read: Read, other: Source) -> None:
@@ -141,7 +106,7 @@ class Likeness:
         """Return where a value comes from in the other module, by where it comes from in the one."""
         if source not in self._others:
             if not isinstance(source, ChainedSource):
-                raise UnlikeError(f"{source.name} is not of the module")
+                raise NotShownError(f"{source.name} is not of the module")
             changed = {
                 field.name: self.other_of(value) if self._read.has(value) else value
                 for field in dataclasses.fields(source)
@@ -155,7 +120,7 @@ class Likeness:
         try:
             return source.get_value(self._scope, {}, self._values)
         except Exception as error:  # a source is code, which may read anything
-            raise UnlikeError(f"{source.name} is not there") from error
+            raise NotShownError(f"{source.name} is not there") from error
 
     def is_shared(self, source: Source) -> bool:
         """Whether both modules have the same object there, or further up, and Dynamo knows it by another source."""
@@ -166,6 +131,10 @@ class Likeness:
             self._shared[source] = self.is_shared(source.base) or self._is_same_object(source)
         return self._shared[source]
 
+    def _is_same_object(self, source: Source) -> bool:
+        value = self._or_missing(source)
+        return value is self._or_missing(self.other_of(source)) and not is_plain(value) and value in self._known
+
     def _is_of_class(self, source: Source) -> bool:
         """Whether a value was reached through the class of what both have, which is guarded to be the same one."""
         link = self._read.classes.get(source)
@@ -174,14 +143,10 @@ class Likeness:
         is_same = self._or_missing(link) is self._or_missing(self.other_of(link))
         return is_same and unwrapped(link.base) in self._read.typed
 
-    def _is_same_object(self, source: Source) -> bool:
-        value = self._or_missing(source)
-        return value is self._or_missing(self.other_of(source)) and not is_plain(value) and value in self._known
-
     def _or_missing(self, source: Source) -> Any:
         try:
             return self.value_of(source)
-        except UnlikeError:
+        except NotShownError:
             return None
 
     def _add(self, guard: Guard) -> None:
@@ -193,15 +158,17 @@ class Likeness:
         if self.is_shared(source):
             self._add_shared(source)
             return
-        kind, details = guard.create_fn_name(), getattr(guard.create_fn, "keywords", {})
+        kind, details = guard.create_fn_name(), dict(getattr(guard.create_fn, "keywords", {}))
         if kind == "DUPLICATE_INPUT":
             self._add_duplicate(guard, details["source_b"])
             return
         holds = _COMPARISONS.get(kind)
         if holds is None:
-            raise UnlikeError(f"{kind} is not compared")
+            raise NotShownError(f"{kind} is not compared")
         if kind == "HASATTR" and "attr" not in details and isinstance(source, AttrSource):  # PyTorch before 2.13
             details, source = {"attr": source.member}, source.base
+        for name in _UNREAD & details.keys():
+            del details[name]
         one, other = self.value_of(source), self.value_of(self.other_of(source))
         expect(holds(one, other, **details), f"{kind} of {source.name}")
         if kind != "TENSOR_MATCH":  # which follows where the other tensor is taken for an input
@@ -247,7 +214,7 @@ class Likeness:
         one, other = self._or_missing(source), self._or_missing(self.other_of(source))
         expect(type(one) is type(other), f"the type of {source.name}")
         if is_plain(one):
-            expect(not isinstance(one, _CODE) or one is other, f"the code of {source.name}")  # with its defaults
+            expect(not isinstance(one, CODE) or one is other, f"the code of {source.name}")  # with its defaults
             return
         self._pair(one, other, source)
         if isinstance(one, torch.nn.Module):
@@ -277,11 +244,6 @@ def _links(source: Source) -> Iterator[Source]:
         yield source
 
 
-def is_plain(value: Any) -> bool:
-    """Whether a value is a constant or code."""
-    return isinstance(value, (*_VALUES, type(...), *_CODE))
-
-
 def _compare_modules(one: torch.nn.Module, other: torch.nn.Module, name: str) -> None:
     """Compare what modules have, read or not; what differs in what nobody read is a number or a text, as a rule."""
     expect(tuple(vars(one)) == tuple(vars(other)), f"the attributes of {name}")
@@ -294,7 +256,7 @@ def _compare_modules(one: torch.nn.Module, other: torch.nn.Module, name: str) ->
     is_of_torch = type(one).__module__.startswith("torch.nn.")
     for attribute, value in vars(one).items():
         is_same = not isinstance(value, _UNGUARDED) or value is vars(other)[attribute]
-        is_equal = not (is_of_torch and isinstance(value, _VALUES)) or equal(value, vars(other)[attribute])
+        is_equal = not (is_of_torch and isinstance(value, VALUES)) or equal(value, vars(other)[attribute])
         expect(is_same and is_equal, f"{name}.{attribute}")
 
 
@@ -303,55 +265,28 @@ def equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and repr(one) == repr(other) and (one == other or one != one)
 
 
-def _same_tensor_kind(one: torch.Tensor, other: torch.Tensor, **_: Any) -> bool:
+def _same_tensor_kind(one: torch.Tensor, other: torch.Tensor) -> bool:
     marks = {name for tensor in (one, other) for name in vars(tensor) if name.startswith("_dynamo")}
     return marks <= {_OF_INPUTS} and facts_of(one) == facts_of(other)
 
 
-def facts_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """List what code can ask of a tensor without reading its values."""
-    return *facts_of_inner(tensor), tensor.is_leaf, tensor._is_view()
-
-
-def facts_of_inner(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """List the same, but not how the tensor came about."""
-    expect(tensor.layout is torch.strided, "a tensor that is not strided")
-    numbers = _plain(tensor.size()), _plain(tensor.stride()), *_plain((tensor.storage_offset(),))
-    where: tuple[Any, ...] = type(tensor), tensor.dtype, tensor.device, *numbers
-    state = tensor.requires_grad, tensor.is_inference()
-    return *where, *state, tensor.is_conj(), tensor.is_neg(), str(torch._C._dispatch_keys(tensor))
-
-
-def _plain(sizes: Any) -> tuple[Any, ...]:
-    return tuple(size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes)
-
-
-def _same_object(one: Any, other: Any, **_: Any) -> bool:
-    return one is other
-
-
-def _equal(one: Any, other: Any, recompile_hint: Any = None) -> bool:
-    return equal(one, other)
-
-
-def _same_keys(one: Any, other: Any) -> bool:
-    return [*one] == [*other] and all(isinstance(key, (str, int)) for key in one)
-
-
-def _same_key(one: Any, other: Any, key: Any) -> bool:
-    return isinstance(key, (str, int)) and (key in one) == (key in other)
-
-
 _COMPARISONS: dict[str, Callable[..., bool]] = {  # by kinds of guards: whether one holds for another value, too
     "TYPE_MATCH": lambda one, other: type(one) is type(other),
-    **dict.fromkeys(("ID_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "MODULE_MATCH"), _same_object),
-    **dict.fromkeys(("CLOSURE_MATCH", "BUILTIN_MATCH", "NONE_MATCH"), _same_object),
-    **dict.fromkeys(("BOOL_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH"), _equal),
+    **dict.fromkeys(("ID_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "MODULE_MATCH"), operator.is_),
+    **dict.fromkeys(("CLOSURE_MATCH", "BUILTIN_MATCH", "NONE_MATCH"), operator.is_),
+    **dict.fromkeys(("BOOL_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH"), equal),
     "SEQUENCE_LENGTH": lambda one, other: type(one) is type(other) and len(one) == len(other),
-    **dict.fromkeys(("DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK"), _same_keys),
-    **dict.fromkeys(("DICT_CONTAINS", "DICT_NOT_CONTAINS"), _same_key),
+    **dict.fromkeys(
+        ("DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK"),
+        lambda one, other: [*one] == [*other] and all(isinstance(key, (str, int)) for key in one),
+    ),
+    **dict.fromkeys(
+        ("DICT_CONTAINS", "DICT_NOT_CONTAINS"),
+        lambda one, other, key: isinstance(key, (str, int)) and (key in one) == (key in other),
+    ),
     "HASATTR": lambda one, other, attr: hasattr(one, attr) == hasattr(other, attr),
     "NOT_PRESENT_IN_GENERIC_DICT": lambda one, other, attr: attr not in vars(one) and attr not in vars(other),
     "EMPTY_NN_MODULE_HOOKS_DICT": lambda one, other: not one and not other,
     "TENSOR_MATCH": _same_tensor_kind,
 }
+_UNREAD = {"value", "recompile_hint"}  # details of guards: what a tensor or a number was, and a text

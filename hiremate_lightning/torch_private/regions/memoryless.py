@@ -1,7 +1,6 @@
-"""Values without memory that are made like others, with no operation run for them.
+"""Values without memory that are made like others, with no operation run for them: that takes fifty times as long.
 
-A copy of traced operations gives what the traced ones gave: tensors of the same kinds, which share storages in the same
-way. To make these takes a fiftieth of the time that it takes to run an operation on tensors without memory.
+A copy of traced operations gives what the traced ones gave: tensors of the same kinds, which share storages alike.
 """
 
 from __future__ import annotations
@@ -12,18 +11,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from ..tensor_state import changes_uncounted, is_symbolic, map_leaves, storage_id
-from .likeness import expect
-
-
-def kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return the shape, the type and the device of a tensor."""
-    return tensor.shape, tensor.dtype, tensor.device
-
-
-def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return the shape, the type, the device and the strides of a tensor."""
-    return *kind_of(tensor), tensor.stride()
+from ..same_captures import expect
+from ..tensor_state import changes_uncounted, is_symbolic, layout_of, map_leaves, storage_id
 
 
 def can_be_made(value: Any) -> bool:
@@ -45,9 +34,6 @@ class Memory:
     """Where copies of traced values lie: they share storages as the traced ones do. None has memory.
 
     Traced values are known by their ids: they must live as long as this.
-
-    Args:
-        mode: Of tensors without memory.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -57,15 +43,7 @@ class Memory:
         self._copies = dict[int, torch.Tensor]()  # by the ids of traced values
 
     def give(self, shown: Sequence[Any], values: Sequence[Any]) -> None:
-        """Lay out values that are there.
-
-        Args:
-            shown: Traced values.
-            values: What is in their place in the copy.
-
-        Raises:
-            UnlikeError: They do not lie in memory as the traced ones do.
-        """
+        """Lay out values that are in the place of traced ones, which must lie in memory as those do."""
         for one, value in zip(shown, values, strict=True):
             expect(isinstance(value, torch.Tensor) and layout_of(one) == layout_of(value), "what a block gets")
             place = value.untyped_storage(), int(value.storage_offset() - one.storage_offset())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import traceback
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +20,13 @@ from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._guards import Source
 
-from .likeness import equal, expect, facts_of
+from ..same_captures import expect, facts_of
+from .likeness import equal
 
 
 @dataclass(frozen=True)
-class Circumstances:
-    """What a call of a module depends on beside the module and what it gets.
+class TracedCall:
+    """A call of a module, and what it depends on beside the module and what it gets.
 
     The line that calls it is none of that: code that asks who called it is not traced.
 
@@ -34,66 +36,50 @@ class Circumstances:
         modes: What torch computes with: gradients, autocast, determinism.
     """
 
+    module: UnspecializedNNModuleVariable
+    source: Source
+    tx: Any
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
     lines: tuple[traceback.FrameSummary, ...]
     blocks: tuple[Any, ...]
     modes: GlobalStateGuard
 
     @classmethod
-    def of(cls, tx: Any) -> Circumstances:
-        """Look at a call that Dynamo is about to trace.
-
-        Raises:
-            UnlikeError: It depends on what is not compared.
-        """
+    def of(cls, module: Any, tx: Any, arguments: list[Any], named: dict[str, Any]) -> TracedCall:
+        """Look at a call that Dynamo is about to trace, and that depends on nothing but what is compared."""
         expect(tx.output.current_tracer.parent is None, "in a function of its own")
         expect(torch._C._functorch.peek_interpreter_stack() is None, "within torch.func")
         modes = tx.symbolic_torch_function_state
         expect(modes.torch_function_subclass_enabled and not modes.mode_stack, "a mode of torch functions")
         expect(not torch.is_inference_mode_enabled() and not tx.output.export, "not in training")
         expect(not len(tx.exn_vt_stack), "while an error is handled")
-        frames = []
-        while tx is not None:
-            frames.append(tx)
-            tx = getattr(tx, "parent", None)
+        frames = [tx]
+        while (caller := getattr(frames[-1], "parent", None)) is not None:
+            frames.append(caller)
         lines = tuple(frame.frame_summary() for frame in frames[::-1] if not frame.is_co_filename_from_nn_modules())
         blocks = tuple(entry.with_context for frame in frames for entry in frame.block_stack if entry.with_context)
-        return cls(lines, blocks, GlobalStateGuard())
+        return cls(module, module.source, tx, tuple(arguments), dict(named), lines, blocks, GlobalStateGuard())
 
-    def expect_same(self, other: Circumstances) -> None:
-        """Compare with those of a later call.
-
-        Raises:
-            UnlikeError: They are others.
-        """
+    def leaves_like(self, other: TracedCall) -> Leaves:
+        """Compare what a later call gets, and the modes that it comes under; return its leaves."""
         is_same = len(self.blocks) == len(other.blocks) and all(map(operator.is_, self.blocks, other.blocks))
         expect(is_same and self.modes.check(), "other modes")
-
-    def stack_text(self) -> str:
-        """Write the lines as Dynamo begins the stack of each node with them."""
-        shown = [line for line in self.lines if line.filename not in uninteresting_files()]
-        return "".join(traceback.StackSummary.from_list(shown).format())
-
-
-@dataclass(frozen=True)
-class TracedCall:
-    """A call of a module: the module, and what it is called with."""
-
-    module: UnspecializedNNModuleVariable
-    source: Source
-    tx: Any
-    arguments: tuple[Any, ...]
-    named: dict[str, Any]
-    circumstances: Circumstances
+        expect(len(self.arguments) == len(other.arguments) and [*self.named] == [*other.named], "other arguments")
+        leaves, known = Leaves(), other.tx.output.side_effects
+        for one, another in zip(self.values, other.values, strict=True):
+            leaves.compare(one, another, known)
+        return leaves
 
     @property
     def values(self) -> tuple[Any, ...]:
         """What the module is called with, one after the other."""
         return *self.arguments, *self.named.values()
 
-    @property
-    def form(self) -> tuple[Any, ...]:
-        """How many arguments there are, and the names of the others."""
-        return len(self.arguments), *self.named
+    def stack_text(self) -> str:
+        """Write the lines as Dynamo begins the stack of each node with them."""
+        shown = [line for line in self.lines if line.filename not in uninteresting_files()]
+        return "".join(traceback.StackSummary.from_list(shown).format())
 
 
 class Leaves:
@@ -152,6 +138,16 @@ def is_constant(variable: Any) -> bool:
     """Whether a value is a plain constant."""
     plain = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
     return type(variable) is ConstantVariable and isinstance(variable.value, plain)
+
+
+def values_in(result: Any) -> Iterator[Any]:
+    """Yield what a module returned, alone or in tuples that the traced code made."""
+    result = realized(result)
+    if type(result) is TupleVariable and result.source is None:
+        for item in result.items:
+            yield from values_in(item)
+    else:
+        yield result
 
 
 def note_unseen() -> None:

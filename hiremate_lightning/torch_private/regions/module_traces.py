@@ -7,8 +7,8 @@ import itertools
 import re
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,9 +22,10 @@ from torch._guards import Source
 from torch._ops import HigherOrderOperator
 
 from .. import tensor_state
-from .likeness import Likeness, Read, UnlikeError, expect, facts_of, facts_of_inner, is_plain
+from ..same_captures import NotShownError, expect, facts_of, is_plain
+from .likeness import Likeness, Read
 from .memoryless import Memory, can_be_made
-from .module_calls import Leaves, TracedCall, is_constant, realized
+from .module_calls import Leaves, TracedCall, is_constant, realized, values_in
 
 FEWEST_NODES = 4  # in a trace: less is traced as fast as it is compared
 MARK = "hiremate_block"  # in the metadata of nodes
@@ -32,7 +33,6 @@ _KNOWN_OF_NODES = frozenset(  # a node of which more is known has a mark that is
     ("example_value", "stack_trace", "nn_module_stack", "source_fn_stack", "creation_timestamp", MARK)
 )
 taking_gradients: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that takes them itself: copies are run
-_numbers = itertools.count(1)
 _WITH_MORE_INSIDE = HigherOrderOperator, types.MethodType, functools.partial
 _NUMBER_AT_END = re.compile(r"_\d+$")
 _MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\[(['\"])([^'\"\]]+)\1\]")
@@ -44,12 +44,9 @@ class CopyError(Exception):
 
 @dataclass(frozen=True)
 class TraceMark:
-    """What a node is a copy of, or is copied as.
+    """The trace that a node is a copy of, by its number, and its position there.
 
-    Attributes:
-        trace: The trace, by a number.
-        call: The call, in the order in which they came: 0 for the traced one.
-        position: The place of the node among those of its call.
+    Calls are counted as they came: 0 is the traced one.
     """
 
     trace: int
@@ -57,44 +54,34 @@ class TraceMark:
     position: int
 
 
-@dataclass(frozen=True)
-class Added:
-    """What a call added to Dynamo's graph.
+@dataclass(eq=False)
+class Trace:
+    """A traced call of a module, and what it added to Dynamo's graph: nodes and inputs, in order.
 
     Attributes:
-        inputs: The inputs, in order.
         calls_before: How often each module that it called was called before it, by names.
         calls: How often it called each module.
-    """
-
-    nodes: list[fx.Node]
-    inputs: list[fx.Node]
-    calls_before: dict[str, int]
-    calls: dict[str, int]
-
-
-class Trace:
-    """A traced call of a module.
-
-    Args:
-        result: What it returned.
-        added: What it added to the graph.
         changes_before: How often something was changed before it.
         age: Of what was made as it began; what was made before is younger by that number.
-
-    Attributes:
         number: By which marks name it.
         copies: How many there are.
     """
 
-    def __init__(self, call: TracedCall, result: Any, added: Added, changes_before: int, age: int) -> None:
-        self.call, self.result = call, result
-        self.nodes, self.inputs = added.nodes, added.inputs
-        self.calls_before, self.calls = added.calls_before, added.calls
-        self.changes_before, self.age = changes_before, age
-        self.outer = frozenset(call.tx.nn_module_stack)
-        self.returned = frozenset(_nodes_of(result))
-        self.number, self.copies = next(_numbers), 0
+    call: TracedCall
+    result: Any
+    nodes: list[fx.Node]
+    inputs: list[fx.Node]
+    calls_before: dict[str, int]
+    calls: dict[str, int]
+    changes_before: int
+    age: int
+    number: int = field(default_factory=itertools.count(1).__next__)
+    copies: int = 0
+
+    def __post_init__(self) -> None:
+        self.outer = frozenset(self.call.tx.nn_module_stack)
+        values = [value for value in values_in(self.result) if type(value) is TensorVariable]
+        self.returned = frozenset(value.as_proxy().node for value in values)
         self._read: Read | None = None
         self._shows_values: bool | None = None
 
@@ -116,29 +103,11 @@ class Trace:
             self._read = Read(self.call.tx.output, self.call.source, aliases)
         return self._read
 
-    def compare(self, other: TracedCall) -> Leaves:
-        """Compare what another call gets, and when it comes, with those of the traced one.
-
-        Raises:
-            UnlikeError: They are not alike.
-        """
-        call, leaves = self.call, Leaves()
-        expect(call.form == other.form, "other arguments")
-        call.circumstances.expect_same(other.circumstances)
-        for one, another in zip(call.values, other.values, strict=True):
-            leaves.compare(one, another, other.tx.output.side_effects)
-        return leaves
-
     def copy_for(self, other: TracedCall, leaves: Leaves, aliases: Sequence[tuple[Source, Source]]) -> Any:
-        """Return what another call returns, with the nodes for it in the graph.
-
-        Args:
-            other: The call.
-            leaves: What it gets, compared.
-            aliases: The sources of what was reached from two places.
+        """Return what another call, whose leaves were compared, returns, with the nodes for it in the graph.
 
         Raises:
-            UnlikeError: That call is not shown to be alike; nothing was added.
+            NotShownError: That call is not shown to be alike; nothing was added.
             CopyError: It failed when some of it was added.
         """
         call = self.call
@@ -172,62 +141,60 @@ class Trace:
         return sources
 
 
+@dataclass(eq=False)
 class Copy:
     """The nodes of a trace, added once more for another call."""
 
-    def __init__(
-        self,
-        trace: Trace,
-        call: TracedCall,
-        leaves: Leaves,
-        likeness: Likeness,
-        inputs: dict[fx.Node, Source | None],
-    ) -> None:
-        self._trace, self._tx, self._leaves, self._likeness = trace, call.tx, leaves, likeness
-        self._output = call.tx.output
+    trace: Trace
+    call: TracedCall
+    leaves: Leaves
+    likeness: Likeness
+    inputs: dict[fx.Node, Source | None]
+
+    def __post_init__(self) -> None:
+        self._tx, self._output = self.call.tx, self.call.tx.output
+        calls = self.trace.call, self.call
         # As Dynamo names modules where it says which modules a node is in.
-        names = (of.module.get_nn_module_stack_source().name for of in (trace.call, call))
-        self._names = tuple(_MEMBER.sub(r".\2", name) for name in names)
-        self._lines = tuple(of.circumstances.stack_text() for of in (trace.call, call))
-        self._others: dict[fx.Node, fx.Node] = dict(leaves.nodes)
-        self._inputs = inputs
+        self._names = [_MEMBER.sub(r".\2", call.module.get_nn_module_stack_source().name) for call in calls]
+        self._lines = [call.stack_text() for call in calls]
+        self._others: dict[fx.Node, fx.Node] = dict(self.leaves.nodes)
         self._returned: dict[fx.Node, Any] = {}
 
     def make(self) -> Any:
         """Add the inputs, the guards and the nodes; return what the call returns."""
         calls_before = dict(self._tx.num_calls)
-        self._trace.copies += 1
-        for node, source in self._inputs.items():
+        self.trace.copies += 1
+        for node, source in self.inputs.items():
             self._others[node] = node if source is None else self._input(node, source, calls_before)
-        for guard in self._likeness.guards:
+        for guard in self.likeness.guards:
             self._output.guards.add(guard, collect_debug_stack=False)
-        self._output.guard_on_key_order.update(map(self._likeness.other_of, self._trace.read().in_order))
+        self._output.guard_on_key_order.update(map(self.likeness.other_of, self.trace.read().in_order))
         memory = self._memory()
-        for position, node in enumerate(self._trace.nodes):
+        for position, node in enumerate(self.trace.nodes):
             copy = self._others[node] = self._node(node, calls_before)
             self._value(node, copy, memory)
-            node.meta[MARK] = TraceMark(self._trace.number, 0, position)
-            copy.meta[MARK] = TraceMark(self._trace.number, self._trace.copies, position)
-        for name, count in self._trace.calls.items():
+            node.meta[MARK] = TraceMark(self.trace.number, 0, position)
+            copy.meta[MARK] = TraceMark(self.trace.number, self.trace.copies, position)
+        for name, count in self.trace.calls.items():
             other = self._renamed(name)
             self._tx.num_calls[other] = self._tx.num_calls.get(other, 0) + count
-        return self._result(self._trace.result)
+        return self._result(self.trace.result)
 
     def _memory(self) -> Memory | None:
         """Lay out what the nodes read, where the trace shows what they give; return None where they have to be run."""
         takes_gradients = self._output.root_tx.f_code in taking_gradients
-        if takes_gradients or not self._trace.shows_values(self._others):
+        if takes_gradients or not self.trace.shows_values(self._others):
             return None
         memory = Memory(self._tx.fake_mode)
         try:
             memory.give(_shown(self._others), _shown(self._others.values()))
-        except UnlikeError:  # what it gets shares memory otherwise
+        except NotShownError:  # what it gets shares memory otherwise
             return None
         return memory
 
     def _input(self, node: fx.Node, source: Source, calls_before: dict[str, int]) -> fx.Node:
         count = len(self._output.placeholders)
-        variable = VariableBuilder(self._tx, source)(self._likeness.value_of(source))
+        variable = VariableBuilder(self._tx, source)(self.likeness.value_of(source))
         added: fx.Node = variable.as_proxy().node
         if len(self._output.placeholders) > count and "nn_module_stack" in node.meta:
             added.meta["nn_module_stack"] = self._stack(node, calls_before)
@@ -258,15 +225,15 @@ class Copy:
     def _value(self, node: fx.Node, added: fx.Node, memory: Memory | None) -> None:
         """Set what a copied node gives; what code can look at after the call comes about as in any trace."""
         shown = node.meta["example_value"]
-        if memory is not None and node not in self._trace.seen:
+        if memory is not None and node not in self.trace.seen:
             set_example_value(added, memory.like(shown))
             return
-        if node in self._trace.returned:
+        if node in self.trace.returned:
             self._returned[node] = wrap_fx_proxy(self._tx, fx.Proxy(added, self._output.current_tracer))
         else:
             set_example_value(added, get_fake_value(added, self._tx))
-        value, of_tensor = added.meta["example_value"], facts_of if node in self._trace.seen else facts_of_inner
-        expect(_facts(value, of_tensor) == _facts(shown, of_tensor), f"{added.name} is another")
+        value, is_inner = added.meta["example_value"], node not in self.trace.seen
+        expect(_facts(value, is_inner) == _facts(shown, is_inner), f"{added.name} is another")
         if memory is not None:
             memory.give(tensor_state.leaves(shown), tensor_state.leaves(value))
 
@@ -274,11 +241,11 @@ class Copy:
         """Return the modules that the copy of a node is in, by their names."""
         stack = dict(self._tx.nn_module_stack)
         for key, (name, kind) in node.meta["nn_module_stack"].items():
-            if key in self._trace.outer:
+            if key in self.trace.outer:
                 continue
-            other, before = self._renamed(name), self._trace.calls_before.get(name, 0)
+            other, before = self._renamed(name), self.trace.calls_before.get(name, 0)
             number, _, calls = key.partition("@")
-            number = str(self._likeness.modules.get(int(number), number))
+            number = str(self.likeness.modules.get(int(number), number))
             count = calls_before.get(other, 0) + int(calls or 0) - before
             stack[f"{number}@{count}" if count else number] = other, kind
         return stack
@@ -295,19 +262,19 @@ class Copy:
         if is_constant(variable):
             return ConstantVariable.create(variable.value)
         node = variable.as_proxy().node
-        return self._leaves.variables[node] if node in self._leaves.variables else self._returned[node]
+        return self.leaves.variables[node] if node in self.leaves.variables else self._returned[node]
 
 
 def _shown(nodes: Iterable[fx.Node]) -> list[Any]:
     return [node.meta["example_value"] for node in nodes]
 
 
-def _facts(value: Any, of_tensor: Callable[[torch.Tensor], Any]) -> Any:
+def _facts(value: Any, is_inner: bool) -> Any:
     """List what code can ask of what a node gives."""
     if isinstance(value, torch.Tensor):
-        return of_tensor(value)
+        return facts_of(value, is_inner=is_inner)
     if isinstance(value, (tuple, list)):
-        return tuple(_facts(item, of_tensor) for item in value)
+        return tuple(_facts(item, is_inner) for item in value)
     return type(value), str(value)
 
 
@@ -325,7 +292,9 @@ def nodes_after(node: fx.Node) -> list[fx.Node]:
 
 def can_be_copied(nodes: list[fx.Node], result: Any) -> bool:
     """Whether what a call added and returned is of operations and values that a copy can have."""
-    return len(nodes) >= FEWEST_NODES and all(map(_is_operation, nodes)) and _is_of_values(result)
+    values = values_in(result)
+    is_of_values = all(type(v) is TensorVariable or (is_constant(v) and v.source is None) for v in values)
+    return is_of_values and len(nodes) >= FEWEST_NODES and all(map(_is_operation, nodes))
 
 
 def _is_operation(node: fx.Node) -> bool:
@@ -335,21 +304,3 @@ def _is_operation(node: fx.Node) -> bool:
     given: list[Any] = []
     fx.node.map_aggregate((node.args, node.kwargs), given.append)
     return is_called and is_of_values and all(isinstance(value, fx.Node) or is_plain(value) for value in given)
-
-
-def _is_of_values(result: Any) -> bool:
-    """Whether a module returned tensors and constants, alone or in a tuple."""
-    result = realized(result)
-    if type(result) is TupleVariable:
-        return result.source is None and all(map(_is_of_values, result.items))
-    return type(result) is TensorVariable or (is_constant(result) and result.source is None)
-
-
-def _nodes_of(result: Any) -> Iterator[fx.Node]:
-    """Go through the nodes of the tensors that a module returned."""
-    result = realized(result)
-    if type(result) is TupleVariable:
-        for item in result.items:
-            yield from _nodes_of(item)
-    elif type(result) is TensorVariable:
-        yield result.as_proxy().node

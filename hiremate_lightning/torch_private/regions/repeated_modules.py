@@ -1,9 +1,8 @@
 """One trace for modules that are alike: what Dynamo traced of one is copied for the next.
 
-A deep network calls modules of one class again and again: the blocks of a transformer, the stages of a ResNet. Dynamo
-goes through the code of each, which takes a quarter of the time to the first plan. Here a call of a module leaves a
-`Trace`: the nodes that it added to the graph, what it was called with and what it returned. A later call gets copies of
-these nodes, run on fake tensors again, where all of this holds:
+A deep network calls modules of one class again and again: the blocks of a transformer, the stages of a ResNet. Here a
+call of a module leaves a `Trace`: the nodes that it added to the graph, what it was called with and what it returned. A
+later call gets copies of these nodes where all of this holds:
 
 * Dynamo would read the same of the module, see `Likeness`, and what is guarded is guarded for this one too.
 * It is called with tensors of the same kind and with the same constants, under the same modes and `with` blocks.
@@ -11,8 +10,7 @@ these nodes, run on fake tensors again, where all of this holds:
   and nothing that it could read was changed since.
 
 Any other call is traced as it is. Where a copy turns out other than what it was copied from, all is traced anew without
-copies. The graph is the one that Dynamo makes without all this, node by node: the same order of random operations, the
-same inputs in the same order; and so are its guards.
+copies. The graph and its guards are those that Dynamo makes without all this: the same nodes, in the same order.
 """
 
 from __future__ import annotations
@@ -25,76 +23,27 @@ import types
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, cast
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
-from torch._dynamo import output_graph, utils
 from torch._dynamo.exc import TorchDynamoException, UnspecializeRestartAnalysis
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.variables import builtin, functions, nn_module, object_protocol
-from torch._dynamo.variables.base import AttributeMutationNew, MutationType, ValueMutationNew, VariableTracker
-from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.nn_module import UnspecializedBuiltinNNModuleVariable, UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import TensorVariable
-from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._guards import Source
 
-from ..hacks import replaced
-from .likeness import UnlikeError, expect, is_plain
-from .module_calls import Circumstances, TracedCall, note_unseen, realized, unseen
-from .module_traces import Added, CopyError, Trace, can_be_copied, nodes_after, taking_gradients
+from ..hacks import instead_of
+from ..same_captures import NotShownError, expect, is_plain
+from .module_calls import TracedCall, note_unseen, realized, unseen
+from .module_traces import CopyError, Trace, can_be_copied, nodes_after, taking_gradients
 
 log = logging.getLogger("hiremate_lightning")
 
 _MOST_TRACES = 32  # of one class in one graph; each that differs is compared with every later call
 _MOST_MISSES = 4  # calls of one class that get what a traced one got, and yet no trace held: then none is compared more
-
-
-class _Changes:
-    """What the traced code has changed that is not of the graph: attributes, lists, globals.
-
-    Args:
-        known: What Dynamo knows of objects that code may change.
-    """
-
-    def __init__(self, known: SideEffects) -> None:
-        self._known = known
-        self._changed: list[Any] = []
-
-    def __len__(self) -> int:
-        return len(self._changed)
-
-    def note(self, item: Any) -> None:
-        """Note that an object is changed."""
-        self._changed.append(item)
-
-    def of_older(self, since: int, age: int) -> bool:
-        """Whether any object older than some age was changed since there were so many changes, or any tensor."""
-        changed = self._changed[since:]
-        return any(_age_of(item) < age or isinstance(item, TensorVariable) for item in changed)
-
-    def may_be_read(self, since: int, age: int) -> bool:
-        """Whether a module could read, other than from what it is called with, what was changed since then.
-
-        It could where the object was there before the traced code ran, or where such an object has come to hold it.
-        """
-        items = [item for item in self._changed[since:] if _age_of(item) < age]
-        if not all(map(_is_new, items)):
-            return True
-        if not items:
-            return False
-        known, reached = self._known, set[int]()
-        existing = [v for v in known.id_to_variable.values() if v.mutation_type is not None and not _is_new(v)]
-        ahead = [v for v in existing if known.is_modified(v) or known.has_pending_mutation(v)]
-        while ahead:
-            variable = ahead.pop()
-            if id(variable) not in reached:
-                reached.add(id(variable))
-                attributes = list(known.store_attr_mutations.get(variable, {}).values())
-                VariableTracker.visit(ahead.append, [variable, attributes])
-        return any(id(item) in reached for item in items)
 
 
 def _age_of(item: Any) -> int:
@@ -108,32 +57,30 @@ def _is_new(item: Any) -> bool:
 class _Traces:
     """The traces of calls of modules in one graph, and what was changed since it was begun.
 
-    Args:
-        output: Dynamo's graph that is being made.
-
     Attributes:
+        changed: What the traced code has changed that is not of the graph: attributes, lists, globals.
         has_copies: Whether any trace was copied.
         aliases: The sources of what was reached from two places: that of the second one, and the first one's.
     """
 
     def __init__(self, output: Any) -> None:
-        self.output, self.changes = output, _Changes(output.side_effects)
-        self.has_copies = False
+        self.output, self.has_copies = output, False
+        self.changed: list[Any] = []
         self.aliases: list[tuple[Source, Source]] = []
         self._by_class: defaultdict[type, list[Trace]] = defaultdict(list)
         self._misses = Counter[type]()
 
-    def call(self, call: TracedCall) -> Any:
+    def call(self, call: TracedCall, run: Callable[[], Any]) -> Any:
         """Copy a trace that holds for a call, or else trace it."""
         kind = type(call.module.value)
         if self._misses[kind] == _MOST_MISSES:
-            return _call(call.module, call.tx, list(call.arguments), call.named)
+            return run()
         is_missed = False
         for trace in self._by_class[kind]:
             try:
-                leaves = trace.compare(call)
+                leaves = trace.call.leaves_like(call)
                 is_missed = True
-                expect(not self.changes.may_be_read(trace.changes_before, trace.age), "something was changed")
+                expect(not self._may_be_read(trace.changes_before, trace.age), "something was changed")
                 result = trace.copy_for(call, leaves, self.aliases)
                 log.debug("copying the trace of a %s", kind.__name__)
                 self.has_copies = True
@@ -148,22 +95,44 @@ class _Traces:
             except Exception as error:  # what is compared is code of torch and of users: what fails isn't alike
                 log.debug("%s is traced: %s", kind.__name__, error)
         self._misses[kind] += is_missed
-        return self._trace(call)
+        return self._trace(call, run)
 
-    def _trace(self, call: TracedCall) -> Any:
+    def _trace(self, call: TracedCall, run: Callable[[], Any]) -> Any:
         output, tx = call.tx.output, call.tx
-        age, changes_before, hidden_before = next(_ages), len(self.changes), self._hidden()
+        age, changes_before, hidden_before = next(_ages), len(self.changed), self._hidden()
         last, inputs_before, calls_before = output.graph._root.prev, len(output.placeholders), dict(tx.num_calls)
-        result = _call(call.module, tx, list(call.arguments), call.named)
+        result = run()
         nodes, inputs = nodes_after(last), output.placeholders[inputs_before:]
         traces = self._by_class[type(call.module.value)]
-        is_pure = hidden_before == self._hidden() and not self.changes.of_older(changes_before, age)
+        changed = self.changed[changes_before:]
+        is_changed = any(_age_of(item) < age or isinstance(item, TensorVariable) for item in changed)
+        is_pure = hidden_before == self._hidden() and not is_changed
         if len(traces) < _MOST_TRACES and is_pure and can_be_copied(nodes, result):
             counts = {name: n - calls_before.get(name, 0) for name, n in tx.num_calls.items()}
             calls = {name: count for name, count in counts.items() if count}
-            added = Added(nodes, inputs, calls_before, calls)
-            traces.append(Trace(call, result, added, changes_before, age))
+            traces.append(Trace(call, result, nodes, inputs, calls_before, calls, changes_before, age))
         return result
+
+    def _may_be_read(self, since: int, age: int) -> bool:
+        """Whether a module could read, other than from what it is called with, what was changed since then.
+
+        It could where the object was there before the traced code ran, or where such an object has come to hold it.
+        """
+        items = [item for item in self.changed[since:] if _age_of(item) < age]
+        if not all(map(_is_new, items)):
+            return True
+        if not items:
+            return False
+        known, reached = self.output.side_effects, set[int]()
+        existing = [v for v in known.id_to_variable.values() if v.mutation_type is not None and not _is_new(v)]
+        ahead = [v for v in existing if known.is_modified(v) or known.has_pending_mutation(v)]
+        while ahead:
+            variable = ahead.pop()
+            if id(variable) not in reached:
+                reached.add(id(variable))
+                attributes = list(known.store_attr_mutations.get(variable, {}).values())
+                VariableTracker.visit(ahead.append, [variable, attributes])
+        return any(id(item) in reached for item in items)
 
     def _hidden(self) -> tuple[int, ...]:
         """Count what Dynamo does at the end beside the graph, and what is made for operations that have code inside."""
@@ -173,49 +142,54 @@ class _Traces:
         return unseen.count, *map(len, lists)
 
 
-def _call_or_copy(module: UnspecializedNNModuleVariable, tx: Any, arguments: list[Any], named: dict[str, Any]) -> Any:
+@instead_of("torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable.call_function")
+def _call_or_copy(call: Any, module: Any, tx: Any, arguments: list[Any], named: dict[str, Any]) -> Any:
     """Call a module as Dynamo does; where an earlier call of one that is alike was traced, copy that."""
+    run = functools.partial(call, module, tx, arguments, named)
     is_plain = type(module) in (UnspecializedNNModuleVariable, UnspecializedBuiltinNNModuleVariable)
     is_whole = tx.output.root_tx.f_code in _traced_whole
-    source, value = module.source, cast(Any, module.value)
-    if not is_plain or is_whole or source is None or not value._modules:
-        return _call(module, tx, arguments, named)
+    if not is_plain or is_whole or module.source is None or not module.value._modules:
+        return run()
     try:
-        call = TracedCall(module, source, tx, tuple(arguments), dict(named), Circumstances.of(tx))
-    except UnlikeError:
-        return _call(module, tx, arguments, named)
-    return _traces_of(tx.output).call(call)
+        traced = TracedCall.of(module, tx, arguments, named)
+    except NotShownError:
+        return run()
+    return _traces_of(tx.output).call(traced, run)
 
 
-def _reach_back(*arguments: Any, **named: Any) -> Any:
+@instead_of("torch._dynamo.output_graph.collect_reachable_grad_fns")
+def _reach_back(collect: Any, *arguments: Any, **named: Any) -> Any:
     """Trace code anew that takes gradients itself, if copies were made: it reads `grad_fn`, which made values lack."""
     output = InstructionTranslator.current_tx().output
     code = output.root_tx.f_code
     if _traces_of(output).has_copies and code not in taking_gradients:
         taking_gradients.add(code)
         raise UnspecializeRestartAnalysis(restart_reason="copies of modules' traces have to be run")
-    return _collect_reachable(*arguments, **named)
+    return collect(*arguments, **named)
 
 
-def _note_change(known: SideEffects, item: Any) -> Any:
+@instead_of("torch._dynamo.side_effects.SideEffects.check_allowed_side_effect")
+def _change(check: Any, known: SideEffects, item: Any) -> Any:
     """Note that something is changed."""
     output = known.output_graph_weakref()
     if output is not None:
-        _traces_of(output).changes.note(item)
-    return _check_change(known, item)
+        _traces_of(output).changed.append(item)
+    return check(known, item)
 
 
-def _store_as_constant(tx: Any, *arguments: Any, **named: Any) -> Any:
+@instead_of(*(f"torch._dynamo.variables.{of}.invoke_and_store_as_constant" for of in ("functions", "nn_module")))
+def _store_as_constant(store: Any, tx: Any, *arguments: Any, **named: Any) -> Any:
     """Note that a function runs now, whose result is a constant from then on: nothing guards what it reads."""
     note_unseen()
-    return _store(tx, *arguments, **named)
+    return store(tx, *arguments, **named)
 
 
-def _identify(one: Any, other: Any) -> Any:
+@instead_of(*(f"torch._dynamo.variables.{of}.vt_identity_compare" for of in ("object_protocol", "builtin")))
+def _identify(compare: Any, one: Any, other: Any) -> Any:
     """Note that code asks whether two objects are the same one: nothing guards that, and another module may differ."""
     if _is_one_of_many(one) and _is_one_of_many(other):
         note_unseen()
-    return _compare_identity(one, other)
+    return compare(one, other)
 
 
 def _is_one_of_many(variable: Any) -> bool:
@@ -225,38 +199,46 @@ def _is_one_of_many(variable: Any) -> bool:
     return variable.source is not None and not is_plain(variable.get_real_python_backed_value())
 
 
-def _noting(method: Callable[..., Any]) -> Callable[..., Any]:
+_LOOKED_UP = ("base.VariableTracker", "user_defined.UserDefinedObjectVariable", "tensor.TensorVariable")
+
+
+@instead_of("torch._dynamo.utils._get_fake_tensor", *(f"torch._dynamo.variables.{of}.hash_impl" for of in _LOOKED_UP))
+def _look_up(look_up: Any, variable: Any, *arguments: Any, **named: Any) -> Any:
     """Note that code looks something up by which object it is."""
-
-    @functools.wraps(method)
-    def noted(variable: Any, *arguments: Any, **named: Any) -> Any:
-        if _is_one_of_many(variable):
-            note_unseen()
-        return method(variable, *arguments, **named)
-
-    return noted
+    if _is_one_of_many(variable):
+        note_unseen()
+    return look_up(variable, *arguments, **named)
 
 
-def _identified(variable: Any, tx: Any, *arguments: Any) -> Any:
+@instead_of("torch._dynamo.variables.builtin.BuiltinVariable.call_id")
+def _call_id(call: Any, variable: Any, tx: Any, *arguments: Any) -> Any:
     """Note that code asks for the `id` of something."""
     note_unseen()
-    return _call_id(variable, tx, *arguments)
+    return call(variable, tx, *arguments)
 
 
-def _build(builder: VariableBuilder, value: Any) -> Any:
+@instead_of("torch._dynamo.variables.builder.VariableBuilder.__call__")
+def _build(build: Any, builder: Any, value: Any) -> Any:
     """Note that something is reached from a second place."""
     known = builder.tx.output.side_effects
     if value in known:
         first = known[value].source
         if first is not None and first.name != builder.source.name:
             _traces_of(builder.tx.output).aliases.append((builder.source, first))
-    return _build_variable(builder, value)
+    return build(builder, value)
 
 
-def _begin_mutable(mutation_type: MutationType, *arguments: Any) -> None:
+@instead_of("torch._dynamo.variables.base.MutationType.__init__")
+def _begin_mutable(begin: Any, mutation_type: Any, *arguments: Any) -> None:
     """Number what code may change, as it is made."""
-    _begin(mutation_type, *arguments)
-    mutation_type.age = next(_ages)  # type: ignore[attr-defined]
+    begin(mutation_type, *arguments)
+    mutation_type.age = next(_ages)
+
+
+_STAND_INS = (
+    *(_call_or_copy, _reach_back, _change, _store_as_constant, _identify, _look_up, _call_id, _build),
+    _begin_mutable,
+)
 
 
 def _traces_of(output: Any) -> _Traces:
@@ -272,7 +254,9 @@ def copied() -> Iterator[None]:
     """Have what is traced meanwhile traced once for modules that are alike."""
     before, _state.traces = _state.traces, []
     try:
-        with replaced(*_STAND_INS):
+        with ExitStack() as in_place:
+            for stand_in in _STAND_INS:
+                in_place.enter_context(stand_in())
             yield
     finally:
         _state.traces = before
@@ -280,26 +264,4 @@ def copied() -> Iterator[None]:
 
 _state = types.SimpleNamespace(traces=[])
 _traced_whole: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code of which a copy failed
-_call = UnspecializedNNModuleVariable.call_function
 _ages = itertools.count(1)
-_begin, _build_variable = MutationType.__init__, VariableBuilder.__call__
-_check_change, _store = SideEffects.check_allowed_side_effect, functions.invoke_and_store_as_constant
-_call_id = builtin.BuiltinVariable.call_id
-_collect_reachable, _compare_identity = output_graph.collect_reachable_grad_fns, object_protocol.vt_identity_compare
-
-
-_LOOKED_UP = VariableTracker, UserDefinedObjectVariable, TensorVariable
-_STAND_INS = (
-    (UnspecializedNNModuleVariable, "call_function", _call_or_copy),
-    (SideEffects, "check_allowed_side_effect", _note_change),
-    (MutationType, "__init__", _begin_mutable),
-    (VariableBuilder, "__call__", _build),
-    (functions, "invoke_and_store_as_constant", _store_as_constant),
-    (nn_module, "invoke_and_store_as_constant", _store_as_constant),
-    (object_protocol, "vt_identity_compare", _identify),
-    (builtin, "vt_identity_compare", _identify),
-    (output_graph, "collect_reachable_grad_fns", _reach_back),
-    (utils, "_get_fake_tensor", _noting(utils._get_fake_tensor)),
-    (builtin.BuiltinVariable, "call_id", _identified),
-    *((kind, "hash_impl", _noting(kind.hash_impl)) for kind in _LOOKED_UP),
-)

@@ -9,6 +9,7 @@ import random
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from hiremate_lightning import (
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.sizes.batch_size import CAUTION, SizeFinder
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import assert_same, network
+from tests.exact import assert_same, network, take_steps
 from tests.models import GPT, UNet
 from tests.processes import run_two
 from tests.training import resident_bytes
@@ -129,45 +130,33 @@ def test_on_real_models_the_size_fits_and_is_more_than_twice_what_plain_training
     assert resident + measure_peak(lambda: case.step(case.model, plain)) > result.budget_bytes
 
 
-@pytest.fixture(scope="module")
-def found() -> tuple[Case, BatchSizeResult]:
+def test_the_size_has_run_within_the_budget_and_a_fifth_more_does_not_fit(capfd, tmp_path: Path):
+    """The search says so, and its result is saved with its curve."""
     torch.manual_seed(0)
     case = layers()
-    return case, case.find("4 MiB", max_overhead=9.0)
+    result = case.find("4 MiB", max_overhead=9.0, verbose=True)
 
-
-def test_the_size_has_run_within_the_budget(found):
-    case, result = found
-
+    said = capfd.readouterr().err
+    assert f"largest size within 4.00 MiB is {int(result)}" in said
+    assert "verified" in said
+    assert f"{result.real_steps} real steps" in said
     assert case.steps == result.real_steps <= MAX_STEPS
     assert result.trial.measured_peak_bytes <= result.budget_bytes == 4 * MiB
     assert int(result) == result.size > result.unplanned_size > 0
     assert result.limited_by == "memory"
-
-
-def test_a_twentieth_more_is_predicted_not_to_fit_and_a_fifth_more_does_not(found):
-    case, result = found
     assert_a_little_more_does_not_fit(result, max_overhead=9.0)
-    model = copy.deepcopy(case.model)
-    hiremate(model, result.budget_bytes, on_infeasible="warn", verbose=False, time_limit_s=2)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", HiRemateWarning)
-        for _ in range(2):
-            model(case.make_batch(int(1.2 * int(result)))).square().mean().backward()
-
-    assert get_plan(model).planned_peak_bytes > result.budget_bytes
-
-
-def test_the_result_is_saved_with_its_curve(found, tmp_path: Path):
-    _, result = found
     result.save(tmp_path / "sizes.json")
-
     saved = json.loads((tmp_path / "sizes.json").read_text())
-
     assert saved["size"] == int(result)
     assert [t["size"] for t in saved["trials"]] == sorted({t.size for t in result.trials})
     assert {"predicted_peak_bytes", "overhead", "samples_per_s", "measured_peak_bytes"} <= set(saved["trials"][0])
+
+    hiremate(case.model, result.budget_bytes, on_infeasible="warn", verbose=False, time_limit_s=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HiRemateWarning)
+        plan = take_steps(case.model, lambda _: case.make_batch(int(1.2 * int(result))), 2, clears="never")
+    assert plan.planned_peak_bytes > result.budget_bytes
 
 
 def snapshot(case: Case) -> dict[str, object]:
@@ -186,8 +175,9 @@ def snapshot(case: Case) -> dict[str, object]:
     )
 
 
-@pytest.mark.parametrize("steps_before", [0, 2])
-def test_everything_is_as_it_was_before(steps_before):
+@pytest.mark.parametrize(("steps_before", "fails"), [(0, False), (2, False), (0, True)])
+def test_everything_is_as_it_was_before(steps_before, fails):
+    """Also where a step fails."""
     case = layers()
     scheduler = torch.optim.lr_scheduler.StepLR(case.optimizer, 1, 0.5)
     for _ in range(steps_before):
@@ -198,30 +188,17 @@ def test_everything_is_as_it_was_before(steps_before):
         random.random(), np.random.rand()  # noqa: NPY002
         case.step(model, batch)
         scheduler.step()
+        if fails and len(batch) > 2:
+            raise ZeroDivisionError
 
-    find_max_batch_size(
-        case.model, case.make_batch, step, budget="4 MiB", stateful=[scheduler], verbose=False, time_limit_s=0.3
-    )
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        find_max_batch_size(
+            case.model, case.make_batch, step, budget="4 MiB", stateful=[scheduler], verbose=False, time_limit_s=0.3
+        )
 
     assert_same(snapshot(case), before)
     assert targets_of(case.model) is None
     assert scheduler.last_epoch == 0
-
-
-def test_a_step_that_fails_leaves_everything_as_it_was():
-    case = layers()
-    before = snapshot(case)
-
-    def step(model: nn.Module, batch: torch.Tensor) -> None:
-        case.step(model, batch)
-        if len(batch) > 2:
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        find_max_batch_size(case.model, case.make_batch, step, budget="4 MiB", verbose=False)
-
-    assert_same(snapshot(case), before)
-    assert targets_of(case.model) is None
 
 
 def test_the_largest_allowed_is_never_passed():
@@ -288,42 +265,26 @@ def test_a_planned_model_gives_its_budget_and_stays_planned():
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("options", "kind", "expected"),
     [
-        ({"init_val": 0}, "init_val must be at least 1, found 0"),
-        ({"init_val": 8, "max_val": 4}, "max_val must be at least init_val, 8, found 4"),
-        ({"max_overhead": -0.1}, "max_overhead must be at least 0, found -0.1"),
-        ({"margin": 1.0}, "margin must be a share"),
-        ({"max_trials": 1}, "max_trials must be at least 3, found 1"),
-        ({"objective": "fastest"}, "objective must be 'largest' or 'throughput', found 'fastest'"),
-        ({"solver": "none such"}, "Unknown solver"),
+        ({"init_val": 0}, ConfigurationError, "init_val must be at least 1, found 0"),
+        ({"init_val": 8, "max_val": 4}, ConfigurationError, "max_val must be at least init_val, 8, found 4"),
+        ({"max_overhead": -0.1}, ConfigurationError, "max_overhead must be at least 0, found -0.1"),
+        ({"margin": 1.0}, ConfigurationError, "margin must be a share"),
+        ({"max_trials": 1}, ConfigurationError, "max_trials must be at least 3, found 1"),
+        ({"objective": "fastest"}, ConfigurationError, "objective must be 'largest' or 'throughput', found 'fastest'"),
+        ({"solver": "none such"}, ConfigurationError, "Unknown solver"),
+        ({"budget": "60%"}, BudgetError, "no batch is the largest"),
+        ({"budget": 0.5}, BudgetError, "no batch is the largest"),
     ],
 )
-def test_arguments_out_of_range_are_named_before_anything_runs(options, expected):
+def test_arguments_out_of_range_are_named_before_anything_runs(options, kind, expected):
     case = layers()
 
-    with pytest.raises(ConfigurationError, match=re.escape(expected)):
-        case.find("4 MiB", **options)
+    with pytest.raises(kind, match=re.escape(expected)):
+        case.find(**{"budget": "4 MiB", **options})
 
     assert not case.steps
-
-
-@pytest.mark.parametrize("budget", ["60%", 0.5])
-def test_a_share_is_refused(budget):
-    case = layers()
-
-    with pytest.raises(BudgetError, match="no batch is the largest"):
-        case.find(budget)
-
-    assert not case.steps
-
-
-def test_a_batch_that_ignores_the_size_is_refused():
-    case = layers()
-    case.make_batch = lambda n: torch.randn(64, 32)
-
-    with pytest.raises(ConfigurationError, match="its tensors are the same"):
-        case.find("4 MiB")
 
 
 @network(lambda: {"net": nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))})
@@ -334,32 +295,53 @@ def fickle(self, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def test_a_step_that_is_another_graph_at_another_size_is_refused_by_its_operation():
-    case = case_of(fickle(), lambda n: torch.randn(n, 32))
+def twice(case: Case) -> Callable[..., None]:
+    return lambda *given: [case.step(*given) for _ in range(2)]
 
-    with pytest.raises(ConfigurationError, match=r"it is not the same graph: .*aten"):
-        case.find("4 MiB")
+
+@pytest.mark.parametrize(
+    ("make", "step", "options", "words"),
+    [
+        (lambda: case_of(layers().model, lambda n: torch.randn(64, 32)), None, {}, "its tensors are the same"),
+        (
+            lambda: case_of(fickle(), lambda n: torch.randn(n, 32)),
+            *(None, {}, r"it is not the same graph: .*aten"),
+        ),
+        (
+            lambda: case_of(layers().model, lambda n: torch.randn(8192 * n, 32)),
+            *(None, {"budget": "7 MiB", "max_overhead": 0.0}),
+            r"Even size 1 takes an overhead of .* Raise the budget or max_overhead",
+        ),
+        (
+            layers,
+            lambda case: lambda model, batch: model(batch),
+            {},
+            "one forward and one backward of the model, found none",
+        ),
+        (layers, twice, {}, "one forward and one backward of the model, found more"),
+    ],
+    ids=["one size", "another graph at another size", "too slow", "no backward", "two backwards"],
+)
+def test_a_step_that_can_not_be_scaled_is_refused(make, step, options, words):
+    case = make()
+
+    with pytest.raises(ConfigurationError, match=words):
+        find_max_batch_size(
+            case.model,
+            case.make_batch,
+            step(case) if step else case.step,
+            **{"budget": "4 MiB", "time_limit_s": 0.3, "verbose": False, **options},
+        )
 
 
 def test_a_step_that_is_special_at_the_first_size_is_scaled_from_others():
     case = layers()
-    special = nn.Linear(32, 32)
 
-    def batch(n: int) -> torch.Tensor:
-        return torch.randn(n, 32)
+    @network(lambda: {"net": case.model, "special": nn.Linear(32, 32)})
+    def special(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(self.special(x).sin() if len(x) < 3 else self.special(x))
 
-    class Special(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = case.model
-            self.special = special
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.net(self.special(x).sin() if len(x) < 3 else self.special(x))
-
-    other = case_of(Special(), batch)
-
-    result = other.find("4 MiB")
+    result = case_of(special(), case.make_batch).find("4 MiB")
 
     assert result.trial.measured_peak_bytes <= result.budget_bytes
     assert result.real_steps <= MAX_STEPS
@@ -373,15 +355,6 @@ def test_a_budget_that_not_even_one_sample_fits_is_refused_with_the_smallest_tha
 
     assert caught.value.smallest_bytes > MiB
     assert "can't allocate memory" in caught.value.args[0], "batch-size finders look for these words"
-
-
-def test_a_budget_that_costs_more_time_than_allowed_is_refused():
-    case = case_of(layers().model, lambda n: torch.randn(8192 * n, 32))
-
-    with pytest.raises(
-        ConfigurationError, match=r"Even size 1 takes an overhead of .* Raise the budget or max_overhead"
-    ):
-        case.find("7 MiB", max_overhead=0.0)
 
 
 def test_a_search_of_which_no_size_holds_says_so(monkeypatch):
@@ -402,26 +375,6 @@ def test_a_first_size_that_does_not_fit_is_made_smaller():
 
     assert 1 < int(result) < 8192
     assert result.trial.measured_peak_bytes <= result.budget_bytes
-
-
-def test_a_step_without_a_backward_is_refused():
-    case = layers()
-
-    with pytest.raises(ConfigurationError, match="one forward and one backward of the model, found none"):
-        find_max_batch_size(
-            case.model, case.make_batch, lambda model, batch: model(batch), budget="4 MiB", verbose=False
-        )
-
-
-def test_a_step_of_several_backwards_is_refused():
-    case = layers()
-
-    def step(model: nn.Module, batch: torch.Tensor) -> None:
-        for _ in range(2):
-            case.step(model, batch)
-
-    with pytest.raises(ConfigurationError, match="one forward and one backward of the model, found more"):
-        find_max_batch_size(case.model, case.make_batch, step, budget="4 MiB", verbose=False)
 
 
 @network(lambda: {"net": nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), "calls": 0.0})
@@ -452,14 +405,3 @@ def test_two_processes_get_the_size_that_the_smaller_budget_allows(tmp_path):
     assert ranks[0][1] == ranks[1][1]  # each step was of one size on both
     for mine, theirs in zip(ranks[0][2].values(), ranks[1][2].values(), strict=True):
         assert torch.equal(mine, theirs)
-
-
-def test_the_search_is_reported(capfd):
-    case = layers()
-
-    result = case.find("4 MiB", verbose=True)
-
-    said = capfd.readouterr().err
-    assert f"largest size within 4.00 MiB is {int(result)}" in said
-    assert "verified" in said
-    assert f"{result.real_steps} real steps" in said

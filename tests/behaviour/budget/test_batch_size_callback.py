@@ -131,21 +131,12 @@ def test_it_is_lightnings_finder_with_its_leading_arguments():
     assert mine[: len(theirs)] == theirs
 
 
-@pytest.fixture(scope="module")
-def fitted(tmp_path_factory: pytest.TempPathFactory):
-    """One fit with a search, watched where it begins."""
+def test_the_size_is_set_and_the_loop_starts_from_nothing(tmp_path):
     found, watch, plan, module = finder(), AtStart(), planned(), Module()
-    logger = CSVLogger(tmp_path_factory.mktemp("logs"))
-    torch.manual_seed(5)
-    random.seed(5)
-    np.random.seed(5)  # noqa: NPY002
+    logger = CSVLogger(tmp_path)
+    seed()
     running = trainer(found, plan, watch, logger=logger, log_every_n_steps=1)
     running.fit(module)
-    return found, watch, plan, module, logger, running
-
-
-def test_the_size_is_set_and_has_run_within_the_budget(fitted):
-    found, _, plan, module, _, _ = fitted
 
     size = found.optimal_batch_size
     assert module.batch_size == size == int(found.result) > found.result.unplanned_size > 0
@@ -155,25 +146,22 @@ def test_the_size_is_set_and_has_run_within_the_budget(fitted):
     assert plan.plan.measured.peak_bytes <= BUDGET
     assert plan.plan.budget_bytes == BUDGET
 
-
-def test_the_loop_starts_from_nothing(fitted):
-    _, watch, _, module, logger, running = fitted
-
-    assert watch.found["global_step"] == 0
-    assert watch.found["epoch"] == 0
-    assert watch.found["steps"] == 0
+    assert watch.found["global_step"] == watch.found["epoch"] == watch.found["steps"] == 0
     assert watch.found["metrics"] == {}
-    assert running.global_step == 6
+    assert running.global_step == module.steps == 6
     assert watch.loggers == [logger]
     assert HiRemateCallback in watch.callbacks
-    assert module.steps == 6
+
+
+def seed() -> None:
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)  # noqa: NPY002
 
 
 def run(module: pl.LightningModule, *callbacks: Callback, **options: object) -> AtStart:
     watch = AtStart()
-    torch.manual_seed(5)
-    random.seed(5)
-    np.random.seed(5)  # noqa: NPY002
+    seed()
     trainer(*callbacks, watch, **options).fit(module)
     return watch
 
@@ -304,15 +292,37 @@ def test_the_whole_training_step_can_be_the_target():
     assert found.result.trial.measured_peak_bytes <= BUDGET
 
 
-def refused(module: pl.LightningModule, error: type[Exception], match: str, *callbacks: Callback, **options: object):
-    before = copy.deepcopy(module.state_dict())
-    size = getattr(module, "batch_size", None)
+class Wide(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, 20_000), nn.Linear(20_000, 4))
 
-    with pytest.raises(error, match=match):
-        trainer(*callbacks).fit(module, **options)
+
+class Fixed(Module):
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Rows(64), batch_size=16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "budget", "given", "error", "words"),
+    [
+        (Module, {}, BUDGET, {"train_dataloaders": [1]}, MisconfigurationException, "one was passed to fit"),
+        (Module, {"batch_arg_name": "size_of_batch"}, BUDGET, {}, MisconfigurationException, "'size_of_batch'"),
+        (Module, {}, "60%", {}, BudgetError, "no batch is the largest"),
+        (Wide, {"init_val": 1}, "2 MiB", {}, InfeasibleBudgetError, "Not even size 1 fits"),
+        (Fixed, {}, BUDGET, {}, ConfigurationError, "its tensors are the same"),
+    ],
+    ids=["a loader of fit", "an attribute that is nowhere", "a share", "below the weights", "one size"],
+)
+def test_what_can_not_be_searched_is_refused(kind, options, budget, given, error, words):
+    module = kind()
+    before, size = copy.deepcopy(module.state_dict()), module.batch_size
+
+    with pytest.raises(error, match=words):
+        trainer(finder(**options), planned(budget)).fit(module, **given)
 
     assert_same(module.state_dict(), before)
-    assert getattr(module, "batch_size", None) == size
+    assert module.batch_size == size
 
 
 def test_two_attributes_of_the_name_are_announced():
@@ -328,35 +338,6 @@ def test_two_attributes_of_the_name_are_announced():
 def test_a_fast_run_skips_the_search():
     with pytest.warns(UserWarning, match="HiRemateBatchSizeFinder is skipped: fast_dev_run is on"):
         trainer(finder(), planned(), fast_dev_run=True).fit(Module())
-
-
-def test_a_loader_passed_to_fit_is_refused():
-    refused(Module(), MisconfigurationException, "one was passed to fit", finder(), planned(), train_dataloaders=[1])
-
-
-def test_an_attribute_that_is_nowhere_is_refused():
-    refused(Module(), MisconfigurationException, "'size_of_batch'", finder(batch_arg_name="size_of_batch"), planned())
-
-
-def test_a_share_is_refused():
-    refused(Module(), BudgetError, "no batch is the largest", finder(), planned("60%"))
-
-
-def test_a_budget_below_the_weights_is_refused():
-    class Wide(Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(WIDTH, 20_000), nn.Linear(20_000, 4))
-
-    refused(Wide(), InfeasibleBudgetError, "Not even size 1 fits", finder(init_val=1), planned("2 MiB"))
-
-
-def test_a_loader_that_ignores_the_size_is_refused():
-    class Fixed(Module):
-        def train_dataloader(self) -> DataLoader:
-            return DataLoader(Rows(64), batch_size=16)
-
-    refused(Fixed(), ConfigurationError, "its tensors are the same", finder(), planned())
 
 
 @pytest.mark.parametrize("mode", ["power", "binsearch"])

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.memory.metering import MemoryMeter
-from tests.exact import differing
+from tests.exact import differing, take_steps
 
 ROWS, CHUNK, WIDTH, STEPS = 512, 128, 32, 6
 TEXT = "without gradients, and what was computed until the next call with gradients, took"
@@ -64,9 +64,7 @@ def train(model: nn.Module, rows: int = ROWS, steps: int = STEPS) -> list[torch.
 def trained(steps: int = 3) -> tuple[nn.Module, torch.Tensor]:
     """Train a planned model on one chunk; return both."""
     model, x = plan_net("80%"), torch.randn(CHUNK, WIDTH, generator=torch.Generator().manual_seed(1))
-    for _ in range(steps):
-        model.zero_grad()
-        model(x).square().mean().backward()
+    take_steps(model, lambda _: x, steps)
     return model, x
 
 
@@ -75,17 +73,11 @@ def said(warned: list[warnings.WarningMessage]) -> list[str]:
 
 
 def test_a_loss_of_cached_embeddings_above_the_budget_is_said() -> None:
+    """The peak that is said of it is true."""
     plain, model = train(make_net()), plan_net()
     with pytest.warns(HiRemateWarning, match=TEXT) as warned:
         values = train(model)
     assert not differing(plain, values)
-    assert len(said(list(warned))) == 1
-
-
-def test_the_peak_that_is_said_of_a_cached_loss_is_true() -> None:
-    model = plan_net()
-    with pytest.warns(HiRemateWarning, match=TEXT) as warned:
-        train(model)
     model.zero_grad()
     gc.collect()
     with MemoryMeter(torch.device("cpu")) as meter:
@@ -134,8 +126,7 @@ def test_a_late_optimizer_state_raises_what_calls_may_take() -> None:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for _ in range(2):
-            for _ in range(4):
-                model(x).square().mean().backward()
+            take_steps(model, lambda _: x, 4, clears="never")
             optimizer.step()
             with torch.no_grad():
                 model(x)
@@ -143,18 +134,15 @@ def test_a_late_optimizer_state_raises_what_calls_may_take() -> None:
 
 
 def test_many_calls_without_gradients_are_not_watched_for_ever() -> None:
-    model, x = trained()
-    with torch.no_grad():
-        model(x)
-        assert MemoryMeter.is_running(torch.device("cpu"))
-        for _ in range(100):
-            model(x[:1])
-    assert not MemoryMeter.is_running(torch.device("cpu"))
-
-
-def test_calls_in_eval_mode_are_not_watched() -> None:
+    """Those in eval mode are not watched at all."""
     model, x = trained()
     model.eval()
     with torch.no_grad():
         model(x)
+        assert not MemoryMeter.is_running(torch.device("cpu"))
+        model.train()
+        model(x)
+        assert MemoryMeter.is_running(torch.device("cpu"))
+        for _ in range(100):
+            model(x[:1])
     assert not MemoryMeter.is_running(torch.device("cpu"))

@@ -18,10 +18,8 @@ def limits() -> Limits:
 
 
 def test_the_budget_is_the_most_that_any_state_of_the_step_may_take(limits):
+    """Of each state the latest one counts."""
     assert limits.meeting(BEFORE, 185).budget_bytes == 200
-
-
-def test_of_each_state_the_latest_budget_counts(limits):
     assert limits.meeting(AFTER, 190).budget_bytes == 190
 
 
@@ -44,42 +42,34 @@ def test_a_share_has_risen_where_the_plan_leaves_clear_room(peak_bytes, have_ris
     assert limits.have_risen(AFTER, peak_bytes) is have_risen
 
 
-def test_nothing_has_risen_since_a_plan_was_made_for_the_state_of_more(limits):
+def test_nothing_has_risen_without_a_state_of_more(limits):
+    """Nor where only an optimizer has made its state, nor is a number of bytes a share."""
     assert not limits.with_plan(200).meeting(BEFORE, 180).have_risen(BEFORE, 150)
-
-
-def test_nothing_has_risen_where_only_an_optimizer_has_made_its_state(limits):
     with_state = Resident(180, 0, kinds=(("parameters", 100), ("optimizer state", 80)))
     assert not limits.with_plan(200).meeting(with_state, 260).have_risen(with_state, 280)
-
-
-def test_a_number_of_bytes_does_not_rise():
     limits = Limits(is_share=False).meeting(BEFORE, 180).with_plan(150).meeting(AFTER, 220)
     assert not limits.have_risen(AFTER, 150)
 
 
-def test_the_least_stays_where_it_takes_as_much_as_in_the_state_it_was_made_for(limits):
-    assert limits.with_least(BEFORE, 210).stays(AFTER, 210, is_least=True)
+LESS = Resident(120, 0, kept=AFTER.kept)
 
 
-def test_the_least_of_one_state_goes_where_it_takes_more_in_another(limits):
-    assert not limits.with_least(BEFORE, 210).stays(AFTER, 211, is_least=True)
-
-
-def test_a_plan_that_fitted_goes_where_it_takes_as_much_as_the_least_of_another_state(limits):
-    assert not limits.with_least(BEFORE, 210).stays(AFTER, 210, is_least=False)
-
-
-def test_a_step_in_which_nothing_fits_is_not_planned_again_with_more_resident(limits):
-    assert limits.with_least(BEFORE, 210).stays(Resident(120, 0), 230, is_least=True)
-
-
-def test_a_step_in_which_nothing_fits_is_planned_again_with_less_resident(limits):
-    assert not limits.with_least(AFTER, 210).stays(Resident(120, 0, kept=AFTER.kept), 211, is_least=True)
-
-
-def test_a_changed_step_is_planned_again(limits):
-    assert not limits.with_least(AFTER, 210).without_least().stays(AFTER, 210, is_least=True)
+@pytest.mark.parametrize(
+    ("least_of", "state", "peak_bytes", "is_least", "stays"),
+    [
+        (BEFORE, AFTER, 210, True, True),
+        (BEFORE, AFTER, 211, True, False),
+        (BEFORE, AFTER, 210, False, False),
+        (BEFORE, Resident(120, 0), 230, True, True),
+        (AFTER, LESS, 211, True, False),
+    ],
+    ids=["as much", "more in another state", "a plan that fitted", "nothing fits, more resident", "less resident"],
+)
+def test_the_least_stays_where_it_takes_as_much_as_where_it_was_made(
+    limits, least_of, state, peak_bytes, is_least, stays
+):
+    assert limits.with_least(least_of, 210).stays(state, peak_bytes, is_least=is_least) is stays
+    assert not limits.with_least(AFTER, 210).without_least().stays(AFTER, 210, is_least=True), "the step has changed"
 
 
 def test_a_step_of_one_state_has_its_own_budget_only():

@@ -12,10 +12,11 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from hiremate_lightning import ConfigurationError, HiRemateWarning, hiremate
-from hiremate_lightning.callbacks import HiRemateCallback, MemoryMonitor
+from hiremate_lightning.callbacks import MemoryMonitor
 from hiremate_lightning.memory.metering import MemoryMeter
 from tests.behaviour.integrations.test_callback import ROWS, WIDTH, CallsItself, Validates, batches, planned
 from tests.behaviour.integrations.test_metrics import Notebook
+from tests.life import recorded
 from tests.trainers import quiet_trainer
 
 STEPS = 24
@@ -97,20 +98,26 @@ def test_above_the_plan_and_within_the_budget_is_said_so():
         fit(planned("1 GiB"), MemoryMonitor(every_n_steps=1), spill)
 
 
-def test_what_is_tolerated_is_not_announced():
+@pytest.mark.parametrize(
+    ("budget", "tolerance", "spill", "kind"),
+    [
+        ("1 GiB", 100.0, Spill("on_before_backward", 3 * MEGABYTE), Lean),
+        ("85%", None, Spill("on_validation_batch_start"), Validates),
+    ],
+    ids=["tolerated", "in a validation"],
+)
+def test_what_is_tolerated_or_in_a_validation_is_not_announced(budget, tolerance, spill, kind):
+    options = {} if tolerance is None else {"tolerance": tolerance}
     with warnings.catch_warnings():
         warnings.simplefilter("error", HiRemateWarning)
-        fit(
-            planned("1 GiB"), MemoryMonitor(every_n_steps=1, tolerance=100.0), Spill("on_before_backward", 3 * MEGABYTE)
-        )
+        fit(planned(budget), MemoryMonitor(every_n_steps=1, **options), spill, kind=kind)
 
 
 def test_each_place_is_announced_once():
     spills = [Spill("on_before_backward", at=at) for at in (18, 19, 20)]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded() as said:
         fit(planned(), MemoryMonitor(every_n_steps=1), *spills)
-    assert len([w for w in caught if issubclass(w.category, HiRemateWarning)]) == 1
+    assert len(said) == 1
 
 
 def test_loggers_get_the_peak_of_each_measured_step():
@@ -126,12 +133,6 @@ def test_a_model_that_was_planned_before_is_compared_with_its_plan():
     run = quiet_trainer(MemoryMonitor(every_n_steps=1), Spill("on_before_backward"))
     with pytest.warns(HiRemateWarning, match="above the budget"):
         run.fit(module, batches(STEPS))
-
-
-def test_validation_is_not_measured():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", HiRemateWarning)
-        fit(planned(), MemoryMonitor(every_n_steps=1), Spill("on_validation_batch_start", at=20), kind=Validates)
 
 
 def test_no_measurement_is_left_behind_by_an_exception():
@@ -159,11 +160,8 @@ def test_by_default_few_steps_are_measured_on_a_cpu():
     monitor = MemoryMonitor()
     fit(monitor)
     assert monitor.peak_bytes is None
-
-
-def test_it_pickles():
-    monitor = pickle.loads(pickle.dumps(MemoryMonitor(every_n_steps=3)))
-    assert monitor.every_n_steps == 3
+    assert isinstance(monitor, Callback)
+    assert pickle.loads(pickle.dumps(MemoryMonitor(every_n_steps=3))).every_n_steps == 3
 
 
 @pytest.mark.parametrize(
@@ -176,8 +174,3 @@ def test_it_pickles():
 def test_arguments_out_of_range_are_refused(options: dict[str, Any], words: str):
     with pytest.raises(ConfigurationError, match=words):
         MemoryMonitor(**options)
-
-
-def test_both_callbacks_are_exported():
-    assert issubclass(HiRemateCallback, Callback)
-    assert issubclass(MemoryMonitor, Callback)

@@ -12,14 +12,14 @@ from torch import nn
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.errors import ConfigurationError
-from hiremate_lightning.measuring import links
+from hiremate_lightning.measuring import profiling
 from hiremate_lightning.memory.allocator import LEAST_REST_BYTES
 from hiremate_lightning.out_of_memory import InfeasibleBudgetError
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.records.costs import Link
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.testing import fixed_costs, plans
-from tests.exact import assert_same, network
+from tests.exact import assert_same, network, take_steps
 from tests.training import build
 
 FAST, SLOW = Link(1e9, 1e9), Link(1.0, 1.0)  # bytes a millisecond
@@ -218,7 +218,7 @@ def test_the_link_is_measured_and_kept_with_other_costs(tmp_path):
     again = hiremate(wide().cuda(), "60%", verbose=False, offload="auto", cache_dir=tmp_path)
     trained(again, [rows().cuda()] * 3)
     assert get_plan(again).profile.link == found
-    assert links.measure_link(torch.device("cuda")).latency_ms >= 0
+    assert profiling.measure_link(torch.device("cuda")).latency_ms >= 0
 
 
 @pytest.mark.gpu
@@ -243,9 +243,7 @@ def test_on_a_cpu_it_does_nothing_and_says_so_once():
     module = hiremate(wide(), "60%", verbose=False, offload="auto")
 
     def train() -> None:
-        for _ in range(3):
-            module(rows(256)).square().mean().backward()
-            module.zero_grad()
+        take_steps(module, lambda _: rows(256), 3, clears="end")
 
     with pytest.warns(HiRemateWarning, match=r"offload='auto' does nothing here: the model is on cpu") as said:
         train()

@@ -12,35 +12,28 @@ from torch.nn import functional as F
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.planning.solvers.base import Problem, replay
-from hiremate_lightning.planning.solvers.decisions import decisions
-from hiremate_lightning.planning.solvers.model import StepModel
-from hiremate_lightning.planning.solvers.segments import segment_policies
+from hiremate_lightning.planning.solvers.greedy import segment_policies
+from hiremate_lightning.planning.solvers.model import StepModel, decisions
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import dynamo
-from tests.exact import assert_foreseen, network
+from tests.exact import assert_foreseen, network, take_steps
 from tests.life import WIDTH, Net, batch, warm_up
 
 
 def test_what_one_part_hands_to_the_next_is_counted_once():
     """The backward of the second part reads its input, which only the first part could compute again."""
 
-    class Breaks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = (
-                nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3))) for _ in range(2)
-            )
+    def layers():
+        return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3)))
 
-        def forward(self, x):
-            y = self.first(x)
-            torch._dynamo.graph_break()
-            return self.second(y)
+    @network(lambda: {"first": layers(), "second": layers()})
+    def breaks(self, x):
+        y = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(y)
 
-    model = hiremate(Breaks(), "80%", verbose=False)
-    for _ in range(3):
-        model(torch.randn(512, WIDTH)).square().mean().backward()
-        model.zero_grad()
-    plan = get_plan(model)
+    model = hiremate(breaks(), "80%", verbose=False)
+    plan = take_steps(model, lambda _: torch.randn(512, WIDTH), 3, clears="end")
     problem = Problem(plan.graph, plan.profile, 0)
     replayed = StepModel(problem)
     for policy in segment_policies(replayed):
@@ -88,36 +81,20 @@ def test_what_tracing_keeps_is_not_taken_for_the_users(monkeypatch):
     monkeypatch.setattr(dynamo, "_capture", leaving_a_cycle)
     torch.manual_seed(1)
     model = hiremate(gives_more(), "1 GiB", verbose=False)
-    for index in range(4):
-        model.zero_grad()
-        model(batch(index))["loss"].backward()
+    take_steps(model, batch, 4, loss_of=lambda y: y["loss"])
     assert targets_of(model).session.captured_count > 1
     assert_foreseen(model, abs=64)
 
 
-class NormsBetween(nn.Module):
-    """Two captured parts; what is between them is not captured, and saves what it was given for its backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, 32 * WIDTH)
-
-    @torch._dynamo.disable
-    def norm(self, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, (8 * WIDTH,))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.norm(self.first(x))).tanh().square().mean()
+@torch._dynamo.disable
+def norm(x: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(x, (8 * WIDTH,))
 
 
-def test_what_code_between_graphs_saves_is_foreseen():
-    torch.manual_seed(1)
-    model = hiremate(NormsBetween(), "1 GiB", verbose=False)
-    for seed in range(4):
-        model.zero_grad()
-        model(batch(seed)).backward()
-    assert targets_of(model).session.captured_count > 1
-    assert_foreseen(model, rel=0.005)
+@network(lambda: {"first": nn.Linear(WIDTH, 8 * WIDTH), "second": nn.Linear(8 * WIDTH, 32 * WIDTH)})
+def norms_between(self, x: torch.Tensor) -> torch.Tensor:
+    """What is between two captured parts is not captured, and saves what it was given for its backward."""
+    return self.second(norm(self.first(x))).tanh().square().mean()
 
 
 class CombinesBetween(nn.Module):
@@ -150,47 +127,44 @@ def multiplied(values: list[torch.Tensor]) -> torch.Tensor:
     return product
 
 
-def check_prediction(model: nn.Module) -> None:
-    """Take a few steps of a planned model that gives its loss, and compare the measured peak with the predicted one."""
-    for seed in range(4):
-        model.zero_grad()
-        model(batch(seed)).backward()
-    assert_foreseen(model, abs=64)
+@torch._dynamo.disable
+def loss_of_sum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (x + y).square().mean()
 
 
-@pytest.mark.parametrize("combine", [added_up, multiplied])
-def test_results_that_code_between_graphs_frees_are_foreseen(combine):
-    torch.manual_seed(1)
-    model = hiremate(CombinesBetween(combine), "1 GiB", verbose=False)
-    check_prediction(model)
-    assert targets_of(model).session.captured_count > 2
-
-
-class GoesAround(nn.Module):
+@network(
+    lambda: {
+        "first": nn.Linear(WIDTH, 8 * WIDTH),
+        "second": nn.Sequential(
+            *(nn.Linear(8 * WIDTH, 32 * WIDTH), nn.GELU(), nn.Linear(32 * WIDTH, 32 * WIDTH), nn.GELU()),
+            nn.Linear(32 * WIDTH, 8 * WIDTH),
+        ),
+    }
+)
+def goes_around(self, x: torch.Tensor) -> torch.Tensor:
     """Two captured parts, the second of which has a residual connection around it that is not captured."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, 8 * WIDTH)
-        wide = [nn.Linear(8 * WIDTH, 32 * WIDTH), nn.GELU(), nn.Linear(32 * WIDTH, 32 * WIDTH), nn.GELU()]
-        self.second = nn.Sequential(*wide, nn.Linear(32 * WIDTH, 8 * WIDTH))
-
-    @torch._dynamo.disable
-    def loss_of(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return (x + y).square().mean()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        torch._dynamo.graph_break()
-        return self.loss_of(x, self.second(x))
+    x = self.first(x)
+    torch._dynamo.graph_break()
+    return loss_of_sum(x, self.second(x))
 
 
+@pytest.mark.parametrize(
+    ("make", "options", "least", "tolerance"),
+    [
+        (lambda: CombinesBetween(added_up), {}, 3, {"abs": 64}),
+        (lambda: CombinesBetween(multiplied), {}, 3, {"abs": 64}),
+        (goes_around, {"budget": "30%", "on_infeasible": "warn"}, 2, {"abs": 64}),
+        (norms_between, {}, 2, {"rel": 0.005}),
+    ],
+    ids=["added up", "multiplied", "a gradient around a graph", "saved"],
+)
 @pytest.mark.filterwarnings("ignore:Nothing fits")
-def test_a_gradient_around_a_captured_graph_is_counted():
+def test_what_code_between_graphs_frees_and_saves_is_foreseen(make, options, least, tolerance):
     torch.manual_seed(1)
-    model = hiremate(GoesAround(), "30%", verbose=False, on_infeasible="warn")
-    check_prediction(model)
-    assert targets_of(model).session.captured_count > 1
+    model = hiremate(make(), **{"budget": "1 GiB", "verbose": False, **options})
+    take_steps(model, batch, 4, loss_of=lambda loss: loss)
+    assert_foreseen(model, **tolerance)
+    assert targets_of(model).session.captured_count >= least
 
 
 class Looks(Net):

@@ -14,7 +14,7 @@ from hiremate_lightning.measuring.profiling import TimedRun
 from hiremate_lightning.sessions import offloading
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.units import format_bytes
-from tests.exact import network
+from tests.exact import network, take_steps
 from tests.life import (
     MANY,
     ROWS,
@@ -52,49 +52,39 @@ def test_a_share_is_of_the_step_not_of_one_part():
             return self.head(hidden), torch.cat([hidden] * 20, 1)
 
     model = hiremate(TwoOutputs(), "95%", verbose=False)
-    for index in range(4):
-        model.zero_grad()
-        model(batch(index))[0].square().mean().backward()
-    plan = get_plan(model)
+    plan = take_steps(model, batch, 4, loss_of=lambda y: y[0].square().mean())
     assert plan.budget_bytes == plan.resident_bytes + int(0.95 * plan.unplanned.peak_bytes)
 
 
 def test_a_changed_budget_plans_anew_without_capturing():
+    """One that fits everything recomputes nothing."""
     model = warm_up(planned("90%"), steps=3)
     before = get_plan(model)
     hiremate(model, "70%", verbose=False)
     after = get_plan(model)
     assert after.planned_peak_bytes < before.planned_peak_bytes
+    hiremate(model, "100%", verbose=False)
+    whole = get_plan(model)
     assert session_of(model).captured_count == 1
-
-
-def test_a_budget_that_fits_everything_recomputes_nothing():
-    model = warm_up(planned("100%"), steps=3)
-    assert get_plan(model).predicted_overhead == 0
+    assert whole.predicted_overhead == 0
     masks_bytes = 3 * ROWS * WIDTH  # of three dropouts: booleans, where plain PyTorch saves numbers of four bytes
-    assert get_plan(model).unplanned_peak_bytes - get_plan(model).planned_peak_bytes == 3 * masks_bytes
+    assert whole.unplanned_peak_bytes - whole.planned_peak_bytes == 3 * masks_bytes
 
 
-def test_an_unreadable_budget_changes_nothing():
-    model = warm_up(planned())
-    plan = get_plan(model)
-    with pytest.raises(ValueError, match="bananas"):
-        hiremate(model, "10 bananas")
-    assert get_plan(model) is plan
-
-
-def test_a_budget_that_nothing_fits_changes_nothing():
+@pytest.mark.parametrize(
+    ("budget", "error", "words"), [("10 bananas", ValueError, "bananas"), ("1 MiB", InfeasibleBudgetError, "too small")]
+)
+def test_a_budget_that_is_refused_changes_nothing(budget, error, words):
     model = warm_up(planned(), steps=5, rows=8 * MANY)
     plan, options = get_plan(model), session_of(model).options
-    with pytest.raises(InfeasibleBudgetError):
-        hiremate(model, "1 MiB")
+    with pytest.raises(error, match=words):
+        hiremate(model, budget)
     assert get_plan(model) is plan
     assert session_of(model).options is options
 
 
-@pytest.fixture
 def two_signatures() -> tuple[nn.Module, int]:
-    """A model with two step signatures, and the budget that the smaller one needs to recompute nothing."""
+    """Make a model with two step signatures; return the budget that the smaller one needs to recompute nothing too."""
     model = planned("90%")
     warm_up(model, steps=4, rows=MANY)
     small_bytes = get_plan(model).unplanned_peak_bytes
@@ -106,9 +96,10 @@ def two_signatures() -> tuple[nn.Module, int]:
 @pytest.mark.parametrize(
     ("fails_at", "error"), [("solving", InfeasibleBudgetError), ("building programs", MemoryError)]
 )
-def test_a_budget_that_fails_at_the_second_signature_changes_nothing(two_signatures, fails_at, error, monkeypatch):
-    model, small_bytes = two_signatures
-    session, told, built = session_of(model), [], []
+def test_a_budget_that_fails_at_the_second_signature_changes_nothing(fails_at, error, monkeypatch):
+    """Listeners hear of a budget once all plans are made."""
+    model, small_bytes = two_signatures()
+    session, told, seen, built = session_of(model), [], [], []
     before, options = session.plans, session.options
 
     def build_one(*arguments):
@@ -121,6 +112,7 @@ def test_a_budget_that_fails_at_the_second_signature_changes_nothing(two_signatu
     if fails_at == "building programs":
         monkeypatch.setattr(offloading, "program_of", build_one)
     session.listeners.append(told.append)
+    session.listeners.append(lambda plan: seen.append(dict(session.plans)))
     with pytest.raises(error):  # a warning would be another error
         hiremate(model, small_bytes if fails_at == "solving" else "80%", verbose=False)
     assert session.plans == before
@@ -129,14 +121,6 @@ def test_a_budget_that_fails_at_the_second_signature_changes_nothing(two_signatu
     monkeypatch.undo()
     hiremate(model, "80%", verbose=False)
     assert [plan.budget_bytes for plan in told] == [plan.budget_bytes for plan in session.plans.values()]
-
-
-def test_listeners_hear_of_a_budget_once_all_plans_are_made(two_signatures):
-    model, _ = two_signatures
-    session, seen = session_of(model), []
-    before = dict(session.plans)
-    session.listeners.append(lambda plan: seen.append(dict(session.plans)))
-    hiremate(model, "80%", verbose=False)
     assert seen == [dict(session.plans)] * 2
     assert all(seen[0][signature] is not before[signature] for signature in before)
 
@@ -200,9 +184,8 @@ def test_a_share_waits_for_steps_that_run_the_whole_model():
 
 
 def test_a_share_that_no_step_fits_is_an_error_at_the_third():
-    model = hiremate(
-        TwoBodies(), "40%", verbose=False
-    )  # of a step in which the large body keeps what no backward reads
+    """It is of a step in which the large body keeps what no backward reads."""
+    model = hiremate(TwoBodies(), "40%", verbose=False)
     sum_of_bodies(model, 0, trains_large=False)
     sum_of_bodies(model, 1, trains_large=False)
     with pytest.raises(InfeasibleBudgetError):
@@ -300,10 +283,7 @@ def test_a_share_holds_beside_a_part_that_cannot_shrink():
         return F.cross_entropy(y, y.detach().argmax(dim=1))
 
     model = hiremate(breaks(), "70%", verbose=False)
-    for _ in range(3):
-        model(torch.randn(512, WIDTH)).backward()
-        model.zero_grad()
-    plan = get_plan(model)
+    plan = take_steps(model, lambda _: torch.randn(512, WIDTH), 3, loss_of=lambda loss: loss, clears="end")
     assert session_of(model).captured_count == 2
     assert plan.planned_peak_bytes <= plan.budget_bytes < plan.unplanned_peak_bytes
 

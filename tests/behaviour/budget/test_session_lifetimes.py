@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from hiremate_lightning import get_plan, hiremate, remove_hiremate
-from hiremate_lightning.reporting.breakdown import advice_lines
+from hiremate_lightning import hiremate, remove_hiremate
+from hiremate_lightning.reporting.plan_summary import advice_lines
 from hiremate_lightning.units import format_bytes
-from tests.exact import assert_foreseen, network
+from tests.exact import assert_foreseen, network, take_steps
 from tests.life import WIDTH, assert_exact, batch, make, planned, warm_up
 
 
@@ -28,11 +29,9 @@ def caching(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 @pytest.mark.parametrize("budget", ["100%", "75%"])
 def test_a_dropped_output_that_the_plan_keeps_is_counted(budget):
+    """The loss takes more than the backward of the model."""
     model = hiremate(caching(), budget, verbose=False)
-    for seed in range(4):
-        model.zero_grad()
-        loss = (4 * model(batch(seed))[0]).exp().sin().square().mean()  # takes more than the backward of the model
-        loss.backward()
+    take_steps(model, batch, 4, loss_of=lambda outputs: (4 * outputs[0]).exp().sin().square().mean())
     assert_foreseen(model, rel=0.01)
 
 
@@ -52,18 +51,12 @@ def test_outputs_are_counted_until_callers_drop_them(drops_first):
 
 
 def test_gradients_freed_before_the_backward_are_not_counted():
+    """The backward takes more than the forward."""
     torch.manual_seed(0)
     model = hiremate(nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512)), "100%", verbose=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-    def train(x):
-        loss = model(x).exp().sin().square().mean()  # its backward takes more than its forward
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    for index in range(6):
-        train(batch(index, width=512))
+    loss_of = lambda y: y.exp().sin().square().mean()  # noqa: E731
+    take_steps(model, partial(batch, width=512), 6, loss_of=loss_of, optimizer=optimizer, clears="middle")
     assert_foreseen(model, abs=1024)
 
 
@@ -144,20 +137,12 @@ def test_a_batch_is_given_back_when_its_step_has_ended():
 def test_what_an_early_zero_grad_saves_is_said_and_true():
     """The advice names the difference between the peaks of the two orders."""
 
-    def train(is_early: bool):
+    def train(clears: str):
         model = hiremate(make(width=64), "100%", verbose=False)
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
-        for index in range(4):
-            if is_early:
-                optimizer.zero_grad()
-            loss = model(batch(index, rows=64, width=64)).square().mean()
-            if not is_early:
-                optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        return get_plan(model)
+        return take_steps(model, partial(batch, rows=64, width=64), 4, optimizer=optimizer, clears=clears)
 
-    late, early = train(is_early=False), train(is_early=True)
+    late, early = train("middle"), train("before")
     saved = late.planned_peak_bytes - early.planned_peak_bytes
     (advice,) = advice_lines(late)
     assert f"{format_bytes(saved)} less are needed where a zero_grad() before the forward frees them" in advice

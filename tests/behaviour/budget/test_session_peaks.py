@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hiremate_lightning import HiRemateWarning, get_plan, hiremate
+from hiremate_lightning import HiRemateWarning, Plan, get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.sessions import planned as planning
 from hiremate_lightning.sessions.planned import CORRECTIONS
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import assert_foreseen
+from tests.exact import assert_foreseen, take_steps
 from tests.life import ROWS, WIDTH, batch, planned, recorded, session_of, step, warm_up
 
 
@@ -30,19 +30,16 @@ def test_a_step_of_the_old_plan_does_not_measure_the_new_one():
 
 
 def test_peak_and_overhead_are_measured_after_the_plan():
-    model = warm_up(planned(), steps=2)
+    """Listeners hear of the plan, and of its measurement."""
+    model, heard = planned(), []
+    session_of(model).listeners.append(heard.append)
+    warm_up(model, steps=2)
     assert get_plan(model).measured.peak_bytes is None
     warm_up(model, steps=3)
     measured = get_plan(model).measured
     assert measured.peak_bytes > 0
     assert measured.step_ms > measured.recompute_ms > 0
     assert measured.overhead > 0
-
-
-def test_listeners_hear_of_the_plan_and_of_its_measurement():
-    model, heard = planned(), []
-    session_of(model).listeners.append(heard.append)
-    warm_up(model, steps=5)
     assert heard[0].measured.peak_bytes is None
     assert heard[-1].measured.overhead is not None
 
@@ -97,12 +94,17 @@ def test_a_step_in_which_cudnn_searches_is_not_measured(monkeypatch):
 
 @pytest.mark.parametrize("share", ["90%", "75%"])
 def test_the_measured_peak_is_near_the_prediction(share):
+    """The plan says what its resident bytes are."""
     model = planned(share)
     optimizer = torch.optim.AdamW(model.parameters())
     for index in range(4):
         step(model, index, rows=4 * ROWS)
         optimizer.step()
     plan = get_plan(model)
+    parts = dict(plan.resident_parts)
+    assert sum(parts.values()) == plan.resident_bytes
+    assert parts["parameters"] >= sum(p.nbytes for p in model.parameters())
+    assert parts["batch"] > 0
     model.zero_grad()
     session_of(model).end_step()
     state = [v for s in optimizer.state.values() for v in s.values()]
@@ -113,15 +115,6 @@ def test_the_measured_peak_is_near_the_prediction(share):
 
     assert peak <= plan.budget_bytes
     assert abs(peak - plan.planned_peak_bytes) <= 0.01 * peak, f"{peak:,} measured, {plan.planned_peak_bytes:,} planned"
-
-
-def test_a_plan_says_what_its_resident_bytes_are():
-    model = planned()
-    warm_up(model, steps=4)
-    parts = dict(get_plan(model).resident_parts)
-    assert sum(parts.values()) == get_plan(model).resident_bytes
-    assert parts["parameters"] >= sum(p.nbytes for p in model.parameters())
-    assert parts["batch"] > 0
 
 
 class TakesMoreAndMore(nn.Module):
@@ -144,25 +137,19 @@ class TakesMoreAndMore(nn.Module):
 
 @pytest.mark.parametrize("clears_late", [False, True])
 def test_a_plan_is_corrected_as_code_outside_takes_more(clears_late):
-    def go(steps: int) -> None:
-        for _ in range(steps):
-            if not clears_late:
-                optimizer.zero_grad()
-            loss = model(batch())
-            if clears_late:
-                optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    def go(steps: int) -> Plan:
+        clears = "middle" if clears_late else "before"
+        return take_steps(
+            model, lambda _: batch(), steps, loss_of=lambda loss: loss, optimizer=optimizer, clears=clears
+        )
 
     torch.manual_seed(1)
     model = TakesMoreAndMore()
     optimizer = torch.optim.SGD(model.parameters())
     hiremate(model, "80%", optimizer=optimizer, verbose=False)
-    go(6)
-    before = get_plan(model)
+    before = go(6)
     model.times += (before.budget_bytes - before.measured.peak_bytes) // (ROWS * WIDTH * 4) + 1
-    go(6)
-    after = get_plan(model)
+    after = go(6)
     assert after.planned_peak_bytes < before.planned_peak_bytes
     assert after.planned_peak_bytes < after.measured.peak_bytes <= after.budget_bytes
 
@@ -184,10 +171,7 @@ def recognizer_loss(y):
 def test_copies_of_gradients_with_other_strides_are_foreseen(make, loss_of):
     model, batch = make()
     hiremate(model, "100%", verbose=False)
-    for _ in range(4):
-        loss_of(model(batch)).backward()
-        model.zero_grad()
-    plan = get_plan(model)
+    plan = take_steps(model, lambda _: batch, 4, loss_of=loss_of, clears="end")
     assert plan.measured.peak_bytes == plan.planned_peak_bytes <= plan.budget_bytes
 
 
@@ -232,9 +216,7 @@ def test_the_plain_peak_counts_masks_as_eager_saves_them(dtype):
     model(x).square().mean().backward()
     plain_bytes = measure_peak(lambda: model(x).square().mean().backward())
     hiremate(model, "100%", verbose=False)
-    for _ in range(3):
-        model(x).square().mean().backward()
-    plan = get_plan(model)
+    plan = take_steps(model, lambda _: x, 3, loss_of=lambda y: y.square().mean(), clears="never")
     assert plan.unplanned_peak_bytes - plan.resident_bytes == pytest.approx(plain_bytes, abs=64)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from xml.etree import ElementTree
@@ -17,7 +16,7 @@ from hiremate_lightning.planning.comparing import Comparison, Outcome, compare, 
 from hiremate_lightning.planning.solvers import Problem, Solution, Status, get_strategy
 from hiremate_lightning.planning.solvers.base import replay, strategy_names
 from hiremate_lightning.records.schedule import keep_all
-from hiremate_lightning.reporting.budget_svg import comparison_svg, legend, panel_of
+from hiremate_lightning.reporting.svg_report import comparison_svg, legend, panel_of
 from hiremate_lightning.units import Budget
 from tests.helpers import problem_of
 from tests.tiny import transformer
@@ -27,7 +26,9 @@ KIB = 1024
 
 def outcome(method: str, budget: int, ms: float = 10.0, **more: object) -> Outcome:
     values = {"fits": True, "peak_bytes": budget - 5, "bound_ms": 0.0, "status": Status.FEASIBLE, "solve_s": 1.0}
-    return Outcome(budget_bytes=budget, method=method, recompute_ms=ms, stopped_by="proof", **{**values, **more})
+    return Outcome(
+        method, budget_bytes=budget, method=method, recompute_ms=ms, stopped_by="proof", **{**values, **more}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -49,62 +50,51 @@ def test_each_method_is_judged_by_the_simulator(problem: Problem):
         assert replay(problem, solved.recompute).recompute_ms == pytest.approx(solved.recompute_ms)
 
 
-def test_a_method_that_breaks_its_word_does_not_fit(problem: Problem, monkeypatch: pytest.MonkeyPatch):
-    everything = keep_all(problem.graph)
-
-    def boast(asked: Problem) -> Solution:
-        return Solution("boaster", Status.OPTIMAL, everything, 0.0, 1, stopped_by="proof")
-
-    monkeypatch.setattr(comparing, "apart", lambda name: boast)
+def test_a_method_that_finds_nothing_or_breaks_its_word_does_not_fit(problem: Problem, monkeypatch: pytest.MonkeyPatch):
+    (found,) = compare(replace(problem, budget_bytes=1), ["segments"])
+    assert (found.fits, found.peak_bytes, found.recompute_ms) == (False, 0, 0.0)
+    boast = Solution("boaster", Status.OPTIMAL, keep_all(problem.graph), 0.0, 1, stopped_by="proof")
+    monkeypatch.setattr(comparing, "apart", lambda name: lambda asked: boast)
     (found,) = compare(problem, ["boaster"])
     assert not found.fits
     assert found.peak_bytes > problem.budget_bytes
-
-
-def test_a_method_that_finds_nothing_has_no_peak(problem: Problem):
-    (found,) = compare(replace(problem, budget_bytes=1), ["segments"])
-    assert (found.fits, found.peak_bytes, found.recompute_ms) == (False, 0, 0.0)
 
 
 def test_the_bound_is_below_what_any_method_finds(problem: Problem):
     bound_ms = proven_ms(problem)
     assert bound_ms is not None
     assert all(bound_ms <= o.recompute_ms + 1e-6 for o in compare(problem, ["portfolio", "hilp"]))
-
-
-def test_what_nothing_fits_is_proven_impossible(problem: Problem):
-    assert proven_ms(replace(problem, budget_bytes=1)) is None
+    assert proven_ms(replace(problem, budget_bytes=1)) is None, "what nothing fits is proven impossible"
 
 
 def test_a_bound_of_one_method_holds_for_all_and_for_less():
+    """Impossible budgets are those below a proof; the fastest comes first, and what does not fit last."""
     found = Comparison(100.0, (outcome("a", 80, 4.0, bound_ms=3.0), outcome("b", 50, 9.0)), ((50, 1.0),))
-    assert found.bound_ms(80) == 3.0
-    assert found.bound_ms(50) == 3.0
-    assert found.bound_ms(90) == 0.0
+    assert [found.bound_ms(budget) for budget in (80, 50, 90)] == [3.0, 3.0, 0.0]
     assert found.distance(found.outcomes[1]) == pytest.approx(0.06)
     assert found.budgets == [80, 50]
-
-
-def test_impossible_budgets_are_those_below_a_proof():
     found = Comparison(100.0, (outcome("a", 20, status=Status.INFEASIBLE, fits=False),), ((10, None), (30, 2.0)))
     assert [budget for budget in found.budgets if found.is_impossible(budget)] == [20, 10]
-
-
-def test_the_fastest_comes_first_and_what_does_not_fit_last():
     rows = (outcome("slow", 50, 9.0), outcome("none", 50, 0.0, fits=False), outcome("fast", 50, 2.0))
     assert [o.method for o in Comparison(100.0, rows).under(50)] == ["fast", "slow", "none"]
 
 
 def test_all_methods_are_compared_but_plain_training():
     assert set(methods_to_compare()) == set(strategy_names()) - {"none"}
-    assert read_methods(None) == ()
     assert read_methods("segments, hilp,segments") == ("segments", "hilp")
 
 
-@pytest.mark.parametrize(("text", "words"), [("luck", "Unknown solver 'luck'"), (" , ", "--methods names none")])
-def test_methods_that_do_not_exist_are_refused(text: str, words: str):
-    with pytest.raises(ConfigurationError, match=words):
-        read_methods(text)
+@pytest.mark.parametrize(
+    ("read", "text", "kind", "words"),
+    [
+        (read_methods, "luck", ConfigurationError, "Unknown solver 'luck'"),
+        (read_methods, " , ", ConfigurationError, "--methods names none"),
+        (read_budgets, "60%,7", BudgetError, "7"),
+    ],
+)
+def test_methods_and_budgets_that_make_no_sense_are_refused(read, text, kind, words):
+    with pytest.raises(kind, match=words):
+        read(text)
 
 
 @pytest.mark.parametrize(
@@ -119,28 +109,16 @@ def test_budgets_are_read_one_by_one(text: str, expected: tuple[Budget, ...]):
     assert read_budgets(text) == expected
 
 
-def test_a_budget_that_makes_no_sense_is_refused():
-    with pytest.raises(BudgetError):
-        read_budgets("60%,7")
-
-
-def test_a_picture_spreads_budgets_up_to_plain_training():
-    assert spread(50, 100) == [90, 80, 70, 60]
-
-
-def places(paths: Iterator[ElementTree.Element]) -> list[str]:
-    return ["".join(path.itertext()) for path in paths]
-
-
 def test_the_picture_has_a_line_for_each_method():
     rows = (outcome("a", 80, 4.0), outcome("a", 50, 20.0), outcome("b", 80, 5.0), outcome("b", 50, fits=False))
     panel = panel_of(Comparison(100.0, rows, ((80, 1.0), (50, None))), ["a", "b"], "Net <3", 20, 100)
     assert dict(panel.lines) == {"a": ((100, 0.04), (70, 0.2)), "b": ((100, 0.05),)}
     assert panel.bounds == ((100, 0.01), (120, 0.0))
     picture = ElementTree.fromstring(comparison_svg(panel))
-    marks = places(picture.iterfind("{*}path/{*}title/.."))
+    marks, words = (
+        ["".join(e.itertext()) for e in picture.iterfind(f"{{*}}{p}")] for p in ("path/{*}title/..", "text")
+    )
     assert marks == ["a: +20.0 %", "a: +4.0 %", "b: +5.0 %"]
-    words = places(picture.iterfind("{*}text"))
     assert {"Net <3", "a", "b", "plain training", "proven: nothing is faster"} <= set(words)
 
 
@@ -157,9 +135,6 @@ def test_a_picture_of_nothing_but_plain_training_is_drawn():
     panel = panel_of(Comparison(0.0), ["a"], "Net", 0, 100 * KIB)
     assert panel.lines == (("a", ()),)
     ElementTree.fromstring(comparison_svg(panel))
-
-
-def test_a_legend_takes_as_many_rows_as_it_needs():
-    _, one = legend(["a"], 0, 760)
-    _, more = legend([f"method number {i}" for i in range(20)], 0, 760)
-    assert more >= 3 * one
+    assert spread(50, 100) == [90, 80, 70, 60], "a picture spreads budgets up to plain training"
+    (_, one), (_, more) = (legend([f"method number {i}" for i in range(count)], 0, 760) for count in (1, 20))
+    assert more >= 3 * one, "a legend takes as many rows as it needs"

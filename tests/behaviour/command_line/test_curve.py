@@ -6,9 +6,10 @@ import time
 
 import pytest
 
-from hiremate_lightning.planning.solvers import Curve, Problem, Solution, Status, curve, get_strategy
+from hiremate_lightning.planning.comparing import Curve, curve
+from hiremate_lightning.planning.solutions import remembering
+from hiremate_lightning.planning.solvers import Problem, Solution, Status, get_strategy, smallest_budget
 from hiremate_lightning.planning.solvers.base import replay
-from hiremate_lightning.planning.solvers.curve import Remembering
 from hiremate_lightning.records.schedule import keep_all
 from tests.helpers import problem_of
 from tests.tiny import chain, transformer
@@ -50,14 +51,11 @@ def test_bounds_of_the_curve_are_not_refuted_by_solving(found: Curve):
         assert found.solution(budget).bound_ms <= solved.recompute_ms + 1e-6
 
 
-def test_a_new_budget_takes_no_time(found: Curve):
+def test_a_new_budget_takes_no_time_and_below_the_least_memory_nothing_is_found(found: Curve):
     start = time.monotonic()
     for budget in range(found.points[0].peak_bytes, found.points[-1].peak_bytes, 10_000):
         found.solution(budget)
     assert time.monotonic() - start < 1.0
-
-
-def test_below_the_least_memory_nothing_is_found(found: Curve):
     solution = found.solution(found.points[0].peak_bytes - 1)
     assert solution.status in (Status.NOT_FOUND, Status.INFEASIBLE)
     assert not solution.recompute
@@ -83,16 +81,16 @@ def test_what_was_found_before_is_remembered():
 
     def solve(problem: Problem) -> Solution:
         asked.append(problem.budget_bytes)
-        name = "least_memory" if len(asked) == 2 else "portfolio"  # the second solve is a weak one
-        return get_strategy(name)(problem)
+        solve = smallest_budget if len(asked) == 2 else get_strategy("portfolio")  # the second solve is a weak one
+        return solve(problem)
 
-    remembering = Remembering(solve)
+    solve_once = remembering(solve)
     smaller, larger = peak * 70 // 100, peak * 75 // 100
-    first = remembering(problem_of(step, smaller))
-    second = remembering(problem_of(step, larger))
-    assert get_strategy("least_memory")(problem_of(step, larger)).recompute_ms > first.recompute_ms
+    first = solve_once(problem_of(step, smaller))
+    second = solve_once(problem_of(step, larger))
+    assert smallest_budget(problem_of(step, larger)).recompute_ms > first.recompute_ms
     assert second.recompute_ms <= first.recompute_ms
-    assert remembering(problem_of(step, smaller)).status is Status.OPTIMAL
+    assert solve_once(problem_of(step, smaller)).status is Status.OPTIMAL
     assert asked == [smaller, larger]
     assert (second.stopped_by == "proof") == (second.status is Status.OPTIMAL)
 
@@ -104,19 +102,19 @@ def test_the_same_problem_is_solved_once_and_again_where_there_is_more_time():
 
     def solve(problem: Problem) -> Solution:
         asked.append(problem.options.time_limit_s)
-        return get_strategy("least_memory")(problem)
+        return smallest_budget(problem)
 
-    remembering = Remembering(solve)
-    found = [remembering(problem_of(step, budget, time_limit_s=limit)) for limit in (2.0, 2.0, 1.0, 3.0)]
+    solve_once = remembering(solve)
+    found = [solve_once(problem_of(step, budget, time_limit_s=limit)) for limit in (2.0, 2.0, 1.0, 3.0)]
     assert found[0].status is Status.FEASIBLE
     assert len({solution.recompute for solution in found}) == 1
     assert asked == [2.0, 3.0]
 
 
 def test_another_step_is_solved_anew():
-    remembering = Remembering(get_strategy("portfolio"))
+    solve_once = remembering(get_strategy("portfolio"))
     for blocks in (3, 2):
         step = transformer(blocks)
         budget = replay(problem_of(step, 0), keep_all(step[0])).peak_bytes * 80 // 100
-        solution = remembering(problem_of(step, budget))
+        solution = solve_once(problem_of(step, budget))
         assert replay(problem_of(step, budget), solution.recompute).peak_bytes <= budget

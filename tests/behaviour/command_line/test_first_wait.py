@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
-from hiremate_lightning.messages.first_wait import FirstWait, modules_without_parts
+from hiremate_lightning.messages import FirstWait, modules_without_parts
 from hiremate_lightning.planning.plan import PlanningTime
+from tests.exact import take_steps
 
 TOOK = PlanningTime(capture_s=20.0, profile_s=4.0, solve_s=7.0, prove_s=3.0)
 FAST_MS, SLOW_MS = 1e-9, 1e9  # of a short loop on machines beside which this one is as slow or fast as counts
@@ -30,22 +31,19 @@ def test_more_modules_and_a_slower_machine_take_longer(
 
 
 def test_the_next_run_knows_what_is_done_again(tmp_path: Path):
-    """Costs and plans are in the folder then, so that neither measuring nor solving takes time."""
-    FirstWait(tmp_path / "plans", lambda: "model").took(TOOK)
-    assert FirstWait(tmp_path / "plans", lambda: "model").expected_s(1) == 23.0
-    assert FirstWait(tmp_path / "plans", lambda: "another").expected_s(1) != 23.0
+    """Costs and plans are in the folder then, so that neither measuring nor solving takes time.
 
-
-def test_later_plans_do_not_count_for_the_next_run(tmp_path: Path):
-    wait = FirstWait(tmp_path, lambda: "model")
+    Later plans do not count for it, and a file that can't be read is no error.
+    """
+    folder = tmp_path / "plans"
+    wait = FirstWait(folder, lambda: "model")
     wait.took(TOOK)
     wait.took(PlanningTime(capture_s=100.0))
-    assert json.loads((tmp_path / "wait-model.json").read_text()) == {"seconds": 23.0}
-
-
-def test_an_unreadable_file_is_no_error(tmp_path: Path):
-    (tmp_path / "wait-model.json").write_text("[")
-    assert FirstWait(tmp_path, lambda: "model").expected_s(1) > 0
+    assert json.loads((folder / "wait-model.json").read_text()) == {"seconds": 23.0}
+    assert FirstWait(folder, lambda: "model").expected_s(1) == 23.0
+    assert FirstWait(folder, lambda: "another").expected_s(1) != 23.0
+    (folder / "wait-model.json").write_text("[")
+    assert FirstWait(folder, lambda: "model").expected_s(1) > 0
 
 
 def test_only_modules_without_modules_are_counted():
@@ -72,8 +70,7 @@ def test_the_wait_is_said_before_the_first_step(
 
 def test_planning_time_is_summed_over_all_plans_of_a_model():
     model = hiremate(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), "100%", verbose=False)
-    for _ in range(2):
-        model(torch.randn(64, 8)).square().mean().backward()
+    take_steps(model, lambda _: torch.randn(64, 8), 2, clears="never")
     first = get_plan(model).planning
 
     hiremate(model, "1 GiB")

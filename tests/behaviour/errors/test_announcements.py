@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 
-from hiremate_lightning.messages.announcements import PLANNING, RETAINING, Announcements
+from hiremate_lightning.messages import PLANNING, RETAINING, Announcements
+from tests.life import recorded
 
 
 def warn_at(counts: list[int]) -> list[int]:
     """List the steps at whose beginning something is said, by how many graphs are retained then."""
-    said, found = Announcements("Net"), []
+    announcements, found = Announcements("Net"), []
     for step, count in enumerate(counts):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            said.step_begins(count)
-        found += [step] * ("more graphs retained" in "".join(str(one.message) for one in caught))
+        with recorded() as said:
+            announcements.step_begins(count)
+        found += [step] * ("more graphs retained" in "".join(said))
     return found
 
 
 def test_graphs_that_are_retained_ever_more_are_announced_once():
     assert warn_at([0, *range(1, 3 * RETAINING)]) == [RETAINING]
-
-
-def test_graphs_that_are_retained_from_step_to_step_are_not_announced():
-    assert not warn_at([1, 2, 3, 3, 4, 5, 6, 0, 1, 1, 1, 1, 1])
+    assert not warn_at([1, 2, 3, 3, 4, 5, 6, 0, 1, 1, 1, 1, 1]), "retained from step to step"
 
 
 def test_bytes_are_added_where_a_peak_and_its_budget_read_the_same():
@@ -37,13 +32,11 @@ def test_bytes_are_added_where_a_peak_and_its_budget_read_the_same():
 
 def slow_at(shares: list[float], step_s: list[float] | None = None) -> list[int]:
     """List the steps after which slow planning is announced, by its share of the time of each."""
-    said, found, planned_s = Announcements("Net"), [], 0.0
+    announcements, found, planned_s = Announcements("Net"), [], 0.0
     for step, (share, taken_s) in enumerate(zip(shares, step_s or [2.0] * len(shares), strict=True)):
         planned_s += taken_s * share
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            said.step_took(taken_s, planned_s)
-        texts = [str(one.message) for one in caught]
+        with recorded() as texts:
+            announcements.step_took(taken_s, planned_s)
         assert all(f"Of the time of the latest {PLANNING} steps it took " in text for text in texts)
         found += [step] * ("Planning still takes" in "".join(texts))
     return found

@@ -26,20 +26,16 @@ def test_each_error_has_the_root_and_a_standard_name(error: type[Exception], sta
 
 
 def test_every_error_of_the_module_is_under_the_root():
+    """The warning is a user's warning, and no error."""
     found = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
     assert [error for error in found if not issubclass(error, (HiRemateError, HiRemateWarning))] == []
-
-
-def test_the_warning_is_a_user_warning_and_no_error():
     assert issubclass(HiRemateWarning, UserWarning)
     assert not issubclass(HiRemateWarning, HiRemateError)
 
 
 def test_an_infeasible_budget_carries_its_numbers():
-    error = InfeasibleBudgetError("too small", budget_bytes=1, smallest_bytes=2, module="blocks.0")
-    assert (str(error), error.budget_bytes, error.smallest_bytes, error.module) == ("too small", 1, 2, "blocks.0")
-
-
-def test_a_handler_for_out_of_memory_catches_an_infeasible_budget():
-    with pytest.raises(torch.OutOfMemoryError, match=r"^too small$"):
-        raise InfeasibleBudgetError("too small", budget_bytes=1, smallest_bytes=2)
+    """A handler for memory that runs out catches it."""
+    with pytest.raises(torch.OutOfMemoryError, match=r"^too small$") as caught:
+        raise InfeasibleBudgetError("too small", budget_bytes=1, smallest_bytes=2, module="blocks.0")
+    error = caught.value
+    assert (error.budget_bytes, error.smallest_bytes, error.module) == (1, 2, "blocks.0")

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.calls.given import tensors_inside
 from hiremate_lightning.objects import attempt, attributes_of, held_by, is_of
-from tests.exact import network, simple_loop, train_both
+from tests.exact import network, simple_loop, take_steps, train_both
 
 
 class RefusalError(Exception):
@@ -183,6 +183,5 @@ def test_a_forward_that_wraps_itself_is_looked_at_once():
 
     Wrapped.forward.__wrapped__ = Wrapped.forward
     model = hiremate(Wrapped(), "100%", verbose=False)
-    for _ in range(3):
-        model(torch.randn(64, 32)).square().mean().backward()
+    take_steps(model, lambda _: torch.randn(64, 32), 3, clears="never")
     assert get_plan(model) is not None

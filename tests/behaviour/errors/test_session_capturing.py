@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
-from hiremate_lightning.messages import announcements
+from hiremate_lightning.messages import CAPTURES
 from hiremate_lightning.targets import entry_points
 from hiremate_lightning.torch_private import dynamo
 from tests.exact import assert_same, network
@@ -33,15 +33,13 @@ from tests.life import (
 
 
 def test_a_plan_appears_at_the_second_step():
+    """Nothing is captured again when it takes over."""
     model = planned()
     step(model)
     assert get_plan(model) is None
     step(model)
     assert get_plan(model) is not None
-
-
-def test_nothing_is_captured_again_when_the_plan_takes_over():
-    model = warm_up(planned(), steps=4)
+    warm_up(model)
     assert session_of(model).captured_count == 1
 
 
@@ -89,22 +87,21 @@ class Weighted(Net):
 
 @pytest.mark.parametrize(
     ("use", "captured"),
-    [(lambda y, w: y + w * y.square(), 2), (lambda y, w: y.clamp(-w, w), announcements.CAPTURES + 1)],
+    [(lambda y, w: y + w * y.square(), 2), (lambda y, w: y.clamp(-w, w), CAPTURES + 1)],
 )
 def test_a_changing_number_is_captured_once_more_or_announced(use, captured):
     plain, planned = Weighted(use), Weighted(use)
     planned.load_state_dict(plain.state_dict())
     hiremate(planned, "90%", verbose=False)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", HiRemateWarning)
-        for index in range(announcements.CAPTURES + 1):
+    with recorded() as said:
+        for index in range(CAPTURES + 1):
             for model in (plain, planned):
                 torch.manual_seed(index)
                 model.weight = 1 + index / 10
                 step(model, index)
             assert_same(gradients(planned), gradients(plain))
     assert session_of(planned).captured_count == captured
-    assert len([w for w in caught if "captured code again in each of 8" in str(w.message)]) == (captured > 2)
+    assert len([text for text in said if "captured code again in each of 8" in text]) == (captured > 2)
 
 
 def appends(seen: list[torch.Tensor], output: torch.Tensor) -> None:
@@ -115,16 +112,13 @@ def appends(seen: list[torch.Tensor], output: torch.Tensor) -> None:
 def test_a_growing_list_that_ends_each_capture_is_named(append, is_told):
     model, seen = hiremate(Net(), "100%", verbose=False), []
     model.body[0].register_forward_hook(lambda module, inputs, output: append(seen, output))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", HiRemateWarning)
-        for index in range(announcements.CAPTURES + 1):
+    with recorded() as said:
+        for index in range(CAPTURES + 1):
             step(model, index)
-    told = [
-        str(w.message).partition("torch.compile names: ")[2] for w in caught if "captured code again" in str(w.message)
-    ]
+    told = [text.partition("torch.compile names: ")[2] for text in said if "captured code again" in text]
     assert len(told) == is_told
-    assert all(f"== {announcements.CAPTURES - 2}" in text and "seen.append" in text for text in told)
-    assert len(seen) == announcements.CAPTURES + 1
+    assert all(f"== {CAPTURES - 2}" in text and "seen.append" in text for text in told)
+    assert len(seen) == CAPTURES + 1
 
 
 @network(lambda: {"one": Net(), "other": Net()})
@@ -197,10 +191,9 @@ def test_buffers_updated_inside_checkpoint_are_announced(has_buffers):
             return self.head(torch.utils.checkpoint.checkpoint(body, x, use_reentrant=False))
 
     model = hiremate(Checkpointing(), "90%", verbose=False, on_infeasible="warn")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded() as said:
         step(model, 0)
-    assert any("around code that updates buffers" in str(w.message) for w in caught) == has_buffers
+    assert any("around code that updates buffers" in text for text in said) == has_buffers
 
 
 @pytest.mark.usefixtures("_captures_all")
@@ -218,52 +211,38 @@ def test_a_size_that_is_captured_twice_keeps_its_plan():
     assert len({plan.solution.recompute for plan in session.plans.values()}) <= 3
 
 
-def test_two_planned_models_train_side_by_side():
+@pytest.mark.filterwarnings("ignore:The measured peak")  # what the other model keeps is outside of the plan
+@pytest.mark.parametrize("share_a_loss", [False, True])
+def test_two_planned_models_train_side_by_side(share_a_loss):
     def run(is_planned):
-        models = [planned(seed=s) if is_planned else make(s) for s in (1, 2)]
+        models = [planned("90%", seed=s, on_infeasible="warn") if is_planned else make(s) for s in (1, 2)]
         torch.manual_seed(4)
-        losses = [step(model, index) for index in range(5) for model in models]
-        if is_planned:
+        losses = []
+        for index in range(5):
+            if share_a_loss:
+                for model in models:
+                    model.zero_grad()
+                models[1](models[0](batch(index))).square().mean().backward()
+            else:
+                losses += [step(model, index) for model in models]
+        if is_planned and not share_a_loss:
             assert all(get_plan(model).measured.peak_bytes is not None for model in models)
         return [*losses, *gradients(models[0]), *gradients(models[1])]
 
     assert_same(run(True), run(False))
 
 
-@pytest.mark.filterwarnings("ignore:The measured peak")  # what the other model keeps is outside of the plan
-def test_two_planned_models_share_one_loss():
-    def run(is_planned):
-        models = [planned("90%", seed=s, on_infeasible="warn") if is_planned else make(s) for s in (1, 2)]
-        torch.manual_seed(4)
-        for index in range(5):
-            for model in models:
-                model.zero_grad()
-            models[1](models[0](batch(index))).square().mean().backward()
-        return [*gradients(models[0]), *gradients(models[1])]
-
-    assert_same(run(True), run(False))
-
-
-def test_one_model_called_twice_in_a_step_is_planned_as_one():
+@pytest.mark.parametrize("is_nested", [False, True], ids=["beside each other", "on its own output"])
+def test_one_model_called_twice_in_a_step_is_planned_as_one(is_nested):
     def act(model):
         for index in range(5):
             model.zero_grad()
-            first, second = model(batch(index)), model(batch(index + 10))
-            (first * second).square().mean().backward()
+            first = model(batch(index))
+            (model(first) if is_nested else first * model(batch(index + 10))).square().mean().backward()
         plan = get_plan(model)
-        if plan is not None:
+        if plan is not None and not is_nested:
             assert plan.measured.peak_bytes <= plan.budget_bytes
             assert next(s for s in session_of(model).plans) == (0, 0)
-        return gradients(model)
-
-    assert_exact(act, warm=0)
-
-
-def test_a_model_applied_to_its_own_output_stays_exact():
-    def act(model):
-        for index in range(5):
-            model.zero_grad()
-            model(model(batch(index))).square().mean().backward()
         return gradients(model)
 
     assert_exact(act, warm=0)

@@ -31,7 +31,8 @@ from hiremate_lightning import (
 from hiremate_lightning.sessions import graph_programs
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import hooks
-from tests.exact import network
+from tests.exact import network, take_steps
+from tests.life import recorded
 
 OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory."  # as a CPU says it
 
@@ -58,33 +59,6 @@ def train(model, steps=3, call=None):
 
 def state_of(model):
     return [(name, sorted(m.__dict__), type(m)) for name, m in model.named_modules()]
-
-
-@pytest.mark.parametrize(
-    ("budget", "words"),
-    [
-        (0, "above zero"),
-        (-1, "above zero"),
-        (1.5, r"share in \(0, 1\]"),
-        ("10", "no unit.*10 GiB"),
-        ("10 bananas", "'bananas' is not one of the units"),
-        (None, "NoneType"),
-    ],
-)
-def test_a_budget_that_cannot_be_read_is_refused(budget, words):
-    model = Net()
-    before = state_of(model)
-    with pytest.raises(BudgetError, match=words):
-        hiremate(model, budget)
-    assert state_of(model) == before
-
-
-def test_a_target_that_does_not_exist_is_refused_with_the_nearest():
-    model = Net()
-    before = state_of(model)
-    with pytest.raises(ConfigurationError, match=r"Net has no submodule 'encodr' to plan.*Did you mean 'encoder'"):
-        hiremate(model, "50%", target="encodr")
-    assert state_of(model) == before
 
 
 def _compiled():
@@ -146,27 +120,33 @@ def test_what_cannot_be_planned_is_refused_by_name(make, words):
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
+        ({"budget": 0}, "above zero"),
+        ({"budget": -1}, "above zero"),
+        ({"budget": 1.5}, r"share in \(0, 1\]"),
+        ({"budget": "10"}, "no unit.*10 GiB"),
+        ({"budget": "10 bananas"}, "'bananas' is not one of the units"),
+        ({"budget": None}, "NoneType"),
         ({"on_infeasible": "ignore"}, "'raise' or 'warn', found 'ignore'"),
         ({"time_limit_s": 0}, "time_limit_s must be above 0"),
         ({"time_limit_s": "30"}, "time_limit_s must be above 0 seconds, found '30'"),
         ({"max_plans": 0}, "max_plans must be at least 1"),
         ({"max_plans": "8"}, "max_plans must be at least 1, found '8'"),
         ({"optimizer": "adam"}, "optimizer must be a torch.optim.Optimizer, .*, found 'adam'. Leave it out"),
-        (
-            {"optimizer": [torch.optim.SGD(nn.Linear(1, 1).parameters())] * 2},
-            "found list. Leave it out where",
-        ),
+        ({"optimizer": [torch.optim.SGD(nn.Linear(1, 1).parameters())] * 2}, "found list. Leave it out where"),
         ({"target": nn.Linear(1, 1)}, "target takes paths of submodules, .*, found Linear"),
         ({"target": ["encoder", 3]}, "target takes paths of submodules, .*, found int"),
-        ({"target": "encodr"}, r"no submodule 'encodr' to plan \(target=\). Did you mean 'encoder'"),
+        ({"target": "encodr"}, r"Net has no submodule 'encodr' to plan \(target=\). Did you mean 'encoder'"),
         ({"verbose": "loud"}, "verbose must be True, False or 'full', found 'loud'"),
         ({"solver": "magic"}, "Unknown solver 'magic'. Choose one of: "),
         ({"solver": "hlip"}, "Unknown solver 'hlip'. Did you mean 'hilp'"),
     ],
 )
 def test_an_argument_out_of_its_range_is_refused(argument, words):
-    with pytest.raises(ConfigurationError, match=words):
-        hiremate(Net(), "50%", **argument)
+    model = Net()
+    before = state_of(model)
+    with pytest.raises(BudgetError if "budget" in argument else ConfigurationError, match=words):
+        hiremate(model, **{"budget": "50%", **argument})
+    assert state_of(model) == before
 
 
 @pytest.mark.parametrize("function", [get_plan, remove_hiremate])
@@ -183,7 +163,7 @@ def test_a_model_and_a_budget_in_the_wrong_order_are_told_apart():
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_wrong_shape_reads_as_in_plain_training(rows):
+def test_a_wrong_shape_reads_as_in_plain_training(rows, request):
     """The first step and later ones raise PyTorch's own error, and torch.compile logs nothing before it.
 
     From PyTorch 2.15 on, an operator that is traced puts its name before it.
@@ -193,11 +173,9 @@ def test_a_wrong_shape_reads_as_in_plain_training(rows):
     handler.emit = seen.append
     train(model, steps=rows - 1)
     log.addHandler(handler)
-    try:
-        with pytest.raises(RuntimeError) as caught:
-            model(torch.randn(64, 31))
-    finally:
-        log.removeHandler(handler)
+    request.addfinalizer(lambda: log.removeHandler(handler))
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.randn(64, 31))
     text = "mat1 and mat2 shapes cannot be multiplied (64x31 and 32x32)"
     assert str(caught.value) in (text, f"addmm: {text}")
     assert not seen
@@ -378,15 +356,18 @@ def test_a_second_request_may_repeat_the_first_name_an_optimizer_and_be_silent()
     assert dict(get_plan(model).resident_parts)["optimizer state"] > 0
 
 
-def test_only_the_named_target_is_planned():
-    model = hiremate(Net(), "90%", target="encoder", verbose=False)
+@pytest.mark.parametrize(
+    ("make", "target", "adopted"),
+    [
+        (lambda: Net(), "encoder", ["encoder"]),
+        (lambda: nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), None, [""]),
+    ],
+    ids=["a part", "a sequential of torch itself"],
+)
+def test_only_the_named_target_is_planned(make, target, adopted):
+    model = hiremate(make(), "90%", target=target, verbose=False)
     train(model)
-    assert list(targets_of(model).adopted) == ["encoder"]
-
-
-def test_a_sequential_from_torch_itself_is_captured():
-    model = hiremate(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), "90%", verbose=False)
-    train(model)
+    assert list(targets_of(model).adopted) == adopted
     assert get_plan(model) is not None
 
 
@@ -415,18 +396,16 @@ def test_two_optimizers_that_step_in_turn_are_no_reason_to_announce_anything():
     assert get_plan(model) is not None
 
 
-def test_a_planned_model_can_be_exported():
-    model = hiremate(Net(), "60%", verbose=False).eval()
-    x = batch()
-    with torch.no_grad():
-        assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))
-
-
 def test_calls_without_gradients_are_not_planned():
+    """Nor is an export."""
     model = hiremate(Net(), "60%", verbose=False)
     with torch.no_grad():
         model(batch())
     assert targets_of(model).session.captured_count == 0
+    x = batch()
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))
 
 
 @network(lambda: {"layers": [nn.Linear(16, 16) for _ in range(4)]})
@@ -469,56 +448,40 @@ def test_a_frozen_model_in_eval_mode_is_not_said_to_train(recwarn):
     assert not any("plain list" in str(w.message) for w in recwarn)
 
 
-def test_eval_mode_with_gradients_is_announced_once():
-    model = hiremate(Net(), "60%", verbose=False).eval()
-    with pytest.warns(HiRemateWarning, match="eval mode: such calls are not planned"):
-        model(batch()).sum().backward()
-    model(batch()).sum().backward()
+def test_steps_in_eval_mode_are_announced_once_and_not_said_to_pass_a_plan_by(recwarn):
+    model = hiremate(nn.Linear(32, 32), "60%", verbose=False).eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    take_steps(model, lambda _: batch(), 3, optimizer=optimizer, clears="never")
+
+    assert ["eval mode: such calls are not planned" in str(w.message) for w in recwarn] == [True]
     assert targets_of(model).session.captured_count == 0
 
 
-def test_steps_in_eval_mode_are_not_said_to_pass_a_plan_by(recwarn):
-    model = hiremate(nn.Linear(32, 32), "60%", verbose=False).eval()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        model(batch()).square().mean().backward()
-        optimizer.step()
-
-    assert ["eval mode: such calls are not planned" in str(w.message) for w in recwarn] == [True]
+class Disabled(nn.Linear):
+    @torch.compiler.disable
+    def forward(self, x):
+        return super().forward(x)
 
 
-def test_a_model_of_which_nothing_is_captured_is_an_error():
-    class Uncapturable(nn.Linear):
-        @torch.compiler.disable
-        def forward(self, x):
-            return super().forward(x)
-
-    model = hiremate(Uncapturable(4, 4), "60%", verbose=False)
-    with pytest.raises(CaptureError, match=r"Nothing of Uncapturable was captured.*target="):
-        model(torch.randn(2, 4))
+class Chain(nn.Sequential):
+    @torch.compiler.disable
+    def forward(self, x):
+        return super().forward(x)
 
 
 @pytest.mark.filterwarnings("ignore:.*captured")
-def test_a_model_of_whose_parts_nothing_is_captured_either_is_an_error():
-    class Uncapturable(nn.Linear):
-        @torch.compiler.disable
-        def forward(self, x):
-            return super().forward(x)
-
-    class Chain(nn.Sequential):
-        @torch.compiler.disable
-        def forward(self, x):
-            return super().forward(x)
-
-    parts = (Chain(Uncapturable(4, 4), Uncapturable(4, 4)), Uncapturable(4, 4))
-    model = hiremate(Chain(*parts), "60%", verbose=False)
-
-    def train():
-        for _ in range(4):
-            model(torch.randn(2, 4)).sum().backward()
-
-    with pytest.raises(CaptureError, match=r"Nothing of Chain was captured.*target="):
-        train()
+@pytest.mark.parametrize(
+    ("make", "steps"),
+    [
+        (lambda: Disabled(4, 4), 1),
+        (lambda: Chain(Chain(Disabled(4, 4), Disabled(4, 4)), Disabled(4, 4)), 4),
+    ],
+    ids=["nothing", "nor of its parts"],
+)
+def test_a_model_of_which_nothing_is_captured_is_an_error(make, steps):
+    model = hiremate(make(), "60%", verbose=False)
+    with pytest.raises(CaptureError, match=rf"Nothing of {type(model).__name__} was captured.*target="):
+        take_steps(model, lambda _: torch.randn(2, 4), steps, loss_of=torch.sum, clears="never")
 
 
 def test_an_error_says_what_ended_the_graphs_of_a_model_of_which_nothing_is_captured():
@@ -544,8 +507,7 @@ def test_a_budget_that_cannot_be_met_beside_uncaptured_code_says_what_that_is():
             return self.head(look_at(self.encoder(x)))
 
     def train():
-        for _ in range(2):
-            model(torch.randn(4096, 32)).square().mean().backward()
+        take_steps(model, lambda _: torch.randn(4096, 32), 2, clears="never")
 
     model = hiremate(Looking(), "20%", verbose=False)
     with pytest.raises(InfeasibleBudgetError) as caught:
@@ -574,15 +536,14 @@ class BreaksInALoop(Net):
 
 def trained_alike(plain, model, batches):
     """Train both, and fail where gradients differ; return what was said."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", HiRemateWarning)
+    with recorded() as said:
         for x in batches:
             for each in (plain, model):
                 each.zero_grad()
                 torch.manual_seed(3)
                 each(x).sum().backward()
             assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
-    return [str(w.message) for w in caught]
+    return said
 
 
 def test_the_parts_of_a_model_of_which_nothing_is_captured_are_planned():
@@ -600,24 +561,15 @@ def test_the_parts_of_a_model_of_which_nothing_is_captured_are_planned():
     assert all(hooks.get_call(module) is None for module in model.modules())
 
 
-class Disabled(nn.Linear):
-    @torch.compiler.disable
-    def forward(self, x):
-        return super().forward(x)
-
-
 @pytest.mark.parametrize("others", [(), ("last",)])
 def test_parts_of_which_nothing_is_captured_run_beside_the_plan_and_are_announced_once_for_a_class(others):
     model = BreaksInALoop()
     for name in ("middle", *others):
         setattr(model, name, Disabled(32, 32))
     hiremate(model, "95%", verbose=False, on_infeasible="warn")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", HiRemateWarning)
-        for _ in range(3):
-            model(batch()).sum().backward()
-    said = [str(w.message) for w in caught if "could not be captured" in str(w.message)]
-    first, *more = said
+    with recorded() as said:
+        take_steps(model, lambda _: batch(), 3, loss_of=torch.sum, clears="never")
+    first, *more = (text for text in said if "could not be captured" in text)
     assert first == "middle could not be captured and runs without a plan, beside what is planned."
     assert more == ["Other modules of the class Disabled could not be captured either."] * len(others)
     assert get_plan(model) is not None
@@ -632,12 +584,12 @@ def test_a_part_that_is_called_first_and_not_captured_runs_beside_the_plan(targe
 
     model = Recurrent()
     hiremate(model, "95%", verbose=False, on_infeasible="warn", target=target)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", HiRemateWarning)
+    with recorded() as said:
         for _ in range(3):
             model.last(model.first(batch())[0]).sum().backward()
-    said = [str(w.message) for w in caught if "could not be captured" in str(w.message)]
-    assert said == ["first could not be captured and runs without a plan, beside what is planned."]
+    assert [text for text in said if "could not be captured" in text] == [
+        "first could not be captured and runs without a plan, beside what is planned."
+    ]
     assert get_plan(model) is not None
 
 
@@ -668,17 +620,16 @@ class InSequence(nn.Module):
     def __init__(self):
         super().__init__()
         self.stem, self.last = Stem(32, 32), nn.Linear(32, 32)
-        self.inner = nn.Sequential(nn.Linear(32, 32), Asks(), nn.Sequential(nn.Linear(32, 32), nn.Tanh()))
+        self.inner = nn.Sequential(nn.Linear(32, 32), asks(), nn.Sequential(nn.Linear(32, 32), nn.Tanh()))
 
     def forward(self, x):
         return self.last(self.inner(self.stem(x)))
 
 
-class Asks(nn.Module):
+@network(lambda: {})
+def asks(self, x):
     """A module that looks at a number."""
-
-    def forward(self, x):
-        return x * (2 if x.sum().item() > 0 else 3)
+    return x * (2 if x.sum().item() > 0 else 3)
 
 
 class EndsRecurrent(InSequence):
@@ -706,22 +657,22 @@ def test_no_step_is_given_up_for_what_was_tried_in_vain_where_graphs_end_at_othe
     assert abandoned == [16]  # where the parts were found
 
 
-class Hooked(nn.Module):
+@network(
+    lambda: {
+        "stem": nn.Linear(32, 32),
+        "last": nn.Linear(32, 32),
+        "inner": nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4))),
+        "heard": [],
+    }
+)
+def hooked(self, x):
     """One block of a sequence has a backward hook."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
-        self.inner = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
-        self.heard = []
-
-    def forward(self, x):
-        return self.last(self.inner(torch.relu(self.stem(x))))
+    return self.last(self.inner(torch.relu(self.stem(x))))
 
 
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
 def test_a_module_with_a_backward_hook_leaves_the_others_of_its_kind_planned(register):
-    plain = Hooked()
+    plain = hooked()
     model = copy.deepcopy(plain)
     for each in (plain, model):
         getattr(each.inner[1], register)(lambda _, *gradients, heard=each.heard: heard.append(gradients[-1][0].clone()))

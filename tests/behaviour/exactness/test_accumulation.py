@@ -12,7 +12,7 @@ from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.signatures.limits import WORTH_A_PLAN
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import drawn, leave_behind, network, square_error, train_both
+from tests.exact import drawn, leave_behind, loop_of, network, square_error, train_both
 
 WIDTH, ROWS, DEPTH, MICRO = 128, 4, 4, 3
 batch = drawn(ROWS, WIDTH)
@@ -114,18 +114,8 @@ def test_gradients_that_are_added_are_those_of_plain_training(make, keep):
 )
 def test_gradients_of_another_type_are_added_as_in_eager(dtype, taken):
     """The first backward of each step makes them, the others add to them."""
-
-    def train(model):
-        log = []
-        for index in range(4 * MICRO):
-            if index % MICRO == 0:
-                model.zero_grad()
-            loss = square_error(model(batch(index)))
-            loss.backward()
-            log += [loss.detach(), *leave_behind(model)]
-        return log
-
-    train_both(lambda: taking(taken, dtype), train)
+    each = loop_of(lambda model, index: square_error(model(batch(index))), 4 * MICRO, clear_every=MICRO)
+    train_both(lambda: taking(taken, dtype), each)
 
 
 @OTHER_TYPES
@@ -139,15 +129,27 @@ def test_one_set_of_gradients_of_another_type_exists():
     assert plan.measured.peak_bytes <= plan.planned_peak_bytes
 
 
-def test_a_second_term_that_reads_parameters_is_added_first():
-    def decayed(model, x):
-        return square_error(model(x)) + sum(p.square().sum() for p in model.parameters())
-
-    train_both(Wide, loop(decayed))
+def decayed(model, x):
+    """Add a second term that reads parameters."""
+    return square_error(model(x)) + sum(p.square().sum() for p in model.parameters())
 
 
-def test_two_forwards_before_one_backward_are_summed_first():
-    train_both(Wide, loop(lambda model, x: square_error(model(x)) + square_error(model(x + 1))))
+def called_twice(model, x):
+    return square_error(model(x)) + square_error(model(x + 1))
+
+
+def part_of_a_graph(model, step):
+    """Leave a gradient that is part of a graph, which is left to autograd."""
+    model.body[5].weight.grad = torch.zeros(WIDTH, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"loss_of": decayed}, {"loss_of": called_twice}, {"before": part_of_a_graph}],
+    ids=["decay", "twice", "graph"],
+)
+def test_what_autograd_adds_itself_is_summed_first(options):
+    train_both(Wide, loop(**options))
 
 
 def test_hooks_see_what_they_see_in_plain_training():
@@ -198,18 +200,14 @@ def test_a_gradient_that_was_asked_for_is_returned():
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
 
 
-def test_gradients_that_are_part_of_a_graph_are_left_to_autograd():
-    def odd(model, step):
-        model.body[5].weight.grad = torch.zeros(WIDTH, requires_grad=True)
-
-    train_both(Wide, loop(before=odd))
-
-
 def test_one_set_of_gradients_exists_and_is_foreseen():
+    """The first micro-batch fits the plan of the others."""
     model = accumulating()
     plan = get_plan(model)
     assert plan.planned_peak_bytes - plan.resident_bytes < weight_bytes(model) / 2
     assert peak_of(model) == pytest.approx(plan.planned_peak_bytes - plan.resident_bytes, abs=8)
+    model.zero_grad()
+    assert peak_of(model) + plan.resident_bytes - weight_bytes(model) <= plan.planned_peak_bytes
 
 
 def test_where_two_sets_are_needed_they_are_planned_for():
@@ -222,13 +220,6 @@ def test_where_two_sets_are_needed_they_are_planned_for():
     plan = get_plan(model)
     assert plan.planned_peak_bytes - plan.resident_bytes >= weight_bytes(model)
     assert plan.measured.peak_bytes <= plan.planned_peak_bytes
-
-
-def test_the_first_micro_batch_fits_the_plan_of_the_others():
-    model = accumulating()
-    plan = get_plan(model)
-    model.zero_grad()
-    assert peak_of(model) + plan.resident_bytes - weight_bytes(model) <= plan.planned_peak_bytes
 
 
 @network(lambda: {"first": Wide(), "second": Wide()})
@@ -263,15 +254,12 @@ def train_with_gradients_that_stay(budget):
 
 
 def test_gradients_that_stay_though_an_optimizer_has_used_them_are_no_memory_beyond_the_plan():
-    budget_bytes = train_with_gradients_that_stay("60%")[-1].budget_bytes
-    plans = train_with_gradients_that_stay(budget_bytes)
-    assert plans[-1].measured.peak_bytes == plans[-1].planned_peak_bytes <= budget_bytes
-    assert all(plan.solution is plans[-1].solution for plan in plans[1:])  # none was made with a margin
-
-
-def test_the_room_that_a_share_gives_where_gradients_stay_is_used():
+    """The bytes that a share gives where gradients stay are used."""
     first, *_, last = train_with_gradients_that_stay("60%")
     rooms = [plan.budget_bytes - plan.planned_peak_bytes for plan in (first, last)]
     assert last.budget_bytes > first.budget_bytes
     assert rooms[1] - rooms[0] <= WORTH_A_PLAN * (last.budget_bytes - last.resident_bytes)
     assert last.measured.peak_bytes <= last.budget_bytes
+    plans = train_with_gradients_that_stay(last.budget_bytes)
+    assert plans[-1].measured.peak_bytes == plans[-1].planned_peak_bytes <= last.budget_bytes
+    assert all(plan.solution is plans[-1].solution for plan in plans[1:])  # none was made with a margin

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from hiremate_lightning import CaptureError, ConfigurationError, HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import TORCH, network, planned_alike, simple_loop, train_both
+from tests.exact import TORCH, network, planned_alike, simple_loop, take_steps, train_both
 from tests.faults import change_captures
 
 ROWS, WIDTH = 256, 32
@@ -52,8 +52,7 @@ def train_in_the_backward(model: nn.Module, steps: int = 6) -> list[torch.Tensor
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(use)
-    for index in range(steps):
-        model(batch(index)).square().mean().backward()
+    take_steps(model, batch, steps, clears="never")
     return [p.detach() for p in model.parameters()]
 
 
@@ -136,54 +135,28 @@ def on_itself(self, x: torch.Tensor, condition: torch.Tensor | None = None) -> t
     return self.head(self.body(torch.cat([x[:, : WIDTH // 2], condition], 1)))
 
 
-def train(model: nn.Module, steps: int = 4) -> list[torch.Tensor]:
-    optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-3), []
-    for index in range(steps):
-        optimizer.zero_grad()
-        loss = model(batch(index)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return [*losses, *(p.detach() for p in model.parameters())]
-
-
 def test_a_forward_may_call_its_own_module():
     torch.manual_seed(0)
-    assert get_plan(planned_alike(on_itself(), train, "80%")) is not None
+    assert get_plan(planned_alike(on_itself(), simple_loop(batch, steps=4), "80%")) is not None
 
 
-def test_a_frozen_model_whose_input_is_trained_is_planned():
-    def train_input(model: nn.Module) -> list[torch.Tensor]:
-        torch.manual_seed(3)
-        x = nn.Parameter(torch.randn(ROWS, WIDTH))
-        optimizer = torch.optim.Adam([x])
-        for _ in range(4):
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-        return [x.detach()]
-
-    model = planned_alike(layers().requires_grad_(False), train_input, "60%")
-    assert get_plan(model).solution.recompute_ms > 0
-
-
-class Waves(nn.Module):
+@network(lambda: {})
+def waves(self, x: torch.Tensor) -> torch.Tensor:
     """Computes without weights of its own."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(8):
-            x = x.sin() + x.tanh().square()
-        return x
+    for _ in range(8):
+        x = x.sin() + x.tanh().square()
+    return x
 
 
-def test_a_module_without_weights_is_planned_where_its_input_is_trained():
+@pytest.mark.parametrize("make", [lambda: layers().requires_grad_(False), waves], ids=["frozen", "without weights"])
+def test_what_trains_its_input_alone_is_planned(make):
     def train_input(module: nn.Module) -> list[torch.Tensor]:
-        x = batch(0, 16 * ROWS).requires_grad_()
-        for _ in range(3):
-            module(x).square().mean().backward()
-        return [x.grad]
+        x = nn.Parameter(batch(0, 16 * ROWS))
+        optimizer = torch.optim.Adam([x])
+        take_steps(module, lambda _: x, 4, optimizer=optimizer)
+        return [x.grad, x.detach()]
 
-    assert get_plan(planned_alike(Waves(), train_input, "60%")).solution.recompute_ms > 0
+    assert get_plan(planned_alike(make(), train_input, "60%")).solution.recompute_ms > 0
 
 
 def test_a_model_that_shares_a_part_with_a_planned_one_is_refused():
@@ -280,8 +253,7 @@ def test_transforms_run_a_planned_model_as_it_is(transform):
     with pytest.warns(HiRemateWarning, match="inside of a transform of torch.func"):
         assert torch.equal(transform(model), transform(plain))
     assert torch.equal(transform(model), transform(plain))  # said once
-    for index in range(2):
-        model(batch(index)).square().mean().backward()
+    take_steps(model, batch, 2, clears="never")
     assert get_plan(model) is not None
 
 

@@ -20,22 +20,21 @@ ROWS, WIDTH = 48, 32
 rows = drawn(ROWS, WIDTH)
 
 
-class Computes(nn.Module):
+@network(
+    lambda function: {
+        "function": function,
+        "layers": nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)),
+        "last": nn.Linear(WIDTH, 8),
+        "memory": torch.zeros(ROWS, WIDTH),
+    }
+)
+def computes(self, x: Tensor) -> Tensor:
     """Runs a function of its four layers and its input, after one layer, so that gradients are the backward's own."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.last = nn.Linear(WIDTH, 8)
-        self.register_buffer("memory", torch.zeros(ROWS, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.function(self, self.layers, self.layers[0](x).tanh()))
+    return self.last(self.function(self, self.layers, self.layers[0](x).tanh()))
 
 
 def captured_of(function: Callable[..., Any]) -> Captured:
-    return captured_by(Computes(function), rows(0))
+    return captured_by(computes(function), rows(0))
 
 
 def ops(captured: Captured) -> Counter[str]:
@@ -164,7 +163,7 @@ SCATTERS = ("slice_scatter", "select_scatter", "diagonal_scatter", "copy.")
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_assignments_train_exactly_within_the_planned_peak(function):
-    plan = train_both(lambda: Computes(function), simple_loop(rows), "70%", on_infeasible="warn")
+    plan = train_both(lambda: computes(function), simple_loop(rows), "70%", on_infeasible="warn")
     assert plan.measured.peak_bytes <= plan.planned_peak_bytes
     assert not [node.op for node in plan.graph.nodes if node.op.removeprefix("aten.").startswith(SCATTERS)]
 
@@ -176,7 +175,7 @@ def test_assignments_train_exactly_within_the_planned_peak(function):
 )
 def test_training_on_one_number_expanded_is_exact(function):
     """Products make a copy of such a gradient."""
-    train_both(lambda: Computes(function), simple_loop(rows, loss_of=lambda y: y.sum()), "1 GiB")
+    train_both(lambda: computes(function), simple_loop(rows, loss_of=lambda y: y.sum()), "1 GiB")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
-from tests.exact import leave_behind, train_both
+from tests.exact import leave_behind, network, train_both
 
 WORDS, WIDTH = 32, 48
 
@@ -35,17 +35,16 @@ class Broken(Tied):
         return F.linear(hidden, self.embedding.weight), hidden @ self.embedding.weight.t().abs()
 
 
-class Critic(nn.Module):
-    """Weights divided by their norm, which is computed from the weights."""
+def critic() -> nn.Module:
+    """Divide weights by their norm, which is computed from the weights."""
+    layers = (spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.LeakyReLU(0.2), spectral_norm(nn.Linear(WIDTH, 1)))
+    return scoring(nn.Sequential(nn.Embedding(WORDS, WIDTH), *layers))
 
-    def __init__(self) -> None:
-        super().__init__()
-        layers = (spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.LeakyReLU(0.2), spectral_norm(nn.Linear(WIDTH, 1)))
-        self.net, self.enter = nn.Sequential(*layers), nn.Embedding(WORDS, WIDTH)
 
-    def forward(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        score = self.net(self.enter(words))
-        return score, score.relu()
+@network(lambda net: {"net": net})
+def scoring(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    score = self.net(words)
+    return score, score.relu()
 
 
 def both(model, words):
@@ -87,7 +86,7 @@ def loop_of(loss_of, backwards=1, **options):
 
 
 @pytest.mark.parametrize("loss_of", [twice, three_times, once_with_one_output])
-@pytest.mark.parametrize("make", [Tied, Broken, Critic])
+@pytest.mark.parametrize("make", [Tied, Broken, critic])
 def test_a_module_that_is_called_several_times_in_a_step_is_exact(make, loss_of):
     train_both(make, loop_of(loss_of))
 

@@ -72,27 +72,26 @@ def test_gradients_of_a_logarithmic_softmax_are_traced_as_kernels_make_them(devi
     assert found.is_contiguous()
 
 
-class Cells(nn.Module):
+@network(
+    lambda has_bias=True, dtype=torch.float32: {
+        "cell": nn.GRUCell(32, 100, bias=has_bias),
+        "out": nn.Linear(100, 8),
+        "dtype": dtype,
+    }
+)
+def cells(self, x: torch.Tensor) -> torch.Tensor:
     """A loop of GRU cells; rows of 100 numbers are no multiple of what a CPU takes at once."""
-
-    def __init__(self, has_bias: bool = True, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.cell = nn.GRUCell(32, 100, bias=has_bias)
-        self.out = nn.Linear(100, 8)
-        self.dtype = dtype
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = None
-        with torch.autocast("cpu", dtype=self.dtype, enabled=self.dtype.itemsize < 4):
-            for step in x.unbind(1):
-                hidden = self.cell(step, hidden)
-            return self.out(hidden)
+    hidden = None
+    with torch.autocast("cpu", dtype=self.dtype, enabled=self.dtype.itemsize < 4):
+        for step in x.unbind(1):
+            hidden = self.cell(step, hidden)
+        return self.out(hidden)
 
 
 @pytest.mark.parametrize("options", [{}, {"has_bias": False}, {"dtype": torch.bfloat16}], ids=str)
 def test_a_loop_of_gru_cells_trains(options):
     """Eager computes their gates in place, in parts of larger tensors."""
-    train_both(lambda: Cells(**options), simple_loop(lambda step: torch.randn(16, 6, 32)), "80%")
+    train_both(lambda: cells(**options), simple_loop(lambda step: torch.randn(16, 6, 32)), "80%")
 
 
 class Operators(TorchDispatchMode):

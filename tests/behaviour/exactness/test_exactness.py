@@ -6,6 +6,7 @@ import pytest
 
 from hiremate_lightning import get_plan, hiremate, remove_hiremate
 from hiremate_lightning.planning.solvers import Problem, SolveOptions, smallest_budget
+from hiremate_lightning.targets.modules import targets_of
 from tests.models import EVERY_MODEL
 from tests.training import assert_equal, build, train
 
@@ -60,7 +61,5 @@ def test_two_budgets_share_one_captured_step():
     assert_equal(found, expected)
     assert peaks[1] < peaks[0]
     assert found.peaks[4] <= get_plan(model.module).budget_bytes
-    from hiremate_lightning.targets.modules import targets_of
-
     assert targets_of(model.module).session.captured_count == 1
     remove_hiremate(model.module)

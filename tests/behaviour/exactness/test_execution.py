@@ -12,9 +12,9 @@ from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.rewriting.kernels import apply_dropout_mask
 from hiremate_lightning.running.execution import Part
 from hiremate_lightning.running.program import build
-from hiremate_lightning.torch_private.calls import shortest
+from hiremate_lightning.torch_private.operators import shortest
 from tests.exact import network
-from tests.lazily import recompute_lazily
+from tests.tiny import recompute_lazily
 
 ROWS, WIDTH = 256, 16
 
@@ -105,15 +105,22 @@ def results(model, x, call):
     return [*losses, *(p.grad for p in model.parameters()), x.grad, *model.buffers(), torch.get_rng_state()]
 
 
+@network(lambda: {"first": nn.Linear(WIDTH, WIDTH), "second": nn.Linear(WIDTH, WIDTH)})
+def drops(self, x):
+    return self.second(nn.functional.dropout(torch.tanh(self.first(x)), 0.1))
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(Net, torch.float32), (drops, torch.bfloat16)])
 @pytest.mark.parametrize("decide", [keep_all, nothing_kept, every_other_kept])
-def test_every_schedule_is_exact(decide):
-    model, x = make()
-    expected = results(model, x, model)
-    model, x = make()
-    call, conductor = compiled(model, decide)
-    found = results(model, x, call)
+def test_every_schedule_is_exact(decide, kind, dtype):
+    found = []
+    for schedule in (None, decide):
+        torch.manual_seed(1)
+        model, x = kind().to(dtype), torch.randn(ROWS, WIDTH, dtype=dtype, requires_grad=True)
+        call, conductor = (model, None) if schedule is None else compiled(model, schedule)
+        found.append(results(model, x, call))
     assert len(conductor.parts) == 1
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_keeping_nothing_keeps_less_than_keeping_all():
@@ -127,69 +134,54 @@ def test_keeping_nothing_keeps_less_than_keeping_all():
     assert held(nothing_kept) < held(keep_all)
 
 
-def test_the_conductor_hears_of_each_stage_in_order():
+def test_a_backward_calls_operators_by_their_shortest_way():
+    """The conductor hears of each stage in order, and a program saves what its schedule saves."""
     model, x = make()
     call, conductor = compiled(model, keep_all)
     call(x).sum().backward()
     assert conductor.heard == ["start", "forward done run", "backward starts run", "backward done run"]
 
-
-def test_a_backward_calls_operators_by_their_shortest_way():
-    model, x = make()
-    call, conductor = compiled(model, keep_all)
-    call(x)
     captured = conductor.parts[0].captured
     module = build(captured, lower(captured.graph, keep_all(captured.graph))).backward_module
     products = module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
     assert len(products) > 1
     assert all(shortest(product) is torch.mm for product in products)
 
-
-def test_what_a_schedule_saves_is_what_its_program_saves():
-    model, x = make()
-    call, conductor = compiled(model, keep_all)
-    call(x)
-    captured = conductor.parts[0].captured
     program = build(captured, lower(captured.graph, nothing_kept(captured.graph)))
     assert program.saved.names == tuple(captured.graph.tensors[t].name for t in program.schedule.saved)
     positions = {*program.saved.returned, *program.saved.views, *(position for position, _ in program.saved.watched)}
     assert positions <= set(range(len(program.saved.names)))
 
 
+@network(lambda: {"last": nn.Linear(WIDTH, WIDTH)})
+def ends(self, x):
+    """Its output is what the backward reads."""
+    return torch.tanh(self.last(x))
+
+
 @pytest.mark.parametrize("decide", [keep_all, nothing_kept])
-@pytest.mark.parametrize("changed", ["weight", "batch"])
-def test_a_saved_value_that_changes_in_place_is_refused(decide, changed):
-    model, _ = make()
-    x = torch.randn(ROWS, WIDTH)
+@pytest.mark.parametrize(
+    ("kind", "changed", "is_refused"),
+    [
+        (Net, lambda model, x, output: model.last.weight, True),
+        (Net, lambda model, x, output: x, True),
+        (ends, lambda model, x, output: output, True),
+        (Net, lambda model, x, output: model.last.bias, False),  # no backward reads it
+    ],
+    ids=["weight", "batch", "output", "bias"],
+)
+def test_a_saved_value_that_changes_in_place_is_refused(decide, kind, changed, is_refused):
+    model, x = kind(), torch.randn(ROWS, WIDTH)
     call, _ = compiled(model, decide)
-    loss = call(x).sum()
-    with torch.no_grad():
-        (model.last.weight if changed == "weight" else x).add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_an_output_that_the_backward_reads_may_not_be_changed_in_place():
-    @network(lambda: {"layer": nn.Linear(WIDTH, WIDTH)})
-    def ends(self, x):
-        return torch.tanh(self.layer(x))
-
-    call, _ = compiled(ends(), keep_all)
-    output = call(torch.randn(ROWS, WIDTH))
+    output = call(x)
     loss = output.sum()
     with torch.no_grad():
-        output.add_(1)
+        changed(model, x, output).add_(1)
+    if not is_refused:
+        loss.backward()
+        return
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_a_weight_that_no_backward_reads_may_change():
-    model, x = make()
-    call, _ = compiled(model, keep_all)
-    loss = call(x).sum()
-    with torch.no_grad():
-        model.last.bias.add_(1)
-    loss.backward()
 
 
 def test_buffers_that_the_step_itself_updates_are_not_refused():
@@ -199,16 +191,8 @@ def test_buffers_that_the_step_itself_updates_are_not_refused():
     (first + second).backward()
 
 
-def test_a_second_backward_says_what_pytorch_says():
-    model, x = make()
-    call, _ = compiled(model, nothing_kept)
-    loss = call(x).sum()
-    loss.backward()
-    with pytest.raises(RuntimeError, match=r"(?s)backward through the graph a second time.*retain_graph=True"):
-        loss.backward()
-
-
 def test_a_retained_graph_gives_the_same_gradients_again():
+    """One that is not retained says what PyTorch says."""
     model, x = make()
     call, _ = compiled(model, nothing_kept)
     loss = call(x).sum()
@@ -216,6 +200,8 @@ def test_a_retained_graph_gives_the_same_gradients_again():
     first = [p.grad.clone() for p in model.parameters()]
     loss.backward()
     assert all(torch.equal(p.grad, g + g) for p, g in zip(model.parameters(), first, strict=True))
+    with pytest.raises(RuntimeError, match=r"(?s)backward through the graph a second time.*retain_graph=True"):
+        loss.backward()
 
 
 def test_inference_graphs_run_as_they_are():
@@ -224,20 +210,6 @@ def test_inference_graphs_run_as_they_are():
     with torch.no_grad():
         assert torch.equal(call(x), model(x))
     assert not conductor.parts
-
-
-@pytest.mark.parametrize("kept", [keep_all, nothing_kept])
-def test_a_step_in_half_precision_is_exact(kept):
-    @network(lambda: {"first": nn.Linear(WIDTH, WIDTH), "second": nn.Linear(WIDTH, WIDTH)})
-    def drops(self, x):
-        return self.second(nn.functional.dropout(torch.tanh(self.first(x)), 0.1))
-
-    found = []
-    for decide in (None, kept):
-        torch.manual_seed(1)
-        model, x = drops().bfloat16(), torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-        found.append(results(model, x, model if decide is None else compiled(model, decide)[0]))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.25, 1 / 3, 0.5, 0.9])

@@ -95,16 +95,6 @@ def test_graphs_of_all_batch_sizes_are_alike(change_thresholds):
     assert "hiremate.cross_entropy" in {node.op for node in small.nodes}
 
 
-def test_a_buffer_that_the_step_overwrites_is_read_in_its_time():
-    @network(lambda: {"layer": nn.Linear(WIDTH, WIDTH), "shift": torch.zeros(WIDTH)})
-    def moving(self, x: Tensor) -> Tensor:
-        y = self.layer(x)
-        self.shift += y.detach().mean(0)
-        return (self.layer(x) + self.shift).relu()
-
-    train_both(moving, simple_loop(lambda index: torch.randn(ROWS, WIDTH)))
-
-
 # ---------------------------------------------------------------- training
 
 
@@ -148,11 +138,20 @@ class Attention(nn.Module):
         return F.cross_entropy(scores, torch.arange(len(scores)) % 11, label_smoothing=0.1)
 
 
+@network(lambda: {"layer": nn.Linear(8, 8), "shift": torch.zeros(8)})
+def moving(self, x: Tensor) -> Tensor:
+    """Overwrites a buffer, which is read in its time."""
+    y = self.layer(x)
+    self.shift += y.detach().mean((0, 1, 2))
+    return (self.layer(x) + self.shift).relu()
+
+
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "blocks": blocks,
     "channels last": lambda: blocks().to(memory_format=torch.channels_last),
     "autocast": lambda: Autocast(blocks()),
     "attention": Attention,
+    "a buffer": moving,
 }
 
 
@@ -182,26 +181,21 @@ def test_every_schedule_is_exact(decide):
     assert all(torch.equal(found, expected) for found, expected in zip(*logs, strict=True))
 
 
-class Wide(nn.Module):
+@network(lambda: {"layer": nn.Linear(WIDTH, WIDTH), "scale": nn.Parameter(torch.ones(16, 1, WIDTH))})
+def wide(self, x: Tensor) -> Tensor:
     """What is large has no gradient, and is gone before the rest begins."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(16, 1, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            wide = ((x * self.scale).mul(3).sub(1)).sigmoid().sum(0)
-        return self.layer(wide).square().mean()
+    with torch.no_grad():
+        large = ((x * self.scale).mul(3).sub(1)).sigmoid().sum(0)
+    return self.layer(large).square().mean()
 
 
 def test_the_peak_falls_and_is_what_was_planned(change_thresholds):
     x = torch.randn(ROWS, WIDTH)
     one = 4 * 16 * x.numel()
-    plainly, planned = added_peaks(Wide(), x)
+    plainly, planned = added_peaks(wide(), x)
     assert planned <= plainly - 0.9 * one
     change_thresholds(finished_bytes=2**40)
-    assert planned <= added_peaks(Wide(), x)[1] - 0.9 * one
+    assert planned <= added_peaks(wide(), x)[1] - 0.9 * one
 
 
 @pytest.fixture
@@ -224,4 +218,4 @@ def _compiled_code_of_another_thread() -> Iterator[None]:
 @pytest.mark.usefixtures("_compiled_code_of_another_thread")
 def test_the_peak_is_as_planned_beside_compiled_code(change_thresholds):
     change_thresholds(finished_bytes=2**40)  # each operation of a chain then has memory of its own
-    added_peaks(Wide(), torch.randn(ROWS, WIDTH))
+    added_peaks(wide(), torch.randn(ROWS, WIDTH))

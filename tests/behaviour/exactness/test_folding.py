@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch._decomp import meta_table
 from torch._subclasses.fake_impls import op_implementations_dict
 
-from hiremate_lightning.torch_private import folding, tensor_state
-from tests.exact import captured_by, simple_loop, train_both
+from hiremate_lightning.torch_private import eager_tracing, tensor_state
+from tests.exact import captured_by, network, simple_loop, train_both
 
 LENGTH, WINDOW = 1_000, 64
 
@@ -41,7 +41,7 @@ def test_the_result_and_its_gradient_are_those_of_pytorch(options, shape):
     spectra = torch.stft(signal, WINDOW, window=window.detach(), return_complex=True, **hops(options)).requires_grad_()
     found, expected = (
         (result, *torch.autograd.grad(result.square().sum(), (spectra, window)))
-        for result in (f(spectra, WINDOW, window=window, **options) for f in (folding.istft, torch.istft))
+        for result in (f(spectra, WINDOW, window=window, **options) for f in (eager_tracing.istft, torch.istft))
     )
     assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(found, expected, strict=True))
 
@@ -49,7 +49,7 @@ def test_the_result_and_its_gradient_are_those_of_pytorch(options, shape):
 def test_complex_results_are_those_of_pytorch():
     spectra, window = torch.randn(2, WINDOW, 20, dtype=torch.complex64), torch.hann_window(WINDOW)
     found, expected = (
-        f(spectra.conj(), WINDOW, window=window, return_complex=True) for f in (folding.istft, torch.istft)
+        f(spectra.conj(), WINDOW, window=window, return_complex=True) for f in (eager_tracing.istft, torch.istft)
     )
     assert torch.equal(found, expected)
 
@@ -60,36 +60,34 @@ def test_a_result_that_is_too_short_is_padded_with_a_warning():
         UserWarning, match=r"The length of signal is shorter than the length parameter\. Result is being"
     ):
         found, expected = (
-            f(spectra, WINDOW, window=torch.ones(WINDOW), length=LENGTH) for f in (folding.istft, torch.istft)
+            f(spectra, WINDOW, window=torch.ones(WINDOW), length=LENGTH) for f in (eager_tracing.istft, torch.istft)
         )
     assert torch.equal(found, expected)
 
 
-class Filter(nn.Module):
+@network(
+    lambda **options: {
+        "weight": nn.Parameter(torch.randn(WINDOW if options.get("onesided") is False else WINDOW // 2 + 1, 1)),
+        "window": window_of(options),
+        "options": options,
+    }
+)
+def weighted(self, x: Tensor) -> Tensor:
     """Weights the frequencies of a signal."""
-
-    def __init__(self, **options: Any):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WINDOW if options.get("onesided") is False else WINDOW // 2 + 1, 1))
-        self.register_buffer("window", window_of(options))
-        self.options = options
-
-    def forward(self, x: Tensor) -> Tensor:
-        spectra = torch.stft(x, WINDOW, window=self.window, return_complex=True, **hops(self.options))
-        return torch.istft(spectra * self.weight, WINDOW, window=self.window, **self.options)
+    spectra = torch.stft(x, WINDOW, window=self.window, return_complex=True, **hops(self.options))
+    return torch.istft(spectra * self.weight, WINDOW, window=self.window, **self.options)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_training_is_exact(options):
-    train_both(lambda: Filter(**options), simple_loop(lambda index: torch.randn(2, LENGTH), steps=4), "100%")
-
-
-def test_training_is_exact_where_lengths_vary():
-    train_both(Filter, simple_loop(lambda index: torch.randn(2, LENGTH + 50 * index)), "100%")
+@pytest.mark.parametrize(
+    ("options", "more"), [*((o, 0) for o in OPTIONS.values()), ({}, 50)], ids=[*OPTIONS, "lengths vary"]
+)
+def test_training_is_exact(options, more):
+    loop = simple_loop(lambda index: torch.randn(2, LENGTH + more * index), steps=5 if more else 4)
+    train_both(lambda: weighted(**options), loop, "100%")
 
 
 def test_windows_that_leave_gaps_are_an_error_as_in_plain_pytorch():
-    module = Filter(hop_length=10)
+    module = weighted(hop_length=10)
     with torch.no_grad():
         module.window[5:].zero_()
     with pytest.raises(RuntimeError, match="window"):
@@ -99,8 +97,8 @@ def test_windows_that_leave_gaps_are_an_error_as_in_plain_pytorch():
 
 
 def test_a_sum_of_windows_is_shaped_without_a_look_at_each_place():
-    with folding.shaped_at_once(), tensor_state.fake_mode():
+    with eager_tracing.sums_at_once(), tensor_state.fake_mode():
         windows = torch.empty(1, 3, 1_000_000)
-        assert folding.FOLD(windows, [2, 2_000_001], 1, 1_000_000, 500_000).shape == (2, 2_000_001)
-    assert folding.FOLD not in meta_table
-    assert folding.FOLD not in op_implementations_dict
+        assert eager_tracing.FOLD(windows, [2, 2_000_001], 1, 1_000_000, 500_000).shape == (2, 2_000_001)
+    assert eager_tracing.FOLD not in meta_table
+    assert eager_tracing.FOLD not in op_implementations_dict

@@ -16,7 +16,7 @@ from torch import nn
 from hiremate_lightning import hiremate
 from hiremate_lightning.capturing.backend import OPAQUE
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import captured_by, network, simple_loop, train_both
+from tests.exact import captured_by, network, simple_loop, take_steps, train_both
 
 ROWS, SIZE = 32, 16
 
@@ -49,8 +49,7 @@ def train_scaled(make_factor) -> None:
 
 def captured_count(factor) -> int:
     model = hiremate(Scaled(factor), "100%", verbose=False)
-    for _ in range(2):
-        model(batch()).square().mean().backward()
+    take_steps(model, lambda _: batch(), 2, clears="never")
     return targets_of(model).session.captured_count
 
 
@@ -149,59 +148,55 @@ def test_a_model_of_transformers_is_one_graph():
 # ---------------------------------------------------------------- caches and NumPy
 
 
-def test_a_cached_random_number_is_drawn_once():
-    def make():
-        @functools.lru_cache
-        def noise(size):
-            return torch.rand(size)
-
-        return lambda y: noise(y.shape[-1])
-
-    train_scaled(make)
-
-
-def test_a_cached_function_counts_its_calls_once():
-    def make():
-        calls = [0]
-
-        @functools.lru_cache
-        def count(_):
-            calls[0] += 1
-            return float(calls[0])
-
-        return lambda y: count(y.shape[-1])
-
-    train_scaled(make)
-
-
-def test_a_cached_function_without_effects_ends_no_graph():
+def drawn_once():
     @functools.lru_cache
-    def positions(size):
-        return torch.arange(float(size)) / size
+    def noise(size):
+        return torch.rand(size)
 
-    assert captured_count(lambda y: positions(y.shape[-1])) == 1
-
-
-@pytest.mark.parametrize("name", ["sum", "mean", "std", "exp"])
-def test_numpy_rounds_as_in_plain_training(name):
-    """torch in its place adds in another order."""
-    train_scaled(lambda: lambda y: float(np.mean(getattr(np, name)(y.detach().numpy() / 3))))
+    return lambda y: noise(y.shape[-1])
 
 
-def test_numpy_of_sizes_ends_no_graph():
-    assert captured_count(lambda y: np.sqrt(np.prod(y.shape))) == 1
+def counted_once():
+    calls = [0]
+
+    @functools.lru_cache
+    def count(_):
+        calls[0] += 1
+        return float(calls[0])
+
+    return lambda y: count(y.shape[-1])
 
 
-def test_numpy_draws_from_its_own_generator():
-    train_scaled(lambda: lambda y: np.random.rand(1).item())  # noqa: NPY002  as models do
+def counted_in_each_step():
+    count = itertools.count(1)
+    return lambda y: float(next(count))
 
 
-def test_a_counter_of_the_process_counts_each_step_once():
-    def make():
-        count = itertools.count(1)
-        return lambda y: float(next(count))
+FACTORS = {
+    "a cached random number": drawn_once,
+    "a cached count of calls": counted_once,
+    "a counter of the process": counted_in_each_step,
+    "NumPy's own generator": lambda: lambda y: np.random.rand(1).item(),  # noqa: NPY002  as models do
+    **{  # torch in NumPy's place adds in another order
+        name: lambda name=name: lambda y: float(np.mean(getattr(np, name)(y.detach().numpy() / 3)))
+        for name in ("sum", "mean", "std", "exp")
+    },
+}
 
-    train_scaled(make)
+
+@pytest.mark.parametrize("make_factor", FACTORS.values(), ids=FACTORS)
+def test_caches_counters_and_numpy_do_what_they_do_in_plain_training(make_factor):
+    train_scaled(make_factor)
+
+
+@functools.lru_cache
+def positions(size):
+    return torch.arange(float(size)) / size
+
+
+@pytest.mark.parametrize("factor", [lambda y: positions(y.shape[-1]), lambda y: np.sqrt(np.prod(y.shape))])
+def test_a_cached_function_without_effects_and_numpy_of_sizes_end_no_graph(factor):
+    assert captured_count(factor) == 1
 
 
 # ---------------------------------------------------------------- opaque functions

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -16,8 +15,8 @@ from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.integrations import compile_backend
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import inductor
-from tests.exact import assert_foreseen, network
-from tests.trainers import quiet_trainer
+from tests.exact import assert_foreseen, network, take_steps
+from tests.trainers import Squared, quiet_trainer
 
 
 class TanhGelu(nn.Module):
@@ -100,45 +99,28 @@ def kernels_of(model):
     return list(kernels._known.values())
 
 
-@pytest.fixture(scope="module", params=CASES, ids=str)
-def case(request):
-    make, shape, budget = CASES[request.param]
+@pytest.mark.parametrize(("make", "shape", "budget"), CASES.values(), ids=CASES)
+def test_a_plan_changes_no_bit_of_what_the_same_kernels_give(make, shape, budget):
+    """Operations are fused, equal layers share a kernel, and numbers are those of eager PyTorch up to rounding."""
     torch.manual_seed(0)
     model = make()
-    models = {"all kept": planned(model, "100%"), "planned": planned(model, budget)}
-    return model, shape, models, {name: train(model, shape) for name, model in models.items()}
-
-
-def test_a_plan_changes_no_bit_of_what_the_same_kernels_give(case):
-    _, _, models, left = case
-    assert get_plan(models["planned"]).planned.recompute_ms > 0
-    assert all(torch.equal(a, b) for a, b in zip(left["all kept"], left["planned"], strict=True))
-
-
-def test_numbers_are_those_of_eager_up_to_rounding(case):
-    model, shape, _, left = case
-    expected = train(copy.deepcopy(model), shape)
-    largest = max(float(t.abs().max()) for t in expected if t.is_floating_point())
-    tolerance = 2e-2 if isinstance(model, Gated) else 2e-5  # bfloat16 rounds elsewhere in a fused kernel
-    for found, wanted in zip(left["all kept"], expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance * largest if found.is_floating_point() else 0)
-
-
-def test_the_measured_peak_is_the_predicted_one(case):
-    _, _, models, _ = case
-    for model in models.values():
-        plan = get_plan(model)
+    whole, part = planned(model, "100%"), planned(model, budget)
+    left = train(whole, shape)
+    assert all(torch.equal(a, b) for a, b in zip(left, train(part, shape), strict=True))
+    assert get_plan(part).planned.recompute_ms > 0
+    for plan in map(get_plan, (whole, part)):
         assert plan.measured.peak_bytes <= plan.budget_bytes
         assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, rel=0.005)
 
+    fused = [node.op for node in get_plan(whole).graph.nodes if node.op.startswith("hiremate.fused")]
+    assert len(set(fused)) == len(kernels_of(whole))
+    assert (len(fused) > len(set(fused))) == (make is not Gated)
 
-def test_operations_are_fused_and_equal_layers_share_a_kernel(case):
-    model, _, models, _ = case
-    plan = get_plan(models["all kept"])
-    fused = [node.op for node in plan.graph.nodes if node.op.startswith("hiremate.fused")]
-    assert len(set(fused)) == len(kernels_of(models["all kept"]))
-    has_equal_layers = not isinstance(model, Gated)
-    assert (len(fused) > len(set(fused))) == has_equal_layers
+    expected = train(copy.deepcopy(model), shape)
+    largest = max(float(t.abs().max()) for t in expected if t.is_floating_point())
+    tolerance = 2e-2 if make is Gated else 2e-5  # bfloat16 rounds elsewhere in a fused kernel
+    for found, wanted in zip(left, expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance * largest if found.is_floating_point() else 0)
 
 
 def test_values_inside_of_kernels_take_no_memory():
@@ -186,8 +168,7 @@ def test_gradients_with_other_strides_than_traced_are_taken():
 
 def test_a_second_backward_gives_the_same_gradients():
     fused, x = planned(TanhGelu(), "80%"), torch.randn(8, 16, 32)
-    for _ in range(2):
-        fused(x).backward()
+    take_steps(fused, lambda _: x, 2, loss_of=lambda loss: loss, clears="never")
     fused.zero_grad()
     loss = fused(x)
     loss.backward(retain_graph=True)
@@ -232,63 +213,50 @@ def test_another_compiler_is_refused():
         hiremate(nn.Linear(2, 2), compile="nvfuser")
 
 
-def test_a_buffer_that_the_step_overwrites_is_read_before():
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
-            self.register_buffer("scale", torch.linspace(0.5, 1.5, 16))
-            self.register_buffer("short", torch.linspace(0.5, 1.5, 16).bfloat16())
+@network(
+    lambda: {
+        "linear": nn.Linear(16, 16),
+        "scale": torch.linspace(0.5, 1.5, 16),
+        "short": torch.linspace(0.5, 1.5, 16).bfloat16(),
+    }
+)
+def overwriting_buffers(self, x):
+    y = torch.tanh(self.linear(x) * torch.exp(self.scale)) * (self.short.float() + 1)
+    with torch.no_grad():
+        self.scale.mul_(0.5)
+        self.short.mul_(0.5)
+    return (y * y * 2).mean()
 
-        def forward(self, x):
-            y = torch.tanh(self.linear(x) * torch.exp(self.scale)) * (self.short.float() + 1)
-            with torch.no_grad():
-                self.scale.mul_(0.5)
-                self.short.mul_(0.5)
-            return (y * y * 2).mean()
 
+@network(lambda: {"linear": nn.Linear(16, 64)})
+def reducing_between(self, x):
+    """Reduces between elementwise operations, whose order the backward keeps."""
+    y = self.linear(x)
+    weights = (y - y.amax(-1, keepdim=True)).exp()
+    weights = weights / weights.sum(-1, keepdim=True)
+    y = y * weights + weights.mean(-1, keepdim=True) * y.square().sum(-1, keepdim=True).sqrt()
+    return y.square().mean()
+
+
+@pytest.mark.parametrize("make", [overwriting_buffers, reducing_between])
+def test_fused_operations_keep_their_order(make):
     torch.manual_seed(0)
-    model = Scaled()
-    fused = planned(model, "100%")
-    for found, expected in zip(train(fused, (8, 16)), train(model, (8, 16)), strict=True):
-        torch.testing.assert_close(found, expected)
-
-
-def test_reductions_between_elementwise_operations_of_the_backward_keep_their_order():
-    @network(lambda: {"linear": nn.Linear(16, 64)})
-    def written_out(self, x):
-        y = self.linear(x)
-        weights = (y - y.amax(-1, keepdim=True)).exp()
-        weights = weights / weights.sum(-1, keepdim=True)
-        y = y * weights + weights.mean(-1, keepdim=True) * y.square().sum(-1, keepdim=True).sqrt()
-        return y.square().mean()
-
-    torch.manual_seed(0)
-    model = written_out()
+    model = make()
     fused = planned(model, "100%")
     for found, expected in zip(train(fused, (8, 16)), train(model, (8, 16)), strict=True):
         torch.testing.assert_close(found, expected)
 
 
 def test_the_callback_and_the_backend_of_torch_compile_fuse_too():
-    class Regression(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Sigmoid(), nn.Linear(64, 16))
-
-        def training_step(self, x, batch_idx):
-            return self.net(x).square().mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1)
+    def make():
+        return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Sigmoid(), nn.Linear(64, 16))
 
     callback = HiRemateCallback(budget="100%", compile="inductor", verbose=False)
-    quiet_trainer(callback).fit(Regression(), torch.utils.data.DataLoader(torch.randn(64, 16), batch_size=16))
+    quiet_trainer(callback).fit(Squared(make()), torch.utils.data.DataLoader(torch.randn(64, 16), batch_size=16))
     torch.compiler.reset()
-    net = Regression().net
+    net = make()
     model = torch.compile(net, backend="hiremate", options={"budget": "100%", "compile": "inductor", "verbose": False})
-    for _ in range(3):
-        model(torch.randn(16, 16)).square().mean().backward()
+    take_steps(model, lambda _: torch.randn(16, 16), 3, clears="never")
     torch.compiler.reset()
     for plan in (callback.plan, compile_backend.get_plan(net)):
         assert any(node.op.startswith("hiremate.fused") for node in plan.graph.nodes)

@@ -44,13 +44,9 @@ class _Looped(_Block):
     """Its loop would not end on made-up inputs, which are positive."""
 
     def forward(self, x):
-        start = -x.detach().abs() - 1
-        _, y = while_loop(lambda n, y: y.max() > -8, lambda n, y: (n + 1, (y * 2 - y.cos()) * 1.01), (_zero(x), start))
+        start, zero = -x.detach().abs() - 1, torch.zeros((), dtype=torch.int64, device=x.device)
+        _, y = while_loop(lambda n, y: y.max() > -8, lambda n, y: (n + 1, (y * 2 - y.cos()) * 1.01), (zero, start))
         return self.inner(x) * y
-
-
-def _zero(x):
-    return torch.zeros((), dtype=torch.int64, device=x.device)
 
 
 @torch.compiler.nested_compile_region
@@ -147,29 +143,24 @@ def test_subgraphs_tell_equal_work_apart(attention_on_host):
             y = torch.cond(positive, torch.sin, torch.cos, (y,))
         return torch.cond(positive, lambda t: t.exp().sin(), torch.cos, (y,))
 
-    captured = captured_by(two(), torch.randn(ROWS, SIZE))
-    first, second, other = (captured.graph.nodes[n].key for n in captured.graph.forward if _is_cond(captured, n))
+    first, second, other = (node.key for node in conditions(two()))
     assert first == second != other
 
 
-def _is_cond(captured, node):
-    return captured.graph.nodes[node].op == "cond"
+def conditions(module):
+    """List the nodes of conditions in the forward of what is captured of a module."""
+    graph = captured_by(module, torch.randn(ROWS, SIZE)).graph
+    return [graph.nodes[n] for n in graph.forward if graph.nodes[n].op == "cond"]
 
 
 def test_what_draws_in_a_subgraph_never_runs_twice():
-    class Drawing(nn.Module):
-        def __init__(self, draws):
-            super().__init__()
-            self.inner, self.draws = nn.Linear(SIZE, SIZE), draws
-
-        def forward(self, x):
-            draw = torch.rand_like if self.draws else torch.sin
-            return torch.cond(x.sum() > 0, lambda t: t * draw(t), lambda t: t.cos(), (self.inner(x),))
+    @network(lambda draws: {"inner": nn.Linear(SIZE, SIZE), "draws": draws})
+    def drawing(self, x):
+        draw = torch.rand_like if self.draws else torch.sin
+        return torch.cond(x.sum() > 0, lambda t: t * draw(t), lambda t: t.cos(), (self.inner(x),))
 
     for draws in (True, False):
-        captured = captured_by(Drawing(draws), torch.randn(ROWS, SIZE))
-        node = next(captured.graph.nodes[n] for n in captured.graph.forward if _is_cond(captured, n))
-        assert node.is_repeatable is not draws
+        assert conditions(drawing(draws))[0].is_repeatable is not draws
 
 
 def test_an_operator_that_cannot_be_measured_is_announced_once():

@@ -11,7 +11,7 @@ from torch.autograd import grad
 
 from hiremate_lightning import CaptureError, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import drawn, leave_behind, network, simple_loop, train_both, train_eager
+from tests.exact import drawn, loop_of, network, simple_loop, square_error, take_steps, train_both, train_eager
 
 WIDTH, ROWS = 64, 256
 positions = drawn(ROWS, 3)
@@ -33,29 +33,20 @@ def equation(self, x: Tensor) -> Tensor:
     return first[:, 1] + u[:, 0] * first[:, 0] - 0.01 * second[:, 0]
 
 
-class Potential(nn.Module):
+@network(
+    lambda: {"network": nn.Sequential(layers_of(3, WIDTH, nn.SiLU), nn.Dropout(0.2), nn.Linear(WIDTH, 1))},
+    shape=(ROWS, 3),
+)
+def potential(self, x: Tensor) -> Tensor:
     """Energies and forces, with dropout."""
-
-    shape = (ROWS, 3)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = nn.Sequential(layers_of(3, WIDTH, nn.SiLU), nn.Dropout(0.2), nn.Linear(WIDTH, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.detach().requires_grad_(True)
-        energy = self.network(x)
-        return torch.cat([energy, -grad(energy.sum(), x, create_graph=True)[0]], 1)
+    x = x.detach().requires_grad_(True)
+    energy = self.network(x)
+    return torch.cat([energy, -grad(energy.sum(), x, create_graph=True)[0]], 1)
 
 
-class Penalty(nn.Module):
-    """A critic of pictures whose slope is to be one, with normalization over batches and channels."""
-
-    shape = (8, 3, 16, 16)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.critic = nn.Sequential(
+@network(
+    lambda: {
+        "critic": nn.Sequential(
             nn.Conv2d(3, 16, 3, padding=1),
             nn.BatchNorm2d(16),
             nn.GELU(),
@@ -67,11 +58,14 @@ class Penalty(nn.Module):
             nn.Flatten(),
             nn.Linear(32 * 64, 1),
         )
-
-    def forward(self, x: Tensor) -> Tensor:
-        between = (x + torch.rand(len(x), 1, 1, 1)).detach().requires_grad_(True)
-        (slope,) = grad(self.critic(between).sum(), between, create_graph=True)
-        return self.critic(x) + 10 * (slope.flatten(1).norm(2, 1, keepdim=True) - 1)
+    },
+    shape=(8, 3, 16, 16),
+)
+def penalty(self, x: Tensor) -> Tensor:
+    """A critic of pictures whose slope is to be one, with normalization over batches and channels."""
+    between = (x + torch.rand(len(x), 1, 1, 1)).detach().requires_grad_(True)
+    (slope,) = grad(self.critic(between).sum(), between, create_graph=True)
+    return self.critic(x) + 10 * (slope.flatten(1).norm(2, 1, keepdim=True) - 1)
 
 
 @network(lambda: {"network": layers_of(8)}, shape=(ROWS, 8))
@@ -98,50 +92,34 @@ def flow(self, x: Tensor) -> Tensor:
     return x.square().sum(1) - traces
 
 
-class Auxiliary(nn.Module):
+@network(
+    lambda: {"first": layers_of(WIDTH, WIDTH, nn.GELU), "second": layers_of(WIDTH, WIDTH, nn.GELU)}, shape=(ROWS, WIDTH)
+)
+def auxiliary(self, x: Tensor) -> Tensor:
     """Trains a part of itself on a loss of its own, in the middle of the forward."""
-
-    shape = (ROWS, WIDTH)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = layers_of(WIDTH, WIDTH, nn.GELU), layers_of(WIDTH, WIDTH, nn.GELU)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.first(x).square().mean().backward()
-        return self.second(self.first(x))
+    self.first(x).square().mean().backward()
+    return self.second(self.first(x))
 
 
-MODELS = [equation, Potential, Penalty, inner_optimizer, flow, Auxiliary]
+MODELS = [equation, potential, penalty, inner_optimizer, flow, auxiliary]
 
 
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("budget", ["60%", "80%"])
 def test_gradients_in_the_forward_are_planned_bit_for_bit(make, budget):
-    loop = simple_loop(lambda index: torch.randn(make.shape, generator=torch.Generator().manual_seed(index)), steps=4)
-    plan = train_both(make, loop, budget)
+    plan = train_both(make, simple_loop(drawn(*make.shape), steps=4), budget)
     assert plan.solution.recompute_ms > 0
     assert plan.planned_peak_bytes < plan.unplanned_peak_bytes
 
 
 def test_gradients_of_the_forward_are_added_to_those_that_exist():
-    def loop(module: nn.Module) -> list[Tensor | None]:
-        log: list[Tensor | None] = []
-        for index in range(5):
-            x = torch.randn(Auxiliary.shape, generator=torch.Generator().manual_seed(index))
-            module(x).square().mean().backward()
-            log += leave_behind(module)
-        return log
-
-    train_both(Auxiliary, loop, "80%")
+    train_both(auxiliary, loop_of(lambda module, i: square_error(module(drawn(*auxiliary.shape)(i))), 5, clear_every=0))
 
 
 @pytest.mark.parametrize("make", MODELS)
 def test_they_are_captured_with_the_forward_as_one_graph(make):
     model = hiremate(make(), "80%", verbose=False, on_infeasible="warn")
-    for _ in range(2):
-        model.zero_grad()
-        model(torch.randn(make.shape)).square().mean().backward()
+    take_steps(model, lambda _: torch.randn(make.shape), 2)
     assert targets_of(model).session.captured_count == 1
     assert get_plan(model) is not None
 
@@ -243,9 +221,7 @@ SECOND_ORDER = {
 def test_a_gradient_of_what_a_planned_model_returned_is_an_error(train):
     """Autograd would leave its part of second derivatives out, in silence where not all gradients are asked for."""
     model = hiremate(layers_of(3), "100%", verbose=False)
-    for _ in range(3):
-        model.zero_grad()
-        model(torch.randn(ROWS, 3)).square().mean().backward()
+    take_steps(model, lambda _: torch.randn(ROWS, 3), 3)
     with pytest.raises(CaptureError, match="with create_graph=True: they can't be differentiated once more"):
         train(model, torch.randn(ROWS, 3, requires_grad=True))
     remove_hiremate(model)

@@ -17,6 +17,7 @@ from hiremate_lightning.planning.solvers import Problem, SolveOptions, get_strat
 from hiremate_lightning.planning.solvers.model import StepModel
 from hiremate_lightning.records.schedule import keep_all
 from tests.behaviour.exactness.test_execution import Conductor
+from tests.exact import network
 from tests.models import GPT, UNet
 
 METHODS = tuple(name for name in strategy_names() if name != "none")
@@ -24,29 +25,24 @@ BUDGETS = (55, 65, 75, 85)  # per cent of the peak of plain training: the first 
 Batch = tuple[Tensor, ...]
 
 
-class WithLoss(nn.Module):
+@network(lambda net, loss_of: {"net": net, "loss_of": loss_of})
+def with_loss(self, *batch: Tensor) -> Tensor:
     """A network and its loss, in one graph."""
-
-    def __init__(self, net: nn.Module, loss_of: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.net, self.loss_of = net, loss_of
-
-    def forward(self, *batch: Tensor) -> Tensor:
-        return self.loss_of(self.net, *batch)
+    return self.loss_of(self.net, *batch)
 
 
 def gpt() -> tuple[nn.Module, Batch]:
     def loss_of(net: nn.Module, tokens: Tensor) -> Tensor:
         return F.cross_entropy(net(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
 
-    return WithLoss(GPT(blocks=3, width=32, heads=2, context=32), loss_of), (torch.randint(256, (4, 32)),)
+    return with_loss(GPT(blocks=3, width=32, heads=2, context=32), loss_of), (torch.randint(256, (4, 32)),)
 
 
 def unet() -> tuple[nn.Module, Batch]:
     def loss_of(net: nn.Module, noisy: Tensor, picture: Tensor) -> Tensor:
         return F.mse_loss(net(noisy), picture)
 
-    return WithLoss(UNet(width=8, depth=2), loss_of), (torch.randn(2, 3, 32, 32), torch.randn(2, 3, 32, 32))
+    return with_loss(UNet(width=8, depth=2), loss_of), (torch.randn(2, 3, 32, 32), torch.randn(2, 3, 32, 32))
 
 
 def t5() -> tuple[nn.Module, Batch]:
@@ -58,7 +54,7 @@ def t5() -> tuple[nn.Module, Batch]:
     def loss_of(net: nn.Module, tokens: Tensor) -> Tensor:
         return net(input_ids=tokens, labels=tokens).loss
 
-    return WithLoss(T5ForConditionalGeneration(config), loss_of), (torch.randint(64, (4, 32)),)
+    return with_loss(T5ForConditionalGeneration(config), loss_of), (torch.randint(64, (4, 32)),)
 
 
 @dataclass

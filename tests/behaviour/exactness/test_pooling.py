@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning import hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.rewriting import pooling
 from hiremate_lightning.testing import changed_thresholds
-from tests.exact import added_peaks, captured_by, drawn, network, simple_loop, train_both
+from tests.exact import added_peaks, captured_by, drawn, network, simple_loop, take_steps, train_both
 
 BATCH, CHANNELS, SIZE = 5, 12, 21
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -249,7 +249,5 @@ def test_the_peak_is_lower_than_that_of_plain_pytorch_and_both_are_foreseen(chan
     module = Pooled(pool)
     module(batch(0)).backward()
     hiremate(module, "100%", verbose=False)
-    for _ in range(3):
-        module(batch(0)).backward()
-    plan = get_plan(module)
+    plan = take_steps(module, lambda _: batch(0), 3, loss_of=lambda loss: loss, clears="never")
     assert plan.unplanned_peak_bytes - plan.resident_bytes == pytest.approx(plainly, rel=0.01)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 
 import lightning.pytorch as pl
 import pytest
@@ -15,7 +16,18 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
-from tests.exact import Log, differing, drawn, leave_behind, network, quiet, simple_loop, square_error, train_both
+from tests.exact import (
+    Log,
+    differing,
+    drawn,
+    leave_behind,
+    loop_of,
+    network,
+    quiet,
+    simple_loop,
+    square_error,
+    train_both,
+)
 from tests.trainers import quiet_trainer
 
 ROWS, WIDTH = 256, 16
@@ -109,22 +121,11 @@ class SharedInside(Shared):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("remembers", [True, False])
 def test_gradients_of_a_layer_that_autocast_casts_once_are_exact(dtype, remembers):
-    def loop(module: nn.Module) -> Log:
-        log: Log = []
-        for index in range(4):
-            module.zero_grad()
-            with torch.autocast("cpu", dtype=dtype, cache_enabled=remembers):
-                loss = square_error(module(rows(index)))
-            loss.backward()
-            log += [loss.detach(), *leave_behind(module)]
-        return log
+    def loss_of(module: nn.Module, index: int) -> Tensor:
+        with torch.autocast("cpu", dtype=dtype, cache_enabled=remembers):
+            return square_error(module(rows(index)))
 
-    train_both(Shared, loop)
-
-
-@pytest.mark.parametrize(("blocks", "remembers"), [(1, True), (1, False), (2, True)])
-def test_a_layer_that_is_used_again_in_blocks_of_autocast_is_exact(blocks, remembers):
-    train_both(lambda: SharedInside(blocks, remembers), simple_loop(rows))
+    train_both(Shared, loop_of(loss_of))
 
 
 class Again(nn.Module):
@@ -174,27 +175,16 @@ def of_other_sizes(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize("times", [1, 3])
 def test_calls_that_share_the_casts_of_a_block_are_exact(loss_of, times):
     """Autocast casts a weight once in a block, so that the gradients of all calls are added up in half precision."""
-
-    def loop(module: nn.Module) -> Log:
-        log: Log = []
-        for index in range(4):
-            if index % 2 == 0:
-                module.zero_grad()
-            loss = loss_of(module, rows(index), rows(index + 10))
-            loss.backward()
-            log += [loss.detach(), *leave_behind(module)]
-        return log
-
+    loop = loop_of(lambda module, index: loss_of(module, rows(index), rows(index + 10)), clear_every=2)
     train_both(partial(Again, times), loop, "60%")
 
 
 class SharedInCheckpoints(nn.Module):
     """Calls a layer in each of several checkpoints, without gradients too where that is asked for."""
 
-    blocks, enters, without_gradients = 1, False, False
-
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 1, enters: bool = False, without_gradients: bool = False) -> None:
         super().__init__()
+        self.blocks, self.enters, self.without_gradients = blocks, enters, without_gradients
         self.shared, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.own = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
@@ -213,41 +203,20 @@ class SharedInCheckpoints(nn.Module):
         return self.last(x.float())
 
 
-class SharedInTwoBlocks(SharedInCheckpoints):
-    blocks = 2
-
-
-class EnteredInCheckpoints(SharedInCheckpoints):
-    enters = True
-
-
-class SharedWithoutGradients(SharedInCheckpoints):
-    without_gradients = True
-
-
 ALL_PROVED = "forward 1 of 1 graph, gradients 1 of 1"
 NO_MEMORY = f"{ALL_PROVED[:-6]}0 of 1; not more, since the budget leaves no memory to compute them in eager mode"
 
 
 @pytest.mark.filterwarnings("error:Code of")
 @pytest.mark.parametrize(("budget", "proved"), [("100%", {ALL_PROVED}), ("1 KiB", {ALL_PROVED, NO_MEMORY})])
-@pytest.mark.parametrize("make", [SharedInCheckpoints, SharedInTwoBlocks, EnteredInCheckpoints, SharedWithoutGradients])
-def test_a_weight_of_several_checkpoints_is_exact(make, budget, proved):
+@pytest.mark.parametrize("options", [{}, {"blocks": 2}, {"enters": True}, {"without_gradients": True}], ids=str)
+def test_a_weight_of_several_checkpoints_is_exact(options, budget, proved):
     """Gradients are added up in half precision in a block of autocast, across the calls of checkpoint in it.
 
     At the least memory some can't be computed as written beside the step; the plan says so.
     """
-    plan = train_both(make, simple_loop(rows), budget, time_limit_s=2)
+    plan = train_both(lambda: SharedInCheckpoints(**options), simple_loop(rows), budget, time_limit_s=2)
     assert plan.proved in proved
-
-
-def test_autocast_inside_the_call_is_exact():
-    train_both(autocast_inside, simple_loop(rows))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_weights_of_another_type_are_exact(dtype):
-    train_both(lambda: layers().to(dtype), simple_loop(lambda index: rows(index).to(dtype)))
 
 
 class Inverting(nn.Module):
@@ -346,21 +315,7 @@ def test_gradients_of_another_type_than_the_weight_are_exact(taken):
             parameter.grad_dtype = taken
         return module
 
-    def loop(module: nn.Module) -> Log:
-        log: Log = []
-        for index in range(4):
-            square_error(module(rows(index).bfloat16())).backward()
-            log += leave_behind(module)
-        return log
-
-    train_both(make, loop)
-
-
-@pytest.mark.parametrize("weights", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("batch", [torch.contiguous_format, torch.channels_last])
-def test_memory_formats_are_exact(weights, batch):
-    make_batch = lambda index: pictures(index).to(memory_format=batch)  # noqa: E731
-    train_both(lambda: pictures_net().to(memory_format=weights), simple_loop(make_batch))
+    train_both(make, loop_of(lambda module, index: square_error(module(rows(index).bfloat16())), clear_every=0))
 
 
 STRIDED = {
@@ -369,11 +324,34 @@ STRIDED = {
     "expanded": lambda index: rows(index)[:1].expand(ROWS, WIDTH),
     "of a larger one": lambda index: torch.cat([rows(index), rows(index)], 1)[:, 3 : WIDTH + 3],
 }
+FORMATS = torch.contiguous_format, torch.channels_last
+MODELS = {
+    "autocast inside": (autocast_inside, rows),
+    **{
+        f"weights of {dtype}": (
+            lambda dtype=dtype: layers().to(dtype),
+            lambda index, dtype=dtype: rows(index).to(dtype),
+        )
+        for dtype in (torch.bfloat16, torch.float16, torch.float64)
+    },
+    **{
+        f"weights {weights}, batch {batch}": (
+            lambda weights=weights: pictures_net().to(memory_format=weights),
+            lambda index, batch=batch: pictures(index).to(memory_format=batch),
+        )
+        for weights, batch in product(FORMATS, FORMATS)
+    },
+    **{f"batch {name}": (layers, make_batch) for name, make_batch in STRIDED.items()},
+    **{
+        f"{blocks} blocks of autocast, cache {remembers}": (partial(SharedInside, blocks, remembers), rows)
+        for blocks, remembers in ((1, True), (1, False), (2, True))
+    },
+}
 
 
-@pytest.mark.parametrize("make_batch", STRIDED.values(), ids=STRIDED)
-def test_batches_that_are_not_contiguous_are_exact(make_batch):
-    train_both(layers, simple_loop(make_batch))
+@pytest.mark.parametrize(("make", "make_batch"), MODELS.values(), ids=MODELS)
+def test_types_and_layouts_are_exact(make, make_batch):
+    train_both(make, simple_loop(make_batch))
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, partial(nn.InstanceNorm1d, affine=True)])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
-from hiremate_lightning import ConfigurationError, HiRemateWarning, get_plan, hiremate
+from hiremate_lightning import ConfigurationError, HiRemateWarning, Plan, get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.options import make_options
 from hiremate_lightning.proofs import proving
@@ -26,13 +26,14 @@ from hiremate_lightning.proofs.differences import differences
 from hiremate_lightning.proofs.trials import Trial, TrialOutcome
 from hiremate_lightning.reporting.html_report import write_html
 from hiremate_lightning.reporting.terminal import plan_table
-from hiremate_lightning.rewriting import assignments, casts, finishing, kernels, losses, pooling, views
-from hiremate_lightning.rewriting.finishing import Finish
+from hiremate_lightning.rewriting import assignments, casts, kernels, losses, pooling
+from hiremate_lightning.rewriting.joint import is_view
+from hiremate_lightning.rewriting.overwriting import Finish
 from hiremate_lightning.running import program
 from hiremate_lightning.sessions import session
 from hiremate_lightning.targets.modules import targets_of
-from hiremate_lightning.torch_private import changes, hacks
-from tests.exact import TORCH, Log, differing, drawn, network, simple_loop
+from hiremate_lightning.torch_private import captured_code, hacks
+from tests.exact import TORCH, Log, differing, drawn, network, simple_loop, take_steps
 from tests.faults import change_absences, change_captures
 
 WIDTH = 8
@@ -86,6 +87,19 @@ def make_mixed() -> nn.Module:
     return nn.Sequential(Written(mixed, count=torch.zeros(())), nn.LayerNorm(WIDTH))
 
 
+def table(plan: Plan) -> str:
+    """Draw the table of a plan."""
+    console = Console(width=110)
+    with console.capture() as capture:
+        console.print(plan_table(plan))
+    return capture.get()
+
+
+@network(lambda dtype: {"dtype": dtype})
+def cast(self, x: Tensor) -> Tensor:
+    return x.to(self.dtype)
+
+
 @network(lambda: {"layer": nn.Linear(WIDTH, WIDTH), "head": nn.Linear(WIDTH, WIDTH)})
 def with_logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns a loss, and the logits that it is computed from."""
@@ -105,19 +119,13 @@ def two_heads(self, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_code_that_gives_the_numbers_of_eager_pytorch_is_proved(dtype):
-    log, words, said = train(lambda: nn.Sequential(Cast(dtype), make_mixed().to(dtype)), True)
+    def make() -> nn.Module:
+        return nn.Sequential(cast(dtype), make_mixed().to(dtype))
+
+    log, words, said = train(make, True)
     assert words == "forward 1 of 1 graph, gradients 1 of 1"
     assert not said
-    assert not differing(log, train(lambda: nn.Sequential(Cast(dtype), make_mixed().to(dtype)), False)[0])
-
-
-class Cast(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.to(self.dtype)
+    assert not differing(log, train(make, False)[0])
 
 
 def test_a_proof_says_how_many_graphs_it_holds_for_in_the_plan():
@@ -126,15 +134,10 @@ def test_a_proof_says_how_many_graphs_it_holds_for_in_the_plan():
         return torch.sin(x)
 
     module = hiremate(Written(broken), "1 GiB", verbose=False)
-    for index in range(2):
-        module(rows(index)).sum().backward()
-    plan = get_plan(module)
+    plan = take_steps(module, rows, 2, loss_of=torch.sum, clears="never")
     assert plan.proved == "forward 2 of 2 graphs, gradients 2 of 2"
     assert plan.planning.prove_s > 0
-    console = Console(width=110)
-    with console.capture() as capture:
-        console.print(plan_table(plan))
-    assert "forward 2 of 2 graphs, gradients 2 of 2" in capture.get()
+    assert "forward 2 of 2 graphs, gradients 2 of 2" in table(plan)
 
 
 def test_differences_by_rounding_are_named_in_the_plan(monkeypatch, tmp_path):
@@ -145,19 +148,14 @@ def test_differences_by_rounding_are_named_in_the_plan(monkeypatch, tmp_path):
 
     monkeypatch.setattr(session, "Proof", lambda written, run, *own, **given: make(written, nearly(run), *own, **given))
     module = hiremate(Written(lambda self, x: torch.sin(x)), "1 GiB", verbose=False)
-    for index in range(2):
-        module(rows(index)).sum().backward()
-    plan = get_plan(module)
+    plan = take_steps(module, rows, 2, loss_of=torch.sum, clears="never")
     assert plan.proved == "forward 1 of 1 graph (1 up to rounding), gradients 1 of 1 (1 up to rounding)"
     assert len(plan.rounded) == 3  # an output, and the gradients of weight and bias
     for words in plan.rounded:
         assert re.search(
             r" has \S+ where eager PyTorch has \S+, \d+ of \d+ values differ, by at most \S+: \S+ units", words
         )
-    console = Console(width=110)
-    with console.capture() as capture:
-        console.print(plan_table(plan))
-    assert capture.get().count("units in the last place") == 3
+    assert table(plan).count("units in the last place") == 3
     page = html.unescape(write_html(plan, tmp_path / "plan.html", curve_limit_s=0).read_text())
     assert "Differences by rounding" in page
     assert all(page.count(words) >= 2 for words in plan.rounded)  # in the table, and as JSON
@@ -179,19 +177,10 @@ def test_a_proof_leaves_gradients_hooks_and_generators_alone():
     assert planned == ["gradient", "accumulated"] * 3
 
 
-def test_later_runs_prove_nothing_more(planning_log):
-    module = hiremate(make_mixed(), "1 GiB", verbose=False)
-    module(rows(0)).sum().backward()
-    assert len(planning_log.of("proving")) == 1
-    module(rows(1)).sum().backward()
-    assert len(planning_log.of("proving")) == 1
-
-
 @pytest.mark.parametrize(("verify", "times"), [("off", 0), ("first", 1), (3, 3)])
 def test_verify_says_how_often_code_is_proved(planning_log, verify, times):
     module = hiremate(Written(lambda self, x: torch.sin(x)), "1 GiB", verbose=False, verify=verify)
-    for index in range(4):
-        module(rows(index)).sum().backward()
+    take_steps(module, rows, 4, loss_of=torch.sum, clears="never")
     assert len(planning_log.of("proving")) == times
 
 
@@ -372,13 +361,13 @@ def test_changes_that_a_graph_still_makes_are_not_missed():
         return x * count
 
     torch.compile(change, backend=note)(torch.ones(2, requires_grad=True), torch.zeros(()), torch.ones(3))
-    assert changes.lost_changes(graphs[0]) == []
+    assert captured_code.lost_changes(graphs[0]) == []
     for node in reversed(graphs[0].graph.nodes):
         if node.op == "call_method" and node.target == "mul_" and not node.users:
             graphs[0].graph.erase_node(node)
             break
     graphs[0].recompile()
-    assert changes.lost_changes(graphs[0]) == ["L_mean_"]
+    assert captured_code.lost_changes(graphs[0]) == ["L_mean_"]
 
 
 def beside_itself(self: Any, x: Tensor) -> Tensor:
@@ -510,18 +499,19 @@ def differing_steps(module: nn.Module, loss_of: Callable[[Any], Tensor]) -> list
     return [step for step in range(3) if planned[step] != plain[step]]
 
 
-def test_a_loss_is_proved_without_gradients_of_its_logits(monkeypatch):
-    """What runs in the first step already is proved before it runs."""
+@pytest.mark.parametrize(
+    ("make", "loss_of", "wrong_steps"),
+    [(with_logits, lambda out: out[0], []), (two_heads, lambda out: out[0].sum(), [0])],
+    ids=["known before the first step", "seen in it"],
+)
+def test_a_backward_without_some_gradient_is_proved(monkeypatch, make, loss_of, wrong_steps):
+    """What runs in the first step already, as of a loss beside its logits, is proved before it runs.
+
+    That one of two results stays unused is seen in the first step: from the next one on its faults are seen too.
+    """
     lose_a_gradient(monkeypatch)
     with pytest.warns(HiRemateWarning, match="gives other numbers"):
-        assert differing_steps(with_logits(), lambda out: out[0]) == []
-
-
-def test_a_backward_without_some_gradient_is_proved_later(monkeypatch):
-    """That one of two results stays unused is seen in the first step: from the next one on its faults are seen too."""
-    lose_a_gradient(monkeypatch)
-    with pytest.warns(HiRemateWarning, match="gives other numbers"):
-        assert differing_steps(two_heads(), lambda out: out[0].sum()) == [0]
+        assert differing_steps(make(), loss_of) == wrong_steps
 
 
 def test_each_kind_of_backward_is_proved_once(planning_log):
@@ -594,9 +584,13 @@ def scale_what_finishes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wrong(self: Finish) -> Iterator[Any]:
         for step, target, args in calls(self):
-            yield step, target if finishing._only_looks(step) else scaled(target), args
+            yield step, target if is_view(step.target) else scaled(target), args
 
     monkeypatch.setattr(Finish, "calls", wrong)
+
+
+def are_permutations(node: Any, source: Any, *_: Any) -> bool:
+    return node.target is source.target is torch.ops.aten.permute.default
 
 
 def two_results(self: Any, x: Tensor) -> Tensor:
@@ -633,7 +627,7 @@ PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], nn.M
         lambda: Written(filled),
     ),
     "casts: sums of terms": (
-        lambda patch: patch.setattr(casts, "_add", lambda graph, total, term, origin: total),
+        lambda patch: patch.setattr(casts, "_sum", lambda total, terms: total),
         lambda: Written(half, second=nn.Linear(WIDTH, WIDTH)),
     ),
     "losses: cross entropies": (
@@ -645,7 +639,7 @@ PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], nn.M
         lambda: Written(lambda self, x: F.max_pool2d(x.sin().view(2, 4, 4, 4).repeat(1, 64, 4, 4), 2)),
     ),
     "views: pairs that are no inverses": (
-        lambda patch: patch.setattr(views, "_is_inverse", lambda one, other: True),
+        lambda patch: patch.setattr(assignments, "_turns_back", are_permutations),
         lambda: Written(lambda self, x: x.sin().view(2, 2, 2, 16).permute(1, 2, 0, 3).permute(1, 2, 0, 3).cos()),
     ),
     "kernels: masks of a dropout": (

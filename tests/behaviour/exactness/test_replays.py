@@ -11,24 +11,19 @@ from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.rewriting.kernels import eager_scale
 from hiremate_lightning.rewriting.replays import DRAW_AGAIN, DRAW_MASK, again, generator_state
 from tests.behaviour.exactness.test_execution import compiled, keep_all, nothing_kept, results
-from tests.lazily import recompute_lazily
+from tests.exact import network
+from tests.tiny import recompute_lazily
 
 ROWS, WIDTH = 256, 16
 CPU = torch.device("cpu")
 
 
-class Noisy(nn.Module):
+@network(lambda noise: {"layers": nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)), "noise": noise})
+def noisy(self, x: torch.Tensor) -> torch.Tensor:
     """Three layers, each followed by something random."""
-
-    def __init__(self, noise) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.noise = noise
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(self.noise(layer(x)))
-        return x
+    for layer in self.layers:
+        x = torch.tanh(self.noise(layer(x)))
+    return x
 
 
 NOISES = {
@@ -52,7 +47,7 @@ NOISES = {
 
 def make(noise: str) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(1)
-    return Noisy(NOISES[noise]), torch.randn(ROWS, WIDTH, requires_grad=True)
+    return noisy(NOISES[noise]), torch.randn(ROWS, WIDTH, requires_grad=True)
 
 
 def ops_of(decide, graph) -> set[str]:
@@ -85,7 +80,7 @@ def test_masks_are_drawn_again_in_the_order_of_the_memory_that_a_kernel_gave():
     found = []
     for decide in (keep_all, nothing_kept):  # eager's products of such gradients are rounded otherwise
         torch.manual_seed(1)
-        model, x = Noisy(lambda x: F.dropout(by_columns(x), 0.3)), torch.randn(ROWS, WIDTH, requires_grad=True)
+        model, x = noisy(lambda x: F.dropout(by_columns(x), 0.3)), torch.randn(ROWS, WIDTH, requires_grad=True)
         call, conductor = compiled(model, decide)
         found.append(results(model, x, call))
     assert DRAW_MASK in ops_of(nothing_kept, conductor.parts[0].captured.graph)
@@ -93,15 +88,15 @@ def test_masks_are_drawn_again_in_the_order_of_the_memory_that_a_kernel_gave():
 
 
 def test_masks_need_no_memory_between_forward_and_backward():
-    class Masked(nn.Module):
-        def forward(self, x):
-            for _ in range(8):
-                x = F.dropout(x, 0.5)
-            return x
+    @network(lambda: {})
+    def masked(self, x):
+        for _ in range(8):
+            x = F.dropout(x, 0.5)
+        return x
 
     def held(decide) -> int:
         x = torch.randn(4096, 64, requires_grad=True)
-        call, _ = compiled(Masked(), decide)
+        call, _ = compiled(masked(), decide)
         call(x)
         outputs = []
         return measure_peak(lambda: outputs.append(call(x)))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import HiRemateWarning
-from tests.exact import simple_loop, train_both, train_eager
+from tests.exact import network, simple_loop, train_both, train_eager
 
 ROWS, SIZE = 32, 16
 
@@ -49,58 +49,44 @@ SCRIPTED = {
 }
 
 
-class Mixed(nn.Module):
-    def __init__(self, part):
-        super().__init__()
-        self.first, self.part, self.last = nn.Linear(SIZE, SIZE), part, nn.Linear(SIZE, SIZE)
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.part(torch.tanh(self.first(x)))))
+@network(lambda part: {"first": nn.Linear(SIZE, SIZE), "part": part, "last": nn.Linear(SIZE, SIZE)})
+def mixed(self, x):
+    return self.last(torch.tanh(self.part(torch.tanh(self.first(x)))))
 
 
 @pytest.mark.parametrize("name", SCRIPTED)
 def test_a_scripted_part_runs_as_it_is_and_the_rest_is_planned(name):
-    plan = train_both(lambda: Mixed(SCRIPTED[name]()), simple_loop(lambda _: torch.randn(ROWS, SIZE)), "100%")
+    plan = train_both(lambda: mixed(SCRIPTED[name]()), simple_loop(lambda _: torch.randn(ROWS, SIZE)), "100%")
     assert len(plan.graph.forward) > 1
 
 
-class Potential(nn.Module):
+@network(lambda create_graph: {"model": mixed(torch.jit.script(Block())), "create_graph": create_graph})
+def potential(self, x):
     """Energies and forces behind a scripted part, asked for as models of atoms do."""
-
-    def __init__(self, create_graph: bool):
-        super().__init__()
-        self.model, self.create_graph = Mixed(torch.jit.script(Block())), create_graph
-
-    def forward(self, x):
-        x = x.detach().requires_grad_(True)
-        energy = self.model(x).sum(1)
-        (slope,) = torch.autograd.grad(
-            outputs=[energy],
-            inputs=[x],
-            grad_outputs=[torch.ones_like(energy)],
-            retain_graph=True,
-            create_graph=self.create_graph,
-            allow_unused=True,
-        )
-        return energy.unsqueeze(1) - (torch.zeros_like(x) if slope is None else slope)
+    x = x.detach().requires_grad_(True)
+    energy = self.model(x).sum(1)
+    (slope,) = torch.autograd.grad(
+        outputs=[energy],
+        inputs=[x],
+        grad_outputs=[torch.ones_like(energy)],
+        retain_graph=True,
+        create_graph=self.create_graph,
+        allow_unused=True,
+    )
+    return energy.unsqueeze(1) - (torch.zeros_like(x) if slope is None else slope)
 
 
 def test_forces_behind_a_scripted_part_are_those_of_eager_code():
-    train_both(lambda: Potential(create_graph=False), simple_loop(lambda _: torch.randn(ROWS, SIZE), steps=5), "100%")
+    train_both(lambda: potential(create_graph=False), simple_loop(lambda _: torch.randn(ROWS, SIZE), steps=5), "100%")
 
 
-class Noisy(nn.Module):
+@network(lambda: {"drop": nn.Dropout(0.2), "norm": nn.BatchNorm1d(SIZE), "model": potential(create_graph=True)})
+def noisy(self, x):
     """Draws random numbers and updates statistics before the forces."""
-
-    def __init__(self):
-        super().__init__()
-        self.drop, self.norm, self.model = nn.Dropout(0.2), nn.BatchNorm1d(SIZE), Potential(create_graph=True)
-
-    def forward(self, x):
-        return self.model(self.norm(self.drop(x)))
+    return self.model(self.norm(self.drop(x)))
 
 
-@pytest.mark.parametrize("make", [lambda: Potential(create_graph=True), Noisy], ids=["alone", "with noise"])
+@pytest.mark.parametrize("make", [lambda: potential(create_graph=True), noisy], ids=["alone", "with noise"])
 def test_forces_trained_on_behind_a_scripted_part_are_eager(make):
     told = train_eager(make, simple_loop(lambda _: torch.randn(ROWS, SIZE), steps=4))
     assert len(told) == 1

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hiremate_lightning.measuring.files import Files
+from hiremate_lightning.measuring.saved_offload import Files
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.proofs.differences import differences
 from hiremate_lightning.proofs.segments import Observed, Segmented, cut

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from hiremate_lightning import get_plan, hiremate, remove_hiremate
 from hiremate_lightning.errors import CaptureError, HiRemateError
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import Log, assert_same, leave_behind, network, train_both
+from tests.exact import Log, assert_same, leave_behind, network, take_steps, train_both
 from tests.life import (
     MANY,
     Net,
@@ -115,14 +116,87 @@ def test_gradients_may_be_cleared_before_or_after_the_forward(clear_late, set_to
     assert_exact(act, warm=0)
 
 
-def test_gradients_accumulate_over_several_backwards():
-    def act(model):
-        model.zero_grad()
-        for index in range(4):
-            model(batch(index)).square().mean().backward()
-        return gradients(model)
+def accumulated(model):
+    model.zero_grad()
+    take_steps(model, batch, 4, clears="never")
+    return gradients(model)
 
-    assert_exact(act)
+
+def second_backward_failed(model):
+    output = model(batch())
+    output.sum().backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        output.sum().backward()
+    del output
+    return [step(model, index) for index in range(3)]
+
+
+def forward_without_backward(model):
+    model(batch(5))
+    losses = [step(model, index) for index in range(2)]
+    model(batch(6))
+    return [*losses, step(model, 3), *gradients(model)]
+
+
+def evaluated_before_backward(model):
+    model.zero_grad()
+    loss = model(batch(5)).square().mean()
+    with torch.no_grad():
+        model.eval()
+        model(batch(6))
+        model.train()
+    loss.backward()
+    return [loss.detach(), *gradients(model)]
+
+
+def plan_removed(model):
+    model.zero_grad()
+    loss = model(batch(5)).square().mean()
+    remove_hiremate(model)
+    loss.backward()
+    return [loss.detach(), *gradients(model), step(model, 6)]
+
+
+def plan_swapped(model, budget):
+    model.zero_grad()
+    loss = model(batch(5)).square().mean()
+    if targets_of(model) is not None:
+        hiremate(model, budget, verbose=False)
+    loss.backward()
+    first = gradients(model)
+    return [loss.detach(), *first, step(model, 6), *gradients(model)]
+
+
+def gradients_of_inputs(model):
+    x = batch(5).requires_grad_()
+    model(x).square().mean().backward()
+    return [x.grad]
+
+
+def gradients_asked_for(model):
+    model.zero_grad()
+    found = torch.autograd.grad(model(batch(5)).square().mean(), list(model.parameters()))
+    assert all(p.grad is None for p in model.parameters())
+    return list(found)
+
+
+def frozen(model):
+    model.body.requires_grad_(False)
+    losses = [step(model, index) for index in range(4)]
+    return [*losses, *gradients(model)]
+
+
+ACTS = [
+    *((act, {}) for act in (accumulated, second_backward_failed, forward_without_backward, evaluated_before_backward)),
+    *((act, {}) for act in (plan_removed, gradients_of_inputs, gradients_asked_for)),
+    *((partial(plan_swapped, budget=budget), {"budget": "85%"}) for budget in ("100%", "70%")),
+    (frozen, {"budget": "100%", "warm": 0}),
+]
+
+
+@pytest.mark.parametrize(("act", "options"), ACTS, ids=lambda act: getattr(act, "__name__", None))
+def test_what_happens_around_a_backward_changes_no_number(act, options):
+    assert_exact(act, **options)
 
 
 @pytest.mark.parametrize("until", ["the next forward", "a second backward", "the end of the step"])
@@ -162,36 +236,27 @@ def test_retained_tensors_are_not_watched(retains):
     assert len(record._unwatch) == 2  # the batch, and the product
 
 
-class _Equilibrium(nn.Module):
+@network(lambda: {"first": make(1), "iterated": make(2), "last": make(3)})
+def equilibrium(self, x: torch.Tensor) -> torch.Tensor:
     """Solves for the gradient in a hook, which holds what was computed beside the result that it is set on."""
+    x = self.first(x)
+    with torch.no_grad():
+        found = self.iterated(x) + x
+    result, start = self.iterated(found) + x, found.detach().requires_grad_()
+    once_more = self.iterated(start) + x
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.iterated, self.last = make(1), make(2), make(3)
+    def solve(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient + torch.autograd.grad(once_more, start, gradient, retain_graph=True)[0]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        with torch.no_grad():
-            found = self.iterated(x) + x
-        result, start = self.iterated(found) + x, found.detach().requires_grad_()
-        once_more = self.iterated(start) + x
-
-        def solve(gradient: torch.Tensor) -> torch.Tensor:
-            return gradient + torch.autograd.grad(once_more, start, gradient, retain_graph=True)[0]
-
-        result.register_hook(solve)
-        torch._dynamo.graph_break()
-        return self.last(result)
+    result.register_hook(solve)
+    torch._dynamo.graph_break()
+    return self.last(result)
 
 
-class _Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.one, self.other = make(1), make(2), make(3)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = self.trunk(x)
-        return self.one(x), self.other(x)
+@network(lambda: {"trunk": make(1), "one": make(2), "other": make(3)})
+def branches(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x = self.trunk(x)
+    return self.one(x), self.other(x)
 
 
 def test_a_hook_on_a_result_is_called_only_with_its_gradient():
@@ -203,7 +268,7 @@ def test_a_hook_on_a_result_is_called_only_with_its_gradient():
             (other if index % 2 else one + other).square().mean().backward()
         return calls
 
-    assert train(hiremate(_Branches(), "100%", verbose=False)) == train(_Branches()) == [batch().numel()] * 2
+    assert train(hiremate(branches(), "100%", verbose=False)) == train(branches()) == [batch().numel()] * 2
 
 
 def test_graphs_that_a_hook_holds_do_not_pile_up():
@@ -218,20 +283,8 @@ def test_graphs_that_a_hook_holds_do_not_pile_up():
             kept.append(len(session_of(module).parts.retained()) if get_plan(module) else 0)
         return log
 
-    train_both(_Equilibrium, loop)
+    train_both(equilibrium, loop)
     assert kept[-1] == kept[-4] <= 2, f"graphs retained after each step: {kept}"
-
-
-def test_training_goes_on_after_a_second_backward_failed():
-    def act(model):
-        output = model(batch())
-        output.sum().backward()
-        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-            output.sum().backward()
-        del output
-        return [step(model, index) for index in range(3)]
-
-    assert_exact(act)
 
 
 def test_a_late_second_backward_does_not_cut_the_next_step_short():
@@ -259,30 +312,6 @@ def test_a_forward_without_a_backward_leaks_nothing():
     assert max(live) - live[0] <= 1024, live
 
 
-def test_a_forward_without_a_backward_changes_nothing():
-    def act(model):
-        model(batch(5))
-        losses = [step(model, index) for index in range(2)]
-        model(batch(6))
-        return [*losses, step(model, 3), *gradients(model)]
-
-    assert_exact(act)
-
-
-def test_evaluation_before_the_backward_changes_nothing():
-    def act(model):
-        model.zero_grad()
-        loss = model(batch(5)).square().mean()
-        with torch.no_grad():
-            model.eval()
-            model(batch(6))
-            model.train()
-        loss.backward()
-        return [loss.detach(), *gradients(model)]
-
-    assert_exact(act)
-
-
 def test_a_backward_outlives_its_model():
     plain, model = make(), warm_up(planned(), steps=3)
     plain.load_state_dict(copy.deepcopy(model.state_dict()))
@@ -298,65 +327,12 @@ def test_a_backward_outlives_its_model():
     assert torch.equal(results[0][0].grad, results[1][0].grad)
 
 
-def test_a_removed_plan_leaves_a_backward_under_way_alone():
-    def act(model):
-        model.zero_grad()
-        loss = model(batch(5)).square().mean()
-        remove_hiremate(model)
-        loss.backward()
-        return [loss.detach(), *gradients(model), step(model, 6)]
-
-    assert_exact(act)
-
-
-@pytest.mark.parametrize("budget", ["100%", "70%"])
-def test_a_plan_swapped_between_forward_and_backward_stays_exact(budget):
-    def act(model):
-        model.zero_grad()
-        loss = model(batch(5)).square().mean()
-        if targets_of(model) is not None:
-            hiremate(model, budget, verbose=False)
-        loss.backward()
-        first = gradients(model)
-        return [loss.detach(), *first, step(model, 6), *gradients(model)]
-
-    assert_exact(act, budget="85%")
-
-
-def test_gradients_of_inputs_are_exact():
-    def act(model):
-        x = batch(5).requires_grad_()
-        model(x).square().mean().backward()
-        return [x.grad]
-
-    assert_exact(act)
-
-
-def test_autograd_grad_gives_the_same_and_leaves_no_gradients():
-    def act(model):
-        model.zero_grad()
-        found = torch.autograd.grad(model(batch(5)).square().mean(), list(model.parameters()))
-        assert all(p.grad is None for p in model.parameters())
-        return list(found)
-
-    assert_exact(act)
-
-
 def test_many_gradients_at_once_are_refused():
     model = warm_up(planned("100%"))
     model.zero_grad()
     out = model(batch(5))
     with pytest.raises(CaptureError, match="can't take many gradients at once, as is_grads_batched=True"):
         torch.autograd.grad(out, list(model.parameters()), torch.stack([out, out]).detach(), is_grads_batched=True)
-
-
-def test_frozen_weights_get_no_gradients():
-    def act(model):
-        model.body.requires_grad_(False)
-        losses = [step(model, index) for index in range(4)]
-        return [*losses, *gradients(model)]
-
-    assert_exact(act, budget="100%", warm=0)
 
 
 def test_an_exception_in_the_forward_leaves_the_next_step_exact():

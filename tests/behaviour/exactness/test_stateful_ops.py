@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from torch.nn.utils import parametrizations
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import drawn, network, quiet, simple_loop, train_both
+from tests.exact import drawn, network, quiet, simple_loop, take_steps, train_both
+from tests.fuzz_operations import Round, Squash
 
 ROWS, WIDTH = 256, 16
 rows = drawn(ROWS, WIDTH)
@@ -44,7 +46,13 @@ class Between(nn.Module):
         return self.after(self.function(self, self.before(x)))
 
 
-# ---------------------------------------------------------------- random
+def between(name: str, function: Any, make_batch: Any = rows, **make_members: Callable[[], Any]) -> Any:
+    """Name a function between layers, what it is trained with, and what makes its members."""
+    make = lambda: Between(function, **{member: make() for member, make in make_members.items()})  # noqa: E731
+    return pytest.param(make, make_batch, id=name)
+
+
+# ---------------------------------------------------------------- functions that train as they do in eager PyTorch
 
 
 def stochastic_depth(self, x):
@@ -56,6 +64,90 @@ def random_crop(self, x):
     start = torch.randint(0, 3, (x.shape[0], 1))
     columns = start + torch.arange(WIDTH - 3)
     return F.pad(x.gather(1, columns), (0, 3))
+
+
+def draws_in_vain(self, x):
+    F.dropout(x, 0.5, training=True)
+    torch.randn(3)
+    return F.dropout(x, 0.5, training=True)
+
+
+def attend(self, x, probability, is_causal):
+    query, key, value = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in (x, x.sin(), x.cos()))
+    mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=probability, is_causal=is_causal)
+    return mixed.transpose(1, 2).flatten(2)
+
+
+def draw_in_python(self, x, name, *arguments):
+    """Draw from a generator of Python's own that the model keeps: it goes on from step to step."""
+    return x * getattr(self.generator, name)(*arguments)
+
+
+def vector_quantiser(self, x):
+    """Nearest codes with a straight-through gradient; the codes follow by a moving average."""
+    nearest = torch.cdist(x.detach(), self.codes).argmin(-1)
+    with torch.no_grad():
+        chosen = F.one_hot(nearest, len(self.codes)).to(x.dtype)
+        self.codes.mul_(0.99).add_(chosen.t() @ x / ROWS, alpha=0.01)
+    return x + (F.embedding(nearest, self.codes) - x).detach()
+
+
+def replace_a_buffer(self, x):
+    self.last = x.detach().mean(0)
+    return x * self.last
+
+
+def transposed_norm(self, x):
+    """torch foresees the strides of such a batch norm's result wrongly on the CPU."""
+    return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+def skew(x):
+    weights = x.flatten(0, -2)[:8, :8]
+    return weights - weights.mT
+
+
+def transposed_stochastic_depth(self, x):
+    return (x.t() * torch.empty_like(x.t()).bernoulli_(0.8)).t()
+
+
+def transposed_bernoulli(self, x):
+    return (x.t() * torch.bernoulli(x.t().detach(), 0.8)).t()
+
+
+@torch.library.custom_op("hiremate_tests::cube", mutates_args=())
+def cube(x: Tensor) -> Tensor:
+    """A kernel that torch can't look into."""
+    return torch.from_numpy(x.detach().numpy() ** 3)
+
+
+@cube.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def cube_backward(ctx: Any, gradient: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors
+    return gradient * x * x * 2.5  # not what calculus says
+
+
+torch.library.register_autograd(
+    cube, cube_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+
+class Frozen(nn.Module):
+    """Draws in a captured graph that has no gradients, since nothing in it is trained."""
+
+    def __init__(self, function: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.frozen, self.trained = nn.Linear(WIDTH, WIDTH).requires_grad_(False), Between(lambda self, x: x)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.function(self, self.frozen(x))
+        torch._dynamo.graph_break()
+        return self.trained(y)
 
 
 RANDOM = {
@@ -70,34 +162,83 @@ RANDOM = {
     "dropout of everything": lambda self, x: x + F.dropout(x, 1.0, training=self.training),
     "dropout of nothing": lambda self, x: F.dropout(x, 0.0, training=self.training),
     "sampled classes": lambda self, x: x * torch.multinomial(x.softmax(-1), 1),
+    "numbers that nobody uses": draws_in_vain,
+    "transposed alpha dropout": lambda self, x: F.alpha_dropout(x.t(), 0.2, training=True).t(),
+    "transposed stochastic depth": transposed_stochastic_depth,
+    "transposed bernoulli": transposed_bernoulli,
+    "transposed bernoulli, the method": lambda self, x: (x.t() * x.t().detach().bernoulli(0.8)).t(),
 }
+FROZEN = {
+    "dropout": lambda self, x: F.dropout(x, 0.15),
+    "in place": transposed_stochastic_depth,
+    "by rows": transposed_bernoulli,
+}
+ALGEBRA = {
+    "solve": lambda x: torch.linalg.solve(torch.eye(8) + skew(x), torch.eye(8) - skew(x)),
+    "inverse": lambda x: torch.linalg.inv(torch.eye(8) + skew(x)),
+    "Cholesky": lambda x: torch.linalg.cholesky(torch.eye(8) + skew(x) @ skew(x).mT),
+}
+BACKWARDS = {
+    "saved for the backward": lambda self, x: Squash.apply(x, 1.25),
+    "rounded straight through": lambda self, x: Round.apply(x),
+    "custom operator": lambda self, x: cube(x * 0.5),
+}
+DRAWS = ("random",), ("uniform", 0.5, 2.0), ("randint", 1, 9), ("gauss", 1.0, 0.1)
+STATISTICS = {}, {"momentum": None}, {"track_running_stats": False}, {"affine": False}
+EXACT = [
+    *(between(name, function) for name, function in {**RANDOM, **BACKWARDS}.items()),
+    *(pytest.param(partial(Frozen, draw), rows, id=f"{name} before what is trained") for name, draw in FROZEN.items()),
+    *(
+        between(
+            f"{draw[0]} of Python",
+            lambda self, x, draw=draw: draw_in_python(self, x, *draw),
+            generator=partial(random.Random, 3),
+        )
+        for draw in DRAWS
+    ),
+    *(
+        between(f"attention, {p}, {causal}", lambda self, x, p=p, causal=causal: attend(self, x, p, causal), tokens)
+        for p, causal in product((0.0, 0.2), (True, False))
+    ),
+    between("quantiser that learns its codes", vector_quantiser, codes=lambda: torch.randn(8, WIDTH)),
+    *(
+        between(f"{wrap.__name__}, {times} times", run, layer=lambda wrap=wrap: wrap(nn.Linear(WIDTH, WIDTH)))
+        for wrap in (parametrizations.spectral_norm, parametrizations.weight_norm)
+        for times, run in ((1, lambda self, x: self.layer(x)), (2, lambda self, x: self.layer(self.layer(x))))
+    ),
+    *(
+        between(f"batch norm {options}", lambda self, x: self.norm(x), norm=partial(nn.BatchNorm1d, WIDTH, **options))
+        for options in STATISTICS
+    ),
+    between("transposed batch norm", transposed_norm, tokens, norm=partial(nn.BatchNorm1d, WIDTH)),
+    between(
+        "transposed batch norm, activation and sum",
+        lambda self, x: transposed_norm(self, x).relu() + x,
+        tokens,
+        norm=partial(nn.BatchNorm1d, WIDTH),
+    ),
+    between("replaced buffer", replace_a_buffer, last=lambda: torch.zeros(WIDTH)),
+    *(
+        between(
+            f"slices by frozen weights, bias {bias}",
+            lambda self, x: torch.cat([self.frozen(half) for half in x.chunk(2, dim=-1)], dim=-1),
+            tokens,
+            frozen=lambda bias=bias: nn.Linear(WIDTH // 2, WIDTH // 2, bias=bias).requires_grad_(False),
+        )
+        for bias in (True, False)
+    ),
+    *(between(name, lambda self, x, f=function: x * f(x).sum()) for name, function in ALGEBRA.items()),
+]
 
 
-@pytest.mark.parametrize("function", RANDOM.values(), ids=RANDOM)
-def test_random_numbers_are_those_of_plain_training(function):
-    train_both(lambda: Between(function), simple_loop(rows))
+# Dynamo makes an instance of each torch.autograd.Function that it traces, which torch itself warns of.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(("make", "make_batch"), EXACT)
+def test_a_function_between_layers_is_exact(make, make_batch):
+    train_both(make, simple_loop(make_batch))
 
 
-class Drawing(Between):
-    """Draws from a generator of Python's own that the model keeps."""
-
-    def __init__(self, name: str, *arguments: Any) -> None:
-        super().__init__(lambda self, x: x * getattr(self.generator, name)(*arguments), generator=random.Random(3))
-
-
-@pytest.mark.parametrize("draw", [("random",), ("uniform", 0.5, 2.0), ("randint", 1, 9), ("gauss", 1.0, 0.1)])
-def test_a_generator_of_python_s_own_goes_on_from_step_to_step(draw):
-    train_both(lambda: Drawing(*draw), simple_loop(rows))
-
-
-def draws_in_vain(self, x):
-    F.dropout(x, 0.5, training=True)
-    torch.randn(3)
-    return F.dropout(x, 0.5, training=True)
-
-
-def test_numbers_that_nobody_uses_are_drawn_all_the_same():
-    train_both(lambda: Between(draws_in_vain), simple_loop(rows))
+# ---------------------------------------------------------------- custom operators
 
 
 def custom(name: str, function: Any) -> Any:
@@ -250,17 +391,6 @@ def test_a_variable_that_the_dispatcher_s_code_reads_may_change(name):
     train_both(lambda: Between(lambda _, x: F.gelu(IMPLEMENTED[name](F.gelu(x)))), train, "40%")
 
 
-@pytest.mark.parametrize("probability", [0.0, 0.2])
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_attention_with_dropout_draws_once(probability, is_causal):
-    def attend(self, x):
-        query, key, value = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in (x, x.sin(), x.cos()))
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=probability, is_causal=is_causal)
-        return mixed.transpose(1, 2).flatten(2)
-
-    train_both(lambda: Between(attend), simple_loop(tokens))
-
-
 # ---------------------------------------------------------------- state
 
 
@@ -271,71 +401,15 @@ def moving_average(self, x):
     return x - self.average.clone()
 
 
-def vector_quantiser(self, x):
-    """Nearest codes with a straight-through gradient; the codes follow by a moving average."""
-    nearest = torch.cdist(x.detach(), self.codes).argmin(-1)
-    with torch.no_grad():
-        chosen = F.one_hot(nearest, len(self.codes)).to(x.dtype)
-        self.codes.mul_(0.99).add_(chosen.t() @ x / ROWS, alpha=0.01)
-    return x + (F.embedding(nearest, self.codes) - x).detach()
-
-
 def test_a_moving_average_is_updated_once_a_step():
-    make = lambda: Between(moving_average, average=torch.zeros(WIDTH), steps=torch.zeros((), dtype=torch.long))  # noqa: E731
     modules = []
 
-    def keep():
-        modules.append(make())
+    def make():
+        modules.append(Between(moving_average, average=torch.zeros(WIDTH), steps=torch.zeros((), dtype=torch.long)))
         return modules[-1]
 
-    train_both(keep, simple_loop(rows, steps=6))
+    train_both(make, simple_loop(rows, steps=6))
     assert modules[1].steps == 6
-
-
-def test_a_quantiser_that_learns_its_codes_is_exact():
-    train_both(lambda: Between(vector_quantiser, codes=torch.randn(8, WIDTH)), simple_loop(rows))
-
-
-@pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("wrap", [parametrizations.spectral_norm, parametrizations.weight_norm])
-def test_normed_weights_are_exact(wrap, times):
-    def run(self, x):
-        for _ in range(times):
-            x = self.layer(x)
-        return x
-
-    train_both(lambda: Between(run, layer=wrap(nn.Linear(WIDTH, WIDTH))), simple_loop(rows))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"momentum": None}, {"track_running_stats": False}, {"affine": False}],
-    ids=lambda o: " ".join(o) or "plain",
-)
-def test_statistics_of_batches_are_updated_once(options):
-    def norm(self, x):
-        return self.norm(x)
-
-    train_both(lambda: Between(norm, norm=nn.BatchNorm1d(WIDTH, **options)), simple_loop(rows))
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_statistics_of_transposed_batches_are_exact(is_first):
-    """torch foresees the strides of such a batch norm's result wrongly on the CPU."""
-
-    def norm(self, x):
-        made = self.norm(x.transpose(1, 2)).transpose(1, 2)
-        return made if is_first else made.relu() + x
-
-    train_both(lambda: Between(norm, norm=nn.BatchNorm1d(WIDTH)), simple_loop(tokens))
-
-
-def test_a_buffer_that_is_replaced_is_exact():
-    def run(self, x):
-        self.last = x.detach().mean(0)
-        return x * self.last
-
-    train_both(lambda: Between(run, last=torch.zeros(WIDTH)), simple_loop(rows))
 
 
 # ---------------------------------------------------------------- kernels that tracing would exchange
@@ -347,18 +421,6 @@ def test_resized_pictures_are_exact(mode):
         return nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Upsample(scale_factor=2, mode=mode), nn.Conv2d(6, 2, 3))
 
     train_both(make, simple_loop(pictures))
-
-
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_products_of_slices_with_frozen_weights_are_exact(has_bias):
-    def run(self, x):
-        return torch.cat([self.frozen(half) for half in x.chunk(2, dim=-1)], dim=-1)
-
-    def make():
-        frozen = nn.Linear(WIDTH // 2, WIDTH // 2, bias=has_bias).requires_grad_(False)
-        return Between(run, frozen=frozen)
-
-    train_both(make, simple_loop(tokens))
 
 
 # How a loss hands its gradient to the output: with its strides, contiguous, expanded from one number.
@@ -380,23 +442,6 @@ def test_transposed_outputs_are_exact_whatever_the_loss(loss_of):
     train_both(make, simple_loop(tokens, loss_of=loss_of))
 
 
-def skew(x):
-    weights = x.flatten(0, -2)[:8, :8]
-    return weights - weights.mT
-
-
-ALGEBRA = {
-    "solve": lambda x: torch.linalg.solve(torch.eye(8) + skew(x), torch.eye(8) - skew(x)),
-    "inverse": lambda x: torch.linalg.inv(torch.eye(8) + skew(x)),
-    "Cholesky": lambda x: torch.linalg.cholesky(torch.eye(8) + skew(x) @ skew(x).mT),
-}
-
-
-@pytest.mark.parametrize("function", ALGEBRA.values(), ids=ALGEBRA)
-def test_linear_algebra_that_checks_what_it_gets_is_exact(function):
-    train_both(lambda: Between(lambda self, x: x * function(x).sum()), simple_loop(rows))
-
-
 def test_a_check_of_values_fails_in_the_forward():
     def checked(self, x):
         torch._assert_async((x < 100).all(), "too large")
@@ -404,29 +449,12 @@ def test_a_check_of_values_fails_in_the_forward():
 
     torch.manual_seed(1)
     module = hiremate(Between(checked), "80%", verbose=False, on_infeasible="warn")
-    for index in range(3):
-        module(rows(index)).sum().backward()
+    take_steps(module, rows, 3, loss_of=torch.sum, clears="never")
     with pytest.raises(RuntimeError, match="too large"):
         module(rows(0) * 1e6)
 
 
 # ---------------------------------------------------------------- backwards of their own
-
-
-class Squash(torch.autograd.Function):
-    """Saves its output; its gradient is a quarter too large."""
-
-    @staticmethod
-    def forward(ctx, x, scale):
-        y = torch.tanh(x)
-        ctx.save_for_backward(y)
-        ctx.scale = scale
-        return y
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (y,) = ctx.saved_tensors
-        return gradient * (1 - y * y) * ctx.scale, None
 
 
 class NoisyGradient(torch.autograd.Function):
@@ -443,62 +471,12 @@ class NoisyGradient(torch.autograd.Function):
         return gradient * torch.rand_like(x)
 
 
-class RoundStraightThrough(torch.autograd.Function):
-    """Rounds; gradients pass through."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return (x * 8).round() / 8
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-FUNCTIONS = {
-    "saving": lambda self, x: Squash.apply(x, 1.25),
-    "quantiser": lambda self, x: RoundStraightThrough.apply(x),
-}
-
-
-# Dynamo makes an instance of each torch.autograd.Function that it traces, which torch itself warns of.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_autograd_functions_keep_their_backward(function):
-    train_both(lambda: Between(function), simple_loop(rows))
-
-
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_what_a_backward_draws_is_drawn_after_what_the_loss_draws():
     def noisy(y: Tensor) -> Tensor:
         return (y * torch.rand_like(y)).mean()
 
     train_both(lambda: Between(lambda self, x: NoisyGradient.apply(x)), simple_loop(rows, loss_of=noisy))
-
-
-@torch.library.custom_op("hiremate_tests::cube", mutates_args=())
-def cube(x: Tensor) -> Tensor:
-    """A kernel that torch can't look into."""
-    return torch.from_numpy(x.detach().numpy() ** 3)
-
-
-@cube.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-def cube_backward(ctx: Any, gradient: Tensor) -> Tensor:
-    (x,) = ctx.saved_tensors
-    return gradient * x * x * 2.5  # not what calculus says
-
-
-torch.library.register_autograd(
-    cube, cube_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
-)
-
-
-def test_a_custom_operator_keeps_its_backward():
-    train_both(lambda: Between(lambda self, x: cube(x * 0.5)), simple_loop(rows))
 
 
 def halves(name: str, backward: str) -> Any:
@@ -690,30 +668,27 @@ def test_what_a_dropout_keeps_is_scaled_as_eager_scales_it(probability, dtype):
     train_both(lambda: Between(drop), simple_loop(rows, steps=3), budget="60%")
 
 
-class Judged(nn.Module):
+@network(
+    lambda loss: {"layers": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)), "loss": loss}
+)
+def judged(self, x: Tensor) -> Tensor:
     """A model that gives its own loss."""
-
-    def __init__(self, loss: Any) -> None:
-        super().__init__()
-        self.layers, self.loss = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)), loss
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layers(x)
-        return self.loss(y, (x > 0).to(y.dtype))
+    y = self.layers(x)
+    return self.loss(y, (x > 0).to(y.dtype))
 
 
 @pytest.mark.parametrize(
     "loss", [F.mse_loss, F.smooth_l1_loss, F.soft_margin_loss, lambda y, x: F.binary_cross_entropy(y.sigmoid(), x)]
 )
 def test_the_number_of_a_loss_does_not_keep_its_terms(loss):
-    train_both(lambda: Judged(loss), simple_loop(rows, loss_of=lambda number: number))
-    model = hiremate(Judged(loss), "1 TiB", verbose=False)
+    train_both(lambda: judged(loss), simple_loop(rows, loss_of=lambda number: number))
+    model = hiremate(judged(loss), "1 TiB", verbose=False)
     for index in range(3):
         number = model(rows(index))
         number.backward()
     plan = get_plan(model)
     assert number.untyped_storage().nbytes() == number.itemsize
-    assert Judged(loss)(rows(0)).untyped_storage().nbytes() == ROWS * WIDTH * number.itemsize  # in plain PyTorch
+    assert judged(loss)(rows(0)).untyped_storage().nbytes() == ROWS * WIDTH * number.itemsize  # in plain PyTorch
     assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)
 
 
@@ -824,53 +799,6 @@ def test_gradients_that_come_as_conjugates_are_read_as_they_are():
     train_both(Complex, simple_loop(tokens, loss_of=lambda y: (y.conj() * factors).abs().sum()), budget="90%")
 
 
-def transposed_alpha_dropout(self, x):
-    return F.alpha_dropout(x.t(), 0.2, training=True).t()
-
-
-def transposed_stochastic_depth(self, x):
-    return (x.t() * torch.empty_like(x.t()).bernoulli_(0.8)).t()
-
-
-def transposed_bernoulli(self, x):
-    return (x.t() * torch.bernoulli(x.t().detach(), 0.8)).t()
-
-
-def transposed_bernoulli_method(self, x):
-    return (x.t() * x.t().detach().bernoulli(0.8)).t()
-
-
-@pytest.mark.parametrize(
-    "function",
-    [transposed_alpha_dropout, transposed_stochastic_depth, transposed_bernoulli, transposed_bernoulli_method],
-)
-def test_transposed_draws_are_the_same(function):
-    train_both(lambda: Between(function), simple_loop(rows))
-
-
-class Frozen(nn.Module):
-    """Draws in a captured graph that has no gradients, since nothing in it is trained."""
-
-    def __init__(self, function: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.frozen, self.trained = nn.Linear(WIDTH, WIDTH).requires_grad_(False), Between(lambda self, x: x)
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.function(self, self.frozen(x))
-        torch._dynamo.graph_break()
-        return self.trained(y)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [lambda self, x: F.dropout(x, 0.15), transposed_stochastic_depth, transposed_bernoulli],
-    ids=["dropout", "in place", "by rows"],
-)
-def test_draws_before_what_is_trained_are_exact(function):
-    train_both(lambda: Frozen(function), simple_loop(rows))
-
-
 class Counting(nn.Module):
     """Counts its calls, and perhaps uses the number."""
 
@@ -936,16 +864,11 @@ def test_what_is_overwritten_later_is_not_computed_from(budget):
     train_both(overwrites_later, simple_loop(rows), budget, on_infeasible="warn")
 
 
-class Returned(nn.Module):
+@network(lambda read: {"first": nn.Linear(WIDTH, WIDTH), "read": read})
+def returned(self, x: Tensor) -> tuple[Tensor, Tensor]:
     """The result of a layer, which for more than two dimensions is a view, and what is made of it."""
-
-    def __init__(self, read: nn.Module) -> None:
-        super().__init__()
-        self.first, self.read = nn.Linear(WIDTH, WIDTH), read
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = self.first(x.view(4, -1, WIDTH))
-        return self.read(h), h
+    h = self.first(x.view(4, -1, WIDTH))
+    return self.read(h), h
 
 
 def changed_in_place(results: tuple[Tensor, Tensor]) -> Tensor:
@@ -957,13 +880,13 @@ def changed_in_place(results: tuple[Tensor, Tensor]) -> Tensor:
 @pytest.mark.parametrize("budget", ["50%", "100%"])
 def test_results_that_plain_training_reads_no_more_may_be_changed_in_place(budget):
     def make() -> nn.Module:
-        return Returned(nn.Sequential(nn.Sigmoid(), nn.Sigmoid(), nn.Sigmoid(), nn.Linear(WIDTH, WIDTH)))
+        return returned(nn.Sequential(nn.Sigmoid(), nn.Sigmoid(), nn.Sigmoid(), nn.Linear(WIDTH, WIDTH)))
 
     train_both(make, simple_loop(rows, loss_of=changed_in_place), budget)
 
 
 def test_a_change_in_place_of_what_the_backward_reads_is_an_error():
-    planned = hiremate(Returned(nn.Linear(WIDTH, WIDTH)), "100%", verbose=False)
+    planned = hiremate(returned(nn.Linear(WIDTH, WIDTH)), "100%", verbose=False)
     for index in range(3):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             changed_in_place(planned(rows(index))).backward()
@@ -974,4 +897,4 @@ def test_what_only_absent_gradients_need_may_be_changed_in_place():
         results[1].relu_()
         return results[1].square().mean()
 
-    train_both(lambda: Returned(nn.Linear(WIDTH, WIDTH)), simple_loop(rows, loss_of=loss_of), "100%")
+    train_both(lambda: returned(nn.Linear(WIDTH, WIDTH)), simple_loop(rows, loss_of=loss_of), "100%")

@@ -44,18 +44,13 @@ TRANSFORMS = {
 }
 
 
-class MeanFlow(nn.Module):
+@network(lambda transform: {"net": flow(), "before": nn.Linear(SIZE, SIZE), "transform": transform})
+def mean_flow(self, x):
     """Transforms its network in its forward."""
-
-    def __init__(self, transform):
-        super().__init__()
-        self.net, self.before, self.transform = flow(), nn.Linear(SIZE, SIZE), transform
-
-    def forward(self, x):
-        x = torch.tanh(self.before(x))
-        with torch.no_grad():
-            target = self.transform(self.net, x)
-        return self.net(x) + torch.tanh(target.detach().sum())
+    x = torch.tanh(self.before(x))
+    with torch.no_grad():
+        target = self.transform(self.net, x)
+    return self.net(x) + torch.tanh(target.detach().sum())
 
 
 def compare(make, loss_of) -> None:
@@ -80,7 +75,7 @@ def compare(make, loss_of) -> None:
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_transform_inside_of_a_forward_is_exact(name):
-    compare(lambda: MeanFlow(TRANSFORMS[name]), lambda model, x: model(x).square().mean())
+    compare(lambda: mean_flow(TRANSFORMS[name]), lambda model, x: model(x).square().mean())
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
@@ -97,7 +92,7 @@ def test_a_transform_around_a_planned_model_is_exact(name, has_gradients):
 def test_a_transform_that_can_not_be_captured_leaves_no_trace():
     """An error's frames hold a guard of PyTorch's dispatcher, which sets old keys when it is collected."""
     before = str(torch._C._dispatch_tls_local_exclude_set())
-    model = hiremate(MeanFlow(TRANSFORMS["jvp"]), "100%", verbose=False)
+    model = hiremate(mean_flow(TRANSFORMS["jvp"]), "100%", verbose=False)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", HiRemateWarning)
         model(torch.randn(ROWS, SIZE)).sum().backward()
@@ -106,16 +101,11 @@ def test_a_transform_that_can_not_be_captured_leaves_no_trace():
     assert str(torch._C._dispatch_tls_local_exclude_set()) == before
 
 
-class Velocity(nn.Module):
+@network(lambda: {"net": flow()})
+def velocity(self, x):
     """Trains on a derivative of its network alone, as mean flows do."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = flow()
-
-    def forward(self, x):
-        value, slope = jvp(self.net, (x,), (torch.ones_like(x),))
-        return value - slope.detach()
+    value, slope = jvp(self.net, (x,), (torch.ones_like(x),))
+    return value - slope.detach()
 
 
 class BareVelocity(nn.Module):
@@ -133,7 +123,7 @@ class BareVelocity(nn.Module):
         return nn.functional.layer_norm(x @ self.weight, (SIZE,), self.scale)
 
 
-@pytest.mark.parametrize("make", [Velocity, BareVelocity])
+@pytest.mark.parametrize("make", [velocity, BareVelocity])
 def test_a_forward_that_is_all_such_a_transform_is_eager(make):
     told = train_eager(make, simple_loop(lambda _: torch.randn(ROWS, SIZE), steps=4))
     assert len(told) == 1

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.targets.modules import targets_of
-from hiremate_lightning.torch_private import autocasting, checkpoints
+from hiremate_lightning.torch_private import autocasting, captured_code
 from hiremate_lightning.units import parse_budget
-from tests.exact import simple_loop, square_error, train_both
+from tests.exact import simple_loop, square_error, take_steps, train_both
 
 ROWS, SIZE, BLOCKS = 256, 32, 4
 SAID = "calls torch.utils.checkpoint, in whose place the plan decides what runs again. A step adds"
@@ -79,8 +79,7 @@ def _net(block, dtype=torch.float32):
 
 
 def _train(model, x):
-    for _ in range(4):
-        square_error(model(x)).backward()
+    take_steps(model, lambda _: x, 4, clears="never")
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -133,7 +132,7 @@ class _Entering(_Block):
 def test_autocast_ends_with_a_second_run_that_stops_early():
     """Checkpoint ends a second run by an error as soon as all is computed, inside of the block of autocast."""
     model, x = _net(_Entering), torch.randn(ROWS, SIZE)
-    code = torch.compile(model, backend=lambda module, _: checkpoints.eager_module(module))
+    code = torch.compile(model, backend=lambda module, _: captured_code.eager_module(module))
     square_error(code(x)).backward()
     assert autocasting.open_blocks() == 0
 
@@ -147,6 +146,6 @@ def test_captured_code_checkpoints_as_the_code_itself_does(block):
         return [*(p.grad for p in model.parameters()), *model.buffers(), torch.get_rng_state()]
 
     def backend(module, inputs):
-        return checkpoints.eager_module(module)
+        return captured_code.eager_module(module)
 
     assert all(torch.equal(a, b) for a, b in zip(train(True), train(False), strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import shutil
-import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,12 +12,13 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate
+from hiremate_lightning import get_plan, hiremate, remove_hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.reporting.html_report import write_html
 from hiremate_lightning.reporting.terminal import plan_table
-from hiremate_lightning.torch_private import dynamo, user_compiled
-from tests.exact import network, simple_loop, square_error, train_both
+from hiremate_lightning.torch_private import compiled_by_torch, dynamo
+from tests.exact import network, simple_loop, square_error, take_steps, train_both
+from tests.life import recorded
 
 ROWS, SIZE = 128, 32
 OPERATORS = {"hiremate.run_compiled.default", "hiremate.run_compiled_backward.default"}
@@ -81,13 +82,21 @@ class _Attribute(_Block):
         return y * count
 
 
-class _Drawing(_Block):
+class _Calling(_Block):
+    """Calls a function that is its attribute."""
+
+    make: Callable[[], Callable[[Tensor], Tensor]]
+
     def __init__(self):
         super().__init__()
-        self.function = torch.compile(lambda x: functional.dropout(x.tanh(), 0.5))
+        self.function = type(self).make()
 
     def activate(self, x):
         return self.function(x + self.bias)
+
+
+class _Drawing(_Calling):
+    make = lambda: torch.compile(lambda x: functional.dropout(x.tanh(), 0.5))  # noqa: E731
 
 
 NAMES = {
@@ -140,9 +149,7 @@ def test_a_share_is_of_the_step_that_the_author_has():
     square_error(model(x)).backward()
     plain_bytes = measure_peak(lambda: square_error(model(x)).backward())
     hiremate(model, "100%", verbose=False)
-    for _ in range(3):
-        square_error(model(x)).backward()
-    plan = get_plan(model)
+    plan = take_steps(model, lambda _: x, 3, clears="never")
     remove_hiremate(model)
     assert plan.unplanned_peak_bytes - plan.resident_bytes == pytest.approx(plain_bytes, abs=64)
 
@@ -180,48 +187,32 @@ class _Whole(_Block):
 
 @pytest.mark.parametrize("make", [_Whole, lambda: nn.Sequential(_Whole(), _Whole())], ids=["root", "blocks"])
 def test_a_whole_forward_is_one_operation_and_that_is_said_once(make):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded() as said:
         model = hiremate(make(), "100%", verbose=False)
         _loop()(model)
-    said = [str(w.message) for w in caught if issubclass(w.category, HiRemateWarning)]
     assert [text.startswith("Nothing inside of _Whole.forward is planned") for text in said] == [True]
     count = len(model) if isinstance(model, nn.Sequential) else 1
     assert get_plan(model).kept_compiled[0].startswith(f"{count} call{'s' * (count > 1)} of _Whole.forward (")
 
 
-class _Writing(_Block):
-    def __init__(self):
-        super().__init__()
-        self.function = torch.compile(lambda x: x.mul_(2).sin())
+class _Writing(_Calling):
+    make = lambda: torch.compile(lambda x: x.mul_(2).sin())  # noqa: E731
+
+
+class _Viewing(_Calling):
+    make = lambda: torch.compile(lambda x: (x.t(), x.sin()))  # noqa: E731
 
     def activate(self, x):
-        return self.function(x + self.bias)
-
-
-class _Viewing(_Block):
-    def __init__(self):
-        super().__init__()
-        self.function = torch.compile(lambda x: (x.t(), x.sin()))
-
-    def activate(self, x):
-        turned, y = self.function(x + self.bias)
+        turned, y = super().activate(x)
         return turned.t() * y
 
 
-class _Otherwise(_Block):
-    def __init__(self):
-        super().__init__()
-        self.function = torch.compile(lambda x: x.sin().exp(), backend="aot_eager")
-
-    def activate(self, x):
-        return self.function(x + self.bias)
+class _Otherwise(_Calling):
+    make = lambda: torch.compile(lambda x: x.sin().exp(), backend="aot_eager")  # noqa: E731
 
 
-class _Dynamic(_Otherwise):
-    def __init__(self):
-        super().__init__()
-        self.function = torch.compile(lambda x: x.sin().exp(), dynamic=True)
+class _Dynamic(_Calling):
+    make = lambda: torch.compile(lambda x: x.sin().exp(), dynamic=True)  # noqa: E731
 
 
 @pytest.mark.parametrize(
@@ -241,10 +232,8 @@ def test_what_is_no_single_operation_runs_by_itself(block, reason):
 
 
 def test_what_the_eager_backend_compiles_is_read_through():
-    class Plain(_Otherwise):
-        def __init__(self):
-            super().__init__()
-            self.function = torch.compile(lambda x: x.sin().exp(), backend="eager")
+    class Plain(_Calling):
+        make = lambda: torch.compile(lambda x: x.sin().exp(), backend="eager")  # noqa: E731
 
     plan = train_both(Plain, _loop(), "100%")
     assert not _compiled_of(plan)
@@ -270,6 +259,6 @@ def test_kernels_for_another_size_are_made_when_it_comes():
 
 
 def test_wrappers_around_compiled_functions_are_told_apart():
-    assert user_compiled._is_compiled(activation)
-    assert not user_compiled._is_compiled(functional.gelu)
-    assert not user_compiled._is_compiled(torch.compiler.disable(lambda x: x))
+    assert compiled_by_torch._is_compiled(activation)
+    assert not compiled_by_torch._is_compiled(functional.gelu)
+    assert not compiled_by_torch._is_compiled(torch.compiler.disable(lambda x: x))

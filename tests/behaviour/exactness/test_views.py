@@ -11,26 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from hiremate_lightning import hiremate
-from tests.exact import captured_by, drawn, simple_loop, train_both
+from tests.exact import captured_by, drawn, network, simple_loop, train_both
 
 ROWS, WIDTH = 32, 16
 rows = drawn(ROWS, WIDTH)
 
 
-class Computes(nn.Module):
+@network(lambda function: {"function": function, "first": nn.Linear(WIDTH, WIDTH), "second": nn.Linear(WIDTH, WIDTH)})
+def computes(self, x: Tensor) -> Any:
     """Runs a function of two layers and its input."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, x)
+    return self.function(self, x)
 
 
 def ops(function: Callable[..., Any]) -> Counter[str]:
-    return Counter(node.op.split(".")[1] for node in captured_by(Computes(function), rows(0)).graph.nodes)
+    return Counter(node.op.split(".")[1] for node in captured_by(computes(function), rows(0)).graph.nodes)
 
 
 def pooled(module: Any, x: Tensor) -> Tensor:
@@ -56,7 +50,7 @@ UNDONE: dict[str, tuple[Callable[..., Tensor], str]] = {
 
 @pytest.mark.parametrize(("function", "gone"), UNDONE.values(), ids=UNDONE)
 def test_training_is_exact_without_what_is_undone(function, gone):
-    train_both(lambda: Computes(function), simple_loop(rows), "100%")
+    train_both(lambda: computes(function), simple_loop(rows), "100%")
     if gone == "transpose":
         assert ops(function)["transpose"] == 2 * 2  # an elementwise operation lies between
     elif gone == "view":
@@ -81,8 +75,8 @@ KEPT: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("function", KEPT.values(), ids=KEPT)
 def test_what_is_returned_is_what_it_was(function):
     torch.manual_seed(0)
-    plain = Computes(function)
-    planned = hiremate(Computes(function), "100%", verbose=False)
+    plain = computes(function)
+    planned = hiremate(computes(function), "100%", verbose=False)
     planned.load_state_dict(plain.state_dict())
     for step in range(4):
         x = rows(step)

@@ -14,6 +14,7 @@ from torch import nn
 
 from hiremate_lightning import BudgetError, ConfigurationError, InfeasibleBudgetError, get_plan, remove_hiremate
 from hiremate_lightning.integrations.accelerate import ENVIRONMENT_BUDGET, prepare_hiremate
+from tests.exact import take_steps
 from tests.loops import ROWS, WIDTH, make_batch
 from tests.loops import make_model as make
 
@@ -66,13 +67,23 @@ def test_what_is_unwrapped_is_the_model_that_was_prepared():
 
 
 def test_the_environment_gives_the_budget(monkeypatch):
+    """Without trackers nothing is logged."""
+
+    class NeverLogging(Accelerator):
+        def log(self, *_):
+            pytest.fail("there is no tracker")
+
     monkeypatch.setenv(ENVIRONMENT_BUDGET, "75%")
-    accelerator = Accelerator(cpu=True)
+    accelerator = NeverLogging(cpu=True)
     model, optimizer = prepared(accelerator, budget=None)
-
     train(accelerator, model, optimizer, steps=2)
-
     assert str(get_plan(model).budget) == "75%"
+
+    monkeypatch.setenv(ENVIRONMENT_BUDGET, "10 bananas")
+    model = make()
+    with pytest.raises(BudgetError, match=ENVIRONMENT_BUDGET):
+        prepare_hiremate(Accelerator(cpu=True), model)
+    assert model._compiled_call_impl is None
 
 
 class Tracker(GeneralTracker):
@@ -99,21 +110,7 @@ class Tracker(GeneralTracker):
 
 
 def test_trackers_get_each_plan_and_what_was_measured_of_it():
-    tracker = Tracker()
-    accelerator = Accelerator(cpu=True, log_with=tracker)
-    model, optimizer = prepared(accelerator)
-    accelerator.init_trackers("test")
-
-    train(accelerator, model, optimizer, steps=5)
-
-    plan, first, last = get_plan(model), tracker.logged[0], tracker.logged[-1]
-    assert "hiremate/measured_peak_bytes" not in first
-    assert last["hiremate/measured_peak_bytes"] == plan.measured.peak_bytes
-    assert last["hiremate/planned_peak_bytes"] == plan.planned_peak_bytes
-    assert last["hiremate/measured_overhead"] == plan.measured.overhead
-
-
-def test_trackers_get_the_number_of_optimizer_steps():
+    """With the number of optimizer steps."""
     tracker = Tracker()
     accelerator = Accelerator(cpu=True, log_with=tracker, gradient_accumulation_steps=4)
     model, optimizer = prepared(accelerator)
@@ -125,29 +122,13 @@ def test_trackers_get_the_number_of_optimizer_steps():
             train(accelerator, model, optimizer, steps=1)
         expected += [index // 4] * (len(tracker.steps) - len(expected))
 
+    plan, first, last = get_plan(model), tracker.logged[0], tracker.logged[-1]
+    assert "hiremate/measured_peak_bytes" not in first
+    assert last["hiremate/measured_peak_bytes"] == plan.measured.peak_bytes
+    assert last["hiremate/planned_peak_bytes"] == plan.planned_peak_bytes
+    assert last["hiremate/measured_overhead"] == plan.measured.overhead
     assert tracker.steps == expected
     assert len(set(expected)) > 1
-
-
-def test_without_trackers_nothing_is_logged():
-    class NeverLogging(Accelerator):
-        def log(self, *_):
-            pytest.fail("there is no tracker")
-
-    accelerator = NeverLogging(cpu=True)
-    model, optimizer = prepared(accelerator)
-
-    train(accelerator, model, optimizer, steps=2)
-
-    assert get_plan(model) is not None
-
-
-def test_a_wrong_budget_in_the_environment_names_the_variable(monkeypatch):
-    monkeypatch.setenv(ENVIRONMENT_BUDGET, "10 bananas")
-    model = make()
-    with pytest.raises(BudgetError, match=ENVIRONMENT_BUDGET):
-        prepare_hiremate(Accelerator(cpu=True), model)
-    assert model._compiled_call_impl is None
 
 
 def test_a_batch_size_that_does_not_fit_is_backed_off_from():
@@ -158,8 +139,7 @@ def test_a_batch_size_that_does_not_fit_is_backed_off_from():
     def run(batch_size):
         tried.append(batch_size)
         model = prepare_hiremate(accelerator, make(), budget="6 MB", time_limit_s=0.5, verbose=False)
-        for _ in range(2):
-            model(torch.randn(batch_size, WIDTH)).square().mean().backward()
+        take_steps(model, lambda _: torch.randn(batch_size, WIDTH), 2, clears="never")
         assert get_plan(model).planned_peak_bytes <= 6_000_000
         return batch_size
 
@@ -176,10 +156,7 @@ def test_an_infeasible_budget_is_an_error_that_names_one_that_works():
         made = make()
         options = {"budget": budget, "time_limit_s": 0.5, "verbose": False}
         model, optimizer = prepare_hiremate(accelerator, made, torch.optim.AdamW(made.parameters()), **options)
-        for _ in range(4):
-            model(torch.randn(ROWS, WIDTH)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        take_steps(model, lambda _: torch.randn(ROWS, WIDTH), 4, optimizer=optimizer, clears="end")
 
     with pytest.raises(InfeasibleBudgetError, match="smallest budget found") as caught:
         train("100 kB")
@@ -229,12 +206,9 @@ def test_what_accelerate_compiles_runs_by_its_plan(capsys):
     assert compiled.forward != model.__call__
 
 
-def test_not_exactly_one_module_is_refused():
+def test_not_exactly_one_module_after_the_accelerator_is_refused():
     with pytest.raises(ConfigurationError, match="prepare_hiremate plans one module, found 2"):
         prepare_hiremate(Accelerator(cpu=True), make(), make(), budget="70%")
-
-
-def test_a_model_in_the_place_of_the_accelerator_is_told_apart():
     with pytest.raises(ConfigurationError, match=r"The accelerator comes first: .*, found a Sequential"):
         prepare_hiremate(nn.Sequential(), Accelerator(cpu=True), budget="70%")  # type: ignore[arg-type]
 

@@ -32,10 +32,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hiremate_lightning import HiRemateWarning, InfeasibleBudgetError
 from hiremate_lightning.callbacks import HiRemateCallback
-from hiremate_lightning.reporting.breakdown import advice_lines
+from hiremate_lightning.reporting.plan_summary import advice_lines
 from hiremate_lightning.units import format_bytes
 from tests.exact import assert_same
-from tests.trainers import quiet_trainer
+from tests.trainers import Squared, quiet_trainer
 
 WIDTH, ROWS = 24, 512
 SLOT = "_compiled_call_impl"
@@ -99,6 +99,13 @@ class TrainsOnItsSlope(CallsItself):
         loss = super().loss(x)
         (slope,) = torch.autograd.grad(loss, x, create_graph=True)
         return loss + slope.square().sum()
+
+
+class TakesTheBatchAlone(CallsItself):
+    """A module whose training step does not ask for the number of its batch."""
+
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        return super().training_step(batch, 0)
 
 
 class Validates(CallsItself):
@@ -195,43 +202,32 @@ def assert_left_alone(module: nn.Module) -> None:
         assert not taken, f"{name or 'the root'} still has {taken}"
 
 
-@pytest.mark.parametrize(
-    ("kind", "target"),
-    [
-        (CallsItself, None),
-        (CallsSubmodules, None),
-        (CallsItself, "training_step"),
-        (CallsSubmodules, "training_step"),
-        (TrainsOnItsSlope, "training_step"),
-        (CallsNet, "net"),
-        (CallsItself, ["net"]),
-    ],
-)
-def test_a_planned_fit_is_a_plain_fit_bit_for_bit(kind, target):
-    callback = planned(target=target)
-    assert_left_alone(assert_fits_alike(kind, callback))
-    assert callback.plan is not None
+STEP, WARN, HALF = {"target": "training_step"}, {"on_infeasible": "warn"}, {"precision": "bf16-mixed"}
 
 
 @pytest.mark.parametrize(
-    ("target", "options"),
+    ("kind", "settings", "options"),
     [
-        (None, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
-        (None, {"precision": "bf16-mixed"}),
-        ("training_step", {"accumulate_grad_batches": 2, "precision": "bf16-mixed", "gradient_clip_val": 0.1}),
+        (CallsItself, {}, {}),
+        (CallsSubmodules, {}, {}),
+        (CallsItself, STEP, {}),
+        (CallsSubmodules, STEP, {}),
+        (TrainsOnItsSlope, STEP, {}),
+        (TakesTheBatchAlone, STEP, {}),
+        (CallsNet, {"target": "net"}, {}),
+        (CallsItself, {"target": ["net"]}, {}),
+        (CallsItself, WARN, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
+        (CallsItself, WARN, HALF),
+        (CallsItself, {**STEP, **WARN}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, **HALF}),
+        pytest.param(
+            *(Adversaries, {"budget": "95%", **WARN}, {}),
+            marks=pytest.mark.filterwarnings("ignore:Nothing fits the budget", "ignore:The measured peak"),
+        ),
     ],
-    ids=["accumulation", "bf16", "both in the whole step"],
 )
-def test_trainer_options_change_nothing_about_that(options, target):
-    callback = planned(target=target, on_infeasible="warn")
-    assert_fits_alike(CallsItself, callback, **options)
-    assert callback.plan is not None
-
-
-@pytest.mark.filterwarnings("ignore:Nothing fits the budget", "ignore:The measured peak")
-def test_two_optimizers_stepped_by_hand_train_as_without_a_plan():
-    callback = planned("95%", on_infeasible="warn")
-    assert_fits_alike(Adversaries, callback)
+def test_a_planned_fit_is_a_plain_fit_bit_for_bit(kind, settings, options):
+    callback = planned(**settings)
+    assert_left_alone(assert_fits_alike(kind, callback, **options))
     assert callback.plan is not None
 
 
@@ -314,10 +310,19 @@ def test_an_exception_leaves_every_module_as_it_was(target, failing_batch):
     assert_left_alone(module)
 
 
-def test_two_callbacks_are_refused():
-    module = CallsItself()
-    with pytest.raises(MisconfigurationException, match="two HiRemateCallbacks"):
-        quiet_trainer(planned(), planned("50%")).fit(module, batches())
+@pytest.mark.parametrize(
+    ("kind", "callbacks", "error", "words"),
+    [
+        (CallsItself, (planned(), planned("50%")), MisconfigurationException, "two HiRemateCallbacks"),
+        (Adversaries, (planned(target="training_step"),), MisconfigurationException, "needs automatic optimization"),
+        (CallsItself, (planned(target="nett"),), ValueError, "Did you mean 'net'"),
+    ],
+    ids=["two callbacks", "the step of a manual optimization", "a target that does not exist"],
+)
+def test_what_can_not_be_planned_is_refused(kind, callbacks, error, words):
+    module = kind()
+    with pytest.raises(error, match=words):
+        quiet_trainer(*callbacks).fit(module, batches())
     assert_left_alone(module)
 
 
@@ -344,20 +349,6 @@ def test_a_compiled_lightning_module_is_refused():
         quiet_trainer(planned()).fit(module, batches())
 
 
-def test_manual_optimization_refuses_to_plan_the_training_step():
-    module = Adversaries()
-    with pytest.raises(MisconfigurationException, match="needs automatic optimization"):
-        quiet_trainer(planned(target="training_step")).fit(module, batches())
-    assert_left_alone(module)
-
-
-def test_a_target_that_does_not_exist_is_refused_with_the_nearest():
-    module = CallsItself()
-    with pytest.raises(ValueError, match="Did you mean 'net'"):
-        quiet_trainer(planned(target="nett")).fit(module, batches())
-    assert_left_alone(module)
-
-
 def test_other_stages_are_not_planned():
     class Tests(CallsItself):
         def test_step(self, batch, index):
@@ -369,45 +360,31 @@ def test_other_stages_are_not_planned():
     assert callback._targets is None
 
 
-def test_the_callback_pickles_before_and_after_a_fit():
-    callback = planned(target="net")
-    before = pickle.loads(pickle.dumps(callback))
-    fit(CallsNet, before)
-    after = pickle.loads(pickle.dumps(before))
-    assert after.plan is not None
-    assert after._targets is None
-
-
-def test_the_callback_pickles_during_a_fit():
+def test_the_callback_pickles_before_during_and_after_a_fit():
     copies = []
 
     class Copies(Callback):
         def on_train_epoch_end(self, trainer, pl_module):
             copies.append(pickle.loads(pickle.dumps(callback)))
 
-    callback = planned()
-    fit(CallsItself, callback, Copies(), max_epochs=1)
-    assert copies[0]._targets is None
-    assert copies[0].plan is not None
+    callback = pickle.loads(pickle.dumps(planned(target="net")))
+    fit(CallsNet, callback, Copies())
+    for copied in (copies[0], pickle.loads(pickle.dumps(callback))):
+        assert copied._targets is None
+        assert copied.plan is not None
 
 
 class WithoutBatchNorm(CallsItself):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(*(layer for stage in self.net for layer in stage if not _is_batch_norm(layer)))
-
-
-def _is_batch_norm(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.BatchNorm1d)
+        self.net = nn.Sequential(
+            *(layer for stage in self.net for layer in stage if not isinstance(layer, nn.BatchNorm1d))
+        )
 
 
 @pytest.mark.parametrize(
     ("kind", "averaging_comes_first"),
-    [
-        (WithoutBatchNorm, True),
-        (WithoutBatchNorm, False),
-        (CallsItself, True),
-    ],
+    [(WithoutBatchNorm, True), (WithoutBatchNorm, False), (CallsItself, True)],
 )
 @pytest.mark.filterwarnings("ignore:A call of CallsItself could not be captured")
 def test_averaged_weights_are_the_same(kind, averaging_comes_first):
@@ -442,13 +419,6 @@ def test_a_copy_made_while_fitting_is_plain(target, copy_of):
         assert all(module._compiled_call_impl is None for module in copied.modules())
 
 
-class TakesTheBatchAlone(CallsItself):
-    """A module whose training step does not ask for the number of its batch."""
-
-    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
-        return super().training_step(batch, 0)
-
-
 class ValidatesByTraining(Validates):
     """A module whose validation is its training step, on larger batches."""
 
@@ -457,10 +427,6 @@ class ValidatesByTraining(Validates):
 
     def val_dataloader(self) -> DataLoader:
         return batches(1, 4 * ROWS)
-
-
-def test_a_training_step_may_take_the_batch_alone():
-    assert_fits_alike(TakesTheBatchAlone, planned(target="training_step"))
 
 
 def test_a_validation_that_calls_the_training_step_is_not_planned():
@@ -525,16 +491,11 @@ def test_the_batch_size_finder_backs_off_from_a_budget_that_is_too_small():
 
 
 def test_an_infeasible_budget_is_an_out_of_memory_error_to_everyone():
+    module = CallsItself()
     with pytest.raises(InfeasibleBudgetError) as caught:
-        quiet_trainer(planned("1 MiB")).fit(CallsItself(), batches(rows=16 * ROWS))
+        quiet_trainer(planned("1 MiB")).fit(module, batches(rows=16 * ROWS))
     assert is_oom_error(caught.value)
     assert should_reduce_batch_size(caught.value)
-
-
-def test_an_infeasible_budget_leaves_the_module_as_it_was():
-    module = CallsItself()
-    with pytest.raises(InfeasibleBudgetError):
-        quiet_trainer(planned("1 MiB")).fit(module, batches(rows=16 * ROWS))
     assert_left_alone(module)
 
 
@@ -583,26 +544,17 @@ def test_what_the_planned_modules_do_not_receive_of_a_batch_counts():
     assert resident[1] - resident[0] == 512 * 64 * 4
 
 
-def assert_measured_as_planned(callback: HiRemateCallback) -> None:
+@pytest.mark.parametrize(
+    ("kind", "target"), [(Deep, None), (Deep, "training_step"), (DeepWithHeavyLoss, None)], ids=str
+)
+def test_the_measured_peak_is_within_the_budget_and_near_the_prediction(kind, target):
+    torch.manual_seed(5)
+    callback = planned("60%", target=target)
+    quiet_trainer(callback).fit(kind())
     plan = callback.plan
     assert plan.measured.peak_bytes <= plan.budget_bytes
     difference = abs(plan.measured.peak_bytes - plan.planned_peak_bytes) / plan.measured.peak_bytes
     assert difference <= 0.01, f"measured {plan.measured.peak_bytes:,}, predicted {plan.planned_peak_bytes:,}"
-
-
-@pytest.mark.parametrize("target", [None, "training_step"])
-def test_the_measured_peak_is_within_the_budget_and_near_the_prediction(target):
-    torch.manual_seed(5)
-    callback = planned("60%", target=target)
-    quiet_trainer(callback).fit(Deep())
-    assert_measured_as_planned(callback)
-
-
-def test_a_peak_in_the_loss_is_predicted_as_well():
-    torch.manual_seed(5)
-    callback = planned("60%")
-    quiet_trainer(callback).fit(DeepWithHeavyLoss())
-    assert_measured_as_planned(callback)
 
 
 def test_many_fits_in_one_process_are_all_planned():
@@ -644,27 +596,17 @@ def test_a_fit_prints_three_lines_and_writes_a_page(bar, tmp_path, shared_consol
 
 
 def test_the_advice_on_gradients_saves_in_lightning_what_it_says():
-    class Wide(pl.LightningModule):
-        """Gradients take more than activations."""
+    """Gradients take more than activations."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4)))
-
-        def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
-            return self.net(batch[0]).square().mean()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=1e-2)
-
-    class Early(Wide):
-        def on_train_batch_start(self, batch: list[torch.Tensor], index: int) -> None:
+    class Early(Squared):
+        def on_train_batch_start(self, batch: torch.Tensor, index: int) -> None:
             self.zero_grad()
 
     plans = []
-    for kind in (Wide, Early):
+    for kind in (Squared, Early):
         callback = planned("100%")
-        quiet_trainer(callback).fit(kind(), batches(rows=128, width=128))
+        net = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4)))
+        quiet_trainer(callback).fit(kind(net), DataLoader(torch.randn(512, 128), 128))
         plans.append(callback.plan)
     late, early = plans
     (line,) = (line for line in advice_lines(late) if "zero_grad" in line)

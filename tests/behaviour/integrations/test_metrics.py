@@ -26,18 +26,14 @@ PREDICTED = {
 }
 
 
-def test_what_is_known_before_a_measurement():
-    assert plan_metrics(blocks_plan(4), plans=2) == pytest.approx(PREDICTED)
-
-
 def test_what_was_measured_stands_beside_what_was_predicted():
-    plan = blocks_plan(4).with_measured(peak_bytes=3_800_000, step_ms=110.0, recompute_ms=10.0)
+    """Every metric is a number that a logger takes."""
+    plan = blocks_plan(4)
+    assert plan_metrics(plan, plans=2) == pytest.approx(PREDICTED)
+    assert {type(value) for value in plan_metrics(plan).values()} == {float}
+    plan = plan.with_measured(peak_bytes=3_800_000, step_ms=110.0, recompute_ms=10.0)
     measured = {"hiremate/measured_peak_bytes": 3_800_000, "hiremate/measured_overhead": 0.1}
     assert plan_metrics(plan, plans=2) == pytest.approx({**PREDICTED, **measured})
-
-
-def test_every_metric_is_a_number_that_a_logger_takes():
-    assert {type(value) for value in plan_metrics(blocks_plan(4)).values()} == {float}
 
 
 class Notebook(DummyLogger):

@@ -28,12 +28,7 @@ class Regression(pl.LightningModule):
 
 
 def trainer(*callbacks, **options):
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     return pl.Trainer(accelerator="cpu", devices=1, max_steps=5, callbacks=list(callbacks), **quiet, **options)
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from hiremate_lightning import get_plan, hiremate, remove_hiremate
 from hiremate_lightning.calls.replaced import checkpointed_modules
 from hiremate_lightning.torch_private import compiled_by_torch
-from tests.exact import differing, drawn, quiet, simple_loop, train_both
+from tests.exact import differing, drawn, quiet, simple_loop, take_steps, train_both
 
 ROWS, SIZE, BLOCKS = 128, 32, 4
 make_batch = drawn(ROWS, SIZE)
@@ -82,26 +82,22 @@ def test_training_is_the_same_in_place_of_checkpointing(make):
 
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 def test_it_is_put_back_when_the_plan_goes(make, capsys):
+    """The peak with checkpointing is below that without."""
     model = make()
     before = functions_of(model)
+    assert checkpointed_modules(model) == BLOCKS
+    assert checkpointed_modules(Net()) == 0
     hiremate(model, "70%", time_limit_s=2)
-    for seed in range(2):
-        model(make_batch(seed)).square().mean().backward()
+    take_steps(model, make_batch, 2, clears="never")
     assert not any(function in before for function in functions_of(model))
     said = capsys.readouterr().err
-    assert said.count(f"in place of activation checkpointing ({BLOCKS} modules): peak about") == 1
+    words = f"in place of activation checkpointing ({BLOCKS} modules): peak about "
+    assert said.count(words) == 1
+    with_it, without = (float(said.partition(words)[2].partition(" with it, ")[i].split()[0]) for i in (0, 2))
+    assert 0 < with_it < without
     remove_hiremate(model)
     assert functions_of(model) == before
     assert len(before) == BLOCKS
-
-
-def test_the_peak_with_checkpointing_is_below_that_without(capsys):
-    model = hiremate(switch_on(Net()), "70%", time_limit_s=2)
-    for seed in range(2):
-        model(make_batch(seed)).square().mean().backward()
-    words = capsys.readouterr().err.partition("peak about ")[2]
-    with_it, without = (float(words.partition(" with it, ")[i].split()[0]) for i in (0, 2))
-    assert 0 < with_it < without
 
 
 def test_checkpointing_that_is_switched_on_later_is_replaced_too():
@@ -143,14 +139,6 @@ def test_what_reentrant_checkpoint_gives_no_gradient_gets_none():
         logs.append([p.grad for p in model.parameters()])
     assert logs[0][0] is None
     assert not differing(logs[1], logs[0])
-
-
-def test_modules_that_checkpoint_are_counted_and_left_alone():
-    model = switch_on(Net())
-    before = functions_of(model)
-    assert checkpointed_modules(model) == BLOCKS
-    assert checkpointed_modules(Net()) == 0
-    assert functions_of(model) == before
 
 
 def test_what_torch_compile_returned_runs_as_written_for_a_while():

@@ -197,11 +197,10 @@ NET = """
 
     torch.manual_seed(0)
 """
+HEAD = NET + "    model = Net()\n    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
 LOOP = (
-    NET
+    HEAD
     + """
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(4):
         model(torch.randn(128, 32)).square().mean().backward()
         optimizer.step()
@@ -239,12 +238,29 @@ def test_arguments_names_and_folders_are_those_of_python(capsys):
     assert (sys.argv, sys.path, sys.modules["__main__"]) == before
 
 
-@pytest.mark.parametrize(("ending", "code"), [("sys.exit(3)", 3), ("sys.exit('words')", "words"), ("exit()", None)])
-def test_exit_codes_are_those_of_the_script(ending, code):
-    write("train.py", f"import sys\n{ending}")
-    with pytest.raises(SystemExit) as stop:
-        run("train.py")
-    assert stop.value.code == code
+@pytest.mark.parametrize(
+    ("text", "kind", "code"),
+    [
+        ("import sys\nsys.exit(3)", SystemExit, 3),
+        ("import sys\nsys.exit('words')", SystemExit, "words"),
+        ("exit()", SystemExit, None),
+        ("raise KeyboardInterrupt", KeyboardInterrupt, None),
+        (
+            "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: exit(5))\nos.kill(os.getpid(), 15)",
+            *(SystemExit, 5),
+        ),
+    ],
+    ids=["number", "words", "none", "Ctrl-C", "signal"],
+)
+def test_exit_codes_are_those_of_the_script(text, kind, code):
+    write("train.py", text)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(kind) as stop:
+            run("train.py")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert getattr(stop.value, "code", None) == code
 
 
 def test_an_error_of_the_script_shows_its_own_traceback(capsys):
@@ -360,23 +376,6 @@ def test_programs_that_a_script_starts_are_named(capsys):
     ]
 
 
-def test_ctrl_c_passes_through(capsys):
-    write("train.py", "raise KeyboardInterrupt")
-    with pytest.raises(KeyboardInterrupt):
-        run("train.py")
-
-
-def test_signals_reach_the_script():
-    write("train.py", "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: exit(5))\nos.kill(os.getpid(), 15)")
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(SystemExit) as stop:
-            run("train.py")
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert stop.value.code == 5
-
-
 def test_classes_of_the_script_are_saved_and_loaded_whole():
     text = "torch.save(Net(), 'net.pt'); torch.load('net.pt', weights_only=False)(torch.ones(2, 32)).sum().backward()"
     write("train.py", NET + f"    {text}\n")
@@ -412,13 +411,6 @@ def test_workers_of_data_loaders_plan_nothing(capfd):
 # ---------------------------------------------------------------- what is planned
 
 
-def test_the_budget_comes_from_the_environment(capsys, monkeypatch):
-    monkeypatch.setenv("HIREMATE_BUDGET", "10")
-    write("train.py", LOOP)
-    assert main(["train.py"]) == 2
-    assert "Cannot read the budget '10'" in capsys.readouterr().err
-
-
 def test_a_dry_run_stops_after_the_plan_was_measured(capsys):
     write("train.py", LOOP.replace("range(4):", "range(10**9):"))
     with pytest.raises(SystemExit) as stop:
@@ -429,9 +421,6 @@ def test_a_dry_run_stops_after_the_plan_was_measured(capsys):
     assert "stopped by --dry-run after 2 updates of the weights" in said
     assert "run --html" not in said, "it was asked for"
     assert Path("plan.html").is_file()
-
-
-def test_a_dry_run_of_one_step_says_what_it_lacks(capsys):
     write("train.py", LOOP.replace("range(4):", "range(1):"))
     assert run("--dry-run", "train.py") == 0
     said = capsys.readouterr().err
@@ -469,11 +458,9 @@ def test_it_says_why_no_training_step_was_seen(capsys, call, reason):
 
 
 ITSELF = (
-    NET
+    HEAD
     + """
     from hiremate_lightning import get_plan, hiremate
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def train():
         for _ in range(3):
@@ -500,7 +487,17 @@ def test_a_script_that_plans_by_itself_wins(capsys, trainings):
     assert "the script plans Net by itself: that holds" in said.err
 
 
-HEAD = NET + "    model = Net()\n    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+TRAIN = """
+    def train(call, before=lambda: None):
+        for _ in range(4):
+            with torch.no_grad():
+                before()
+            loss = call(torch.randn(128, 32)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            print(loss.item())
+"""
 STYLES = {
     "autograd.grad": """
     for _ in range(4):
@@ -511,7 +508,7 @@ STYLES = {
         print(loss.item())
     """,
     "closures": """
-    def train(forward, steps=3):
+    def train_by_closures(forward, steps=3):
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
         for _ in range(steps):
             x = torch.randn(128, 32)
@@ -521,48 +518,25 @@ STYLES = {
                 loss.backward()
                 return loss
             print(optimizer.step(closure).item())
-    train(lambda x: model(x))
+    train_by_closures(lambda x: model(x))
     """,
     "a compiled model, and an export that is tried out": """
     torch.jit.script(Net())(torch.ones(2, 32))
     compiled = torch.compile(model, backend="eager")
-    for _ in range(4):
-        loss = compiled(torch.randn(128, 32)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        print(loss.item())
+    train(compiled)
     """,
     "a model compiled in place": """
     model.compile(backend="eager")
-    for _ in range(4):
-        with torch.no_grad():
-            print(model(torch.ones(2, 32)).sum().item())
-        loss = model(torch.randn(128, 32)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        print(loss.item())
+    train(model, lambda: print(model(torch.ones(2, 32)).sum().item()))
     """,
     "layers compiled in both ways": """
     model.layers[0].compile(backend="eager")
     model.layers[1] = torch.compile(model.layers[1], backend="eager")
-    for _ in range(4):
-        loss = model(torch.randn(128, 32)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        model.layers[2].compile(backend="eager")
-        print(loss.item())
+    train(model, lambda: model.layers[2].compile(backend="eager"))
     """,
     "DataParallel of one device": """
     parallel = nn.DataParallel(model)
-    for _ in range(4):
-        loss = parallel(torch.randn(128, 32)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        print(loss.item())
+    train(parallel)
     """,
 }
 
@@ -572,7 +546,7 @@ def test_other_styles_train_the_same(capsys, monkeypatch, style):
     """What exists is looked at for what is new, not at each step: that takes tenths of a second."""
     looks, look = [], any_script.Alive.__init__
     monkeypatch.setattr(any_script.Alive, "__init__", lambda alive: looks.append(alive) or look(alive))
-    write("train.py", HEAD + STYLES[style])
+    write("train.py", HEAD + TRAIN + STYLES[style])
     python(Path("train.py").absolute())
     printed = capsys.readouterr().out
     assert run("--on-infeasible", "warn", "--json", "plan.json", "train.py") == 0
@@ -611,10 +585,14 @@ def test_options_that_are_not_there_are_named(capsys):
     assert "There is no file 'nowhere.py' to run" in capsys.readouterr().err
 
 
-def test_it_is_a_command_of_hiremate(capsys):
+def test_it_is_a_command_of_hiremate(capsys, monkeypatch):
+    """Its budget may come from the environment."""
     write("train.py", "print('ran')")
     assert cli.main(["run", "train.py"]) == 0
     assert capsys.readouterr().out == "ran\n"
+    monkeypatch.setenv("HIREMATE_BUDGET", "10")
+    assert main(["train.py"]) == 2
+    assert "Cannot read the budget '10'" in capsys.readouterr().err
 
 
 def test_doctor_stops_before_the_first_step(capsys):

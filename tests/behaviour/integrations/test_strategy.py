@@ -77,9 +77,17 @@ def test_the_name_alone_is_enough():
 
 
 def test_one_trainer_fits_twice_and_tests():
+    """An exception leaves every module as it was."""
+
     class Tests(CallsItself):
+        fails = False
+
         def test_step(self, batch, index):
             self.log("test", self(batch[0]).square().mean())
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if self.fails and batch_idx == 2:
+                raise KeyError("the user's own")
 
     module, runner = Tests(), quiet_trainer(strategy=strategy())
     for _ in range(2):
@@ -88,15 +96,7 @@ def test_one_trainer_fits_twice_and_tests():
         assert_left_alone(module)
     runner.test(module, batches(), verbose=False)
     assert_left_alone(module)
-
-
-def test_an_exception_leaves_every_module_as_it_was():
-    class Fails(CallsItself):
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            if batch_idx == 2:
-                raise KeyError("the user's own")
-
-    module = Fails()
+    module.fails = True
     with pytest.raises(KeyError, match="the user's own"):
         quiet_trainer(strategy=strategy()).fit(module, batches())
     assert_left_alone(module)

@@ -11,10 +11,10 @@ from torch import nn
 
 from hiremate_lightning.command_line.arguments import read_counts, read_inputs
 from hiremate_lightning.command_line.cli import main
-from hiremate_lightning.command_line.counts import Count, answer, count_line, look_at
+from hiremate_lightning.command_line.comparisons import answer, count_line, look_at
 from hiremate_lightning.command_line.factory import Workload
 from hiremate_lightning.command_line.offline import OfflineOptions, capture_offline
-from hiremate_lightning.command_line.sharded import Layout, planned_paths, repeated_blocks
+from hiremate_lightning.command_line.without_device import Layout, planned_paths, repeated_blocks
 from hiremate_lightning.errors import ConfigurationError
 from hiremate_lightning.torch_private import sharding
 from hiremate_lightning.units import format_bytes
@@ -183,23 +183,24 @@ def test_the_outermost_repeated_blocks_are_units():
 
 def count(gpus, fits, peak_bytes, overhead=0.1, plain_bytes=None):
     plain_bytes = 2 * peak_bytes if plain_bytes is None else plain_bytes
-    return Count(gpus, gpus, 1, fits, plain_bytes, peak_bytes, {}, 1.0, overhead, 0, 0.0)
+    row = {"gpus": gpus, "fsdp": gpus, "tp": 1, "fits": fits, "overhead": overhead}
+    return {**row, "unplanned_peak_bytes": plain_bytes, "peak_bytes": peak_bytes}
 
 
-def test_auto_ends_with_the_first_number_that_is_enough():
-    found = [*look_at((), lambda gpus: count(gpus, gpus > 2, 100 // gpus, 0.0 if gpus >= 16 else 0.1))]
+@pytest.mark.parametrize(
+    ("asked", "looked_at", "more"),
+    [((), [1, 2, 4], ""), ((2, 4, 16), [2, 4, 16], " With 16 nothing is recomputed.")],
+    ids=["auto ends with the first that is enough", "all that were named"],
+)
+def test_numbers_are_looked_at_and_answered(asked, looked_at, more):
+    found = [*look_at(asked, lambda gpus: count(gpus, gpus > 2, 100 // gpus, 0.0 if gpus >= 16 else 0.1))]
 
-    assert [c.gpus for c in found] == [1, 2, 4]
-    assert answer(found) == "4 GPUs are enough, with +10.0% time for recomputation."
+    assert [c["gpus"] for c in found] == looked_at
+    assert answer(found) == "4 GPUs are enough, with +10.0% time for recomputation." + more
 
 
-def test_numbers_that_were_named_are_all_looked_at():
-    found = [*look_at((2, 4, 16), lambda gpus: count(gpus, gpus > 2, 100 // gpus, 0.0 if gpus >= 16 else 0.1))]
-
-    assert answer(found) == "4 GPUs are enough, with +10.0% time for recomputation. With 16 nothing is recomputed."
-
-
-def test_a_number_is_told_in_a_line():
+def test_a_number_is_read_and_told_in_a_line():
+    assert [read_counts(text) for text in (None, "2, 4,2", "auto")] == [(1,), (2, 4), ()]
     assert count_line(count(1, False, 2**30)) == "1 GPU: does not fit, the smallest peak found is 1.00 GiB"
     assert count_line(count(2, True, 2**30)) == "2 GPUs: fits, peak 1.00 GiB, extra time +10.0%"
     assert count_line(count(4, True, 2**30, 0.0)) == "4 GPUs: fits, peak 1.00 GiB, nothing recomputed"
@@ -208,12 +209,6 @@ def test_a_number_is_told_in_a_line():
 def test_auto_ends_where_more_gpus_do_not_help():
     found = [*look_at((), lambda gpus: count(gpus, False, 2**30 + 2**30 // gpus))]
 
-    assert [c.gpus for c in found] == [1, 2, 4, 8, 16, 32, 64]
-    least = format_bytes(found[-1].peak_bytes, up=True)
+    assert [c["gpus"] for c in found] == [1, 2, 4, 8, 16, 32, 64]
+    least = format_bytes(found[-1]["peak_bytes"], up=True)
     assert f"is enough: the smallest peak found is {least} on each GPU, with 64. Raise the budget" in answer(found)
-
-
-def test_numbers_of_gpus_are_read():
-    assert read_counts(None) == (1,)
-    assert read_counts("2, 4,2") == (2, 4)
-    assert read_counts("auto") == ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from hiremate_lightning.command_line.factory import Workload
 from hiremate_lightning.command_line.offline import OfflineOptions, capture_offline
-from hiremate_lightning.command_line.sharded import PARTS, SHARDS, Layout, divide
-from hiremate_lightning.command_line.without_device import rates_of
+from hiremate_lightning.command_line.without_device import PARTS, SHARDS, Layout, divide, rates_of
 from hiremate_lightning.records.schedule import lower
 from hiremate_lightning.records.simulation import simulate
 from tests.exact import assert_same
@@ -82,33 +80,44 @@ def test_a_budget_too_small_for_one_rank_is_an_error_on_both(ranks: Ranks):
 
 
 @pytest.mark.parametrize("case", [*CASES, *HEAVY, *SCORED], ids=str)
-def test_losses_gradients_and_weights_are_those_without_a_plan(ranks: Ranks, case: Case):
+def test_a_sharded_model_trains_as_without_a_plan(ranks: Ranks, case: Case):
+    """By one plan, made at the second step without warnings, whose peak and resident bytes are the measured ones.
+
+    Where parameters stay whole between backwards, the first one's gathers are counted in the others too. All that is
+    resident and not a shard, or an optimizer's state of one, is the batch.
+    """
     for left in ranks:
         plain, planned = left[case.name]
         assert_equal(planned, plain)
+        assert planned.planned_at == (1 if case.micro == 1 else 0)
+        (plan,) = planned.plans
+        assert plan.schedule.recomputed(plan.graph)
+        predicted = plan.planned_peak_bytes - plan.resident_bytes
+        if case.gloo:  # it frees the buffers of collectives inside of graphs, unseen
+            assert predicted < plan.unplanned_peak_bytes - plan.resident_bytes
+            continue
+        assert planned.said == []
+        assert (0.8 if case.keeps else 0.99) * predicted <= planned.peak_bytes <= 1.001 * predicted
+        assert plan.measured.peak_bytes is not None
+        assert plan.measured.peak_bytes <= plan.budget_bytes
+        assert planned.peak_bytes < plain.peak_bytes
+        if case.micro == 1:
+            assert plan.resident_bytes == planned.resident_bytes + case.rows * case.length * 8
 
 
 @pytest.mark.parametrize("case", PIPELINES, ids=str)
 def test_stages_of_a_pipeline_train_as_without_a_plan(ranks: Ranks, case: Pipeline):
-    for left in ranks:
-        plain, planned = left[case.name]
-        assert planned.said == []
-        assert len(planned.losses) == len(plain.losses)
-        assert all(map(torch.equal, planned.losses, plain.losses))
-        for mine, theirs in zip((*planned.gradients, planned.weights), (*plain.gradients, plain.weights), strict=True):
-            assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
-    assert ranks[1][case.name][0].losses
-
-
-@pytest.mark.parametrize("case", PIPELINES, ids=str)
-def test_graphs_that_wait_in_a_pipeline_count(ranks: Ranks, case: Pipeline):
     """The peak of an iteration is that of its largest piece, as predicted, with the graphs that wait beside it.
 
     Without a plan it would exceed the budget. By how much depends on PyTorch: since 2.15 the buffers that a stage
     receives its inputs in are allocated in each iteration, planned or not, and outputs hold them to its end.
     """
+    assert ranks[1][case.name][0].losses
     for left in ranks:
         plain, planned = left[case.name]
+        for name in ("losses", "gradients", "weights"):
+            assert_same(getattr(planned, name), getattr(plain, name), name)
+        assert planned.said == []
         measured = [plan for plan in planned.plans if plan.measured.peak_bytes is not None]
         assert all(max(plan.measured.peak_bytes, plan.planned_peak_bytes) <= plan.budget_bytes for plan in measured)
         found = max(plan.measured.peak_bytes for plan in measured)
@@ -117,33 +126,6 @@ def test_graphs_that_wait_in_a_pipeline_count(ranks: Ranks, case: Pipeline):
         buffers = 2 * BUFFERS_BYTES  # of the stage, outputs and gradients of outputs: no tensors of the model
         assert found - buffers <= planned.peak_bytes + planned.resident_bytes <= found + buffers
         assert plain.peak_bytes + plain.resident_bytes > max(plan.budget_bytes for plan in measured)
-        assert planned.peak_bytes < plain.peak_bytes
-
-
-@pytest.mark.parametrize("case", [*CASES, *HEAVY, *SCORED], ids=str)
-def test_units_get_one_plan_at_the_second_step_without_warnings(ranks: Ranks, case: Case):
-    for left in ranks:
-        _, planned = left[case.name]
-        assert planned.said == [] or case.gloo  # see below
-        assert planned.planned_at == (1 if case.micro == 1 else 0)
-        (plan,) = planned.plans
-        assert plan.schedule.recomputed(plan.graph)
-
-
-@pytest.mark.parametrize("case", [*CASES, *HEAVY, *SCORED], ids=str)
-def test_the_measured_peak_is_the_predicted_one(ranks: Ranks, case: Case):
-    """Where parameters stay whole between backwards, the first one's gathers are counted in the others too."""
-    for left in ranks:
-        plain, planned = left[case.name]
-        (plan,) = planned.plans
-        predicted = plan.planned_peak_bytes - plan.resident_bytes
-        if case.gloo:  # it frees the buffers of collectives inside of graphs, unseen
-            assert predicted < plan.unplanned_peak_bytes - plan.resident_bytes
-            continue
-        assert planned.peak_bytes <= 1.001 * predicted
-        assert planned.peak_bytes >= (0.8 if case.keeps else 0.99) * predicted
-        assert plan.measured.peak_bytes is not None
-        assert plan.measured.peak_bytes <= plan.budget_bytes
         assert planned.peak_bytes < plain.peak_bytes
 
 
@@ -166,8 +148,8 @@ def layout_of(case: Case) -> Layout:
 def test_a_step_without_processes_has_the_measured_peak(ranks: Ranks, case: Case):
     """What `hiremate plan` with --fsdp or --tp predicts of the plan that the processes ran by is what they measured."""
     workload = Workload(lambda: (case.model(), tokens(0, 0, case)), case.name)
-    captured = capture_offline(workload, OfflineOptions(layout=layout_of(case)))
-    step = replace(captured, zero_grad="before").estimated(rates_of(torch.device("cpu")))  # as there
+    captured = capture_offline(workload, OfflineOptions(layout=layout_of(case), zero_grad="before"))  # as there
+    step = captured.estimated(rates_of(torch.device("cpu")))
     for left in ranks:
         _, planned = left[case.name]
         (plan,) = planned.plans
@@ -175,17 +157,6 @@ def test_a_step_without_processes_has_the_measured_peak(ranks: Ranks, case: Case
         assert captured.resident_bytes == plan.resident_bytes
         predicted = simulate(step.graph, step.profile, schedule).peak_bytes
         assert predicted == pytest.approx(planned.peak_bytes, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    "case", [case for case in (*CASES, *HEAVY, *SCORED) if case.micro == 1 and not case.gloo], ids=str
-)
-def test_resident_bytes_are_those_of_the_local_shards(ranks: Ranks, case: Case):
-    """All that is not a shard, or an optimizer's state of one, is the batch."""
-    for left in ranks:
-        _, planned = left[case.name]
-        (plan,) = planned.plans
-        assert plan.resident_bytes == planned.resident_bytes + case.rows * case.length * 8
 
 
 def test_ranks_train_on_different_batches_and_shards(ranks: Ranks):

@@ -10,7 +10,7 @@ import pytest
 from hiremate_lightning.planning.plan import measured_line, planned_lines
 from hiremate_lightning.planning.solvers.base import Status
 from hiremate_lightning.records.graph import OUTSIDE
-from hiremate_lightning.reporting.breakdown import (
+from hiremate_lightning.reporting.plan_summary import (
     ModuleRow,
     ModuleUse,
     add_uses,
@@ -53,7 +53,9 @@ def test_kept_and_not_kept_are_what_plain_training_keeps_if_the_plan_keeps_part_
 
 
 def test_an_operation_that_runs_twice_again_counts_once_with_all_its_time():
+    """Views are no operations: of qkv, its split and attend two are."""
     plan = blocks_plan(1)
+    assert uses_by_module(plan)["net.blocks.0.attn"].operations == 2
     recompute = plan.solution.recompute
     embed = 0
     twice = replace(plan.solution, recompute=(*recompute[:-1], (*recompute[-1], embed)))
@@ -73,29 +75,17 @@ def test_a_replayed_dropout_counts_as_the_dropout():
 
 
 def test_a_storage_counts_once_and_for_the_first_that_makes_it():
+    """Resident bytes are not kept by the plan."""
     b = Builder()
+    weight = b.input("weight", 1000)
     b.module = "first"
     a = b.op("a", (), 100)
     b.module = "second"
-    alias = b.op("alias", (), view_of=a)
-    b.op("g", (a, alias), 1, backward=True)
-    graph, profile = b.graph()
-    uses = uses_by_module(plan_keeping(graph, profile, ["a"]))
-    assert (uses["first"].kept_bytes, uses["second"].kept_bytes) == (100, 0)
-
-
-def test_resident_bytes_are_not_kept_by_the_plan():
-    b = Builder()
-    weight = b.input("weight", 1000)
-    transposed = b.op("transpose", (weight,), view_of=weight)
-    b.op("g", (transposed,), 1, backward=True)
-    graph, profile = b.graph()
-    assert uses_by_module(plan_keeping(graph, profile, ["transpose"]))[""] == ModuleUse()
-
-
-def test_views_are_no_operations():
-    uses = uses_by_module(blocks_plan(1))
-    assert uses["net.blocks.0.attn"].operations == 2  # qkv and attend; split is a view
+    alias, transposed = b.op("alias", (), view_of=a), b.op("transpose", (weight,), view_of=weight)
+    b.op("g", (a, alias, transposed), 1, backward=True)
+    uses = uses_by_module(plan_keeping(*b.graph(), ["a", "transpose"]))
+    assert uses["first"].kept_bytes == 100
+    assert (uses["second"].kept_bytes, uses["second"].dropped_bytes) == (0, 0)
 
 
 def test_the_share_kept_is_unknown_where_there_is_nothing_to_keep():
@@ -125,23 +115,17 @@ def test_equal_blocks_share_a_row_above_their_parts():
 
 
 def test_rows_add_up_to_the_whole_and_parts_to_their_blocks():
-    plan = mixed_plan()
+    """Blocks that are planned differently stay in one row, which shows the share of each."""
+    plan = mixed_plan(4, kept_blocks=2)
     rows = module_rows(plan)
     whole = add_uses(row.use for row in rows if not row.depth)
     assert whole.kept_bytes == plan.planned.saved_bytes
-    blocks = next(row for row in rows if row.count == 4)
+    (blocks,) = (row for row in rows if row.count == 4)
+    assert (blocks.label, blocks.shares) == ("net.blocks.0-3", pytest.approx((1.0, 1.0, 5 / 53, 5 / 53)))
     parts = add_uses(row.use for row in rows if row.depth)
     assert (parts.kept_bytes, parts.dropped_bytes) == (blocks.use.kept_bytes, blocks.use.dropped_bytes)
     assert (parts.recomputed, parts.operations) == (blocks.use.recomputed, blocks.use.operations)
-
-
-def test_blocks_planned_alike_show_no_shares():
-    assert all(row.shares == () for row in module_rows(blocks_plan(4)))
-
-
-def test_blocks_planned_differently_stay_in_one_row_that_shows_the_share_of_each():
-    row = next(row for row in module_rows(mixed_plan(4, kept_blocks=2)) if row.label == "net.blocks.0-3")
-    assert row.shares == pytest.approx((1.0, 1.0, 5 / 53, 5 / 53))
+    assert all(row.shares == () for row in module_rows(blocks_plan(4))), "planned alike"
 
 
 @pytest.mark.parametrize("limit", [2, 3, 5, 8, 12])
@@ -152,33 +136,25 @@ def test_rows_stay_within_their_limit(limit: int, blocks: int):
     assert add_uses(row.use for row in rows if not row.depth).kept_bytes == blocks_plan(blocks).planned.saved_bytes
 
 
-def test_different_modules_get_rows_until_there_is_no_room_and_the_rest_is_summed_up():
-    sizes = tuple(1000 + i for i in range(30))
-    rows = module_rows(flat_plan(sizes, "layers.{}"), limit=5)
-    assert [row.label for row in rows] == ["layers.26", "layers.27", "layers.28", "layers.29", "26 others"]
-    assert rows[-1].use.kept_bytes == sum(sizes[:26])
-
-
-def test_modules_too_small_to_matter_are_summed_up():
-    rows = module_rows(flat_plan((10_000, 1, 2, 20_000)))
-    assert [row.label for row in rows] == ["layer0.act", "layer3.act", "2 others"]
-
-
-def test_one_small_module_keeps_its_row():
-    assert len(module_rows(flat_plan((10_000, 1, 20_000)))) == 3
-
-
-def test_numbers_in_names_group_like_numbers_in_paths():
-    assert labels(module_rows(flat_plan((1000,) * 12, "encoder_layer_{}"))) == [(0, "encoder_layer_0-11", 12)]
-
-
-def test_equal_blocks_with_others_between_them_are_marked_as_not_all():
-    rows = module_rows(flat_plan((1000, 500, 1000, 500), "blocks.{}"))
-    assert labels(rows) == [(0, "blocks.0..2", 2), (0, "blocks.1..3", 2)]
-
-
-def test_operations_of_the_planned_module_itself_have_a_row():
-    assert labels(module_rows(flat_plan((1000,), ""))) == [(0, "(itself)", 1)]
+@pytest.mark.parametrize(
+    ("sizes", "name", "limit", "expected"),
+    [
+        (tuple(1000 + i for i in range(30)), "layers.{}", 5, [*(f"layers.{i}" for i in range(26, 30)), "26 others"]),
+        ((10_000, 1, 2, 20_000), "layer{}.act", 20, ["layer0.act", "layer3.act", "2 others"]),
+        ((10_000, 1, 20_000), "layer{}.act", 20, ["layer0.act", "layer1", "layer2.act"]),
+        ((1000,) * 12, "encoder_layer_{}", 20, ["encoder_layer_0-11 x12"]),
+        ((1000, 500, 1000, 500), "blocks.{}", 20, ["blocks.0..2 x2", "blocks.1..3 x2"]),
+        ((1000,), "", 20, ["(itself)"]),
+    ],
+    ids=["no more rows", "too small to matter", "one is small", "numbers in names", "others between", "itself"],
+)
+def test_modules_get_rows_and_the_rest_is_summed_up(sizes, name, limit, expected):
+    rows = module_rows(flat_plan(sizes, name), limit)
+    assert {row.depth for row in rows} == {0}
+    assert [
+        f"{row.label} x{row.count}" if ".." in row.label or "-" in row.label else row.label for row in rows
+    ] == expected
+    assert add_uses(row.use for row in rows).kept_bytes == sum(sizes)
 
 
 def test_an_empty_step_has_no_rows():
@@ -190,11 +166,16 @@ def test_an_empty_step_has_no_rows():
 
 
 def test_plans_are_described_by_peak_time_and_solver():
-    assert planned_lines(blocks_plan(4)) == [
+    """The root needs no name; stages of planning that took no time are left out."""
+    plan = blocks_plan(4)
+    assert planned_lines(plan) == [
         "HiRemate plan of GPT: peak 5.48 MiB -> 3.69 MiB, budget 3.79 MiB, extra time +16.8%",
         "  hilp: the best possible (no plan below +16.8%); planned in 1.95 s: tracing 500 ms, profiling 250 ms, "
         "solving 1.2 s",
     ]
+    assert planned_lines(blocks_plan(1, target=""))[0].startswith("HiRemate plan: peak ")
+    line = planned_lines(replace(plan, planning=replace(plan.planning, capture_s=0.0, profile_s=0.0)))[1]
+    assert line.endswith("planned in 1.2 s: solving 1.2 s")
 
 
 def test_a_plan_that_does_nothing_says_so():
@@ -205,47 +186,33 @@ def test_a_plan_that_does_nothing_says_so():
     assert second.startswith("  hilp: nothing is recomputed; planned in 1.95 s")
 
 
-def test_a_share_shows_beside_its_bytes():
+def test_a_share_or_a_peak_over_the_budget_shows_beside_its_bytes():
     assert "budget 3.79 MiB (50%)" in planned_lines(blocks_plan(4, budget=Budget(share=0.5)))[0]
     assert "budget 3.79 MiB (auto)" in planned_lines(blocks_plan(4, budget=Budget()))[0]
-
-
-def test_a_solver_that_was_stopped_says_why_and_how_far_it_got():
-    plan = blocks_plan(4)
-    solution = replace(plan.solution, status=Status.FEASIBLE, stopped_by="time limit", bound_ms=8.0)
-    line = planned_lines(replace(plan, solution=solution))[1]
-    assert line.startswith("  hilp: within 1.6% of the best possible (no plan below +14.9%), stopped by time limit; ")
-
-
-@pytest.mark.parametrize(
-    ("bound_ms", "words"),
-    [(9.0, "hilp: the best possible (no plan below +16.8%)"), (8.8, "hilp: within 0.3% of the best possible")],
-)
-def test_what_may_be_slower_is_not_called_optimal(bound_ms, words):
-    """A solver calls itself optimal within the gap that it was given."""
-    plan = blocks_plan(4)
-    line = planned_lines(replace(plan, solution=replace(plan.solution, bound_ms=bound_ms)))[1]
-    assert words in line
-    assert "optimal" not in line
-
-
-def test_a_solver_without_a_bound_claims_none():
-    plan = blocks_plan(4)
-    line = planned_lines(replace(plan, solution=replace(plan.solution, bound_ms=0.0)))[1]
-    assert "no lower bound known" in line
-    assert "best possible" not in line
-
-
-def test_planning_stages_that_took_no_time_are_left_out():
-    plan = blocks_plan(4)
-    line = planned_lines(replace(plan, planning=replace(plan.planning, capture_s=0.0, profile_s=0.0)))[1]
-    assert line.endswith("planned in 1.2 s: solving 1.2 s")
-
-
-def test_a_plan_over_its_budget_says_so_in_capitals():
     plan = blocks_plan(4)
     over = replace(plan, budget_bytes=plan.planned_peak_bytes - 2**20)
     assert "-> 3.69 MiB (1.00 MiB OVER the budget), budget 2.69 MiB" in planned_lines(over)[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"bound_ms": 9.0}, "  hilp: the best possible (no plan below +16.8%)"),
+        ({"bound_ms": 8.8}, "  hilp: within 0.3% of the best possible"),
+        (
+            {"status": Status.FEASIBLE, "stopped_by": "time limit", "bound_ms": 8.0},
+            "  hilp: within 1.6% of the best possible (no plan below +14.9%), stopped by time limit; ",
+        ),
+        ({"bound_ms": 0.0}, "  hilp: no lower bound known"),
+    ],
+)
+def test_what_may_be_slower_is_not_called_optimal(changes, words):
+    """A solver calls itself optimal within the gap that it was given."""
+    plan = blocks_plan(4)
+    line = planned_lines(replace(plan, solution=replace(plan.solution, **changes)))[1]
+    assert line.startswith(words)
+    assert "optimal" not in line
+    assert ("best possible" in line) == (changes["bound_ms"] > 0)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +230,3 @@ def test_a_plan_over_its_budget_says_so_in_capitals():
 )
 def test_measured_stands_beside_predicted(measured: dict[str, Any], said: str):
     assert measured_line(blocks_plan(4).with_measured(**measured)) == f"HiRemate plan of GPT, measured: {said}"
-
-
-def test_the_root_needs_no_name():
-    assert planned_lines(blocks_plan(1, target=""))[0].startswith("HiRemate plan: peak ")

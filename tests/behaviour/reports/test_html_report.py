@@ -40,9 +40,8 @@ class _Reader(HTMLParser):
         found = dict(attrs)
         self.addresses += [value for name in ("src", "href") if (value := found.get(name))]
         self.ids += [value] if (value := found.get("id")) else []
-        self._inside = (
-            "plan" if found.get("id") == "plan" else tag if tag in ("td", "th", "title", "script") else self._inside
-        )
+        is_text = tag in ("td", "th", "title", "script")
+        self._inside = "plan" if found.get("id") == "plan" else tag if is_text else self._inside
         if tag == "tr":
             self.rows.append([])
         elif tag in ("td", "th"):
@@ -73,31 +72,23 @@ def page(tmp_path: Path) -> Path:
     return write_html(plan, tmp_path / "plan.html", curve_limit_s=2.0)
 
 
-def test_what_was_predicted_stands_beside_what_was_measured(page: Path):
-    rows = read(page).rows
+def test_what_was_predicted_stands_beside_what_was_measured(page: Path, tmp_path: Path):
+    """Equal blocks share a row, those planned differently have a bar each, and the last row is the sum."""
+    rows, text = read(page).rows, page.read_text(encoding="utf-8")
     assert rows[:3] == [
         ["", "predicted", "measured"],
         ["Peak memory", "4.67 MiB", "4.39 MiB"],
         ["Extra time", "+12.3%", "+7.1%"],
     ]
-
-
-def test_what_was_not_measured_says_so(tmp_path: Path):
-    rows = read(write_html(mixed_plan(2), tmp_path / "plan.html", curve_limit_s=0)).rows
-    assert [row[2] for row in rows[1:5]] == ["not yet"] * 4
-
-
-def test_equal_blocks_share_a_row_and_the_last_row_is_the_sum(page: Path):
-    rows = read(page).rows
     assert ["net.blocks.0-3 \u00d74", "1.77 MiB", "1.46 MiB", "10/32", "+6.4 ms", ""] in rows
     assert ["all", "1.80 MiB", "1.59 MiB", "12/35", "+6.6 ms", ""] in rows
-
-
-def test_blocks_planned_differently_have_a_bar_each(page: Path):
-    text = page.read_text(encoding="utf-8")
     row = text[text.index("net.blocks.0-3") :]
     row = row[: row.index("</tr>")]
     assert re.findall(r'title="(\d+)% kept"', row) == ["100", "100", "9", "9"]
+
+    unmeasured = read(write_html(mixed_plan(2), tmp_path / "other.html", curve_limit_s=0))
+    assert [row[2] for row in unmeasured.rows[1:5]] == ["not yet"] * 4
+    assert "frontier" not in unmeasured.ids, "other budgets are left out"
 
 
 def test_what_fills_the_peak_adds_up_to_it(tmp_path: Path):
@@ -120,18 +111,19 @@ def test_what_fills_the_peak_adds_up_to_it(tmp_path: Path):
 
 
 def test_the_page_holds_the_numbers_of_the_plan(tmp_path: Path):
-    plan = replace(mixed_plan(2), target="</script><b>")
-    found = read(write_html(plan, tmp_path / "plan.html", curve_limit_s=0))
+    """Names can't be markup; estimates are called that."""
+    plan = mixed_plan(2)
+    plan = replace(plan, target="</script><b>", profile=replace(plan.profile, device="estimate"))
+    page = write_html(plan, tmp_path / "plan.html", curve_limit_s=0)
+    found = read(page)
     assert json.loads(found.numbers).items() >= plan.to_dict().items()
     assert found.title == "HiRemate plan of </script><b>"
+    assert "estimated from operation counts" in page.read_text("utf-8")
 
-
-def test_the_page_names_no_address(page: Path):
-    assert read(page).addresses == []
-
-
-def test_other_budgets_can_be_left_out(tmp_path: Path):
-    assert "frontier" not in read(write_html(mixed_plan(2), tmp_path / "plan.html", curve_limit_s=0)).ids
+    b = Builder(module="<script>alert(1)</script>")
+    b.op("g", (b.op("a", (), 10),), 1, backward=True, op="<b>")
+    path = write_html(plan_keeping(*b.graph(), ["a"]), tmp_path / "plan.html", curve_limit_s=0)
+    assert "<script>alert" not in path.read_text("utf-8")
 
 
 def above(page: Path) -> list[str]:
@@ -141,17 +133,16 @@ def above(page: Path) -> list[str]:
 
 
 def test_a_verdict_in_one_sentence_stands_above_all(page: Path):
-    assert above(page)[0] == (
+    """Below it is with what the page was made, and when."""
+    verdict, facts = above(page)
+    assert verdict == (
         "GPT trains in 4.39 MiB (measured) instead of 5.48 MiB, within its budget of 4.76 MiB, "
         "for +7.1% time measured, +12.3% predicted."
     )
-
-
-def test_the_page_says_with_what_it_was_made_and_when(page: Path):
-    facts = above(page)[1].split(" \u00b7 ")
-    assert facts[-3].startswith("hiremate-lightning ")
-    assert facts[-2].startswith("Python 3.")
-    assert re.fullmatch(r"20\d\d-\d\d-\d\d \d\d:\d\d UTC", facts[-1])
+    package, python, time = facts.split(" \u00b7 ")[-3:]
+    assert package.startswith("hiremate-lightning ")
+    assert python.startswith("Python 3.")
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d \d\d:\d\d UTC", time)
 
 
 def test_a_plan_over_its_budget_says_so(tmp_path: Path):
@@ -173,36 +164,25 @@ def test_what_a_step_is_given_is_named():
     assert batch_words(plan_keeping(graph, profile, ["a"])) == "8 x 64 int64"
 
 
-def test_estimates_are_called_estimates(tmp_path: Path):
-    plan = mixed_plan(2)
-    plan = replace(plan, profile=replace(plan.profile, device="estimate"))
-    assert "estimated from operation counts" in write_html(plan, tmp_path / "p.html", curve_limit_s=0).read_text(
-        "utf-8"
-    )
-
-
-def test_a_missing_folder_raises_before_anything_is_solved(tmp_path: Path):
+def test_a_missing_folder_or_plan_raises_before_anything_is_solved(tmp_path: Path):
     unsolvable = replace(mixed_plan(2), graph=None)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"There is no folder '.*nowhere' to write plan.html to"):
         write_html(unsolvable, tmp_path / "nowhere" / "plan.html")
-
-
-def test_the_none_of_a_model_without_a_plan_is_no_page(tmp_path: Path):
-    with pytest.raises(
-        ConfigurationError, match=r"Expected a plan to write, found NoneType. get_plan\(model\) returns"
-    ):
+    no_plan = r"Expected a plan to write, found NoneType. get_plan\(model\) returns"
+    with pytest.raises(ConfigurationError, match=no_plan):
         write_html(None, tmp_path / "plan.html")  # type: ignore[arg-type]
 
 
 def test_the_page_is_small_and_dark_where_the_screen_is(page: Path):
+    """Each table and picture scrolls by itself; tables and their columns are named, for readers who hear the page."""
     text = page.read_text(encoding="utf-8")
     assert len(text) < 200_000
     assert text.count("@media (prefers-color-scheme: dark)") == 5  # the page, and its two pictures for each screen
-
-
-def test_each_table_and_picture_scrolls_by_itself(page: Path):
-    text = page.read_text(encoding="utf-8")
     assert text.count("<table") + text.count("<svg") / 2 == text.count('<div class="wide"') == 5
+    assert text.count("<caption>") == text.count("<table")
+    assert "<th>" not in text
+    assert text.count("<th ") == text.count('<th scope="col"')
+    assert read(page).addresses == []
 
 
 def test_a_phone_gets_pictures_that_are_no_wider(page: Path):
@@ -217,14 +197,6 @@ def test_a_phone_gets_pictures_that_are_no_wider(page: Path):
     assert "Touch the picture" in text
 
 
-def test_tables_are_named_and_their_columns_too(page: Path):
-    """For readers who hear the page."""
-    text = page.read_text(encoding="utf-8")
-    assert text.count("<caption>") == text.count("<table")
-    assert "<th>" not in text
-    assert text.count("<th ") == text.count('<th scope="col"')
-
-
 def test_each_operation_of_both_runs_is_there_for_the_pointer(page: Path):
     found = re.search(r'id="steps">(.*?)</script>', page.read_text(encoding="utf-8"))
     assert found is not None
@@ -234,14 +206,6 @@ def test_each_operation_of_both_runs_is_there_for_the_pointer(page: Path):
         assert all(step[2] == sum(step[3:]) for step in run["steps"])
     assert sum(step[1] for step in steps["runs"][1]["steps"]) == len(plan.schedule.recomputed(plan.graph))
     assert steps["nodes"][1] == ["tiny.qkv0", "forward", "net.blocks.0.attn", "", "1 ms"]
-
-
-def test_names_can_not_be_markup(tmp_path: Path):
-    b = Builder(module="<script>alert(1)</script>")
-    b.op("g", (b.op("a", (), 10),), 1, backward=True, op="<b>")
-    graph, profile = b.graph()
-    path = write_html(plan_keeping(graph, profile, ["a"]), tmp_path / "plan.html", curve_limit_s=0)
-    assert "<script>alert" not in path.read_text("utf-8")
 
 
 # ---------------------------------------------------------------- in a browser

@@ -12,124 +12,97 @@ from rich.console import Console
 from torch import nn
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.messages.announcements import Announcements
-from hiremate_lightning.messages.plan_reports import PlanReports
+from hiremate_lightning.messages import Announcements, PlanReports
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.reporting.report import Reporter
 from hiremate_lightning.signatures.step_signature import StepSignature
-from tests.behaviour.reports.test_report import blocks_plan
+from tests.exact import take_steps
+from tests.tiny import blocks_plan
 
 STATE = ("optimizer state", 2**18)
 
 
-@pytest.fixture
-def signature() -> StepSignature:
-    return StepSignature((0,))
+class Told:
+    """Reports of one step signature, and what they said since the last look."""
+
+    def __init__(self) -> None:
+        self.console, self.signature = Console(file=io.StringIO(), width=200), StepSignature((0,))
+        self.reports = PlanReports(Reporter(console=self.console), Announcements("net"))
+
+    def planned(self, *plans: Plan) -> list[str]:
+        for plan in plans:
+            self.reports.planned(self.signature, plan)
+        return self.said()
+
+    def kept(self, *plans: Plan) -> list[str]:
+        for plan in plans:
+            self.reports.kept(self.signature, plan)
+        return self.said()
+
+    def measured(self, *pairs: tuple[Plan, int]) -> list[str]:
+        for plan, peak_bytes in pairs:
+            measured = plan.with_measured(peak_bytes=peak_bytes, step_ms=10.0, recompute_ms=1.0)
+            self.reports.measured(self.signature, measured)
+        return self.said()
+
+    def said(self) -> list[str]:
+        lines = self.console.file.getvalue().splitlines()
+        self.console.file.truncate(0)
+        self.console.file.seek(0)
+        return [line for line in lines if ", more: " not in line]
 
 
-@pytest.fixture
-def console() -> Console:
-    return Console(file=io.StringIO(), width=200)
-
-
-@pytest.fixture
-def reports(console: Console) -> PlanReports:
-    return PlanReports(Reporter(console=console), Announcements("net"))
-
-
-def said(console: Console) -> list[str]:
-    lines = console.file.getvalue().splitlines()
-    console.file.truncate(0)
-    console.file.seek(0)
-    return [line for line in lines if ", more: " not in line]
-
-
-def measured(plan: Plan, peak_bytes: int) -> Plan:
-    return plan.with_measured(peak_bytes=peak_bytes, step_ms=10.0, recompute_ms=1.0)
-
-
-def test_a_measurement_is_said_once(reports: PlanReports, console: Console, signature: StepSignature):
+def test_a_measurement_is_said_once():
+    """One above the budget is said again, and so is that of a new plan."""
     plan = blocks_plan(2)
-    for peak_bytes in (1000, 1001):
-        reports.measured(signature, measured(plan, peak_bytes))
-    assert len(said(console)) == 1
+    over = plan.budget_bytes + 1
+    lines = Told().measured((plan, 1000), (plan, 1001), (plan, over), (plan, over + 1))
+    assert ["OVER the budget" in line for line in lines] == [False, True]
+    assert len(Told().measured((plan, 1000), (blocks_plan(4), 1000))) == 2
 
 
-def test_a_measurement_above_the_budget_is_said_again(reports: PlanReports, console: Console, signature: StepSignature):
-    plan = blocks_plan(2)
-    for peak_bytes in (1000, plan.budget_bytes + 1, plan.budget_bytes + 2):
-        reports.measured(signature, measured(plan, peak_bytes))
-    assert [("OVER the budget" in line) for line in said(console)] == [False, True]
-
-
-def test_a_new_plan_is_measured_anew(reports: PlanReports, console: Console, signature: StepSignature):
-    for plan in (blocks_plan(2), blocks_plan(4)):
-        reports.measured(signature, measured(plan, 1000))
-    assert len(said(console)) == 2
-
-
-def test_a_budget_that_changes_comes_with_its_reason(reports: PlanReports, console: Console, signature: StepSignature):
-    plan = blocks_plan(2)
-    reports.planned(signature, plan)
-    said(console)
+def test_a_budget_that_changes_comes_with_its_reason():
+    """Also where it is smaller: a new optimizer has no state yet, though a resized weight is a little larger."""
+    plan, told = blocks_plan(2), Told()
+    told.planned(plan)
     more = plan.changed(budget_bytes=plan.budget_bytes + STATE[1], resident_parts=(*plan.resident_parts, STATE))
-    for _ in range(2):
-        reports.kept(signature, more)
-    (line,) = said(console)
+    (line,) = told.kept(more, more)
     assert line.startswith("HiRemate plan of GPT: budget ")
     assert line.endswith(", since 256 KiB of optimizer state came, and a share is of what a step adds to that")
 
-
-def test_a_smaller_budget_names_what_is_gone(reports: PlanReports, console: Console, signature: StepSignature):
-    """A new optimizer has no state yet, though a resized weight is a little larger."""
-    plan = blocks_plan(2)
-    weights = ("weights", 2048)
-    reports.planned(signature, plan.changed(budget_bytes=plan.budget_bytes + STATE[1], resident_parts=(STATE,)))
-    said(console)
-    reports.kept(signature, plan.changed(resident_parts=(weights,)))
-    (line,) = said(console)
+    told = Told()
+    told.planned(plan.changed(budget_bytes=plan.budget_bytes + STATE[1], resident_parts=(STATE,)))
+    (line,) = told.kept(plan.changed(resident_parts=(("weights", 2048),)))
     assert line.endswith(", since 256 KiB of optimizer state is gone, and a share is of what a step adds to the rest")
 
 
-def test_no_line_names_a_budget_that_reads_the_same(reports: PlanReports, console: Console, signature: StepSignature):
+PLAN = blocks_plan(2)
+UNSAID = {
+    "reads the same": [{"budget_bytes": size_bytes} for size_bytes in (10_590_000, 10_630_000)],
+    "batches come and go": [  # the last one of each epoch is smaller
+        {"budget_bytes": PLAN.budget_bytes + size_bytes, "resident_parts": (STATE, ("batch", size_bytes))}
+        for size_bytes in (2**16, 2**15, 2**16)
+    ],
+    "smaller for a while": [  # a validation frees the gradients of the step before
+        {"budget_bytes": PLAN.budget_bytes + more_bytes, "resident_parts": (STATE,)} for more_bytes in (2**16, 0, 2**16)
+    ],
+}
+
+
+@pytest.mark.parametrize("changes", UNSAID.values(), ids=UNSAID)
+def test_no_line_names_a_budget_that_stays_or_comes_back(changes: list[dict[str, object]]):
+    assert Told().kept(*(PLAN.changed(**change) for change in changes)) == []
+
+
+def test_a_plan_that_is_made_again_comes_with_its_reason():
     plan = blocks_plan(2)
-    for budget_bytes in (10_590_000, 10_630_000):
-        reports.kept(signature, plan.changed(budget_bytes=budget_bytes))
-    assert said(console) == []
-
-
-def test_no_line_names_batches_that_come_and_go(reports: PlanReports, console: Console, signature: StepSignature):
-    """The last batch of each epoch is smaller: the budget is another one for a step."""
-    plan = blocks_plan(2)
-    for size_bytes in (2**16, 2**15, 2**16):
-        budget_bytes = plan.budget_bytes + size_bytes
-        reports.kept(signature, plan.changed(budget_bytes=budget_bytes, resident_parts=(STATE, ("batch", size_bytes))))
-    assert said(console) == []
-
-
-def test_no_line_names_a_budget_that_is_smaller_for_a_while(
-    reports: PlanReports, console: Console, signature: StepSignature
-):
-    """A validation frees the gradients of the step before, so that the step after it adds less."""
-    plan = blocks_plan(2)
-    for more_bytes in (2**16, 0, 2**16):
-        reports.kept(signature, plan.changed(budget_bytes=plan.budget_bytes + more_bytes, resident_parts=(STATE,)))
-    assert said(console) == []
-
-
-def test_a_plan_that_is_made_again_comes_with_its_reason(
-    reports: PlanReports, console: Console, signature: StepSignature
-):
-    plan = blocks_plan(2)
-    reports.planned(signature, plan)
-    reports.planned(signature, plan.changed(resident_parts=(*plan.resident_parts, STATE)))
-    assert said(console)[1] == "HiRemate plan of GPT is made again, since 256 KiB of optimizer state came"
+    said = Told().planned(plan, plan.changed(resident_parts=(*plan.resident_parts, STATE)))
+    assert said[1] == "HiRemate plan of GPT is made again, since 256 KiB of optimizer state came"
 
 
 def test_another_budget_that_was_asked_for_needs_no_reason(capsys: pytest.CaptureFixture[str]):
     model = hiremate(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), "100%")
-    for _ in range(2):
-        model(torch.randn(64, 8)).square().mean().backward()
+    take_steps(model, lambda _: torch.randn(64, 8), 2, clears="never")
     hiremate(model, "1 GiB")
     assert "since" not in capsys.readouterr().err
 
@@ -153,10 +126,7 @@ def test_ten_steps_say_three_lines(capsys: pytest.CaptureFixture[str]):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
     optimizer = torch.optim.AdamW(model.parameters())
     hiremate(model, "60%")
-    for _ in range(10):
-        optimizer.zero_grad()
-        model(torch.randn(512, 64)).square().mean().backward()
-        optimizer.step()
+    take_steps(model, lambda _: torch.randn(512, 64), 10, optimizer=optimizer)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("HiRemate plan")]
     assert [line.split(" ")[3] for line in lines] == ["Sequential:", "Sequential,", "Sequential,"]
 
@@ -170,9 +140,7 @@ def test_the_advice_runs_as_it_is_printed(
     def train(full: str = "") -> nn.Module:
         model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
         exec(f"hiremate(model, '100%', {full})", {"hiremate": hiremate, "model": model})
-        for _ in range(5):
-            model.zero_grad()
-            model(torch.randn(64, 8)).square().mean().backward()
+        take_steps(model, lambda _: torch.randn(64, 8), 5)
         return model
 
     model = train()

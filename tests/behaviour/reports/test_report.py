@@ -8,6 +8,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,24 +90,19 @@ def test_three_lines_by_default():
 
 
 def test_the_page_is_written_to_the_folder_of_the_run(tmp_path: Path):
-    console, plan = terminal(), blocks_plan(2).with_measured(peak_bytes=4_000_000)
-    reporter = Reporter(console=console)
-    reporter.folder = tmp_path / "version_0"
-    reporter.planned(plan)
-    assert not reporter.folder.exists()
-    reporter.measured(plan)
-    page = tmp_path / "version_0" / "hiremate_plan.html"
-    assert f"more: {page}" in written(console).replace("\n", "")
-    assert page.is_file()
-
-
-def test_a_folder_that_cannot_be_written_costs_the_page_only(tmp_path: Path):
-    console, plan = terminal(), blocks_plan(2)
+    """A folder that can't be written costs the page only."""
+    plan = blocks_plan(2).with_measured(peak_bytes=4_000_000)
     (tmp_path / "file").write_text("")
-    reporter = Reporter(console=console)
-    reporter.folder = tmp_path / "file" / "version_0"
-    reporter.measured(plan)
-    assert 'more: verbose="full"' in written(console)
+    for folder, more in ((tmp_path / "version_0", None), (tmp_path / "file" / "version_0", 'more: verbose="full"')):
+        console = terminal()
+        reporter = Reporter(console=console)
+        reporter.folder = folder
+        reporter.planned(plan)
+        assert not folder.exists()
+        reporter.measured(plan)
+        page = folder / "hiremate_plan.html"
+        assert (more or f"more: {page}") in written(console).replace("\n", "")
+        assert page.is_file() == (more is None)
 
 
 def test_what_would_save_memory_is_said():
@@ -175,22 +171,20 @@ def test_stages_run_where_the_bar_was_and_the_bar_comes_back():
 
 
 def test_a_long_stage_is_named_without_a_progress_bar(change_thresholds: Callable[..., None]):
-    change_thresholds(long_stage_s=0.01)
-    console = Console(file=io.StringIO(), width=80)
-    with Reporter(console=console).stage("solving"):
-        time.sleep(0.2)
-    first, second = written(console).splitlines()[:2]
-    assert first == "HiRemate: still solving, after 0.01 s of planning"
-    assert second == "HiRemate: still solving, after 0.02 s of planning"
-
-
-def test_an_inner_stage_is_named_instead_of_the_outer_one(change_thresholds: Callable[..., None]):
-    change_thresholds(long_stage_s=0.5)
-    console = Console(file=io.StringIO(), width=80)
-    reporter = Reporter(console=console)
-    with reporter.stage("tracing"), reporter.stage("proving"):
-        time.sleep(0.7)
-    assert written(console).splitlines()[0] == "HiRemate: still proving, after 0.5 s of planning"
+    """So is an inner one instead of the outer one."""
+    for long_stage_s, names, shown in (
+        (0.01, ["solving"], ["still solving, after 0.01 s", "still solving, after 0.02 s"]),
+        (0.5, ["tracing", "proving"], ["still proving, after 0.5 s"]),
+    ):
+        change_thresholds(long_stage_s=long_stage_s)
+        console = Console(file=io.StringIO(), width=80)
+        reporter = Reporter(console=console)
+        with ExitStack() as stages:
+            for name in names:
+                stages.enter_context(reporter.stage(name))
+            time.sleep(0.2 + long_stage_s)
+        lines = written(console).splitlines()[: len(shown)]
+        assert lines == [f"HiRemate: {words} of planning" for words in shown]
 
 
 def test_many_short_stages_are_a_long_wait(change_thresholds: Callable[..., None]):
@@ -256,25 +250,20 @@ def test_a_console_that_is_no_terminal_gets_ascii_and_no_progress():
     assert [measured, page, note] == [measured_line(plan), more, "a note"]
 
 
-def test_silence_on_request():
-    console = terminal()
-    show_all(Reporter(verbose=False, console=console))
-    assert written(console) == ""
-
-
-def test_silence_on_other_ranks(monkeypatch: pytest.MonkeyPatch):
-    console = terminal()
-    monkeypatch.setenv("RANK", "1")
-    show_all(Reporter(console=console))
-    assert written(console) == ""
-
-
-def test_silence_reaches_the_log_and_standard_error(
-    logger: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("variables", [{}, {"RANK": "1"}, {"LOCAL_RANK": "3"}], ids=str)
+def test_silence_on_request_and_on_other_ranks(
+    logger: logging.Logger,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
 ):
-    show_all(Reporter(verbose=False))
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    show_all(Reporter())
+    """On the console, in the log and on standard error."""
+    console = terminal()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for where in ({"console": console}, {}):
+        show_all(Reporter(verbose=bool(variables), **where))
+    assert written(console) == ""
     assert capsys.readouterr() == ("", "")
 
 
@@ -343,8 +332,11 @@ def test_stages_nest_with_a_progress_bar_that_is_already_there():
 
 @pytest.mark.parametrize(("total", "shown"), [(20, "3/20 operations"), (None, "operations")])
 def test_progress_counts_within_its_stage(total: int | None, shown: str):
+    """Outside of a stage it is nothing."""
     console = terminal()
     reporter = Reporter(console=console)
+    reporter.progress("operations", 1, 2)
+    assert written(console) == ""
     with reporter.stage("profiling"):
         reporter.progress("operations", 3, total)
     last = written(console).rpartition("HiRemate: profiling")[2]
@@ -364,36 +356,27 @@ def test_a_solve_shows_its_best_plan_and_how_good_it_is_proven_to_be(best_ms: fl
     console = terminal()
     reporter = Reporter(console=console)
     with reporter.stage("solving"):
+        reporter.solving(step_ms=0.0)(1.0, 0.0)  # a step without time has no progress to show
         reporter.solving(step_ms=100.0)(best_ms, bound_ms)
     assert shown in written(console)
 
 
-def test_a_step_without_time_has_no_progress_to_show():
-    Reporter(console=terminal()).solving(step_ms=0.0)(1.0, 0.0)
-
-
-def test_progress_outside_of_a_stage_is_nothing():
-    console = terminal()
-    Reporter(console=console).progress("operations", 1, 2)
-    assert written(console) == ""
-
-
-def test_one_process_is_rank_zero():
-    assert is_rank_zero()
-
-
-@pytest.mark.parametrize("name", RANK_VARIABLES)
-def test_the_launcher_says_which_rank_this_is(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(name, "0")
-    assert is_rank_zero()
-    monkeypatch.setenv(name, "1")
-    assert not is_rank_zero()
-
-
-def test_the_global_rank_counts_before_the_local_one(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("RANK", "4")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    assert not is_rank_zero()
+@pytest.mark.parametrize(
+    ("variables", "is_first"),
+    [
+        ({}, True),
+        *(({name: rank}, rank == "0") for name in RANK_VARIABLES for rank in "01"),
+        ({"RANK": "4", "LOCAL_RANK": "0"}, False),
+    ],
+    ids=str,
+)
+def test_the_launcher_says_which_rank_this_is(
+    variables: dict[str, str], is_first: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """The global rank counts before the local one."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert is_rank_zero() is is_first
 
 
 @pytest.mark.parametrize("rank", [0, 1])

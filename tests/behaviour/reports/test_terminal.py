@@ -89,25 +89,18 @@ def test_the_table_at_80_columns_is_exactly_this():
 
 @pytest.mark.parametrize("width", [60, 72, 80, 110, 140])
 def test_no_line_is_wider_than_the_console_and_none_wider_than_110(width: int):
-    lines = render(plan_table(mixed_plan(12)), width).splitlines()
-    assert {len(line) for line in lines} == {min(width, 110)}
-
-
-def test_a_narrow_table_leaves_out_the_bars_and_keeps_the_numbers():
-    wide, narrow = render(plan_table(mixed_plan()), 80), render(plan_table(mixed_plan()), 60)
-    assert "share kept" in wide
-    assert "share kept" not in narrow
-    assert "not kept" in narrow
+    """A narrow table leaves out the bars and keeps the numbers."""
+    text = render(plan_table(mixed_plan(12)), width)
+    assert {len(line) for line in text.splitlines()} == {min(width, 110)}
+    assert ("share kept" in text) == (width > 72)
+    assert "not kept" in text
 
 
 def test_a_terminal_gets_colours_and_a_pipe_none():
+    """Colours add nothing to the text."""
     plan = mixed_plan()
     assert "\x1b[" in render(plan_table(plan), force_terminal=True, color_system="standard")
     assert "\x1b" not in render(plan_table(plan))
-
-
-def test_colours_add_nothing_to_the_text():
-    plan = mixed_plan()
     console = Console(file=io.StringIO(), width=80, force_terminal=True, record=True)
     console.print(plan_table(plan))
     assert console.export_text() == render(plan_table(plan))
@@ -122,41 +115,29 @@ def test_a_stream_that_takes_ascii_only_gets_ascii():
     assert "net.blocks.0-11 x12" in text
 
 
-def test_square_brackets_in_names_are_no_markup():
-    text = render(plan_table(flat_plan((1000, 2000), "[red]{}[/]")))
-    assert "[red]0[/]" in text
-
-
-def test_a_plan_over_its_budget_says_so_in_capitals():
-    plan = blocks_plan(4)
-    over = replace(plan, budget_bytes=plan.planned_peak_bytes - 2**20)
-    assert "3.69 MiB planned (1.00 MiB OVER the budget)" in render(plan_table(over))
-
-
-def test_an_advice_stands_in_the_table():
-    plan = blocks_plan(4)
-    tight = replace(plan, budget_bytes=plan.resident_bytes + 1)
-    assert "advice    1.91 MiB of the budget exist before the step" in render(plan_table(tight), 110)
-
-
-def test_estimated_times_are_called_estimates():
-    plan = blocks_plan(2)
-    estimated = replace(plan, profile=replace(plan.profile, device="estimate"))
-    assert "times are estimates" in render(plan_table(estimated))
-    assert "times are estimates" not in render(plan_table(plan))
-
-
-def test_the_place_of_the_peak_is_named():
-    assert "net.blocks.3.mlp, backward, tiny.d_down3" in render(plan_table(blocks_plan(4)))
-
-
-def test_a_peak_outside_the_plan_is_called_that():
+def peaking_outside() -> Plan:
     plan = blocks_plan(2)
     outside = next(i for i, node in enumerate(plan.graph.nodes) if node.op == OUTSIDE)
     workspace = list(plan.profile.workspace_bytes)
     workspace[outside] = 10**8
-    plan = replace(plan, profile=Profile(plan.profile.time_ms, tuple(workspace), "tiny"))
-    assert "code outside the plan, forward" in render(plan_table(plan))
+    return replace(plan, profile=Profile(plan.profile.time_ms, tuple(workspace), "tiny"))
+
+
+BLOCKS = blocks_plan(4)
+SAID = {
+    "[red]0[/]": flat_plan((1000, 2000), "[red]{}[/]"),  # no markup
+    "3.69 MiB planned (1.00 MiB OVER the budget)": replace(BLOCKS, budget_bytes=BLOCKS.planned_peak_bytes - 2**20),
+    "advice    1.91 MiB of the budget exist before the": replace(BLOCKS, budget_bytes=BLOCKS.resident_bytes + 1),
+    "times are estimates": replace(BLOCKS, profile=replace(BLOCKS.profile, device="estimate")),
+    "net.blocks.3.mlp, backward, tiny.d_down3": BLOCKS,  # the place of the peak
+    "code outside the plan, forward": peaking_outside(),
+}
+
+
+@pytest.mark.parametrize(("words", "plan"), SAID.items(), ids=SAID)
+def test_what_is_special_stands_in_the_table(words: str, plan: Plan):
+    assert words in render(plan_table(plan), 110)
+    assert "times are estimates" not in render(plan_table(BLOCKS))
 
 
 # ---------------------------------------------------------------- the timeline
@@ -195,28 +176,25 @@ def budget_line(plan: Plan) -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize("kept_blocks", [0, 1, 2])
 def test_the_plan_is_drawn_below_its_budget_and_plain_training_above(kept_blocks: int):
-    above, below = budget_line(mixed_plan(4, kept_blocks))
+    """A plan over its budget is drawn over it."""
+    plan = mixed_plan(4, kept_blocks)
+    above, below = budget_line(plan)
     assert "░" in "".join(above)
     assert not set("".join(above)) & set("▁▂▃▄▅▆▇█")
     assert "█" in "".join(below)
-
-
-def test_a_plan_over_its_budget_is_drawn_over_it():
-    plan = mixed_plan(4)
     above, _ = budget_line(replace(plan, budget_bytes=(plan.planned_peak_bytes + plan.resident_bytes) // 2))
     assert "█" in "".join(above)
 
 
-def test_a_budget_far_above_all_memory_is_not_drawn():
+def test_a_budget_far_above_all_memory_or_close_to_nothing_leaves_the_drawing_small():
     plan = mixed_plan(4)
-    text = timeline_text(replace(plan, budget_bytes=100 * plan.budget_bytes), 70).plain
-    assert "budget" not in text
-    assert len(text.splitlines()) <= 13
-
-
-def test_a_budget_close_to_nothing_does_not_blow_the_drawing_up():
-    plan = mixed_plan(4)
-    assert len(timeline_text(replace(plan, budget_bytes=plan.resident_bytes + 1), 70).plain.splitlines()) <= 14
+    far, near = (
+        timeline_text(replace(plan, budget_bytes=size_bytes), 70).plain
+        for size_bytes in (100 * plan.budget_bytes, plan.resident_bytes + 1)
+    )
+    assert "budget" not in far
+    assert len(far.splitlines()) <= 13
+    assert len(near.splitlines()) <= 14
 
 
 def offload_plan(plan: Plan) -> Plan:
@@ -228,6 +206,7 @@ def offload_plan(plan: Plan) -> Plan:
 
 
 def test_what_goes_to_the_host_has_a_mark_and_a_colour_of_its_own():
+    """A legend that is too long for the width takes two lines."""
     plan = offload_plan(mixed_plan(4))
     drawn = timeline_text(plan, 70)
     legend, *rows = drawn.plain.splitlines()
@@ -237,10 +216,7 @@ def test_what_goes_to_the_host_has_a_mark_and_a_colour_of_its_own():
     ascii_only = timeline_text(plan, 70, ASCII).plain
     ascii_only.encode("ascii")
     assert "% goes to the host" in ascii_only
-
-
-def test_a_legend_too_long_for_the_width_takes_two_lines():
-    lines = timeline_text(offload_plan(mixed_plan(4)), 50).plain.splitlines()
+    lines = timeline_text(plan, 50).plain.splitlines()
     assert max(map(len, lines)) <= 50
     assert "planned" in lines[0]
     assert "recomputing" in lines[1]
@@ -251,20 +227,13 @@ def test_recomputation_is_marked_on_the_axis_of_the_backward():
     forward, backward = axis.split("┴")[1:]
     assert "━" not in forward
     assert "━" in backward
-
-
-def test_without_recomputation_nothing_is_marked():
     graph, profile = transformer(2)
-    plan = plan_keeping(graph, profile, [node.name for node in graph.nodes])
-    assert "━" not in timeline_text(plan, 80).plain
+    whole = plan_keeping(graph, profile, [node.name for node in graph.nodes])
+    assert "━" not in timeline_text(whole, 80).plain
 
 
-def test_a_step_that_takes_no_time_is_drawn_by_its_operations():
+def test_a_step_that_takes_no_time_is_drawn_by_its_operations_and_an_empty_one_empty():
     plan = mixed_plan(4)
     plan = replace(plan, profile=replace(plan.profile, time_ms=(0.0,) * len(plan.profile.time_ms)))
     assert "█" in timeline_text(plan, 60).plain
-
-
-def test_an_empty_step_is_drawn_empty():
-    graph, profile = Builder().graph()
-    assert "█ planned" in timeline_text(plan_keeping(graph, profile, []), 60).plain
+    assert "█ planned" in timeline_text(plan_keeping(*Builder().graph(), []), 60).plain

@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from hiremate_lightning.planning.comparing import Curve
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.solvers.base import Problem, Solution, Status
-from hiremate_lightning.planning.solvers.curve import Curve
-from hiremate_lightning.reporting.budget_svg import frontier_of, frontier_svg
+from hiremate_lightning.reporting.svg_report import frontier_of, frontier_svg
 from hiremate_lightning.reporting.timeline import (
     BUDGET,
     OTHER,
@@ -30,30 +30,29 @@ MIB = 2**20
 
 @pytest.mark.parametrize("run_of", [plain_run, planned_run])
 def test_drawn_bands_add_up_to_the_simulated_bytes(run_of: Callable[[Plan], DrawnStep]):
+    """The run ends when the simulated step does."""
     run = run_of(mixed_plan(3))
     drawn = [sum(sizes) for sizes in zip(*run.bands.values(), strict=True)]
     assert drawn == [moment.peak_bytes for moment in run.simulation.timeline]
-
-
-def test_a_run_ends_when_the_simulated_step_does():
-    run = planned_run(mixed_plan(3))
     assert run.starts_ms[0] == 0
     assert run.starts_ms[-1] == pytest.approx(run.simulation.time_ms)
 
 
-def test_resident_bytes_are_split_as_far_as_they_were_counted():
-    plan = replace(mixed_plan(2), resident_parts=(("parameters", 900 * KB), ("buffers", 0), ("batch", 100 * KB)))
-    assert [(name, size) for name, _, size in resident_bands(plan)] == [
-        ("parameters, resident", 900 * KB),
-        ("batch, resident", 100 * KB),
-        (OTHER, 1_000 * KB),
-    ]
-
-
-@pytest.mark.parametrize("parts", [(), (("parameters", 9_000 * KB),)])
-def test_parts_that_do_not_add_up_are_not_shown(parts: tuple[tuple[str, int], ...]):
-    found = [(name, size) for name, _, size in resident_bands(replace(mixed_plan(2), resident_parts=parts))]
-    assert found == [(RESIDENT, 2_000 * KB)]
+@pytest.mark.parametrize(
+    ("parts", "bands"),
+    [
+        (
+            (("parameters", 900 * KB), ("buffers", 0), ("batch", 100 * KB)),
+            [("parameters, resident", 900 * KB), ("batch, resident", 100 * KB), (OTHER, 1_000 * KB)],
+        ),
+        ((), [(RESIDENT, 2_000 * KB)]),
+        ((("parameters", 9_000 * KB),), [(RESIDENT, 2_000 * KB)]),
+    ],
+    ids=["some", "none", "too many"],
+)
+def test_resident_bytes_are_split_as_far_as_they_were_counted(parts, bands):
+    plan = replace(mixed_plan(2), resident_parts=parts)
+    assert [(name, size) for name, _, size in resident_bands(plan)] == bands
 
 
 def test_runs_know_what_they_recompute():
@@ -88,18 +87,19 @@ def curve_of(plan: Plan) -> Curve:
 
 
 def test_the_frontier_falls_from_the_least_memory_to_plain_training():
-    plan = blocks_plan(4)
-    found = frontier_of(plan, curve_of(plan)).found
+    """The plan is on it, and bounds are below it; what was not measured is left out."""
+    plan = blocks_plan(4).with_measured(peak_bytes=3 * MIB)
+    frontier = frontier_of(plan, curve_of(plan))
+    found = frontier.found
     assert [size for size, _ in found] == sorted(size for size, _ in found)
     assert [extra for _, extra in found] == sorted((extra for _, extra in found), reverse=True)
     assert found[-1] == (plan.unplanned_peak_bytes, 0)
-
-
-def test_the_plan_is_on_the_frontier_as_predicted():
-    plan = blocks_plan(4)
-    frontier = frontier_of(plan, curve_of(plan))
     assert frontier.planned == pytest.approx((plan.planned_peak_bytes, plan.predicted_overhead))
-    assert frontier.planned in frontier.found
+    assert frontier.planned in found
+    for budget, bound in frontier.bounds:
+        fitting = [extra for size, extra in found if size <= budget]
+        assert not fitting or bound <= min(fitting) + 1e-9
+    assert frontier.measured is None
 
 
 def test_a_bound_holds_for_every_smaller_budget():
@@ -110,27 +110,10 @@ def test_a_bound_holds_for_every_smaller_budget():
     assert [extra for _, extra in frontier_of(plan, curve_of(plan)).bounds] == pytest.approx([proven, proven, 0.0])
 
 
-def test_no_bound_is_above_a_schedule():
-    plan = blocks_plan(4)
-    frontier = frontier_of(plan, curve_of(plan))
-    for budget, bound in frontier.bounds:
-        fitting = [extra for size, extra in frontier.found if size <= budget]
-        assert not fitting or bound <= min(fitting) + 1e-9
-
-
-def test_what_was_measured_is_where_it_was_measured():
-    plan = blocks_plan(4).with_measured(peak_bytes=3 * MIB, step_ms=110.0, recompute_ms=10.0)
-    assert frontier_of(plan, curve_of(plan)).measured == (3 * MIB, 0.1)
-
-
-def test_what_was_not_measured_is_left_out():
-    plan = blocks_plan(4).with_measured(peak_bytes=3 * MIB)
-    assert frontier_of(plan, curve_of(plan)).measured is None
-
-
 def test_the_picture_of_the_frontier_marks_the_plan_at_its_place():
     plan = blocks_plan(4).with_measured(peak_bytes=3 * MIB, step_ms=110.0, recompute_ms=10.0)
     frontier = frontier_of(plan, curve_of(plan))
+    assert frontier.measured == (3 * MIB, 0.1)
     picture = ElementTree.fromstring(frontier_svg(plan, frontier, 800))
     words = ["".join(text.itertext()) for text in picture.iterfind("{*}text")]
     circles = [c.attrib for c in picture.iterfind("{*}circle") if c.attrib.get("fill") == BUDGET]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import copy
 import gc
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -17,6 +16,7 @@ from hiremate_lightning.capturing import backend
 from hiremate_lightning.testing import session_of
 from tests.exact import network, simple_loop, train_both
 from tests.faults import change_captures
+from tests.life import recorded
 
 WIDTH = 24
 BLOCK = 8  # of rows
@@ -36,20 +36,19 @@ def traced(planning_log) -> Callable[[], list[tuple[int, ...]]]:
     return lambda: [ast.literal_eval(sizes) for sizes in planning_log.of("tracing for the sizes")]
 
 
-class Mixing(nn.Module):
+@network(
+    lambda: {
+        "positions": nn.Parameter(torch.randn(64, WIDTH)),
+        "attention": nn.MultiheadAttention(WIDTH, 4, dropout=0.1, batch_first=True),
+        "rest": nn.Sequential(nn.Linear(WIDTH, 96), nn.GELU(), nn.Dropout(0.2), nn.Linear(96, WIDTH)),
+        "norm": nn.BatchNorm1d(WIDTH),
+    }
+)
+def mixing(self, x: torch.Tensor) -> torch.Tensor:
     """Attention over a length that varies, dropout, batch norm, and a slice of a table of positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.positions = nn.Parameter(torch.randn(64, WIDTH))
-        self.attention = nn.MultiheadAttention(WIDTH, 4, dropout=0.1, batch_first=True)
-        self.rest = nn.Sequential(nn.Linear(WIDTH, 96), nn.GELU(), nn.Dropout(0.2), nn.Linear(96, WIDTH))
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.positions[: x.shape[1]]
-        x = x + self.attention(x, x, x, need_weights=False)[0]
-        return self.norm(self.rest(x).transpose(1, 2))
+    x = x + self.positions[: x.shape[1]]
+    x = x + self.attention(x, x, x, need_weights=False)[0]
+    return self.norm(self.rest(x).transpose(1, 2))
 
 
 def small() -> nn.Module:
@@ -67,7 +66,7 @@ def batches(lengths: list[int], rows: list[int] | None = None) -> Callable[[int]
     [([16, 12, 9, 17, 12, 30, 9], None, 3), ([16, 5, 1, 2, 16, 3, 1], [8, 4, 2, 3, 8, 1, 5], 5)],
 )
 def test_training_is_exact_at_each_size(lengths, rows, count, captures, traced):
-    train_both(Mixing, simple_loop(batches(lengths, rows), steps=7), "200 KiB", time_limit_s=1.0)
+    train_both(mixing, simple_loop(batches(lengths, rows), steps=7), "200 KiB", time_limit_s=1.0)
     assert len(captures()) == count, (
         "two sizes as they are, then with a symbol for each that was seen to vary; 1 has none"
     )
@@ -125,22 +124,11 @@ def counting(self, x: torch.Tensor) -> torch.Tensor:
     return self.linear(x) * self.count
 
 
-def test_a_number_that_is_no_size_stays_a_symbol(captures, traced):
-    loop = simple_loop(batches([6, 7, 8, 9, 8, 9, 8]), steps=7)
-    train_both(counting, loop, "1 MiB")
-    assert traced() == [(8,), (9,)]
-
-
 @network(lambda: {"linear": nn.Linear(WIDTH, WIDTH), "rows": 1})
 def first(self, x: torch.Tensor) -> torch.Tensor:
     """Looks at as many rows as it is told to."""
     self.rows += 1
     return self.linear(x[:, : self.rows]).relu()
-
-
-def test_a_number_that_makes_a_size_is_traced_for_each_value(traced):
-    train_both(first, simple_loop(batches([9] * 7), steps=7), "1 MiB")
-    assert len(traced()) == 6, "the number is a symbol from its second value on"
 
 
 @network(lambda: {"linear": nn.Linear(WIDTH, WIDTH)})
@@ -161,9 +149,7 @@ def overlapping(self, batch: tuple[torch.Tensor, bool]) -> torch.Tensor:
 def test_inputs_that_overlap_are_traced_as_such():
     rows, overlap = [8, 10, 12, 12, 14, 12, 14], [False, False, True, False, False, True, True]
 
-    def loop(module):
-        return simple_loop(lambda step: (torch.randn(rows[step], WIDTH), overlap[step]), steps=7)(module)
-
+    loop = simple_loop(lambda step: (torch.randn(rows[step], WIDTH), overlap[step]), steps=7)
     train_both(overlapping, loop, "1 MiB", target="adding")
 
 
@@ -192,31 +178,15 @@ def test_interpolated_images_keep_symbolic_sizes(captures, traced):
     assert [graphs[0].graph.difference(other.graph) for other in graphs] == [None] * 4
 
 
-def test_code_that_needs_the_number_is_captured_for_each():
-    train_both(rooted, simple_loop(batches([6, 9, 12, 14, 9, 11]), steps=6), "1 MiB")
-
-
-class InBlocks(nn.Module):
+@network(lambda: {"linear": nn.Linear(WIDTH, WIDTH)})
+def in_blocks(self, x: torch.Tensor) -> torch.Tensor:
     """Goes through rows in blocks, and counts where they end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.flatten(0, 1)
-        starts, rows = range(0, len(x), BLOCK), torch.empty_like(x)
-        for start in starts:
-            end = min(start + BLOCK, starts.stop)
-            rows[start:end] = self.linear(x[start:end]).relu()
-        return rows * starts.stop
-
-
-def test_code_that_goes_by_blocks_is_captured_for_their_number(captures, traced):
-    """Sizes of two blocks are of one capture, from the third size on; one of three blocks is of another."""
-    train_both(InBlocks, simple_loop(batches([5, 6, 7, 6, 8, 7, 9], [2] * 7), steps=7), "1 MiB")
-    assert len(captures()) == 4
-    assert traced() == [(7,), (8,), (9,)]
+    x = x.flatten(0, 1)
+    starts, rows = range(0, len(x), BLOCK), torch.empty_like(x)
+    for start in starts:
+        end = min(start + BLOCK, starts.stop)
+        rows[start:end] = self.linear(x[start:end]).relu()
+    return rows * starts.stop
 
 
 @network(lambda: {"first": nn.Linear(WIDTH, WIDTH), "heads": nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))})
@@ -224,10 +194,6 @@ def numbered(self, batch: tuple[torch.Tensor, int]) -> torch.Tensor:
     """Ends with the layer of a given number."""
     x, number = batch
     return self.heads[number](self.first(x).relu())
-
-
-def test_a_number_that_picks_a_module_is_captured_for_each():
-    train_both(numbered, simple_loop(lambda step: (torch.randn(8, WIDTH), step % 3), steps=7), "1 MiB")
 
 
 def test_what_can_not_be_captured_with_symbols_is_captured_without_and_not_tried_again(monkeypatch):
@@ -240,7 +206,7 @@ def test_what_can_not_be_captured_with_symbols_is_captured_without_and_not_tried
         return []
 
     monkeypatch.setattr(backend, "sizes_among", fail)
-    train_both(Mixing, simple_loop(batches([8, 9, 10, 11]), steps=4), "1 MiB")  # where a warning would be an error
+    train_both(mixing, simple_loop(batches([8, 9, 10, 11]), steps=4), "1 MiB")  # where a warning would be an error
     assert len(failed) == 1
 
 
@@ -257,12 +223,11 @@ def test_what_can_not_be_traced_for_a_size_runs_as_it_is_and_says_so(monkeypatch
     texts = []
     for step, rows in enumerate((8, 9, 11, 10, 12, 10)):
         x = torch.randn(rows, WIDTH)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
+        with recorded() as said:
             for module in (plain, model):
                 torch.manual_seed(step)
                 module(x).sum().backward()
-        texts.append([str(warning.message) for warning in said])
+        texts.append(said)
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
     at_ten = texts.pop(3)
     assert at_ten[0] == (
@@ -282,41 +247,45 @@ def weighing(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return self.linear(x) * weight
 
 
-def test_code_without_gradients_is_not_traced(captures, traced):
-    loop = simple_loop(lambda step: (torch.randn(8, WIDTH), torch.rand(3 + step, 4)), steps=6)
-    train_both(weighing, loop, "1 MiB")
-    assert captures()
-    assert not traced()
-
-
-class Choosing(nn.Module):
+@network(
+    lambda: {
+        "layers": nn.Sequential(
+            *(nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Dropout(0.1), nn.Linear(512, 64)) for _ in range(4)),
+            nn.Linear(64, 1),
+        )
+    }
+)
+def choosing(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Adds the mean of some of its results, of another number in each step: little beside what made them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        blocks = (nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Dropout(0.1), nn.Linear(512, 64)) for _ in range(4))
-        self.layers = nn.Sequential(*blocks, nn.Linear(64, 1))
-
-    def forward(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        x, chosen = batch
-        results = self.layers(x)
-        torch._dynamo.graph_break()
-        return results + nn.functional.dropout(results[chosen], 0.1).exp().mean()
+    x, chosen = batch
+    results = self.layers(x)
+    torch._dynamo.graph_break()
+    return results + nn.functional.dropout(results[chosen], 0.1).exp().mean()
 
 
-def choices(counts: list[int]) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
-    """Make a batch per step, with so many choices."""
-    return lambda step: (torch.randn(512, 64), torch.randint(0, 512, (counts[step],)))
+SIZES, COUNTS = [16, 12, 9, 8, 7, 6, 5, 4, 3, 10], [7, 8, 9, 10, 11, 12, 13, 5, 6, 4]
+CODE = {  # model, batches, steps and budget; how often it is captured and for which sizes traced, where that counts
+    "a number that is no size": (counting, batches([6, 7, 8, 9, 8, 9, 8]), 7, "1 MiB", None, [(8,), (9,)]),
+    "a number that makes a size": (first, batches([9] * 7), 7, "1 MiB", None, 6),  # a symbol from its second value on
+    "a number as text": (rooted, batches([6, 9, 12, 14, 9, 11]), 6, "1 MiB", None, None),
+    # Sizes of two blocks are of one capture, from the third size on; one of three blocks is of another.
+    "blocks": (in_blocks, batches([5, 6, 7, 6, 8, 7, 9], [2] * 7), 7, "1 MiB", 4, [(7,), (8,), (9,)]),
+    "a number that picks a module": (numbered, lambda i: (torch.randn(8, WIDTH), i % 3), 7, "1 MiB", None, None),
+    "no gradients": (weighing, lambda i: (torch.randn(8, WIDTH), torch.rand(3 + i, 4)), 6, "1 MiB", None, []),
+    "sizes that do not repeat": (small, batches(SIZES), 10, "1 GiB", None, [(size,) for size in SIZES[2:]]),
+    "a small part": (
+        choosing,
+        lambda i: (torch.randn(512, 64), torch.randint(0, 512, (COUNTS[i],))),
+        *(10, "60%", None, [(count,) for count in COUNTS[2:]]),
+    ),
+}
 
 
-def test_a_small_part_of_another_size_in_each_step_is_traced_for_each(traced):
-    counts = [7, 8, 9, 10, 11, 12, 13, 5, 6, 4]
-    plan = train_both(Choosing, simple_loop(choices(counts), steps=len(counts)), "60%", time_limit_s=1.0)
-    assert traced() == [(count,) for count in counts[2:]]
+@pytest.mark.parametrize(("make", "make_batch", "steps", "budget", "count", "sizes"), CODE.values(), ids=CODE)
+def test_code_is_captured_and_traced_as_seldom_as_possible(
+    make, make_batch, steps, budget, count, sizes, captures, traced
+):
+    plan = train_both(make, simple_loop(make_batch, steps=steps), budget, time_limit_s=1.0)
+    assert len(captures()) == count or (count is None and captures())
+    assert sizes is None or (len(traced()) if isinstance(sizes, int) else traced()) == sizes
     assert plan.planned_peak_bytes < plan.budget_bytes
-
-
-def test_sizes_that_do_not_repeat_are_traced_one_by_one(traced):
-    sizes = [16, 12, 9, 8, 7, 6, 5, 4, 3, 10]
-    train_both(small, simple_loop(batches(sizes), steps=len(sizes)), "1 GiB", time_limit_s=1.0)
-    assert traced() == [(size,) for size in sizes[2:]], "nothing would be planned"

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from hiremate_lightning import get_plan, hiremate
-from hiremate_lightning.garbage import collecting_what_it_leaves
+from hiremate_lightning.housekeeping import collecting_what_it_leaves
 from hiremate_lightning.signatures import watching
 from hiremate_lightning.testing import session_of
-from tests.exact import network, simple_loop, train_both
+from tests.exact import network, simple_loop, take_steps, train_both
 
 WIDTH, LONG = 32, 200
-MEASURED = watching.Look(watching.Watch.MEASURE, None, is_timed=False)
+MEASURED = watching.Look(is_measured=True)
 
 
 class Broken(nn.Module):
@@ -136,7 +136,7 @@ def test_all_programs_of_a_step_are_of_one_plan(monkeypatch):
         step(model, length)
         chosen += session_of(model).steps.current.forwards
     assert len(chosen) == 8
-    assert all(forward.way.is_planned for forward in chosen)
+    assert all(forward.mode.is_planned for forward in chosen)
     for one, other in zip(chosen[:3], chosen[4:7], strict=True):
         rows = [f.program.schedule.decisions(f.captured.graph) for f in (one, other)]
         assert rows[0] == rows[1]
@@ -229,9 +229,7 @@ def test_gradients_that_may_never_come_do_not_refuse_a_budget():
 
     def train(budget: str) -> nn.Module:
         model = hiremate(with_logits(), budget, verbose=False)
-        for _ in range(4):
-            model.zero_grad()
-            model(batch(LONG))[0].backward()
+        take_steps(model, lambda _: batch(LONG), 4, loss_of=lambda y: y[0])
         return model
 
     enough = get_plan(train("1 GiB"))

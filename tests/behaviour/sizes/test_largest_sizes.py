@@ -113,6 +113,7 @@ def test_a_mark_on_a_tensor_names_its_sizes():
 
 
 def test_a_mark_names_sizes_for_the_backend():
+    """It asks for marks in the place of names."""
     torch.manual_seed(1)
     model = Reader()
     call = torch.compile(model, backend="hiremate", options={"budget": "75%", "verbose": False, "time_limit_s": 7})
@@ -126,9 +127,6 @@ def test_a_mark_names_sizes_for_the_backend():
 
     plans = [session.plans for session in list(_sessions) if session.options.plan.time_limit_s == 7]
     assert [len(own) for own in plans] == [2]
-
-
-def test_the_backend_asks_for_marks_in_the_place_of_names():
     with pytest.raises(Exception, match=r"Mark the tensors instead, before the first call: torch._dynamo.mark_dynamic"):
         torch.compile(Reader(), backend="hiremate", options={"sizes": NAMED})(**batch_of(SHORT))
 
@@ -150,16 +148,17 @@ def test_sizes_that_are_no_ranges_are_refused(sizes, words: str):
         make_options("1 GiB", sizes=sizes)
 
 
-def test_an_argument_that_no_call_is_given_is_refused():
-    with pytest.raises(
-        ConfigurationError, match=r"names 'word', and no .* Did you mean 'words'\? Found: words \(2, 40"
-    ):
-        train(reader(sizes={"word": {1: (1, LONG)}}), SHORT, SHORT)
-
-
-def test_a_dimension_that_an_argument_does_not_have_is_refused():
-    with pytest.raises(ConfigurationError, match=r"dimension 2 of words, which has 2 dimensions.*\(2, 40\)"):
-        train(reader(sizes={"words": {2: (1, LONG)}}), SHORT)
+@pytest.mark.parametrize(
+    ("sizes", "steps", "words"),
+    [
+        ({"word": {1: (1, LONG)}}, 2, r"names 'word', and no .* Did you mean 'words'\? Found: words \(2, 40"),
+        ({"words": {2: (1, LONG)}}, 1, r"dimension 2 of words, which has 2 dimensions.*\(2, 40\)"),
+    ],
+    ids=["argument", "dimension"],
+)
+def test_an_argument_or_dimension_that_no_call_has_is_refused(sizes, steps, words):
+    with pytest.raises(ConfigurationError, match=words):
+        train(reader(sizes=sizes), *[SHORT] * steps)
 
 
 def test_a_size_beyond_those_named_is_announced_once():
@@ -170,14 +169,6 @@ def test_a_size_beyond_those_named_is_announced_once():
     assert "The size 48 of dimension 1 of words is not among those named, 1 to 40" in text
 
 
-def test_sizes_that_can_not_be_told_apart_are_announced():
-    model = reader("1 GiB")
-    with recorded() as said:
-        train(model, ROWS, ROWS)
-    assert any("Two dimensions of a batch have the size 2" in text for text in said)
-    assert len(session_of(model).plans) == 1
-
-
 class Fixed(Reader):
     """Computes with its length as a number."""
 
@@ -185,11 +176,19 @@ class Fixed(Reader):
         return super().forward(words, mask) * float(f"{words.shape[1]}")
 
 
-def test_a_size_that_is_fixed_in_captured_code_is_announced():
-    model = reader(kind=Fixed)
+@pytest.mark.parametrize(
+    ("kind", "budget", "length", "words"),
+    [
+        (Fixed, "75%", SHORT, "can't be planned ahead (dimension 1 of words)"),
+        (Reader, "1 GiB", ROWS, "Two dimensions of a batch have the size 2"),
+    ],
+    ids=["fixed in captured code", "not told apart"],
+)
+def test_a_size_that_can_not_be_planned_ahead_is_announced(kind, budget, length, words):
+    model = reader(budget, kind=kind)
     with recorded() as said:
-        train(model, SHORT, SHORT)
-    assert any("can't be planned ahead (dimension 1 of words)" in text for text in said)
+        train(model, length, length)
+    assert any(words in text for text in said)
     assert len(session_of(model).plans) == 1
 
 
@@ -201,11 +200,9 @@ class OfBatches(Reader):
 
 
 def test_keys_of_a_batch_are_names():
+    """The callback takes sizes too."""
     model = reader(kind=OfBatches)
     model(batch_of(SHORT)).square().mean().backward()
     assert session_of(model).captured_count == 2
-
-
-def test_the_callback_takes_sizes():
     (named,) = HiRemateCallback("1 GiB", sizes=NAMED).options.sizes
     assert (named.argument, named.dimension, named.least, named.most) == ("words", 1, 1, LONG)

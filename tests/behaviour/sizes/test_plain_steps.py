@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -25,7 +24,7 @@ from hiremate_lightning.signatures.plain_steps import (
 from hiremate_lightning.signatures.recorded_step import CapturedStep
 from hiremate_lightning.signatures.step_signature import StepSignature
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import simple_loop, train_both
+from tests.exact import simple_loop, take_steps, train_both
 from tests.tiny import Builder
 
 pytestmark = pytest.mark.usefixtures("without_templates")
@@ -76,9 +75,12 @@ def takes(plain: PlainSteps, rows: int, length: int, saves_memory: bool = False)
 
 
 def test_what_a_step_keeps_follows_from_its_sizes():
+    """Other code that may come counts too."""
     plain = known(captured(4, 100), captured(4, 60))
     for length in (10, 60, 77, 100, 150):
         assert takes(plain, 4, length) == pytest.approx(bytes_at(4, length), abs=20)
+    plain = known(captured(4, 100), captured(4, 60, code=OTHER, times=3))
+    assert takes(plain, 4, 50) == pytest.approx(bytes_at(4, 3 * 50), abs=20)
 
 
 def test_a_step_fits_or_it_does_not():
@@ -87,25 +89,6 @@ def test_a_step_fits_or_it_does_not():
     assert most is not None
     assert plain.predict([call(4, 60)], SIGNATURE, most.added_bytes) is not None
     assert plain.predict([call(4, 60)], SIGNATURE, most.added_bytes - 1, saves_memory=False) is None
-
-
-def test_a_bound_at_rounded_sizes_serves_sizes_near_it():
-    """Sizes that vary in each step were predicted one by one, which cost more than a small step itself."""
-    plain = known(captured(4, 100), captured(4, 60))
-    plain.measured([call(4, 160)], SIGNATURE, plain.predict([call(4, 160)], SIGNATURE, 10**9), bytes_at(4, 160))
-    found = [plain.bound([call(4, length)], SIGNATURE, 10**9) for length in range(97, 105)]
-    assert all(bound is found[0] for bound in found)
-
-
-@pytest.mark.parametrize("room_bytes", [bytes_at(4, length) for length in (30, 70, 110, 300)])
-def test_a_bound_is_never_below_the_prediction(room_bytes):
-    plain = known(captured(4, 100), captured(4, 60))
-    for rows, length in itertools.product(range(1, 20, 3), range(5, 200, 7)):
-        bound, exact = (find([call(rows, length)], SIGNATURE, room_bytes) for find in (plain.bound, plain.predict))
-        assert (bound is None) == (exact is None)
-        if bound is not None and exact is not None:
-            assert bound.saves_memory is exact.saves_memory
-            assert exact.added_bytes <= bound.added_bytes <= room_bytes
 
 
 def test_the_first_way_that_fits_is_chosen():
@@ -117,29 +100,22 @@ def test_the_first_way_that_fits_is_chosen():
 
 
 def test_calls_of_another_form_tell_nothing():
+    """Signatures that are called like a step are found by its first calls."""
     plain = known(captured(4, 100))
     for others in ([call(4)], [call(4, 60, dtype=torch.float64)], [call(4, 60, name="other")], [call(4, 60)] * 2):
         assert plain.predict(others, SIGNATURE, 10**9) is None
-
-
-def test_a_step_without_rows_tells_nothing_of_steps_with_rows():
-    plain = known(captured(0, 100))
-    assert takes(plain, 4, 50) is None
-    assert takes(plain, 0, 50) is not None
-
-
-def test_other_code_that_may_come_counts_too():
-    plain = known(captured(4, 100), captured(4, 60, code=OTHER, times=3))
-    assert takes(plain, 4, 50) == pytest.approx(bytes_at(4, 3 * 50), abs=20)
-
-
-def test_signatures_called_like_a_step_are_found_by_its_first_calls():
     plain = known(captured(4, 100), captured(4, 60))
     SIGNATURE.plan = OTHER.plan = None
     assert plain.called_like([call(4, 60)]) == []
     OTHER.plan = object()
     assert plain.called_like([call(4, 60)]) == [OTHER]
     assert plain.called_like([call(4, 100)]) == []
+
+
+def test_a_step_without_rows_tells_nothing_of_steps_with_rows():
+    plain = known(captured(0, 100))
+    assert takes(plain, 4, 50) is None
+    assert takes(plain, 0, 50) is not None
 
 
 def added(plain: PlainSteps, length: int) -> int:
@@ -156,8 +132,10 @@ def measure(plain: PlainSteps, length: int, ratio: float | None) -> None:
 
 
 def test_what_eager_takes_beyond_the_captured_graph_is_left_free():
+    """And so is a measured margin."""
     plain = known(captured(4, 100))
     assert added(plain, 60) == pytest.approx(ROUNDING * UNMEASURED_RATIO * bytes_at(4, 60), rel=0.01)
+    assert added(known(captured(4, 100, margin_bytes=500)), 60) == added(known(captured(4, 100)), 60) + 500
 
 
 def test_measured_steps_set_the_ratio_the_largest_ones_most():
@@ -186,32 +164,21 @@ def test_a_way_that_was_not_measured_has_a_margin_of_its_own():
     )
 
 
-def test_a_measured_margin_counts():
-    assert added(known(captured(4, 100, margin_bytes=500)), 60) == added(known(captured(4, 100)), 60) + 500
-
-
 def test_clearly_larger_steps_are_measured():
+    """Those that take little of their room are not; one that was not seen whole is measured again."""
     plain = known(captured(4, 100))
     found = [plain.predict([call(4, length)], SIGNATURE, 10**9, saves_memory=False) for length in (50, 51, 60)]
+    rooms = (int(found[0].added_bytes / share) for share in (NEAR - 0.01, NEAR + 0.01))
+    assert [plain.is_to_be_measured(found[0], room_bytes) for room_bytes in rooms] == [False, True]
+    for _ in range(TRIES):
+        assert plain.is_to_be_measured(found[0], found[0].added_bytes)
+        measure(plain, 50, None)
+    assert not plain.is_to_be_measured(found[0], found[0].added_bytes)
+
+    plain = known(captured(4, 100))
     assert plain.is_to_be_measured(found[0], found[0].added_bytes)
     measure(plain, 50, 1.2)
     assert [plain.is_to_be_measured(step, step.added_bytes) for step in found] == [False, False, True]
-
-
-def test_steps_that_take_little_of_their_room_are_not_measured():
-    plain = known(captured(4, 100))
-    found = plain.predict([call(4, 50)], SIGNATURE, 10**9, saves_memory=False)
-    rooms = (int(found.added_bytes / share) for share in (NEAR - 0.01, NEAR + 0.01))
-    assert [plain.is_to_be_measured(found, room_bytes) for room_bytes in rooms] == [False, True]
-
-
-def test_a_step_that_was_not_seen_whole_is_measured_again():
-    plain = known(captured(4, 100))
-    prediction = plain.predict([call(4, 50)], SIGNATURE, 10**9, saves_memory=False)
-    for _ in range(TRIES):
-        assert plain.is_to_be_measured(prediction, prediction.added_bytes)
-        measure(plain, 50, None)
-    assert not plain.is_to_be_measured(prediction, prediction.added_bytes)
 
 
 class Attending(nn.Module):
@@ -235,32 +202,14 @@ def lengths_of(step: int) -> torch.Tensor:
     return torch.randn(8, LENGTHS[step], WIDTH, generator=torch.Generator().manual_seed(step))
 
 
-def test_new_sizes_that_fit_are_exact_and_capture_nothing():
-    budget = _budget_of_length(56)
-    counts = []
-
-    def count(model: nn.Module) -> None:
-        found = targets_of(model)
-        counts.append(None if found is None else found.session.captured_count)
-
-    loop = simple_loop(lengths_of, steps=len(LENGTHS))
-    train_both(Attending, loop, budget)
+def test_new_sizes_that_fit_are_exact_capture_nothing_and_stay_within_the_budget():
+    """All are smaller than 64; 63 fits with what is saved offloaded."""
+    budget, counts = _budget_of_length(56), []
+    train_both(Attending, simple_loop(lengths_of, steps=len(LENGTHS)), budget)
     model = hiremate(Attending(), budget, verbose=False)
-    for step in range(len(LENGTHS)):
-        model.zero_grad()
-        model(lengths_of(step)).square().mean().backward()
-        count(model)
-    assert counts[4:] == [counts[3]] * len(counts[4:]), "all are smaller than 64; 63 fits with what is saved offloaded"
-
-
-def test_new_sizes_stay_within_the_budget():
-    budget = _budget_of_length(56)
-    model = hiremate(Attending(), budget, verbose=False)
-    for step in range(4):
-        model.zero_grad()
-        model(lengths_of(step)).square().mean().backward()
+    take_steps(model, lengths_of, 4)
     resident_bytes = get_plan(model).resident_bytes
-    for step in range(4, len(LENGTHS)):
+    for step in range(3, len(LENGTHS)):
         batch = lengths_of(step)
 
         def train(batch: torch.Tensor = batch) -> None:
@@ -268,14 +217,14 @@ def test_new_sizes_stay_within_the_budget():
             model(batch).square().mean().backward()
 
         assert measure_peak(train) + resident_bytes <= budget + 2**16
+        counts.append(targets_of(model).session.captured_count)
+    assert len(set(counts)) == 1
 
 
 def _budget_of_length(length: int) -> int:
     """Return what a plain step of a length takes, so that longer ones need recomputation."""
     model = hiremate(Attending(), "100%", verbose=False)
-    for _ in range(3):
-        model.zero_grad()
-        model(torch.randn(8, length, WIDTH)).square().mean().backward()
+    take_steps(model, lambda _: torch.randn(8, length, WIDTH), 3)
     return get_plan(model).unplanned_peak_bytes
 
 
@@ -296,8 +245,7 @@ class OnObjects(Attending):
 def test_sizes_of_tensors_that_objects_hold_are_seen():
     torch.manual_seed(0)
     model = hiremate(OnObjects(), _budget_of_length(96), verbose=False)
-    for step in range(12):
-        loss = model(Sentence(lengths_of(step))).words.square().mean()
-        loss.backward()
-        model.zero_grad()
+    take_steps(
+        model, lambda step: Sentence(lengths_of(step)), 12, loss_of=lambda y: y.words.square().mean(), clears="end"
+    )
     assert targets_of(model).session.captured_count < 4

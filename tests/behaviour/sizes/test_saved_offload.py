@@ -12,12 +12,12 @@ from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.measuring.saved_offload import LEAST_OFFLOAD, SavedOffload
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.options import make_options
-from hiremate_lightning.sessions import offload_room
+from hiremate_lightning.sessions import offloading
 from hiremate_lightning.sessions.session import Session
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.targets.training_step import StepTarget
 from hiremate_lightning.testing import session_of
-from tests.exact import simple_loop, train_both
+from tests.exact import simple_loop, take_steps, train_both
 
 pytestmark = pytest.mark.usefixtures("without_templates")
 WIDTH = 32
@@ -58,9 +58,7 @@ def train(model: nn.Module, step: int) -> None:
 def budget_of(length: int, make=Net) -> int:
     """Return what a plain step of a length takes."""
     model = hiremate(make(), "100%", verbose=False)
-    for _ in range(3):
-        model.zero_grad()
-        model(torch.randn(8, length, WIDTH)).square().mean().backward()
+    take_steps(model, lambda _: torch.randn(8, length, WIDTH), 3)
     return get_plan(model).unplanned_peak_bytes
 
 
@@ -81,26 +79,21 @@ def way_of(session: Session) -> str:
 
 @pytest.mark.parametrize("make", [Net, Gradients])
 def test_training_is_exact_and_nothing_more_is_captured(make):
-    budget = budget_of(60, make)
+    """Steps stay within the budget."""
+    budget, added, found = budget_of(60, make), [], []
     train_both(make, simple_loop(of_step, steps=len(LENGTHS)), budget)
     model = hiremate(make(), budget, verbose=False)
-    found = ways(model)
+    for step in range(len(LENGTHS)):
+        added.append(measure_peak(lambda step=step: train(model, step)))
+        found.append(way_of(targets_of(model).session))
+        assert step == 0 or make is not Net or added[-1] + get_plan(model).resident_bytes <= budget + 2**16
     assert [found[step] for step in (1, 2, 3, 4, 6)] == ["plain", "offloaded", "plain", "offloaded", "offloaded"]
     assert targets_of(model).session.captured_count == 1
 
 
-def test_steps_stay_within_the_budget():
-    budget = budget_of(60)
-    model = hiremate(Net(), budget, verbose=False)
-    train(model, 0)
-    for step in range(1, len(LENGTHS)):
-        added = measure_peak(lambda step=step: train(model, step))
-        assert added + get_plan(model).resident_bytes <= budget + 2**16
-
-
 def test_files_are_used_again_until_steps_run_by_plans(change_thresholds):
     model = hiremate(Net(), budget_of(60), verbose=False)
-    files, sizes_bytes = session_of(model).unplanned._offload.files, []
+    files, sizes_bytes = session_of(model).unplanned._offloading.files, []
     for step in (0, 6, 4, 2, 5, 6):  # lengths 60, 96, 90, 90, 72, 96
         train(model, step)
         sizes_bytes.append(files.size_bytes)
@@ -120,7 +113,7 @@ def test_a_size_that_comes_often_gets_a_plan(change_thresholds):
 @pytest.mark.parametrize(("name", "value"), [("free_host_bytes", lambda: 2**10), ("HAS_FILES", False)])
 def test_sizes_are_captured_where_nothing_can_be_offloaded(monkeypatch, name, value):
     budget = budget_of(60)
-    monkeypatch.setattr(offload_room, name, value)
+    monkeypatch.setattr(offloading, name, value)
     assert "offloaded" not in ways(hiremate(Net(), budget, verbose=False))
 
 

@@ -195,18 +195,17 @@ def test_two_signatures_in_turn_are_measured_and_then_left_alone():
     assert session.steps.current.timed is None
 
 
-class Turns(nn.Module):
+@network(
+    lambda: {
+        "body": Net(),
+        "short": nn.Linear(WIDTH, WIDTH),
+        "long": nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6))),
+    }
+)
+def turns(self, x: torch.Tensor) -> torch.Tensor:
     """Goes one of two ways after a common beginning, by data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = Net()
-        self.short = nn.Linear(WIDTH, WIDTH)
-        self.long = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.body(x)
-        return self.long(y) if x[0, 0] < 0 else self.short(y)
+    y = self.body(x)
+    return self.long(y) if x[0, 0] < 0 else self.short(y)
 
 
 def test_steps_that_begin_alike_stay_within_the_budget():
@@ -218,7 +217,7 @@ def test_steps_that_begin_alike_stay_within_the_budget():
             model(x).square().mean().backward()
 
     torch.manual_seed(1)
-    model = hiremate(Turns(), "1 GiB", verbose=False)
+    model = hiremate(turns(), "1 GiB", verbose=False)
     go(1, 1, 1, 1, -1, -1, -1, -1)
     short, long = (session_of(model).plans[signature] for signature in ((0, 1), (0, 2)))
     assert long.unplanned_peak_bytes > short.unplanned_peak_bytes

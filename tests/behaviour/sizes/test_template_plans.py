@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hiremate_lightning import HiRemateWarning, InfeasibleBudgetError, hiremate
+from hiremate_lightning import HiRemateWarning, InfeasibleBudgetError
 from hiremate_lightning.records.expressions import NoTemplateError
 from hiremate_lightning.sessions import offloading, templates
 from hiremate_lightning.testing import is_from_template, session_of, step_under_way
-from tests.behaviour.sizes.test_templates import FIRST, LONG, SHORT, Training, budget_of, small_gpt
+from tests.behaviour.sizes.test_templates import FIRST, LONG, SHORT, Training, budget_of, train_alike, trainings
 from tests.exact import Log, differing
 
 pytestmark = pytest.mark.usefixtures("templates_at_once")
@@ -17,17 +17,12 @@ LONGER = [96, 101, 99, 107, 94]  # than all that is planned
 TIGHT, LONGEST = 0.34, 127  # the least memory of the longest takes 1.15 times that share of what the first length adds
 
 
-@pytest.fixture(autouse=True)
-def _anew() -> None:
+def with_code(share: float = 0.75, **options: object) -> tuple[Training, Training, int]:
+    """Make trainings of which the planned one has code for all sizes as the next new size comes."""
     torch._dynamo.reset()
-
-
-def trainings(budget_bytes: int, **options: object) -> tuple[Training, Training]:
-    """Return a plain model, and a planned one that has code for all sizes as the next new size comes."""
-    plain, planned = Training(small_gpt()), Training(hiremate(small_gpt(), budget_bytes, verbose=False, **options))
-    for length in [FIRST, FIRST, SHORT, LONG]:
-        assert differing(planned.step(length), plain.step(length)) == []
-    return plain, planned
+    plain, planned, added_bytes = trainings(share, **options)
+    train_alike(plain, planned, FIRST, FIRST, SHORT, LONG)
+    return plain, planned, added_bytes
 
 
 def take_steps(training: Training, count: int, length: int) -> list[Log]:
@@ -42,11 +37,10 @@ def rungs_of(planned: Training) -> int:
 @pytest.mark.filterwarnings("error")
 def test_larger_sizes_run_by_decisions_made_once(planning_log):
     """The plan of the first length fits none of them: the first one is solved for, and all run by what it finds."""
-    budget_bytes, added_bytes = budget_of(FIRST, 0.75)
-    plain, planned = trainings(budget_bytes)
+    plain, planned, added_bytes = with_code()
     planning_log.texts.clear()
     for length in [*LONGER, *LONGER]:
-        assert differing(planned.step(length), plain.step(length)) == []
+        train_alike(plain, planned, length)
         assert is_from_template(planned.model)
         assert step_under_way(planned.model).ways == ("plan of another step",)
         assert planned.peak_bytes <= added_bytes
@@ -57,20 +51,18 @@ def test_larger_sizes_run_by_decisions_made_once(planning_log):
 def test_steps_that_lose_time_get_faster_decisions(monkeypatch: pytest.MonkeyPatch):
     """Solving costs nothing here, so any loss is worth it; all stays exact and within the budget."""
     monkeypatch.setattr(templates.Ladders, "price_ms", lambda self, loss: 0.0)
-    budget_bytes, added_bytes = budget_of(FIRST, 0.75)
-    plain, planned = trainings(budget_bytes)
+    plain, planned, added_bytes = with_code()
     for length in [*LONGER, *LONGER]:
-        assert differing(planned.step(length), plain.step(length)) == []
+        train_alike(plain, planned, length)
         assert planned.peak_bytes <= added_bytes
     assert 2 <= rungs_of(planned) <= 7
 
 
 def test_beyond_max_plans_larger_sizes_run_at_the_least_memory(planning_log):
     """It is searched once, and said of nobody: no size waits for a plan of its own."""
-    budget_bytes, added_bytes = budget_of(FIRST, 0.75)
-    plain, planned = trainings(budget_bytes, max_plans=1)
+    plain, planned, added_bytes = with_code(max_plans=1)
     for length in LONGER:
-        assert differing(planned.step(length), plain.step(length)) == []
+        train_alike(plain, planned, length)
         assert planned.peak_bytes <= added_bytes
     assert len(planning_log.of("searching for the least memory at all sizes")) == 1
     assert rungs_of(planned) == 0
@@ -78,19 +70,17 @@ def test_beyond_max_plans_larger_sizes_run_at_the_least_memory(planning_log):
 
 def test_a_size_that_nothing_fits_is_refused_as_before():
     """Not even its least memory fits: the error names a budget that is enough."""
-    budget_bytes, _ = budget_of(FIRST, TIGHT)
-    _, planned = trainings(budget_bytes, time_limit_s=1.0)
+    _, planned, _ = with_code(TIGHT, time_limit_s=1.0)
     with pytest.raises(InfeasibleBudgetError, match="too small for SmallGPT") as caught:
         take_steps(planned, 12, LONGEST)
-    assert caught.value.smallest_bytes > budget_bytes
+    assert caught.value.smallest_bytes > budget_of(FIRST, TIGHT)[0]
 
 
 @pytest.mark.filterwarnings("ignore:The first step of another signature")
 @pytest.mark.parametrize("verify", ["first", "off"])
 def test_a_size_that_nothing_fits_is_announced_where_it_runs(verify: str):
     """It runs by what is decided for all sizes at first; a proof finds memory by offloading what autograd saves."""
-    budget_bytes, _ = budget_of(FIRST, TIGHT)
-    plain, planned = trainings(budget_bytes, time_limit_s=1.0, on_infeasible="warn", verify=verify)
+    plain, planned, _ = with_code(TIGHT, time_limit_s=1.0, on_infeasible="warn", verify=verify)
     with pytest.warns(HiRemateWarning, match="Nothing fits the budget"):
         logs = take_steps(planned, 3, LONGEST)
     assert all(differing(log, plain.step(LONGEST)) == [] for log in logs)
@@ -99,8 +89,7 @@ def test_a_size_that_nothing_fits_is_announced_where_it_runs(verify: str):
 
 def test_a_plan_is_dropped_if_its_programs_can_not_be_made(monkeypatch: pytest.MonkeyPatch):
     """Nothing fits the length, so it is planned: without programs for that plan it goes on at the least memory."""
-    budget_bytes, _ = budget_of(FIRST, TIGHT)
-    plain, planned = trainings(budget_bytes, time_limit_s=1.0, on_infeasible="warn", verify="off")
+    plain, planned, _ = with_code(TIGHT, time_limit_s=1.0, on_infeasible="warn", verify="off")
     program_of, refused = offloading.program_of, list[int]()
 
     def refusing(captured, *rest):
@@ -109,10 +98,10 @@ def test_a_plan_is_dropped_if_its_programs_can_not_be_made(monkeypatch: pytest.M
             raise NoTemplateError("A number is no expression of the sizes")
         return program_of(captured, *rest)
 
-    assert differing(planned.step(LONGEST), plain.step(LONGEST)) == []
+    train_alike(plain, planned, LONGEST)
     monkeypatch.setattr(offloading, "program_of", refusing)
     for _ in range(3):
-        assert differing(planned.step(LONGEST), plain.step(LONGEST)) == []
+        train_alike(plain, planned, LONGEST)
         assert is_from_template(planned.model)
     assert refused == [1]
     assert len(session_of(planned.model).plans) == 1

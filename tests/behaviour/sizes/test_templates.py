@@ -16,10 +16,11 @@ from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.proofs.trials import TrialOutcome
 from hiremate_lightning.running.template import ProgramTemplate
 from hiremate_lightning.testing import captured_count, is_from_template, is_plain
-from tests.exact import Log, differing, leave_behind, planned_alike
+from tests.exact import Log, differing, leave_behind, network, planned_alike
 from tests.faults import change_absences, overwriting_nothing
 
 pytestmark = pytest.mark.usefixtures("templates_at_once")
+
 WORDS, WIDTH, HEADS, LAYERS, BATCH = 64, 32, 4, 2, 8
 FIRST, LONG, SHORT = 90, 83, 40  # planned; does not fit as it is written; does
 NEW = [88, 79, 85, 76]  # come after a first length that does not fit as it is written
@@ -87,6 +88,11 @@ def small_gpt() -> nn.Module:
     return SmallGPT()
 
 
+@pytest.fixture(autouse=True)
+def _anew() -> None:
+    torch._dynamo.reset()
+
+
 def budget_of(length: int, share: float) -> tuple[int, int]:
     """Return a budget of which a plain step of a length takes more, and what of it a step may add."""
     training = Training(small_gpt())
@@ -97,24 +103,34 @@ def budget_of(length: int, share: float) -> tuple[int, int]:
     return weights + BATCH * length * 8 + added_bytes, added_bytes
 
 
+def trainings(share: float = 0.75, **options: object) -> tuple[Training, Training, int]:
+    """Return a plain model and one with a budget of a share of the first length, and the bytes that a step may add."""
+    budget_bytes, added_bytes = budget_of(FIRST, share)
+    options = {"verbose": False, **options}
+    return Training(small_gpt()), Training(hiremate(small_gpt(), budget_bytes, **options)), added_bytes
+
+
+def train_alike(plain: Training, planned: Training, *lengths: int) -> None:
+    """Take steps with both; fail where their logs differ."""
+    for length in lengths:
+        assert differing(planned.step(length), plain.step(length)) == []
+
+
 @pytest.mark.filterwarnings("error")
 def test_new_sizes_run_by_templates_within_the_budget():
     """Lengths that do not fit as they are written, each of them once."""
-    torch._dynamo.reset()
-    budget_bytes, added_bytes = budget_of(FIRST, 0.75)
-    plain, planned = Training(small_gpt()), Training(hiremate(small_gpt(), budget_bytes, verbose=False))
+    plain, planned, added_bytes = trainings()
     has_symbols_at_once = hasattr(torch.compiler.config, "dynamic_values")  # else from the next capture on
-    for length in [FIRST, FIRST, SHORT, *([] if has_symbols_at_once else [LONG + 1])]:
-        assert differing(planned.step(length), plain.step(length)) == []
+    train_alike(plain, planned, FIRST, FIRST, SHORT, *([] if has_symbols_at_once else [LONG + 1]))
 
     for index, length in enumerate([LONG, *NEW]):
         before = captured_count(planned.model)
-        assert differing(planned.step(length), plain.step(length)) == []
+        train_alike(plain, planned, length)
         assert is_from_template(planned.model)
         assert captured_count(planned.model) - before == (0 if index else 3)  # samples
         assert 0 < planned.peak_bytes <= added_bytes
 
-    assert differing(planned.step(SHORT), plain.step(SHORT)) == []
+    train_alike(plain, planned, SHORT)
     assert is_plain(planned.model)
 
 
@@ -136,13 +152,10 @@ def test_decisions_are_proved_at_half_a_length_or_there(
     proved: list[int], monkeypatch: pytest.MonkeyPatch, tells_nothing: bool, expected: list[int]
 ):
     """At the length itself where the outcome at half of it has NaN: these equal each other."""
-    torch._dynamo.reset()
     if tells_nothing:
         monkeypatch.setattr(TrialOutcome, "has_nan", property(lambda _: True))
-    budget_bytes, _ = budget_of(FIRST, 0.75)
-    plain, planned = Training(small_gpt()), Training(hiremate(small_gpt(), budget_bytes, verbose=False))
-    for length in [FIRST, FIRST, SHORT, LONG, *NEW]:
-        assert differing(planned.step(length), plain.step(length)) == []
+    plain, planned, _ = trainings()
+    train_alike(plain, planned, FIRST, FIRST, SHORT, LONG, *NEW)
     assert is_from_template(planned.model)
     assert set(proved) <= set(expected)
     assert proved
@@ -156,7 +169,6 @@ class Scaled(SmallGPT):
 
 
 def test_code_that_no_template_serves_is_traced():
-    torch._dynamo.reset()
     budget_bytes, _ = budget_of(FIRST, 0.75)
     logs = []
     for is_planned in (False, True):
@@ -177,24 +189,24 @@ class Cache:
         self.length, self.keys, self.values = 0, None, None
 
 
-class Recalling(nn.Module):
+@network(
+    lambda: {
+        **{name: nn.Linear(64, 64, bias=False) for name in ("query", "key", "value")},
+        "up": nn.Linear(64, 256),
+        "down": nn.Linear(256, 64),
+    }
+)
+def recalling(self, x: Tensor, cache: Cache) -> Tensor:
     """Attends to a part of a text and to all before it, whose length it knows twice: it counts for its mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(64, 64, bias=False) for _ in range(3))
-        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
-
-    def forward(self, x: Tensor, cache: Cache) -> Tensor:
-        layers = self.query, self.key, self.value
-        query, keys, values = (layer(x).unflatten(-1, (4, -1)).transpose(1, 2) for layer in layers)
-        if cache.keys is not None:
-            keys, values = torch.cat([cache.keys, keys], 2), torch.cat([cache.values, values], 2)
-        cache.keys, cache.values = keys, values
-        mask = torch.arange(cache.length + x.shape[1]) <= cache.length + torch.arange(x.shape[1])[:, None]
-        cache.length = cache.length + x.shape[1]
-        y = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask).transpose(1, 2).flatten(-2)
-        return self.down(F.gelu(self.up(x + y)))
+    layers = self.query, self.key, self.value
+    query, keys, values = (layer(x).unflatten(-1, (4, -1)).transpose(1, 2) for layer in layers)
+    if cache.keys is not None:
+        keys, values = torch.cat([cache.keys, keys], 2), torch.cat([cache.values, values], 2)
+    cache.keys, cache.values = keys, values
+    mask = torch.arange(cache.length + x.shape[1]) <= cache.length + torch.arange(x.shape[1])[:, None]
+    cache.length = cache.length + x.shape[1]
+    y = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask).transpose(1, 2).flatten(-2)
+    return self.down(F.gelu(self.up(x + y)))
 
 
 def recall(module: nn.Module) -> Log:
@@ -212,23 +224,18 @@ def recall(module: nn.Module) -> Log:
 
 def test_samples_keep_sizes_equal_that_always_were(recwarn: pytest.WarningsRecorder):
     """Made-up keys are as long as made-up values, and as their mask: the kernel of attention does not check that."""
-    torch._dynamo.reset()
     torch.manual_seed(0)
-    planned_alike(Recalling(), recall, "70%", on_infeasible="warn")
+    planned_alike(recalling(), recall, "70%", on_infeasible="warn")
     assert not [str(told.message) for told in recwarn if "can't be measured alone" in str(told.message)]
 
 
 def test_several_new_sizes_wait_for_their_backwards():
     """Two lengths in one step, by the same captured code: each backward runs at its own."""
-    torch._dynamo.reset()
-    budget_bytes, _ = budget_of(FIRST, 0.75)
-    models = small_gpt(), hiremate(small_gpt(), budget_bytes, verbose=False)
-    plain, planned = map(Training, models)
-    for length in [FIRST, FIRST, SHORT, LONG, *NEW[:2]]:
-        assert differing(planned.step(length), plain.step(length)) == []
+    plain, planned, _ = trainings()
+    train_alike(plain, planned, FIRST, FIRST, SHORT, LONG, *NEW[:2])
     assert is_from_template(planned.model)
     gradients = []
-    for model in models:
+    for model in (plain.model, planned.model):
         torch.manual_seed(1)
         model.zero_grad(set_to_none=True)
         losses = [model(torch.randint(WORDS, (BATCH, length))) for length in NEW[2:]]
@@ -240,12 +247,11 @@ def test_several_new_sizes_wait_for_their_backwards():
 
 def test_a_template_whose_proof_fails_is_not_used(monkeypatch: pytest.MonkeyPatch):
     """Its programs are of other sizes than they are asked for: these are traced, and training stays exact."""
-    torch._dynamo.reset()
-    at, budget_bytes = ProgramTemplate.at, budget_of(FIRST, 0.75)[0]
+    at = ProgramTemplate.at
     monkeypatch.setattr(ProgramTemplate, "at", lambda self, sizes: at(self, tuple(size + 1 for size in sizes)))
-    plain, planned = Training(small_gpt()), Training(hiremate(small_gpt(), budget_bytes, verbose=False))
+    plain, planned, _ = trainings()
     for length in [FIRST, FIRST, SHORT, LONG, *NEW]:
-        assert differing(planned.step(length), plain.step(length)) == []
+        train_alike(plain, planned, length)
         assert not is_from_template(planned.model)
 
 
@@ -268,7 +274,6 @@ def trained(model: nn.Module, losses: Callable[[Tensor, Tensor], Tensor], length
 @pytest.mark.filterwarnings("error")
 def test_gradients_need_not_arrive_at_new_sizes(monkeypatch: pytest.MonkeyPatch):
     """The backward finds out which do, where nothing can be traced: whatever samples differ in, it fails in none."""
-    torch._dynamo.reset()
     models = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -294,21 +299,16 @@ def test_gradients_need_not_arrive_at_new_sizes(monkeypatch: pytest.MonkeyPatch)
     assert next(calls) > 0
 
 
-class Numbered(nn.Module):
+@network(lambda: {"linear": nn.Linear(WIDTH, WIDTH)})
+def numbered(self, x: Tensor) -> Tensor:
     """Computes with a size as a number, for which Dynamo has no symbol then."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) / len(str(x.shape[1])) * x.shape[1]
+    return self.linear(x) / len(str(x.shape[1])) * x.shape[1]
 
 
 def test_code_whose_size_is_a_number_is_traced_once_a_size(planning_log):
     """All samples of such code would be of that size."""
     lengths = [6, 9, 12, 14, 11, 13]
-    model = hiremate(Numbered(), "1 MiB", verbose=False)
+    model = hiremate(numbered(), "1 MiB", verbose=False)
     for length in lengths:
         model(torch.randn(8, length, WIDTH)).sum().backward()
     assert captured_count(model) <= len(lengths)

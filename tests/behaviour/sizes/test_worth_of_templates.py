@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from hiremate_lightning import hiremate
 from hiremate_lightning.testing import OFFLOADED, is_from_template, step_under_way
-from tests.behaviour.sizes.test_templates import FIRST, LONG, NEW, SHORT, Training, budget_of, small_gpt
-from tests.exact import differing
+from tests.behaviour.sizes.test_templates import FIRST, LONG, NEW, SHORT, train_alike, trainings
 
 
 def test_first_steps_of_new_sizes_offload_values_and_later_ones_run_by_plans(change_thresholds):
-    budget_bytes, _ = budget_of(FIRST, 0.75)
-    plain, planned = Training(small_gpt()), Training(hiremate(small_gpt(), budget_bytes, verbose=False))
+    plain, planned, _ = trainings()
     ways = []
     for length in [FIRST, FIRST, SHORT, LONG, *NEW]:
         if length == NEW[1]:
             change_thresholds(worth_templates=0.0)
-        assert differing(planned.step(length), plain.step(length)) == []
+        train_alike(plain, planned, length)
         ways.append(step_under_way(planned.model).ways)
     assert ways[3:5] == [(OFFLOADED,)] * 2
     assert OFFLOADED not in {way for step in ways[5:] for way in step}

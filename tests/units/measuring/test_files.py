@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from hiremate_lightning.measuring.files import HAS_FILES, LEAST_FILE, Files
+from hiremate_lightning.measuring.saved_offload import HAS_FILES, LEAST_FILE, Files
 
 pytestmark = pytest.mark.skipif(not HAS_FILES, reason="there are no files to reserve here")
 

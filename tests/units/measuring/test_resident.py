@@ -6,23 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from hiremate_lightning.measuring.recording import Existing, StepRecord
+from hiremate_lightning.measuring.recording import StepRecord
 from hiremate_lightning.measuring.resident import Resident
 from hiremate_lightning.measuring.resident_memory import ResidentMemory
 
 
 def test_an_optimizer_of_the_model_is_told_from_others():
-    own, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    memory = ResidentMemory(own)
-    for _ in range(2):
-        assert memory.stepped(torch.optim.SGD(own.parameters(), lr=0.1))
-        assert not memory.stepped(torch.optim.SGD(other.parameters(), lr=0.1))
-
-
-def test_an_optimizer_that_gets_parameters_of_the_model_later_is_seen():
+    """One that gets parameters of the model later is seen."""
     own, other = nn.Linear(2, 2), nn.Linear(2, 2)
     memory, optimizer = ResidentMemory(own), torch.optim.SGD(other.parameters(), lr=0.1)
-    assert not memory.stepped(optimizer)
+    for _ in range(2):
+        assert memory.stepped(torch.optim.SGD(own.parameters(), lr=0.1))
+        assert not memory.stepped(optimizer)
     optimizer.add_param_group({"params": list(own.parameters())})
     assert memory.stepped(optimizer)
 
@@ -105,8 +100,8 @@ def test_a_count_in_between_does_not_change_what_was_seen_before_a_step():
 def test_large_tensors_that_nobody_counts_are_watched():
     """Then no release of one of them passes for memory that a step gives back."""
     memory, large, small = ResidentMemory(nn.Linear(2, 2)), torch.ones(2**13), torch.ones(8)
-    record, seen = StepRecord(torch.device("cpu"), Existing(sees_frees=True), memory.root), list[int]()
-    record.watch_uncounted = lambda tensors: seen.extend(map(id, tensors))  # type: ignore[method-assign]
+    record, seen = StepRecord(torch.device("cpu"), sees_frees=True, root=memory.root), list[int]()
+    record.watch_releases = lambda event, tensors: seen.extend(map(id, tensors))  # type: ignore[method-assign]
     memory.watch_releases(record, [])
     record.close(at_once=True)
     assert id(large) in seen

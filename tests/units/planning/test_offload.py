@@ -12,8 +12,7 @@ import pytest
 
 from hiremate_lightning.errors import ConfigurationError
 from hiremate_lightning.planning.solvers.base import UNLIMITED, Problem
-from hiremate_lightning.planning.solvers.decisions import decisions
-from hiremate_lightning.planning.solvers.model import StepModel
+from hiremate_lightning.planning.solvers.model import StepModel, decisions
 from hiremate_lightning.planning.solvers.offload import Choice, fastest_choice, least_bytes, offload_bound
 from hiremate_lightning.planning.solvers.turn_point import lower_bound
 from hiremate_lightning.records.costs import Link
@@ -21,8 +20,7 @@ from hiremate_lightning.records.offload import Host, Idle, Offload, idle_storage
 from hiremate_lightning.records.schedule import Schedule, keep_all, lower
 from hiremate_lightning.records.simulation import simulate
 from tests.helpers import all_lazy, problem_of, random_graph
-from tests.lazily import recompute_lazily
-from tests.tiny import chain, storages_of, transformer
+from tests.tiny import chain, recompute_lazily, storages_of, transformer
 
 DEADLINE = 1e9
 LINKS = [Link(1e9, 1e9), Link(40.0, 40.0), Link(20.0, 10.0, latency_ms=0.1)]
@@ -42,9 +40,9 @@ def check(problem: Problem, choice: Choice, host_bytes: int = UNLIMITED) -> None
     """Hold a choice to what it says of itself."""
     schedule = with_offloads(problem.graph, lower(problem.graph, choice.recompute), choice.offloads)
     found = simulate(problem.graph, problem.profile, schedule)
-    assert found.peak_bytes == choice.peak_bytes <= problem.budget_bytes
-    assert found.host_bytes == choice.host_bytes <= host_bytes
-    assert found.recompute_ms + found.wait_ms == choice.extra_ms
+    assert found == choice.simulation
+    assert found.peak_bytes <= problem.budget_bytes
+    assert found.host_bytes <= host_bytes
 
 
 def all_offloads(idle: tuple[Idle, ...]) -> Iterator[tuple[Offload, ...]]:
@@ -134,7 +132,7 @@ def test_where_copies_are_slow_it_declines():
     problem = with_link((graph, profile), Link(1.0, 1.0), 600)
     choice = fastest_choice(problem, [keep_all(graph), lazily])
     assert choice is not None
-    assert (choice.recompute, choice.offloads, choice.host_bytes) == (lazily, (), 0)
+    assert (choice.recompute, choice.offloads, choice.simulation.host_bytes) == (lazily, (), 0)
     faster = fastest_choice(replace(problem, profile=replace(profile, link=Link(1e6, 1e6))), [keep_all(graph), lazily])
     assert faster is not None
     assert faster.recompute == keep_all(graph)
@@ -160,7 +158,7 @@ def test_a_transformer_fits_with_less_on_the_device(share: float):
     bound = offload_bound(StepModel(problem), problem.budget_bytes, DEADLINE)
     assert bound is not None
     assert bound <= choice.extra_ms
-    assert choice.host_bytes >= kept_bytes(problem) - problem.budget_bytes
+    assert choice.simulation.host_bytes >= kept_bytes(problem) - problem.budget_bytes
 
 
 def test_the_host_is_not_given_more_than_it_has():
@@ -168,7 +166,7 @@ def test_the_host_is_not_given_more_than_it_has():
     problem = replace(problem, budget_bytes=int(0.7 * kept_bytes(problem)))
     needed = fastest_choice(problem, [keep_all(problem.graph)])
     assert needed is not None
-    hosts = [Host(size) for size in (problem.budget_bytes // 10, needed.host_bytes, UNLIMITED, 1000)]
+    hosts = [Host(size) for size in (problem.budget_bytes // 10, needed.simulation.host_bytes, UNLIMITED, 1000)]
     few, enough, free, tight = (replace(problem, host=host) for host in hosts)
     assert fastest_choice(few, [keep_all(problem.graph)]) is None
     assert fastest_choice(enough, [keep_all(problem.graph)]) == needed

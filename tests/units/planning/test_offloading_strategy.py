@@ -10,22 +10,19 @@ import pytest
 
 from hiremate_lightning.out_of_memory import InfeasibleBudgetError
 from hiremate_lightning.planning import solutions
-from hiremate_lightning.planning.outcome import unless_short
+from hiremate_lightning.planning.headroom import unless_short
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.planner import PlanOptions, make_plan
 from hiremate_lightning.planning.shared_solving import SharedSolving
-from hiremate_lightning.planning.solutions import Solutions
+from hiremate_lightning.planning.solutions import Solutions, remembering
 from hiremate_lightning.planning.solvers.base import (
     UNLIMITED,
     Problem,
     Solution,
     Status,
     get_strategy,
-    offload_proposals,
 )
-from hiremate_lightning.planning.solvers.curve import Remembering
-from hiremate_lightning.planning.solvers.offload import fastest_choice
-from hiremate_lightning.planning.solvers.offloading import with_offloading
+from hiremate_lightning.planning.solvers.offload import PROPOSALS, fastest_choice, with_offloading
 from hiremate_lightning.records.costs import Link
 from hiremate_lightning.records.graph import OUTSIDE, Graph
 from hiremate_lightning.records.offload import (
@@ -169,11 +166,11 @@ def test_the_same_solve_is_answered_from_memory_with_offloaded_values():
         asked.append(problem)
         return with_offloading(get_strategy("portfolio"))(problem)
 
-    remembering = Remembering(counting)
-    first, second = remembering(problem), remembering(problem)
+    solve_once = remembering(counting)
+    first, second = solve_once(problem), solve_once(problem)
     assert len(asked) == 1
     assert second.offloads == first.offloads != ()
-    without = remembering(replace(problem, host=None))
+    without = solve_once(replace(problem, host=None))
     assert len(asked) == 2
     assert without.offloads == ()
 
@@ -186,17 +183,13 @@ def agreed_by_two(one: Problem, other: Problem) -> list[Problem]:
 
 
 def test_ranks_agree_on_the_smallest_host_and_the_slowest_link():
+    """Where one has no host, all stays on the device."""
     step = step_of(transformer(4))
     one = Problem(step.graph, step.profile, share_of(step, 0.6), host=HOST)
     other = replace(one, profile=replace(one.profile, link=Link(2e8, 3e9)), host=Host(10**6))
     for agreed in agreed_by_two(one, other):
         assert agreed.host == Host(10**6)
         assert agreed.profile.link == Link(2e8, 1e9)
-
-
-def test_where_one_rank_has_no_host_all_stays_on_the_device():
-    step = step_of(transformer(4))
-    one = Problem(step.graph, step.profile, share_of(step, 0.6), host=HOST)
     assert [agreed.host for agreed in agreed_by_two(one, replace(one, host=None))] == [None, None]
 
 
@@ -207,7 +200,7 @@ def test_pofo_offloads_what_rotor_computes_again():
     step = step_of(chain(16))
     problem = Problem(step.graph, step.profile, share_of(step, 0.6), host=HOST)
     rotor = get_strategy("rotor")(replace(problem, host=None))
-    choice = fastest_choice(problem, offload_proposals("pofo", problem))
+    choice = fastest_choice(problem, PROPOSALS["pofo"](problem))
     assert choice is not None
     assert choice.offloads
     assert choice.extra_ms < 0.1 * rotor.extra_ms
@@ -216,22 +209,15 @@ def test_pofo_offloads_what_rotor_computes_again():
     assert found.extra_ms <= choice.extra_ms
 
 
-def test_pofo_offloads_less_where_the_link_is_slow():
+def test_pofo_offloads_less_where_the_link_is_slow_and_is_rotor_where_all_stays_on_the_device():
     step = step_of(chain(16))
     problem = Problem(step.graph, step.profile, share_of(step, 0.6), host=HOST)
     slow = replace(problem, profile=replace(step.profile, link=Link(10.0, 10.0)))
-    kept = [
-        sum(map(len, recompute))
-        for recompute in (*offload_proposals("pofo", problem), *offload_proposals("pofo", slow))
-    ]
+    kept = [sum(map(len, recompute)) for recompute in (*PROPOSALS["pofo"](problem), *PROPOSALS["pofo"](slow))]
     assert min(kept) == 0
     assert max(kept) > 0
-
-
-def test_pofo_is_rotor_where_all_stays_on_the_device():
-    step = step_of(chain(16))
-    problem = Problem(step.graph, step.profile, share_of(step, 0.6))
-    assert get_strategy("pofo")(problem).recompute == get_strategy("rotor")(problem).recompute
+    alone = replace(problem, host=None)
+    assert get_strategy("pofo")(alone).recompute == get_strategy("rotor")(alone).recompute
 
 
 # ---------------------------------------------------------------- several calls

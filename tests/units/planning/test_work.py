@@ -13,15 +13,21 @@ from dataclasses import replace
 import pytest
 
 from hiremate_lightning.planning import solutions
-from hiremate_lightning.planning.outcome import least_need, unless_short
+from hiremate_lightning.planning.headroom import least_need, unless_short
 from hiremate_lightning.planning.plan import PlanOptions
 from hiremate_lightning.planning.planner import make_plan
-from hiremate_lightning.planning.solvers import Problem, Solution, SolveOptions, Status, get_strategy, metering
-from hiremate_lightning.planning.solvers.base import CLOCK
-from hiremate_lightning.planning.solvers.metering import Price
-from hiremate_lightning.planning.solvers.mip_backend import LinearProgram, Result, solve
+from hiremate_lightning.planning.solvers import (
+    Problem,
+    Solution,
+    SolveOptions,
+    Status,
+    get_strategy,
+    mip_backend,
+    smallest_budget,
+)
+from hiremate_lightning.planning.solvers.base import CLOCK, Work, clock_limit_s
+from hiremate_lightning.planning.solvers.mip_backend import LinearProgram, Result, SolverMeter, solve
 from hiremate_lightning.planning.solvers.model import StepModel
-from hiremate_lightning.planning.solvers.work import Work, clock_limit_s
 from hiremate_lightning.planning.solvers.worker import Worker
 from hiremate_lightning.records.step import Call, merge
 from tests.helpers import problem_of
@@ -29,7 +35,7 @@ from tests.tiny import room, transformer
 from tests.units.planning.test_mip_backend import hard
 
 LIMIT_S = 0.5  # of work: the step below needs more for a proof
-NEED_TIME = ("portfolio", "phases", "turn_point", "segments", "least_memory", "hilp", "rockmate", "dtr")
+NEED_TIME = ("portfolio", "segments", "hilp", "rockmate", "dtr")
 
 
 def problem_to_cut(**options: float) -> Problem:
@@ -98,14 +104,14 @@ def test_a_program_ends_at_the_same_place_each_time():
 
 
 def test_a_linear_program_ends_at_a_limit_of_iterations(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Price, "iterations_in", lambda self, limit_s: 2)
+    monkeypatch.setattr(SolverMeter, "most_iterations", lambda self: 2)
     cut = solve(hard(), SolveOptions(), 0.3, relax=True)
     assert cut.status is not Status.OPTIMAL
     assert cut.bound == -float("inf"), "of a relaxation that was cut short nothing is proven"
 
 
 def test_a_highs_that_cannot_be_asked_gets_a_limit_of_nodes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(metering, "_library", lambda: None)
+    monkeypatch.setattr(mip_backend, "_library", lambda: None)
     found = [solve(hard(), SolveOptions(), 0.3) for _ in range(2)]
     assert found[0] == found[1]
     assert found[0].status in (Status.FEASIBLE, Status.NOT_FOUND)
@@ -158,22 +164,21 @@ def nothing(problem: Problem) -> Solution:
 
 
 def test_a_named_least_memory_is_taken_where_nothing_is_found():
-    problem = problem_to_cut()
+    """A proof is not compared with it."""
+    problem, known = problem_to_cut(), solutions.Solutions()
     named = least_need(problem, 0).smallest
-    asked = replace(problem, budget_bytes=named.peak_bytes)
+    asked, less = (replace(problem, budget_bytes=named.peak_bytes - more) for more in (0, 1))
 
-    taken = solutions.Solutions().at_least(asked, nothing(asked))
+    taken = known.at_least(asked, nothing(asked))
 
     assert (taken.status, taken.recompute, taken.peak_bytes) == (Status.FEASIBLE, named.recompute, named.peak_bytes)
     assert taken.stopped_by == solutions.KNOWN_BEFORE
-    assert (
-        not solutions.Solutions()
-        .at_least(replace(asked, budget_bytes=named.peak_bytes - 1), nothing(asked))
-        .is_feasible
-    )
+    assert not known.at_least(less, nothing(asked)).is_feasible
+    proven = Solution("mine", Status.INFEASIBLE, stopped_by="proof")
+    assert known.at_least(problem, proven) is proven
 
 
-def test_a_later_run_reads_what_was_named(tmp_path):
+def test_a_later_run_reads_what_was_named_but_no_spoilt_file(tmp_path):
     kept = PlanOptions(cache_dir=tmp_path).solutions
     problem = problem_to_cut()
     named = least_need(problem, 0, solutions=kept).smallest
@@ -182,12 +187,6 @@ def test_a_later_run_reads_what_was_named(tmp_path):
 
     assert not solutions.Solutions().at_least(asked, nothing(asked)).is_feasible
     assert kept.at_least(asked, nothing(asked)).recompute == named.recompute
-
-
-def test_a_file_that_was_spoilt_is_ignored(tmp_path, caplog: pytest.LogCaptureFixture):
-    kept = PlanOptions(cache_dir=tmp_path).solutions
-    problem = problem_to_cut()
-    least_need(problem, 0, solutions=kept)
     solutions.forget()
     (path,) = tmp_path.glob("found-*.json")
     for text in ("[[[1, 2", "[[[99999999]]]", '[["a"]]', "{}"):
@@ -195,19 +194,12 @@ def test_a_file_that_was_spoilt_is_ignored(tmp_path, caplog: pytest.LogCaptureFi
         assert not kept.at_least(problem, nothing(problem)).is_feasible
 
 
-def test_a_proof_is_not_compared_with_what_was_found_before():
-    problem = problem_to_cut()
-    least_need(problem, 0)
-    proven = Solution("mine", Status.INFEASIBLE, stopped_by="proof")
-    assert solutions.Solutions().at_least(problem, proven) is proven
-
-
 def test_a_plan_is_never_slower_than_the_one_before_it():
     problem = problem_to_cut()
     step = merge([Call(problem.graph, problem.profile)], [0])
     limit = room(problem.budget_bytes + 2**16)
     first, second = (
-        unless_short(make_plan(step, limit, PlanOptions(), solve=get_strategy(name)))
-        for name in ("portfolio", "least_memory")
+        unless_short(make_plan(step, limit, PlanOptions(), solve=solve))
+        for solve in (get_strategy("portfolio"), smallest_budget)
     )
     assert second.solution.recompute == first.solution.recompute

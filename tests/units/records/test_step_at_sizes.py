@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from hiremate_lightning.latest import Latest
+from hiremate_lightning.housekeeping import Latest
 from hiremate_lightning.planning.solvers.base import Problem, replay
-from hiremate_lightning.planning.solvers.decisions import decisions
-from hiremate_lightning.planning.solvers.model import StepModel
+from hiremate_lightning.planning.solvers.model import StepModel, decisions
 from hiremate_lightning.records.graph import Graph
 from hiremate_lightning.records.schedule import keep_all
 from hiremate_lightning.records.simulation import simulate_plain

@@ -9,10 +9,11 @@ from itertools import cycle, islice
 import pytest
 
 from hiremate_lightning.signatures.history import History, Order
-from hiremate_lightning.signatures.step_signature import PlanState, Reason
-from hiremate_lightning.signatures.watching import IN_A_ROW, TO_PLAN, Expected, LookSchedule, Saw, Watch, WatchPolicy
+from hiremate_lightning.signatures.step_signature import Reason
+from hiremate_lightning.signatures.watching import IN_A_ROW, TO_PLAN, Expected, Look, LookSchedule, Saw, WatchPolicy
 
 SIGNATURE, OTHER, SIZE = (0,), (1,), 100
+SETTLED = {"has_peak": True, "has_time": True}
 
 
 class Training:
@@ -26,34 +27,33 @@ class Training:
         self._sees_frees, self._may_grow = sees_frees, may_grow
         self._was_measured = False
 
-    def step(self, signature: tuple[int, ...], size_bytes: int = SIZE) -> Watch:
+    def step(self, signature: tuple[int, ...], size_bytes: int = SIZE) -> Look:
         foreseen = [*self.order.foresee(size_bytes)]
         likely = next((k for k in foreseen if k in self.planned), next(reversed(self.planned), None))
         look = self.policy.step_begins(self._expect(likely, size_bytes, next(iter(foreseen), None)))
-        self.policy.step_ended(look, self.history[signature], self._learn(signature, look.watch))
+        self.policy.step_ended(look, self.history[signature], self._learn(signature, look))
         self.order.note(signature, size_bytes)
-        return look.watch
+        return look
 
     def steps(self, *signatures: tuple[int, ...]) -> list[int]:
         """Run steps; return at which of them, from 1, memory was measured."""
         watched = [self.step(signature) for signature in signatures]
-        return [index for index, watch in enumerate(watched, start=1) if watch is Watch.MEASURE]
+        return [index for index, watch in enumerate(watched, start=1) if watch.is_measured]
 
     def _expect(self, signature: tuple[int, ...] | None, size_bytes: int, foreseen: tuple[int, ...] | None) -> Expected:
         has_peak, has_time = self.planned.get(signature, (False, False))
-        status = PlanState.PLANNED if not has_peak else PlanState.TIMED if has_time else PlanState.MEASURED
         seen = [graphs and self.history[graphs] for graphs in (signature, foreseen)]
         has_grown = seen[0] is not None and seen[0].watched.has_grown
-        return Expected(*seen, size_bytes, status, may_grow=self._may_grow, has_grown=has_grown)
+        return Expected(*seen, size_bytes, has_peak, has_time, may_grow=self._may_grow, has_grown=has_grown)
 
-    def _learn(self, signature: tuple[int, ...], watch: Watch) -> Saw:
+    def _learn(self, signature: tuple[int, ...], look: Look) -> Saw:
         sees_frees = self._sees_frees or self._was_measured
-        self._was_measured = watch is Watch.MEASURE
+        self._was_measured = look.is_measured
         has_peak, has_time = self.planned.get(signature, (False, False))
-        if watch is not Watch.MEASURE:
+        if not look.is_measured:
             if signature not in self.planned:
                 self.policy.missed(self.history[signature])
-            elif watch is Watch.TIME and has_peak:
+            elif look.is_timed and has_peak:
                 self.planned[signature] = True, True
             return Saw.NOTHING
         if signature not in self.planned:
@@ -79,26 +79,26 @@ def among(history: History, expected: Expected) -> Expected:
     [
         (Expected(None, None, SIZE), Reason.PLAN),  # nothing has a plan
         (Expected(SIGNATURE, SIGNATURE, 2 * SIZE), Reason.PLAN),  # larger than any step before
-        (Expected(SIGNATURE, OTHER, SIZE, status=PlanState.TIMED), Reason.PLAN),  # missed before
+        (Expected(SIGNATURE, OTHER, SIZE, **SETTLED), Reason.PLAN),  # missed before
         (Expected(SIGNATURE, SIGNATURE, SIZE), Reason.PEAK),
-        (Expected(SIGNATURE, SIGNATURE, SIZE, status=PlanState.MEASURED), Reason.TIME),
-        (Expected(SIGNATURE, SIGNATURE, SIZE, status=PlanState.TIMED), None),
-        (Expected(SIGNATURE, SIGNATURE, SIZE, status=PlanState.TIMED, has_grown=True), Reason.GROWN),
-        (Expected(SIGNATURE, SIGNATURE, SIZE, status=PlanState.TIMED, may_grow=True), Reason.AGAIN),
+        (Expected(SIGNATURE, SIGNATURE, SIZE, has_peak=True), Reason.TIME),
+        (Expected(SIGNATURE, SIGNATURE, SIZE, **SETTLED), None),
+        (Expected(SIGNATURE, SIGNATURE, SIZE, **SETTLED, has_grown=True), Reason.GROWN),
+        (Expected(SIGNATURE, SIGNATURE, SIZE, **SETTLED, may_grow=True), Reason.AGAIN),
     ],
 )
 def test_each_step_has_its_reason_to_be_watched(expected, reason):
     policy, history = WatchPolicy(), History()
     expected = among(history, expected)
     for _ in range(8):
-        look = policy.step_begins(among(history, Expected(SIGNATURE, SIGNATURE, SIZE, status=PlanState.TIMED)))
+        look = policy.step_begins(among(history, Expected(SIGNATURE, SIGNATURE, SIZE, **SETTLED)))
         policy.step_ended(look, history[SIGNATURE])
     policy.missed(history[OTHER])
     assert policy.reason(expected) is reason
     assert policy.reason(expected) is reason, "a query changes nothing"
     is_timed = reason is Reason.TIME
-    watch = Watch.NOTHING if reason is None else Watch.TIME if is_timed else Watch.MEASURE
-    assert policy.step_begins(expected).watch is watch
+    is_measured = reason is not None and not is_timed
+    assert policy.step_begins(expected) == Look(reason, is_measured, is_timed)
 
 
 def test_a_schedule_has_looks_at_once_and_then_at_doubled_steps():
@@ -112,7 +112,9 @@ def test_a_schedule_has_looks_at_once_and_then_at_doubled_steps():
 
 def test_a_steady_signature_is_settled_in_three_steps():
     training = Training()
-    assert [training.step(SIGNATURE).value for _ in range(5)] == ["measure", "measure", "time", "nothing", "nothing"]
+    looks = [training.step(SIGNATURE) for _ in range(5)]
+    assert [look.is_measured for look in looks] == [True, True, False, False, False]
+    assert [look.is_timed for look in looks] == [False, False, True, False, False]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -142,7 +144,7 @@ def test_a_cycle_of_adversarial_training_is_planned():
 def test_sizes_that_grow_for_ever_are_not_measured_for_ever():
     training = Training()
     watched = [training.step((size_bytes,), size_bytes) for size_bytes in range(1, 1500)]
-    assert watched.count(Watch.MEASURE) <= 2 * (TO_PLAN.at_once + 5)
+    assert sum(look.is_measured for look in watched) <= 2 * (TO_PLAN.at_once + 5)
 
 
 def test_a_signature_is_measured_twice_to_see_what_it_frees():
@@ -175,23 +177,23 @@ def test_growth_that_comes_again_and_again_is_measured_ever_more_rarely():
     training, measured = Training(may_grow=False), 0
     for index in range(2000):
         training.history[SIGNATURE].watched.has_grown = index > 3
-        measured += training.step(SIGNATURE) is Watch.MEASURE
+        measured += training.step(SIGNATURE).is_measured
     assert 12 <= measured <= 20
 
 
 def test_what_failed_is_not_counted():
     policy = WatchPolicy()
     policy.step_begins(Expected(None, None, SIZE))  # and does not end
-    assert policy.step_begins(Expected(None, None, SIZE)).watch is Watch.MEASURE
+    assert policy.step_begins(Expected(None, None, SIZE)).is_measured
 
 
 def test_a_state_with_a_higher_predicted_peak_is_measured_at_its_third_step():
     policy, signature = WatchPolicy(), History()[SIGNATURE]
     policy.step_ended(policy.step_begins(Expected(signature, signature, SIZE)), signature, Saw.PEAK)
-    higher = Expected(signature, signature, SIZE, status=PlanState.TIMED, is_higher=True)
+    higher = Expected(signature, signature, SIZE, **SETTLED, is_higher=True)
     found = []
     for _ in range(3):
         look = policy.step_begins(higher)
-        found.append(look.watch)
+        found.append((look.is_measured, look.is_timed))
         policy.step_ended(look, signature)
-    assert found == [Watch.NOTHING, Watch.NOTHING, Watch.MEASURE]
+    assert found == [(False, False), (False, False), (True, False)]

@@ -20,11 +20,10 @@ from collections.abc import Iterator
 
 from .... import thresholds
 from ..choices import Policy
-from ..incumbent import Search
 from ..mip_backend import solve
 from ..phases import Checks, PhasedProgram
-from ..proposals import method
 from ..refine import refine
+from ..search import Search, method
 
 MOST_INSTANTS = 24  # of the relaxation that is rounded
 SLACK = 0.1  # of the budget that the relaxation leaves free, so that its rounding fits
@@ -38,7 +37,7 @@ def propose(search: Search) -> Iterator[Policy]:
     positions = tuple(range(len(search.model.reads)))
     count = len(positions) * len(search.model.choices)
     if count > thresholds.current.program_variables:
-        search.say(f"Checkmate's program has {count:,} variables here: only its relaxation was rounded.")
+        search.notes.append(f"Checkmate's program has {count:,} variables here: only its relaxation was rounded.")
         return
     refine(search, Checks(positions))
     if search.best is not None:

@@ -19,11 +19,9 @@ import math
 from collections.abc import Iterator
 from itertools import pairwise
 
-from ..choices import Policy
-from ..incumbent import Search
+from ..choices import Policy, lives_of
 from ..model import StepModel
-from ..proposals import method
-from ..segments import lives_of
+from ..search import Search, method
 
 ROOT_TWO = math.sqrt(2.0)
 SEARCHED = 6  # segment sizes on either side of the best guess

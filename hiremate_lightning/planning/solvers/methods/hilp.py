@@ -8,6 +8,11 @@ the program on top is the phased model, which counts every storage, so that an o
 be misjudged; values may be recomputed as often as pays; and the solution is replayed, repaired and filled up across
 the borders of clusters.
 
+The partition: groups grow from the nodes up. The candidate g with the least (mem(In(g)) + mem(Out(g))) * N(g)^alpha is
+contracted, again and again. Candidates are chains, and regions from a node to where its branches meet again, each with
+and without its two ends. Changed: one round only, since the program on top takes any number of clusters; regions are
+walked from the inputs, ties go to the earlier group, and a candidate that would close a cycle is dropped.
+
 H-Rockmate is the forerunner of HiRemate by the same authors (2023, OpenReview zLwCT9srfo). It differs in the partition:
 it cuts a sequence of blocks, as Rockmate does, and splits large blocks further; HiRemate groups any graph from its
 nodes up, as `partition` does here. Its options and its program on top, H-ILP, are those of HiRemate. By `partition`
@@ -27,29 +32,29 @@ program on top has to check memory at many instants where the budget is small, a
 
 from __future__ import annotations
 
+import hashlib
+import heapq
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, product
 
-from ...partition import Cluster, partition
-from ..base import Status
+from ....records.graph import Graph
 from ..choices import Policy
-from ..incumbent import Search
-from ..mip_backend import solve
 from ..model import StepModel
 from ..phases import PhasedProgram
-from ..proposals import method
 from ..refine import Restriction, refine
-from ..segments import try_segments
-from ..turn_point import keeping_program, prove
+from ..search import Search, method, try_segments
+from ..turn_point import options_of, prove
 
-SAVED_SHARES = (1.0, 0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.0)  # of a cluster's bytes: limits of its options
+MAX_NODES = 20  # of a cluster; HiRemate's M_l
+ALPHA = 0.5  # exponent of the number of nodes in the score; HiRemate's default
 OPTION_LIMIT_S = 2.0
 RESERVED_SHARE = 0.1  # of the time limit, for segments and to fill up
-MS_PER_BYTE = 1e-15  # so that of options of the same time the one that saves least is chosen
 
 Frontier = tuple[frozenset[int], ...]
 
 
-def frontiers(model: StepModel, clusters: Sequence[Cluster]) -> Iterator[tuple[list[int], Frontier]]:
+def frontiers(model: StepModel, clusters: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Frontier]]:
     """Yield of each cluster with values of its own these and its options, the one that saves most first.
 
     An option is the values that are kept. Equal clusters are solved once.
@@ -59,37 +64,21 @@ def frontiers(model: StepModel, clusters: Sequence[Cluster]) -> Iterator[tuple[l
         inside = values_of(model, cluster)
         if not inside:
             continue
-        if cluster.key not in solved:
+        key = structural_key(model.graph, cluster)
+        if key not in solved:
             place = {s: i for i, s in enumerate(inside)}
-            solved[cluster.key] = tuple(tuple(place[s] for s in sorted(o)) for o in _options(model, inside))
-        yield inside, tuple(frozenset(inside[i] for i in option) for option in solved[cluster.key])
+            used = [s for s in inside if s in model.uses]
+            options = options_of(model, inside, used, (), OPTION_LIMIT_S) or [frozenset(inside)]
+            solved[key] = tuple(tuple(place[s] for s in sorted(option)) for option in options)
+        yield inside, tuple(frozenset(inside[i] for i in option) for option in solved[key])
 
 
-def values_of(model: StepModel, cluster: Cluster) -> list[int]:
+def values_of(model: StepModel, cluster: Sequence[int]) -> list[int]:
     """Return the choices that a cluster makes and that no other cluster reads in the forward."""
-    nodes = set(cluster.nodes)
-    made = {s for n in cluster.nodes for s in model.graph.allocates[n]}
-    outside = {
-        model.storage_of[t]
-        for t, readers in model.forward_readers.items()
-        if model.storage_of[t] in made and not nodes.issuperset(readers)
-    }
+    nodes, made = set(cluster), {s for n in cluster for s in model.graph.allocates[n]}
+    others = (model.graph.nodes[n].inputs for n in model.graph.forward if n not in nodes)
+    outside = {model.storage_of[t] for inputs in others for t in inputs}
     return [s for s in model.choices if s in made and s not in outside and s in model.producer]
-
-
-def _options(model: StepModel, inside: Sequence[int]) -> list[frozenset[int]]:
-    """Solve the turn-point program of a cluster under several limits; options that save as much appear once."""
-    used = [s for s in inside if s in model.uses]
-    total = sum(model.sizes[s] for s in used)
-    options = dict[frozenset[int], None]()
-    for share in SAVED_SHARES:
-        program, keep = keeping_program(model, inside, used, share * total, ms_per_byte=MS_PER_BYTE)
-        result = solve(program, model.problem.options, OPTION_LIMIT_S, work=model.work)
-        if result.status is Status.INFEASIBLE:
-            break
-        if result.values:
-            options[frozenset(s for s, v in keep.items() if result.values[v] >= 0.5)] = None
-    return list(options) or [frozenset(inside)]
 
 
 def restriction(options: Sequence[tuple[list[int], Frontier]]) -> Restriction:
@@ -121,4 +110,211 @@ def propose(search: Search) -> Iterator[Policy]:
         yield chosen.policy
         try_segments(search, search.within(0.5))
         if search.best is not chosen:
-            search.say("Segments, filled up, are faster here than the choice among the options of clusters.")
+            search.notes.append("Segments, filled up, are faster here than the choice among the options of clusters.")
+
+
+# ---------------------------------------------------------------- the partition
+
+
+def structural_key(graph: Graph, nodes: Sequence[int]) -> str:
+    """Hash the work of a set of nodes: operations, scalar arguments, shapes and wiring, but no names and places."""
+    local: dict[int, int] = {}
+    read_back = set(graph.needed)
+    digest = hashlib.sha256()
+    for index in nodes:
+        node = graph.nodes[index]
+        for tensor in (*node.inputs, *node.outputs):
+            local.setdefault(tensor, len(local))
+        sizes = [_size(graph, t) for t in node.outputs]
+        saved = [t in read_back for t in node.outputs]
+        wiring = [local[t] for t in node.inputs], [local[t] for t in node.outputs]
+        digest.update(repr((node.key or node.op, wiring, sizes, saved)).encode())
+    return digest.hexdigest()
+
+
+def _size(graph: Graph, tensor: int) -> int:
+    storage = graph.tensors[tensor].storage
+    return 0 if storage is None else graph.storages[storage].size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """What is contracted: at first a node that allocates or joins storages, with its views.
+
+    Attributes:
+        parts: The nodes of each group that it was made from.
+        positions: The positions of all of them.
+        size: Number of forward nodes that allocate.
+        made: Storages that it makes.
+        read: Storages that it reads and does not make.
+    """
+
+    parts: tuple[tuple[int, ...], ...]
+    positions: tuple[int, ...]
+    size: int
+    made: frozenset[int]
+    read: frozenset[int]
+
+    @classmethod
+    def of(cls, groups: Sequence[_Group]) -> _Group:
+        """Join groups."""
+        made = frozenset[int]().union(*(g.made for g in groups))
+        read = frozenset[int]().union(*(g.read for g in groups)) - made
+        parts = tuple(sorted(part for g in groups for part in g.parts))
+        return cls(parts, tuple(p for g in groups for p in g.positions), sum(g.size for g in groups), made, read)
+
+
+def partition(graph: Graph, max_nodes: int = MAX_NODES) -> list[tuple[int, ...]]:
+    """Partition the forward of a step into clusters, each after those that it reads.
+
+    A cluster is its forward nodes in their order, at most `max_nodes` of which allocate; views are included. The
+    backward nodes that read what they made belong to it too.
+    """
+    groups = _Contraction(graph, _single_nodes(graph), max_nodes).run()
+    return [tuple(sorted(node for part in group.parts for node in part)) for group in groups]
+
+
+def _single_nodes(graph: Graph) -> list[_Group]:
+    """Return one group for each node that allocates or joins storages; a view is part of its base's group."""
+    storage_of = [t.storage for t in graph.tensors]
+    owner: dict[int | None, int] = {}
+    parts, waiting = list[list[int]](), list[int]()
+    for node in graph.forward:
+        read = [s for t in graph.nodes[node].inputs if (s := storage_of[t]) in owner]
+        if graph.allocates[node] or len(set(read)) > 1:
+            owner.update((s, len(parts)) for s in graph.allocates[node])
+            parts.append([*waiting, node])
+            waiting = []
+        elif read:
+            parts[owner[read[0]]].append(node)
+        else:  # a view of what exists before the step
+            waiting.append(node)
+    if waiting:
+        parts[-1:] = [[*chain.from_iterable(parts[-1:]), *waiting]]
+    place = {node: position for position, node in enumerate(graph.forward)}
+    groups = []
+    for nodes in parts:
+        made = frozenset(s for n in nodes for s in graph.allocates[n])
+        read_here = {s for n in nodes for t in graph.nodes[n].inputs if (s := storage_of[t]) in owner and s is not None}
+        size = sum(bool(graph.allocates[n]) for n in nodes)
+        groups.append(_Group((tuple(nodes),), tuple(place[n] for n in nodes), size, made, frozenset(read_here - made)))
+    return groups
+
+
+class _Contraction:
+    """Contracts groups until no candidate is left."""
+
+    def __init__(self, graph: Graph, groups: list[_Group], max_nodes: int) -> None:
+        self.sizes, self.max_nodes = graph.sizes, max_nodes
+        self.groups = dict(enumerate(groups))
+        self.parent = list(range(len(groups)))
+        self.maker = {s: i for i, group in enumerate(groups) for s in group.made}
+        self.readers: dict[int, list[int]] = {}
+        for i, group in enumerate(groups):
+            for storage in group.read:
+                self.readers.setdefault(storage, []).append(i)
+
+    def run(self) -> list[_Group]:
+        heap = [self._entry(candidate) for candidate in dict.fromkeys(self._candidates())]
+        heapq.heapify(heap)
+        while heap:
+            _, _, members = heapq.heappop(heap)
+            now = tuple(sorted({self._find(m) for m in members}))
+            if len(now) < 2 or sum(len(self.groups[m].parts) for m in now) > self.max_nodes:
+                continue
+            if now != members:
+                heapq.heappush(heap, self._entry(now))
+            elif self._is_convex(now):
+                for member in now:
+                    self.parent[member] = now[0]
+                self.groups[now[0]] = _Group.of([self.groups.pop(member) for member in now])
+        return self._in_order()
+
+    def _find(self, item: int) -> int:
+        while self.parent[item] != item:
+            self.parent[item] = self.parent[self.parent[item]]
+            item = self.parent[item]
+        return item
+
+    def _successors(self, item: int) -> list[int]:
+        readers = {self._find(r) for s in self.groups[item].made for r in self.readers.get(s, ())}
+        return sorted(readers - {item})
+
+    def _predecessors(self, item: int) -> list[int]:
+        return sorted({self._find(self.maker[s]) for s in self.groups[item].read} - {item})
+
+    def _candidates(self) -> Iterator[tuple[int, ...]]:
+        for item in self.groups:
+            yield from self._chains(item)
+            yield from self._regions(item)
+
+    def _chains(self, first: int) -> Iterator[tuple[int, ...]]:
+        """Yield the pieces of the chain that begins at an item, each of at most `max_nodes`."""
+        before = self._predecessors(first)
+        if len(before) == 1 and len(self._successors(before[0])) == 1:
+            return
+        chain = [first]
+        while len(after := self._successors(chain[-1])) == 1 and len(self._predecessors(after[0])) == 1:
+            chain.append(after[0])
+        pieces = -(-len(chain) // self.max_nodes)
+        for piece in range(pieces):
+            members = chain[len(chain) * piece // pieces : len(chain) * (piece + 1) // pieces]
+            if len(members) > 1:
+                yield tuple(sorted(members))
+
+    def _regions(self, opening: int) -> Iterator[tuple[int, ...]]:
+        """Yield the region from an item to where its branches meet again, with and without the two ends."""
+        frontier, inside = set(self._successors(opening)), [opening]
+        while len(frontier) > 1 and len(inside) <= self.max_nodes + 1:
+            nearest = min(frontier, key=lambda i: self._first(i))
+            frontier.remove(nearest)
+            inside.append(nearest)
+            frontier.update(self._successors(nearest))
+        if len(frontier) != 1 or len(inside) < 2:
+            return
+        closing = frontier.pop()
+        for with_opening, with_closing in product((True, False), repeat=2):
+            members = {*inside[not with_opening :], *([closing] if with_closing else [])}
+            if 1 < len(members) <= self.max_nodes:
+                yield tuple(sorted(members))
+
+    def _entry(self, members: tuple[int, ...]) -> tuple[float, int, tuple[int, ...]]:
+        made = {s for m in members for s in self.groups[m].made}
+        read = {s for m in members for s in self.groups[m].read} - made
+        inside = set(members)
+        passed = {s for s in made if any(self._find(r) not in inside for r in self.readers.get(s, ()))}
+        nodes = sum(self.groups[m].size for m in members)
+        score = sum(self.sizes[s] for s in read | passed) * max(1, nodes) ** ALPHA
+        return score, min(map(self._first, members)), members
+
+    def _is_convex(self, members: tuple[int, ...]) -> bool:
+        """Whether no path leaves the group and comes back, so that contracting it closes no cycle."""
+        inside, last = set(members), max(max(self.groups[m].positions) for m in members)
+        stack = [s for m in members for s in self._successors(m) if s not in inside]
+        seen = set(stack)
+        while stack:
+            for after in self._successors(stack.pop()):
+                if after in inside:
+                    return False
+                if after not in seen and self._first(after) <= last:
+                    seen.add(after)
+                    stack.append(after)
+        return True
+
+    def _first(self, item: int) -> int:
+        return min(self.groups[item].positions)
+
+    def _in_order(self) -> list[_Group]:
+        """Sort the groups so that each comes after those that it reads from, the earlier one first."""
+        missing = {g: len(self._predecessors(g)) for g in self.groups}
+        ready = [(self._first(g), g) for g, count in missing.items() if not count]
+        heapq.heapify(ready)
+        order = []
+        while ready:
+            _, item = heapq.heappop(ready)
+            order.append(self.groups[item])
+            for after in self._successors(item):
+                missing[after] -= 1
+                if not missing[after]:
+                    heapq.heappush(ready, (self._first(after), after))
+        return order

@@ -19,18 +19,16 @@ Where a problem has no memory of the host, it is Rotor. It can't do better than 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 
 from ....records.step import Decisions
-from ..base import Problem, proposing_offloads
+from ..base import Problem
 from ..chain import ChainBytes, chains_of, policy_of
 from ..choices import Policy
-from ..decisions import decisions
-from ..incumbent import Search
-from ..model import StepModel
-from ..proposals import method
+from ..model import decisions
+from ..offload import PROPOSALS
+from ..search import Search, method
 from .rotor import LENGTHS, Table, Tape, Tapes, over_chains, whole_tapes
 
 NAME = "POFO"
@@ -45,10 +43,9 @@ def propose(search: Search) -> Iterator[Policy]:
     return over_chains(search, NAME, whole_tapes)
 
 
-@proposing_offloads("pofo")
 def schedules(problem: Problem) -> Iterator[Decisions]:
     """Yield schedules of chains in which values are to be offloaded."""
-    search = Search(problem, StepModel(problem), time.monotonic())
+    search = Search(problem)
     deadline = search.within(LIMIT_SHARE)
     for chain in chains_of(search, NAME, LENGTHS[:CHAINS]):
         sizes = ChainBytes(search.model, chain)
@@ -58,6 +55,9 @@ def schedules(problem: Problem) -> Iterator[Decisions]:
             spans = Table(search.model, sizes, priced(search, sizes, price), search.limit).spans()
             if spans:
                 yield decisions(search.model, search.model.replay(policy_of(search.model, spans)).rows)
+
+
+PROPOSALS["pofo"] = schedules
 
 
 def priced(search: Search, sizes: ChainBytes, price: float) -> Tapes:

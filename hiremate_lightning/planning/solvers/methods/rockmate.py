@@ -17,23 +17,18 @@ Networks with long skips make wide cuts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from ...partition import structural_key
-from ..base import Status
-from ..chain import ChainBytes, ChainLink
+from ..chain import ChainBytes
 from ..choices import Policy
-from ..incumbent import Search
-from ..mip_backend import solve
 from ..model import StepModel
-from ..proposals import method
-from ..turn_point import keeping_program
+from ..search import Search, method
+from ..turn_point import options_of
+from .hilp import structural_key
 from .rotor import Tape, Tapes, over_chains
 
 LENGTHS = (24, 12, 40, 6)  # of the chains that are tried
-SAVED_SHARES = (1.0, 0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.0)  # of a block's bytes: limits of its options
 OPTION_SHARE = 0.05  # of the time left, for one program
-MS_PER_BYTE = 1e-15  # so that of options of the same time the one that saves least is chosen
 
 
 def options_of_blocks(search: Search, sizes: ChainBytes) -> Tapes:
@@ -45,29 +40,13 @@ def options_of_blocks(search: Search, sizes: ChainBytes) -> Tapes:
         handed_on = frozenset(sizes.chain[number + 1].input) if number + 1 < len(sizes.chain) else frozenset[int]()
         key = structural_key(model.graph, link.nodes) + repr([s in handed_on for s in link.tape])
         if key not in solved:
-            solved[key] = [tuple(link.tape.index(s) for s in o) for o in _options(search, link, handed_on)]
+            used, kept = ([s for s in link.tape if s in those] for those in (model.uses, handed_on))
+            options = options_of(model, link.tape, used, kept, OPTION_SHARE * max(0.1, search.left_s()))
+            held = dict.fromkeys([frozenset(link.tape), *options])
+            solved[key] = [tuple(link.tape.index(s) for s in option) for option in held]
         chosen = (frozenset(link.tape[i] for i in option) for option in solved[key])
         tapes.append([_measured(model, sizes, number, held) for held in chosen])
     return tapes
-
-
-def _options(search: Search, link: ChainLink, handed_on: frozenset[int]) -> list[Sequence[int]]:
-    """Solve the turn-point program of a block under several limits; options that save as much appear once."""
-    model = search.model
-    used = [s for s in link.tape if s in model.uses]
-    stays = sum(model.sizes[s] for s in link.tape if s in handed_on)
-    total = sum(model.sizes[s] for s in link.tape)
-    operands = [s for s in link.tape if s in handed_on]
-    options: dict[Sequence[int], None] = {link.tape: None}
-    for share in SAVED_SHARES:
-        limit = stays + share * (total - stays)
-        program, keep = keeping_program(model, link.tape, used, limit, operands, MS_PER_BYTE)
-        result = solve(program, model.problem.options, OPTION_SHARE * max(0.1, search.left_s()), work=model.work)
-        if result.status is Status.INFEASIBLE:
-            break
-        if result.values:
-            options[tuple(s for s in link.tape if result.values[keep[s]] >= 0.5)] = None
-    return list(options)
 
 
 def _measured(model: StepModel, sizes: ChainBytes, number: int, held: frozenset[int]) -> Tape:

@@ -1,13 +1,14 @@
-"""The memory that a proof needs is counted as the device's allocator hands it out."""
+"""The state of a proof, and the memory that it needs: counted as the device's allocator hands it out."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
-from hiremate_lightning.proofs.proof_memory import ProofMemory, proof_memory
+from hiremate_lightning.proofs.proof import Proof, ProofMemory, proof_memory
 from hiremate_lightning.records.schedule import keep_all, lower
 from tests.tiny import chain
 
@@ -31,3 +32,15 @@ def test_a_proof_on_a_gpu_counts_the_rest_of_large_blocks():
         assert asked > 0, name
         assert taken * ASKED_BYTES == asked * TAKEN_BYTES, name
     assert on_gpu.free_bytes == on_gpu.plain_bytes
+
+
+def test_asking_what_to_prove_next_changes_nothing():
+    """Gradients of which no output is known can't be proved: they count as tried once a proof begins."""
+    unknown = frozenset({0})
+    captured: Any = SimpleNamespace(tangents=[SimpleNamespace(meta={})])
+    part: Any = SimpleNamespace(captured=captured, ran_without={unknown})
+    proof = Proof(torch.fx.symbolic_trace(torch.nn.Identity()), torch.nn.Identity(), part, prove=lambda *_: None)
+    assert proof.next_without() is None
+    assert not proof.tried_without
+    proof.begin()
+    assert proof.tried_without == {unknown}

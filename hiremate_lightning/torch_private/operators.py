@@ -1,10 +1,8 @@
-"""How to call an operator in the least time, by private torch APIs.
+"""Operators: how to call one in the least time, whether it draws random numbers, and whether Python code computes it.
 
-A call from Python costs a few microseconds, as much as a small kernel. PyTorch has two ways to call an operator: by its
-schema, as captured graphs do, and by the functions that users call, which read their arguments half a microsecond to
-two microseconds faster. Which of these do the same is not assumed but seen, once for each form of a call.
-
-Checked on the torch versions in `CHECKED_VERSIONS`; `test_calls.py` fails loudly when one moves.
+PyTorch has two ways to call an operator: by its schema, as captured graphs do, and by the functions that users call,
+which read their arguments half a microsecond to two microseconds faster. Which of these do the same is not assumed but
+seen, once for each form of a call. `test_operators.py` fails loudly when a name moves.
 """
 
 from __future__ import annotations
@@ -14,10 +12,13 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._library.custom_ops import OPDEFS
+from torch.library import _impls
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import aot, tensor_state
 
+_NO_KERNELS = ("Meta", "Autograd")  # what these dispatch keys run computes no numbers
 _known: dict[Any, Any] = {}  # by form of a call: what to call, None for the schema's own
 _one_by_one: dict[Any, bool] = {}  # by form of a call: whether sizes may be given one by one
 
@@ -114,3 +115,27 @@ def _are_equal(one: Any, other: Any) -> bool:
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_are_equal(one[k], other[k]) for k in one)
     return type(one) is type(other) and bool(one == other)
+
+
+# ---------------------------------------------------------------- what an operator is
+
+
+def draws(function: Any) -> bool:
+    """Whether a function of torch, or a method of this name, draws random numbers."""
+    name = function if isinstance(function, str) else getattr(function, "__name__", "")
+    operator = getattr(torch.ops.aten, name, None)
+    overloads = operator.overloads() if operator is not None else ()
+    return any(torch.Tag.nondeterministic_seeded in getattr(operator, overload).tags for overload in overloads)
+
+
+def name_of(operator: Any) -> str:
+    """Return the name of an operator, as "library::name"; nothing for a kernel that is no operator."""
+    return str(operator._schema.name) if isinstance(operator, aot.OpOverload) else ""
+
+
+def has_python_code(operator: Any) -> bool:
+    """Whether Python code computes an operator: that of `torch.library.custom_op`, or of `torch.library.impl`."""
+    name = name_of(operator)
+    keys = [key.split("/") for key in _impls if name]
+    own = [dispatch for library, op, dispatch in keys if f"{library}::{op.partition('.')[0]}" == name]
+    return name in OPDEFS or any(not dispatch.startswith(_NO_KERNELS) for dispatch in own)

@@ -1,11 +1,30 @@
-"""Tests of garbage collected in known spans."""
+"""A store that keeps what was used last, and garbage collected in known spans."""
 
 from __future__ import annotations
 
 import weakref
 from contextlib import suppress
 
-from hiremate_lightning.garbage import collecting_what_it_leaves
+from hiremate_lightning.housekeeping import Latest, collecting_what_it_leaves
+
+
+def test_one_too_many_drops_the_oldest():
+    """What was set again, or asked for, is not the oldest."""
+    store = Latest[str, int](2)
+    store["a"], store["b"], store["a"] = 1, 2, 3
+    store["c"] = 4
+    assert store == {"a": 3, "c": 4}
+    assert store.get_or("a", lambda: 0) == 3
+    store["d"] = 5
+    assert list(store.items()) == [("a", 3), ("d", 5)]
+
+
+def test_a_value_is_made_once():
+    """Also one that is None."""
+    store, made = Latest[str, None](1), list[str]()
+    for key in "aaba":
+        store.get_or(key, lambda key=key: made.append(key))
+    assert made == ["a", "b", "a"]
 
 
 class Held:

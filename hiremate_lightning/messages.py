@@ -1,19 +1,35 @@
-"""The warnings of a session that need counts or plans: each once, with what ended captured graphs if that may be why.
+"""What users are told while a model trains: warnings, why a plan is another one now, and how long the first one takes.
 
-Others stand with the one module that gives them, by `say`. docs/troubleshooting.md explains all of them.
+`Announcements` holds the warnings that need counts or plans. Others stand with the one module that gives them, by
+`say`; docs/troubleshooting.md explains all of them. `PlanReports` shows which plan came and what was measured of it.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import timeit
 import warnings
 from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 
-from ..errors import HiRemateWarning
-from ..planning.plan import Plan
-from ..records.schedule import keep_all, lower
-from ..records.simulation import simulate
-from ..torch_private import dynamo
-from ..units import Budget, format_bytes
+from torch import nn
+
+from . import thresholds
+from .errors import HiRemateWarning
+from .planning.headroom import largest_words
+from .planning.plan import Plan, PlanningTime, plan_title
+from .records.schedule import keep_all, lower
+from .records.simulation import simulate
+from .reporting.report import Reporter
+from .signatures.step_signature import StepSignature, Told
+from .torch_private import dynamo
+from .units import Budget, format_bytes
+
+log = logging.getLogger("hiremate_lightning")
 
 CAPTURES = 8  # consecutive steps in which something is captured before that is announced: it goes on like that
 RETAINING = 4  # consecutive steps in which more graphs are retained before that is announced: it goes on like that
@@ -22,19 +38,36 @@ PLANNING_SHARE = 0.25  # of the time of a step, in planning alone: what goes wit
 MOST = 0.75  # of these steps
 ALL_PLANNING_SHARE = 0.5  # of the time of all of them, after as many steps that learn
 REASONS = 5  # why graphs end that a message lists, the most frequent first
+TRANSFORMS = "transforms of"  # the topic of warnings of transforms in a module, or around it
 ANEW = "made anew in each step"  # the topic of two warnings, of which the first one is shown
+CLEARLY_MORE = 1.1  # than was said of steps in which nothing fits: it is said again
+CLEARLY = 0.002  # of a budget: smaller changes are not said
+BATCH = "batch"  # the part of what exists before a step that comes with it
+BASE_S = 1.0  # the first capture of a process
+MODULE_S = 0.1  # of a module without modules in it: a BERT of 6 layers has 81, and took 9 s of an idle core
+OPERATION_S = 0.03  # of an operation as torch.compile reads it
+MOST_SLOWER = 4.0
 
 
-class Announcements:
-    """The warnings of one session.
+class Warnings:
+    """Warns once of each thing."""
 
-    Args:
-        name: Of the model.
-    """
+    def __init__(self) -> None:
+        self._said = set[str]()  # texts, and what is warned of once whatever the text
+
+    def say(self, text: str, cause: str = "", topic: str = "") -> None:
+        """Warn, once for each text, whatever its cause; where a topic is given, once for that."""
+        if (topic or text) not in self._said:
+            self._said.add(topic or text)
+            warnings.warn(text + cause, HiRemateWarning, stacklevel=2)
+
+
+class Announcements(Warnings):
+    """The warnings of one session, with what ended captured graphs if that may be why."""
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self._name = name
-        self._said: set[str] = set()  # texts, and what is warned of once whatever the text
         self._breaks = dynamo.graph_breaks()
         self._named_breaks = False  # whether a text named what ends graphs
         self._captured = 0  # graphs when the latest step ended
@@ -45,12 +78,6 @@ class Announcements:
         self._failed_guards = Counter[str]()  # before the last of so many steps
         self._retained = 0  # graphs that were retained for another backward when the latest step began
         self._retaining_steps = 0  # consecutive steps before each of which there were more of them
-
-    def say(self, text: str, cause: str = "", topic: str = "") -> None:
-        """Warn, once for each text, whatever its cause; where a topic is given, once for that."""
-        if (topic or text) not in self._said:
-            self._said.add(topic or text)
-            warnings.warn(text + cause, HiRemateWarning, stacklevel=2)
 
     def say_over(self, text: str) -> None:
         """Warn that a step takes more than its budget, and name what ended captured graphs."""
@@ -140,7 +167,7 @@ class Announcements:
 
     def uncaptured(self, name: str, reason: str) -> None:
         """Warn of a part of a planned module that torch.compile could not capture."""
-        topic = _transforms_of(name) if dynamo.is_inside_transform(reason) else ""
+        topic = f"{TRANSFORMS} {name}" if dynamo.is_inside_transform(reason) else ""
         self.say(f"torch.compile could not capture a part of {name}, which runs without a plan: {reason}", topic=topic)
 
     def called_inside_transform(self, name: str) -> None:
@@ -148,12 +175,12 @@ class Announcements:
         self.say(
             f"{name} was called inside of a transform of torch.func, or of forward-mode differentiation: such calls "
             "are not planned.",
-            topic=_transforms_of(name),
+            topic=f"{TRANSFORMS} {name}",
         )
 
     def has_told_of_transforms(self, name: str) -> bool:
         """Whether a warning said that transforms in a module, or around it, run without a plan."""
-        return _transforms_of(name) in self._said
+        return f"{TRANSFORMS} {name}" in self._said
 
     def called_inside_backward(self, name: str) -> None:
         """Warn that a planned module was called inside of a backward."""
@@ -296,6 +323,148 @@ class Announcements:
         )
 
 
-def _transforms_of(name: str) -> str:
-    """Return the topic of the warnings of transforms in a module, or around it."""
-    return f"transforms of {name}"
+# ---------------------------------------------------------------- plans
+
+
+class PlanReports:
+    """Reports plans by step signature, and why a budget or a plan is another one now: each once."""
+
+    def __init__(self, reporter: Reporter, announcements: Announcements) -> None:
+        self._reporter, self._announcements = reporter, announcements
+        self.listeners: list[Callable[[Plan], None]] = []  # called with each plan when it is made, and when measured
+        self._said_bytes = 0  # the largest peak that was announced, where nothing fits
+
+    def notify(self, plan: Plan) -> None:
+        """Call the listeners with a plan."""
+        for listener in self.listeners:
+            listener(plan)
+
+    def planned(self, signature: StepSignature, plan: Plan, remark: str = "") -> None:
+        """Show a new plan, after what came since the one before, and warn of what it brings."""
+        self._say_why(signature, plan, is_new=True)
+        self._reporter.planned(plan, remark)
+        if split := self._announcements.split():
+            self._reporter.note(f"  {split}")
+        if signature.is_searching:
+            self._announcements.algorithms()
+        if plan.planned_peak_bytes > plan.budget_bytes:
+            self.say_least(signature, plan.planned_peak_bytes)
+        self._announcements.checkpointing(plan)
+
+    def kept(self, signature: StepSignature, plan: Plan) -> None:
+        """Report a plan that stays to the listeners, and print why its budget changed."""
+        self._say_why(signature, plan, is_new=False)
+        self.notify(plan)
+        if plan.planned_peak_bytes > plan.budget_bytes:
+            self.say_least(signature, plan.planned_peak_bytes)
+
+    def say_least(self, signature: StepSignature, peak_bytes: int) -> None:
+        """Warn of what a step takes in which nothing fits, planned or measured, clearly more than was said of any."""
+        if not signature.recorded.is_provisional and peak_bytes > CLEARLY_MORE * self._said_bytes:
+            self._said_bytes = peak_bytes
+            plan = signature.own_plan
+            largest = largest_words(plan.graph, plan.profile, plan.schedule, plan.planned)
+            self._announcements.least(peak_bytes, plan.budget_bytes, largest)
+
+    def budget_changed(self) -> None:
+        """Forget what was said of a budget that nothing fits."""
+        self._said_bytes = 0
+
+    def measured(self, signature: StepSignature, plan: Plan) -> None:
+        """Show what was measured of a plan, once; again where it takes more than the budget, and did not before."""
+        told = signature.told or _told(plan)
+        is_over = (plan.measured.peak_bytes or 0) > plan.budget_bytes
+        if told.measured is not plan.solution or (is_over and not told.is_over):
+            self._reporter.measured(plan)
+        signature.told = replace(told, measured=plan.solution, is_over=is_over)
+
+    def _say_why(self, signature: StepSignature, plan: Plan, is_new: bool) -> None:
+        before, now = signature.told, _told(plan)
+        if before is None:
+            signature.told = now
+            return
+        as_measured = replace(now, measured=before.measured, is_over=before.is_over)
+        if before.asked != now.asked:
+            signature.told = as_measured
+            return
+        why, came = _why(before, now), _more("came", dict(before.parts), dict(now.parts))
+        if why:
+            budgets = f"{format_bytes(before.budget_bytes)} -> {format_bytes(now.budget_bytes)}"
+            self._reporter.note(f"{plan_title(plan)}: budget {budgets}, since {why}")
+        elif is_new and came:
+            self._reporter.note(f"{plan_title(plan)} is made again, since {came}")
+        if why or is_new:
+            signature.told = as_measured
+
+
+def _told(plan: Plan) -> Told:
+    return Told(plan.budget_bytes, str(plan.budget), plan.resident_parts)
+
+
+def _why(before: Told, now: Told) -> str:
+    """Return, in words or "", why the budget is clearly another one than was told last, if that stays.
+
+    Batches come and go. So does what a step adds, where something frees gradients before some steps, a validation say.
+    """
+    old, new = dict(before.parts), dict(now.parts)
+    moved_bytes = (now.budget_bytes - new.pop(BATCH, 0)) - (before.budget_bytes - old.pop(BATCH, 0))
+    if abs(moved_bytes) <= CLEARLY * before.budget_bytes:
+        return ""
+    if format_bytes(before.budget_bytes) == format_bytes(now.budget_bytes):
+        return ""
+    if moved_bytes < 0:
+        gone = _more("is gone", new, old)
+        return f"{gone}, and a share is of what a step adds to the rest" if gone else ""
+    came = _more("came", old, new)
+    return f"{came}, and a share is of what a step adds to that" if came else "a share is of the largest step"
+
+
+def _more(verb: str, before: Mapping[str, int], now: Mapping[str, int]) -> str:
+    """Return, in words or "", of which part most more exists before a step now."""
+    size, name = max(((size - before.get(name, 0), name) for name, size in now.items()), default=(0, ""))
+    return f"{format_bytes(size)} of {name} {verb}" if size > 0 else ""
+
+
+# ---------------------------------------------------------------- the first plan
+
+
+class FirstWait:
+    """Foresees the seconds until the first plan of a model, and remembers them for the next run.
+
+    What takes the time is mostly Python: torch.compile's capture, and the proof that what it captured is right. That
+    grows with the modules that are called, and with how slow this machine's Python is now. In a folder for plans, the
+    seconds of the run before are known instead; there the model has a name that is the same in each run.
+    """
+
+    def __init__(self, folder: Path | None, describe: Callable[[], str]) -> None:
+        self._folder, self._describe = folder, describe
+        self._is_noted = False
+
+    def expected_s(self, modules: int, operations: int = 0) -> float:
+        """Return about how many seconds it will take, by modules without modules in them and captured operations."""
+        if self._folder is not None:
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                return float(json.loads(self._path(self._folder).read_text())["seconds"])
+        # A short loop of Python, the fastest of some: another process may take the core for a moment.
+        loops_s = timeit.repeat("for number in range(50_000): number * number % 7", number=1, repeat=5)
+        slower = min(max(0.5, 1000 * min(loops_s) / thresholds.current.usual_loop_ms), MOST_SLOWER)
+        return slower * (BASE_S + MODULE_S * modules + OPERATION_S * operations)
+
+    def took(self, planning: PlanningTime) -> None:
+        """Keep, when the first plan was made, the seconds of what the next run does again: costs and plans are kept."""
+        if self._folder is None or self._is_noted:
+            return
+        self._is_noted = True
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._path(self._folder).write_text(json.dumps({"seconds": planning.capture_s + planning.prove_s}))
+        except OSError as error:
+            log.debug("The seconds of planning were not kept: %s", error)
+
+    def _path(self, folder: Path) -> Path:
+        return folder / f"wait-{self._describe()}.json"
+
+
+def modules_without_parts(root: nn.Module) -> int:
+    """Count the modules that have no modules in them."""
+    return sum(next(module.children(), None) is None for module in root.modules())

@@ -1,1 +1,0 @@
-"""What users are told while a model trains."""

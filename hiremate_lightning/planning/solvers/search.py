@@ -1,0 +1,265 @@
+"""A search: the best schedule so far within a budget, which every strategy collects, improves and answers with.
+
+A *method* of a paper is a generator of policies. Each policy is replayed, and offered where it fits the budget. Where
+none fits, the nearest ones are repaired: values are evicted at the peak until they do. The best is filled up: it keeps
+more values for as long as that fits. The solution names the method's own schedule beside the final one, and says in one
+line where the method could not serve a step, and which substitute it took.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import wraps
+
+from ...records.graph import Graph
+from ...records.schedule import keep_all
+from ...units import format_bytes
+from .base import CLOCK, Problem, Solution, Status, Strategy, replay, strategy
+from .choices import Policy
+from .greedy import evict, keep_more, segment_policies
+from .model import Replay, StepModel, decisions
+
+PROPOSING_SHARE = 0.6  # of the time limit; the rest is for repairs, or to fill up
+REPAIR_SHARE = 0.5  # of the time left then, for each policy that is repaired
+FILL_SHARE = 0.8  # of the time left in the end
+MOST_REPAIRED = 4  # policies, those of the smallest peak
+
+
+@dataclass
+class Search:
+    """Collects the best policy within a budget, and the best proven bound.
+
+    Attributes:
+        problem: The problem.
+        best: The fastest policy found that fits.
+        bound_ms: Proven lower bound on the recompute time.
+        is_infeasible: Proven: no schedule fits.
+        proposed: The best schedule of a method's own, see `Solution`.
+        notes: What the method could not serve, and the substitute that it took.
+        model: The storages of the problem, and their replay.
+    """
+
+    problem: Problem
+    best: Replay | None = None
+    bound_ms: float = 0.0
+    is_infeasible: bool = False
+    proposed: Replay | None = None
+    notes: list[str] = field(default_factory=list)
+    model: StepModel = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._start = time.monotonic()  # only reports read it
+        self.model = StepModel(self.problem)
+
+    @property
+    def limit(self) -> int:
+        """The budget, in bytes."""
+        return self.problem.budget_bytes
+
+    @property
+    def gap_ms(self) -> float:
+        """The gap at which solving stops, in milliseconds."""
+        return self.problem.options.gap * self.problem.step_ms
+
+    def left_s(self) -> float:
+        """Seconds of work left."""
+        return self.model.work.left_s(self.problem.options.time_limit_s)
+
+    def within(self, share: float) -> float:
+        """Return the seconds of work at which a share of the remaining work will be done."""
+        return self.model.work.done_s + share * self.left_s()
+
+    def offer(self, candidate: Replay) -> None:
+        """Take a policy if it fits and is better."""
+        if candidate.peak_bytes <= self.limit and (self.best is None or candidate.rank < self.best.rank):
+            self.best = candidate
+            self._tell()
+
+    def fill(self, start: Replay, deadline: float) -> None:
+        """Keep more of a policy that fits, and offer it."""
+        self.offer(keep_more(self.model, start, self.limit, deadline))
+
+    def repair(self, policy: Policy, deadline: float) -> None:
+        """Evict from a policy until it fits, fill it up again, and offer it."""
+        last = None
+        for last in evict(self.model, policy, self.limit, deadline):
+            if self.best is not None and last.recompute_ms > 1.5 * self.best.recompute_ms:
+                return  # evictions only add time; filling up rarely wins back a third
+        if last is not None and last.peak_bytes <= self.limit:
+            self.fill(last, deadline)
+
+    def take(self, policy: Policy, repaired_excess: float, deadline: float) -> Replay:
+        """Offer a policy, or repair it where it passes the budget by a small share; return its replay."""
+        replayed = self.model.replay(policy)
+        self.offer(replayed)
+        if self.limit < replayed.peak_bytes <= (1 + repaired_excess) * self.limit:
+            self.repair(policy, deadline)
+        return replayed
+
+    def raise_bound(self, bound_ms: float) -> None:
+        """Take a proven bound if it is better."""
+        if bound_ms > self.bound_ms:
+            self.bound_ms = bound_ms
+            self._tell()
+
+    def _tell(self) -> None:
+        if self.problem.options.progress is not None:
+            self.problem.options.progress(math.inf if self.best is None else self.best.recompute_ms, self.bound_ms)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the search is over: the best is proven up to the gap, or it is proven that nothing fits."""
+        if self.is_infeasible:
+            return True
+        return self.best is not None and self.best.recompute_ms <= self.bound_ms + self.gap_ms
+
+    def answer(self, strategy: str) -> Solution:
+        """Return the solution, with the time and the peak that the independent simulator finds."""
+        stopped_by = "time limit" if self.left_s() <= 0 else "end of the search"
+        if self.is_done:
+            stopped_by = "proof"
+        elif self.model.work.is_cut:
+            stopped_by = CLOCK
+        answer = Solution(
+            strategy=strategy,
+            status=Status.INFEASIBLE if self.is_infeasible else Status.NOT_FOUND,
+            bound_ms=self.bound_ms,
+            stopped_by=stopped_by,
+            solve_s=time.monotonic() - self._start,
+            work_s=self.model.work.done_s,
+            proposed_ms=0.0 if self.proposed is None else self.proposed.recompute_ms,
+            proposed_bytes=0 if self.proposed is None else self.proposed.peak_bytes,
+            note=" ".join(self.notes),
+        )
+        if self.best is None or self.is_infeasible:
+            return answer
+        recompute = decisions(self.model, self.best.rows)
+        simulated = replay(self.problem, recompute)
+        return replace(
+            answer,
+            status=Status.OPTIMAL if self.is_done else Status.FEASIBLE,
+            recompute=recompute,
+            recompute_ms=simulated.recompute_ms,
+            peak_bytes=simulated.peak_bytes,
+            bound_ms=min(self.bound_ms, simulated.recompute_ms),
+        )
+
+
+def searching(name: str, needs_programs: bool = False) -> Callable[[Callable[[Search], None]], Strategy]:
+    """Register a search as a strategy: it answers with the best it has found, or at once where everything fits."""
+
+    def register(find: Callable[[Search], None]) -> Strategy:
+        @strategy(name, needs_programs)
+        @wraps(find)
+        def solve(problem: Problem) -> Solution:
+            search = Search(problem)
+            if search.model.keep_all_bytes <= problem.budget_bytes:
+                return keep_everything(problem.graph, search.model.keep_all_bytes)
+            find(search)
+            return search.answer(name)
+
+        return solve
+
+    return register
+
+
+def keep_everything(graph: Graph, peak_bytes: int) -> Solution:
+    """Return the solution that recomputes nothing: nothing is faster."""
+    return Solution("none", Status.OPTIMAL, keep_all(graph), 0.0, peak_bytes, stopped_by="proof")
+
+
+@strategy("none")
+def none(problem: Problem) -> Solution:
+    """Keep everything, as plain training does; feasible where the budget allows it."""
+    peak_bytes = StepModel(problem).keep_all_bytes
+    solution = keep_everything(problem.graph, peak_bytes)
+    if peak_bytes <= problem.budget_bytes:
+        return solution
+    return replace(solution, status=Status.NOT_FOUND, stopped_by="end of the search")
+
+
+# ---------------------------------------------------------------- segments
+
+
+def try_segments(search: Search, deadline: float) -> None:
+    """Fill up the fastest segmentations that fit, or evict from the smallest one."""
+    replayed = sorted(map(search.model.replay, segment_policies(search.model)), key=lambda r: r.rank)
+    fitting = [r for r in replayed if r.peak_bytes <= search.limit]
+    if not fitting:
+        search.repair(min(replayed, key=lambda r: r.peak_bytes).policy, deadline)
+    for start in fitting[:2]:
+        search.fill(start, deadline)
+
+
+def try_evictions(search: Search, deadline: float) -> None:
+    """Evict from all segmentations; the way to a small peak is not the same for each."""
+    for policy in segment_policies(search.model):
+        if search.model.work.is_past(deadline) or search.is_done:
+            return
+        search.repair(policy, deadline)
+
+
+@searching("segments")
+def segments(search: Search) -> None:
+    """Fill up segmentations, then evict from each; needs no mixed-integer programs."""
+    try_segments(search, search.within(0.5))
+    try_evictions(search, search.within(1.0))
+
+
+# ---------------------------------------------------------------- the methods of the papers
+
+Method = Callable[[Search], Iterator[Policy]]
+
+
+def method(name: str, needs_programs: bool = False) -> Callable[[Method], Method]:
+    """Register a generator of policies as a strategy, see `searching`."""
+
+    def register(propose: Method) -> Method:
+        @searching(name, needs_programs)
+        @wraps(propose)
+        def find(search: Search) -> None:
+            passing = _take(search, propose)
+            if search.best is None and not search.is_infeasible:
+                _repair(search, passing[:MOST_REPAIRED], name)
+            if search.best is not None and not search.is_done:
+                search.fill(search.best, search.within(FILL_SHARE))
+
+        return propose
+
+    return register
+
+
+def _take(search: Search, propose: Method) -> list[Replay]:
+    """Offer each policy, and note the best; return those that pass the budget, the smallest peak first."""
+    passing, seen, deadline_s = list[Replay](), set[Policy](), (1 - PROPOSING_SHARE) * search.left_s()
+    for policy in propose(search):
+        if policy not in seen:
+            seen.add(policy)
+            replayed = search.take(policy, 0.0, 0.0)
+            if replayed.peak_bytes > search.limit:
+                passing.append(replayed)
+            elif search.proposed is None or replayed.rank < search.proposed.rank:
+                search.proposed = replayed
+        if search.is_done or search.left_s() < deadline_s:
+            break
+    passing.sort(key=lambda r: (r.peak_bytes, r.rank))
+    search.proposed = search.proposed or next(iter(passing), None)
+    return passing
+
+
+def _repair(search: Search, passing: list[Replay], name: str) -> None:
+    """Evict from policies until one fits; where none does, take segments."""
+    for replayed in passing:
+        search.repair(replayed.policy, search.within(REPAIR_SHARE))
+        if search.best is not None:
+            peak = format_bytes(replayed.peak_bytes)
+            search.notes.append(f"No schedule of {name} fits; values were evicted from the one that peaks at {peak}.")
+            return
+    try_segments(search, search.within(REPAIR_SHARE))
+    if search.best is None:
+        try_evictions(search, search.within(1.0))
+    if search.best is not None:
+        search.notes.append(f"No schedule of {name} fits, not even after evictions; `segments` found this one.")

@@ -1,0 +1,434 @@
+"""Code that Dynamo reads otherwise than eager PyTorch runs it: most functions here stand in for one of Dynamo's.
+
+Many of them end a graph, or guard, where numbers might become others. Dynamo lets torch compute what NumPy would, which
+adds in another order and rounds exponentials otherwise. It calls functions that `functools.lru_cache` wraps in each
+step, so that what is drawn or counted once would be so each time. It leaves parts of a gradient out where that must go
+through what was computed before the captured code, and arguments are passed by keyword, or one was computed of another.
+
+Code that asks whether it is compiled hears no, as in plain PyTorch: it may compute something else then. torch, this
+package and a few files of others ask only to be traceable: they get Dynamo's answer, yes. So does what its author
+compiled, as in plain PyTorch. Some code also asks whether it is captured in a CUDA graph. Planned code never is; Dynamo
+would end its own graph there.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._dynamo import variables
+from torch._dynamo.eval_frame import _is_in_optimized_module
+from torch._dynamo.exc import unimplemented
+from torch._dynamo.external_utils import is_compiling
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
+from torch._dynamo.utils import proxy_args_kwargs
+from torch._dynamo.variables import ConstantVariable, misc
+from torch._dynamo.variables import torch as dynamo_torch
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
+
+from .hacks import instead_of, replaced, replaced_entries
+from .operators import draws
+
+log = logging.getLogger("hiremate_lightning")
+
+# Functions of NumPy that round nothing, or as IEEE 754 says. A product is taken for one of sizes.
+EXACT = frozenset(
+    """
+    abs absolute add all amax amin any arange argmax argmin array asarray ascontiguousarray astype atleast_1d ceil clip
+    concatenate copy divide empty equal expand_dims eye fill flatten flip floor floor_divide full full_like greater
+    greater_equal hstack isfinite isnan item less less_equal logical_and logical_not logical_or max maximum min minimum
+    moveaxis multiply ndim negative nonzero not_equal ones ones_like permute prod ravel repeat reshape roll round shape
+    sign size split sqrt square squeeze stack subtract swapaxes take tile tolist transpose true_divide vstack where
+    zeros zeros_like
+    """.split()  # noqa: SIM905 - a word a line is sixty lines
+)
+_CONVERTS = 3  # of the flags of a value in a string: by !s, !r or !a
+_NAMES = ("__module__", "__name__", "__qualname__")
+_VARIABLES = "torch._dynamo.variables"
+
+
+def end_graph(title: str, explanation: str, context: str = "") -> None:
+    """End Dynamo's graph at what it reads now."""
+    unimplemented(gb_type=title, context=context, explanation=explanation, hints=[])
+
+
+# ---------------------------------------------------------------- logs, generators, checkpoints
+
+
+@instead_of(f"{_VARIABLES}.misc.LoggingLoggerVariable.call_method")
+def messages(read: Any, variable: Any, tracer: Any, name: str, values: list[Any], named: dict[str, Any]) -> Any:
+    """Log at capture what is logged once (transformers' `logger.warning_once`); drop what the logger does not show."""
+    level = getattr(logging, name.upper(), None)
+    is_constant = all(value.is_python_constant() for value in (*values, *named.values()))
+    if name.endswith("_once") and is_constant:
+        constants = {key: value.as_python_constant() for key, value in named.items()}
+        getattr(variable.value, name)(*(value.as_python_constant() for value in values), **constants)
+    elif level is None or variable.value.isEnabledFor(level):
+        return read(variable, tracer, name, values, named)
+    return ConstantVariable.create(None)
+
+
+@instead_of(f"{_VARIABLES}.misc.RandomVariable.call_method")
+def generators(read: Any, variable: Any, tracer: Any, name: str, *arguments: Any) -> Any:
+    """End a graph where a generator is asked that lives longer than the call."""
+    if variable.source is not None:
+        explanation = "it draws outside of captured graphs, as it goes on from call to call"
+        end_graph("A generator of random numbers that outlives the call", explanation, name)
+    return read(variable, tracer, name, *arguments)
+
+
+@instead_of(f"{_VARIABLES}.higher_order_ops.CheckpointHigherOrderVariable._call_function")
+def checkpoints(read: Any, variable: Any, tracer: Any, arguments: list[Any], named: dict[str, Any]) -> Any:
+    """Compute without gradients what the reentrant variant of checkpoint gives none; Dynamo takes it for the other one.
+
+    That variant is an autograd function: it has a gradient only where a tensor among its own arguments has one.
+    """
+    is_reentrant = "use_reentrant" not in named or named["use_reentrant"].as_python_constant() in (True, None)
+    values = [a.realize() for a in arguments[1:]]
+    tensors = (v.as_proxy().node.meta["example_value"] for v in values if isinstance(v, TensorVariable))
+    if not is_reentrant or any(tensor.requires_grad for tensor in tensors):
+        return read(variable, tracer, arguments, named)
+    warnings.warn("None of the inputs have requires_grad=True. Gradients will be None", stacklevel=2)  # as eager does
+    plain = VariableTracker.build(tracer, _without_gradients)
+    return tracer.inline_user_function_return(plain, arguments, {})
+
+
+def _without_gradients(function: Callable[..., Any], *arguments: Any) -> Any:
+    with torch.no_grad():
+        return function(*arguments)
+
+
+# ---------------------------------------------------------------- gradients
+
+
+@instead_of("torch._dynamo._trace_wrapped_higher_order_op.autograd_function_backward_rewritten")
+def backwards(_: Any, backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the backward of an autograd function to get contiguous gradients, as Dynamo does; but some may be None."""
+
+    def run(ctx: Any, *gradients: Any) -> Any:
+        return backward(ctx, *[g if g is None else g.contiguous() for g in gradients])
+
+    return run
+
+
+@contextmanager
+def gradients_from_before() -> Iterator[None]:
+    """End graphs, for a while, where a gradient must go through what was computed before the captured code."""
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    read = handlers.get(torch.autograd.grad)  # None before 2.13, where it ends graphs
+
+    def read_whole(variable: Any, tracer: Any, *arguments: Any, **named: Any) -> Any:
+        for name in ("outputs", "inputs")[len(arguments) :]:  # by position, where Dynamo looks for what came before
+            if name in named:
+                arguments = (*arguments, named.pop(name))
+        inputs = arguments[1:2]
+        outer = [tensor for i in inputs for tensor, source in dynamo_torch._collect_tensors_with_sources(i) if source]
+        may_be_of_each_other = len(outer) > 1 and any(tensor.grad_fn is not None for tensor in outer)
+        if may_be_of_each_other or any(map(_have_hooks, inputs)):
+            explanation = "they have hooks, or one may have been computed of another: the graph does not show it"
+            end_graph("torch.autograd.grad of tensors from outside of the graph", explanation)
+        assert read is not None, "it is in its place"
+        return read(variable, tracer, *arguments, **named)
+
+    with replaced_entries(handlers, {} if read is None else {torch.autograd.grad: read_whole}):
+        yield
+
+
+def _have_hooks(inputs: Any) -> bool:
+    """Whether hooks from outside of the captured code change what a gradient is, as it is captured."""
+    given = (node.meta.get("grapharg") for node in dynamo_torch._collect_placeholder_nodes(inputs))
+    return any(bool(getattr(argument.example, "_backward_hooks", None)) for argument in given if argument is not None)
+
+
+# ---------------------------------------------------------------- code that is not torch's
+
+
+def call_cached(inline: Callable[..., Any], variable: Any, tracer: Any, *arguments: Any) -> Any:
+    """Read through a function whose results are cached, unless it draws or changes something."""
+    changes, before = _changes(tracer), set(tracer.output.graph.nodes)
+    result = inline(variable, tracer, *arguments)
+    added = [node for node in tracer.output.graph.nodes if node not in before]
+    is_drawn = any(draws(node.target) for node in added if node.op in ("call_function", "call_method"))
+    if is_drawn or _changes(tracer) != changes:
+        _leave(variable.get_name(), "its results are cached, and it draws random numbers or changes something")
+    return result
+
+
+def _changes(tracer: Any) -> tuple[int, int]:
+    """Count what captured code changed, and what it drew of Python's own random numbers."""
+    effects = tracer.output.side_effects
+    existing = (v for v in effects.id_to_variable.values() if v.source is not None)
+    return sum(map(effects.is_modified, existing)), len(tracer.output.random_calls)
+
+
+@instead_of(f"{_VARIABLES}.misc.NumpyVariable.call_function")
+def functions_of_numpy(read: Any, variable: Any, *arguments: Any) -> Any:
+    """End a graph at a function of NumPy that torch would round otherwise."""
+    name = getattr(variable.value, "__name__", "")
+    if not isinstance(variable.value, type) and name not in EXACT:
+        _leave(f"numpy.{name}", "NumPy may round otherwise than torch in its place")
+    return read(variable, *arguments)
+
+
+@instead_of(f"{_VARIABLES}.tensor.NumpyNdarrayVariable.call_method")
+def methods_of_arrays(read: Any, variable: Any, tracer: Any, name: str, *arguments: Any) -> Any:
+    """End a graph at a method of an array that torch would round otherwise."""
+    if not name.startswith("__") and name not in EXACT:
+        _leave(f"ndarray.{name}", "NumPy may round otherwise than torch in its place")
+    return read(variable, tracer, name, *arguments)
+
+
+def _leave(name: str, reason: str) -> None:
+    end_graph(f"{name} runs as it is", reason, name)
+
+
+# ---------------------------------------------------------------- guards
+
+
+@instead_of("torch._dynamo.guards.GuardBuilder.SEQUENCE_LENGTH")
+def lengths(guard_length: Any, builder: Any, guard: Any) -> None:
+    """Guard on how many items a tuple holds; its class may say otherwise, or nothing, by a `__len__` of its own."""
+    value = builder.get(guard)
+    if not isinstance(value, tuple) or type(value).__len__ is tuple.__len__:
+        guard_length(builder, guard)
+        return
+    length = tuple.__len__(value)
+    builder.TYPE_MATCH(guard)
+    told = [f"tuple.__len__({guard.name}) == {length}"]
+    builder.get_guard_manager(guard).add_lambda_guard(lambda v: tuple.__len__(v) == length, told, guard.user_stack)
+
+
+@instead_of("torch._dynamo.guards.GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT")
+def absent_hooks(guard_absent: Any, builder: Any, guard: Any) -> None:
+    """Guard on a module having no hooks; Dynamo lists each such guard twice, with two sources of one name."""
+    guarded: set[str] = vars(builder).setdefault("hiremate_without_hooks", set())
+    if guard.name not in guarded:
+        guarded.add(guard.name)
+        guard_absent(builder, guard)
+
+
+# ---------------------------------------------------------------- changes in place
+
+
+@instead_of("torch._dynamo.variables.torch.TorchInGraphFunctionVariable.call_function")
+def copied_results(call: Callable[..., Any], function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """Capture a call with an `out=` that is not contiguous, where Dynamo ends its graph.
+
+    AOTAutograd traces the call as a result that is copied. The graph itself makes the call as the user wrote it, so
+    that a proof sees where the copy has other numbers. Calls that draw random numbers or need gradients are left to
+    Dynamo: the first draw others without `out=`, the second are errors.
+    """
+    out = kwargs.get("out")
+    if out is None or not out.is_tensor() or draws(function.value):
+        return call(function, tx, args, kwargs)
+    proxies = proxy_args_kwargs(args, {name: value for name, value in kwargs.items() if name != "out"})
+    if not _is_result_like(out.as_proxy().node.meta.get("example_value"), tx.fake_mode, function.value, *proxies):
+        return call(function, tx, args, kwargs)
+    named = {**proxies[1], "out": out.as_proxy()}
+    proxy = tx.output.create_proxy("call_function", _writing(function.value), proxies[0], named)
+    return wrap_fx_proxy(tx=tx, proxy=proxy)
+
+
+def _is_result_like(out: Any, mode: FakeTensorMode, function: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call gives a tensor that a stand-in which is not contiguous takes as it is, with no gradients."""
+    if not isinstance(out, torch.Tensor) or out.is_contiguous():
+        return False
+    values = fx.node.map_aggregate(
+        (args, kwargs), lambda value: value.node.meta["example_value"] if isinstance(value, fx.Proxy) else value
+    )
+    try:
+        with mode:
+            result = function(*values[0], **values[1])
+    except Exception as error:  # whatever the call may raise: Dynamo will raise it again
+        log.debug("A call with out= can not be traced without it: %s", error)
+        return False
+    if not isinstance(result, torch.Tensor) or result.requires_grad or out.requires_grad:
+        return False
+    return (result.shape, result.dtype, result.device) == (out.shape, out.dtype, out.device)
+
+
+@functools.cache
+def _writing(function: Any) -> Any:
+    """Return a function that calls another one with `out=`; where it is traced, its result is copied."""
+
+    def write(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        if is_fake(out):
+            return out.copy_(function(*args, **kwargs))
+        return function(*args, out=out, **kwargs)  # type: ignore[no-any-return]
+
+    return write
+
+
+@instead_of("torch._dynamo.output_graph.OutputGraph.remove_tensorify_specialized_graphargs")
+def unread_numbers(drop: Callable[[Any], None], output: Any) -> None:
+    """Drop the inputs whose numbers are guarded and that nothing reads, but none of the operations that change them.
+
+    Dynamo tells both by the number that a tensor is known to hold. An operation in place returns its input, so it has
+    that number too, and is unread as a rule.
+    """
+    shown = [(node, node.meta) for node in output.graph.nodes if node.op != "placeholder"]
+    for node, _ in shown:
+        node.meta = {}
+    try:
+        drop(output)
+    finally:
+        for node, meta in shown:
+            node.meta = meta
+
+
+# ---------------------------------------------------------------- numbers in strings, ranges, names
+
+
+@instead_of("torch._dynamo.symbolic_convert.InstructionTranslatorBase._format_value")
+def written_numbers(format_value: Any, translator: Any, specification: Any, flags: int) -> None:
+    """Write a number into a string as it is now, which is guarded; Dynamo would forget its format.
+
+    A string that shows a tensor before it is put together as the code runs. So is the number then: the messages of
+    checks, which transformers writes at each call, are dropped, and their code serves all sizes.
+    """
+    number = translator.stack[-1]
+    if isinstance(number, SymNodeVariable):
+        translator.pop()
+        if _shows_a_tensor(translator.stack) and not flags & _CONVERTS:
+            form = f"{{:{specification.as_python_constant()}}}"
+            translator.push(misc.StringFormatVariable(form, [number], {}))
+            return
+        translator.push(ConstantVariable.create(number.evaluate_expr()))
+    format_value(translator, specification, flags)
+
+
+def _shows_a_tensor(stack: list[VariableTracker]) -> bool:
+    """Whether the parts of a string on top of a stack are not all known while the code is traced."""
+    for part in reversed(stack):
+        if isinstance(part, misc.StringFormatVariable):
+            return True
+        if not (isinstance(part, ConstantVariable) and isinstance(part.value, str)):
+            return False
+    return False
+
+
+@functools.cache
+def _range_to_a_size() -> Any:
+    """Make the class of a range in steps to a size that varies: its items are those of a range to a number.
+
+    Copies that Dynamo makes of it may end at that number.
+    """
+
+    class RangeToASize(variables.RangeVariable):
+        def __init__(self, items: list[VariableTracker], size: VariableTracker | None = None, **kwargs: Any) -> None:
+            super().__init__(items, **kwargs)
+            self.size = size
+
+        @property
+        def end(self) -> VariableTracker:
+            return self.items[1] if self.size is None else self.size
+
+    members = getattr(variables.RangeVariable, "tp_members", {})  # since 2.15
+    if "stop" in members:
+        stop = type(members["stop"])(lambda own, _: own.end, members["stop"].setter)
+        setattr(RangeToASize, "tp_members", {**members, "stop": stop})  # noqa: B010 - earlier releases have none
+        return RangeToASize
+    name = "var_getattr" if hasattr(variables.RangeVariable, "var_getattr") else "tp_getattro_impl"  # before 2.14
+    read = getattr(variables.RangeVariable, name)
+    setattr(RangeToASize, name, lambda own, tracer, asked: own.end if asked == "stop" else read(own, tracer, asked))
+    return RangeToASize
+
+
+@instead_of(f"{_VARIABLES}.BuiltinVariable.call_function")
+def ranges(call: Any, variable: Any, tracer: Any, arguments: list[VariableTracker], named: Any) -> Any:
+    """Guard on how many steps a range takes to a size, where Dynamo would guard on the size: blocks of tokens, say."""
+    if variable.fn is range and len(arguments) == 3:
+        start, size, step = (argument.realize() for argument in arguments)
+        if isinstance(size, SymNodeVariable) and start.is_python_constant() and step.is_python_constant():
+            first, end, width = start.as_python_constant(), cast(Any, size.sym_num), step.as_python_constant()
+            goes_by_steps = width > 1 and end.node.has_hint()
+            last = first + width * len(range(first, end.node.hint, width)) if goes_by_steps else first
+            if last > first and last - width < end <= last:  # Dynamo guards these two comparisons
+                return _range_to_a_size()([start, ConstantVariable.create(last), step], size)
+    return call(variable, tracer, arguments, named)
+
+
+@instead_of(f"{_VARIABLES}.builtin.GetAttrBuiltinVariable.call_function")
+def names(read: Any, variable: Any, tracer: Any, arguments: list[VariableTracker], named: Any) -> Any:
+    """Read the name of a class or function of torch, or of its module, which Dynamo 2.13 takes for no string."""
+    asked, name, *others = arguments
+    is_of_torch = isinstance(asked, TorchInGraphFunctionVariable)
+    if is_of_torch and not others and name.is_python_constant():
+        value = getattr(asked.value, name.as_python_constant(), None)
+        if name.as_python_constant() in _NAMES and isinstance(value, str):
+            return ConstantVariable.create(value)
+    return read(variable, tracer, arguments, named)
+
+
+# ---------------------------------------------------------------- questions whether code is compiled
+
+_QUESTIONS = (
+    torch.compiler.is_compiling,
+    torch.compiler.is_dynamo_compiling,
+    torch.compiler.is_exporting,
+    torch._utils.is_compiling,
+    is_compiling,
+    _is_in_optimized_module,
+)
+_OF_CUDA_GRAPHS = tuple(
+    module.is_current_stream_capturing
+    for module in (torch.cuda, torch.xpu)
+    if hasattr(module, "is_current_stream_capturing")
+)
+# Files of other packages that ask in order to be traceable, and compute the same either way.
+SAME_EITHER_WAY = (str(Path("transformers", "utils", "output_capturing.py")),)
+_TOOLS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+
+
+_handlers = TorchInGraphFunctionVariable._get_handlers()
+_of_dynamo: dict[Any, Callable[..., Any]] = {question: _handlers[question] for question in _QUESTIONS}
+
+
+def is_of_tools(file: str) -> bool:
+    """Whether a source file is torch's or this package's, not the user's."""
+    return file.startswith(_TOOLS)
+
+
+def _file_of(tracer: Any) -> str:
+    return "" if tracer is None else str(tracer.f_code.co_filename)
+
+
+def _answer(question: Any, tracer: Any, *arguments: Any, **named: Any) -> Any:
+    """Answer no, except to code that asks in order to be traceable."""
+    if question.value in _of_dynamo and (
+        is_of_tools(_file_of(tracer)) or _file_of(tracer.parent).endswith(SAME_EITHER_WAY)
+    ):
+        return _of_dynamo[question.value](question, tracer, *arguments, **named)
+    return ConstantVariable.create(False)
+
+
+@contextmanager
+def as_in_eager() -> Iterator[None]:
+    """Answer captured code as plain PyTorch does, for a while."""
+    rules = dict.fromkeys(_OF_CUDA_GRAPHS, TorchInGraphFunctionVariable)  # some of these are unknown to Dynamo
+    answers = dict.fromkeys((*_QUESTIONS, *_OF_CUDA_GRAPHS), _answer)
+    with replaced_entries(get_torch_obj_rule_map(), rules), replaced_entries(_handlers, answers):
+        yield
+
+
+def as_compiled() -> AbstractContextManager[None]:
+    """Answer captured code as Dynamo does, for a while."""
+    return replaced_entries(_handlers, _of_dynamo)
+
+
+def no_session() -> AbstractContextManager[None]:
+    """Answer code that runs while torch compiles as plain PyTorch does: functions that users put into graphs unread."""
+    is_told = hasattr(torch.compiler, "_compile_session_context")
+    return replaced((torch.compiler, "_compile_session_context", nullcontext)) if is_told else nullcontext()
