@@ -450,7 +450,7 @@ def wide() -> nn.Module:
 def test_the_peak_falls_and_is_what_was_planned(monkeypatch):
     batch = torch.randn(32 * ROWS, WIDTH)
     planned, measured = peaks(wide, batch)
-    monkeypatch.setattr(capture, "overwrite", lambda graph, *_: (graph, {}))
+    monkeypatch.setattr(capture, "overwrite", lambda graph, *_: (graph, {}, {}))
     assert measured == pytest.approx(planned, rel=1e-3)
     assert measured < peaks(wide, batch)[1] - 15 * WIDTH * batch.shape[0] * 4
 
