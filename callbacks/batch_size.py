@@ -24,9 +24,8 @@ from hiremate_lightning.callbacks.planning import planner_of, targets_for
 from hiremate_lightning.errors import HiRemateWarning
 from hiremate_lightning.options import SIZE_OPTIONS, SessionOptions, make_options, make_size_options
 from hiremate_lightning.sizes.batch_size import SizeFinder
-from hiremate_lightning.sizes.size_result import BatchSizeResult
-from hiremate_lightning.sizes.size_trials import SizeTask, TrialSteps
-from hiremate_lightning.sizes.training_state import TrainingState
+from hiremate_lightning.sizes.size_search import BatchSizeResult
+from hiremate_lightning.sizes.size_trials import SizeTask, TrainingState, TrialSteps
 from hiremate_lightning.targets.candidates import Target
 from hiremate_lightning.units import Budget, parse_budget
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .reporting.plan_summary import plan_metrics
     from .reporting.svg_report import write_svg
     from .sizes.batch_size import find_max_batch_size
-    from .sizes.size_result import BatchSizeResult
+    from .sizes.size_search import BatchSizeResult
 
 from .errors import BudgetError, CaptureError, ConfigurationError, HiRemateError, HiRemateWarning
 
@@ -53,7 +53,7 @@ __version__ = "0.1.0"
 
 # Solving needs no torch, which takes seconds to import.
 _LAZY = {
-    "BatchSizeResult": "sizes.size_result",
+    "BatchSizeResult": "sizes.size_search",
     "InfeasibleBudgetError": "out_of_memory",
     "Plan": "planning.plan",
     "bucket_lengths": "buckets",

@@ -111,12 +111,13 @@ def plan_digest(plan: Plan) -> str:
 @contextmanager
 def without_templates() -> Iterator[None]:
     """Let no step of a new size run by programs made from traces of other sizes."""
-    why_not = Templates._why_not
-    setattr(Templates, "_why_not", lambda self: "templates are turned off")  # noqa: B010
+    may_make = Templates.may_make, Templates.may_serve
+    setattr(Templates, "may_make", lambda *_, **__: False)  # noqa: B010
+    setattr(Templates, "may_serve", lambda *_: False)  # noqa: B010
     try:
         yield
     finally:
-        setattr(Templates, "_why_not", why_not)  # noqa: B010
+        Templates.may_make, Templates.may_serve = may_make  # type: ignore[method-assign]
 
 
 @contextmanager

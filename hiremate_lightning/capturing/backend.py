@@ -20,7 +20,6 @@ from torch import fx
 from torch.nn import functional as F
 
 from ..errors import CaptureError
-from ..records.expressions import NoTemplateError, Sizes
 from ..rewriting import assignments, casts, losses, pooling
 from ..rewriting.contributions import Contributions, OtherTermsError, TermCounts, casts_alone, likely_terms, sums_alone
 from ..rewriting.fusion import fuse
@@ -36,7 +35,7 @@ from ..torch_private import (
     hacks,
     tensor_state,
 )
-from ..torch_private.each_size import EachSize, Runner, Samples, Smaller, TraceAhead, sizes_among
+from ..torch_private.each_size import EachSize, Runner, Smaller, TemplateSource, TraceAhead, sizes_among
 from ..torch_private.eager_tracing import traced_as_eager
 from ..torch_private.regions import block_templates
 from ..torch_private.same_captures import SameCaptures
@@ -63,28 +62,12 @@ MakePart = Callable[[Captured], Replacement]
 Prove = Callable[[fx.GraphModule, Runner, Any, Smaller | None], Runner]
 
 
-class TemplateSource(Protocol):
-    """Makes what runs in the place of joint graphs at sizes that were not traced."""
-
-    def may_make(self, code: object) -> bool:
-        """Whether to trace code at a few sizes, so that parts for others can be made."""
-
-    def may_make_first(self, code: object) -> bool:
-        """Whether to make parts of code for the first sizes that come, too."""
-
-    def part_at(self, code: object, samples: Sequence[tuple[Sizes, Any]], sizes: Sizes) -> Replacement:
-        """Make a part of code from those that were made for other sizes, or raise `NoTemplateError`."""
-
-    def failed(self, code: object, error: Exception) -> None:
-        """Learn that there was no part for a size, or that it did not run."""
-
-
 def planning_backend(
     make_part: MakePart,
     kernels: FusedKernels | None = None,
     prove: Prove | None = None,
     say: Callable[[str], None] = log.warning,
-    trace_ahead: TraceAhead = lambda code, sizes, trace: None,
+    trace_ahead: TraceAhead = lambda run, sizes, trace: None,
     templates: TemplateSource | None = None,
     same: SameCaptures | None = None,
 ) -> Any:
@@ -98,10 +81,10 @@ def planning_backend(
             prove in its place, if anything does. None to believe what is captured.
         say: Warns.
         trace_ahead: Has code traced for sizes that are to come, see `EachSize`.
-        templates: Makes what runs in the place of a joint graph at sizes that were not traced; None to trace each.
+        templates: Makes parts for sizes that were not traced; None to trace each.
         same: Runs code that is captured once more by what was made of it; None for one of its own.
     """
-    same, sized = same or SameCaptures(), partial(_SizedCode, make_part, kernels, prove, templates)
+    same, sized = same or SameCaptures(), partial(_SizedCode, make_part, kernels, prove or _believe)
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if not captured_code.keep_modes_of_backwards(module):
@@ -126,7 +109,7 @@ def planning_backend(
         code = sized(likely_terms(module), bool(sizes))
         if not sizes:
             return code.trace(module, inputs)
-        return EachSize(module, sizes, code.trace, trace_ahead, None if templates is None else code, same).run
+        return EachSize(module, sizes, code.trace, trace_ahead, templates, same).run
 
     return backend
 
@@ -164,57 +147,50 @@ def _running_statistics(module: fx.GraphModule) -> list[int]:
     return [position for position, value in inputs if value in values and norms.issuperset(value.users)]
 
 
+def _believe(_: fx.GraphModule, run: Runner, __: Any, ___: Smaller | None) -> Runner:
+    """Prove nothing of captured code."""
+    return run
+
+
 @dataclass(eq=False)
 class _SizedCode:
-    """Captured code that is traced for definite sizes, or made from traces of others."""
+    """Captured code that is traced for definite sizes."""
 
     make_part: MakePart
     kernels: FusedKernels | None
-    prove: Prove | None
-    templates: TemplateSource | None
+    prove: Prove
     terms: TermCounts  # of how many terms its gradients are likely to be
     sizes_vary: bool
 
-    def __post_init__(self) -> None:
-        if (source := self.templates) is not None:
-            self.may_make, self.may_make_first, self.failed = source.may_make, source.may_make_first, source.failed
-
-    def trace(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Runner:
+    def trace(self, module: fx.GraphModule, inputs: Sequence[Any]) -> _Trace:
         """Trace it for the sizes of some inputs; return what runs it there."""
         compilation = _Compilation(self.make_part, self.kernels, self.sizes_vary)
         run = compilation.compile(module, inputs, self.terms)
         self.terms = compilation.terms  # those at the size traced last
-        return _Trace(self._proved(module, run, compilation.part), run, compilation)
-
-    def make(
-        self, code: object, module: fx.GraphModule, samples: Samples, sizes: Sizes, smaller: Smaller | None = None
-    ) -> Runner:
-        """Make it run at sizes that were not traced, see `SizeMaker`."""
-        traces = [(varying, trace) for varying, trace in samples if isinstance(trace, _Trace)]
-        if not traces or any(trace.compilation.part is None for _, trace in traces):
-            raise NoTemplateError("Nothing in the code has a gradient")
-        assert self.templates is not None, "it is asked where something makes parts"
-        part = self.templates.part_at(code, [(varying, trace.compilation.part) for varying, trace in traces], sizes)
-        first = traces[0][1]
-        return self._proved(module, first.compilation.running(part, first.run), part, smaller)
-
-    def _proved(
-        self, module: fx.GraphModule, run: Runner, part: Replacement | None, smaller: Smaller | None = None
-    ) -> Runner:
-        return run if self.prove is None else self.prove(module, run, part, smaller)
+        return _Trace(self.prove(module, run, compilation.part, None), run, compilation, self.prove)
 
 
 @dataclass(frozen=True, eq=False)  # without slots, so that it can be held weakly
 class _Trace:
-    """Captured code that was traced for some sizes."""
+    """Captured code that was traced for some sizes, see `each_size.TracedCode`."""
 
     proved: Runner  # runs it, and proves it first
     run: Runner
     compilation: _Compilation
+    prove: Prove
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the code."""
         return self.proved(*arguments)
+
+    @property
+    def part(self) -> Replacement | None:
+        """What runs in the place of its joint graph."""
+        return self.compilation.part
+
+    def at_other_sizes(self, module: fx.GraphModule, part: Replacement, smaller: Smaller | None) -> Runner:
+        """Return what runs the code by a part for other sizes."""
+        return self.prove(module, self.compilation.running(part, self.run), part, smaller)
 
 
 class _Compilation:

@@ -6,6 +6,7 @@ These tell which value is which, and do not depend on sizes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,13 +15,14 @@ import torch
 
 from ..housekeeping import Latest
 from ..records.costs import Profile
-from ..records.expressions import LEAST_SAMPLES, NoTemplateError, Sizes, find_expression
+from ..records.expressions import LEAST_SAMPLES, NoTemplateError, Sizes, expression_of, vary_alone
 from ..records.graph import Graph
 from ..records.graph_template import GraphTemplate
 from ..torch_private import tensor_state
 from .absent import without_missing
 from .capture import Captured
 
+log = logging.getLogger("hiremate_lightning")
 NOTHING: frozenset[int] = frozenset()
 
 
@@ -50,7 +52,7 @@ class CodeTemplate:
         # Who foresees a step asks for the code of its calls before they come.
         self._latest = Latest[Sizes, tuple[Captured, Profile]](4)
         self._without(NOTHING)
-        # What is taken from the first sample has to be the same in all.
+        # The first sample stands for all.
         facts = [
             (c.terms, c.cast_terms, c.finished, c.trained, c.alike, c.mutated, c.overwritten, c.device)
             for c in self.samples
@@ -64,9 +66,8 @@ class CodeTemplate:
         ]
         if len({tuple(map(len, of_sample)) for of_sample in layouts}) > 1:
             raise NoTemplateError("The same code has other values at other sizes")
-        numbers = {same for values in zip(*layouts, strict=True) for same in zip(*values, strict=True)}
-        if any(find_expression(self.sizes, same) is None for same in numbers):
-            raise NoTemplateError("How a value lies in memory is no expression of the sizes")
+        for numbers in {same for values in zip(*layouts, strict=True) for same in zip(*values, strict=True)}:
+            expression_of(self.sizes, numbers, "how a value lies in memory")
 
     def at(self, sizes: Sizes) -> tuple[Captured, Profile]:
         """Return the code at some sizes, with its costs."""
@@ -92,6 +93,47 @@ class CodeTemplate:
             present = [without_missing(captured, missing, profile) for captured, profile in pairs]
             self._graphs[missing] = GraphTemplate(present, self.sizes)
         return self._graphs[missing]
+
+
+class SizesOfCalls:
+    """The sizes of all calls of the steps of one code, by those of the first call: learned from steps that ran."""
+
+    def __init__(self) -> None:
+        self._calls: tuple[Captured, ...] = ()  # of the latest step
+        self._sizes = Latest[Sizes, tuple[Sizes, ...]](8)  # of the latest steps, by those of the first call
+
+    def note(self, calls: Sequence[Captured]) -> None:
+        """Learn of the calls of a step that has ended."""
+        if not calls or any(call.template is None for call in calls):
+            return
+        if [call.template for call in calls] != [call.template for call in self._calls]:
+            self._sizes.clear()  # of other traces
+        self._calls = tuple(calls)
+        self._sizes[calls[0].sizes] = tuple(call.sizes for call in calls)
+
+    def foresee(self, begun: Sequence[Captured]) -> list[tuple[Captured, Profile]]:
+        """Return the calls to come of a step, with their costs; none where their sizes are not known for sure."""
+        count = len(begun)
+        if len(self._sizes) < LEAST_SAMPLES or any(
+            call.template is not before.template for call, before in zip(begun, self._calls, strict=False)
+        ):
+            return []
+        try:
+            samples, first = vary_alone(list(self._sizes), begun[0].sizes)
+            columns = list(zip(*self._sizes.values(), strict=True))[count:]
+            expressions = [
+                [expression_of(samples, values, "the size of another call") for values in zip(*sizes, strict=True)]
+                for sizes in columns
+            ]
+        except NoTemplateError as error:
+            log.debug("The sizes of a step to come are not known: %s", error)
+            return []
+        to_come = zip(self._calls[count:], expressions, strict=True)
+        return [
+            call.template.at(tuple(expression.at(first) for expression in its_sizes))
+            for call, its_sizes in to_come
+            if call.template is not None  # each has one, see `note`
+        ]
 
 
 def _layout(value: Any) -> tuple[int, ...]:

@@ -35,8 +35,7 @@ from ..reporting.report import Reporter
 from ..reporting.svg_report import comparison_svg, panel_of, write_svg
 from ..reporting.terminal import Output, plan_table, write_json
 from ..running.copies import pinned_storages
-from ..sizes.size_result import BatchSizeResult, result_table
-from ..sizes.size_search import Forecast, search
+from ..sizes.size_search import BatchSizeResult, Forecast, result_table, search
 from ..units import Budget, format_bytes, format_ratio, format_time
 from . import comparisons
 from .doctor import Grade, examine

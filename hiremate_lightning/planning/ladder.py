@@ -8,7 +8,6 @@ steps have lost more time than solving takes, another rung pays.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -17,7 +16,6 @@ from ..records.step import Decisions, Step
 from .headroom import Room
 from .solvers import Solution
 
-REMEMBERED = 16  # steps that lost time, the latest ones
 WORTH_SAVING = 0.5  # share of the estimated saving: a rung that saves less was in vain
 
 T = TypeVar("T")
@@ -56,21 +54,18 @@ class Loss(Generic[T]):
 
     Attributes:
         ladder: The decisions for its code.
-        plain_bytes: Bytes that it adds where it keeps everything.
-        again_ms: Time of the nodes that it computes again.
-        lost_ms: See `Chosen`.
+        room: How many bytes it has.
+        chosen: What it runs by.
     """
 
-    ladder: Ladder[T]
+    ladder: Ladder
     step: T
     room: Room
-    plain_bytes: int
-    again_ms: float
-    lost_ms: float
+    chosen: Chosen
 
 
 @dataclass(eq=False)
-class Ladder(Generic[T]):
+class Ladder:
     """The decisions for the steps of one code.
 
     Attributes:
@@ -78,15 +73,13 @@ class Ladder(Generic[T]):
         least: Decisions of the least memory, where no others could be made, or fit; else None.
         least_share: The largest room, as a share of the bytes of keeping everything, at which the least memory did not
             fit.
-        losses: The latest steps that lost time.
-        lost_ms: Time that all steps lost since the latest rung.
+        lost_ms: Time that all steps lost since the latest rung was solved.
         vain: Rungs in a row that saved clearly less than was estimated.
     """
 
     rungs: list[Decisions] = field(default_factory=list)
     least: Decisions | None = None
     least_share: float = 0.0
-    losses: deque[Loss[T]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     lost_ms: float = 0.0
     vain: int = 0
 
@@ -95,20 +88,13 @@ class Ladder(Generic[T]):
         """All decisions so far."""
         return [*self.rungs, *(() if self.least is None else (self.least,))]
 
-    def note(self, loss: Loss[T], price_ms: float) -> Loss[T] | None:
-        """Add the loss of a step; return the step to solve another rung for, None where that does not pay yet.
+    def note(self, chosen: Chosen, price_ms: float) -> bool:
+        """Learn what a step lost; return whether it pays to solve a rung for it, which takes the price.
 
-        The price of a rung is the time that solving it takes.
+        The step at which that shows is likely one that loses much, or of sizes that come often.
         """
-        self.losses.append(loss)
-        self.lost_ms += loss.lost_ms
-        if self.lost_ms <= price_ms * 2**self.vain:
-            return None
-
-        def saved_ms(loss: Loss[T]) -> float:  # by decisions of its own, which serve all smaller steps, too
-            return loss.lost_ms * sum(other.plain_bytes <= loss.plain_bytes for other in self.losses)
-
-        return max(self.losses, key=saved_ms)
+        self.lost_ms += chosen.lost_ms
+        return bool(self.lost_ms > price_ms * 2**self.vain)
 
     def solved(self, loss: Loss[T], solution: Solution) -> bool:
         """Add the solution for a step that had lost time, and count losses from 0 again.
@@ -116,11 +102,9 @@ class Ladder(Generic[T]):
         Returns:
             Whether the solution is another rung: it fits, and saves time.
         """
-        saved_ms = loss.again_ms - solution.extra_ms if solution.peak_bytes <= loss.room.step_bytes else 0.0
-        self.vain = 0 if saved_ms > WORTH_SAVING * loss.lost_ms else self.vain + 1
-        self.losses.clear()
+        saved_ms = loss.chosen.again_ms - solution.extra_ms if solution.peak_bytes <= loss.room.step_bytes else 0.0
+        self.vain = 0 if saved_ms > WORTH_SAVING * loss.chosen.lost_ms else self.vain + 1
         self.lost_ms = 0.0
-        if saved_ms <= 0:
-            return False
-        self.rungs.append(solution.recompute)
-        return True
+        if saved_ms > 0:
+            self.rungs.append(solution.recompute)
+        return saved_ms > 0

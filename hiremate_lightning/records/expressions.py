@@ -49,8 +49,7 @@ class Expression:
 
     Attributes:
         factor: The factor of the product.
-        dimensions: Positions of the sizes in the product, in ascending order, as often as they are in it; none for a
-            number that is the same at all sizes.
+        dimensions: Positions of the sizes in the product, in ascending order, as often as they are in it.
         constant: The number that is added.
         of_constant: Positions of the sizes that multiply the constant: in `8 * batch * (length + 1)`, the batch.
     """
@@ -76,6 +75,18 @@ class Expression:
         return f"{product}+{constant}" if self.constant else product
 
 
+def expression_of(samples: Sequence[Sizes], values: Sequence[int], what: str = "a number") -> Expression:
+    """Find the expression that has given values.
+
+    Raises:
+        NoTemplateError: If there is none.
+    """
+    expression = find_expression(samples, values)
+    if expression is None:
+        raise NoTemplateError(f"At the sizes {samples} {what} is {values}, which is no expression of them")
+    return expression
+
+
 def exactly(samples: Sequence[Sizes], values: Values, is_measured: bool) -> Number | None:
     """Return the function from sizes to a number that is an expression of them; None where it has none."""
     expression = find_expression(samples, values)
@@ -95,7 +106,11 @@ def find_expression(samples: Sequence[Sizes], values: Sequence[int]) -> Expressi
     """
     if len(set(values)) == 1:
         return Expression(0, (), values[0])
-    candidates = list(_candidates(samples, values)) or list(_candidates_of_two_terms(samples, values))
+    candidates = [
+        Expression(factor, dimensions, constant)
+        for dimensions, products in _products(samples)
+        for factor, constant in _line_through(products, values)
+    ] or list(_candidates_of_two_terms(samples, values))
     return candidates[0] if len(candidates) == 1 else None
 
 
@@ -107,19 +122,6 @@ def _products(samples: Sequence[Sizes]) -> Iterator[tuple[tuple[int, ...], list[
             if any(dimensions.count(d) > 1 for d in bits):
                 continue
             yield dimensions, [math.prod(sample[d] for d in dimensions) for sample in samples]
-
-
-def _candidates(samples: Sequence[Sizes], values: Sequence[int]) -> Iterator[Expression]:
-    """Yield the expressions that have given values, with constants that are the same at all sizes."""
-    rise = max(values) - min(values)
-    for dimensions, products in _products(samples):
-        run = max(products) - min(products)
-        if not run or rise % run:
-            continue
-        for factor in (rise // run, -rise // run):
-            constant = values[0] - factor * products[0]
-            if all(factor * p + constant == value for p, value in zip(products, values, strict=True)):
-                yield Expression(factor, dimensions, constant)
 
 
 def _candidates_of_two_terms(samples: Sequence[Sizes], values: Sequence[int]) -> Iterator[Expression]:
@@ -142,14 +144,8 @@ def _candidates_of_two_terms(samples: Sequence[Sizes], values: Sequence[int]) ->
 def vary_alone(samples: Sequence[Sizes], sizes: Sizes) -> tuple[list[Sizes], Sizes]:
     """Leave out of sizes those that never vary, and those that are always a multiple of another one and a constant.
 
-    Of a size and its half the half stays: where all samples are even, the size is a multiple of that.
-
-    Args:
-        samples: The sizes of each sample.
-        sizes: The sizes of another one.
-
-    Returns:
-        The sizes of the samples and of the other one, without these.
+    Of a size and its half the half stays: where all samples are even, the size is a multiple of that. Returns the sizes
+    of the samples, and other ones, without these.
 
     Raises:
         NoTemplateError: If the sizes are not related to each other as they are in all samples.
@@ -218,7 +214,7 @@ class Line:
         (x, low), (y, high) = ((end, int(value)) for end, value in self.ends(size))
         return max(0, -((-(low * (y - x) + (high - low) * (size - x))) // (y - x)))
 
-    def measured(self, size: int) -> float:
+    def measured(self, size: float) -> float:
         """Return a measured value: beyond the last size never less than there, and see `MAX_POWER`."""
         if len(self._sizes) == 1:
             return self._values[0]
@@ -226,5 +222,6 @@ class Line:
         on_line = self.straight(size)
         if size <= y:
             return max(0.0, on_line)
-        power = min(MAX_POWER, (math.log(high) - math.log(low)) / math.log(y / x)) if min(x, low, high) > 0 else 0.0
-        return max(high, on_line, high * (size / y) ** power if power > 1 else 0.0)
+        is_faster = min(x, low) > 0 and high * x > low * y  # than the size
+        power = min(MAX_POWER, math.log(high / low) / math.log(y / x)) if is_faster else 0.0
+        return max(high, on_line, high * (size / y) ** power if is_faster else 0.0)

@@ -192,12 +192,7 @@ class Graph:
         return replace(self, nodes=nodes)
 
     def running_once(self, random: Collection[int], reading: Collection[int]) -> Graph:
-        """Return the graph in which some nodes never run twice.
-
-        Args:
-            random: Nodes that give other numbers each time.
-            reading: Nodes that may read variables which change until the backward.
-        """
+        """Return the graph in which nodes never run twice that draw, or may read variables which change later."""
         once = (replace(n, is_random=True) if i in random else n for i, n in enumerate(self.nodes))
         nodes = tuple(replace(n, reads_mutated=True) if i in reading else n for i, n in enumerate(once))
         return replace(self, nodes=nodes)

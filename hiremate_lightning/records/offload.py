@@ -91,10 +91,7 @@ class Offload:
 
 
 def idle_storages(graph: Graph, schedule: Schedule, pinned: Collection[int] = ()) -> tuple[Idle, ...]:
-    """List the storages that may be offloaded in a schedule in which nothing is, in order of their last forward use.
-
-    Pinned are storages that must stay for other reasons.
-    """
+    """List the storages that may be offloaded in a schedule in which nothing is, in order of their last forward use."""
     forward, backward = _runs(schedule.forward), _runs(schedule.backward)
     first = dict[int | None, int]()
     for number, index in enumerate(backward):
@@ -152,13 +149,7 @@ def with_offloads(
     """Return a schedule in which some storages are offloaded for a while.
 
     Copies begin in the order of their places, and of `offloads` at the same place. The program waits for a copy out at
-    `gone`, and for a copy in where the storage is used first.
-
-    Args:
-        graph: The step.
-        schedule: A valid schedule of it, in which nothing is offloaded.
-        offloads: The storages to offload, each once.
-        pinned: Storages that must stay for other reasons.
+    `gone`, and for a copy in where the storage is used first. Pinned storages must stay for other reasons.
 
     Raises:
         ScheduleError: If a storage may not be offloaded, or not at such places.

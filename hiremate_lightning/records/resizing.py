@@ -89,14 +89,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bounds at some sizes.
-
-    Attributes:
-        low: Bytes by storage, at least.
-        high: Bytes by storage, at most.
-        low_workspaces: Workspace by node, at least.
-        high_workspaces: Workspace by node, at most.
-    """
+    """Bounds at some sizes: the bytes of each storage, and the workspace of each node."""
 
     low: np.ndarray
     high: np.ndarray
@@ -165,11 +158,13 @@ class Resizing:
     def _may_follow(self, dims: Sizes, product: tuple[Sizes, ...]) -> bool:
         """Whether a dimension was the same multiple of a product of sizes, or fraction of up to two, in all samples."""
         numbers = [math.prod(sizes) for sizes in zip(*product, strict=True)] or [1] * len(dims)
+        if 0 in numbers:
+            return False
         columns = [*product, tuple(numbers)]
         kept = math.lcm(*(column[0] for column in columns if len(set(column)) == 1))
         is_same = all(dim * numbers[0] == dims[0] * number for dim, number in zip(dims, numbers, strict=True))
-        is_whole = not any(dim % kept for dim in dims) and (len(product) <= 2 or not dims[0] % max(1, numbers[0]))
-        return is_same and is_whole and 0 not in numbers
+        is_whole = not any(dim % kept for dim in dims) and (len(product) <= 2 or not dims[0] % numbers[0])
+        return is_same and is_whole
 
     def _is_sure(self, column: Sizes) -> bool:
         """Whether a multiple of a size is no number of the model."""
@@ -206,18 +201,15 @@ class Resizing:
         if any(size == after or dim > more for (size, dim), (after, more) in itertools.pairwise(points)):
             return None
         (first, least), (last, most) = points[0], points[-1]
-
-        def expected(size: int) -> float:
-            return least + (size - first) * (most - least) / (last - first)
-
-        is_straight = all(abs(dim - expected(size)) <= ROUNDED for size, dim in points)
-        if len(self._varied) > 1 and (abs(expected(0)) > TAKEN_OFF or not is_straight):
+        ends, line, now = Line((first, last), (least, most)), Line(*zip(*points, strict=True)), ranges[column]
+        is_straight = all(abs(dim - ends.straight(size)) <= ROUNDED for size, dim in points)
+        if len(self._varied) > 1 and (abs(ends.straight(0)) > TAKEN_OFF or not is_straight):
             return None  # it may be another size's
-        line, now = Line(*zip(*points, strict=True)), ranges[column]
         kept = (
             now.over(c[0]) for c, now in ranges.items() if len(set(c)) == 1 and not any(d % max(1, c[0]) for d in dims)
         )
-        on_line = Bounds(max(0.0, line.straight(now.low) - ROUNDED), _most(line, now.high)).over(dims[0])
+        high = max(line.measured(now.high), least * min(1.0, now.high / max(1, first)))  # it may be a square
+        on_line = Bounds(max(0.0, line.straight(now.low) - ROUNDED), high).over(dims[0])
         return on_line * _product(factor | SAME for factor in kept)
 
     def _between(self, dims: Sizes, ranges: Mapping[Sizes, Bounds]) -> Bounds:
@@ -234,14 +226,13 @@ class Resizing:
         """Find for each storage the numbers of its dimensions, as many for each; -1 where they are not known."""
         views: dict[int, int] = {}  # by storage, the tensor of most dimensions that fills it
         graphs = [sample.graph for sample in self._samples]
-        for index, tensor in enumerate(graphs[0].tensors):
+        by_rank = sorted(enumerate(graphs[0].tensors), key=lambda pair: len(pair[1].shape), reverse=True)
+        for index, tensor in by_rank:
             storage, own_bytes = tensor.storage, math.prod(tensor.shape) * item_bytes(tensor.dtype)
             if storage is None or storage >= self._samples[0].storages or not own_bytes:
                 continue
-            fills = own_bytes <= graphs[0].sizes[storage] <= 1.1 * own_bytes + 1024  # as its allocator rounds up
-            before = views.get(storage)
-            if fills and (before is None or len(tensor.shape) > len(graphs[0].tensors[before].shape)):
-                views[storage] = index
+            if own_bytes <= graphs[0].sizes[storage] <= 1.1 * own_bytes + 1024:  # as its allocator rounds up
+                views.setdefault(storage, index)
         dims = {s: list(zip(*(graph.tensors[t].shape for graph in graphs), strict=True)) for s, t in views.items()}
         places = np.full((len(self.graph.storages), max([1, *map(len, dims.values())])), -1, dtype=np.int64)
         for storage, its_dims in dims.items():
@@ -254,14 +245,3 @@ def _near(now: Bounds, size: int) -> Bounds:
     """Bound the factor of a dimension that follows from a size, of which code first takes off some, as `x[1:]` does."""
     factor, share = now.over(size) | SAME, TAKEN_OFF / max(1, size)
     return Bounds(max(0.0, factor.low - share * (1 - factor.low)), factor.high + share * (factor.high - 1))
-
-
-def _most(line: Line, size: float) -> float:
-    """Return the most that a dimension is at an input size: it may grow faster than the size, as squares do."""
-    (x, low), (y, high) = line.ends(size)
-    if low * y < high * x - ROUNDED * y:
-        if size < x:
-            return low * size / x
-        if size > y and low and x:
-            return float(high * (size / y) ** (math.log(high / low) / math.log(y / x)))
-    return max(0.0, line.straight(size))

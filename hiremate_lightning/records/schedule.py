@@ -105,15 +105,12 @@ class Schedule:
 
 
 def lower(graph: Graph, recompute: Sequence[Sequence[int]]) -> Schedule:
-    """Turn decisions into a schedule.
+    """Turn decisions into a schedule. It saves the tensors that the backward reads before it computes them.
 
     Args:
         graph: The step.
         recompute: R, for each position of `graph.backward` the forward nodes that run just before it, in order; one
             more entry may follow, for nodes that only the returned gradients need.
-
-    Returns:
-        The schedule. It saves the tensors that the backward reads before it computes them.
     """
     order: list[int] = []
     for position, before in enumerate(recompute):
@@ -234,17 +231,9 @@ def must_run(
 ) -> Iterator[int]:
     """Yield the nodes that must run for a value to be available, each after those that it reads from.
 
-    Values are tensors or storages. No recursion, since chains are thousands of nodes long.
-
-    Args:
-        wanted: The value.
-        available: Values that are available; those that a node makes are added as it is yielded.
-        makers: For each value, the node that computes it again.
-        reads: For each node, the values that it reads.
-        makes: For each node, the values that it makes.
-        waiting: Receives the values that wait for the yielded node; available values that they are computed from must
-            stay.
-        name: Names a value.
+    Values are tensors or storages. No recursion, since chains are thousands of nodes long. What a node makes becomes
+    available as it is yielded. `waiting` receives the values that wait for the yielded node: available values that they
+    are computed from must stay.
     """
     stack = [] if waiting is None else waiting
     stack.append(wanted)

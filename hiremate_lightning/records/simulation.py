@@ -368,15 +368,7 @@ class _Replay:
 
 
 def simulate(graph: Graph, profile: Profile, schedule: Schedule) -> Simulation:
-    """Replay a schedule.
-
-    Args:
-        graph: The step.
-        profile: Costs of its nodes.
-        schedule: The schedule.
-
-    Returns:
-        The timeline and its peak, in bytes above resident ones, and times in milliseconds.
+    """Replay a schedule; bytes are those above resident ones.
 
     Raises:
         ScheduleError: If a node reads, or a free drops, a tensor that is not in memory; if a node that must run once
@@ -430,7 +422,7 @@ def allocations(
 
     Args:
         graph: The step.
-        schedule: The schedule.
+        schedule: What it runs.
         offloaded: Storages that are offloaded after the forward's last use of them.
         brought_back: Those of them that take memory again from the backward's first use on.
     """

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
 from ..capturing.capture import Captured
-from ..records.expressions import LEAST_SAMPLES, Expression, NoTemplateError, Sizes, find_expression
+from ..records.expressions import NoTemplateError, Sizes, expression_of
 from ..records.schedule import CopyOut, Schedule, lower
 from ..records.step import Decisions
 from ..rewriting.straight_line import Writer, compile_lines
@@ -35,8 +36,8 @@ class ProgramTemplate:
     """The programs of one schedule at all sizes.
 
     Args:
-        samples: The same code as it was captured at a few sizes.
-        sizes: The sizes of each, at least `LEAST_SAMPLES`; those that are equal in all samples are one size.
+        samples: The same code as it was captured at a few sizes, which have a `CodeTemplate`.
+        sizes: The sizes of each.
         decisions: Nodes that are computed again.
 
     Attributes:
@@ -47,12 +48,6 @@ class ProgramTemplate:
     """
 
     def __init__(self, samples: Sequence[Captured], sizes: Sequence[Sizes], decisions: Decisions) -> None:
-        if len(set(sizes)) < LEAST_SAMPLES:
-            raise NoTemplateError(f"Expected the same code at {LEAST_SAMPLES} sizes or more, not at {sizes}")
-        for size, captured in zip(sizes, samples, strict=True):
-            why = samples[0].graph.difference(captured.graph)
-            if why is not None:
-                raise NoTemplateError(f"The code at the sizes {size} is not that at the sizes {sizes[0]}: {why}")
         self._sizes, self._proved = tuple(sizes), list[Sizes]()
         self._proved_without = set[frozenset[int]]()
         self._programs = list[Program]()
@@ -175,24 +170,11 @@ class _Template:
                 known = other.known[name]
                 if not _are_equal(value, known):
                     raise NoTemplateError(f"The same code names {value!r} at one size and {known!r} at another")
-        self._names = [f"s{dimension}" for dimension in range(len(sizes[0]))]
-        texts = self._texts(sources, sizes)
-        head = [f"{', '.join(self._names)}, = sizes"]
-        lines = [*head, *(_filled(line, texts) for line in first.lines)]
+        names = [f"s{dimension}" for dimension in range(len(sizes[0]))]
+        text = cache(lambda values: expression_of(sizes, values).source(names))
+        texts = [text(values) for values in zip(*(source.numbers for source in sources), strict=True)]
+        lines = [f"{', '.join(names)}, = sizes", *(_filled(line, texts) for line in first.lines)]
         self._run = compile_lines(lines, dict(first.known), "arguments, sizes")
-
-    def _texts(self, sources: Sequence[_WithPlaces], sizes: Sequence[Sizes]) -> list[str]:
-        """Return the text for each place."""
-        known: dict[tuple[int, ...], Expression | None] = {}
-        texts = []
-        for values in zip(*(source.numbers for source in sources), strict=True):
-            if values not in known:
-                known[values] = find_expression(sizes, values)
-            expression = known[values]
-            if expression is None:
-                raise NoTemplateError(f"At the sizes {sizes} a number is {values}, which is no expression of them")
-            texts.append(expression.source(self._names))
-        return texts
 
     def at(self, sizes: Sizes) -> aot.Boxed:
         run = self._run

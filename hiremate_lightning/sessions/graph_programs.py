@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 from ..capturing.absent import without_missing
 from ..capturing.capture import Captured
@@ -26,14 +26,14 @@ from ..records.step import Decisions, Replays, Step
 from ..running.execution import Part
 from ..running.program import Program
 from ..running.template import program_of
-from ..signatures.recorded_step import RecordedStep, no_graphs
+from ..signatures.recorded_step import foresee, no_graphs
 from ..signatures.step_signature import GraphNumbers, StepSignature
 from ..torch_private import runtime
 from .current_step import CurrentStep, Followed, Forward
-from .ladders import Ladders
 from .modes import ByProgram
 from .plan_maker import PlanMaker
 from .planned_model import PlannedModel
+from .templates import Ladders
 
 TRACING_BYTES = 2**14  # that tracing takes for itself: states of the random generator, three deep
 
@@ -246,9 +246,7 @@ class GraphPrograms:
             step.comparison.foreseen = alike[0], foreseen
         if chosen is None:
             return None
-        plain_bytes = whole.peak_bytes(keep_all(whole.graph))
-        ladder, lasting = self._code(step).ladder, replace(foreseen, merged=no_graphs())
-        loss = Loss(ladder, lasting, room, plain_bytes, chosen.again_ms, chosen.lost_ms)
+        loss = Loss(self._code(step).ladder, replace(foreseen, merged=no_graphs()), room, chosen)
         return Followed(foreseen, whole.split(chosen.decisions), None if captured.template is None else loss)
 
     def _margin_bytes(self, step: CurrentStep, room_bytes: int, is_made: bool) -> int:
@@ -286,36 +284,6 @@ class GraphPrograms:
         """Return the signature that stands for the code of the step under way, at whatever sizes."""
         signature = step.comparison.alike[0]
         return signature.code or signature
-
-
-def foresee(
-    steps: Sequence[RecordedStep], calls: Sequence[tuple[Captured, Profile]], resident: Resident
-) -> RecordedStep | None:
-    """Foresee the step under way: what is still to come as in the smallest known step that is not smaller so far.
-
-    Args:
-        steps: The planned steps that run the same code so far.
-        calls: What has run of it, and is about to run, with the costs; of what is to come, what is known for sure.
-        resident: What exists before it.
-
-    Returns:
-        The step; None where it is larger than all that is known: what is still to come may be larger too.
-    """
-    codes = [captured for captured, _ in calls]
-
-    @cache
-    def as_run(index: int, missing: frozenset[int]) -> tuple[Graph, Profile]:
-        captured, costs = calls[index]
-        return without_missing(captured, missing, costs)
-
-    count = len(calls)
-    if count < len(steps[0].calls):
-        steps = [step for step in steps if step.is_no_smaller(codes)]
-        least_bytes = min((step.bytes_from(count) for step in steps), default=0)
-        steps = [step for step in steps if step.bytes_from(count) == least_bytes]
-    at_sizes = (step.at_sizes(codes, as_run, resident) for step in steps)
-    foreseen = [step for step in at_sizes if step is not None]
-    return max(foreseen, key=lambda step: step.outside_bytes, default=None)
 
 
 def _going_on(whole: Step, before: Sequence[Decisions], decisions: Decisions) -> Decisions:

@@ -1,5 +1,7 @@
 """The largest sizes that inputs will have, as a user named them: a step of these is planned before it comes.
 
+Sizes that nobody named, and that vary, are learned from calls (`VaryingSizes`).
+
 Captured code that has symbols for these sizes is traced for the largest ones as soon as it is traced for others. The
 joint graph at these sizes is exact, its operations are measured one by one, and no tensor of the step is made. Code
 outside of captured graphs is taken to grow as what it is given and what it returns.
@@ -13,7 +15,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,12 +31,12 @@ from ..options import NamedSize
 from ..records.expressions import Sizes
 from ..records.graph import StorageKind
 from ..running.execution import Part
-from ..signatures.recorded_step import RecordedStep
+from ..signatures.recorded_step import RecordedStep, foresee
 from ..signatures.step_signature import GraphNumbers, StepSignature
 from ..torch_private import dynamo
-from .graph_programs import foresee
 from .parts import Parts
 
+MOST_SEEN = 16  # different shapes of what one call was given
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 
 
@@ -58,20 +60,13 @@ class LargestSizes:
         self._given: dict[str, Sizes] = {}  # shapes of all arguments
         self._taken: weakref.WeakKeyDictionary[Part, Mapping[int, int]] = weakref.WeakKeyDictionary()
         self._larger: weakref.WeakKeyDictionary[Part, Part] = weakref.WeakKeyDictionary()
-        self._traced: weakref.WeakKeyDictionary[object, dict[Sizes, Part]] = weakref.WeakKeyDictionary()
-        self._latest: Part | None = None
 
     # ---------------------------------------------------------------- what calls are given
 
     def called(
         self, function: Callable[..., Any] | None, arguments: Arguments, tensors: Sequence[torch.Tensor]
     ) -> None:
-        """Learn what a planned call is given.
-
-        Args:
-            function: What names its arguments, None where nothing does.
-            arguments: Those by place, and those by name.
-            tensors: All tensors among them.
+        """Learn what a planned call is given: what names its arguments, if anything, these, and all tensors in them.
 
         Raises:
             ConfigurationError: If an argument does not have the dimension that was named.
@@ -79,31 +74,28 @@ class LargestSizes:
         if not self._named and not any(map(dynamo.named_ranges, tensors)):
             return
         given = _by_name(function, arguments, tensors)
+        marked = [NamedSize(name, *ends) for name, tensor in given.items() for ends in dynamo.named_ranges(tensor)]
         self._given |= {name: tuple(tensor.shape) for name, tensor in given.items()}
-        sizes_of = defaultdict[str, list[NamedSize]](list)
-        for named in (*self._named, *_marked(given)):
-            if named.argument in given:
-                sizes_of[named.argument].append(named)
-        for name, sizes in sizes_of.items():
-            self._ends[name] = self._ends_of(self._given[name], sizes)
-        if sizes_of:
+        met = [named for named in (*self._named, *marked) if named.argument in given]
+        self._ends |= {named.argument: [(n, n) for n in self._given[named.argument]] for named in met}
+        for named in met:
+            self._set_end(named)
+        if met:
             self._choose()
 
-    def _ends_of(self, shape: Sizes, sizes: Sequence[NamedSize]) -> list[tuple[int, int]]:
-        """List the sizes of an argument, each with what it becomes."""
-        ends = [(size, size) for size in shape]
-        for named in sizes:
-            if not -len(shape) <= named.dimension < len(shape):
-                raise ConfigurationError(
-                    f"sizes= names {named}, which has {len(shape)} dimensions: it was given with the shape {shape}. "
-                    "The first dimension is 0."
-                )
-            size = shape[named.dimension]
-            ends[named.dimension] = size, named.most
-            self._wishes[str(named)] = named
-            if not named.least <= size <= named.most:
-                self._announcements.outside_sizes(str(named), size, (named.least, named.most))
-        return ends
+    def _set_end(self, named: NamedSize) -> None:
+        """Set what a named size becomes."""
+        shape = self._given[named.argument]
+        if not -len(shape) <= named.dimension < len(shape):
+            raise ConfigurationError(
+                f"sizes= names {named}, which has {len(shape)} dimensions: it was given with the shape {shape}. "
+                "The first dimension is 0."
+            )
+        size = shape[named.dimension]
+        self._ends[named.argument][named.dimension] = size, named.most
+        self._wishes[str(named)] = named
+        if not named.least <= size <= named.most:
+            self._announcements.outside_sizes(str(named), size, (named.least, named.most))
 
     def _choose(self) -> None:
         """Choose what becomes of each size: nothing where that can't be told."""
@@ -116,11 +108,7 @@ class LargestSizes:
                 self._announcements.sizes_look_alike(size)
 
     def _check(self) -> None:
-        """Refuse names that no call was given.
-
-        Raises:
-            ConfigurationError: If there are any.
-        """
+        """Refuse names that no call was given."""
         unknown = [named for named in self._named if named.argument not in self._given]
         if unknown:
             name, known = unknown[0].argument, ", ".join(f"{n} {shape}" for n, shape in self._given.items())
@@ -133,35 +121,22 @@ class LargestSizes:
 
     def took(self, part: Part) -> None:
         """Learn of a part that was captured."""
-        self._taken[part], self._latest = self.becomes, part
+        self._taken[part] = self.becomes
 
-    def trace_ahead(self, code: object, sizes: Sizes, trace: Callable[[Sizes], bool]) -> None:
-        """Have captured code traced for the largest sizes, once.
-
-        Args:
-            code: What was captured.
-            sizes: For which it was traced now.
-            trace: Traces it for others, and returns whether it could.
-        """
-        part, larger = self._latest, tuple(self.becomes.get(size, size) for size in sizes)
-        if part is None or larger == sizes:
-            return
-        traced = self._traced.setdefault(code, {})
-        if larger not in traced and trace(larger) and (latest := self._latest) is not None and latest is not part:
-            traced[larger] = latest
-        if larger in traced:
-            self._larger[part] = traced[larger]
+    def trace_ahead(self, run: Any, sizes: Sizes, trace: Callable[[Sizes], Any]) -> None:
+        """Have captured code traced for the largest sizes, where it was traced for some and runs there."""
+        part, larger = getattr(run, "part", None), tuple(self.becomes.get(size, size) for size in sizes)
+        if part is not None and larger != sizes:
+            at_largest = getattr(trace(larger), "part", None)
+            if at_largest is not None:
+                self._larger[part] = at_largest
 
     # ---------------------------------------------------------------- steps
 
     def foresee(
         self, signature: StepSignature, resident: Resident
     ) -> tuple[GraphNumbers, RecordedStep, Mapping[int, int]] | None:
-        """Foresee a step of the largest sizes from another one.
-
-        Args:
-            signature: The signature of the other one.
-            resident: What exists before it.
+        """Foresee a step of the largest sizes from another one, and from what exists before that.
 
         Returns:
             The captured graphs that it runs, the step, and what sizes become in it; None where nothing is named, or
@@ -176,7 +151,7 @@ class LargestSizes:
             return None
         larger = {part: self._larger.get(part, part) for part in parts}
         is_fixed = len(parts) < len(signature.graphs) or any(
-            one is at and self._grows(one) for one, at in larger.items()
+            larger[part] is part and self._grows(part) for part in parts
         )
         step = None if is_fixed or signature.recorded.waits else self._at_largest(signature.recorded, larger, resident)
         if step is None:
@@ -208,6 +183,34 @@ class LargestSizes:
         return ", ".join(f"{named} is {named.most}" for named in self._wishes.values())
 
 
+class VaryingSizes:
+    """The sizes of the latest call of a model that differ from call to call, once three calls have differed.
+
+    Args:
+        weights: Returns the shapes of the model's weights. A dimension that always has a size that varies elsewhere
+            can't be told from that one: such a size is left out.
+    """
+
+    def __init__(self, weights: Callable[[], Iterable[Sizes]]) -> None:
+        self._weights = weights
+        self._seen: dict[tuple[object, ...], list[Sizes]] = {}  # different sizes of each call, by its name and ranks
+        self._varied = set[int]()  # of the latest call
+
+    def called(self, name: str, shapes: Sequence[Sizes]) -> None:
+        """Add a call, with the shapes of its arguments."""
+        sizes = tuple(size for shape in shapes for size in shape)
+        seen = self._seen.setdefault((name, *map(len, shapes)), [])
+        if sizes not in seen and len(seen) < MOST_SEEN:
+            seen.append(sizes)
+        columns = list(zip(*seen, sizes, strict=True)) if len(seen) > 2 else []
+        fixed = {column[-1] for column in columns if len(set(column)) == 1}
+        self._varied = {column[-1] for column in columns} - fixed
+
+    def __iter__(self) -> Iterator[int]:
+        """Go through the sizes."""
+        return iter(self._varied.difference(*self._weights()))
+
+
 def given_at(becomes: Mapping[int, int], calls: Sequence[ModuleCall]) -> tuple[ModuleCall, ...]:
     """Return what calls are given where their sizes become larger ones."""
     shapes = (tuple(tuple(becomes.get(n, n) for n in shape) for shape in call.shapes) for call in calls)
@@ -234,8 +237,3 @@ def _by_name(
     known = {id(tensor) for tensor in by_name.values()}
     others = [tensor for tensor in tensors if id(tensor) not in known]
     return by_name | {f"argument {number}": tensor for number, tensor in enumerate(others, start=1)}
-
-
-def _marked(given: Mapping[str, torch.Tensor]) -> list[NamedSize]:
-    """List the sizes that a user has named by marks on tensors."""
-    return [NamedSize(name, *ends) for name, tensor in given.items() for ends in dynamo.named_ranges(tensor)]

@@ -36,7 +36,6 @@ from ..rewriting.joint import updates_under_checkpoint
 from ..running.accumulation import Leaves
 from ..running.execution import Part
 from ..running.program import Program
-from ..signatures.sizes_of_calls import VaryingSizes
 from ..signatures.step_signature import GraphNumbers
 from ..signatures.watching import WatchPolicy
 from ..torch_private import backward_pass, dynamo, tensor_state
@@ -46,7 +45,7 @@ from ..units import Budget
 from .calls_without_gradients import CallsWithoutGradients
 from .current_step import CurrentStep
 from .graph_programs import GraphPrograms
-from .largest import Arguments, LargestSizes
+from .largest import Arguments, LargestSizes, VaryingSizes
 from .plan_maker import PlanMaker
 from .planned import PlannedSignatures
 from .planned_model import PlannedModel

@@ -214,12 +214,18 @@ class PlainSteps:
         return Prediction(saves, added_bytes, takes.peaks[1], takes.offloaded_bytes)
 
     def _codes_called(self, calls: tuple[ModuleCall, ...], likely: StepSignature) -> list[_PlainCode]:
-        """List the codes whose first calls look like these, that of the likely signature first; none without it."""
-        form, count = _form(calls), len(calls)
+        """List the codes whose first calls look like these, that of the likely signature first; none without it.
+
+        A step with an empty input tells nothing of what follows from its size.
+        """
+        form, count, sizes = _form(calls), len(calls), _sizes(calls)
         steps_of = dict[Hashable, list[CapturedStep]]()
         learned = (signature.captured for signature in self._learned if signature.captured is not None)
         for step in (*learned, *self._foreseen):
-            if _form(step.calls[:count]) == form:
+            begun = step.calls[:count]
+            if _form(begun) == form and all(
+                known or not size for known, size in zip(_sizes(begun), sizes, strict=True)
+            ):
                 steps_of.setdefault(step.code, []).append(step)
         first = likely if likely.captured is None else likely.captured.code
         if first not in steps_of:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from ..calls.given import ModuleCall
+from ..capturing.absent import without_missing
 from ..capturing.capture import Captured
 from ..housekeeping import Latest
 from ..measuring.resident import Resident
@@ -212,6 +213,36 @@ class RecordedStep:
         )
         is_same = all(call.added == before.added for call, before in zip(calls, self.calls, strict=True))
         return self if is_same else replace(self, calls=calls, merged=no_graphs())
+
+
+def foresee(
+    steps: Sequence[RecordedStep], calls: Sequence[tuple[Captured, Profile]], resident: Resident
+) -> RecordedStep | None:
+    """Foresee the step under way: what is still to come as in the smallest known step that is not smaller so far.
+
+    Args:
+        steps: The planned steps that run the same code so far.
+        calls: What has run of it, and is about to run, with the costs; of what is to come, what is known for sure.
+        resident: What exists before it.
+
+    Returns:
+        The step; None where it is larger than all that is known: what is still to come may be larger too.
+    """
+    codes = [captured for captured, _ in calls]
+
+    @cache
+    def as_run(index: int, missing: frozenset[int]) -> tuple[Graph, Profile]:
+        captured, costs = calls[index]
+        return without_missing(captured, missing, costs)
+
+    count = len(calls)
+    if count < len(steps[0].calls):
+        steps = [step for step in steps if step.is_no_smaller(codes)]
+        least_bytes = min((step.bytes_from(count) for step in steps), default=0)
+        steps = [step for step in steps if step.bytes_from(count) == least_bytes]
+    at_sizes = (step.at_sizes(codes, as_run, resident) for step in steps)
+    foreseen = [step for step in at_sizes if step is not None]
+    return max(foreseen, key=lambda step: step.outside_bytes, default=None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from ..calls.given import ModuleCall
+from ..capturing.template import SizesOfCalls
 from ..measuring.resident import GradientState, Resident
 from ..planning.ladder import Ladder
 from ..planning.plan import Plan
@@ -21,7 +22,6 @@ from ..planning.solvers.base import Solution
 from ..running.program import Program
 from .recorded_step import CapturedStep, RecordedStep
 from .releasing import PlainTrial
-from .sizes_of_calls import SizesOfCalls
 
 GraphNumbers = tuple[int, ...]  # of the captured graphs that a step runs forward, in order
 Start = tuple[int, int]  # of a step: bytes of its arguments, and how many graphs of earlier steps wait then
@@ -144,7 +144,7 @@ class StepSignature:
     trial: PlainTrial = field(default_factory=PlainTrial)
     captured: CapturedStep | None = None
     told: Told | None = None
-    ladder: Ladder[RecordedStep] = field(default_factory=Ladder)
+    ladder: Ladder = field(default_factory=Ladder)
     sizes_of_calls: SizesOfCalls = field(default_factory=SizesOfCalls)
 
     @property

@@ -35,10 +35,18 @@ from ..reporting.report import Reporter
 from ..targets.candidates import Target
 from ..targets.modules import Targets, targets_of
 from ..units import Budget, format_bytes, format_ratio, parse_budget
-from .size_result import BatchSizeResult, result_table
-from .size_search import Forecast, FoundSize, Limit, SizeTrial, least_memory, search, trial_of
-from .size_trials import SizeRunner, SizeTask, TrialSteps
-from .training_state import Stateful, TrainingState
+from .size_search import (
+    BatchSizeResult,
+    Forecast,
+    FoundSize,
+    Limit,
+    SizeTrial,
+    least_memory,
+    result_table,
+    search,
+    trial_of,
+)
+from .size_trials import SizeRunner, SizeTask, Stateful, TrainingState, TrialSteps
 
 log = logging.getLogger("hiremate_lightning")
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -34,48 +33,51 @@ MOST_SAMPLES = 6  # of code, of which the latest traced size may be one
 TRIED = 6  # sizes of samples
 Runner = Callable[..., Any]
 Layout = tuple[Sizes, Sizes]  # of a tensor: shape and strides
-Trace = Callable[[fx.GraphModule, Sequence[Any]], Runner]
-Samples = Sequence[tuple[Sizes, Runner]]
 Smaller = Callable[[Sequence[Any]], tuple[Runner, list[Any]] | None]  # from arguments: code, and some of each of them
-TraceAhead = Callable[[object, Sizes, Callable[[Sizes], bool]], None]
 
 
-class SizeMaker(Protocol):
-    """Makes code run at sizes that were not traced, from what runs at a few others."""
+class TracedCode(Protocol):
+    """What runs code at the sizes for which it was traced."""
 
-    def may_make(self, code: object) -> bool:
-        """Whether to trace code at a few sizes, so that others can be made; where not, each is traced."""
+    @property
+    def part(self) -> Any:
+        """What runs in the place of its joint graph; None where nothing has a gradient."""
 
-    def may_make_first(self, code: object) -> bool:
-        """Whether to make code for the first sizes that come, too; where not, these are traced."""
+    def __call__(self, *arguments: Any) -> Any:
+        """Run the code."""
 
-    def make(
-        self, code: object, module: fx.GraphModule, samples: Samples, sizes: Sizes, smaller: Smaller | None = None
-    ) -> Runner:
-        """Make code run.
+    def at_other_sizes(self, module: fx.GraphModule, part: Any, smaller: Smaller | None) -> Runner:
+        """Return what runs the code at other sizes, given as the module there and a part that was made for them.
 
-        What is made raises `NoTemplateError` too, before anything has run, where the size is to be traced.
+        It may be proved at smaller sizes. It raises `NoTemplateError`, before anything has run, where it can't be.
+        """
 
-        Args:
-            code: The code at all sizes.
-            module: The code at these sizes.
-            samples: What runs it at others, each with all that varies there.
-            sizes: What varies at these.
-            smaller: Makes it run at smaller sizes, to be proved there.
+
+class TemplateSource(Protocol):
+    """Makes parts of code for sizes that were not traced, from the parts of a few others."""
+
+    def may_make(self, code: object, is_first: bool = False) -> bool:
+        """Whether to make parts of code; also for the first sizes that come, where these are."""
+
+    def part_at(self, code: object, samples: Sequence[tuple[Sizes, Any]], sizes: Sizes) -> Any:
+        """Make a part of code from those for other sizes, each with all that varies there.
 
         Raises:
-            NoTemplateError: If the samples don't tell.
+            NoTemplateError: If these don't tell.
         """
 
     def failed(self, code: object, error: Exception) -> None:
-        """Learn that code was not made for a size, or what was made did not run."""
+        """Learn that there was no part for a size, or that it did not run."""
+
+
+Trace = Callable[[fx.GraphModule, Sequence[Any]], TracedCode]
+TraceAhead = Callable[[Runner, Sizes, Callable[[Sizes], TracedCode | None]], None]
 
 
 def sizes_among(module: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
     """List the positions of the inputs of captured code that are numbers on which sizes of its tensors depend.
 
-    Among them are sizes that turned out to be one number each, as those of a picture that is interpolated: the code is
-    that of other captures, whose sizes are no inputs.
+    Among them are sizes that turned out to be one number each, as those of a picture that is interpolated.
     """
     numbers = {i: value.node.expr.free_symbols for i, value in enumerate(inputs) if isinstance(value, torch.SymInt)}
     if not numbers:
@@ -96,9 +98,9 @@ class EachSize:
     Args:
         module: What Dynamo captured.
         sizes: Positions of the inputs that are sizes.
-        trace: Gives what runs in the place of code of definite sizes, from that code and inputs without memory.
-        trace_ahead: Called after each trace with this code, the sizes, and what traces it for sizes to come.
-        maker: Makes the code run at sizes that were not traced; None to trace each size.
+        trace: Traces code of definite sizes, given that code and inputs without memory.
+        trace_ahead: Called after each trace with its result, the sizes, and what traces the code for sizes to come.
+        templates: Makes parts for sizes that were not traced; None to trace each size.
         same: Knows what runs the same code at definite sizes, whoever captured it; None for nothing.
     """
 
@@ -107,21 +109,20 @@ class EachSize:
         module: fx.GraphModule,
         sizes: Sequence[int],
         trace: Trace,
-        trace_ahead: TraceAhead = lambda code, sizes, trace: None,
-        maker: SizeMaker | None = None,
+        trace_ahead: TraceAhead = lambda run, sizes, trace: None,
+        templates: TemplateSource | None = None,
         same: SameCaptures | None = None,
     ) -> None:
         count = len(module.graph.find_nodes(op="placeholder"))
         self._module = module
-        self._written = captured_code.eager_module(module)
         self._sizes = tuple(sizes)
         self._others = tuple(position for position in range(count) if position not in self._sizes)
-        self._trace, self._same = trace, same or SameCaptures()
-        self._trace_ahead = trace_ahead
+        self._trace, self._trace_ahead, self._same = trace, trace_ahead, same or SameCaptures()
         self._is_particular = False
         self._traced = Latest[tuple[Any, ...], Runner](thresholds.current.size_traces)
-        self._maker, self._symbols = maker, SizeSymbols(module, self._sizes)
-        self._samples, self._made = dict[Sizes, Runner](), weakref.WeakSet[Runner]()
+        self._ahead = dict[Sizes, TracedCode]()
+        self._templates, self._symbols = templates, SizeSymbols(module, self._sizes)
+        self._samples, self._made = dict[Sizes, TracedCode](), weakref.WeakSet[Runner]()
 
     def run(self, *arguments: Any) -> Any:
         """Run what was traced for the sizes among the arguments; where that fails, the code as it was captured."""
@@ -151,29 +152,73 @@ class EachSize:
             self._same.keep(code, others, run)
         return run
 
+    # ---------------------------------------------------------------- traced
+
     def _trace_new(self, sizes: Sizes, others: Sequence[Any]) -> Runner:
         log.debug("tracing for the sizes %s", sizes)
+        run: Runner
         try:
-            run, is_general = self._trace_at(sizes, others)
+            run, _ = self._trace_at(sizes, others)
         except Exception as error:  # whatever AOTAutograd fails on
             dynamo.tell_of_failure(error)
-            run, is_general = captured_code.eager_module(self._with_numbers(sizes)), True
-        else:
-            self._note_sample(sizes, run, is_general)
-        self._is_particular = self._is_particular or not is_general
+            run = captured_code.eager_module(self._with_numbers(sizes))
         self._keep(sizes, others, run)
-        self._trace_ahead(self, sizes, lambda larger: self._trace_larger(larger, others))
+        self._trace_ahead(run, sizes, lambda larger: self._traced_ahead(larger, others))
         return run
+
+    def _trace_at(
+        self, sizes: Sizes, others: Sequence[Any], layouts: Sequence[Layout | None] = ()
+    ) -> tuple[TracedCode, bool]:
+        """Trace the code; return also whether that holds for all values of these sizes: it is a sample then."""
+        devices = {value.device for value in others if isinstance(value, torch.Tensor)}
+        generators = torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"])
+        with dynamo.counting_seconds(), generators, collecting_what_it_leaves():
+            code = self._with_numbers(sizes)
+            run, is_general = _trace_apart(code, others, self._trace, layouts or [None] * len(others))
+        may_make = self._templates is not None and self._templates.may_make(self)
+        if is_general and may_make and len(self._samples) < MOST_SAMPLES:
+            self._samples[sizes] = run
+        self._is_particular = self._is_particular or not is_general
+        return run, is_general
+
+    def _trace_larger(self, sizes: Sizes, others: Sequence[Any]) -> TracedCode | None:
+        """Trace the code for sizes of which no tensors exist; None where that does not hold for all values of these."""
+        layouts = None if self._is_particular else _layouts_at(self._module, self._sizes, sizes)
+        if layouts is None:
+            return None
+        try:
+            run, is_general = self._trace_at(sizes, others, [layouts[position] for position in self._others])
+        except Exception:  # whatever AOTAutograd fails on: it is traced again when these sizes come
+            log.debug("Code can't be traced ahead for the sizes %s", sizes, exc_info=True)
+            return None
+        if not is_general:
+            return None
+        self._keep(sizes, others, run)
+        return run
+
+    def _traced_ahead(self, sizes: Sizes, others: Sequence[Any]) -> TracedCode | None:
+        run = self._ahead.get(sizes) or self._trace_larger(sizes, others)
+        if run is not None:
+            self._ahead[sizes] = run
+        return run
+
+    # ---------------------------------------------------------------- made of traces
 
     def _make_for(self, sizes: Sizes, others: Sequence[Any]) -> Runner | None:
         """Make code of some sizes run from samples; None where it is to be traced."""
-        if self._maker is None or self._is_particular or not (self._symbols.vary and self._maker.may_make(self)):
+        if self._templates is None or self._is_particular or not self._symbols.vary:
             return None
-        if not self._samples and not self._maker.may_make_first(self):
+        if not self._templates.may_make(self, is_first=not self._samples):
             return None
+        method = weakref.WeakMethod(self._made_smaller)  # what is proved must not keep the code alive
+
+        def smaller(others: Sequence[Any]) -> tuple[Runner, list[Any]] | None:
+            make = method()
+            return None if make is None else make(sizes, others)
+
         try:
             self._sample_near(sizes, others)
-            run = self._made_at(sizes, partial(_smaller, weakref.ref(self), sizes))
+            run = self._made_at(sizes, smaller)
         except Exception as error:  # whatever fails as samples are compared: a trace serves, as it would without them
             log.debug("The sizes %s can't be made from samples", sizes, exc_info=True)
             self._failed(error)
@@ -182,23 +227,29 @@ class EachSize:
         self._keep(sizes, others, run)
         return run
 
+    def _sample_near(self, sizes: Sizes, others: Sequence[Any]) -> None:
+        """Trace the code at as many sizes as tell all sizes, as far as it is for these."""
+        tried, enough = 0, LEAST_SAMPLES if self._symbols.are_one else LEAST_SAMPLES_OF_TWO_TERMS
+        for sample in self._symbols.samples_near(sizes, list(self._samples)):
+            if len(self._samples) >= enough or tried == TRIED or self._is_particular:
+                return
+            if _layouts_at(self._module, self._sizes, sample) is not None:
+                tried += 1
+                self._trace_larger(sample, others)
+
     def _made_at(self, sizes: Sizes, smaller: Smaller | None = None) -> Runner:
-        assert self._maker is not None, "asked where something makes code"
+        assert self._templates is not None, "asked where something makes parts"
+        traces = list(self._samples.values())
+        if not traces or any(trace.part is None for trace in traces):
+            raise NoTemplateError("Nothing in the code has a gradient")
         whole = [self._symbols.with_computed(sample) for sample in self._samples]
         varying, new = vary_alone(whole, self._symbols.with_computed(sizes))
-        samples = list(zip(varying, self._samples.values(), strict=True))
-        return self._maker.make(self, self._with_numbers(sizes), samples, new, smaller)
+        parts = [(those, trace.part) for those, trace in zip(varying, traces, strict=True)]
+        part = self._templates.part_at(self, parts, new)
+        return traces[0].at_other_sizes(self._with_numbers(sizes), part, smaller)
 
-    def made_smaller(self, sizes: Sizes, others: Sequence[Any]) -> tuple[Runner, list[Any]] | None:
-        """Make the code run at smaller sizes than some, that were not traced, with some of each argument.
-
-        Args:
-            sizes: These sizes.
-            others: The arguments that are no sizes.
-
-        Returns:
-            What runs it and its arguments; None where there are none.
-        """
+    def _made_smaller(self, sizes: Sizes, others: Sequence[Any]) -> tuple[Runner, list[Any]] | None:
+        """Make the code run at smaller sizes that were not traced, with some of each argument; None if that fails."""
         smaller = self._symbols.smaller(sizes)
         layouts = _layouts_at(self._module, self._sizes, smaller)
         if layouts is None or smaller == sizes or smaller in self._samples:
@@ -211,62 +262,21 @@ class EachSize:
             return None
 
     def _failed(self, error: Exception) -> None:
-        assert self._maker is not None, "something was made"
+        assert self._templates is not None, "something was made"
         log.info("A size is traced: %s", error)
-        self._maker.failed(self, error)
-        if not self._maker.may_make(self):
+        self._templates.failed(self, error)
+        if not self._templates.may_make(self):
             self._samples.clear()
             for key in [key for key, run in self._traced.items() if run in self._made]:
                 del self._traced[key]
 
-    def _sample_near(self, sizes: Sizes, others: Sequence[Any]) -> None:
-        """Trace the code at as many sizes as tell all sizes, as far as it is for these."""
-        tried, enough = 0, LEAST_SAMPLES if self._symbols.are_one else LEAST_SAMPLES_OF_TWO_TERMS
-        for sample in self._symbols.samples_near(sizes, list(self._samples)):
-            if len(self._samples) >= enough or tried == TRIED or self._is_particular:
-                return
-            if _layouts_at(self._module, self._sizes, sample) is not None:
-                tried += 1
-                self._trace_larger(sample, others)
-
-    def _note_sample(self, sizes: Sizes, run: Runner, is_general: bool) -> None:
-        if is_general and self._maker is not None and self._maker.may_make(self) and len(self._samples) < MOST_SAMPLES:
-            self._samples[sizes] = run
+    # ---------------------------------------------------------------- what a trace depends on
 
     def _keep(self, sizes: Sizes, others: Sequence[Any], run: Runner) -> None:
         self._traced[sizes, self._particulars(others)] = run
 
     def _with_numbers(self, sizes: Sizes) -> fx.GraphModule:
         return _with_numbers(self._module, dict(zip(self._sizes, sizes, strict=True)))
-
-    def _trace_at(
-        self, sizes: Sizes, others: Sequence[Any], layouts: Sequence[Layout | None] = ()
-    ) -> tuple[Runner, bool]:
-        devices = {value.device for value in others if isinstance(value, torch.Tensor)}
-        generators = torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"])
-        with dynamo.counting_seconds(), generators, collecting_what_it_leaves():
-            return _trace_apart(self._with_numbers(sizes), others, self._trace, layouts or [None] * len(others))
-
-    def _trace_larger(self, sizes: Sizes, others: Sequence[Any]) -> bool:
-        """Trace the code for sizes of which no tensors exist; return whether it was, for all values of these sizes.
-
-        Args:
-            sizes: Those to come.
-            others: The arguments of now that are no sizes.
-        """
-        layouts = None if self._is_particular else _layouts_at(self._module, self._sizes, sizes)
-        if layouts is None:
-            return False
-        try:
-            run, is_general = self._trace_at(sizes, others, [layouts[position] for position in self._others])
-        except Exception:  # whatever AOTAutograd fails on: it is traced again when these sizes come
-            log.debug("Code can't be traced ahead for the sizes %s", sizes, exc_info=True)
-            return False
-        self._is_particular = self._is_particular or not is_general
-        if is_general:
-            self._keep(sizes, others, run)
-            self._note_sample(sizes, run, is_general)
-        return is_general
 
     def _particulars(self, others: Sequence[Any]) -> tuple[Any, ...]:
         """Return what a trace depends on beside sizes: numbers, and how tensors lie in storages that they share."""
@@ -317,15 +327,10 @@ def _numbers_at(node: fx.Node, numbers: Mapping[Any, int]) -> Any:
 
 
 def _layouts_at(module: fx.GraphModule, positions: Sequence[int], sizes: Sizes) -> list[Layout | None] | None:
-    """Find how the inputs of captured code lie in memory at other sizes; None where the code is not for these.
+    """Find how the inputs of captured code lie in memory where those at some positions are other sizes.
 
-    Args:
-        module: The code.
-        positions: Those of its inputs that are sizes.
-        sizes: The sizes.
-
-    Returns:
-        For each input its shape and strides, None for what is the same at all sizes.
+    Returns for each input its shape and strides, None for what is the same at all sizes; None where the code is not for
+    these.
     """
     inputs = [node.meta.get("example_value") for node in module.graph.find_nodes(op="placeholder")]
     values = dict[Any, int]()
@@ -341,12 +346,11 @@ def _layouts_at(module: fx.GraphModule, positions: Sequence[int], sizes: Sizes) 
             return None  # it turned out to be one number
     if any(guard.expr.xreplace(values) in (False,) for guard in (environment.guards if values else ())):
         return None  # what can't be evaluated is neither True nor False
-
-    def at(number: Any) -> int:
-        return int(number.node.expr.xreplace(values)) if isinstance(number, torch.SymInt) else int(number)
-
     tensors = [value if isinstance(value, torch.Tensor) and _symbols_of(value) else None for value in inputs]
-    return [None if t is None else (tuple(map(at, t.shape)), tuple(map(at, t.stride()))) for t in tensors]
+    return [
+        None if t is None else (tuple(at_numbers(t.shape, values)), tuple(at_numbers(t.stride(), values)))
+        for t in tensors
+    ]
 
 
 def _without_memory(mode: FakeTensorMode, value: Any, layout: Layout | None) -> Any:
@@ -361,8 +365,7 @@ def _without_memory(mode: FakeTensorMode, value: Any, layout: Layout | None) -> 
 def _some_of(value: Any, layout: Layout | None) -> Any:
     """Return what stands for an input at smaller sizes: of each dimension as many rows as it has there, from all over.
 
-    Raises:
-        ValueError: If it is larger there.
+    Where that can't be, a ValueError is raised.
     """
     if layout is None or not isinstance(value, torch.Tensor):
         return value
@@ -379,27 +382,13 @@ def _some_of(value: Any, layout: Layout | None) -> Any:
     return other if value.is_leaf else other.clone()
 
 
-def _smaller(code: weakref.ref[EachSize], sizes: Sizes, others: Sequence[Any]) -> tuple[Runner, list[Any]] | None:
-    """Call `EachSize.made_smaller` of code that what is proved must not keep alive."""
-    alive = code()
-    return None if alive is None else alive.made_smaller(sizes, others)
-
-
 def _trace_apart(
     module: fx.GraphModule, values: Sequence[Any], trace: Trace, layouts: Sequence[Layout | None]
-) -> tuple[Runner, bool]:
-    """Trace code after Dynamo has guarded it; say too whether what comes holds for all values of the same sizes.
+) -> tuple[TracedCode, bool]:
+    """Trace code after Dynamo has guarded it, each input for a layout or its own.
 
-    It doesn't where AOTAutograd asks for guards: on inputs that overlap, or on numbers that are no sizes.
-
-    Args:
-        module: The code.
-        values: Its inputs.
-        trace: As for `EachSize`.
-        layouts: For each input the shape and strides to trace for, None for its own.
-
-    Returns:
-        What runs, and whether it holds for all values of the same sizes.
+    Returns also whether that holds for all values of the same sizes. It doesn't where AOTAutograd asks for guards: on
+    inputs that overlap, or on numbers that are no sizes.
     """
     shapes = ShapeEnv(specialize_zero_one=False, duck_shape=False)  # other numbers stay symbols, whatever they are
     mode = FakeTensorMode(shape_env=shapes)

@@ -107,27 +107,13 @@ class SizeSymbols:
 
 
 def numbers_of(inputs: Sequence[fx.Node], sizes: Mapping[int, int]) -> dict[Any, int]:
-    """Return the numbers of symbols.
-
-    Args:
-        inputs: Those of captured code.
-        sizes: The sizes among them, by position.
-    """
+    """Return the numbers of symbols, from the sizes among the inputs of captured code, by position."""
     shown = [(inputs[position].meta["example_value"], size) for position, size in sizes.items()]
-    numbers = {value.node.expr: size for value, size in shown if isinstance(value, torch.SymInt)}
-    return {expression: size for expression, size in numbers.items() if expression.is_symbol}
+    return {v.node.expr: size for v, size in shown if isinstance(v, torch.SymInt) and v.node.expr.is_symbol}
 
 
 def at_numbers(values: Sequence[Any], numbers: Mapping[Any, int]) -> list[int]:
-    """Return sizes as numbers.
-
-    Args:
-        values: Numbers or symbolic ones.
-        numbers: Those of symbols.
-
-    Raises:
-        TypeError: If one is made of a symbol without a number.
-    """
+    """Return sizes as numbers, by those of symbols; a TypeError tells that a symbol has none."""
     return [int(v.node.expr.xreplace(numbers)) if isinstance(v, torch.SymInt) else int(v) for v in values]
 
 

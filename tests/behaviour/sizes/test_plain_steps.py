@@ -112,6 +112,12 @@ def test_calls_of_another_form_tell_nothing():
     assert plain.called_like([call(4, 100)]) == []
 
 
+def test_a_step_without_rows_tells_nothing_of_steps_with_rows():
+    plain = known(captured(0, 100))
+    assert takes(plain, 4, 50) is None
+    assert takes(plain, 0, 50) is not None
+
+
 def added(plain: PlainSteps, length: int) -> int:
     found = plain.predict([call(4, length)], SIGNATURE, 10**9, saves_memory=False)
     assert found is not None

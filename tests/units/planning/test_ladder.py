@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hiremate_lightning.planning.ladder import Ladder, Loss, fastest_that_fits
+from hiremate_lightning.planning.ladder import Chosen, Ladder, Loss, fastest_that_fits
 from hiremate_lightning.planning.solvers import Solution, Status
 from tests.tiny import room
 
@@ -37,8 +37,8 @@ def test_a_loss_is_what_the_line_to_what_is_faster_saves(room_bytes, lost_ms):
     assert choose(room_bytes, candidates).lost_ms == pytest.approx(expected, abs=0.1)
 
 
-def loss(ladder, lost_ms=10.0, plain_bytes=100):
-    return Loss(ladder, f"step of {plain_bytes}", room(80), plain_bytes, 30.0, lost_ms)
+def loss(ladder, lost_ms=10.0):
+    return Loss(ladder, "step", room(80), Chosen(LEAST, 30.0, lost_ms))
 
 
 def solution(again_ms, rung=MIDDLE, peak_bytes=80):
@@ -47,31 +47,20 @@ def solution(again_ms, rung=MIDDLE, peak_bytes=80):
 
 def test_a_rung_pays_once_steps_lost_more_than_it_takes():
     ladder = Ladder()
-    targets = [ladder.note(loss(ladder), price_ms=25.0) for _ in range(3)]
-    assert targets[:2] == [None, None]
-    assert targets[2].step == "step of 100"
-    assert ladder.solved(targets[2], solution(again_ms=15.0))
+    assert [ladder.note(loss(ladder).chosen, price_ms=25.0) for _ in range(3)] == [False, False, True]
+    assert ladder.solved(loss(ladder), solution(again_ms=15.0))
     assert ladder.decisions == [MIDDLE]
-    assert not ladder.losses
     assert not ladder.lost_ms
-
-
-def test_a_rung_is_solved_for_the_size_that_saves_most():
-    """That of 200 serves all three; that of 300 loses so little that it is not worth it."""
-    ladder = Ladder()
-    noted = [(4.0, 100), (3.0, 200), (0.5, 300)]
-    target = [ladder.note(loss(ladder, *one), price_ms=7.2) for one in noted][-1]
-    assert target.plain_bytes == 200
 
 
 def test_each_rung_in_vain_makes_the_next_one_wait_longer():
     ladder = Ladder()
     for vain in range(3):
-        target = ladder.note(loss(ladder, 26.0 * 2**vain), price_ms=25.0)
-        assert target is not None
-        assert not ladder.solved(target, solution(again_ms=30.0))
+        lost = loss(ladder, 26.0 * 2**vain)
+        assert ladder.note(lost.chosen, price_ms=25.0)
+        assert not ladder.solved(lost, solution(again_ms=30.0))
         assert ladder.vain == vain + 1
-    assert ladder.note(loss(ladder, 26.0), price_ms=25.0) is None
+    assert not ladder.note(loss(ladder, 26.0).chosen, price_ms=25.0)
     assert ladder.decisions == []
 
 

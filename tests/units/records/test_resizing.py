@@ -160,6 +160,11 @@ def test_a_size_of_one_may_be_in_any_dimension():
     assert high([step((172, 256), sizes=(1, 172))], (4, 172)) >= 4 * 4 * 172 * 256
 
 
+def test_nothing_follows_from_a_size_that_was_0():
+    """An input without rows, as a picture without boxes has."""
+    assert high([step((4, 100), sizes=(0, 100))], (0, 50)) == 4 * 4 * 50
+
+
 def test_half_sizes_shrink_only_once_two_captures_show_them():
     known = [step((48, 80), sizes=(96, 160))]
     assert high(known, (48, 160)) == 4 * 48 * 80

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hiremate_lightning.signatures.sizes_of_calls import SizesOfCalls, VaryingSizes
+from hiremate_lightning.capturing.template import SizesOfCalls
+from hiremate_lightning.sessions.largest import VaryingSizes
 
 
 class Template:
