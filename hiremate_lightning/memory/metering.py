@@ -156,16 +156,21 @@ class MemoryMeter:
         """Whether it runs, and no other meter within it."""
         return MemoryMeter._current(self._thread) is self
 
+    @property
+    def _is_of_this_thread(self) -> bool:
+        """Whether it measures this thread; a mark would stand among the events of another thread's meter otherwise."""
+        return self._thread in (0, threading.get_ident())
+
     def mark(self, label: Any) -> None:
         """Begin a new interval."""
-        if self.is_counting:
+        if self.is_counting and self._is_of_this_thread:
             self._means.mark(label)
         else:
             self.lost_marks = True
 
     def mark_release(self, label: Any) -> None:
         """Begin a new interval as soon as something is released; on CUDA, where nobody tells of it, at once."""
-        if self.is_counting:
+        if self.is_counting and self._is_of_this_thread:
             self._means.mark_release(label)
 
     def stop(self) -> None:
