@@ -18,8 +18,6 @@ WITH_COMPILE = (
     "Call it without torch.compile; with transformers' Trainer pass torch_compile=False. Or call "
     "remove_hiremate(model) and keep torch.compile(model, backend='hiremate', options={'budget': ...})."
 )
-
-
 # By names of classes: what is not installed, or not used, need not be imported.
 FOREIGN = {
     "FullyShardedDataParallel": (

@@ -126,7 +126,7 @@ def planning_backend(
         code = sized(likely_terms(module), bool(sizes))
         if not sizes:
             return code.trace(module, inputs)
-        return EachSize(module, sizes, code.trace, trace_ahead, code if templates else None, same).run
+        return EachSize(module, sizes, code.trace, trace_ahead, None if templates is None else code, same).run
 
     return backend
 

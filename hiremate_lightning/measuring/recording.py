@@ -19,7 +19,7 @@ from torch import fx
 
 from ..capturing.capture import Captured
 from ..memory.allocator import allocated_bytes, storage_bytes
-from ..memory.metering import Interval, MemoryMeter, Meter
+from ..memory.metering import Interval, LiveBytes, MemoryMeter
 from ..records.graph import bytes_of
 from ..records.step import Output
 from ..running.accumulation import Leaves, addable, existing, find_leaves
@@ -66,7 +66,7 @@ class StepRecord:
         resident: Resident = Resident(0, 0),
         sees_frees: bool = False,
         root: torch.nn.Module | None = None,
-        meter: Meter | None = None,
+        meter: MemoryMeter | LiveBytes | None = None,
     ) -> None:
         self._sharded = root if root is not None and sharding.has_units(root) else None
         self._watched: tuple[int, bool] | None = None  # bytes that the step before left, and whether they are stale

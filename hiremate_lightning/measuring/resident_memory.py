@@ -62,7 +62,7 @@ class ResidentMemory:
         self.iterations = Iterations()
         self._left = LeftOutputs(lambda: tensor_state.storage_sizes(self._on_device(held_by(retained()))))
         self._find_retained = retained
-        self._trained = [weakref.ref(p) for p in root.parameters()]
+        self._trained: list[weakref.ref[torch.Tensor]] = [weakref.ref(p) for p in root.parameters()]
         self._inputs_on = torch.device("cpu")
         self._device: tuple[list[torch.device], torch.device] | None = None  # of input and samples, and of most
         self._most = (0, 0)  # the most optimizers' states and samples' gradients when a step began
@@ -218,15 +218,11 @@ class ResidentMemory:
         groups = self._groups(list(self._gradients().values()), [*arguments, *held_by(waiting)])
         return frozenset(tensor_state.storage_sizes(tensor for tensors in groups.values() for tensor in tensors))
 
-    def _uncounted(self, counted: Collection[int]) -> Iterator[torch.Tensor]:
+    def _uncounted(self, counted: Collection[int]) -> list[torch.Tensor]:
         """List large host tensors that are not counted, one for each storage."""
-        seen = set(counted)
-        for tensor in tensor_state.plain_tensors_of_python():
-            is_large = tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() >= LARGE_BYTES
-            storage = tensor_state.storage_id(tensor)
-            if is_large and storage not in seen:
-                seen.add(storage)
-                yield tensor
+        on_host = (t for t in tensor_state.plain_tensors_of_python() if t.device.type == "cpu")
+        large = {tensor_state.storage_id(t): t for t in on_host if t.untyped_storage().nbytes() >= LARGE_BYTES}
+        return [tensor for storage, tensor in large.items() if storage not in counted]
 
     def sees_frees(self, resident: Resident) -> bool:
         """Whether a measurement of the step that begins sees all frees of memory from before it."""
@@ -261,10 +257,8 @@ class ResidentMemory:
         size_bytes, kept = resident.used
         if self._frees_gradients or not kept:
             return resident
-        kinds = {**dict(resident.kinds), "gradients": size_bytes}
         stale_bytes = max(0, resident.stale_bytes - size_bytes)
-        size_bytes = resident.size_bytes + size_bytes
-        return replace(resident, size_bytes=size_bytes, stale_bytes=stale_bytes, kept=kept, kinds=tuple(kinds.items()))
+        return replace(resident.with_more("gradients", size_bytes), stale_bytes=stale_bytes, kept=kept)
 
     def _groups(
         self, gradients: list[torch.Tensor], arguments: Sequence[torch.Tensor]

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -41,10 +41,19 @@ class Interval:
 class LiveBytes:
     """Live bytes, and their peaks between marks, as an allocator's events come."""
 
+    lost_marks, is_counting = False, True  # nothing interrupts it
+
     def __init__(self) -> None:
         self.intervals: list[Interval] = []  # one for each mark
         self._live_bytes = 0
         self._releases: list[Any] = []  # marks to set at releases to come
+
+    def start(self) -> None:
+        """Begin to count; the first mark is called "start"."""
+        self.mark("start")
+
+    def stop(self) -> None:
+        """End the count."""
 
     def mark(self, label: Any) -> None:
         """Begin a new interval, after those of releases that did not come."""
@@ -69,29 +78,6 @@ class LiveBytes:
 
     def _begin(self, label: Any, released_bytes: int = 0) -> None:
         self.intervals.append(Interval(label, self._live_bytes, self._live_bytes, released_bytes))
-
-
-class Meter(Protocol):
-    """Measures memory from `start` to `stop`, see `MemoryMeter`."""
-
-    intervals: list[Interval]
-    lost_marks: bool
-
-    @property
-    def is_counting(self) -> bool:
-        """Whether it counts now: no other meter runs."""
-
-    def start(self) -> None:
-        """Begin."""
-
-    def mark(self, label: Any) -> None:
-        """Begin a new interval."""
-
-    def mark_release(self, label: Any) -> None:
-        """Begin a new interval as soon as something is released."""
-
-    def stop(self) -> None:
-        """End."""
 
 
 class MemoryMeter:

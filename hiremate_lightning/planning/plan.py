@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ class PlanningTime:
     @property
     def all_s(self) -> float:
         """The seconds of all stages."""
-        return float(sum(astuple(self)))
+        return self.capture_s + self.profile_s + self.solve_s + self.compile_s + self.prove_s
 
 
 @dataclass(frozen=True)

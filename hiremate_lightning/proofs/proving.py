@@ -48,17 +48,11 @@ _NOT_PARTS = re.compile(r"_(?:modules|parameters|buffers)_")
 
 
 class Proving(Protocol):
-    """The session whose code is proved, as far as proofs need it.
+    """The session whose code is proved, as far as proofs need it."""
 
-    Attributes:
-        name: Of the model.
-        stages: Shows proving, and adds up its seconds.
-        tracing: Measures the capture, which has ended where code is proved.
-    """
-
-    name: str
-    stages: Stages
-    tracing: ExitStack
+    name: str  # of the model
+    stages: Stages  # shows proving, and adds up its seconds
+    tracing: ExitStack  # measures the capture, which has ended where code is proved
 
     @property
     def asked(self) -> int:

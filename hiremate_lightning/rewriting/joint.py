@@ -23,14 +23,6 @@ from ..torch_private import aot, tensor_state
 
 aten = torch.ops.aten
 
-# Attention kernels carry the random tag even where no dropout is asked for; where the probability is found.
-_DROPOUT_ARGUMENT = {
-    "aten._scaled_dot_product_flash_attention_for_cpu.default": 3,
-    "aten._scaled_dot_product_flash_attention.default": 3,
-    "aten._scaled_dot_product_efficient_attention.default": 5,
-    "aten._scaled_dot_product_cudnn_attention.default": 5,
-    "aten._scaled_dot_product_fused_attention_overrideable.default": 4,
-}
 # Add up, or choose among equals, in an order that a GPU does not fix: a second run may differ in the last bit, or name
 # another index. The forward operators that PyTorch calls nondeterministic, in its kernels or in the documentation of
 # `torch.use_deterministic_algorithms`, and to be safe other scans, modes, reductions by segment and sparse products.
@@ -387,9 +379,12 @@ def is_random(node: fx.Node, device: torch.device | None) -> bool:
         is_transposed = node.target is torch.ops.aten.convolution.default and node.args[6]
         sums_in_any_order = is_transposed and not torch.backends.cudnn.deterministic
         return bool(sums_in_any_order) or is_order_dependent_on_gpu(str(node.target))
-    position = _DROPOUT_ARGUMENT.get(str(node.target))
-    if position is None:
+    # Attention kernels carry the random tag even where no dropout is asked for.
+    target: Any = node.target
+    names = [argument.name for argument in target._schema.arguments]
+    if "dropout_p" not in names:
         return True
+    position = names.index("dropout_p")
     probability = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
     return bool(probability != 0.0)
 

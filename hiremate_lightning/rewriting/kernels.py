@@ -182,10 +182,15 @@ def memory_format_of(value: torch.Tensor) -> torch.memory_format | None:
     return next((f for f in (torch.contiguous_format, *last) if value.is_contiguous(memory_format=f)), None)
 
 
-def part_length(count: int, row_bytes: int) -> int:
-    """Return how many of some rows to take at a time: at most half, or all of them at once would take less memory."""
+def parts_of(count: int, row_bytes: int, together: int = 1) -> list[slice]:
+    """Divide rows into parts to take one after the other, the last one the smallest; some rows stay together.
+
+    A part is at most half of them, or all of them at once would take less memory.
+    """
     enough = -(-thresholds.current.part_bytes // max(1, row_bytes))
-    return max(1, -(-count // PARTS), min(enough, -(-count // 2)))
+    rows = max(1, -(-count // PARTS), min(enough, -(-count // 2)))
+    rows = -(-rows // together) * together
+    return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
 
 
 def waves(shape: tuple[int, ...]) -> torch.Tensor:

@@ -30,7 +30,7 @@ from .joint import (
     source_of,
     written_storages,
 )
-from .kernels import part_length
+from .kernels import parts_of
 
 aten = torch.ops.aten
 
@@ -83,9 +83,10 @@ def cross_entropy_gradient(
     """
     result = torch.empty(result_shape, dtype=result_dtype, device=logits.device) if out is None else out
     by_rows = result.view(shape)
-    memory = torch.empty((_rows_of_a_part(shape, dtype), shape[1]), dtype=dtype, device=logits.device)
+    memory: torch.Tensor | None = None
     for part, logarithms in _parts(logits, shape, dtype):
         of = gradient[part] if gradient.dim() else gradient
+        memory = torch.empty_like(logarithms) if memory is None else memory
         made = memory[: len(logarithms)]
         told = (target[part], weight, reduction, ignore_index, total_weight)
         aten.nll_loss_backward.grad_input(of, logarithms, *told, grad_input=made)
@@ -96,11 +97,11 @@ def cross_entropy_gradient(
 
 def _parts(logits: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
     """Return the logarithms of the softmax of some rows after the other, each time in the same memory."""
-    rows = _rows_of_a_part(shape, dtype)
-    memory = torch.empty((rows, shape[1]), dtype=dtype, device=logits.device)
-    for start in range(0, shape[0], rows):
-        part = slice(start, min(start + rows, shape[0]))
-        made = memory[: part.stop - start]
+    count, classes = shape
+    parts = parts_of(count, classes * dtype.itemsize, _TOGETHER)
+    memory = torch.empty((parts[0].stop if parts else 0, classes), dtype=dtype, device=logits.device)
+    for part in parts:
+        made = memory[: part.stop - part.start]
         _copy_rows(logits, part, made)
         yield part, aten._log_softmax.out(made, 1, False, out=made)
 
@@ -117,11 +118,6 @@ def _copy_rows(logits: torch.Tensor, part: slice, into: torch.Tensor) -> None:
         inside = slice(inner, inner + stop - start)
         _copy_rows(logits[outer], inside, into[start - part.start : stop - part.start])
         start = stop
-
-
-def _rows_of_a_part(shape: Sequence[int], dtype: torch.dtype) -> int:
-    count, classes = shape
-    return -(-part_length(count, classes * dtype.itemsize) // _TOGETHER) * _TOGETHER
 
 
 def _plain_bytes_of_loss(loss: fx.Node) -> int:

@@ -19,7 +19,7 @@ from torch import fx
 from .. import thresholds
 from ..torch_private import tensor_state
 from .joint import Operation, drop_unread, operation_of, register, replace_node, source_of, values_of
-from .kernels import memory_format_of, part_length, waves
+from .kernels import memory_format_of, parts_of, waves
 
 aten = torch.ops.aten
 
@@ -47,7 +47,7 @@ def max_pool(
     first = _first_elements(source.shape[2:], shape[2:], windows, source.device)
     # On the CPU only the kernel for channels last is vectorized, which is worth the copy. The numbers are the same.
     is_turned = source.is_cpu and form is torch.contiguous_format and source.dim() == 4 and shape[1] >= _FEW_CHANNELS
-    for part in _parts(source.shape, source.itemsize):
+    for part in parts_of(source.shape[0], source[:1].nbytes):
         read = source[part].contiguous(memory_format=torch.channels_last) if is_turned else source[part]
         made = torch.empty_like(values[part], dtype=torch.int64)
         pool.out(read, *windows, out=values[part], indices=made)
@@ -62,17 +62,11 @@ def max_pool_gradient(
     _, spread = _OPERATORS[gradient.dim() - 2]
     result = torch.empty(shape, dtype=gradient.dtype, device=gradient.device, memory_format=form)
     first = _first_elements(shape[2:], places.shape[2:], windows, gradient.device)
-    for part in _parts(shape, gradient.itemsize):
+    for part in parts_of(shape[0], result[:1].nbytes):
         made, whole = result[part], places[part].to(torch.int64).add_(first)
         # Of what was pooled, its second argument, the kernel reads the shape alone.
         spread.grad_input(gradient[part], made, *windows, whole, grad_input=made)
     return result
-
-
-def _parts(shape: Sequence[int], itemsize: int) -> list[slice]:
-    count = shape[0]
-    step = part_length(count, torch.Size(shape[1:]).numel() * itemsize)
-    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 def _first_elements(

@@ -91,7 +91,7 @@ def _outputs_on(captured: Captured) -> dict[int | None, list[int | None]]:
     return positions
 
 
-def _unread_plainly(captured: Captured) -> set[int | None]:
+def _unread_plainly(captured: Captured) -> set[int]:
     """List the storages, except parameters', that a plain backward would not read."""
     graph = captured.graph
     read = set(graph.gradients)

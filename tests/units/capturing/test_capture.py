@@ -14,7 +14,7 @@ from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.records.graph import Direction, StorageKind, graph_from_json
 from hiremate_lightning.rewriting import joint
 from tests.exact import assert_foreseen, captured_by, network, take_steps
-from tests.lazily import recompute_lazily
+from tests.tiny import recompute_lazily
 
 ROWS, WIDTH = 256, 16
 

@@ -29,8 +29,7 @@ from hiremate_lightning.records.schedule import (
 from hiremate_lightning.records.simulation import Copied, allocations, blocks, simulate
 from hiremate_lightning.reporting.timeline import Band, lifetimes
 from tests.helpers import moments, random_graph, refused
-from tests.lazily import recompute_lazily
-from tests.tiny import Builder, chain
+from tests.tiny import Builder, chain, recompute_lazily
 
 FAST, SLOW = Link(100.0, 100.0), Link(50.0, 25.0)  # a block of 100 bytes takes 1 ms, or 2 ms out and 4 ms in
 

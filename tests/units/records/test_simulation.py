@@ -14,8 +14,7 @@ from hiremate_lightning.records.graph import Graph, StorageKind
 from hiremate_lightning.records.schedule import Compute, Free, Schedule, keep_all, lower
 from hiremate_lightning.records.simulation import Moment, Simulation, allocations, simulate
 from tests.helpers import moments, random_graph, refused
-from tests.lazily import recompute_lazily
-from tests.tiny import Builder, chain, plan_keeping, storages_of, transformer
+from tests.tiny import Builder, chain, plan_keeping, recompute_lazily, storages_of, transformer
 
 
 def keep(graph: Graph, profile: Profile) -> Simulation:

@@ -7,7 +7,6 @@ import logging
 import pickle
 import re
 from collections import OrderedDict
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -564,20 +563,21 @@ SETTINGS = {
 }
 
 
-@contextmanager
-def precision():
-    found = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    yield
-    torch.set_float32_matmul_precision(found)
-
-
-@pytest.mark.parametrize("block", [*SETTINGS.values(), precision], ids=[*SETTINGS, "precision"])
+@pytest.mark.parametrize("block", SETTINGS)
 def test_settings_show_what_computes_otherwise(block):
     before = tensor_state.settings()
-    with block():
+    with SETTINGS[block]():
         assert tensor_state.settings() != before
     assert tensor_state.settings() == before
+
+
+def test_settings_show_the_precision_of_products():
+    before, found = tensor_state.settings(), torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert tensor_state.settings() != before
+    finally:
+        torch.set_float32_matmul_precision(found)
 
 
 def test_a_block_of_autocast_stays_the_same_while_it_is_open():
