@@ -71,9 +71,8 @@ class Ladder:
     Attributes:
         rungs: Decisions that were solved for steps that nothing fitted, or that had lost time.
         least: Decisions of the least memory, where no others could be made, or fit; else None.
-        least_share: The largest room, as a share of the bytes of keeping everything, at which the least memory did not
-            fit.
-        lost_ms: Time that all steps lost since the latest rung was solved.
+        least_share: The largest room, as a share of what keeping everything takes, at which the least did not fit.
+        lost_ms: Time that all steps lost since the latest rung.
         vain: Rungs in a row that saved clearly less than was estimated.
     """
 

@@ -55,17 +55,10 @@ def make_plan(
     decided: Decisions | None = None,
     host: Host | None = None,
 ) -> Plan | Short:
-    """Solve a step under a budget.
+    """Solve a merged step under a budget.
 
-    Args:
-        step: The merged step.
-        room: How many bytes it has.
-        options: How to plan.
-        target: Path of the planned module, for reports.
-        solve: The strategy, by default the one that the options name, in a process of its own.
-        progress: Called with solutions while solving, see `SolveOptions`.
-        decided: The nodes that are computed again, where they are not to be chosen.
-        host: Memory of the host that values may be offloaded to; None where all stays on the device.
+    The strategy is by default the one that the options name, in a process of its own. Nothing is to be chosen where the
+    nodes that are computed again are decided. Values may be offloaded where there is memory of the host.
 
     Returns:
         A plan whose simulated peak is within the budget. Where no schedule within the budget was found, the smallest
@@ -172,16 +165,7 @@ def first_solution(
 
     That is the schedule of least memory that is found at once. Only where this exceeds the budget a solve follows: it
     ends with the first schedule that fits. Where none fits, the part runs all the same if the device has the memory:
-    only a step that has run shows which budget is enough.
-
-    Args:
-        step: The part.
-        room: How many bytes it has.
-        options: How to plan.
-        target: Path of the planned module, for reports.
-        progress: Called with solutions while solving, see `SolveOptions`.
-        free_bytes: Returns the bytes that the part may add beyond the budget.
-        host: Memory of the host that values may be offloaded to; None where all stays on the device.
+    only a step that has run shows which budget is enough. `free_bytes` counts what it may add beyond the budget.
 
     Returns:
         How it runs; where it can't run, the least that it needs.

@@ -63,12 +63,8 @@ def agreed(problem: Problem, strategy: Strategy) -> Problem:
 class SharedSolving:
     """A strategy that solves on rank 0 and is answered by rank 0 elsewhere.
 
-    Args:
-        strategy: The strategy.
-        group: The ranks.
-        patience_s: Seconds to wait until all ranks plan the same step.
-        patience_again_s: Seconds to wait until they plan it once more.
-        model: Names the model: ranks that train others, as stages of a pipeline do, are not waited for.
+    It waits for some seconds until all ranks plan the same step, and until they plan it again. Ranks that train another
+    model, as stages of a pipeline do, are not waited for.
     """
 
     def __init__(

@@ -71,7 +71,8 @@ def _known(problem: Problem, solver: str) -> _Known:
             own, costs = known.curve.problem, (problem.profile, problem.host)
             if known.solver == solver and (own.profile, own.host) == costs and known.is_of(problem):
                 return known
-        _memory.append(_Known(solver, Curve(problem, (), ())))
+        options = replace(problem.options, progress=None)  # which holds on to the model that is trained
+        _memory.append(_Known(solver, Curve(replace(problem, options=options), (), ())))
         return _memory[-1]
 
 

@@ -9,8 +9,8 @@ them is recomputed, in a way that holds for any order of them. Rounds end where 
 
 The program of a large step takes a solver many seconds; with most variables fixed it takes tenths of a second. So a
 *neighbourhood* leaves most decisions of the best schedule as they are, and solves for the others. These change from
-turn to turn: those on which the best schedule and the relaxation differ, and those of values made in a stretch of the
-forward. Sources: Shaw, "Using Constraint Programming and Local
+turn to turn: those on which the best schedule and the relaxation differ, those of values made in a stretch of the
+forward, and those of values drawn at random. Sources: Shaw, "Using Constraint Programming and Local
 Search Methods to Solve Vehicle Routing Problems", CP 1998; Danna, Rothberg, Le Pape, "Exploring relaxation induced
 neighborhoods to improve MIP solutions", Mathematical Programming 102, 2005.
 """
@@ -18,7 +18,7 @@ neighborhoods to improve MIP solutions", Mathematical Programming 102, 2005.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 from .base import Status
 from .mip_backend import Result, solve
@@ -34,7 +34,8 @@ IMPROVING_SHARE = 0.8  # of the time left
 TURN_S = 0.5  # the most that one neighbourhood may take; more where nothing is found
 SHARE, LEAST_SHARE, GROWTH = 0.2, 0.05, 1.2  # of the values that are free; it grows where they were solved for in time
 REPAIRED_EXCESS, REPAIR_S = 0.05, 0.3  # a solution that passes the limit by so little is repaired
-PATIENCE = 4  # rounds of both kinds without more gain than the gap at which solving stops
+PIECES = 40  # of the forward
+PATIENCE = 4  # rounds of all kinds without more gain than the gap at which solving stops
 Restriction = Callable[[PhasedProgram], None]
 
 
@@ -120,7 +121,7 @@ class Neighbourhoods:
             self._check(checks)
         before, idle = self._best_ms, 0
         while idle < PATIENCE:
-            for find in (self._differing, self._stretch):
+            for find in (self._differing, self._stretch, self._pieces):
                 left = self._search.model.work.left_s(deadline)
                 if left <= 0 or self._search.is_done or self._share >= 1.0:
                     return
@@ -169,10 +170,19 @@ class Neighbourhoods:
 
     def _stretch(self, _: Sequence[float]) -> Iterator[int]:
         """Free the values made in a stretch of the forward, drawn at random."""
-        model, phased = self._search.model, self._phased
-        count = len(model.graph.forward)
+        count = len(self._search.model.graph.forward)
         length = int(self._share * count)
         first = self._draw.randrange(-length // 2, count - length // 2)
-        positions = range(first, first + length)
+        return self._made_in(range(first, first + length))
+
+    def _pieces(self, _: Sequence[float]) -> Iterator[int]:
+        """Free the values made in pieces of the forward drawn at random."""
+        count = len(self._search.model.graph.forward)
+        length = max(1, count // PIECES)
+        chosen = (first for first in range(0, count, length) if self._draw.random() < self._share)
+        return self._made_in({p for first in chosen for p in range(first, first + length)})
+
+    def _made_in(self, positions: Container[int]) -> Iterator[int]:
+        model, phased = self._search.model, self._phased
         yield from (v for (_, storage), v in phased.held.items() if model.made_at[storage] in positions)
         yield from (v for (_, k), v in phased.run.items() if model.made_at[model.makes[k][0]] in positions)

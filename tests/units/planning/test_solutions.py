@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.planning.headroom import unless_short
 from hiremate_lightning.planning.plan import PlanOptions
 from hiremate_lightning.planning.planner import make_plan
-from hiremate_lightning.planning.solutions import Solutions
+from hiremate_lightning.planning.solutions import Solutions, remembering
 from hiremate_lightning.planning.solvers import get_strategy
 from hiremate_lightning.records.step import Call, merge
 from tests.helpers import problem_of
@@ -79,6 +80,19 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "hiremate_lightning"):
         Solutions(tmp_path / "file").write(problem, "portfolio", get_strategy("portfolio")(problem))
     assert "the next run solves again" in caplog.text
+
+
+def test_what_is_remembered_holds_on_to_nobody_who_was_told():
+    class Reporter:
+        def told(self, best_ms: float, bound_ms: float) -> None:
+            """Hear of a better schedule."""
+
+    reporter = Reporter()
+    problem = problem_of(transformer(2), 1_500_000, progress=reporter.told)
+    assert remembering(get_strategy("segments"))(problem).is_feasible
+    left = weakref.ref(reporter)
+    del reporter, problem
+    assert left() is None
 
 
 def test_the_planner_solves_once(tmp_path):
