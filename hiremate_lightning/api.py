@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from .calls.refusals import refuse
+from .calls.slots import refuse
 from .errors import ConfigurationError
 from .options import OPTIONS, Sizes, make_options, refuse_changes
 from .planning.plan import Plan

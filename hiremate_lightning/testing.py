@@ -37,11 +37,7 @@ class StepView:
 
 
 def session_of(model: nn.Module) -> Session:
-    """Return the session of a planned model.
-
-    Raises:
-        ValueError: If the model is not planned.
-    """
+    """Return the session of a planned model; raise a ValueError for another one."""
     targets = targets_of(model)
     if targets is None:
         raise ValueError(f"expected a model that hiremate() planned, found a plain {type(model).__name__}")

@@ -58,14 +58,7 @@ class Budget:
 
 
 def parse_budget(value: int | float | str | Budget) -> Budget:
-    """Read a budget in any of its three forms.
-
-    Args:
-        value: Bytes as an int of at least 1 MiB or as a string with a unit; a share as a float in (0, 1] or as a string
-            with `%`; or `"auto"`.
-
-    Returns:
-        The budget, not yet resolved to bytes.
+    """Read a budget in any of its three forms; an int is of at least 1 MiB.
 
     Raises:
         BudgetError: If the value is none of the three forms. The text shows them.
@@ -124,12 +117,7 @@ def _unreadable(value: object, reason: str, hint: str = "") -> BudgetError:
 
 
 def format_bytes(size_bytes: int | float, up: bool = False) -> str:
-    """Write bytes for people, in binary units, with three significant digits.
-
-    Args:
-        size_bytes: Bytes.
-        up: Whether to round up, so that as a budget the text is no less.
-    """
+    """Write bytes for people, in binary units, with three significant digits; rounded up, to be enough as a budget."""
     sign, size = ("-" if size_bytes < 0 else ""), abs(size_bytes)
     for unit, name in BINARY_UNITS:
         if size >= unit:

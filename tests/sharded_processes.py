@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,19 +37,15 @@ def main(folder: Path, wanted: list[str]) -> None:
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))  # who hangs fails
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     shared_solving.PATIENCE_S = 60.0  # a machine that is busy must not decide on the outcome
-    memory, found = SharedMemory(folder, rank, world), dict[str, Any]()
-    for case in (*CASES, *HEAVY, *SCORED):
-        if not wanted or case.name in wanted:
-            found[case.name] = tuple(train(case, rank, memory, planned) for planned in (False, True))
-    for pipeline in PIPELINES:
-        if not wanted or pipeline.name in wanted:
-            found[pipeline.name] = tuple(pipelines.train(pipeline, rank, planned) for planned in (False, True))
-    for name, train_with in TOOLS.items():
-        if not wanted or name in wanted:
-            found[name] = tuple(train_with(rank, planned) for planned in (False, True))
-    for name, train_model in models().items():
-        if not wanted or name in wanted:
-            found[name] = tuple(train_model(rank, memory, planned) for planned in (False, True))
+    memory = SharedMemory(folder, rank, world)
+    trainings: dict[str, Callable[[bool], Left]] = {
+        **{case.name: partial(train, case, rank, memory) for case in (*CASES, *HEAVY, *SCORED)},
+        **{pipeline.name: partial(pipelines.train, pipeline, rank) for pipeline in PIPELINES},
+        **{name: partial(train_with, rank) for name, train_with in TOOLS.items()},
+        **{name: partial(train_model, rank, memory) for name, train_model in models().items()},
+    }
+    asked = [name for name in trainings if not wanted or name in wanted]
+    found: dict[str, Any] = {name: tuple(trainings[name](planned) for planned in (False, True)) for name in asked}
     if not wanted or TOO_SMALL in wanted:
         found[TOO_SMALL] = [too_small(rank, budgets) for budgets in (("4 MiB", "500 KiB"), ("500 KiB", "4 MiB"))]
     torch.save(found, folder / f"{rank}.pt")

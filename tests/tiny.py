@@ -12,10 +12,9 @@ from hiremate_lightning.planning.plan import Plan, PlanningTime
 from hiremate_lightning.planning.solvers.base import Solution, Status
 from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.graph import OUTSIDE, Direction, Graph, Node, Storage, StorageKind, Tensor
-from hiremate_lightning.records.schedule import lower
+from hiremate_lightning.records.schedule import ensure, lower
 from hiremate_lightning.records.simulation import simulate
 from hiremate_lightning.units import Budget
-from tests.lazily import recompute_lazily
 
 KB = 1000
 
@@ -226,6 +225,45 @@ def storages_of(graph: Graph, names: Iterable[str]) -> set[int]:
     """Find the storages that the nodes of some names allocate."""
     names = set(names)
     return {s for i, node in enumerate(graph.nodes) if node.name in names for s in graph.allocates[i]}
+
+
+def recompute_lazily(graph: Graph, kept: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+    """Keep some storages through the turn, and recompute all else just before its first use.
+
+    A recomputed tensor is held to its last use; storages whose tensors can't be recomputed are kept in any case, and so
+    are those that the caller holds.
+
+    Args:
+        graph: The step.
+        kept: Storages to keep.
+
+    Returns:
+        For each position of `graph.backward`, and once more for what only the gradients need, the nodes to run before
+        it.
+    """
+    stays: set[int | None] = {*kept, *(graph.tensors[t].storage for t in graph.held)}
+    available = set(graph.inputs) | set(graph.tangents)
+    for index in graph.forward:
+        for tensor in graph.nodes[index].outputs:
+            storage = graph.tensors[tensor].storage
+            if (
+                storage is None
+                or storage in stays
+                or graph.recomputers[tensor] is None
+                or graph.storages[storage].kind.is_resident
+            ):
+                available.add(tensor)
+    decisions = []
+    for index in graph.backward:
+        before: list[int] = []
+        for tensor in graph.nodes[index].inputs:
+            ensure(graph, tensor, available, before)
+        available.update(graph.nodes[index].outputs)
+        decisions.append(tuple(before))
+    last: list[int] = []
+    for tensor in graph.gradients:
+        ensure(graph, tensor, available, last)
+    return (*decisions, tuple(last))
 
 
 def room(size_bytes: int, resident_bytes: int = 0, margin_bytes: int = 0) -> Room:

@@ -1,36 +1,36 @@
-"""What a call is given, or returns: the tensors in containers and in objects of any class, and their shapes."""
+"""What a call is given, or returns: tensors in containers and objects of any class. And how to make a call once more.
+
+What a call of a module may change beside its results is kept in memory of NumPy, which no measurement of a step sees.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from ..objects import held_by, is_of
-from ..torch_private.tensor_state import tensors_among
+from ..torch_private import tensor_state
 
 _PLAIN_DATA = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 _WHOLE = (torch.Tensor, nn.Module, type, FunctionType, MethodType, ModuleType)
 MOST_THINGS = 4096  # in which to look for tensors
+MOST_BYTES = 2**20  # of a buffer that is kept: statistics and counters are smaller, and what is larger hardly changes
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
-    """What one call of a planned module is given.
+    """What one call of a planned module is given."""
 
-    Attributes:
-        name: The path of the module, or what stands for it.
-        dtypes: The types of its tensors.
-        shapes: Their shapes.
-    """
-
-    name: str
-    dtypes: tuple[torch.dtype, ...]
+    name: str  # the path of the module, or what stands for it
+    dtypes: tuple[torch.dtype, ...]  # of its tensors
     shapes: tuple[tuple[int, ...], ...]
 
     @staticmethod
@@ -41,22 +41,79 @@ class ModuleCall:
 
 def tensors_inside(values: Any) -> list[torch.Tensor]:
     """List the tensors in a tree of containers; where there are none, those that its objects hold, modules left out."""
-    tensors = tensors_among(values)
+    tensors = tensor_state.tensors_among(values)
     return tensors or [thing for thing in islice(_things_in(values), MOST_THINGS) if is_of(thing, torch.Tensor)]
 
 
 def _things_in(value: Any) -> Iterator[Any]:
-    """Go through what containers and objects hold, however deep, each thing once, and no plain data."""
+    """Go through what containers and objects hold, however deep, each thing once, and no plain data.
+
+    Tensors, modules, classes and functions hold nothing.
+    """
     seen, stack = set[int](), [value]
     while stack:
         thing = stack.pop()
-        if id(thing) in seen or is_of(thing, _PLAIN_DATA):
-            continue
-        seen.add(id(thing))
-        yield thing
-        stack.extend(reversed(parts_of(thing)))
+        if id(thing) not in seen and not is_of(thing, _PLAIN_DATA):
+            seen.add(id(thing))
+            yield thing
+            if not is_of(thing, _WHOLE):
+                stack.extend(reversed(held_by(thing)))
 
 
-def parts_of(value: Any) -> list[Any]:
-    """List what a container or an object holds; nothing for tensors, modules, classes and functions."""
-    return [] if is_of(value, _WHOLE) else held_by(value)
+class RandomState:
+    """The generators of torch, numpy and Python at one moment."""
+
+    def __init__(self) -> None:
+        self._host = torch.get_rng_state().numpy().copy()
+        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._devices = [state.numpy().copy() for state in devices]
+        self._numpy = np.random.get_state()  # noqa: NPY002 - the generator that user code without its own draws from
+        self._python = random.getstate()
+
+    def restore(self) -> None:
+        """Put them back."""
+        torch.set_rng_state(torch.from_numpy(self._host))
+        if self._devices:
+            torch.cuda.set_rng_state_all([torch.from_numpy(state) for state in self._devices])
+        np.random.set_state(self._numpy)  # noqa: NPY002
+        random.setstate(self._python)
+
+
+class BeforeCall:
+    """What a call of a module finds: random numbers, buffers, and its arguments in containers of their own."""
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._arguments = tensor_state.map_leaves(lambda value: value, (args, dict(kwargs)))
+        others = [buffer for buffer in module.buffers() if not _can_be_copied(buffer)]
+        self._read = [*module.parameters(), *others, *tensors_inside(self._arguments)]
+        self._versions = tensor_state.versions_of(self._read)
+        self._buffers: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
+        for owner in module.modules():
+            for name, buffer in owner.named_buffers(recurse=False):
+                if _can_be_copied(buffer):
+                    memory = torch.from_numpy(np.empty(buffer.numel() * buffer.element_size(), np.uint8))
+                    values = memory.view(buffer.dtype).reshape(buffer.shape).copy_(buffer.detach())
+                    self._buffers.append((owner, name, buffer, values))
+        self._random = RandomState()
+
+    @property
+    def can_be_restored(self) -> bool:
+        """Whether neither weights nor arguments were overwritten since."""
+        return tensor_state.versions_of(self._read) == self._versions
+
+    def restore(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Put random numbers and buffers back; return the arguments."""
+        for owner, name, buffer, values in self._buffers:
+            setattr(owner, name, buffer)
+            with torch.no_grad():
+                buffer.copy_(values)
+        self._random.restore()
+        args, kwargs = self._arguments
+        return args, kwargs
+
+
+def _can_be_copied(buffer: torch.Tensor) -> bool:
+    """Whether a buffer is a plain tensor with numbers, and small; others must not change in a call."""
+    if type(buffer) is not torch.Tensor or not tensor_state.is_dense(buffer):
+        return False
+    return 0 < buffer.numel() * buffer.element_size() <= MOST_BYTES

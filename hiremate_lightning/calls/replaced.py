@@ -26,6 +26,7 @@ from ..records.simulation import simulate_plain
 from ..torch_private import hooks
 from ..torch_private.compiled_by_torch import compiled_around, compiled_inside, run_eager
 from ..units import format_bytes
+from .slots import StandIn
 
 FLAG, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 WRAPPER, WRAPPED_FUNCTION = "CheckpointWrapper", "checkpoint_fn"
@@ -33,16 +34,11 @@ OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_che
 
 
 class ReplacedCheckpointing:
-    """What checkpoints in the modules of one model, and stands aside while it is planned.
-
-    Args:
-        root: The model.
-    """
+    """What checkpoints in the modules of one model, and stands aside while it is planned."""
 
     def __init__(self, root: nn.Module) -> None:
-        self._root = root
+        self._root, self._is_told = root, False
         self._places: list[tuple[str, nn.Module, str]] | None = None
-        self._is_told = False
 
     def replace(self) -> None:
         """Take the place of all that checkpoints now; what was switched on since the last time, too."""
@@ -63,7 +59,11 @@ class ReplacedCheckpointing:
 
     def paths(self) -> list[str]:
         """List the modules whose calls would be checkpointed without the plan, none of them around another."""
-        on = [path for path, module, name in self._places or () if _is_on(module, name)]
+        on = []
+        for path, module, name in self._places or ():
+            is_asked = name == WRAPPED_FUNCTION or getattr(module, FLAG, False) is True
+            if is_asked and isinstance(module.__dict__.get(name), _OnlyCalls):
+                on.append(path)
         around = {path: f"{path}." if path else "" for path in on}
         return [path for path in on if not any(other != path and other.startswith(around[path]) for other in on)]
 
@@ -94,11 +94,7 @@ def checkpointed_modules(root: nn.Module) -> int:
 
 
 class ReplacedCompiling:
-    """What torch.compile returned for a model, or for what is wrapped around it, and runs as it was written meanwhile.
-
-    Args:
-        root: The model.
-    """
+    """What torch.compile returned for a model, or for what is around it, and runs as it was written meanwhile."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
@@ -107,8 +103,7 @@ class ReplacedCompiling:
     def replace(self, aside: Sequence[Callable[[], None]] = ()) -> bool:
         """Take torch.compile away from the model; return whether it was compiled.
 
-        Args:
-            aside: Give back what was taken away inside of the model already.
+        What was taken away inside of the model already is `aside`, by what gives it back.
         """
         undo = [*aside, *map(run_eager, compiled_around(self._root))]
         self._undo += undo
@@ -124,33 +119,20 @@ class ReplacedCompiling:
             self._undo.pop()()
 
 
-class CompiledCall:
+class CompiledCall(StandIn):
     """Stands in for the call of a module that was compiled in place, where a `Finder` would not see it.
 
-    Args:
-        call: Is given the module, the compiled call, and arguments: calls the module by a plan, or else the latter.
-        module: The module.
-        compiled: The compiled call.
-
-    Attributes:
-        compiled: The compiled call.
+    What it calls is given the module, the compiled call, and arguments: calls the module by a plan, or else the latter.
     """
 
     def __init__(self, call: Callable[..., Any], module: nn.Module, compiled: Callable[..., Any]) -> None:
-        self._call, self._module, self.compiled = call, module, compiled
+        self._call, self._module, self._compiled = call, module, compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, by a plan or compiled; what is compiled around it has it in its own code."""
         if torch.compiler.is_compiling():
             return hooks.plain_call(self._module, *args, **kwargs)
-        return self._call(self._module, self.compiled, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Leave copies of a module as they were written, as those of compiled modules are."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Leave pickled modules as they were written."""
-        return (type(None), ())
+        return self._call(self._module, self._compiled, args, kwargs)
 
 
 def take_checkpoints(model: nn.Module) -> list[Callable[[], None]]:
@@ -165,11 +147,7 @@ def take_checkpoints(model: nn.Module) -> list[Callable[[], None]]:
 
 
 class _OnlyCalls:
-    """Calls what a function would checkpoint. Copies and pickles of a module have that function again.
-
-    Attributes:
-        replaced: The function in whose place it is.
-    """
+    """Calls what a function would checkpoint. Copies and pickles of a module have that function again."""
 
     def __init__(self, replaced: Callable[..., Any]) -> None:
         self.replaced = replaced
@@ -200,11 +178,6 @@ def _places(root: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
             yield path, module, WRAPPED_FUNCTION
         elif hasattr(module, FLAG):
             yield path, module, FUNCTION
-
-
-def _is_on(module: nn.Module, name: str) -> bool:
-    is_asked = name == WRAPPED_FUNCTION or getattr(module, FLAG, False) is True
-    return is_asked and isinstance(module.__dict__.get(name), _OnlyCalls)
 
 
 def _calls_of(graph: Graph, paths: Sequence[str]) -> list[list[int]]:

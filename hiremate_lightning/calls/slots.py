@@ -1,4 +1,4 @@
-"""Slots: what stands in for the call, or the training step, of a module whose calls may be planned."""
+"""Slots: what stands in for the call, or the training step, of a module whose calls may be planned; and for which."""
 
 from __future__ import annotations
 
@@ -12,22 +12,29 @@ from torch import nn
 
 from .. import thresholds
 from ..errors import ConfigurationError
-from ..torch_private import hooks
+from ..torch_private import compiled_by_torch, hooks, sharding
 
 WITH_COMPILE = (
     "Call it without torch.compile; with transformers' Trainer pass torch_compile=False. Or call "
     "remove_hiremate(model) and keep torch.compile(model, backend='hiremate', options={'budget': ...})."
 )
+# By names of classes: what is not installed, or not used, need not be imported.
+FOREIGN = {
+    "FullyShardedDataParallel": (
+        "FSDP1 flattens the parameters of each unit into one, which no plan can follow. Use fully_shard() (FSDP2) "
+        "or DistributedDataParallel."
+    ),
+    "DeepSpeedEngine": (  # and what inherits from it: its PipelineEngine
+        "DeepSpeed lays all weights into one flat tensor, and no part of such a model could be captured. Use "
+        "fully_shard() (FSDP2) or DistributedDataParallel."
+    ),
+}
 
 
 class Caller(Protocol):
-    """Takes over the calls of modules.
+    """Takes over the calls of modules."""
 
-    Attributes:
-        is_inside: Whether one of these calls is under way.
-    """
-
-    is_inside: bool
+    is_inside: bool  # whether one of these calls is under way
 
     def call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module, planned or not."""
@@ -36,17 +43,22 @@ class Caller(Protocol):
         """Call a copy of a module of that name, which is not planned."""
 
 
-class Slot:
-    """Stands in for the call of one module.
+class StandIn:
+    """Stands in for the call of a module as it was written. Copies and pickles of the module are as it was written."""
 
-    Attributes:
-        targets: Who takes its calls.
-    """
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Leave copies of a module unplanned; LightningModule copies its whole state."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave pickled modules unplanned."""
+        return (type(None), ())
+
+
+class Slot(StandIn):
+    """Stands in for the call of one module, and hands its calls to who takes them."""
 
     def __init__(self, targets: Caller, name: str, module: nn.Module) -> None:
-        self.targets = targets
-        self._name = name
-        self._module = module
+        self.targets, self._name, self._module = targets, name, module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, planned where it is to be."""
@@ -61,13 +73,6 @@ class Slot:
         if module is None or module is self._module:
             return self.targets.call(self._name, self._module, args, kwargs)
         return self.targets.call_copy(self._name, module, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Leave copies of a module unplanned; LightningModule copies its whole state."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Leave pickled modules unplanned."""
-        return (type(None), ())
 
 
 class HookedSlot(Slot):
@@ -105,41 +110,30 @@ class WaitingSlots(dict[nn.Module, Slot]):
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Take the slots away during one call."""
-        if self._is_watching:
-            for module, slot in self.items():
-                if hooks.get_call(module) is slot:
-                    hooks.set_call(module, None)
+        """Take the slots away during one call, and put them back after it where they are to see what is called alone.
+
+        That is after the first `watched_calls` calls, then after one in so many.
+        """
+        self._move(from_slot=True)
         self._calls += 1
         try:
             yield
         finally:
-            if self._is_watching:
-                for module, slot in self.items():
-                    if hooks.get_call(module) is None:
-                        hooks.set_call(module, slot)
+            self._move(from_slot=False)
 
-    @property
-    def _is_watching(self) -> bool:
-        """Whether slots are put back after this call: after the first `watched_calls` ones, then after one in so many.
-
-        There they see what is called alone.
-        """
+    def _move(self, from_slot: bool) -> None:
         watched = thresholds.current.watched_calls
-        return self._calls < watched or self._calls % watched == 0
+        if self._calls < watched or self._calls % watched == 0:
+            for module, slot in self.items():
+                if hooks.get_call(module) is (slot if from_slot else None):
+                    hooks.set_call(module, None if from_slot else slot)
 
 
 class StepSlot:
-    """Stands in for the training step of one module. Lightning reads the signature of what it wraps.
-
-    Args:
-        call: Runs the step, planned where it is to be.
-        plain: The step as it is without a plan.
-    """
+    """Stands in for the training step of one module, `plain`. Lightning reads the signature of what it wraps."""
 
     def __init__(self, call: Callable[..., Any], plain: Callable[..., Any]) -> None:
-        self._call = call
-        self._plain = plain
+        self._call, self._plain = call, plain
         self.__wrapped__ = getattr(plain, "__wrapped__", plain)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -159,3 +153,65 @@ def _refuse_outer_compile() -> None:
         ConfigurationError: Always.
     """
     raise ConfigurationError(f"A torch.compile is around a module that is planned by hiremate(). {WITH_COMPILE}")
+
+
+# ---------------------------------------------------------------- what can't be planned
+
+
+def refuse(root: nn.Module) -> None:
+    """Refuse what can't be planned, by name and with the way out.
+
+    Raises:
+        ConfigurationError: If the model is compiled, sharded or replicated already, or is no module.
+    """
+    if isinstance(root, type):
+        raise ConfigurationError(
+            f"Expected a torch.nn.Module to plan, found the class {root.__name__}. Make one of it."
+        )
+    if not isinstance(root, nn.Module):
+        raise ConfigurationError(f"Expected a torch.nn.Module to plan, found {type(root).__name__}.")
+    if isinstance(root, torch.jit.ScriptModule):
+        raise ConfigurationError(
+            f"Can't plan {type(root).__name__}: it is a TorchScript module, which has no Python to capture. Pass the "
+            "module that it was made from."
+        )
+    refuse_each(root, lambda module: _reason_to_refuse(module) or reason_of_others(module))
+
+
+def refuse_each(root: nn.Module, reason_of: Callable[[nn.Module], str | None]) -> None:
+    """Refuse a model of which any module has a reason to be refused.
+
+    Raises:
+        ConfigurationError: Names the module and says the reason.
+    """
+    for name, module in root.named_modules():
+        reason = reason_of(module)
+        if reason is not None:
+            where = f"submodule {name!r} ({type(module).__name__})" if name else type(module).__name__
+            raise ConfigurationError(f"Can't plan {where}: {reason}")
+
+
+def reason_of_others(module: nn.Module) -> str | None:
+    """Return why what another tool did to a module prevents a plan; it may have done so after we took over."""
+    reason = next((FOREIGN[c.__name__] for c in type(module).__mro__ if c.__name__ in FOREIGN), None)
+    if reason is None and any(p.device.type == "xla" for p in module.parameters(recurse=False)):
+        return "XLA decides on memory itself. Train on CUDA devices or on the CPU."
+    if reason is None and sharding.offloads(module):
+        return (
+            "fully_shard() keeps its parameters on the CPU (CPUOffloadPolicy), which a budget for the device does not "
+            "count. Leave offload_policy out."
+        )
+    return reason
+
+
+def _reason_to_refuse(module: nn.Module) -> str | None:
+    call, is_optimized = hooks.get_call(module), type(module).__name__ == "OptimizedModule"
+    if isinstance(call, Slot):
+        return "it is planned already. Call remove_hiremate(model) first."
+    if call is not None or (is_optimized and not compiled_by_torch.runs_eager(module)):
+        return "it is compiled already. Pass the module itself, without torch.compile or .compile()."
+    if isinstance(module, nn.DataParallel):
+        return "DataParallel copies modules at every step. Use DistributedDataParallel, one process for each device."
+    if any(nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
+        return "its parameters have no shape yet. Call the model once with a batch under torch.no_grad() first."
+    return None

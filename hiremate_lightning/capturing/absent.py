@@ -27,27 +27,18 @@ from .capture import Captured
 
 @dataclass(frozen=True)
 class Absence:
-    """What is absent from a backward.
+    """What is absent from a backward."""
 
-    Attributes:
-        values: Values that nobody computes, in FX.
-        replaced: Sums of which one term is absent, with the other term, which takes their place.
-        overwrites: For each node that overwrites a gradient even so, the position of that argument.
-    """
-
-    values: frozenset[fx.Node] = frozenset()
-    replaced: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
-    overwrites: Mapping[fx.Node, int] = field(default_factory=dict)
+    values: frozenset[fx.Node] = frozenset()  # that nobody computes
+    replaced: Mapping[fx.Node, fx.Node] = field(default_factory=dict)  # by sums with an absent term, the other term
+    overwrites: Mapping[fx.Node, int] = field(default_factory=dict)  # for what overwrites a gradient even so, as usual
 
 
 NOTHING = Absence()
 
 
 def find_absent(captured: Captured, missing: frozenset[int]) -> Absence:
-    """Find what is absent where some gradients of outputs have not arrived.
-
-    `missing` lists the positions of these gradients among all of them.
-    """
+    """Find what is absent where gradients of outputs have not arrived, of which `missing` lists the positions."""
     tangents = captured.tangents
     absent = {tangents[position] for position in missing}
     dependent, replaced = set(tangents), dict[fx.Node, fx.Node]()
@@ -71,11 +62,9 @@ def find_absent(captured: Captured, missing: frozenset[int]) -> Absence:
 
 def _other_term(node: fx.Node, absent: set[fx.Node]) -> fx.Node | None:
     """Return the term of a sum that is there, where the other one is absent and the sum is nothing but that term."""
-    if node.target is not torch.ops.aten.add.Tensor or node.kwargs:
-        return None
-    terms = [a for a in node.args if isinstance(a, fx.Node)]
+    terms = node.all_input_nodes
     there = [a for a in terms if a not in absent]
-    if len(terms) != 2 or len(there) != 1:
+    if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(terms) != 2 or len(there) != 1:
         return None
     total, term = node.meta.get("val"), there[0].meta.get("val")
     if not isinstance(total, torch.Tensor) or not isinstance(term, torch.Tensor):
@@ -84,10 +73,7 @@ def _other_term(node: fx.Node, absent: set[fx.Node]) -> fx.Node | None:
 
 
 def without_missing(captured: Captured, missing: frozenset[int], profile: Profile) -> tuple[Graph, Profile]:
-    """Return the graph of captured code, and its costs, without what some gradients of outputs would have brought.
-
-    `missing` lists the positions of the gradients that did not arrive.
-    """
+    """Return the graph of captured code, and its costs, without what gradients at some positions would have brought."""
     if not missing:
         return captured.graph, profile
     if captured.template is not None:
@@ -169,14 +155,12 @@ def _overwritten(captured: Captured, absence: Absence) -> tuple[Graph, dict[fx.N
         if into is not None and of is not None:
             merged[of] = merged.get(into, into)
     tensors = tuple(t if t.storage not in merged else replace(t, storage=merged[t.storage]) for t in graph.tensors)
-    unmade = (graph.tensors[tensor_of[value]].storage for value in absence.values if value in tensor_of)
-    values = captured.allocating.tensors
-    backward = (captured.fx_nodes[index] for index in captured.allocating.backward)
+    absent = {graph.tensors[tensor_of[value]].storage for value in absence.values if value in tensor_of}
+    backward = (captured.fx_nodes[index] for index in graph.backward)
     pairs = ((read, node) for node in backward if (read := reshaped(node)) is not None)
-    storages = (values[tensor_of[value]].storage for pair in pairs for value in pair if value in tensor_of)
-    terms = set(merged.values()) | {storage for storage in storages if storage is not None}
-    absent = {storage for storage in unmade if storage is not None}
-    return overwrite(replace(graph, tensors=tensors), captured.fx_nodes, captured.fx_values, terms, absent)
+    storages = (graph.tensors[tensor_of[value]].storage for pair in pairs for value in pair if value in tensor_of)
+    spared = {*merged.values(), *storages}
+    return overwrite(replace(graph, tensors=tensors), captured.fx_nodes, captured.fx_values, spared, absent)[:2]
 
 
 def _zeros_bytes(node: fx.Node, absence: Absence, device: torch.device) -> int:

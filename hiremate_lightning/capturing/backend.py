@@ -1,7 +1,8 @@
 """The torch.compile backend: Dynamo's captured code in, parts of a step out.
 
 Dynamo guards on shapes, dtypes and modes and survives graph breaks; AOTAutograd functionalises and traces the joint
-graph. What is left to do here is to rewrite that graph, see `passes`, and to make records of it, see `capture`. Code
+graph. What is left to do here is to rewrite that graph, pass by pass, and to make records of it, see `capture`.
+AOTAutograd partitions the graph into two modules, of which only the calling convention counts: neither runs. Code
 without gradients runs as it is.
 """
 
@@ -11,6 +12,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,9 +21,11 @@ from torch.nn import functional as F
 
 from ..errors import CaptureError
 from ..records.expressions import NoTemplateError, Sizes
+from ..rewriting import assignments, casts, losses, pooling
 from ..rewriting.contributions import Contributions, OtherTermsError, TermCounts, casts_alone, likely_terms, sums_alone
-from ..rewriting.fused_kernel import FusedKernels
-from ..rewriting.kernels import run_as_eager
+from ..rewriting.fusion import fuse
+from ..rewriting.joint import forward_nodes
+from ..rewriting.kernels import FusedKernels, run_as_eager
 from ..rewriting.straight_line import compiled
 from ..torch_private import (
     aot,
@@ -37,7 +41,6 @@ from ..torch_private.eager_tracing import traced_as_eager
 from ..torch_private.regions import block_templates
 from ..torch_private.same_captures import SameCaptures
 from .capture import Captured, capture, order_of_gradients
-from .passes import Traced, rewrite, stub_modules
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -45,13 +48,9 @@ MOST_LAYOUTS = 3  # most traces of code with folded blocks: each may show gradie
 
 
 class Replacement(Protocol):
-    """What runs in the place of a joint graph.
+    """What runs in the place of a joint graph."""
 
-    Attributes:
-        own: Positions of outputs that are returned as tensors of their own, where the graph may give views.
-    """
-
-    own: tuple[int, ...]
+    own: tuple[int, ...]  # positions of outputs that are returned as tensors of their own, where the graph gives views
 
     def forward(self, arguments: list[Any]) -> list[Any]:
         """Run the forward: inputs in, outputs and the token out."""
@@ -74,11 +73,7 @@ class TemplateSource(Protocol):
         """Whether to make parts of code for the first sizes that come, too."""
 
     def part_at(self, code: object, samples: Sequence[tuple[Sizes, Any]], sizes: Sizes) -> Replacement:
-        """Make a part of code from those that were made for other sizes, each with what varies there.
-
-        Raises:
-            NoTemplateError: If these don't tell.
-        """
+        """Make a part of code from those that were made for other sizes, or raise `NoTemplateError`."""
 
     def failed(self, code: object, error: Exception) -> None:
         """Learn that there was no part for a size, or that it did not run."""
@@ -93,7 +88,7 @@ def planning_backend(
     templates: TemplateSource | None = None,
     same: SameCaptures | None = None,
 ) -> Any:
-    """Build a backend that hands each captured graph to a session.
+    """Build a backend for `torch.compile(..., backend=...)` that hands each captured graph to a session.
 
     Args:
         make_part: Called once for each joint graph; the part that it returns runs in the graph's place.
@@ -105,11 +100,8 @@ def planning_backend(
         trace_ahead: Has code traced for sizes that are to come, see `EachSize`.
         templates: Makes what runs in the place of a joint graph at sizes that were not traced; None to trace each.
         same: Runs code that is captured once more by what was made of it; None for one of its own.
-
-    Returns:
-        A backend for `torch.compile(..., backend=...)`.
     """
-    same = same or SameCaptures()
+    same, sized = same or SameCaptures(), partial(_SizedCode, make_part, kernels, prove, templates)
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if not captured_code.keep_modes_of_backwards(module):
@@ -131,11 +123,10 @@ def planning_backend(
                 "torch.compile."
             )
         sizes = sizes_among(module, inputs)
-        code = _SizedCode(likely_terms(module), _Makers(make_part, kernels, prove, templates), bool(sizes))
+        code = sized(likely_terms(module), bool(sizes))
         if not sizes:
             return code.trace(module, inputs)
-        maker = None if templates is None else code
-        return EachSize(module, sizes, code.trace, trace_ahead, maker, same).run
+        return EachSize(module, sizes, code.trace, trace_ahead, None if templates is None else code, same).run
 
     return backend
 
@@ -160,17 +151,6 @@ def has_gradients(inputs: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(i, torch.Tensor) and i.requires_grad for i in inputs)
 
 
-def _giving_own_nodes(run: Runner) -> Runner:
-    """Run code, and give each of its results a node of its own in autograd's graph."""
-
-    def run_apart(*arguments: Any) -> Any:
-        results = run(*arguments)
-        aot.give_own_nodes(results)
-        return results
-
-    return run_apart
-
-
 def _running_statistics(module: fx.GraphModule) -> list[int]:
     """List the positions of the inputs that are running statistics of norms.
 
@@ -184,46 +164,27 @@ def _running_statistics(module: fx.GraphModule) -> list[int]:
     return [position for position, value in inputs if value in values and norms.issuperset(value.users)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Makers:
-    """What makes the parts of captured code, as for `planning_backend`."""
+@dataclass(eq=False)
+class _SizedCode:
+    """Captured code that is traced for definite sizes, or made from traces of others."""
 
     make_part: MakePart
     kernels: FusedKernels | None
     prove: Prove | None
     templates: TemplateSource | None
+    terms: TermCounts  # of how many terms its gradients are likely to be
+    sizes_vary: bool
 
-
-class _SizedCode:
-    """Captured code that is traced for definite sizes, or made from traces of others.
-
-    Args:
-        terms: Of how many terms its gradients are likely to be.
-        makers: Make its parts.
-        sizes_vary: Whether it has sizes that vary.
-    """
-
-    def __init__(self, terms: TermCounts, makers: _Makers, sizes_vary: bool) -> None:
-        self._terms, self._makers, self._sizes_vary = terms, makers, sizes_vary
+    def __post_init__(self) -> None:
+        if (source := self.templates) is not None:
+            self.may_make, self.may_make_first, self.failed = source.may_make, source.may_make_first, source.failed
 
     def trace(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Runner:
         """Trace it for the sizes of some inputs; return what runs it there."""
-        compilation = _Compilation(self._makers.make_part, self._makers.kernels, self._sizes_vary)
-        run = compilation.compile(module, inputs, self._terms)
-        self._terms = compilation.terms  # those at the size traced last
+        compilation = _Compilation(self.make_part, self.kernels, self.sizes_vary)
+        run = compilation.compile(module, inputs, self.terms)
+        self.terms = compilation.terms  # those at the size traced last
         return _Trace(self._proved(module, run, compilation.part), run, compilation)
-
-    def may_make(self, code: object) -> bool:
-        """Whether to trace it at a few sizes, so that it can be made for others."""
-        return self._templates.may_make(code)
-
-    def may_make_first(self, code: object) -> bool:
-        """Whether to make it for the first sizes that come, too."""
-        return self._templates.may_make_first(code)
-
-    def failed(self, code: object, error: Exception) -> None:
-        """Learn that it was not made for a size, or did not run there."""
-        self._templates.failed(code, error)
 
     def make(
         self, code: object, module: fx.GraphModule, samples: Samples, sizes: Sizes, smaller: Smaller | None = None
@@ -232,33 +193,22 @@ class _SizedCode:
         traces = [(varying, trace) for varying, trace in samples if isinstance(trace, _Trace)]
         if not traces or any(trace.compilation.part is None for _, trace in traces):
             raise NoTemplateError("Nothing in the code has a gradient")
-        part = self._templates.part_at(code, [(varying, trace.compilation.part) for varying, trace in traces], sizes)
+        assert self.templates is not None, "it is asked where something makes parts"
+        part = self.templates.part_at(code, [(varying, trace.compilation.part) for varying, trace in traces], sizes)
         first = traces[0][1]
         return self._proved(module, first.compilation.running(part, first.run), part, smaller)
-
-    @property
-    def _templates(self) -> TemplateSource:
-        templates = self._makers.templates
-        assert templates is not None, "it is asked where something makes parts"
-        return templates
 
     def _proved(
         self, module: fx.GraphModule, run: Runner, part: Replacement | None, smaller: Smaller | None = None
     ) -> Runner:
-        return run if self._makers.prove is None else self._makers.prove(module, run, part, smaller)
+        return run if self.prove is None else self.prove(module, run, part, smaller)
 
 
 @dataclass(frozen=True, eq=False)  # without slots, so that it can be held weakly
 class _Trace:
-    """Captured code that was traced for some sizes.
+    """Captured code that was traced for some sizes."""
 
-    Attributes:
-        proved: Runs it, and proves it first.
-        run: Runs it.
-        compilation: How it was traced.
-    """
-
-    proved: Runner
+    proved: Runner  # runs it, and proves it first
     run: Runner
     compilation: _Compilation
 
@@ -270,19 +220,12 @@ class _Trace:
 class _Compilation:
     """One compilation of captured code: AOTAutograd calls partition, then forward, then backward.
 
-    AOTAutograd's caches hold it. So it must keep neither the code nor its inputs, which would keep the model.
-
-    Args:
-        make_part: Makes what runs in the place of the joint graph.
-        kernels: Where the kernels of fused operations are kept; None to fuse nothing.
-        serves_other_sizes: Whether what AOTAutograd makes of it runs other sizes too.
-
-    Attributes:
-        part: What runs in the place of what was traced, None where nothing of it has a gradient.
+    AOTAutograd's caches hold it. So it must keep neither the code nor its inputs, which would keep the model. What
+    AOTAutograd makes of it may serve other sizes too.
     """
 
     def __init__(self, make_part: MakePart, kernels: FusedKernels | None, serves_other_sizes: bool = False) -> None:
-        self.part: Replacement | None = None
+        self.part: Replacement | None = None  # runs in the place of what was traced; None where nothing has a gradient
         self._at_other_sizes: Replacement | None = None  # what runs now in the place of the part
         self._make_part, self._kernels, self._serves_other_sizes = make_part, kernels, serves_other_sizes
         self._parameters: frozenset[int] = frozenset()
@@ -296,11 +239,9 @@ class _Compilation:
         return self._contributions.terms
 
     def running(self, part: Replacement, run: Runner) -> Runner:
-        """Return what runs the code at other sizes.
+        """Return what runs the code at other sizes: this part in the place of the joint graph, in what runs the trace.
 
-        Args:
-            part: What runs in the place of the joint graph at these sizes; its backward finds it by what it saves.
-            run: What runs the code at the sizes that were traced.
+        Its backward finds the part by what it saves.
         """
 
         def run_part(*arguments: Any) -> Any:
@@ -313,26 +254,29 @@ class _Compilation:
         return run_part
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any], terms: TermCounts) -> Runner:
-        """Trace captured code; where gradients turn out to be of other terms than expected, once more with those."""
+        """Trace captured code; what is returned hands it an input for each term of a gradient.
+
+        Each of its results has a node of its own in autograd's graph.
+        """
         while True:
             try:
-                run = self._expanded(module, inputs, terms)
+                run = self._folded(module, inputs, terms)
                 break
             except compiled_by_torch.NotCompiledError as missing:
                 missing.compile()
-        run = run if self.part is None else _giving_own_nodes(run)
-        statistics = _running_statistics(module)
-        if not statistics:
-            return run
+        given, statistics, is_planned = self._contributions, _running_statistics(module), self.part is not None
 
-        def run_uncounted(*arguments: Any) -> Any:
+        def run_whole(*arguments: Any) -> Any:
             with tensor_state.changes_uncounted([arguments[position] for position in statistics]):
-                return run(*arguments)
+                results = run(*given.expand(arguments))
+                if is_planned:
+                    aot.give_own_nodes(results)
+            return results
 
-        return run_uncounted
+        return run_whole
 
-    def _expanded(self, module: fx.GraphModule, inputs: Sequence[Any], terms: TermCounts) -> Runner:
-        """Trace code; what is returned hands it an input for each term of a gradient."""
+    def _folded(self, module: fx.GraphModule, inputs: Sequence[Any], terms: TermCounts) -> Runner:
+        """Trace code with repeated blocks as one, where that can be done."""
         backward_pass.watch()
         self._parameters = frozenset(i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter))
         with traced_as_eager():
@@ -342,14 +286,12 @@ class _Compilation:
 
                 folded = alike_blocks.fold(module)
             try:
-                run = self._with_blocks(folded.code if folded else module, inputs, terms)
+                return self._with_blocks(folded.code if folded else module, inputs, terms)
             except Exception as error:  # whatever AOTAutograd fails on with blocks that are folded
                 if not folded or folded.code is module or self._captured is not None:
                     raise
                 log.debug("Blocks that are alike are traced one by one: %s", error, exc_info=True)
-                run = self._settled(module, inputs, terms)
-        given = self._contributions
-        return run if not given.terms else lambda *arguments: run(*given.expand(arguments))
+                return self._settled(module, inputs, terms)
 
     def _with_blocks(self, module: fx.GraphModule, inputs: Sequence[Any], terms: TermCounts) -> Runner:
         """Trace code with blocks that are folded, again where they turn out to give gradients of other layouts."""
@@ -362,12 +304,12 @@ class _Compilation:
 
     def _settled(self, module: fx.GraphModule, inputs: Sequence[Any], terms: TermCounts) -> Runner:
         """Trace code, once more where gradients turn out to be of other terms."""
-        self._contributions = given = Contributions(inputs, terms)
+        self._contributions = Contributions(inputs, terms)
         try:
             return self._trace(module, inputs)
         except OtherTermsError as error:
             log.debug("tracing again, with other terms of gradients")
-            given.settle(error.terms)
+            self._contributions = Contributions(inputs, error.terms, is_settled=True)
             return self._trace(module, inputs)
 
     def _trace(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Runner:
@@ -381,15 +323,32 @@ class _Compilation:
 
     def _partition(self, joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
         given = self._contributions
-        with given.uncounted():
-            block_templates.write_out(joint)
+        readers = given.readers
+        block_templates.write_out(joint)
+        given.readers = readers  # what other code reads, which was traced meanwhile, does not count
         finished = order_of_gradients(joint, num_fwd_outputs)
-        rewrite(Traced(joint, num_fwd_outputs, self._parameters, self._blocks, given, self._kernels))
+        self._rewrite(joint, num_fwd_outputs)
         captured = capture(joint, num_fwd_outputs, self._parameters)
         terms = sums_alone(captured.backward_outputs, given.of_leaves)
         cast_terms = casts_alone(captured.backward_outputs, given.of_casts)
         self._captured = replace(captured, terms=terms, cast_terms=cast_terms, finished=finished)
-        return stub_modules(self._captured)
+        return _stub_modules(self._captured)
+
+    def _rewrite(self, joint: fx.GraphModule, forward_count: int) -> None:
+        """Run all passes over a joint graph, of whose outputs the forward returns so many."""
+        given = self._contributions
+        joint.graph.eliminate_dead_code(lambda node: bool(node.users) or node.is_impure())
+        casts.show_types_of_norms(joint)
+        given.hand_over(joint, forward_count)
+        given.of_casts = casts.share(joint, forward_count, self._parameters, self._blocks)
+        casts.leave_out(joint, forward_count, given.of_other_types)
+        assignments.gather(joint)
+        assignments.leave_out_views(joint)
+        losses.join(joint)
+        pooling.join(joint)
+        if self._kernels is not None:
+            fuse(joint, forward_count, self._kernels)
+        joint.recompile()
 
     def _forward(self, _: fx.GraphModule, __: Sequence[Any]) -> aot.Boxed:
         assert self._captured is not None, "AOTAutograd compiles a forward only after it partitioned"
@@ -405,3 +364,30 @@ class _Compilation:
     def _inference(self, module: fx.GraphModule, _: Sequence[Any]) -> aot.Boxed:
         run_as_eager(module.graph)
         return compiled(module)
+
+
+def _stub_modules(captured: Captured) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Make the modules of the forward and of the backward; what one saves for the other is an empty token."""
+    forward, backward, values = fx.Graph(), fx.Graph(), dict[fx.Node, fx.Node]()
+    _, _, *descriptions = aot.joint_outputs(captured.joint, len(captured.forward_outputs))
+    with tensor_state.fake_mode_of([n.meta.get("val") for n in captured.placeholders]):
+        token = torch.empty(0)
+    needed = forward_nodes(captured.joint, captured.forward_outputs).union(captured.placeholders)
+    for node in captured.joint.graph.nodes:
+        if node in needed:
+            values[node] = forward.node_copy(node, values.__getitem__)
+    made = forward.call_function(torch.empty, ((0,),))
+    made.meta["val"] = token
+    outputs = [values[v] if isinstance(v, fx.Node) else v for v in captured.forward_outputs]
+    forward.output((*outputs, made)).meta["desc"] = [*descriptions[0], aot.describe_saved()]
+
+    backward.placeholder("token").meta["val"] = token
+    for tangent in captured.tangents:
+        backward.placeholder(tangent.name).meta = dict(tangent.meta)
+    gradients = list(captured.backward_outputs)
+    for position, value in enumerate(gradients):
+        if isinstance(value, fx.Node):
+            gradients[position] = stand_in = backward.call_function(torch.empty, ((0,),))
+            stand_in.meta = dict(value.meta)
+    backward.output(tuple(gradients)).meta["desc"] = list(descriptions[1])
+    return fx.GraphModule(captured.joint, forward), fx.GraphModule(captured.joint, backward)

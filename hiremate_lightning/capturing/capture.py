@@ -7,8 +7,8 @@ composite operators (layer norm, attention, convolution backward) stay whole, be
 Four rewrites happen here. Backward nodes that don't depend on an incoming gradient (detaches of saved results) sink to
 their first use: traced order would pin every such value from the start of the backward. And what random operations give
 can come back, see `replays`: they hand on the state of the generator that they drew from, and get replay nodes.
-Elementwise operations of the forward join what they finish, see `finishing`. At the end, results of the backward take
-the memory of gradients that die as they are made, see `overwriting`.
+Elementwise operations of the forward join what they finish. At the end, results of the backward take the memory of
+gradients that die as they are made, see `overwriting`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import fx
@@ -28,7 +28,7 @@ from ..memory.allocator import allocated_bytes
 from ..records.costs import Profile
 from ..records.expressions import Sizes
 from ..records.graph import Direction, Graph, Node, Storage, StorageKind, Tensor
-from ..rewriting.finishing import Finish, find_finishes
+from ..rewriting import replays
 from ..rewriting.joint import (
     COPIES_STORAGE,
     computations,
@@ -37,24 +37,14 @@ from ..rewriting.joint import (
     is_random,
     mutated_arguments,
     name_of,
+    operation_named,
     planned_device,
     sink,
     subgraphs_of,
     values_of,
+    written_values,
 )
-from ..rewriting.operations import operation_named
-from ..rewriting.overwriting import find_takes, overwrite
-from ..rewriting.replays import (
-    APPLY_MASK,
-    DRAW_AGAIN,
-    DRAW_MASK,
-    NORMALIZE,
-    add_state,
-    can_draw_again,
-    can_draw_mask,
-    can_normalize,
-    draw_mask_of,
-)
+from ..rewriting.overwriting import Finish, find_finishes, overwrite
 from ..torch_private import aot, inductor, readings, tensor_state
 
 aten = torch.ops.aten
@@ -75,16 +65,10 @@ _SOURCE = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 class Template(Protocol):
-    """What captured code of sizes that were never traced is made from (`template`).
+    """What captured code of sizes that were never traced is made from (`template`)."""
 
-    Attributes:
-        samples: The code as it was captured at a few sizes.
-        sizes: The sizes of each.
-        programs: Programs of it.
-    """
-
-    samples: tuple[Captured, ...]
-    sizes: tuple[Sizes, ...]
+    samples: tuple[Captured, ...]  # the code as it was captured at a few sizes
+    sizes: tuple[Sizes, ...]  # of each
     programs: dict[Any, Any]
 
     def at(self, sizes: Sizes) -> tuple[Captured, Profile]:
@@ -96,49 +80,29 @@ class Template(Protocol):
 
 @dataclass(frozen=True)
 class Captured:
-    """A captured part of the training step.
-
-    Attributes:
-        joint: The joint FX graph.
-        graph: The records made of it.
-        overwrites: For each FX node that overwrites a gradient, the position of that argument.
-        allocating: The graph as it is where nothing is overwritten.
-        fx_nodes: For each node of the graph, the FX node that it stands for.
-        finishes: For FX nodes of the forward, what runs over a result of theirs as a part of the same node.
-        fx_values: For each tensor of the graph, the FX node whose value it is.
-        forward_outputs: What the forward returns, by position: FX nodes or constants.
-        backward_outputs: What the backward returns, by position: FX nodes or None.
-        output_descriptions: AOTAutograd's descriptions of the forward's and of the backward's outputs.
-        device: The device whose bytes are counted.
-        mutated: Inputs of the graph that the step overwrites, as tensors of the graph.
-        overwritten: Storages that code outside overwrites between forward and backward.
-        terms: Of how many terms the gradients of leaves are, by position among the inputs, where it is more than one
-            and they are added up for that gradient alone.
-        cast_terms: The same for gradients in half precision that are cast to be gradients of parameters, also of one
-            term, where eager PyTorch has one cast of the parameter for all calls in a block of autocast.
-        finished: Positions of the inputs that get gradients, in the order in which eager PyTorch finishes these.
-        template: What it is made from where it was not traced: then only `graph` is of its sizes. None for a trace.
-        sizes: Its sizes, where it is made from a template.
-    """
+    """A captured part of the training step."""
 
     joint: fx.GraphModule
-    graph: Graph
-    overwrites: Mapping[fx.Node, int]
-    allocating: Graph
-    fx_nodes: tuple[fx.Node, ...]
-    finishes: Mapping[fx.Node, Finish]
-    fx_values: tuple[fx.Node, ...]
-    forward_outputs: tuple[Any, ...]
-    backward_outputs: tuple[Any, ...]
-    output_descriptions: tuple[tuple[Any, ...], tuple[Any, ...]]
-    device: torch.device
-    mutated: frozenset[int]
-    overwritten: frozenset[int] = frozenset()
+    graph: Graph  # the records made of it
+    overwrites: Mapping[fx.Node, int]  # for each FX node that overwrites a gradient, the position of that argument
+    allocating: Graph  # the graph as it is where nothing is overwritten
+    fx_nodes: tuple[fx.Node, ...]  # what each node of the graph stands for
+    finishes: Mapping[fx.Node, Finish]  # what runs over a result of an FX node as a part of the same node
+    fx_values: tuple[fx.Node, ...]  # whose value each tensor of the graph is
+    forward_outputs: tuple[Any, ...]  # what the forward returns, by position: FX nodes or constants
+    backward_outputs: tuple[Any, ...]  # what the backward returns, by position: FX nodes or None
+    device: torch.device  # whose bytes are counted
+    mutated: frozenset[int]  # inputs of the graph that the step overwrites, as tensors of the graph
+    overwritten: frozenset[int] = frozenset()  # storages that code outside overwrites between forward and backward
+    # Of how many terms the gradients of leaves are, by position among the inputs, where it is more than one and they
+    # are added up for that gradient alone.
     terms: Mapping[int, int] = field(default_factory=dict)
+    # The same for gradients in half precision that are cast to be gradients of parameters, also of one term, where
+    # eager PyTorch has one cast of the parameter for all calls in a block of autocast.
     cast_terms: Mapping[int, int] = field(default_factory=dict)
-    finished: tuple[int, ...] = ()
-    template: Template | None = None
-    sizes: Sizes = ()
+    finished: tuple[int, ...] = ()  # positions of the inputs with gradients, in the order in which eager finishes these
+    template: Template | None = None  # what it is made from where it was not traced: then only `graph` is of its sizes
+    sizes: Sizes = ()  # where it is made from a template
 
     def reading_once(self, storages: Collection[int]) -> Captured:
         """Return the same where what reads some storages of the graph is never run twice: others overwrite them."""
@@ -176,15 +140,9 @@ class Captured:
 
 
 def capture(joint: fx.GraphModule, num_forward: int, parameters: frozenset[int] = frozenset()) -> Captured:
-    """Make the records of a joint graph.
+    """Make the records of a joint graph, dead code already removed, with the FX nodes that they stand for.
 
-    Args:
-        joint: The joint graph, dead code already removed.
-        num_forward: Number of its outputs that the forward returns.
-        parameters: Positions of the parameters among the inputs of the captured function.
-
-    Returns:
-        The records with the FX nodes that they stand for.
+    The forward returns `num_forward` of its outputs; `parameters` are positions among the inputs of the forward.
     """
     return _Builder(joint, num_forward, parameters).build()
 
@@ -192,9 +150,7 @@ def capture(joint: fx.GraphModule, num_forward: int, parameters: frozenset[int] 
 def order_of_gradients(joint: fx.GraphModule, num_forward: int) -> tuple[int, ...]:
     """List the positions of the inputs that get gradients, in the order in which eager PyTorch finishes these.
 
-    Args:
-        joint: The joint graph as it was traced: autograd runs its backward in the order of eager PyTorch.
-        num_forward: Number of its outputs that the forward returns.
+    The joint graph is as it was traced: autograd runs its backward in the order of eager PyTorch.
     """
     gradients: list[Any] = aot.joint_outputs(joint, num_forward)[1]
     place: dict[Any, int] = {node: index for index, node in enumerate(joint.graph.nodes)}
@@ -222,12 +178,12 @@ class _Builder:
     checkpoints: dict[int, int] = field(default_factory=dict)  # number of a call of checkpoint -> its first node
 
     def build(self) -> Captured:
-        outputs, gradients, *descriptions = aot.joint_outputs(self.joint, self.num_forward)
+        outputs, gradients, *_ = aot.joint_outputs(self.joint, self.num_forward)
         self.device = planned_device(self.joint)
         forward_set = forward_nodes(self.joint, outputs)
-        placeholders = list(self.joint.graph.find_nodes(op="placeholder"))
-        inputs, tangents = self._add_inputs(placeholders)
-        overwritten = self._overwritten_storages(aot.overwritten_inputs(placeholders, descriptions[0]))
+        inputs, tangents = self._add_inputs()
+        written = (self.tensors[self.tensor_of[v]].storage for v in written_values(self.joint) if v in self.tensor_of)
+        overwritten = frozenset(storage for storage in written if storage is not None)
         operations = computations(self.joint)
         forward_fx = [n for n in operations if n in forward_set]
         backward_fx = sink([n for n in operations if n not in forward_set], tangents)
@@ -249,8 +205,7 @@ class _Builder:
             outputs=self._tensors_of(outputs),
             gradients=self._tensors_of(gradients),
         )
-        graph, overwrites = overwrite(allocating, self.fx_nodes, self.fx_values)
-        taken = find_takes(graph, self.fx_nodes, self.fx_values, overwrites)
+        graph, overwrites, taken = overwrite(allocating, self.fx_nodes, self.fx_values)
         return Captured(
             self.joint,
             graph.taking(taken),
@@ -261,7 +216,6 @@ class _Builder:
             tuple(self.fx_values),
             tuple(outputs),
             tuple(gradients),
-            (tuple(descriptions[0]), tuple(descriptions[1])),
             self.device,
             frozenset(t for t in inputs if self.tensors[t].storage in overwritten),
         )
@@ -269,9 +223,9 @@ class _Builder:
     def _tensors_of(self, values: Iterable[Any]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(self.tensor_of[v] for v in values if isinstance(v, fx.Node)))
 
-    def _add_inputs(self, placeholders: list[fx.Node]) -> tuple[list[int], list[fx.Node]]:
+    def _add_inputs(self) -> tuple[list[int], list[fx.Node]]:
         inputs, tangents = [], []
-        for node in placeholders:
+        for node in self.joint.graph.find_nodes(op="placeholder"):
             if aot.is_tangent(node):
                 tangents.append(node)
                 self._add_tensor(node, None, StorageKind.TANGENT)
@@ -314,24 +268,21 @@ class _Builder:
             size_bytes = max(self.storages[to].size_bytes, self.storages[of].size_bytes)
             self.storages[to] = replace(self.storages[to], size_bytes=size_bytes)
 
-    def _overwritten_storages(self, after_forward: list[fx.Node]) -> frozenset[int]:
-        """Find the resident storages that the step writes to, in the graph or after the forward."""
-        written = list(after_forward)
-        for node in computations(self.joint):
-            written.extend(a for a in mutated_arguments(node) if a in self.tensor_of)
-        storages = (self.tensors[self.tensor_of[n]].storage for n in written)
-        return frozenset(s for s in storages if s is not None)
-
     def _add_node(self, node: fx.Node, direction: Direction, overwritten: frozenset[int]) -> int:
         index = len(self.nodes)
         kind = StorageKind.ACTIVATION if direction is Direction.FORWARD else StorageKind.GRADIENT
         finish = self.finishes.get(node)
         members = (node,) if finish is None else (node, *finish.steps)
         read = [self.tensor_of[a] for a in (*node.all_input_nodes, *(finish.reads if finish else ()))]
-        outputs = [self._add_result(v, finish, index, kind) for v in values_of(node)]
+        outputs = []
+        for value in values_of(node):  # where it is finished, others read the result in its place
+            is_finished = finish is not None and value is finish.value
+            self.tensor_of[value] = self._add_tensor(finish.result if finish and is_finished else value, index, kind)
+            outputs.append(self.tensor_of[value])
         if node.target in COPIES_STORAGE:
             self._take_size(outputs[0], read[0])
         op, operation = name_of(node.target), operation_named(node.target)
+        number = aot.checkpoint_of(node) if direction is Direction.FORWARD else None
         reads_mutated = op not in _IGNORES_WHAT_IT_UPDATES and any(self.tensors[t].storage in overwritten for t in read)
         self.nodes.append(
             Node(
@@ -349,23 +300,12 @@ class _Builder:
                 source=_line_in(node.meta.get("stack_trace") or ""),
                 plain_bytes=operation.plain_bytes(node),
                 plain_inputs=tuple(self.tensor_of[v] for v in operation.plain_reads(node)),
-                checkpoint=self._checkpoint(node, index) if direction is Direction.FORWARD else None,
+                checkpoint=None if number is None else self.checkpoints.setdefault(number, index),
                 is_saved=aot.is_saved_by_policy(node),
                 compiled=inductor.function_of(node),
             )
         )
         self.fx_nodes.append(node)
-        return index
-
-    def _checkpoint(self, node: fx.Node, index: int) -> int | None:
-        number = aot.checkpoint_of(node)
-        return None if number is None else self.checkpoints.setdefault(number, index)
-
-    def _add_result(self, value: fx.Node, finish: Finish | None, producer: int, kind: StorageKind) -> int:
-        """Add what an operation hands on; where it is finished, in its place what others read."""
-        if finish is None or value is not finish.value:
-            return self._add_tensor(value, producer, kind)
-        self.tensor_of[value] = index = self._add_tensor(finish.result, producer, kind)
         return index
 
     def _add_replays(self, index: int) -> None:
@@ -375,16 +315,14 @@ class _Builder:
         source = self.tensor_of.get(drawn.args[0]) if drawn.args and isinstance(drawn.args[0], fx.Node) else None
         is_dropout = drawn.target is aten.native_dropout.default and drawn.args[2] is not False
         if is_dropout and set(values) == {0, 1} and source is not None:
-            self._add_replay(index, APPLY_MASK, (source, values[1]), (values[0],))
-        if drawn.target is draw_mask_of:
-            self._add_replay(index, DRAW_MASK, (self._add_state(index),), node.outputs)
-        elif is_dropout and 1 in values and can_draw_mask(drawn, self._begins_allocation(source)):
-            self._add_replay(index, DRAW_MASK, (self._add_state(index),), (values[1],))
-        elif not is_dropout and node.is_random and not node.is_mutating and can_draw_again(drawn):
-            self._add_replay(index, DRAW_AGAIN, (*node.inputs, self._add_state(index)), node.outputs)
-        elif {0, 1, 2} <= values.keys() and can_normalize(drawn):
+            self._add_replay(index, replays.APPLY_MASK, (source, values[1]), (values[0],))
+        if is_dropout and 1 in values and replays.can_draw_mask(drawn, self._begins_allocation(source)):
+            self._add_replay(index, replays.DRAW_MASK, (self._add_state(index),), (values[1],))
+        elif not is_dropout and node.is_random and not node.is_mutating and replays.can_draw_again(drawn):
+            self._add_replay(index, replays.DRAW_AGAIN, (*node.inputs, self._add_state(index)), node.outputs)
+        elif {0, 1, 2} <= values.keys() and replays.can_normalize(drawn):
             read = [self.tensor_of[a] for a in drawn.args[:3] if isinstance(a, fx.Node)]
-            self._add_replay(index, NORMALIZE, (*read, values[1], values[2]), (values[0],))
+            self._add_replay(index, replays.NORMALIZE, (*read, values[1], values[2]), (values[0],))
 
     def _begins_allocation(self, tensor: int | None) -> bool:
         """Whether a tensor is the first in a block that the step allocates."""
@@ -395,7 +333,8 @@ class _Builder:
 
     def _add_state(self, index: int) -> int:
         """Let a random node hand on the state of its generator."""
-        state = self._add_tensor(add_state(self.joint.graph, self.fx_nodes[index]), index, StorageKind.ACTIVATION)
+        made = replays.add_state(self.joint.graph, self.fx_nodes[index])
+        state = self._add_tensor(made, index, StorageKind.ACTIVATION)
         self.nodes[index] = replace(self.nodes[index], outputs=(*self.nodes[index].outputs, state))
         return state
 
@@ -431,8 +370,8 @@ def work_key(node: fx.Node) -> str:
         if isinstance(value, fx.Node):
             return describe(value.meta.get("val"))
         if isinstance(value, torch.Tensor):
-            shape, strides = (tuple(map(tensor_state.int_hint, sizes)) for sizes in (value.shape, value.stride()))
-            return _describe_tensor(value.dtype, shape, strides, value.device.type)
+            sizes = (",".join(str(tensor_state.int_hint(s)) for s in each) for each in (value.shape, value.stride()))
+            return f"{value.dtype}[{'|'.join(sizes)}]@{value.device.type}"
         if isinstance(value, (list, tuple)):
             return f"({' '.join(describe(v) for v in value)})"
         if isinstance(value, dict):
@@ -441,11 +380,6 @@ def work_key(node: fx.Node) -> str:
 
     arguments = [describe(a) for a in node.args] + [f"{k}={describe(v)}" for k, v in sorted(node.kwargs.items())]
     return f"{name_of(node.target)} {' '.join(arguments)}"
-
-
-@functools.lru_cache(maxsize=4096)
-def _describe_tensor(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], device_type: str) -> str:
-    return f"{dtype}[{','.join(map(str, shape))}|{','.join(map(str, strides))}]@{device_type}"
 
 
 def _flops(node: fx.Node) -> int:
@@ -463,9 +397,7 @@ def _plain_times(value: fx.Node) -> int:
     """Return how many times as large plain PyTorch holds a value."""
     if not is_part(value):
         return 1
-    maker: Any
-    position: Any
-    maker, position = value.args[:2]
+    maker, position = cast("tuple[fx.Node, int]", value.args[:2])
     return operation_named(maker.target).plain_times(maker, position)
 
 
@@ -473,11 +405,7 @@ def _module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""
-    return _shortened(str(list(stack.values())[-1][0]))
-
-
-@functools.lru_cache(maxsize=4096)
-def _shortened(path: str) -> str:
+    path = str(list(stack.values())[-1][0])
     return _SUBSCRIPT.sub(r".\1", _ROOT.sub("", path)).lstrip(".")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..calls.refusals import refuse
+from ..calls.slots import refuse
 from ..errors import ConfigurationError
 from ..torch_private import tensor_state
 from .arguments import Input, no_such_type

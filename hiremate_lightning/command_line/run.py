@@ -152,13 +152,13 @@ def _run(asked: argparse.Namespace, command: Sequence[str], ends_process: bool) 
     from ..integrations.any_script import Finder  # loads torch, which help and mistakes need not
 
     target = asked.target.split(",") if asked.target else None
-    page = None if asked.html is None else asked.html.absolute()  # the script may change the folder
+    page = None if asked.html is None else str(asked.html.absolute())  # the script may change the folder
     more = {} if page is None else {"more": f"{page}, at the end"}
-    finder = Finder(budget, target, options, is_dry=asked.dry_run, say=_say, **more)
+    finder = Finder(budget, target, options, is_dry=asked.dry_run, say=_write_line, **more)
     numbers = asked.json if asked.json in (None, "-") else str(Path(asked.json).absolute())
     process = os.getpid()
     try:
-        with finder.in_place(), script.naming_programs(_say):
+        with finder.in_place(), script.naming_programs(_write_line):
             script.run_script(command, bool(asked.module), ends_process)
         return 0
     except HiRemateError:
@@ -184,7 +184,7 @@ def _of_script(trace: TracebackType | None) -> TracebackType | None:
 # ---------------------------------------------------------------- what is said
 
 
-def _say(line: str) -> None:
+def _write_line(line: str) -> None:
     """Write a line to standard error, in the first of several processes."""
     from ..reporting.report import is_rank_zero
 
@@ -193,37 +193,38 @@ def _say(line: str) -> None:
         sys.stderr.flush()
 
 
-def _show(finder: Finder, page: Path | None, numbers: str | None) -> None:
+def _show(finder: Finder, page: str | None, numbers: str | None) -> None:
     """Say at the end what was planned, or why nothing was; write the page and the numbers that were asked for."""
     from ..reporting.report import is_rank_zero
 
     seen = finder.seen
     for trained in finder.trained:
-        _say(f"{trained.name}: {_words(trained.plan, seen.ended_by)}")
+        _write_line(f"{trained.name}: {_words(trained.plan, seen.ended_by)}")
     if not finder.trained:
-        _say(f"no training step was seen: {seen.reason}")
+        _write_line(f"no training step was seen: {seen.reason}")
     writes: tuple[tuple[Callable[..., None], Path | str | None], ...] = (_write_pages, page), (_write_numbers, numbers)
     for write, target in writes:
         try:
             if target is not None and is_rank_zero():
                 write(target, finder)
         except (OSError, ConfigurationError) as error:  # the script has ended: its exit code stays
-            _say(f"can't write what was asked for: {error}")
+            _write_line(f"can't write what was asked for: {error}")
     if seen.is_stopped:
-        _say(f"stopped by --dry-run after {seen.updates} updates of the weights")
+        _write_line(f"stopped by --dry-run after {seen.updates} updates of the weights")
 
 
-def _write_pages(page: Path, finder: Finder) -> None:
+def _write_pages(target: str, finder: Finder) -> None:
     from ..reporting.html_report import write_html
 
+    page = Path(target)
     plans = [trained.plan for trained in finder.trained if trained.plan is not None]
     if not plans:
-        _say(f"{page} is not written: there is no plan")
+        _write_line(f"{page} is not written: there is no plan")
         return
     page.parent.mkdir(parents=True, exist_ok=True)
     for index, plan in enumerate(plans):
         path = page if not index else page.with_stem(f"{page.stem}-{index + 1}")
-        _say(f"written: {write_html(plan, path, curve_limit_s=0)}")
+        _write_line(f"written: {write_html(plan, path, curve_limit_s=0)}")
 
 
 def _write_numbers(target: str, finder: Finder) -> None:
@@ -231,7 +232,7 @@ def _write_numbers(target: str, finder: Finder) -> None:
     numbers = {"updates": finder.seen.updates, "models": models, "unplanned": None if models else finder.seen.reason}
     write_json(numbers, target)
     if target != "-":
-        _say(f"written: {target}")
+        _write_line(f"written: {target}")
 
 
 def _words(plan: Plan | None, ended_by: str | None) -> str:

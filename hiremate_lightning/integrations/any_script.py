@@ -25,9 +25,8 @@ import torch.distributed
 from torch import nn
 
 from ..api import FABRIC_WRAPPER, hiremate, inside_wrappers
-from ..calls.refusals import refuse
 from ..calls.replaced import CompiledCall, take_checkpoints
-from ..calls.slots import is_ours
+from ..calls.slots import is_ours, refuse
 from ..errors import ConfigurationError, HiRemateError
 from ..planning.plan import Plan
 from ..sessions.session import Session
@@ -125,7 +124,7 @@ class Finder:
         more: str = MORE,
     ) -> None:
         self._budget, self._target, self._options = budget, target, dict(options or {})
-        self._say = cache(say)  # each line once
+        self._tell = cache(say)  # each line once
         self._more = more
         self._is_dry = is_dry
         self._is_launched = any(os.environ.get(name) for name in LAUNCHERS)
@@ -261,7 +260,7 @@ class Finder:
         paths = dict(root.named_modules())
         missing = next((path for path in self._target or () if path not in paths), None)
         if missing is not None:
-            self._say(f"{_name(root)} has no submodule {missing!r} (--target): it is not planned")
+            self._tell(f"{_name(root)} has no submodule {missing!r} (--target): it is not planned")
             return False
         self._refuse_unplanned_ranks()
         self._plan(root if self._target else together([root, *alive.others_trained(root)]), alive)
@@ -319,7 +318,7 @@ class Finder:
     def note_script_plans(self, name: str) -> None:
         """Report, once, that a script plans a model by itself."""
         self.seen.unplanned[Unplanned.BY_SCRIPT].add(name)
-        self._say(f"the script plans {name} by itself: that holds, and --budget has no effect on it")
+        self._tell(f"the script plans {name} by itself: that holds, and --budget has no effect on it")
 
 
 class Alive:

@@ -43,10 +43,9 @@ def describe(record: StepRecord, profiles: Mapping[int, Profile]) -> tuple[list[
 def _forward_call(
     record: StepRecord, run: Run, profile: Profile, following: Run | None, first: Run, place: Mapping[int, int]
 ) -> Call:
-    """Describe a forward, and the code outside before and after it.
+    """Describe a forward, and the code outside before it and until the following one, or the first backward.
 
-    The following run is the one whose forward is next, None after the last one. The first one is the run whose
-    backward is first. Places are positions among the planned runs, by index.
+    Places are positions among the planned runs, by index.
     """
     graph, profile = run.as_run(profile)
     mark = Event.BACKWARD.of(first.index) if following is None else Event.FORWARD.of(following.index)
@@ -84,10 +83,9 @@ def _forward_call(
 def _with_backward(
     record: StepRecord, call: Call, run: Run, backwards: Sequence[Run], released: Mapping[int, int]
 ) -> Call:
-    """Add the backward to a call that describes a forward, and the code outside before and after it.
+    """Add the backward, and the code outside before and after it, to a call that describes a forward.
 
-    The runs come in the order of their backwards. Released are bytes of outputs that outside code releases, by how
-    many backwards have run.
+    Released are bytes of outputs that outside code releases, by how many backwards have run.
     """
     before, tangents = backwards.index(run), call.graph.tangents
     gap = _gap_before_backward(record, backwards[before - 1], run, released[before]) if before else Gap()
@@ -110,9 +108,9 @@ def _with_backward(
 def _lingering(record: StepRecord, run: Run, order: Sequence[Run]) -> tuple[tuple[int, int], ...]:
     """List the outputs of a run that code outside holds into the backward, as it does what its own backward reads.
 
-    Each comes with the number of backwards after which it is released: that is after the last backward at whose
-    start it lives. Outputs that a captured graph holds don't count, nor those that a later one may hold as its
-    input, as long as its backward has not run. The runs come in the order of their backwards.
+    Each comes with the number of backwards after which it is released: those until the last one at whose start it
+    lives. Outputs that a captured graph holds don't count, nor those that a later one may hold as its input, as long as
+    its backward has not run.
     """
     held, lingering = {run.graph.tensors[t].storage for t in run.alive or ()}, dict[int, int]()
     for ended, starting in enumerate(order):
@@ -146,9 +144,8 @@ def _gap_after_forward(
 ) -> Gap:
     """Describe the memory of outside code after a forward, above the outputs that live on.
 
-    It holds the growth until the mark that follows, and the memory of outputs that died before it, less the
-    tangents: those of the run whose backward is next, None between two forwards. It may give back memory that it
-    held. The stages divide the code in between by the outputs that live. Freed are stale bytes.
+    It holds the growth of a gap, and the memory of outputs that died in it, less the tangents: those of the run whose
+    backward is next, None between two forwards. It may give back memory that it held. Freed are stale bytes.
     """
     if gap is None:
         return Gap()
@@ -165,9 +162,7 @@ def _stages(
 ) -> tuple[list[GapPart], int | None]:
     """Divide the code outside after a forward into stages, at the deaths of outputs and the call of the backward.
 
-    Returns:
-        The stages, and how many of them come before that call, None where there is no call. No stages where a death
-        was not seen.
+    How many of them come before that call comes with them; no stages where a death was not seen.
     """
     sizes, dead, stages = _sizes(record, died), set[int](), list[GapPart]()
     storage_of = {Mark(Event.RELEASED, i, t): record.runs[i].outputs[t][1] for i, t in died}

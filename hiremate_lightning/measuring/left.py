@@ -25,13 +25,10 @@ class LeftOutputs:
 
     In the next step all of this stays, or new outputs take its place. A step that was not measured is taken to leave
     as many bytes of outputs and inputs as the latest measured step of its kind.
-
-    Args:
-        find_retained: Returns the bytes of values retained for another backward, by storage.
     """
 
     def __init__(self, find_retained: Callable[[], dict[int, int]] = dict) -> None:
-        self._find_retained = find_retained
+        self._find_retained = find_retained  # returns the bytes of values retained for another backward, by storage
         self._record: StepRecord | None = None
         self._kind: Numbers | None = None  # of the step that has ended
         self._sizes_after: dict[Numbers | None, tuple[int, int]] = {}  # by kind, when one was measured last
@@ -79,11 +76,9 @@ class LeftOutputs:
         self._kind = kind
 
     def add_to(self, resident: Resident, present: Collection[int]) -> Resident:
-        """Add left memory, beside some storages, to a count without it, after a garbage collection.
-
-        Inputs that outputs hold count as staying: the allocator may not report their release.
-        """
+        """Add left memory, beside some storages, to a count without it, after a garbage collection."""
         self._look(present)
+        # Inputs that outputs hold count as staying: the allocator may not report their release.
         resident = resident.with_more(INPUTS, self._inputs_bytes)
         if self._return():
             return replace(resident, left_bytes=self._size_bytes)
@@ -139,13 +134,10 @@ class Iterations:
     that a script holds then, for ever perhaps, does not count in the following steps. Only memory counts that was
     allocated since and not freed. Where something was not measured, the bytes of the latest measured step count that
     came after the same step signature, beside the same graphs.
-
-    Attributes:
-        needs_measured_steps: Whether steps are to be measured, since nothing is known of this memory.
     """
 
     def __init__(self) -> None:
-        self.needs_measured_steps = False
+        self.needs_measured_steps = False  # whether steps are to be measured, since nothing is known of this memory
         self._have_waited = False  # any graphs, before any step
         self._begins = True  # with this step
         self._existing_bytes: int | None = None  # before this step; None where the iteration was not seen so far
@@ -157,13 +149,9 @@ class Iterations:
     def step_begins(
         self, before: StepRecord | None, signature: Numbers | None, waiting: Numbers, has_stepped: bool
     ) -> None:
-        """Begin a step.
+        """Begin a step, beside waiting parts; an optimizer has stepped since the latest backward, or not.
 
-        Args:
-            before: The record of the step before, None where not all of its allocations were seen.
-            signature: The signature of the step before, None where that is not known.
-            waiting: Identities of the parts whose graphs wait for their backward.
-            has_stepped: Whether an optimizer has stepped since the latest backward.
+        There is no record of the step before where not all of its allocations were seen, and no unknown signature.
         """
         waited, existing_bytes = bool(self._place[1]), self._existing_bytes
         grown_bytes = None if before is None else before.grown_bytes
@@ -193,9 +181,9 @@ class Iterations:
         return resident.with_beside(beside_bytes)
 
     def note_uncounted(self, uncounted: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Note which storages were there before the iteration; return those of the tensors that are among them.
+        """Note the storages from before the iteration; return tensors, one for each of these storages.
 
-        There is one tensor for each storage. What the iteration has made, `note_and_add` counts.
+        What the iteration has made, `note_and_add` counts.
         """
         tensors = list(uncounted)
         if self._begins or not self._have_waited or self._existing_bytes is None:

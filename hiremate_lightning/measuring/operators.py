@@ -21,9 +21,9 @@ from torch import fx
 
 from ..capturing.capture import Captured
 from ..memory.metering import undisturbed
-from ..rewriting.finishing import Finish
 from ..rewriting.joint import CALLS_AN_OPERATOR, TRITON, attribute_of, is_part, name_of
 from ..rewriting.kernels import as_eager
+from ..rewriting.overwriting import Finish
 from ..rewriting.replays import call_of, is_state, state_arguments
 from ..torch_private import aot, operators, tensor_state
 

@@ -19,7 +19,7 @@ from torch import fx
 
 from ..capturing.capture import Captured
 from ..memory.allocator import allocated_bytes, storage_bytes
-from ..memory.metering import Interval, MemoryMeter, Meter
+from ..memory.metering import Interval, LiveBytes, MemoryMeter
 from ..records.graph import bytes_of
 from ..records.step import Output
 from ..running.accumulation import Leaves, addable, existing, find_leaves
@@ -66,7 +66,7 @@ class StepRecord:
         resident: Resident = Resident(0, 0),
         sees_frees: bool = False,
         root: torch.nn.Module | None = None,
-        meter: Meter | None = None,
+        meter: MemoryMeter | LiveBytes | None = None,
     ) -> None:
         self._sharded = root if root is not None and sharding.has_units(root) else None
         self._watched: tuple[int, bool] | None = None  # bytes that the step before left, and whether they are stale
@@ -305,7 +305,11 @@ class StepRecord:
             spans = _spans_of(self._meter.intervals)
             closed = spans.pop() if sees_end else None
             if closed is not None and not at_once and self.is_measured and self._sees_frees:
-                self.grown_bytes = closed.start_bytes - _unseen_bytes(spans)
+                given = [
+                    (span.label.size_bytes, span.released_bytes) for span in spans if span.label.event is Event.GIVEN
+                ]
+                unseen = sum(size_bytes for size_bytes, told_bytes in given if size_bytes != told_bytes)
+                self.grown_bytes = closed.start_bytes - unseen  # the allocator did not report all that was released
             self._peak_bytes = _peak_of_step(spans, at_once)
             self.allocated_bytes = _allocated_between(spans)
             self.spans = _without_others(spans)
@@ -389,12 +393,6 @@ def _without_others(spans: Sequence[Interval]) -> list[Interval]:
 
 def _raised(span: Interval, by_bytes: int) -> Interval:
     return replace(span, start_bytes=span.start_bytes + by_bytes, peak_bytes=span.peak_bytes + by_bytes)
-
-
-def _unseen_bytes(spans: Sequence[Interval]) -> int:
-    """Return the bytes of released tensors of the batch whose release the allocator did not report."""
-    given = [(span.label.size_bytes, span.released_bytes) for span in spans if span.label.event is Event.GIVEN]
-    return sum(size_bytes for size_bytes, told_bytes in given if size_bytes != told_bytes)
 
 
 def _allocated_between(spans: Sequence[Interval]) -> int:

@@ -62,10 +62,8 @@ class ResidentMemory:
         self.iterations = Iterations()
         self._left = LeftOutputs(lambda: tensor_state.storage_sizes(self._on_device(held_by(retained()))))
         self._find_retained = retained
-        parameters = list(root.parameters())
-        self._trained = [weakref.ref(p) for p in parameters]
+        self._trained: list[weakref.ref[torch.Tensor]] = [weakref.ref(p) for p in root.parameters()]
         self._inputs_on = torch.device("cpu")
-        self._samples = _sample(parameters)
         self._device: tuple[list[torch.device], torch.device] | None = None  # of input and samples, and of most
         self._most = (0, 0)  # the most optimizers' states and samples' gradients when a step began
         self._uncollected_steps = LITTERED_STEPS  # steps begun since all garbage was collected
@@ -76,7 +74,7 @@ class ResidentMemory:
     @property
     def device(self) -> torch.device:
         """Where most of the model is, or its input: it may have moved since the last step."""
-        devices = [self._inputs_on, *(p.device for p in (seen() for seen in self._samples) if p is not None)]
+        devices = [self._inputs_on, *(p.device for p in self._samples())]
         if self._device is None or self._device[0] != devices:
             sizes = dict.fromkeys(devices, 0)
             for parameter in self.root.parameters():
@@ -84,12 +82,13 @@ class ResidentMemory:
             self._device = devices, max(sizes, key=lambda device: sizes[device])
         return self._device[1]
 
-    def _parameters(self) -> list[torch.Tensor]:
-        """List the parameters, and those that `torch.func.functional_call` has replaced by other tensors.
+    def _samples(self) -> list[torch.Tensor]:
+        """List a few of the parameters."""
+        samples = (seen() for seen in self._trained[:: max(1, len(self._trained) // SAMPLES)])
+        return [p for p in samples if p is not None]
 
-        Of a sharded parameter that is its shard, and the whole one that replaces it while a unit runs. That is empty in
-        between.
-        """
+    def _parameters(self) -> list[torch.Tensor]:
+        """List the parameters, those that `torch.func.functional_call` has replaced, and FSDP2's shards and wholes."""
         trained = (p for p in (seen() for seen in self._trained) if p is not None)
         sharded = (p for pair in sharding.whole_parameters(self.root) for p in pair)
         return list(dict.fromkeys([*self.root.parameters(), *trained, *sharding.shards(self.root), *sharded]))
@@ -144,7 +143,7 @@ class ResidentMemory:
     def _held(self) -> tuple[int, int]:
         """Count optimizers' states, and gradients of the samples."""
         states = sum(len(optimizer.state) for optimizer in self._optimizers)
-        return states, sum(p.grad is not None for p in (seen() for seen in self._samples) if p is not None)
+        return states, sum(p.grad is not None for p in self._samples())
 
     def retained_bytes(self) -> int:
         """Return the bytes of all that is retained for another backward, parameters included."""
@@ -155,8 +154,8 @@ class ResidentMemory:
         """Begin a step with these arguments."""
         if arguments:
             self._inputs_on = arguments[0].device
-        if all(sample() is None for sample in self._samples):  # fully_shard() has put others in their place
-            self._samples = _sample(self._parameters())
+        if not self._samples():  # fully_shard() has put others in their place
+            self._trained = [weakref.ref(p) for p in self._parameters()]
         self._uncollected_steps += 1
         if self.device.type != "cuda":  # there all that is allocated is counted
             waiting = tuple(id(part) for part, _ in self._find_waiting())
@@ -204,8 +203,7 @@ class ResidentMemory:
     def watch_releases(self, record: StepRecord, arguments: Sequence[torch.Tensor]) -> None:
         """Watch, in a record that begins, for the release of tensors from before a step with these arguments.
 
-        On the host these are also tensors that are not counted as resident: their release would count as memory that
-        the step gives back.
+        On the host, the release of tensors that are not counted would count as memory that the step gives back.
         """
         self._left.watch(record)
         record.counted = self._present(arguments) | self._left.storages
@@ -220,15 +218,11 @@ class ResidentMemory:
         groups = self._groups(list(self._gradients().values()), [*arguments, *held_by(waiting)])
         return frozenset(tensor_state.storage_sizes(tensor for tensors in groups.values() for tensor in tensors))
 
-    def _uncounted(self, counted: Collection[int]) -> Iterator[torch.Tensor]:
+    def _uncounted(self, counted: Collection[int]) -> list[torch.Tensor]:
         """List large host tensors that are not counted, one for each storage."""
-        seen = set(counted)
-        for tensor in tensor_state.plain_tensors_of_python():
-            is_large = tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() >= LARGE_BYTES
-            storage = tensor_state.storage_id(tensor)
-            if is_large and storage not in seen:
-                seen.add(storage)
-                yield tensor
+        on_host = (t for t in tensor_state.plain_tensors_of_python() if t.device.type == "cpu")
+        large = {tensor_state.storage_id(t): t for t in on_host if t.untyped_storage().nbytes() >= LARGE_BYTES}
+        return [tensor for storage, tensor in large.items() if storage not in counted]
 
     def sees_frees(self, resident: Resident) -> bool:
         """Whether a measurement of the step that begins sees all frees of memory from before it."""
@@ -263,10 +257,8 @@ class ResidentMemory:
         size_bytes, kept = resident.used
         if self._frees_gradients or not kept:
             return resident
-        kinds = {**dict(resident.kinds), "gradients": size_bytes}
         stale_bytes = max(0, resident.stale_bytes - size_bytes)
-        size_bytes = resident.size_bytes + size_bytes
-        return replace(resident, size_bytes=size_bytes, stale_bytes=stale_bytes, kept=kept, kinds=tuple(kinds.items()))
+        return replace(resident.with_more("gradients", size_bytes), stale_bytes=stale_bytes, kept=kept)
 
     def _groups(
         self, gradients: list[torch.Tensor], arguments: Sequence[torch.Tensor]
@@ -325,7 +317,3 @@ def held_by(waiting: Iterable[Saved]) -> list[torch.Tensor]:
         leaves = kept.leaves.values()
         held += [*(kept.values or ()), *leaves, *(leaf.grad for leaf in leaves)]
     return [value for value in held if isinstance(value, torch.Tensor)]
-
-
-def _sample(parameters: Sequence[torch.Tensor]) -> list[weakref.ref[torch.Tensor]]:
-    return [weakref.ref(p) for p in parameters[:: max(1, len(parameters) // SAMPLES)]]

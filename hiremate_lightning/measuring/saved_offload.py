@@ -32,13 +32,10 @@ class Files:
     A file is used again from its beginning when none of its values lives any more, but not after the process has
     forked: both processes have its memory then. PyTorch counts the memory of its own files (`torch.from_file`) as
     allocated, so these are none of them.
-
-    Attributes:
-        size_bytes: Bytes of all files.
     """
 
     def __init__(self) -> None:
-        self.size_bytes = 0
+        self.size_bytes = 0  # bytes of all files
         self._files = list[_File]()
         _all.add(self)
 
@@ -135,7 +132,8 @@ class SavedOffload(torch.autograd.graph.saved_tensors_hooks):
         if storage in self._given or tensor.untyped_storage().nbytes() < LEAST_OFFLOAD:
             return stays
         try:
-            return partial(_offloaded, self._copy(storage, tensor, version), Place(tensor))
+            get, place = self._copy(storage, tensor, version), Place(tensor)
+            return lambda: place.on(get())
         except (OSError, MemoryError) as error:
             if self._on_full is None:
                 raise
@@ -159,16 +157,8 @@ class SavedOffload(torch.autograd.graph.saved_tensors_hooks):
         return get
 
 
-def _offloaded(get: Callable[[], torch.UntypedStorage], place: Place) -> torch.Tensor:
-    return place.on(get())
-
-
 def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    """Return a tensor that stayed where it is: autograd does not look at changes in place where there are hooks.
-
-    Raises:
-        RuntimeError: If it was changed in place, as PyTorch raises it without hooks.
-    """
+    """Return a tensor, unless it was changed in place: autograd does not look at that where there are hooks."""
     (now,) = tensor_state.versions_of([tensor])
     if now != version:
         name = f"a tensor of shape {tuple(tensor.shape)}"

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -39,16 +39,21 @@ class Interval:
 
 
 class LiveBytes:
-    """Live bytes, and their peaks between marks, as an allocator's events come.
+    """Live bytes, and their peaks between marks, as an allocator's events come."""
 
-    Attributes:
-        intervals: One for each mark.
-    """
+    lost_marks, is_counting = False, True  # nothing interrupts it
 
     def __init__(self) -> None:
-        self.intervals: list[Interval] = []
+        self.intervals: list[Interval] = []  # one for each mark
         self._live_bytes = 0
         self._releases: list[Any] = []  # marks to set at releases to come
+
+    def start(self) -> None:
+        """Begin to count; the first mark is called "start"."""
+        self.mark("start")
+
+    def stop(self) -> None:
+        """End the count."""
 
     def mark(self, label: Any) -> None:
         """Begin a new interval, after those of releases that did not come."""
@@ -75,38 +80,13 @@ class LiveBytes:
         self.intervals.append(Interval(label, self._live_bytes, self._live_bytes, released_bytes))
 
 
-class Meter(Protocol):
-    """Measures memory from `start` to `stop`, see `MemoryMeter`."""
-
-    intervals: list[Interval]
-    lost_marks: bool
-
-    @property
-    def is_counting(self) -> bool:
-        """Whether it counts now: no other meter runs."""
-
-    def start(self) -> None:
-        """Begin."""
-
-    def mark(self, label: Any) -> None:
-        """Begin a new interval."""
-
-    def mark_release(self, label: Any) -> None:
-        """Begin a new interval as soon as something is released."""
-
-    def stop(self) -> None:
-        """End."""
-
-
 class MemoryMeter:
     """Measures from `start` to `stop`.
 
     To start a meter while another runs pauses that one until the inner meter stops: what happens in between does not
     count there. On a CPU all of a thread end where another profiler begins.
 
-    Args:
-        device: The device: on a CPU only what the current thread allocates counts.
-        is_read: Whether anybody reads the intervals.
+    Nobody reads the intervals of a meter that only covers others (`is_read=False`).
 
     Attributes:
         intervals: One for each mark, complete when the measurement has ended.
@@ -188,10 +168,7 @@ class MemoryMeter:
             self.lost_marks = True
 
     def mark_release(self, label: Any) -> None:
-        """Begin a new interval as soon as something has been released; on CUDA, where nobody tells of it, at once.
-
-        While the meter is paused, nothing.
-        """
+        """Begin a new interval as soon as something is released; on CUDA, where nobody tells of it, at once."""
         if self.is_counting:
             self._means.mark_release(label)
 
@@ -367,10 +344,7 @@ class Between:
 
 
 class DevicePeak:
-    """Reads the peak of a step on a GPU.
-
-    The user reads the same peak as ever, as long as nothing takes more than the planned steps.
-    """
+    """Reads the peak of a step on a GPU; the user's peak stays, as long as nothing takes more than planned steps."""
 
     def __init__(self) -> None:
         self._device: torch.device | None = None

@@ -40,11 +40,7 @@ class Curve:
     def solution(self, budget_bytes: int) -> Solution:
         """Return the fastest known solution within a budget, with the best bound that holds for it.
 
-        Args:
-            budget_bytes: Bytes that the step may add to resident ones.
-
-        Returns:
-            A solution; INFEASIBLE where that is proven, NOT_FOUND where no known one fits.
+        It is INFEASIBLE where that is proven, NOT_FOUND where no known one fits.
         """
         bound = max((ms for budget, ms in self.bounds if budget >= budget_bytes), default=0.0)
         if budget_bytes < self.least_bytes:
@@ -117,12 +113,9 @@ class Outcome(Solution):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Outcomes of one step.
+    """Outcomes of one step so far, in any order.
 
-    Attributes:
-        step_ms: Time of the step without recomputation.
-        outcomes: Outcomes so far, in any order.
-        bounds: For each budget the recompute time below which no schedule exists, None where none fits.
+    `bounds` are pairs of a budget and the recompute time below which no schedule exists, None where none fits.
     """
 
     step_ms: float
@@ -175,13 +168,7 @@ def compare(
 ) -> Iterator[Outcome]:
     """Solve a problem by one method after the other, each in a process of its own and within the time limit.
 
-    Args:
-        problem: The step, its budget, and the time limit of each solve.
-        methods: Names of strategies.
-        starting: Called with each method before it starts.
-
-    Yields:
-        Each outcome as soon as it is known.
+    `starting` is called with each method before it starts. Each outcome is yielded as soon as it is known.
 
     Raises:
         ConfigurationError: If there is no method of a name.

@@ -25,12 +25,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The decisions that a step runs by.
+    """The fastest decisions that fit a step, the time of what they compute again, and the part that is lost by them.
 
-    Attributes:
-        decisions: The fastest that fit.
-        again_ms: Time of the nodes that they compute again.
-        lost_ms: The least part of it that decisions of the step's own would save, as estimated.
+    Lost is what decisions of the step's own would save at least, as estimated.
     """
 
     decisions: Decisions
@@ -59,11 +56,9 @@ class Loss(Generic[T]):
 
     Attributes:
         ladder: The decisions for its code.
-        step: The step.
-        room: How many bytes it has.
         plain_bytes: Bytes that it adds where it keeps everything.
         again_ms: Time of the nodes that it computes again.
-        lost_ms: The least part of it that decisions of the step's own would save, as estimated.
+        lost_ms: See `Chosen`.
     """
 
     ladder: Ladder[T]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ class PlanOptions:
 
     Attributes:
         solver: Name of the strategy, see `solvers`.
-        time_limit_s: Seconds for solving one plan, counted in work, see `solvers.work`.
+        time_limit_s: Seconds for solving one plan, counted in `Work`.
         on_infeasible: "raise" to stop where no schedule fits, "warn" to train on with the least memory found.
         cache_dir: Folder for solutions, reused by later runs; None for no files.
     """
@@ -91,7 +91,7 @@ class PlanningTime:
     @property
     def all_s(self) -> float:
         """The seconds of all stages."""
-        return float(sum(astuple(self)))
+        return self.capture_s + self.profile_s + self.solve_s + self.compile_s + self.prove_s
 
 
 @dataclass(frozen=True)
@@ -258,9 +258,8 @@ class Plan:
 
 def planned_lines(plan: Plan) -> list[str]:
     """Describe a plan: peak and time, then solver and planning."""
-    numbers = plan.to_dict()
+    numbers, offload = plan.to_dict(), offload_words(plan.to_dict())
     peak = f"{format_bytes(plan.unplanned_peak_bytes)} -> {peak_words(numbers, 'planned_peak_bytes')}"
-    offload = offload_words(numbers)
     return [
         f"{plan_title(plan)}: peak {peak}, budget {budget_words(numbers)}, "
         f"extra time {format_ratio(plan.predicted_overhead)}{offload and f'; {offload}'}",

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 from ..records.costs import Profile
@@ -38,7 +38,6 @@ log = logging.getLogger("hiremate_lightning")
 TIGHTENINGS = 4  # of the budget, where a strategy's own memory model was too coarse
 LEAST = "least memory at once"  # in place of a strategy's name, in a folder of plans
 ANY_GAP = 1e6  # where any schedule that fits will do
-SAVES_AS_MUCH = 0.02  # saved shares of the peak up to this difference count as the same
 CUT_SHORT = (
     "Solving was cut short after %d s, in which this machine did the work of %d s of an idle core: it is too busy, or "
     "slow. The plan fits the budget. It may be slower than the plan of another run. Free some cores, or pass a "
@@ -160,42 +159,20 @@ def _solve_until_it_fits(problem: Problem, strategy: Strategy) -> Solution:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class FirstSolution:
-    """The solution by which a captured part first ran."""
-
-    step: Step
-    solution: Solution
-
-    def serves_as_well(self, problem: Problem) -> bool:
-        """Whether the solution saves as much for the same part at another size, and fits the budget."""
-        before = Problem(self.step.graph, self.step.profile, 0)
-        if _saved_share(problem, self.solution) + SAVES_AS_MUCH < _saved_share(before, self.solution):
-            return False
-        return replay_solution(problem, self.solution).peak_bytes <= problem.budget_bytes
-
-
-def _saved_share(problem: Problem, solution: Solution) -> float:
-    planned, kept = replay_solution(problem, solution), replay(problem, keep_all(problem.graph))
-    return 1 - planned.peak_bytes / max(1, kept.peak_bytes)
-
-
 def first_solution(
     step: Step,
     room: Room,
     options: PlanOptions,
     target: str,
     progress: Callable[[float, float], None] | None = None,
-    known: Iterable[FirstSolution] = (),
     free_bytes: Callable[[], int] = lambda: 0,
     host: Host | None = None,
 ) -> Solution | Short:
     """Find how to run a captured part for the first time.
 
-    That is the schedule of least memory that is found at once, or the solution for the same part at another size. Only
-    where this exceeds the budget a solve follows, which ends with the first schedule that fits. Where none fits the
-    budget, the part runs all the same if the device has the memory: only a step that has run shows which budget is
-    enough.
+    That is the schedule of least memory that is found at once. Only where this exceeds the budget a solve follows: it
+    ends with the first schedule that fits. Where none fits, the part runs all the same if the device has the memory:
+    only a step that has run shows which budget is enough.
 
     Args:
         step: The part.
@@ -203,7 +180,6 @@ def first_solution(
         options: How to plan.
         target: Path of the planned module, for reports.
         progress: Called with solutions while solving, see `SolveOptions`.
-        known: Solutions of other parts.
         free_bytes: Returns the bytes that the part may add beyond the budget.
         host: Memory of the host that values may be offloaded to; None where all stays on the device.
 
@@ -213,10 +189,6 @@ def first_solution(
     log.debug("searching for a first schedule")
     limits = SolveOptions(time_limit_s=options.time_limit_s, gap=ANY_GAP, progress=progress)
     problem = Problem(step.graph, step.profile, room.step_bytes, limits, host)
-    at_other_sizes = (first for first in known if first.step.graph.code == step.graph.code)
-    solution = next((first.solution for first in at_other_sizes if first.serves_as_well(problem)), None)
-    if solution is not None:
-        return solution
     smallest = _least_at_once(problem, options.solutions)
     if smallest.peak_bytes <= problem.budget_bytes:
         return smallest
@@ -226,7 +198,7 @@ def first_solution(
     beyond_bytes = free_bytes()
     if smallest.peak_bytes > beyond_bytes:
         smallest = least_with_offloads(problem, smallest)
-    if replay_solution(problem, smallest).peak_bytes > beyond_bytes:
+    if smallest.peak_bytes > beyond_bytes:
         return Short((Need(problem, smallest, room.resident_bytes),), room, target, AT_LEAST)
     return smallest
 
@@ -237,7 +209,6 @@ def _least_at_once(problem: Problem, solutions: Solutions) -> Solution:
     if known is not None:
         return known[0]
     smallest = smallest_budget(problem)
-    smallest = replace(smallest, peak_bytes=replay(problem, smallest.recompute).peak_bytes)
     if _fits(problem, smallest):
         solutions.write(problem, LEAST, smallest)
     return smallest
@@ -252,8 +223,7 @@ def _least_memory(problem: Problem, failed: Solution) -> Solution:
     smallest = smallest_budget(problem)
     if smallest.peak_bytes > problem.budget_bytes:
         smallest = least_with_offloads(problem, smallest)
-    peak = replay_solution(problem, smallest).peak_bytes
-    return replace(smallest, peak_bytes=peak, stopped_by=failed.stopped_by or smallest.stopped_by)
+    return replace(smallest, stopped_by=failed.stopped_by or smallest.stopped_by)
 
 
 def _fastest_within_its_peak(

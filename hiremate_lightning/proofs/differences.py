@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from .. import thresholds
-from ..torch_private.tensor_state import HALF_PRECISION
+from ..torch_private.tensor_state import HALF_PRECISION, is_dense
 from .trials import TrialOutcome
 
 ROUNDINGS, HALF_ROUNDINGS = 512, 4
@@ -59,77 +59,85 @@ def differences(
         device: Where to compare: outcomes are on the host, and a GPU looks at billions of gradients in seconds.
     """
     outcomes = (expected, captured, again, refilled)
-    unit_of_gradients = _Unit(tuple(expected.gradients.values()), half, device)
-    return (
-        _among([outcome.values for outcome in outcomes], _Unit((), half, device)),
-        _among([outcome.gradients for outcome in outcomes], unit_of_gradients),
-    )
+    of_values = _Comparison(half, device).among([outcome.values for outcome in outcomes])
+    of_gradients = _Comparison(half, device, tuple(expected.gradients.values()))
+    return of_values, of_gradients.among([outcome.gradients for outcome in outcomes])
 
 
-def _written(expected: Any, captured: Any, again: Any, refilled: Any, unit: _Unit) -> Any:
-    """Return captured values, with the expected ones where these depend on memory that nobody has written to."""
-    tensors = [expected, captured, refilled]
-    if not all(isinstance(value, torch.Tensor) and value.layout is torch.strided for value in tensors):
-        return captured
-    if len({(value.shape, value.dtype) for value in tensors}) > 1 or captured.is_quantized:
-        return captured
-    same = _as_bits(expected) == _as_bits(refilled)
-    if expected.dtype.is_floating_point or expected.dtype.is_complex:  # kernels that add in any order round otherwise
-        most = max(math.prod(unit.of(expected)), TIMES_OWN * _own(expected, again, unit.device))
-        same |= (_as_real(expected) - _as_real(refilled)).abs() <= most
-    return torch.where(same.all(-1) if captured.is_complex() else same, captured, expected)
+@dataclass
+class _Comparison:
+    """Compares values, with the largest difference that counts as rounding."""
 
+    half: torch.dtype | None  # a type to which one of two values was rounded on the way, None for none
+    device: torch.device  # where values are looked at
+    others: Sequence[Any] = ()  # values whose largest one counts beside that of the tensor
 
-class _Unit:
-    """The largest difference that counts as rounding.
+    def among(self, outcomes: Sequence[Mapping[str, Any]]) -> list[Difference]:
+        """Compare the values of the four outcomes of `differences` by name, in its order."""
+        expected, captured, again, refilled = outcomes
+        differing = []
+        for name in dict.fromkeys((*expected, *captured)):
+            one, other, second = (values.get(name) for values in (expected, captured, again))
+            if name in refilled:
+                other = self._written(one, other, second, refilled[name])
+            difference = self._compare(name, one, other, second)
+            differing += [] if difference is None else [difference]
+        return differing
 
-    Args:
-        others: Values whose largest one counts beside that of the tensor.
-        half: A type to which one of two values was rounded on the way, None for none.
-        device: Where values are looked at.
-    """
+    def _written(self, expected: Any, captured: Any, again: Any, refilled: Any) -> Any:
+        """Return captured values, with the expected ones where these depend on memory that nobody has written to."""
+        tensors = [expected, captured, refilled]
+        if not all(map(is_dense, tensors)) or len({(value.shape, value.dtype) for value in tensors}) > 1:
+            return captured
+        if captured.is_quantized:
+            return captured
+        same = _as_bits(expected) == _as_bits(refilled)
+        if _has_fractions(expected):  # kernels that add in any order round otherwise
+            most = max(math.prod(self._unit(expected)), TIMES_OWN * self._own(expected, again))
+            same |= (_as_real(expected) - _as_real(refilled)).abs() <= most
+        return torch.where(same.all(-1) if captured.is_complex() else same, captured, expected)
 
-    def __init__(self, others: Sequence[Any], half: torch.dtype | None, device: torch.device) -> None:
-        self.device = device
-        self._others, self._half = others, half
+    def _compare(self, name: str, expected: Any, captured: Any, again: Any) -> Difference | None:
+        are_tensors = isinstance(expected, torch.Tensor) and isinstance(captured, torch.Tensor)
+        if not are_tensors or _kind(expected) != _kind(captured):
+            is_same = not are_tensors and type(expected) is type(captured) and expected == captured
+            words = f"{name} is {_brief(captured)} where eager PyTorch has {_brief(expected)}"
+            return None if expected is captured or is_same else Difference(words)
+        if expected.layout is not torch.strided:
+            expected, captured = expected.to_dense(), captured.to_dense()
+        apart = None if expected.is_quantized else _apart(expected, captured, self.device)
+        return None if apart is None else self._difference(name, expected, again, apart)
+
+    def _difference(self, name: str, expected: torch.Tensor, again: Any, apart: _Apart) -> Difference:
+        values = expected.numel() * (2 if expected.is_complex() else 1)
+        words = f"{name} has {apart.other:.9g} where eager PyTorch has {apart.expected:.9g}"
+        words += f", {apart.count} of {values} values differ"
+        if not _has_fractions(expected):
+            return Difference(words)
+        (size, most), own = self._unit(expected), self._own(expected, again)
+        if apart.most > max(size * most, TIMES_OWN * own):
+            return Difference(words)
+        units = apart.most / size if size else 0.0
+        words += f", by at most {apart.most:.2g}: {units:.2g} units in the last place of the largest"
+        return Difference(f"{words}; two runs of eager PyTorch differ by {own:.2g}" if own else words, True)
+
+    def _unit(self, expected: torch.Tensor) -> tuple[float, int]:
+        """Return a unit in the last place of the largest value, and how many units two roundings may differ by."""
+        dtype = self.half if self.half is not None and expected.dtype not in HALF_PRECISION else expected.dtype
+        unit = torch.finfo(dtype).eps * max(_largest(expected, self.device), self._largest_other)
+        return unit, HALF_ROUNDINGS if dtype in HALF_PRECISION else ROUNDINGS
 
     @cached_property
     def _largest_other(self) -> float:
         """The largest of the other values, looked for once: there may be gigabytes of gradients."""
-        return max((_largest(value, self.device) for value in self._others), default=0.0)
+        return max((_largest(value, self.device) for value in self.others), default=0.0)
 
-    def of(self, expected: torch.Tensor) -> tuple[float, int]:
-        """Return a unit in the last place of the largest value, and how many units two roundings may differ by."""
-        dtype = self._half if self._half is not None and expected.dtype not in HALF_PRECISION else expected.dtype
-        unit = torch.finfo(dtype).eps * max(_largest(expected, self.device), self._largest_other)
-        return unit, HALF_ROUNDINGS if dtype in HALF_PRECISION else ROUNDINGS
-
-
-def _among(outcomes: Sequence[Mapping[str, Any]], unit: _Unit) -> list[Difference]:
-    """Compare the values of the four outcomes of `differences` by name, in its order."""
-    expected, captured, again, refilled = outcomes
-    differing = []
-    for name in dict.fromkeys((*expected, *captured)):
-        one, other, second = (values.get(name) for values in (expected, captured, again))
-        if name in refilled:
-            other = _written(one, other, second, refilled[name], unit)
-        difference = _compare(name, one, other, second, unit)
-        differing += [] if difference is None else [difference]
-    return differing
-
-
-def _compare(name: str, expected: Any, captured: Any, again: Any, unit: _Unit) -> Difference | None:
-    if not isinstance(expected, torch.Tensor) or not isinstance(captured, torch.Tensor):
-        is_same = expected is captured or (type(expected) is type(captured) and expected == captured)
-        return (
-            None if is_same else Difference(f"{name} is {_brief(captured)} where eager PyTorch has {_brief(expected)}")
-        )
-    if (expected.shape, expected.dtype, expected.layout) != (captured.shape, captured.dtype, captured.layout):
-        return Difference(f"{name} is {_brief(captured)} where eager PyTorch has {_brief(expected)}")
-    if expected.layout is not torch.strided:
-        expected, captured = expected.to_dense(), captured.to_dense()
-    apart = None if expected.is_quantized else _apart(expected, captured, unit.device)
-    return None if apart is None else _difference(name, expected, again, apart, unit)
+    def _own(self, expected: torch.Tensor, again: Any) -> float:
+        """Return how far two runs of eager PyTorch are apart; 0 where that is not known."""
+        if not is_dense(again) or again.shape != expected.shape:
+            return 0.0
+        apart = _apart(expected, again, self.device)
+        return apart.most if apart is not None and math.isfinite(apart.most) else 0.0
 
 
 @dataclass(frozen=True)
@@ -178,31 +186,9 @@ def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return real if real.dtype is torch.bool else real.view(_BITS[real.element_size()])
 
 
-def _difference(name: str, expected: torch.Tensor, again: Any, apart: _Apart, unit: _Unit) -> Difference:
-    values = expected.numel() * (2 if expected.is_complex() else 1)
-    words = f"{name} has {apart.other:.9g} where eager PyTorch has {apart.expected:.9g}"
-    words += f", {apart.count} of {values} values differ"
-    if not (expected.dtype.is_floating_point or expected.dtype.is_complex):
-        return Difference(words)
-    (size, most), own = unit.of(expected), _own(expected, again, unit.device)
-    if apart.most > max(size * most, TIMES_OWN * own):
-        return Difference(words)
-    units = apart.most / size if size else 0.0
-    words += f", by at most {apart.most:.2g}: {units:.2g} units in the last place of the largest"
-    return Difference(f"{words}; two runs of eager PyTorch differ by {own:.2g}" if own else words, True)
-
-
-def _own(expected: torch.Tensor, again: Any, device: torch.device) -> float:
-    """Return how far two runs of eager PyTorch are apart; 0 where that is not known."""
-    if not isinstance(again, torch.Tensor) or again.layout is not torch.strided or again.shape != expected.shape:
-        return 0.0
-    apart = _apart(expected, again, device)
-    return apart.most if apart is not None and math.isfinite(apart.most) else 0.0
-
-
 def _largest(value: Any, device: torch.device) -> float:
     """Find the largest finite value of a tensor, without its sign."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.numel():
+    if not is_dense(value) or not value.numel():
         return 0.0
     pieces = (piece.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for (piece,) in _pieces([value], device))
     return max(float(piece.abs().max()) for piece in pieces)
@@ -211,6 +197,14 @@ def _largest(value: Any, device: torch.device) -> float:
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.resolve_conj().resolve_neg()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _has_fractions(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.layout]:
+    return tensor.shape, tensor.dtype, tensor.layout
 
 
 def _brief(value: Any) -> str:

@@ -86,6 +86,16 @@ class Proof:
         return self.backward if self.written is None or self.next_without() is None else Verdict.UNKNOWN
 
     @property
+    def is_refused(self) -> bool:
+        """Whether it is known to give other numbers."""
+        return Verdict.REFUSED in (self.forward, self.backward)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there are verdicts on outputs and on gradients."""
+        return Verdict.UNKNOWN not in (self.forward, self.backward)
+
+    @property
     def unproved(self) -> str:
         """The unproved part of code that runs as captured: "outputs", which include all else, "gradients", or ""."""
         return "outputs" if self.forward is Verdict.UNKNOWN else "gradients" * (self.gradients is Verdict.UNKNOWN)
@@ -118,10 +128,7 @@ class Proof:
             self.rests, self.runs, self.backward = False, 0, Verdict.UNKNOWN
 
     def rest(self, without: frozenset[int] | None) -> None:
-        """Stop proving until other gradients come than were missing in the backward that was tried.
-
-        `without` is None where no backward ran.
-        """
+        """Stop proving until other gradients are missing than in the backward that was tried, if one ran."""
         self.rests = True
         self.tried_without |= set() if without is None else {without}
         if self.part is None or len(self.part.captured.tangents) < 2:
@@ -133,16 +140,12 @@ class Proof:
 
 
 class Proofs:
-    """The proofs of one session.
-
-    Attributes:
-        runs_eager: How often code has run as the user wrote it, since its proof failed.
-    """
+    """The proofs of one session."""
 
     def __init__(self) -> None:
         self._proofs: weakref.WeakSet[Proof] = weakref.WeakSet()
         self._ran_without: weakref.WeakKeyDictionary[fx.GraphModule, set[frozenset[int]]] = weakref.WeakKeyDictionary()
-        self.runs_eager = 0
+        self.runs_eager = 0  # how often code has run as the user wrote it, since its proof failed
 
     def add(self, proof: Proof) -> None:
         """Add a proof to those of the session. All sizes of the same code share which gradients come."""
@@ -222,10 +225,7 @@ class ProofMemory:
 def proof_memory(
     captured: Captured, profile: Profile, program: Program, free_bytes: Callable[[Step, torch.device], int]
 ) -> ProofMemory:
-    """Predict the bytes that the runs of a proof of a graph, by its program, take as allocated.
-
-    The function returns the bytes that are free on a device beside what exists before a step.
-    """
+    """Predict the bytes that the runs of a proof take as allocated, and those that are free beside what exists."""
     graph, step = in_blocks(captured.graph, captured.device), alone(captured.graph, profile, captured.device)
     own = simulate(graph, profile, program.schedule)
     # Activations that take nothing, and gradients that are dropped as they come.

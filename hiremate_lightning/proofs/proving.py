@@ -48,17 +48,11 @@ _NOT_PARTS = re.compile(r"_(?:modules|parameters|buffers)_")
 
 
 class Proving(Protocol):
-    """The session whose code is proved, as far as proofs need it.
+    """The session whose code is proved, as far as proofs need it."""
 
-    Attributes:
-        name: Of the model.
-        stages: Shows proving, and adds up its seconds.
-        tracing: Measures the capture, which has ended where code is proved.
-    """
-
-    name: str
-    stages: Stages
-    tracing: ExitStack
+    name: str  # of the model
+    stages: Stages  # shows proving, and adds up its seconds
+    tracing: ExitStack  # measures the capture, which has ended where code is proved
 
     @property
     def asked(self) -> int:
@@ -90,8 +84,6 @@ class Prover:
 
     def prove(self, proof: Proof, arguments: Sequence[Any]) -> None:
         """Prove captured code that is about to run, as far as it is unproved and memory is free.
-
-        The arguments of that run stay as they are.
 
         Raises:
             NoTemplateError: If the code was made from traces of other sizes, and can't be proved.
@@ -127,9 +119,9 @@ class Prover:
             return
         self._prove(proof, arguments)
         proof.written, proof.rests = written, False
-        if Verdict.REFUSED in (proof.forward, proof.backward):
+        if proof.is_refused:
             raise WrongTemplateError("Programs of sizes that were not traced fail, or give other numbers")
-        if Verdict.UNKNOWN not in (proof.forward, proof.backward):
+        if proof.is_known:
             template.proved_at(part.captured.sizes, proof.tried_without)
         elif template.is_proved_at(part.captured.sizes):  # where other gradients come; for these there is no memory
             template.proved_at(part.captured.sizes, part.ran_without)
@@ -152,9 +144,9 @@ class Prover:
             return
         sizes, smaller.part.ran_without = smaller.part.captured.sizes, part.ran_without
         self._prove(smaller, some, replace(template.at(sizes), protects=program.protects))
-        if Verdict.REFUSED in (smaller.forward, smaller.backward):
+        if smaller.is_refused:
             raise WrongTemplateError("Programs of sizes that were not traced fail, or give other numbers")
-        if Verdict.UNKNOWN not in (smaller.forward, smaller.backward):
+        if smaller.is_known:
             template.proved_at(sizes, smaller.tried_without)
             proof.forward, proof.backward, proof.rounded = smaller.forward, smaller.backward, smaller.rounded
 
@@ -186,17 +178,16 @@ class Prover:
                 proof.why_unproved = ""
                 with trying(part, program), autocasting.not_printed():
                     self._try(proof, arguments, memory, without, needs_numbers=made is not None)
-            if Verdict.UNKNOWN in (proof.forward, proof.backward):
+            if not proof.is_known:
                 proof.why_unproved = proof.why_unproved or "the budget leaves no memory to compute them in eager mode"
         self._conclude(proof, without)
 
     def _conclude(self, proof: Proof, without: frozenset[int] | None) -> None:
         """End the proof where all is known, or where it was tried often enough; other gradients may still come."""
         asked, runs = self._session.asked, proof.runs + 1
-        is_known = Verdict.UNKNOWN not in (proof.forward, proof.backward)
-        if Verdict.REFUSED in (proof.forward, proof.backward):
+        if proof.is_refused:
             proof.end()
-        elif (is_known and runs >= asked) or runs >= max(TRIES, asked):
+        elif (proof.is_known and runs >= asked) or runs >= max(TRIES, asked):
             self._say_unproved(proof)
             proof.rest(without)
 
@@ -312,7 +303,8 @@ def _outcome_in_little_memory(
     """Run code in eager mode without gradients; then, where they fit so, with these in little memory."""
     observed = Observed(written)
     trial, expected = _first_outcome(trial, observed, tell=observed.wrote)
-    ways = cut(written, observed, memory.values_bytes), keeping_little(written, observed, memory.offloaded_bytes)
+    in_segments = cut(written, observed, memory.values_bytes, memory.can_offload)
+    ways = (in_segments, keeping_little(written, observed, memory.offloaded_bytes))
     for run in (way for way in ways if way is not None):
         try:
             outcome = replace(trial, with_gradients=True).run(run)

@@ -40,21 +40,14 @@ class Seen:
 
 
 class Observed(fx.Interpreter):
-    """Runs code once, and records the effects of its nodes.
-
-    Attributes:
-        seen: Effects of each called node.
-        blocks_of: Numbers of the blocks of memory that the result of each node lies on.
-        sizes: Bytes of each block of memory.
-        given: Numbers of the blocks that were there before.
-    """
+    """Runs code once, and records the effects of its nodes."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
-        self.seen: dict[fx.Node, Seen] = {}
-        self.blocks_of: dict[fx.Node, frozenset[int]] = {}
-        self.sizes: list[int] = []
-        self.given = set[int]()
+        self.seen: dict[fx.Node, Seen] = {}  # effects of each called node
+        self.blocks_of: dict[fx.Node, frozenset[int]] = {}  # numbers of the blocks of memory that its result lies on
+        self.sizes: list[int] = []  # bytes of each block
+        self.given = set[int]()  # numbers of the blocks that were there before
         self._blocks: dict[int, tuple[int, Callable[[], bool]]] = {}  # by storage: number, and whether it lives
         self._now = Seen()
 
@@ -167,14 +160,14 @@ def _call(segment: Segment, inputs: Sequence[Any]) -> tuple[Any, ...]:
     return checkpoint(run, *others, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-def cut(module: fx.GraphModule, observed: Observed, free_bytes: int) -> Segmented | None:
+def cut(module: fx.GraphModule, observed: Observed, free_bytes: int, can_offload: bool = True) -> Segmented | None:
     """Cut observed code into as few segments as fit; None where no cut that was tried fits.
 
     The free bytes are the most that values of the forward may take at any moment of a backward.
     """
     shape = _Shape(observed)
     cuts = [bounds for count in COUNTS if (bounds := shape.bounds(count)) is not None]
-    for is_offloaded, bounds in product((False, True), cuts):
+    for is_offloaded, bounds in product((False, True) if can_offload else (False,), cuts):
         if shape.peak_bytes(bounds, is_offloaded) <= free_bytes:
             segments = [shape.segment(module, first, end) for first, end in bounds]
             return Segmented(module, segments, is_offloaded)

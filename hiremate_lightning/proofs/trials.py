@@ -192,21 +192,14 @@ def _forget_casts(device_types: set[str]) -> None:
 class _Watching(TorchDispatchMode):
     """Sees each operator: copies what it may write to, and fills memory that it returns unwritten.
 
-    So two runs of code find the same numbers in such memory.
-
-    Args:
-        tensors: Tensors whose memory is put back. What else lies on it is put back with them.
-        tell: Called with each dense tensor that an operator may be about to write to.
-        fill: The byte to fill with; 255 makes NaN of floating-point numbers.
-
-    Attributes:
-        has_filled: Whether there was any such memory.
+    So the memory of the tensors can be put back, and two runs of code find the same numbers in unwritten memory: 255 in
+    each byte makes NaN of floating-point numbers.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], tell: Callable[[torch.Tensor], None], fill: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.supports_higher_order_operators = True
-        self.has_filled = False
+        self.has_filled = False  # whether there was any unwritten memory
         self._tell, self._byte = tell, fill
         self._watched = {tensor_state.storage_id(t): t for t in tensors if t.layout is torch.strided}
         self._copies: dict[int, torch.Tensor] = {}
@@ -272,10 +265,7 @@ def _places_written(operator: Any) -> tuple[tuple[int, str], ...]:
 
 
 def unused_at(captured: Captured, missing: frozenset[int]) -> frozenset[int] | None:
-    """Return the positions of the outputs whose gradients do not come; None where these are of more than outputs.
-
-    `missing` lists the positions of these gradients among all that the code's backward takes.
-    """
+    """Return the positions of the outputs whose gradients are missing; None where these are of more than outputs."""
     positions = (aot.output_position(captured.tangents[gradient]) for gradient in missing)
     outputs = [position for position in positions if position is not None]
     return frozenset(outputs) if len(outputs) == len(missing) else None

@@ -81,15 +81,13 @@ class _Page:
         title, plan = escape(plan_title(self.plan)), self.plan
         sections = [
             _section("Memory over the step", self._timeline(), " ".join(self.numbers["advice"])),
-            _section("Predicted and measured", self._comparison()),
+            self._comparison(),
             self._modules(),
-            _section("What fills the peak", self._peak(), f"Peak of the planned step: {self.numbers['at']}."),
+            self._peak(),
         ]
         if plan.rounded:
-            table = _table(
-                "Differences by rounding", ("value",), [(escape(words),) for words in plan.rounded], numbers=()
-            )
-            sections.append(_section("Differences by rounding", table, ROUNDED_WORDS))
+            rows = [(escape(words),) for words in plan.rounded]
+            sections.append(_table("Differences by rounding", ("value",), rows, words=ROUNDED_WORDS, numbers=()))
         if self.frontier is not None:
             draw = partial(frontier_svg, plan, frontier_of(plan, self.frontier))
             figure = f'<div class="wide" id="frontier">{_for_screens(draw)}</div>'
@@ -168,9 +166,8 @@ class _Page:
         if any(row.shares for row in rows):
             words += "; where they are planned differently, each has its own bar"
         header = ("module", "kept", "not kept", "recomputed", "extra time", "share kept")
-        name = "What each module keeps"
-        table = _table(name, header, [_module_cells(row) for row in rows], _module_cells(total_row(rows)))
-        return _section(name, table, f"{words}.")
+        cells, total = [_module_cells(row) for row in rows], _module_cells(total_row(rows))
+        return _table("What each module keeps", header, cells, total, f"{words}.")
 
     def _peak(self) -> str:
         _, run = self.timeline.runs
@@ -192,7 +189,8 @@ class _Page:
             cells.append((f"{len(rest)} smaller ones", format_bytes(rest_bytes), "", "", ""))
         total = ("all", format_bytes(self.plan.planned_peak_bytes), "", "", "")
         header = ("what", "bytes", "made by", "module", "source")
-        return _table("What fills the peak", header, cells, total, numbers=(1,))
+        words = f"Peak of the planned step: {self.numbers['at']}."
+        return _table("What fills the peak", header, cells, total, words, numbers=(1,))
 
 
 def _steps_of(run: DrawnStep, top: int) -> dict[str, Any]:
@@ -243,13 +241,17 @@ def _section(title: str, body: str, words: str = "") -> str:
 
 
 def _table(
-    caption: str,
+    title: str,
     header: Sequence[str],
     rows: Sequence[Sequence[str]],
     total: Sequence[str] = (),
+    words: str = "",
     numbers: Sequence[int] = (1, 2, 3, 4),
 ) -> str:
-    """Lay out cells of HTML; the columns of numbers go to the right. The caption is for who can't see the heading."""
+    """Lay out cells of HTML in a section; the columns of numbers go to the right.
+
+    The caption is for who can't see the heading.
+    """
 
     def line(cells: Sequence[str], tag: str) -> str:
         styles = (' class="number"' if i in numbers else "" for i in range(len(cells)))
@@ -258,8 +260,8 @@ def _table(
 
     body = "".join(line(row, "td") for row in rows)
     foot = f"<tfoot>{line(total, 'td')}</tfoot>" if total else ""
-    head = f"<caption>{caption}</caption><thead>{line(header, 'th')}</thead>"
-    return f'<div class="wide"><table>{head}<tbody>{body}</tbody>{foot}</table></div>'
+    head = f"<caption>{title}</caption><thead>{line(header, 'th')}</thead>"
+    return _section(title, f'<div class="wide"><table>{head}<tbody>{body}</tbody>{foot}</table></div>', words)
 
 
 _UNITS = "1 GiB is 2<sup>30</sup> bytes. The numbers are in this file as JSON, in the element with id plan."

@@ -142,8 +142,8 @@ class _Block:
     """Modules that go into one row, whose label and depth it has."""
 
     label: str
-    members: tuple[tuple[str, ...], ...]  # for each of the equal modules, the paths in it that run something
-    roots: tuple[str, ...] = ()  # of the equal modules, empty for what can't be opened
+    uses: tuple[ModuleUse, ...]  # of each of the equal modules
+    roots: tuple[str, ...] = ()  # their paths, empty for what can't be opened
     count: int = 1  # of them in each parent
     depth: int = 0
 
@@ -151,6 +151,11 @@ class _Block:
     def is_group(self) -> bool:
         """Whether its row stays, as a heading, when it is opened."""
         return self.count > 1
+
+    def row(self) -> ModuleRow:
+        decided_alike = len({(u.kept_bytes, u.dropped_bytes, u.recomputed) for u in self.uses}) == 1
+        shares = () if decided_alike else tuple(u.kept_share for u in self.uses)
+        return ModuleRow(self.label, self.count, self.depth, add_uses(self.uses), shares)
 
 
 class _Modules:
@@ -174,7 +179,7 @@ class _Modules:
         shown = self._fold(self._children(_Block("", (), ("",))), limit)
         while (opened := self._open_one(shown, limit)) is not None:
             shown = opened
-        return tuple(self._row(block) for block in shown)
+        return tuple(block.row() for block in shown)
 
     def _children(self, block: _Block) -> list[_Block]:
         """Break a block up into the modules in it, equal ones together, and its own operations."""
@@ -183,11 +188,11 @@ class _Modules:
         children = []
         for names in self._equal_names(block.roots[0]):
             roots = tuple(_join(root, name) for root in block.roots for name in names)
-            members = tuple(tuple(self.below[root]) for root in roots)
-            children.append(_Block(_join(above, _range_label(names)), members, roots, len(names), depth))
+            uses = tuple(add_uses(self.uses[path] for path in self.below[root]) for root in roots)
+            children.append(_Block(_join(above, _range_label(names)), uses, roots, len(names), depth))
         if block.roots[0] in self.uses:
             label = f"{above} (itself)".strip()
-            children.append(_Block(label, tuple((root,) for root in block.roots), depth=depth))
+            children.append(_Block(label, tuple(self.uses[root] for root in block.roots), depth=depth))
         return children
 
     def _equal_names(self, path: str) -> list[list[str]]:
@@ -224,24 +229,15 @@ class _Modules:
             return blocks
         shown = shown[: limit - 1]
         rest = [b for b in blocks if b not in shown]
-        paths = tuple(path for b in rest for member in b.members for path in member)
-        others = _Block(f"{sum(b.count for b in rest)} others", (paths,), depth=rest[0].depth)
+        use = add_uses(use for b in rest for use in b.uses)
+        others = _Block(f"{sum(b.count for b in rest)} others", (use,), depth=rest[0].depth)
         return [*(b for b in blocks if b in shown), others]
 
     def _weight(self, block: _Block) -> float:
         """Share of the bytes, or of the extra time, of the whole: the larger of the two."""
-        use, total = add_uses(self._member_uses(block)), self.total
+        use, total = add_uses(block.uses), self.total
         size = (use.kept_bytes + use.dropped_bytes) / max(1, total.kept_bytes + total.dropped_bytes)
         return max(size, use.extra_ms / total.extra_ms if total.extra_ms else 0.0)
-
-    def _member_uses(self, block: _Block) -> list[ModuleUse]:
-        return [add_uses(self.uses[path] for path in member) for member in block.members]
-
-    def _row(self, block: _Block) -> ModuleRow:
-        members = self._member_uses(block)
-        decided_alike = len({(u.kept_bytes, u.dropped_bytes, u.recomputed) for u in members}) == 1
-        shares = () if decided_alike else tuple(u.kept_share for u in members)
-        return ModuleRow(block.label, block.count, block.depth, add_uses(members), shares)
 
 
 def _join(path: str, name: str) -> str:
@@ -274,12 +270,7 @@ def all_numbers(plan: Plan) -> dict[str, Any]:
 
 
 def plan_metrics(plan: Plan, plans: int = 1) -> dict[str, float]:
-    """Return bytes, ratios and seconds by name; what was not measured yet is left out.
-
-    Args:
-        plan: A plan.
-        plans: How many plans there are, one for each step signature.
-    """
+    """Return bytes, ratios and seconds of one of some plans, by name; what was not measured yet is left out."""
     numbers = plan.to_dict()
     metrics = {name: numbers[name] for name in METRICS}
     metrics |= {"planning_s": sum(numbers["planning"].values()), "plans": plans}

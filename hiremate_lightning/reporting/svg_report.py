@@ -336,11 +336,10 @@ def _apart(axes: Axes) -> Iterator[float]:
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """Extra time against budget: of the fastest schedules found, of what is proven, of plain training and of a plan."""
+    """Extra time against budget: of the fastest schedules found, of what is proven, and of a plan."""
 
     found: tuple[Point, ...]  # from the least memory to plain training
     bounds: tuple[Point, ...]  # budgets, and the extra time below which nothing exists within them
-    plain: Point
     planned: Point
     measured: Point | None
 
@@ -365,7 +364,6 @@ def frontier_of(plan: Plan, curve: Curve) -> Frontier:
     return Frontier(
         tuple(fastest),
         tuple(reversed(bounds)),
-        (plan.unplanned_peak_bytes, 0.0),
         place(plan.planned.peak_bytes, plan.planned.extra_ms),
         None if measured.peak_bytes is None or measured.overhead is None else (measured.peak_bytes, measured.overhead),
     )
@@ -373,7 +371,10 @@ def frontier_of(plan: Plan, curve: Curve) -> Frontier:
 
 def frontier_svg(plan: Plan, frontier: Frontier, width: int) -> str:
     """Draw a plan among the schedules that are known for other budgets."""
-    marks = [(RING, "plain training", frontier.plain), (DOT, "this plan, predicted", frontier.planned)]
+    marks = [
+        (RING, "plain training", (plan.unplanned_peak_bytes, 0.0)),
+        (DOT, "this plan, predicted", frontier.planned),
+    ]
     if frontier.measured is not None:
         marks.append((CROSS, "this plan, measured", frontier.measured))
     bottom, saved = BUDGET_TOP + FRONTIER_HEIGHT, COLOURS[Band.SAVED]

@@ -1,10 +1,13 @@
-"""Assignments to parts of tensors, `x[:, :k] = y`: one operation each, where a trace has several.
+"""Assignments to parts of tensors, `x[:, :k] = y`: one operation each, where a trace has several. And idle views.
 
 A trace changes nothing in place. It writes an assignment as a view, a copy of the view with other values, and for each
 step of the indexing a copy of what lies around it; and its backward takes a copy of the gradient each time. Eager
 PyTorch copies the gradient once and nothing else. Here an assignment copies what it assigns to, once, several on end
 copy it once together, and what was only made to be filled, `torch.zeros(...)`, is made where it is filled. Gradients
 that die there are not copied at all, see `overwriting`. Values are moved, never computed, so no number changes.
+
+Views that undo one another are left out: derivatives transpose what was transposed, and each call costs the host a
+microsecond. What is left out is the same for all sizes, so that graphs of several batch sizes stay alike.
 """
 
 from __future__ import annotations
@@ -17,17 +20,26 @@ from torch import fx
 
 from ..torch_private import aot, tensor_state
 from .joint import (
+    SHAPES,
+    Into,
+    Operation,
+    computations,
     drop_unread,
-    follows_strides,
+    fills_memory,
     has_definite_strides,
+    is_of_torch,
+    is_on_new_memory,
     is_view,
-    may_lie_otherwise,
+    lies_as,
     operation_of,
+    register,
     replace_node,
     show_as,
     source_of,
+    unsettled_among,
+    unsettles,
+    values_of,
 )
-from .operations import Into, Operation, register
 
 aten = torch.ops.aten
 
@@ -70,12 +82,9 @@ _LAID_OUT_ALIKE = {aten.zeros_like.default, aten.ones_like.default, aten.full_li
 
 
 def assign(base: torch.Tensor, *parts: Any, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return a tensor with other values in some parts of it.
+    """Return a tensor with other values in some parts of it: in place, where `out` is the tensor.
 
-    Args:
-        base: The tensor.
-        parts: A `Path` and what is assigned to the part at its end, a tensor or a number, and so on.
-        out: The tensor itself, to change it in place.
+    The parts are a `Path` and what is assigned to the part at its end, a tensor or a number, and so on.
     """
     return _fill(torch.empty_like(base).copy_(base) if out is None else out, parts)
 
@@ -83,16 +92,8 @@ def assign(base: torch.Tensor, *parts: Any, out: torch.Tensor | None = None) -> 
 def assign_to_new(
     size: Sequence[int], value: float | None, like: tuple[torch.dtype, torch.device], *parts: Any
 ) -> torch.Tensor:
-    """Make a contiguous tensor with values in some parts of it.
-
-    Args:
-        size: Of the tensor.
-        value: What is everywhere else; None for anything.
-        like: Data type and device.
-        parts: As for `assign`.
-    """
-    dtype, device = like
-    made = torch.empty(size, dtype=dtype, device=device)
+    """Make a contiguous tensor of a type on a device, with a value, None for any, but for some parts as in `assign`."""
+    made = torch.empty(size, dtype=like[0], device=like[1])
     return _fill(made if value is None else made.fill_(value), parts)
 
 
@@ -117,7 +118,7 @@ def gather(joint: fx.GraphModule) -> None:
     graph = joint.graph
     for node in list(graph.nodes):
         _stand_alone(node)
-    _copy_gradients_once(graph)
+    _copy_gradients_once(joint)
     for node in reversed(list(graph.nodes)):
         if node.target in _SCATTERS and node.users:  # without users it was a step of a later one
             _gather_steps(node)
@@ -138,36 +139,37 @@ def _stand_alone(node: fx.Node) -> None:
     else:
         return
     shown = node.meta["val"]
-    if not _is_plain(shown) or not _is_contiguous(node) or node.kwargs.get("pin_memory"):
+    if not fills_memory(shown) or not _is_contiguous(node) or node.kwargs.get("pin_memory"):
         return
     options = {"dtype": shown.dtype, "device": shown.device, "pin_memory": False}
     replace_node(node, aten.full.default, (list(shown.shape), value), options)
 
 
-def _copy_gradients_once(graph: fx.Graph) -> None:
+def _copy_gradients_once(joint: fx.GraphModule) -> None:
     """Make an assignment's backward write to the gradient itself where nothing else reads it, else to one copy.
 
     It is traced as a copy into new memory, which is copied itself before.
     Gradients that may lie in memory otherwise than traced, as the caller's may, are copied all the same.
     """
-    unsettled: set[fx.Node] = set()
-    for node in list(graph.nodes):
-        follows = follows_strides(node.target) and unsettled & set(node.all_input_nodes)
-        if aot.is_tangent(node) or follows or may_lie_otherwise(operation_of(node)):
-            unsettled.add(node)
+    unsettled = unsettled_among(filter(aot.is_tangent, joint.graph.find_nodes(op="placeholder")))
+    for node in computations(joint):
+        if unsettles(node, unsettled):
+            unsettled.update(values_of(node))
         if node.target is not aten.copy.default or source_of(node).target not in _EMPTY:
             continue
         source: Any = node.args[1]
         shown, given = node.meta["val"], source.meta.get("val")
-        if not _is_plain(shown) or given is None:
+        if not fills_memory(shown) or given is None:
             continue
         if (shown.shape, shown.dtype, shown.device) != (given.shape, given.dtype, given.device):
             continue
-        root, is_alike = _only_read_for(node), source not in unsettled and _lies_as(source, shown)
-        if is_alike and root is not None and _is_made(root) and _lies_as(root, shown):
+        is_alike = source not in unsettled and lies_as(given, shown) and has_definite_strides(shown)
+        root = _only_read_for(node) if is_alike else None
+        is_made = root is not None and is_of_torch(operation_of(root).target) and is_on_new_memory(root)
+        if root is not None and is_made and lies_as(root.meta["val"], shown):
             show_as(root, shown)
             node.replace_all_uses_with(root)
-            graph.erase_node(node)
+            joint.graph.erase_node(node)
         elif is_alike:
             replace_node(node, aten.clone.default, (source,))
         elif _is_contiguous(source_of(node)):
@@ -184,20 +186,10 @@ def _only_read_for(copy: fx.Node) -> fx.Node | None:
     return None
 
 
-def _is_made(node: fx.Node) -> bool:
-    """Whether a value lies on memory of its own that one of PyTorch's operations has allocated for it."""
-    made_by = operation_of(node)
-    target: Any = made_by.target
-    if not isinstance(target, aot.OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
-        return False
-    read = [t for a in made_by.all_input_nodes for t in tensor_state.leaves(a.meta.get("val"))]
-    return tensor_state.storage_id(node.meta["val"]) not in tensor_state.storages_among(read)
-
-
 def _gather_steps(node: fx.Node) -> None:
     """Make one operation of an assignment whose last step is this scatter."""
     base = source_of(node)
-    if not _is_plain(base.meta.get("val")) or not _is_plain(node.meta["val"]):
+    if not fills_memory(base.meta.get("val")) or not fills_memory(node.meta["val"]):
         return
     path: list[Any] = []
     scatter: Any = node
@@ -249,26 +241,18 @@ def _merge_with_base(node: fx.Node) -> None:
     """
     base: Any = node.args[0]
     shown, parts = base.meta["val"], node.args[1:]
-    if base.users.keys() != {node} or not _is_plain(shown):
+    if base.users.keys() != {node} or not fills_memory(shown):
         return
     if base.target in (assign, assign_to_new):
         sources = (a for a in (*base.args, *parts) if isinstance(a, fx.Node) and a is not base.args[0])
         waiting = [t for t in (source.meta.get("val") for source in sources) if t is not None]
-        if sum(t.numel() * t.itemsize for t in waiting) <= shown.numel() * shown.itemsize:
+        if sum(t.nbytes for t in waiting) <= shown.nbytes:
             replace_node(node, base.target, (*base.args, *parts))
     elif base.target in _EMPTY or base.target is aten.full.default:
         value = base.args[1] if base.target is aten.full.default else None
         if _is_contiguous(base) and not base.kwargs.get("pin_memory"):
             like = (shown.dtype, shown.device)
             replace_node(node, assign_to_new, (list(shown.shape), value, like, *parts))
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value is a tensor that fills memory of its own, in any order of its dimensions."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or tensor_state.is_symbolic(value):
-        return False
-    fills = value.storage_offset() == 0 and value.untyped_storage().nbytes() == value.numel() * value.itemsize
-    return fills and not value.is_conj() and not value.is_neg()
 
 
 def _is_contiguous(made: fx.Node) -> bool:
@@ -279,10 +263,58 @@ def _is_contiguous(made: fx.Node) -> bool:
     return torch.empty(shown.shape, device="meta").stride() == shown.stride()
 
 
-def _lies_as(node: fx.Node, shown: torch.Tensor) -> bool:
-    """Whether a value fills memory of its own with the same shape, strides and type as another one."""
-    value = node.meta["val"]
-    if not _is_plain(value) or not has_definite_strides(value):
+# ---------------------------------------------------------------- views that undo one another
+
+_NOTHING = (aten.detach.default, aten.alias.default)  # without autograd
+_TO_THE_END = 2**63 - 1
+
+
+def leave_out_views(joint: fx.GraphModule) -> None:
+    """Make a joint graph, dead code already removed, read values where it reads views of them that show the same."""
+    output = joint.graph.output_node()
+    for node in joint.graph.nodes:
+        if _only_shapes(node):
+            before = source_of(node)
+            if before.target in SHAPES and before.users.keys() == {node}:
+                node.replace_input_with(before, source_of(before))
+        same = _shown_by(node)
+        if same is not None and not (output in node.users and (same.op == "placeholder" or output in same.users)):
+            node.replace_all_uses_with(same)
+    drop_unread(joint.graph)
+
+
+def _shown_by(node: fx.Node) -> fx.Node | None:
+    """Return the value of which a node is a view that shows all of it in the same shape and order."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node) or node.kwargs:
+        return None
+    source, arguments = node.args[0], node.args[1:]
+    if node.target in _NOTHING or (node.target is aten.slice.Tensor and arguments[1:] in ((0, _TO_THE_END), ())):
+        return source
+    if _only_shapes(node) or (node.target is aten.expand.default and _is_definite(node.meta["val"])):
+        shown = source.meta.get("val")
+        return source if isinstance(shown, torch.Tensor) and shown.shape == node.meta["val"].shape else None
+    return source_of(source) if _turns_back(node, source, source.args[1:], arguments) else None
+
+
+def _turns_back(node: fx.Node, source: fx.Node, before: Any, after: Any) -> bool:
+    """Whether a view with some arguments undoes the view that it is of, which had others."""
+    if node.target is aten.squeeze.dim:
+        return source.target is aten.unsqueeze.default and bool(after == before)
+    if node.target is not source.target:
         return False
-    layout = (value.shape, value.stride(), value.dtype, value.device)
-    return layout == (shown.shape, shown.stride(), shown.dtype, shown.device)
+    if node.target is aten.transpose.int:
+        rank = node.meta["val"].dim()
+        return {dim % rank for dim in before} == {dim % rank for dim in after}
+    if node.target is aten.permute.default:
+        (one,), (other,) = before, after
+        return [one[dim] % len(one) for dim in other] == list(range(len(one)))
+    return node.target is aten.t.default
+
+
+def _only_shapes(node: fx.Node) -> bool:
+    """Whether a node gives elements another shape, and that alone says which strides it has."""
+    return node.target is aten.view.default and _is_definite(node.meta["val"])
+
+
+def _is_definite(shown: torch.Tensor) -> bool:
+    return not tensor_state.is_symbolic(shown) and has_definite_strides(shown)

@@ -30,11 +30,7 @@ def share(
 ) -> TermCounts:
     """Cast each parameter once in a block of autocast, and add up its gradients in that type.
 
-    Args:
-        joint: Forward and backward, which are changed; gives the forward's outputs, then the gradients of all inputs.
-        forward_outputs: How many outputs the forward has.
-        parameters: Positions of the parameters among the inputs.
-        blocks: From `aot.outermost_autocasts`.
+    Parameters are positions among the inputs, blocks those of `aot.outermost_autocasts`.
 
     Returns:
         Of how many terms gradients in that type are, by position of the parameter, where it is cast in the block around
@@ -54,10 +50,12 @@ def share(
         for first, *others in casts.values():
             if not others:
                 continue
+            like = (primal.meta["val"].shape, primal.meta["val"].dtype)
             ends = {n for cast in (first, *others) for n in backwards.get(cast.meta["seq_nr"], ())}
-            terms = sorted(n for n in ends if _is_like(n, primal))
+            # A cast without gradients has the number of what comes after it.
+            terms = sorted(n for n in ends if (n.meta["val"].shape, n.meta["val"].dtype) == like)
             gradient = dict(aot.inputs_with_gradients(joint, forward_outputs))[primal]
-            if gradient is None or _add_up_before_casting(joint.graph, terms, gradient):
+            if gradient is None or _add_up_before_casting(terms, gradient):
                 for cast in others:
                     cast.replace_all_uses_with(first)
                     joint.graph.erase_node(cast)
@@ -67,14 +65,9 @@ def share(
 
 
 def leave_out(joint: fx.GraphModule, forward_outputs: int, positions: Sequence[int]) -> None:
-    """Leave out the casts of gradients to the types of their inputs, where these take gradients of any type.
+    """Leave out the casts of gradients to the types of the inputs at some positions, which take gradients of any type.
 
     Autograd does not cast such gradients. A trace does: its cast has the number of the operation before it.
-
-    Args:
-        joint: As for `share`.
-        forward_outputs: How many outputs the forward has.
-        positions: Those of the inputs.
     """
     if not positions:
         return
@@ -85,11 +78,8 @@ def leave_out(joint: fx.GraphModule, forward_outputs: int, positions: Sequence[i
     gradients = [gradient for _, gradient in aot.inputs_with_gradients(joint, forward_outputs)]
     for gradient in (gradients[position] for position in positions):
         arrived: list[Any] = arrivals(gradient) or [(gradient, gradient)]
-        terms = [term.args[0] if term in added else term for term, _ in arrived]
-        total = terms[0]
-        for term, (_, at) in zip(terms[1:], arrived[1:], strict=True):
-            with joint.graph.inserting_before(at):
-                total = _add(joint.graph, total, term, at)
+        (first, _), *others = [(term.args[0] if term in added else term, at) for term, at in arrived]
+        total = _sum(first, others)
         if gradient is not None and total is not gradient:
             gradient.replace_all_uses_with(total, delete_user_cb=lambda user: user.op == "output")
     drop_unread(joint.graph)
@@ -97,12 +87,6 @@ def leave_out(joint: fx.GraphModule, forward_outputs: int, positions: Sequence[i
 
 def _casts(joint: fx.GraphModule) -> list[fx.Node]:
     return list(joint.graph.find_nodes(op="call_function", target=aten._to_copy.default))
-
-
-def _is_like(gradient: fx.Node, primal: fx.Node) -> bool:
-    """Whether a node may be a gradient of an input: a cast without gradients has the number of what comes after it."""
-    values = gradient.meta["val"], primal.meta["val"]
-    return values[0].shape == values[1].shape and values[0].dtype is values[1].dtype
 
 
 def _block_of(node: fx.Node, blocks: Mapping[aot.Source, int]) -> int | None:
@@ -114,44 +98,37 @@ def _block_of(node: fx.Node, blocks: Mapping[aot.Source, int]) -> int | None:
     return None if source is None else blocks.get(source)
 
 
-def _add_up_before_casting(graph: fx.Graph, terms: Sequence[fx.Node], total: fx.Node) -> bool:
+def _add_up_before_casting(terms: Sequence[fx.Node], total: fx.Node) -> bool:
     """Add up gradients before they are cast, not after; return whether that is how it is now.
 
-    What is not just a sum of them and others is left alone.
-
-    Args:
-        graph: Of the step.
-        terms: The cast gradients in their order; the last one is the first cast's, which autograd runs where eager's
-            only one runs.
-        total: The gradient to which they are added up.
+    What is not just a sum of them and others is left alone. The last one is the first cast's, which autograd runs where
+    eager's only one runs.
     """
     arrived = arrivals(total)
     if len(terms) < 2 or not set(terms) <= {term for term, _ in arrived} or any(len(t.users) != 1 for t in terms):
         return False
 
-    half = terms[0].args[0]
-    for term in terms[1:]:
-        with graph.inserting_before(term):
-            half = _add(graph, half, term.args[0], term)
-    with graph.inserting_before(terms[-1]):
-        whole = graph.call_function(aten._to_copy.default, (half,), dict(terms[-1].kwargs))
+    half = _sum(terms[0].args[0], [(term.args[0], term) for term in terms[1:]])
+    with total.graph.inserting_before(terms[-1]):
+        whole = total.graph.call_function(aten._to_copy.default, (half,), dict(terms[-1].kwargs))
     whole.meta = dict(terms[-1].meta)
-    (result, _), *others = [(whole if t is terms[-1] else t, at) for t, at in arrived if t not in terms[:-1]]
-    for term, at in others:
-        with graph.inserting_before(at):
-            result = _add(graph, result, term, at)
-    total.replace_all_uses_with(result)
+    (first, _), *others = [(whole if t is terms[-1] else t, at) for t, at in arrived if t not in terms[:-1]]
+    total.replace_all_uses_with(_sum(first, others))
     for node in (*(at for _, at in reversed(arrived[1:])), *terms):
-        graph.erase_node(node)
+        total.graph.erase_node(node)
     return True
 
 
-def _add(graph: fx.Graph, total: Any, term: Any, origin: fx.Node) -> fx.Node:
-    node = graph.call_function(aten.add.Tensor, (total, term))
-    values = (total.meta["val"], term.meta["val"])
-    with tensor_state.fake_mode_of(values):
-        node.meta = {**origin.meta, "is_gradient_acc": True, "val": aten.add.Tensor(*values)}
-    return node
+def _sum(total: Any, terms: Sequence[tuple[Any, fx.Node]]) -> Any:
+    """Add terms to a value, each before a node, which gives the addition its origin."""
+    for term, origin in terms:
+        with origin.graph.inserting_before(origin):
+            node = origin.graph.call_function(aten.add.Tensor, (total, term))
+        values = (total.meta["val"], term.meta["val"])
+        with tensor_state.fake_mode_of(values):
+            node.meta = {**origin.meta, "is_gradient_acc": True, "val": aten.add.Tensor(*values)}
+        total = node
+    return total
 
 
 # ---------------------------------------------------------------- norms of mixed types
@@ -177,8 +154,12 @@ def show_types_of_norms(joint: fx.GraphModule) -> None:
     for backward in joint.graph.find_nodes(op="call_function", target=aten.native_group_norm_backward.default):
         source: Any = backward.args[1]
         if _is_half_on_cpu(source):
-            for gradient in _show_in(source.meta["val"].dtype, backward, (0,)):
-                _leave_out_casts(gradient)
+            dtype = source.meta["val"].dtype
+            for gradient in _show_in(dtype, backward, (0,)):
+                for cast in [u for u in gradient.users if u.target is aten._to_copy.default]:
+                    if cast.kwargs == {"dtype": dtype}:
+                        cast.replace_all_uses_with(gradient)
+                        joint.graph.erase_node(cast)
 
 
 def _is_half_on_cpu(node: Any) -> bool:
@@ -193,11 +174,3 @@ def _show_in(dtype: torch.dtype, node: fx.Node, positions: Sequence[int]) -> lis
         with tensor_state.fake_mode_of([part.meta["val"]]):
             show_as(part, part.meta["val"].to(dtype))
     return parts
-
-
-def _leave_out_casts(node: fx.Node) -> None:
-    """Replace the casts of a value to the type that it has."""
-    for user in list(node.users):
-        if user.target is aten._to_copy.default and user.kwargs == {"dtype": node.meta["val"].dtype}:
-            user.replace_all_uses_with(node)
-            node.graph.erase_node(user)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
@@ -22,6 +22,7 @@ from torch import fx
 from torch.autograd.graph import get_gradient_edge
 
 from ..torch_private import aot
+from ..torch_private.hacks import replaced
 from ..torch_private.tensor_state import is_dense, storage_id, takes_other_gradients, versions_of
 from .joint import drop_unread, written_values
 
@@ -31,11 +32,7 @@ TermCounts = Mapping[int, int]  # by position of an input: of how many terms its
 
 
 class OtherTermsError(Exception):
-    """A captured graph was traced with other inputs than those to which the terms of its gradients belong.
-
-    Attributes:
-        terms: Of how many terms gradients are.
-    """
+    """A captured graph was traced with other inputs than those to which the terms of its gradients belong."""
 
     def __init__(self, terms: TermCounts) -> None:
         super().__init__(f"gradients of several terms, by input: {terms}")
@@ -46,13 +43,7 @@ def likely_terms(module: fx.GraphModule) -> TermCounts:
     """Expect, before code is traced, of how many terms the gradients of its inputs are.
 
     Dynamo ran the code on tensors without memory, and autograd has noted there what reads each. A trace shows whether
-    that is right, and where it isn't the code is traced once more.
-
-    Args:
-        module: The code, as Dynamo captured it.
-
-    Returns:
-        The terms by position, where there are several, of inputs whose memory is not written to.
+    that is right, and where it isn't the code is traced once more. Only inputs whose memory is not written to count.
     """
     inputs = [node.meta.get("example_value") for node in module.graph.find_nodes(op="placeholder")]
     results = [node.meta.get("example_value") for node in module.graph.output_node().all_input_nodes]
@@ -70,126 +61,87 @@ def _has_gradient(value: Any) -> TypeGuard[torch.Tensor]:
 class Contributions:
     """The gradients of one captured graph's inputs that are handed over term by term.
 
-    Attributes:
-        terms: For how many terms there are inputs, by position.
-        of_leaves: Of how many terms the gradients of parameters are, by position, where it is more than one.
-        of_other_types: Positions of the inputs that take gradients of other types than their own.
-        of_casts: Of how many terms gradients of casts are that other calls share, see `casts.share`.
+    Inputs are without memory. The terms are those at another size, or the likely ones; or settled, as another trace has
+    found them: then this trace is the last.
     """
 
-    def __init__(self, inputs: Sequence[Any], terms: TermCounts) -> None:
-        """Begin with what is expected.
-
-        Args:
-            inputs: Of the captured graph, without memory.
-            terms: Of how many terms gradients are, by position: those at another size, or the likely ones.
-        """
-        self._is_settled, self._count = False, len(inputs)
+    def __init__(self, inputs: Sequence[Any], terms: TermCounts, is_settled: bool = False) -> None:
+        self._is_settled, self._count = is_settled, len(inputs)
         self._with_gradient = [i for i, v in enumerate(inputs) if isinstance(v, torch.Tensor) and v.requires_grad]
-        self.of_other_types = [i for i in self._with_gradient if takes_other_gradients(inputs[i])]
+        self.of_other_types = [i for i in self._with_gradient if takes_other_gradients(inputs[i])]  # than their own
         strided = [i for i in self._with_gradient if inputs[i].layout is torch.strided]
         # The same graph runs for a batch that is a leaf and for what code has computed; Dynamo tells parameters apart.
         self._leaves = [i for i in strided if isinstance(inputs[i], torch.nn.Parameter)]
         self._computed = [i for i in strided if i not in self._leaves]
-        self._readers: list[int] = []
-        self.of_leaves: TermCounts = {}
-        self.of_casts: TermCounts = {}
+        self.readers: list[int] = []  # from how many places a gradient comes to each input, as the trace has shown
+        self.of_leaves: TermCounts = {}  # the same of parameters, where there are several terms
+        self.of_casts: TermCounts = {}  # see `casts.share`
         self.terms: TermCounts = {position: count for position, count in terms.items() if position in self._computed}
-
-    def settle(self, terms: TermCounts) -> None:
-        """Store the terms that a trace has found; the next trace is the last."""
-        self.terms, self._is_settled = terms, True
-
-    def note_casts(self, terms: TermCounts) -> None:
-        """Store the terms of the gradients of casts."""
-        self.of_casts = terms
+        self._added = [(position, term) for position, count in self.terms.items() for term in range(1, count)]
 
     def expand(self, values: Sequence[Any]) -> list[Any]:
         """Add an input for each term of a gradient but the first.
 
         Autograd runs what is made last first, so they are made in the opposite order of the terms.
         """
-        places = [(position, term) for position, count in self.terms.items() for term in range(1, count)]
-        added = {(position, term): values[position].view_as(values[position]) for position, term in reversed(places)}
-        return [*values, *(added[place] for place in places)]
+        added = {place: values[place[0]].view_as(values[place[0]]) for place in reversed(self._added)}
+        return [*values, *(added[place] for place in self._added)]
 
     def expand_traced(self, values: Sequence[Any]) -> list[Any]:
         """Add the same to the inputs of a trace."""
         expanded = self.expand(values)
-        positions = (position for position, count in self.terms.items() for _ in range(1, count))
-        for added, position in zip(expanded[len(values) :], positions, strict=True):
+        for added, (position, _) in zip(expanded[len(values) :], self._added, strict=True):
             aot.trace_with_sizes_of(added, values[position])
         return expanded
 
     @contextmanager
     def traced(self, module: fx.GraphModule) -> Iterator[None]:
-        """Surround a trace: inputs that nothing reads are there meanwhile, as many as `expand` adds."""
+        """Surround a trace: readers are counted, and inputs that nothing reads are there, as many as `expand` adds."""
         if not self._with_gradient:
             yield
             return
-        with self._added_inputs(module), self._counting_readers():
-            yield
-
-    @contextmanager
-    def _added_inputs(self, module: fx.GraphModule) -> Iterator[None]:
-        if not self.terms:
-            yield
-            return
-        last = next((node for node in reversed(module.graph.nodes) if node.op == "placeholder"), None)
         added: list[fx.Node] = []
-        for number in range(sum(self.terms.values()) - len(self.terms)):
+        last = next((node for node in reversed(module.graph.nodes) if node.op == "placeholder"), None)
+        for number in range(len(self._added)):
             last = aot.add_input(module.graph, last, f"term_{number}")
             added.append(last)
-        module.recompile()
+        if added:
+            module.recompile()
         try:
-            yield
+            with replaced((torch.autograd, "grad", self._counting(torch.autograd.grad))):
+                yield
         finally:
             for node in added:
                 module.graph.erase_node(node)
-            module.recompile()
+            if added:
+                module.recompile()
 
-    @contextmanager
-    def _counting_readers(self) -> Iterator[None]:
+    def _counting(self, grad: Callable[..., Any]) -> Callable[..., Any]:
         """Count the readers of inputs when their gradients are traced."""
-        grad, tracing = torch.autograd.grad, threading.get_ident()
+        tracing = threading.get_ident()
 
         def counting(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == tracing:
-                self._readers = _count_readers(outputs, inputs)
+                self.readers = _count_readers(outputs, inputs)
             return grad(outputs, inputs, *args, **kwargs)
 
-        torch.autograd.grad = counting
-        try:
-            yield
-        finally:
-            torch.autograd.grad = grad
-
-    @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Surround traces of other code within this one: what they read does not count."""
-        readers = self._readers
-        try:
-            yield
-        finally:
-            self._readers = readers
+        return counting
 
     def hand_over(self, joint: fx.GraphModule, forward_outputs: int) -> None:
-        """Rewrite a graph to hand gradients over term by term.
-
-        Args:
-            joint: Graph of forward and backward; changed in place.
-            forward_outputs: Number of outputs that belong to the forward.
+        """Rewrite a joint graph, with so many outputs of the forward, to hand gradients over term by term.
 
         Raises:
             OtherTermsError: There are other terms than inputs for them.
         """
         output = joint.graph.output_node()
         results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
-        added = sum(self.terms.values()) - len(self.terms)
-        if len(self._readers) != len(self._with_gradient) + added:
+        added = len(self._added)
+        if len(self.readers) != len(self._with_gradient) + added:
             return  # AOTAutograd has arranged the inputs otherwise
-        readers = dict(zip(self._with_gradient, self._readers, strict=False))
-        written = _written(joint, forward_outputs)
+        readers = dict(zip(self._with_gradient, self.readers, strict=False))
+        changed = set(written_values(joint))
+        inputs = enumerate(aot.inputs_with_gradients(joint, forward_outputs))
+        written = {position for position, (node, _) in inputs if node in changed}
 
         def terms_of(positions: Iterable[int]) -> dict[int, list[fx.Node]]:
             kept = [position for position in positions if position not in written]
@@ -210,13 +162,6 @@ class Contributions:
             others.extend(rest)
         output.args = ((*results[: len(results) - added], *others),)
         drop_unread(joint.graph)
-
-
-def _written(joint: fx.GraphModule, forward_outputs: int) -> set[int]:
-    """List the positions of the inputs that are changed in place."""
-    written = set(written_values(joint))
-    inputs = enumerate(aot.inputs_with_gradients(joint, forward_outputs))
-    return {position for position, (node, _) in inputs if node in written}
 
 
 def _count_readers(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[int]:
@@ -248,23 +193,13 @@ def additions(total: Any, count: int) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def sums_alone(gradients: Sequence[Any], terms: TermCounts) -> TermCounts:
-    """Return those of the gradients of leaves that are sums of several terms, each added up for this gradient alone.
-
-    Args:
-        gradients: What a captured graph's backward returns, as rewritten.
-        terms: Of how many terms they were traced, by position.
-    """
+    """Return those of the gradients of leaves, of some terms, that are added up for this gradient alone."""
     alone = _only_returned(gradients)
     return {p: count for p, count in terms.items() if gradients[p] in alone and additions(gradients[p], count)}
 
 
 def casts_alone(gradients: Sequence[Any], terms: TermCounts) -> TermCounts:
-    """Return those of the gradients of casts that are cast to be a gradient of a leaf, and are read by nothing else.
-
-    Args:
-        gradients: What a captured graph's backward returns, as rewritten.
-        terms: Of how many terms they were traced, by position.
-    """
+    """Return those of the gradients of casts that are cast to be a gradient of a leaf, and are read by nothing else."""
     alone = _only_returned(gradients)
 
     def is_alone(whole: Any, count: int) -> bool:
@@ -282,16 +217,13 @@ def _only_returned(gradients: Sequence[Any]) -> set[fx.Node]:
     return {value for value, count in uses.items() if count == len(value.users) == 1}
 
 
-def accumulates(node: fx.Node) -> bool:
-    """Whether autograd adds up two gradients of one value there."""
-    return node.target is aten.add.Tensor and bool(node.meta.get("is_gradient_acc"))
-
-
 def arrivals(total: Any) -> list[tuple[fx.Node, fx.Node]]:
     """List the terms of a sum as they arrive, each with the node that adds it; the first two have the same."""
     arrived: list[tuple[Any, fx.Node]] = []
     node: Any = total
-    while isinstance(node, fx.Node) and accumulates(node) and (node is total or len(node.users) == 1):
+    while isinstance(node, fx.Node) and node.target is aten.add.Tensor and node.meta.get("is_gradient_acc"):
+        if node is not total and len(node.users) != 1:
+            break
         arrived.append((node.args[1], node))
         node = node.args[0]
     return [(node, arrived[-1][1]), *reversed(arrived)] if arrived else []

@@ -13,34 +13,31 @@ import torch
 from torch import fx
 
 from ..torch_private import tensor_state
-from .joint import ORIGIN, drop_unread
+from .joint import ORIGIN, drop_unread, values_of
 from .kernels import as_eager, dropout, eager_scale
 from .replays import draw_mask_of, mask_arguments
 
 aten = torch.ops.aten
 
 
-class Decomposer:
-    """Rewrites a joint graph.
+def decompose(graph: fx.Graph) -> list[list[fx.Node]]:
+    """Split each operation that has a decomposition here; return the operations that give each norm's statistics."""
+    statistics: list[list[fx.Node]] = []
+    for node in list(graph.nodes):
+        rewrite = _REWRITES.get(node.target)
+        if rewrite is not None:
+            with graph.inserting_before(node):
+                statistics.extend(rewrite(_Rewriting(node), *node.args))
+    drop_unread(graph)
+    return statistics
 
-    Attributes:
-        statistics: For each norm, the operations that give its statistics.
-    """
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self.graph = graph
-        self.statistics: list[list[fx.Node]] = []
-        self._origin: dict[str, Any] = {}
+class _Rewriting:
+    """Writes what takes the place of one operation; each method returns the statistics that it has split off."""
 
-    def run(self) -> None:
-        """Split each operation that has a decomposition here."""
-        for node in list(self.graph.nodes):
-            rewrite = _REWRITES.get(node.target)
-            if rewrite is not None:
-                self._origin = {key: node.meta[key] for key in ORIGIN if key in node.meta}
-                with self.graph.inserting_before(node):
-                    rewrite(self, node)
-        drop_unread(self.graph)
+    def __init__(self, node: fx.Node) -> None:
+        self.node, self.graph = node, node.graph
+        self._origin = {key: node.meta[key] for key in ORIGIN if key in node.meta}
 
     def _add(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
@@ -77,24 +74,22 @@ class Decomposer:
                 source = self._add(combine, source, self._add(aten.view.default, factor, shape))
         return source if source.meta["val"].dtype == dtype else self._add(aten._to_copy.default, source, dtype=dtype)
 
-    def _replace(self, node: fx.Node, results: Sequence[fx.Node], statistics: Sequence[fx.Node] = ()) -> None:
-        """Replace the results of an operation, unless the first new one is not laid out as traced."""
-        if results[0].meta["val"].stride() != node.meta["val"][0].stride():
-            return
-        for part in list(node.users):
-            position = part.args[1]
-            assert isinstance(position, int)
+    def _replace(self, results: Sequence[fx.Node], *statistics: list[fx.Node]) -> Sequence[list[fx.Node]]:
+        """Replace the results of the operation, unless the first new one is not laid out as traced."""
+        if results[0].meta["val"].stride() != self.node.meta["val"][0].stride():
+            return ()
+        for part in values_of(self.node):
+            position: Any = part.args[1]
             part.replace_all_uses_with(results[position])
             self.graph.erase_node(part)
-        self.graph.erase_node(node)
-        if statistics:
-            self.statistics.append(list(statistics))
+        self.graph.erase_node(self.node)
+        return statistics
 
-    def batch_norm(self, node: fx.Node) -> None:
+    def batch_norm(self, *arguments: Any) -> Sequence[list[fx.Node]]:
         """Split a batch norm in training; the next running statistics come with the statistics."""
-        source, weight, bias, mean_before, variance_before, is_training, momentum, epsilon = _arguments(node)
+        source, weight, bias, mean_before, variance_before, is_training, momentum, epsilon = arguments
         if not is_training:
-            return
+            return ()
         shown: torch.Tensor = source.meta["val"]
         channels, dims = shown.shape[1], [d for d in range(shown.dim()) if d != 1]
         count = shown.numel() // channels
@@ -112,14 +107,14 @@ class Decomposer:
             result, weight, bias, [channels if d == 1 else 1 for d in range(shown.dim())], shown.dtype
         )
         saved = [flat[0], self._add(aten.view.default, inverse, [channels])]
-        self._replace(node, [result, *saved, *updated], statistics)
+        return self._replace([result, *saved, *updated], statistics)
 
-    def group_norm(self, node: fx.Node) -> None:
+    def group_norm(self, *arguments: Any) -> Sequence[list[fx.Node]]:
         """Split a group norm of a contiguous tensor."""
-        source, weight, bias, batch, channels, area, groups, epsilon = _arguments(node)
+        source, weight, bias, batch, channels, area, groups, epsilon = arguments
         shown: torch.Tensor = source.meta["val"]
         if not shown.is_contiguous():
-            return
+            return ()
         shape = [batch, groups, channels // groups * area]
         grouped = self._add(aten.view.default, self._precise(source), shape)
         _, mean, statistics = self._statistics(grouped, [2], epsilon)
@@ -128,33 +123,29 @@ class Decomposer:
         result = self._add(aten.view.default, result, list(shown.shape))
         result = self._scaled(result, weight, bias, [1, channels, *[1] * (shown.dim() - 2)], shown.dtype)
         saved = [self._add(aten.view.default, value, [batch, groups]) for value in (mean, inverse)]
-        self._replace(node, [result, *saved], statistics)
+        return self._replace([result, *saved], statistics)
 
-    def dropout(self, node: fx.Node) -> None:
+    def dropout(self, source: Any, probability: float, *_: Any) -> Sequence[list[fx.Node]]:
         """Split a dropout on the CPU into a mask that is drawn as eager draws it, and a product."""
-        if as_eager(node)[0] is not dropout:
-            return
-        source, probability = _arguments(node)[:2]
-        mask = self._add(draw_mask_of, *mask_arguments(node))
-        product = self._add(aten.mul.Tensor, self._add(aten.mul.Tensor, source, mask), eager_scale(source, probability))
-        self._replace(node, [product, mask])
+        if as_eager(self.node)[0] is not dropout:
+            return ()
+        mask = self._add(draw_mask_of, *mask_arguments(self.node))
+        return self._replace([self._masked(source, mask, probability), mask])
 
-    def dropout_backward(self, node: fx.Node) -> None:
+    def dropout_backward(self, gradient: Any, mask: Any, _: float) -> Sequence[list[fx.Node]]:
         """Multiply by the number that the dropout has multiplied by."""
-        gradient, mask, _ = _arguments(node)
         if mask.target is draw_mask_of:
-            scale = eager_scale(gradient, mask.args[-1])
-            product = self._add(aten.mul.Tensor, self._add(aten.mul.Tensor, gradient, mask), scale)
-            node.replace_all_uses_with(product)
+            self.node.replace_all_uses_with(self._masked(gradient, mask, mask.args[-1]))
+        return ()
+
+    def _masked(self, source: fx.Node, mask: fx.Node, probability: float) -> fx.Node:
+        product = self._add(aten.mul.Tensor, source, mask)
+        return self._add(aten.mul.Tensor, product, eager_scale(source, probability))
 
 
-_REWRITES: dict[Any, Callable[[Decomposer, fx.Node], None]] = {
-    aten._native_batch_norm_legit_functional.default: Decomposer.batch_norm,
-    aten.native_group_norm.default: Decomposer.group_norm,
-    aten.native_dropout.default: Decomposer.dropout,
-    aten.native_dropout_backward.default: Decomposer.dropout_backward,
+_REWRITES: dict[Any, Callable[..., Sequence[list[fx.Node]]]] = {
+    aten._native_batch_norm_legit_functional.default: _Rewriting.batch_norm,
+    aten.native_group_norm.default: _Rewriting.group_norm,
+    aten.native_dropout.default: _Rewriting.dropout,
+    aten.native_dropout_backward.default: _Rewriting.dropout_backward,
 }
-
-
-def _arguments(node: fx.Node) -> Any:
-    return node.args

@@ -22,14 +22,14 @@ import torch
 from torch import fx
 
 from ..torch_private import aot, tensor_state
-from .decomposing import Decomposer
-from .fused_kernel import FusedKernels
+from .decomposing import decompose
 from .joint import (
     ORIGIN,
     computations,
     forward_nodes,
     is_part,
     is_random,
+    is_view,
     mutated_arguments,
     operation_of,
     planned_device,
@@ -38,6 +38,7 @@ from .joint import (
     values_of,
     written_storages,
 )
+from .kernels import FusedKernels
 
 aten = torch.ops.aten
 
@@ -86,17 +87,10 @@ _DTYPES = _FLOATS | {torch.bool, torch.uint8, torch.int32, torch.int64}
 
 
 def fuse(joint: fx.GraphModule, num_forward: int, kernels: FusedKernels) -> None:
-    """Rewrite a joint graph with fused groups.
-
-    Args:
-        joint: The joint graph, dead code already removed.
-        num_forward: Number of its outputs that the forward returns.
-        kernels: Where kernels are kept.
-    """
-    decomposer = Decomposer(joint.graph)
-    decomposer.run()
+    """Rewrite a joint graph, dead code already removed, with fused groups; its forward returns so many outputs."""
+    statistics = decompose(joint.graph)
     outputs, *_ = aot.joint_outputs(joint, num_forward)
-    joint.graph = _Fuser(joint, outputs, kernels).run(decomposer.statistics)
+    joint.graph = _Fuser(joint, outputs, kernels).run(statistics)
 
 
 @dataclass(eq=False)
@@ -116,7 +110,7 @@ class _Fuser:
         self.device = planned_device(joint)
         tangents = [n for n in joint.graph.find_nodes(op="placeholder") if aot.is_tangent(n)]
         self.overwritten = written_storages(joint)
-        self.transparent = {n for n in joint.graph.nodes if is_part(n) or _is_view(n) or self._is_widening(n)}
+        self.transparent = {n for n in joint.graph.nodes if is_part(n) or is_view(n.target) or self._is_widening(n)}
         operations = [n for n in computations(joint) if n not in self.transparent]
         forward_set = forward_nodes(joint, outputs)
         self.forward = [n for n in operations if n in forward_set]
@@ -174,7 +168,6 @@ class _Fuser:
         )
 
     def _reads_overwritten(self, node: fx.Node) -> bool:
-        """Whether a node reads a buffer that the step writes to."""
         read = tensor_state.storages_among(a.meta.get("val") for a in node.all_input_nodes)
         return not read.isdisjoint(self.overwritten)
 
@@ -240,11 +233,10 @@ class _Fuser:
         """Whether running an operation only where its group runs keeps no more memory waiting."""
         if self.stretch[node] == self.stretch[group.members[-1]]:
             return True
-        read = [
-            a.meta["val"] for a in map(self.origin, node.all_input_nodes) if a.op not in ("placeholder", "get_attr")
-        ]
-        waiting = sum(_bytes(t) for t in tensor_state.leaves(read) if _SMALL * t.numel() >= _numel(node))
-        return waiting <= sum(_bytes(t) for t in tensor_state.leaves(node.meta["val"]))
+        computed = [a for a in map(self.origin, node.all_input_nodes) if a.op not in ("placeholder", "get_attr")]
+        read = tensor_state.leaves([a.meta["val"] for a in computed])
+        waiting = sum(t.nbytes for t in read if _SMALL * t.numel() >= _numel(node))
+        return bool(waiting <= sum(t.nbytes for t in tensor_state.leaves(node.meta["val"]) if t is not None))
 
     # ---------------------------------------------------------------- backward
 
@@ -253,7 +245,7 @@ class _Fuser:
         group = _Group([node])
         readers = {c for v in values_of(node) if not self._is_small(node, v) for c in self.consumers(v)}
         joined = {self.group_of.get(c) for c in readers}
-        others = {g for g in joined if g is None or not self._gives_gradients_only(g)}
+        others = {g for g in joined if g is None or not self._gives_gradients_only(g.members[-1])}
         near = {self.stretch.get(c) for c in readers} == {self.stretch[node]}
         own = self.tangents_of[node]
         near = near and (not own or all(self.tangents_of[c] == own for c in readers))
@@ -270,9 +262,8 @@ class _Fuser:
         size: int = value.meta["val"].numel()
         return _SMALL * size <= max(_numel(a) for a in node.all_input_nodes)
 
-    def _gives_gradients_only(self, group: _Group) -> bool:
-        """Whether nothing waits for a group: sums over a batch that are the gradients of parameters."""
-        last = group.members[-1]
+    def _gives_gradients_only(self, last: fx.Node) -> bool:
+        """Whether nothing waits for a group that ends so: sums over a batch that are the gradients of parameters."""
         return all(self._is_small(last, v) and {c.op for c in self.consumers(v)} == {"output"} for v in values_of(last))
 
 
@@ -312,15 +303,14 @@ class _Writer:
 
     def _write_group(self, group: _Group) -> None:
         group.is_written = True
-        body = _Body(self.fuser, group)
         derived, group_of, readers = self.fuser.derived, self.fuser.group_of, self.fuser.consumers
         inner = [v for member in group.members for v in values_of(member) if v not in derived]
         # Others read a result, or need it for what they derive.
         results = [v for v in inner if any(c in derived or group_of.get(c) is not group for c in readers(v))]
-        module = body.write(results)
+        module, inputs = self._body(group.members, results)
         shown = [v.meta["val"] for v in results]
         kernel = self.fuser.kernels.get(module, shown)
-        node = self.graph.call_function(kernel, tuple(self._value(v) for v in body.inputs))
+        node = self.graph.call_function(kernel, tuple(map(self._value, inputs)))
         origin = group.members[-1].meta
         node.meta = {**{k: origin[k] for k in ORIGIN if k in origin}, "val": shown[0] if len(shown) == 1 else shown}
         for position, value in enumerate(results):
@@ -330,64 +320,38 @@ class _Writer:
                 part = self.values[value] = self.graph.call_function(operator.getitem, (node, position))
                 part.meta = {**node.meta, "val": shown[position]}
 
+    def _body(self, members: Sequence[fx.Node], results: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:
+        """Write what a kernel computes, with the views and derived values that it reads; return the values it takes."""
+        transparent, derived, inside = self.fuser.transparent, self.fuser.derived, set(members)
+        graph, values, inputs = fx.Graph(), dict[fx.Node, fx.Node](), list[fx.Node]()
 
-class _Body:
-    """Writes what a kernel computes: the members of a group, with the views and derived values that they read."""
+        def is_computed_here(node: fx.Node) -> bool:
+            while node in transparent and node.target is not aten._to_copy.default:
+                node = source_of(node)
+            return node in transparent or node in inside or node in derived
 
-    def __init__(self, fuser: _Fuser, group: _Group) -> None:
-        self.fuser = fuser
-        self.members = set(group.members)
-        self.order = group.members
-        self.graph = fx.Graph()
-        self.values: dict[fx.Node, fx.Node] = {}
-        self.inputs: list[fx.Node] = []
+        def value_of(node: fx.Node) -> fx.Node:
+            if node not in values and is_computed_here(node):
+                values[node] = graph.node_copy(node, value_of)
+            elif node not in values:
+                values[node] = graph.placeholder(f"input_{len(inputs)}")
+                values[node].meta = {"val": node.meta["val"]}
+                inputs.append(node)
+            return values[node]
 
-    def write(self, results: Sequence[fx.Node]) -> fx.GraphModule:
-        """Write the graph of the kernel, which returns the results."""
-        for member in self.order:
-            self.values[member] = self.graph.node_copy(member, self._value)
-        self.graph.output([self._value(v) for v in results])
-        self.graph.eliminate_dead_code()
-        for placeholder in self.graph.find_nodes(op="placeholder"):
-            placeholder.meta = {"val": placeholder.meta["val"]}
-        return fx.GraphModule(torch.nn.Module(), self.graph)
-
-    def _value(self, node: fx.Node) -> fx.Node:
-        if node not in self.values and self._is_inside(node):
-            self.values[node] = self.graph.node_copy(node, self._value)
-        elif node not in self.values:
-            self.values[node] = self.graph.placeholder(f"input_{len(self.inputs)}")
-            self.values[node].meta = {"val": node.meta["val"]}
-            self.inputs.append(node)
-        return self.values[node]
-
-    def _is_inside(self, node: fx.Node) -> bool:
-        """Whether a value is computed here: by a member, derived, or a view or a cast of such."""
-        while node in self.fuser.transparent:
-            if node.target is aten._to_copy.default:
-                return True
-            node = source_of(node)
-        return node in self.members or node in self.fuser.derived
+        for member in members:
+            value_of(member)
+        graph.output([value_of(value) for value in results])
+        graph.eliminate_dead_code()
+        return fx.GraphModule(torch.nn.Module(), graph), inputs
 
 
 def _is_elementwise(node: fx.Node) -> bool:
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _ELEMENTWISE
 
 
-def _is_view(node: fx.Node) -> bool:
-    """Whether a node only looks at the memory of its first argument."""
-    schema = getattr(node.target, "_schema", None)
-    if node.op != "call_function" or schema is None or schema.is_mutable:
-        return False
-    return node.target is aten._unsafe_view.default or any(r.alias_info is not None for r in schema.returns)
-
-
 def _numel(node: fx.Node) -> int:
     return max((t.numel() for t in tensor_state.leaves(node.meta.get("val")) if t is not None), default=0)
-
-
-def _bytes(value: torch.Tensor | None) -> int:
-    return 0 if value is None else value.numel() * value.dtype.itemsize
 
 
 def _stretches(order: Sequence[fx.Node], fusible: set[fx.Node]) -> Iterator[tuple[fx.Node, int]]:

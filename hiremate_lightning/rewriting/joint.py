@@ -1,33 +1,28 @@
-"""Reading a joint FX graph: what computes, what belongs to the forward, what draws or writes.
+"""Reading a joint FX graph: what computes, what belongs to the forward, what draws or writes, and where values lie.
 
-Torch traces forward and backward into one graph. Whoever rewrites it or makes records of it agrees on these facts.
+Torch traces forward and backward into one graph. Whoever rewrites it or makes records of it agrees on these facts. A
+pass that puts a function of this package in the place of PyTorch's operators registers here what readers must know of
+it: what plain PyTorch needs for the same, and whether it may overwrite memory.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import fx
 
 from ..torch_private import aot, tensor_state
-from .operations import operation_named
 
 aten = torch.ops.aten
 
-# Attention kernels carry the random tag even where no dropout is asked for; where the probability is found.
-_DROPOUT_ARGUMENT = {
-    "aten._scaled_dot_product_flash_attention_for_cpu.default": 3,
-    "aten._scaled_dot_product_flash_attention.default": 3,
-    "aten._scaled_dot_product_efficient_attention.default": 5,
-    "aten._scaled_dot_product_cudnn_attention.default": 5,
-    "aten._scaled_dot_product_fused_attention_overrideable.default": 4,
-}
 # Add up, or choose among equals, in an order that a GPU does not fix: a second run may differ in the last bit, or name
 # another index. The forward operators that PyTorch calls nondeterministic, in its kernels or in the documentation of
 # `torch.use_deterministic_algorithms`, and to be safe other scans, modes, reductions by segment and sparse products.
@@ -41,9 +36,9 @@ _CALLS_SUBGRAPHS = {"associative_scan", "cond", "flex_attention", "invoke_subgra
 _CALLS_SUBGRAPHS |= {"while_loop", "while_loop_stack_output"}
 CALLS_AN_OPERATOR = {"auto_functionalized", "auto_functionalized_v2"}  # one that writes to its arguments
 TRITON = "triton_kernel_wrapper_functional"  # calls a kernel of a user
-# Talk to other processes: run as often, and in the order, that these expect.
-_COLLECTIVE = re.compile(r"(_c10d_functional|_c10d_functional_autograd|c10d)\.")
-# Operators whose result has the strides of their first input, beside those that PyTorch tags as pointwise.
+# Their operators talk to other processes: they run as often, and in the order, that these expect.
+_COLLECTIVE = {"_c10d_functional", "_c10d_functional_autograd", "c10d"}
+# Operators whose result has the strides of their first input, beside those that PyTorch tags as pointwise, and views.
 _FOLLOWS_STRIDES = {
     aten._to_copy.default,
     aten.copy.default,
@@ -84,15 +79,50 @@ SHAPES = (aten.view.default, aten._unsafe_view.default)
 ORIGIN = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack")
 
 
+class Into(Enum):
+    """Which of its arguments an operation may compute into, where it is told so by the argument `out`."""
+
+    NONE = "none"
+    FIRST = "its first argument, however the others lie in memory"
+    BY_ROWS = "any that looks like the result: it is made some rows after the other"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What a function promises that stands in a joint graph, registered by the module that puts it there."""
+
+    plain_bytes: Callable[[fx.Node], int] = lambda node: 0  # of plain PyTorch while it runs, beside its result
+    plain_reads: Callable[[fx.Node], tuple[fx.Node, ...]] = lambda node: ()  # by plain PyTorch alone
+    plain_only_reads: Callable[[fx.Node], tuple[fx.Node, ...]] = lambda node: ()  # what plain PyTorch does not read
+    plain_times: Callable[[fx.Node, int], int] = lambda node, position: 1  # how often as large it holds a result
+    is_random: bool = False
+    is_fresh: bool = False  # its results have new memory, of the size that a trace says
+    into: Into = Into.NONE
+    keeps_nothing: bool = False  # once it has run, nothing but its result refers to what it is given
+    follows_strides: bool = False  # its result lies in memory as its first argument does
+
+
+_NO_PROMISE = Operation()
+_registered: dict[Any, Operation] = {}
+
+
+def register(function: Callable[..., Any], operation: Operation) -> None:
+    """Register what a function promises that stands in joint graphs."""
+    _registered[function] = operation
+
+
+def operation_named(target: Any) -> Operation:
+    """Return what is promised of a node's target."""
+    return _registered.get(target, _NO_PROMISE) if callable(target) else _NO_PROMISE
+
+
 def planned_device(joint: fx.GraphModule) -> torch.device:
     """Find the device that holds most of the inputs' bytes."""
-    by_device: dict[torch.device, int] = {}
-    for node in joint.graph.find_nodes(op="placeholder"):
-        value = node.meta.get("val")
+    by_device = Counter[torch.device]()
+    for value in (node.meta.get("val") for node in joint.graph.find_nodes(op="placeholder")):
         if tensor_state.is_dense(value):
-            size = tensor_state.int_hint(value.untyped_storage().nbytes())
-            by_device[value.device] = by_device.get(value.device, 0) + size
-    return max(by_device, key=lambda d: by_device[d]) if by_device else torch.device("cpu")
+            by_device[value.device] += tensor_state.int_hint(value.untyped_storage().nbytes())
+    return by_device.most_common(1)[0][0] if by_device else torch.device("cpu")
 
 
 def is_part(node: fx.Node) -> bool:
@@ -166,24 +196,57 @@ def reshaped(node: fx.Node) -> fx.Node | None:
     return read if isinstance(read, fx.Node) else None
 
 
-def alone_behind(node: fx.Node) -> fx.Node | None:
-    """Return what a node reads first, through other shapes of it, where nothing else reads that."""
-    before: Any = node.args[0]
-    while isinstance(before, fx.Node) and before.users.keys() == {node}:
-        if before.target not in SHAPES:
-            return before
-        node, before = before, source_of(before)
-    return None
-
-
 def is_view(target: Any) -> bool:
-    """Whether an operation's result lies on the memory of what it reads, by its schema."""
-    return bool(getattr(target, "is_view", False))
+    """Whether an operation's result lies on the memory of what it reads."""
+    return target is aten._unsafe_view.default or bool(getattr(target, "is_view", False))
 
 
-def follows_strides(target: Any) -> bool:
-    """Whether an operation's result lies in memory as what it reads does: element by element, a part, or a view."""
-    return torch.Tag.pointwise in getattr(target, "tags", ()) or target in _FOLLOWS_STRIDES or is_view(target)
+def is_of_torch(target: Any) -> bool:
+    """Whether an operation is one of PyTorch's own, and writes to nothing: its schema says what lies on its inputs."""
+    return isinstance(target, aot.OpOverload) and target.namespace == "aten" and not target._schema.is_mutable
+
+
+def is_on_new_memory(value: fx.Node) -> bool:
+    """Whether a dense value lies on memory that neither its computation's inputs nor other results of it have."""
+    if not tensor_state.is_dense(value.meta.get("val")):
+        return False
+    made_by = operation_of(value)
+    others = (*made_by.all_input_nodes, *(v for v in values_of(made_by) if v is not value))
+    around = (t for other in others for t in tensor_state.leaves(other.meta.get("val")))
+    return tensor_state.storage_id(value.meta["val"]) not in tensor_state.storages_among(around)
+
+
+def fills_memory(value: Any) -> bool:
+    """Whether a value is a tensor that fills memory of just its size, in any order of its dimensions."""
+    if not tensor_state.is_dense(value) or tensor_state.is_symbolic(value) or value.is_conj() or value.is_neg():
+        return False
+    return value.storage_offset() == 0 and value.untyped_storage().nbytes() == value.numel() * value.itemsize
+
+
+def lies_as(value: Any, other: Any) -> bool:
+    """Whether two values fill memory with the same shape, strides and type, on the same device."""
+    if not fills_memory(value) or not fills_memory(other):
+        return False
+    layout = (value.shape, value.stride(), value.dtype, value.device)
+    return layout == (other.shape, other.stride(), other.dtype, other.device)
+
+
+def unsettled_among(tangents: Iterable[fx.Node]) -> set[fx.Node]:
+    """List the gradients from the caller that may come with other strides than traced."""
+    return {tangent for tangent in tangents if getattr(tangent.meta.get("val"), "shape", ())}
+
+
+def unsettles(node: fx.Node, unsettled: Collection[fx.Node]) -> bool:
+    """Whether an operation's results may come with other strides than traced, where some values do."""
+    reads_unsettled = any(a in unsettled for a in node.all_input_nodes)
+    return (reads_unsettled and _follows_strides(node)) or may_lie_otherwise(node)
+
+
+def _follows_strides(node: fx.Node) -> bool:
+    """Whether an operation's results lie in memory as what it reads does: element by element, a part, or a view."""
+    if torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _FOLLOWS_STRIDES:
+        return True
+    return operation_named(node.target).follows_strides or not any(map(is_on_new_memory, values_of(node)))
 
 
 def may_lie_otherwise(node: fx.Node) -> bool:
@@ -200,8 +263,7 @@ def may_lie_otherwise(node: fx.Node) -> bool:
 def has_definite_strides(value: torch.Tensor) -> bool:
     """Whether a tensor's strides follow from where its elements lie.
 
-    Those of dimensions of size 1 don't: a trace has others there than kernels give, and a product that reads them all
-    the same may be rounded otherwise.
+    Those of dimensions of size 1 don't: a trace has others than kernels give, by which a product may be rounded.
     """
     return 1 not in value.shape
 
@@ -239,12 +301,6 @@ def updates_under_checkpoint(joint: fx.GraphModule) -> bool:
     return any(isinstance(value, fx.Node) and aot.checkpoint_of(operation_of(value)) is not None for value in written)
 
 
-def returns_nothing(node: fx.Node) -> bool:
-    """Whether an operator is called for its effect alone: it checks values, say."""
-    schema = getattr(node.target, "_schema", None)
-    return node.op == "call_function" and schema is not None and not schema.returns
-
-
 def forward_nodes(joint: fx.GraphModule, outputs: Sequence[Any]) -> set[fx.Node]:
     """Find what must run in the forward: what its outputs need, and what has effects that plain training has there."""
     tangent_dependent: set[fx.Node] = set()
@@ -254,7 +310,9 @@ def forward_nodes(joint: fx.GraphModule, outputs: Sequence[Any]) -> set[fx.Node]
     forward: set[fx.Node] = set()
     stack = [n for n in outputs if isinstance(n, fx.Node)]
     for node in computations(joint):
-        has_effect = bool(mutated_arguments(node)) or is_random(node, None) or returns_nothing(node)
+        schema = getattr(node.target, "_schema", None)
+        checks_values = node.op == "call_function" and schema is not None and not schema.returns
+        has_effect = bool(mutated_arguments(node)) or is_random(node, None) or checks_values
         if has_effect and node not in tangent_dependent and not aot.is_of_backward(node):
             stack.append(node)
     while stack:
@@ -301,12 +359,7 @@ def is_order_dependent_on_gpu(op: str) -> bool:
 
 def is_collective(op: str) -> bool:
     """Whether an operator, by its qualified name, talks to other processes."""
-    return bool(_COLLECTIVE.match(op))
-
-
-@functools.cache
-def _named_collective(target: aot.OpOverload) -> bool:
-    return is_collective(str(target))
+    return op.partition(".")[0] in _COLLECTIVE
 
 
 def may_choose_anew(ops: Iterable[str], device: torch.device) -> bool:
@@ -316,9 +369,7 @@ def may_choose_anew(ops: Iterable[str], device: torch.device) -> bool:
 
 def is_random(node: fx.Node, device: torch.device | None) -> bool:
     """Whether a second run may give other numbers, or hang."""
-    if isinstance(node.target, aot.OpOverload) and _named_collective(node.target):
-        return True
-    if operation_named(node.target).is_random:
+    if operation_named(node.target).is_random or getattr(node.target, "namespace", "") in _COLLECTIVE:
         return True
     if isinstance(node.target, aot.HigherOrderOperator):
         return _is_random_inside(node, device)
@@ -328,9 +379,12 @@ def is_random(node: fx.Node, device: torch.device | None) -> bool:
         is_transposed = node.target is torch.ops.aten.convolution.default and node.args[6]
         sums_in_any_order = is_transposed and not torch.backends.cudnn.deterministic
         return bool(sums_in_any_order) or is_order_dependent_on_gpu(str(node.target))
-    position = _DROPOUT_ARGUMENT.get(str(node.target))
-    if position is None:
+    # Attention kernels carry the random tag even where no dropout is asked for.
+    target: Any = node.target
+    names = [argument.name for argument in target._schema.arguments]
+    if "dropout_p" not in names:
         return True
+    position = names.index("dropout_p")
     probability = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
     return bool(probability != 0.0)
 

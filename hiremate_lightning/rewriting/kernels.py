@@ -1,22 +1,22 @@
-"""What runs in place of captured operators, so that numbers are those of eager PyTorch, and memory no more.
+"""What runs in place of captured operators: kernels of eager PyTorch, and fused ones.
 
-AOTAutograd captures some operations of eager as operators that round, draw or read otherwise. Here is which, and what
-computes the same.
+AOTAutograd captures some operations of eager as operators that round, draw or read otherwise, or need more memory. Here
+is which, and what computes the same. A fused kernel is made of several operations, called like an operator, and
+compiled by Inductor.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from .. import thresholds
-from ..torch_private import aot, tensor_state
-from .fused_kernel import Kernel
-from .operations import Operation, register
+from ..torch_private import aot, inductor, tensor_state
+from .joint import Operation, operation_of, register
 
 aten = torch.ops.aten
 
@@ -38,9 +38,9 @@ def as_eager(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
         return dropout, (probability, eager_scale(source, probability))
     if node.target is aten.native_dropout_backward.default:
         gradient, mask, _ = arguments
-        drawn_by = mask.args[0] if mask.target is operator.getitem else mask
-        if _is_dropout_on_host(drawn_by):
-            return apply_dropout_mask, (eager_scale(gradient, drawn_by.args[1]),)
+        drop: Any = operation_of(mask)
+        if _is_dropout_on_host(drop):
+            return apply_dropout_mask, (eager_scale(gradient, drop.args[1]),)
     if node.target in _COMPACT and not node.meta["val"].dim():
         return _COMPACT[node.target], ()
     if node.target is aten.col2im.default:
@@ -51,10 +51,7 @@ def as_eager(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _plain_times(drop: fx.Node, position: int) -> int:
-    """Return how many times as large eager PyTorch holds the mask of a dropout, its second result.
-
-    On the CPU, eager PyTorch draws the mask, and saves it, in the type of what it drops from.
-    """
+    """Return how many times as large a result is in eager: on the CPU, a mask has the type of what it drops from."""
     source: Any = drop.args[0]
     is_wide = position == 1 and as_eager(drop)[0] is dropout
     return int(source.meta["val"].itemsize) if is_wide else 1
@@ -185,7 +182,113 @@ def memory_format_of(value: torch.Tensor) -> torch.memory_format | None:
     return next((f for f in (torch.contiguous_format, *last) if value.is_contiguous(memory_format=f)), None)
 
 
-def part_length(count: int, row_bytes: int) -> int:
-    """Return how many of some rows to take at a time: at most half, or all of them at once would take less memory."""
+def parts_of(count: int, row_bytes: int, together: int = 1) -> list[slice]:
+    """Divide rows into parts to take one after the other, the last one the smallest; some rows stay together.
+
+    A part is at most half of them, or all of them at once would take less memory.
+    """
     enough = -(-thresholds.current.part_bytes // max(1, row_bytes))
-    return max(1, -(-count // PARTS), min(enough, -(-count // 2)))
+    rows = max(1, -(-count // PARTS), min(enough, -(-count // 2)))
+    rows = -(-rows // together) * together
+    return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
+
+
+def waves(shape: tuple[int, ...]) -> torch.Tensor:
+    """Make numbers of both signs and all magnitudes up to three, without a generator, to compare kernels on."""
+    count = torch.Size(shape).numel()
+    return torch.arange(1, count + 1, dtype=torch.float64).mul_(1.7).sin_().mul_(3).view(shape)
+
+
+# ---------------------------------------------------------------- fused kernels
+
+
+class Kernel:
+    """A fused group of operations, called like an operator. What can't be compiled runs operation by operation.
+
+    The group takes tensors and returns a list of tensors that look like the results. `announce` is told of failures.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, key: str, results: Sequence[torch.Tensor], announce: Callable[[str], None]
+    ) -> None:
+        self.module = module
+        self.__name__ = self.__qualname__ = "fused_" + hashlib.sha256(key.encode()).hexdigest()[:12]
+        self._layouts, self._announce = [_layout(r) for r in results], announce
+        self.run: inductor.Compiled | None = None
+
+    def __str__(self) -> str:
+        return f"hiremate.{self.__name__}"
+
+    __repr__ = __str__
+
+    def __call__(self, *inputs: torch.Tensor) -> Any:
+        """Compute the results: a tensor, or several in a sequence."""
+        if self.run is None:
+            self.compile()
+        assert self.run is not None, "it has just been compiled"
+        results = self.run(list(inputs))
+        return results[0] if len(self._layouts) == 1 else results
+
+    def compile(self) -> None:
+        """Compile the group, and try the kernel on made-up inputs; outside of torch's tracing modes."""
+        module = self.module
+        shown = [p.meta["val"] for p in module.graph.find_nodes(op="placeholder")]
+        try:
+            inputs = [torch.empty_strided(s.shape, s.stride(), dtype=s.dtype, device=s.device).zero_() for s in shown]
+            run = inductor.compile_graph(module, inputs)
+            self._check(run(list(inputs)), inputs)
+        except Exception as error:  # whatever a compiler may fail with: the group runs all the same
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self._announce(
+                f"Inductor could not compile a group of {len(module.graph.nodes)} operations, "
+                f"which run one by one: {type(error).__name__}: {reason}"
+            )
+            self.run = lambda arguments: module(*arguments)
+        else:
+            self.run = run
+
+    def _check(self, results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        """Hold a compiled kernel to what was traced: what follows relies on layouts, and on results of their own."""
+        layouts = [_layout(r) for r in results]
+        if layouts != self._layouts:
+            raise ValueError(f"its results are laid out as {layouts}, expected {self._layouts}")
+        storages = [tensor_state.storage_id(t) for t in results]
+        if len(set(storages)) < len(storages) or set(storages) & tensor_state.storages_among(inputs):
+            raise ValueError("its results share memory")
+
+
+class FusedKernels:
+    """Gives each distinct group its kernel: equal groups, in all layers and graphs, share one."""
+
+    def __init__(self, announce: Callable[[str], None]) -> None:
+        self._announce, self._known = announce, dict[str, Kernel]()
+
+    def get(self, module: fx.GraphModule, results: Sequence[torch.Tensor]) -> Kernel:
+        """Return the kernel of a group, which takes tensors and returns a list of these results."""
+        key = _describe(module.graph)
+        if key not in self._known:
+            self._known[key] = Kernel(module, key, results, self._announce)
+        return self._known[key]
+
+    def compile(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Compile what is not compiled yet; the progress is the number of compiled kernels, and of all."""
+        missing = [kernel for kernel in self._known.values() if kernel.run is None]
+        for done, kernel in enumerate(missing):
+            progress(done, len(missing))
+            kernel.compile()
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _describe(graph: fx.Graph) -> str:
+    """Describe what a graph computes: equal for graphs that do the same, whatever their nodes are called."""
+    number = {node: i for i, node in enumerate(graph.nodes)}
+    lines = []
+    for node in graph.nodes:
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: f"%{number[n]}")
+        shown = node.meta["val"] if node.op == "placeholder" else None
+        what = str(node.target) if shown is None else f"{_layout(shown)} {shown.device}"
+        lines.append(f"{node.op} {what} {args} {kwargs}")
+    return "; ".join(lines)

@@ -12,7 +12,6 @@ logits cost a hundred times that.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,9 +19,18 @@ from torch import fx
 
 from .. import thresholds
 from ..torch_private import tensor_state
-from .joint import SHAPES, alone_behind, drop_unread, is_part, replace_node, source_of, written_storages
-from .kernels import part_length
-from .operations import Into, Operation, register
+from .joint import (
+    SHAPES,
+    Into,
+    Operation,
+    drop_unread,
+    is_part,
+    register,
+    replace_node,
+    source_of,
+    written_storages,
+)
+from .kernels import parts_of
 
 aten = torch.ops.aten
 
@@ -41,13 +49,8 @@ def cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cross entropy of logits, and the number of the rows that count, as `nll_loss_forward` does.
 
-    Args:
-        logits: Of each class in the last dimension.
-        target: Classes, one for each row.
-        reduction: Of the rows' losses: 0 for none, 1 for mean, 2 for sum.
-        ignore_index: Target of rows that do not count.
-        shape: Rows and classes.
-        dtype: In which to compute.
+    Classes are the last dimension of the logits; `shape` is of rows and classes. It is computed in this type. The rows'
+    losses are reduced: 0 for none, 1 for mean, 2 for sum.
     """
     losses = torch.empty(shape[0], dtype=dtype, device=logits.device)
     for part, logarithms in _parts(logits, shape, dtype):
@@ -73,27 +76,17 @@ def cross_entropy_gradient(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the gradient of a cross entropy with respect to its logits.
+    """Return the gradient of a cross entropy with respect to its logits, from that of the loss.
 
-    Args:
-        gradient: Of the loss: a number, or one for each row.
-        logits: Of each class in the last dimension.
-        target: Classes, one for each row.
-        weight: Of each class.
-        reduction: Of the rows' losses: 0 for none, 1 for mean, 2 for sum.
-        ignore_index: Target of rows that do not count.
-        total_weight: Of all rows, as the forward has found it.
-        shape: Rows and classes.
-        dtype: In which to compute.
-        result_shape: Of the result.
-        result_dtype: Of the result.
-        out: Where to write it, None for new memory; the logits themselves will do, where they look like the result.
+    What describes the loss is as for `cross_entropy`, with the weight of all rows that the forward has found. The
+    logits themselves will do as `out`, where they look like the result.
     """
     result = torch.empty(result_shape, dtype=result_dtype, device=logits.device) if out is None else out
     by_rows = result.view(shape)
-    memory = torch.empty((_rows_of_a_part(shape, dtype), shape[1]), dtype=dtype, device=logits.device)
+    memory: torch.Tensor | None = None
     for part, logarithms in _parts(logits, shape, dtype):
         of = gradient[part] if gradient.dim() else gradient
+        memory = torch.empty_like(logarithms) if memory is None else memory
         made = memory[: len(logarithms)]
         told = (target[part], weight, reduction, ignore_index, total_weight)
         aten.nll_loss_backward.grad_input(of, logarithms, *told, grad_input=made)
@@ -104,11 +97,11 @@ def cross_entropy_gradient(
 
 def _parts(logits: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
     """Return the logarithms of the softmax of some rows after the other, each time in the same memory."""
-    rows = _rows_of_a_part(shape, dtype)
-    memory = torch.empty((rows, shape[1]), dtype=dtype, device=logits.device)
-    for start in range(0, shape[0], rows):
-        part = slice(start, min(start + rows, shape[0]))
-        made = memory[: part.stop - start]
+    count, classes = shape
+    parts = parts_of(count, classes * dtype.itemsize, _TOGETHER)
+    memory = torch.empty((parts[0].stop if parts else 0, classes), dtype=dtype, device=logits.device)
+    for part in parts:
+        made = memory[: part.stop - part.start]
         _copy_rows(logits, part, made)
         yield part, aten._log_softmax.out(made, 1, False, out=made)
 
@@ -127,32 +120,6 @@ def _copy_rows(logits: torch.Tensor, part: slice, into: torch.Tensor) -> None:
         start = stop
 
 
-def _rows_of_a_part(shape: Sequence[int], dtype: torch.dtype) -> int:
-    count, classes = shape
-    return -(-part_length(count, classes * dtype.itemsize) // _TOGETHER) * _TOGETHER
-
-
-@dataclass(frozen=True, slots=True)
-class _Loss:
-    """A cross entropy in a joint graph.
-
-    Attributes:
-        forward: Gives the loss and the weight of all rows.
-        backward: The derivative of the loss with respect to the logarithms.
-        logits: What it reads.
-        gradient: The value that has become of that derivative.
-        shape: Rows and classes.
-        dtype: In which it is computed.
-    """
-
-    forward: fx.Node
-    backward: fx.Node
-    logits: fx.Node
-    gradient: fx.Node
-    shape: list[int]
-    dtype: torch.dtype
-
-
 def _plain_bytes_of_loss(loss: fx.Node) -> int:
     """Return the bytes of a copy of the logits, where plain PyTorch converts them, and of the logarithms."""
     args: Any = loss.args
@@ -169,80 +136,81 @@ def _plain_bytes_of_gradient(gradient: fx.Node) -> int:
     return int(rows * classes * (3 * dtype.itemsize - reused))
 
 
-def _logits_of(gradient: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the logits: plain PyTorch reads the logarithms in their place."""
-    logits: Any = gradient.args[1]
-    return (logits,)
-
-
 register(cross_entropy, Operation(plain_bytes=_plain_bytes_of_loss))
 register(
     cross_entropy_gradient,
-    Operation(plain_bytes=_plain_bytes_of_gradient, plain_only_reads=_logits_of, into=Into.BY_ROWS, keeps_nothing=True),
+    Operation(
+        plain_bytes=_plain_bytes_of_gradient,
+        plain_only_reads=lambda gradient: (gradient.all_input_nodes[1],),  # the logits: it reads the logarithms instead
+        into=Into.BY_ROWS,
+        keeps_nothing=True,
+    ),
 )
 
 
 def join(joint: fx.GraphModule) -> None:
-    """Rewrite a joint graph, dead code already removed: a cross entropy is one operation, and its gradient another.
-
-    Not where the step writes to the memory of the logits: the backward could not read them any more.
-    """
+    """Rewrite a joint graph, dead code already removed: a cross entropy is one operation, and its gradient another."""
     losses = joint.graph.find_nodes(op="call_function", target=aten.nll_loss_forward.default)
     written = written_storages(joint) if losses else set()
-    for node in losses:
-        loss = _loss_at(node)
-        if loss is not None and tensor_state.storage_id(loss.logits.meta["val"]) not in written:
-            _replace(loss)
+    for forward in losses:
+        backward = _derivative_of(forward)
+        if backward is not None:
+            _join(forward, backward, written)
     if losses:
         drop_unread(joint.graph)
 
 
-def _replace(loss: _Loss) -> None:
-    made = loss.gradient.meta["val"]
-    gradient, _, *told = loss.backward.args
-    how = (loss.shape, loss.dtype, list(made.shape), made.dtype)
-    replace_node(loss.gradient, cross_entropy_gradient, (gradient, loss.logits, *told, *how))
-    _, target, weight, reduction, ignore_index = loss.forward.args
+def _join(forward: fx.Node, backward: fx.Node, written: set[int]) -> None:
+    """Make a loss and its gradient read the logits, where all lies in order.
+
+    Not where the step writes to the memory of the logits: the backward could not read them any more.
+    """
+    logarithms: Any = forward.args[0]
+    logits, gradient = _source_of(logarithms), _converted(next(iter(backward.users)))
+    read, shown, made = (node.meta["val"] for node in (logits, logarithms, gradient))
+    in_order = all(t.is_contiguous() for t in (shown, backward.meta["val"], made))
+    if not in_order or not read.device == shown.device == made.device or tensor_state.storage_id(read) in written:
+        return
+    how = ([*shown.shape], shown.dtype)
+    arriving, _, *told = backward.args
+    replace_node(gradient, cross_entropy_gradient, (arriving, logits, *told, *how, [*made.shape], made.dtype))
+    _, target, weight, reduction, ignore_index = forward.args
     if weight is None:
-        args = (loss.logits, target, reduction, ignore_index, loss.shape, loss.dtype)
-        replace_node(loss.forward, cross_entropy, args)
+        replace_node(forward, cross_entropy, (logits, target, reduction, ignore_index, *how))
 
 
-def _loss_at(forward: fx.Node) -> _Loss | None:
-    """Return the loss whose forward a node is, None where what lies around it has another form."""
+def _derivative_of(forward: fx.Node) -> fx.Node | None:
+    """Return the derivative of a large loss, by logarithms that only these two and the rest of the derivative read.
+
+    None where what lies around the loss has another form.
+    """
     logarithms: Any = forward.args[0]
     shown = logarithms.meta.get("val")
     if logarithms.target is not aten._log_softmax.default or forward.kwargs or tensor_state.is_symbolic(shown):
         return None
-    readers = [n for n in logarithms.users if n is not forward]
+    _, dim, is_cast = logarithms.args
+    readers = {*logarithms.users} - {forward}
     backward = next((n for n in readers if n.target is aten.nll_loss_backward.default), None)
-    if backward is None or not _is_derivative(backward, forward, logarithms) or shown.dim() != 2:
+    if backward is None or shown.dim() != 2 or dim not in (1, -1) or is_cast or len(backward.users) != 1:
         return None
-    rest = next(iter(backward.users)) if len(backward.users) == 1 else None
-    if rest is None or rest.target is not aten._log_softmax_backward_data.default or {*readers} != {backward, rest}:
+    (rest,) = backward.users
+    _, read, *told, total = backward.args
+    is_total = isinstance(total, fx.Node) and is_part(total) and total.args == (forward, 1)
+    is_derivative = read is logarithms and tuple(told) == forward.args[1:] and is_total and not backward.kwargs
+    is_rest = rest.target is aten._log_softmax_backward_data.default and readers == {backward, rest}
+    if not is_derivative or not is_rest or rest.args != (backward, logarithms, dim, shown.dtype):
         return None
-    if rest.args != (backward, logarithms, logarithms.args[1], shown.dtype) or logarithms.args[1] not in (1, -1):
-        return None
-    logits, gradient = _source_of(logarithms), _converted(rest)
-    in_order = all(n.meta["val"].is_contiguous() for n in (logarithms, backward, gradient))
-    is_alike = logits.meta["val"].device == shown.device == gradient.meta["val"].device and not logarithms.args[2]
-    is_large = shown.shape[1] * shown.itemsize >= thresholds.current.row_bytes
-    if not (in_order and is_alike and is_large):
-        return None
-    return _Loss(forward, backward, logits, gradient, list(shown.shape), shown.dtype)
-
-
-def _is_derivative(backward: fx.Node, forward: fx.Node, logarithms: fx.Node) -> bool:
-    _, read, *told, total_weight = backward.args
-    is_total = isinstance(total_weight, fx.Node) and is_part(total_weight) and total_weight.args == (forward, 1)
-    return read is logarithms and tuple(told) == forward.args[1:] and is_total and not backward.kwargs
+    return backward if shown.shape[1] * shown.itemsize >= thresholds.current.row_bytes else None
 
 
 def _source_of(logarithms: fx.Node) -> fx.Node:
     """Return what a loss may read: through other shapes, what was converted for it alone, or what it was given."""
-    copy = alone_behind(logarithms)
-    if copy is not None and copy.target is aten._to_copy.default and copy.kwargs.keys() <= _OPTIONS:
-        source = source_of(copy)
+    reader, before = logarithms, source_of(logarithms)
+    while before.target in SHAPES and before.users.keys() == {reader}:
+        reader, before = before, source_of(before)
+    is_copy = before.target is aten._to_copy.default and before.kwargs.keys() <= _OPTIONS
+    if is_copy and before.users.keys() == {reader}:
+        source = source_of(before)
         of, shape = source.meta["val"], logarithms.meta["val"].shape
         if of.dim() > 1 and of.shape[-1] == shape[1] and not of.is_complex():
             return source

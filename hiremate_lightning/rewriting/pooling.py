@@ -18,9 +18,8 @@ from torch import fx
 
 from .. import thresholds
 from ..torch_private import tensor_state
-from .joint import drop_unread, replace_node, values_of
-from .kernels import memory_format_of, part_length
-from .operations import Operation, register
+from .joint import Operation, drop_unread, operation_of, register, replace_node, source_of, values_of
+from .kernels import memory_format_of, parts_of, waves
 
 aten = torch.ops.aten
 
@@ -31,20 +30,16 @@ _OPERATORS: dict[int, tuple[Any, Any]] = {  # by how many dimensions they pool, 
     3: (aten.max_pool3d_with_indices, aten.max_pool3d_with_indices_backward),
 }
 
+# Kernel size, stride, padding and dilation by dimension, and whether to round the shape up.
 Windows = tuple[list[int], list[int], list[int], list[int], bool]
 
 
 def max_pool(
     source: torch.Tensor, windows: Windows, shape: Sequence[int], form: torch.memory_format, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest value of each window, and its place within the window.
+    """Return the largest value of each window of pictures or volumes, and its place within the window, in that type.
 
-    Args:
-        source: Pictures or volumes: batch, channels, and two or three dimensions.
-        windows: Kernel size, stride, padding and dilation by dimension, and whether to round the shape up.
-        shape: Of the results.
-        form: How they and the source lie in memory.
-        dtype: Of the places.
+    The results have this shape, and lie in memory in the form of the source: batch, channels, two or three dimensions.
     """
     pool, _ = _OPERATORS[source.dim() - 2]
     values = torch.empty(shape, dtype=source.dtype, device=source.device, memory_format=form)
@@ -52,7 +47,7 @@ def max_pool(
     first = _first_elements(source.shape[2:], shape[2:], windows, source.device)
     # On the CPU only the kernel for channels last is vectorized, which is worth the copy. The numbers are the same.
     is_turned = source.is_cpu and form is torch.contiguous_format and source.dim() == 4 and shape[1] >= _FEW_CHANNELS
-    for part in _parts(source.shape, source.itemsize):
+    for part in parts_of(source.shape[0], source[:1].nbytes):
         read = source[part].contiguous(memory_format=torch.channels_last) if is_turned else source[part]
         made = torch.empty_like(values[part], dtype=torch.int64)
         pool.out(read, *windows, out=values[part], indices=made)
@@ -63,30 +58,15 @@ def max_pool(
 def max_pool_gradient(
     gradient: torch.Tensor, places: torch.Tensor, windows: Windows, shape: Sequence[int], form: torch.memory_format
 ) -> torch.Tensor:
-    """Return the gradient of a max pool with respect to what was pooled.
-
-    Args:
-        gradient: Of the largest values.
-        places: Of these within their windows.
-        windows: Kernel size, stride, padding and dilation by dimension, and whether to round the shape up.
-        shape: Of what was pooled.
-        form: How it lies in memory.
-    """
+    """Return the gradient of a max pool with respect to what was pooled, which had this shape, and lay in this form."""
     _, spread = _OPERATORS[gradient.dim() - 2]
     result = torch.empty(shape, dtype=gradient.dtype, device=gradient.device, memory_format=form)
     first = _first_elements(shape[2:], places.shape[2:], windows, gradient.device)
-    for part in _parts(shape, gradient.itemsize):
-        made = result[part]
-        # Of what was pooled the kernel reads the shape alone.
-        whole = places[part].to(torch.int64).add_(first)
+    for part in parts_of(shape[0], result[:1].nbytes):
+        made, whole = result[part], places[part].to(torch.int64).add_(first)
+        # Of what was pooled, its second argument, the kernel reads the shape alone.
         spread.grad_input(gradient[part], made, *windows, whole, grad_input=made)
     return result
-
-
-def _parts(shape: Sequence[int], itemsize: int) -> list[slice]:
-    count = shape[0]
-    step = part_length(count, torch.Size(shape[1:]).numel() * itemsize)
-    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 def _first_elements(
@@ -106,26 +86,23 @@ def join(joint: fx.GraphModule) -> None:
 
     Only their gradients may read the places.
     """
-    is_changed = False
     for dims, (pool, backward) in _OPERATORS.items():
-        for node in joint.graph.find_nodes(op="call_function", target=pool.default):
+        pools = joint.graph.find_nodes(op="call_function", target=pool.default)
+        for node in pools:
             gradients = _gradients_of(node, backward.default, dims)
             if gradients:
                 _replace(node, gradients, _windows_of(node.args[1:], dims))
-                is_changed = True
-    if is_changed:
-        drop_unread(joint.graph)
-
-
-def _pooled_by(gradient: fx.Node) -> tuple[fx.Node, ...]:
-    """Return what was pooled, which plain PyTorch reads for the gradient."""
-    places: Any = gradient.args[1]
-    return (places.args[0].args[0],)
+        if pools:
+            drop_unread(joint.graph)
 
 
 def _plain_times(pool: fx.Node, position: int) -> int:
     """Return how many times as large plain PyTorch holds the places, the second result."""
     return torch.int64.itemsize // pool.meta["val"][position].itemsize if position == 1 else 1
+
+
+def _pooled_by(gradient: fx.Node) -> tuple[fx.Node, ...]:
+    return (source_of(operation_of(gradient.all_input_nodes[1])),)  # the pool gave the places
 
 
 register(max_pool, Operation(plain_times=_plain_times, is_fresh=True))
@@ -185,10 +162,10 @@ def _gives_the_same(dims: int, form: torch.memory_format, device: torch.device, 
     pool, backward = _OPERATORS[dims]
     windows: Windows = ([3] * dims, [2] * dims, [1] * dims, [1] * dims, False)
     with tensor_state.real_mode(), torch.no_grad():
-        source = _numbers((3, 37, 9, 7, 5)[: dims + 2], device, dtype).contiguous(memory_format=form)
+        source = _odd_numbers((3, 37, 9, 7, 5)[: dims + 2]).to(device, dtype).contiguous(memory_format=form)
         try:
             expected, whole = pool(source, *windows)
-            gradient = _numbers(tuple(expected.shape), device, dtype).nan_to_num_(1, 2, 3)
+            gradient = _odd_numbers(tuple(expected.shape)).to(device, dtype).nan_to_num_(1, 2, 3)
             arrived = backward(gradient, source, *windows, whole)
             narrow = _dtype_of_places(source.shape[2:], windows)
             values, places = max_pool(source, windows, list(expected.shape), form, narrow)
@@ -198,14 +175,12 @@ def _gives_the_same(dims: int, form: torch.memory_format, device: torch.device, 
         return torch.equal(values.nan_to_num(), expected.nan_to_num()) and torch.equal(spread, arrived)
 
 
-def _numbers(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Make whole numbers without a generator, some planes of minus infinity, and here and there what is none."""
-    count = torch.Size(shape).numel()
-    numbers = torch.arange(1, count + 1, dtype=torch.float64).mul_(1.7).sin_().mul_(3).round_()
-    numbers[::41], numbers[5::101] = torch.nan, torch.inf
-    numbers = numbers.view(shape)
+def _odd_numbers(shape: tuple[int, ...]) -> torch.Tensor:
+    """Make whole numbers, some planes of minus infinity, and here and there what is none."""
+    numbers = waves(shape).round_()
+    numbers.view(-1)[::41], numbers.view(-1)[5::101] = torch.nan, torch.inf
     numbers[1:, ::4] = -torch.inf
-    return numbers.to(device, dtype)
+    return numbers
 
 
 def _windows_of(given: Sequence[Any], dims: int) -> Windows:

@@ -17,33 +17,25 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from ..torch_private import aot, tensor_state
-from .kernels import apply_dropout_mask, as_eager, draw_mask, eager_scale, memory_format_of
+from ..torch_private import tensor_state
+from .joint import Operation, is_of_torch, register
+from .kernels import apply_dropout_mask, as_eager, draw_mask, eager_scale, memory_format_of, waves
 from .kernels import dropout as dropout_on_host
-from .operations import Operation, register
 
 aten = torch.ops.aten
 
 APPLY_MASK = "hiremate.apply_dropout_mask"  # reads the dropout's input and its mask, gives its output
 DRAW_MASK = "hiremate.draw_dropout_mask"  # reads a state, gives the dropout's mask
 DRAW_AGAIN = "hiremate.draw_again"  # reads what the operation read, and a state; gives all that the operation gave
-NORMALIZE = (
-    "hiremate.normalize"  # reads what the batch norm reads, its mean and its inverse deviation; gives its output
-)
+NORMALIZE = "hiremate.normalize"  # reads what the batch norm reads, its mean and inverse deviation; gives its output
 
 OperatorCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 def call_of(op: str, drawn: fx.Node, inputs: Sequence[fx.Node]) -> OperatorCall:
-    """Return what a replay node runs.
+    """Return what a replay node runs: a function with its arguments, in which captured nodes stand for their values.
 
-    Args:
-        op: One of the four above.
-        drawn: The captured operation, a random one or a batch norm.
-        inputs: What the replay node reads; what finishes the operation may read more, which comes last.
-
-    Returns:
-        A function with its arguments, in which captured nodes stand for their values.
+    What finishes the operation, a random one or a batch norm, may read more: that comes last among the inputs.
     """
     if op == APPLY_MASK:
         source, probability = cast("tuple[fx.Node, float]", drawn.args[:2])
@@ -52,12 +44,12 @@ def call_of(op: str, drawn: fx.Node, inputs: Sequence[fx.Node]) -> OperatorCall:
         read = drawn.args[:3]
         first = len({a for a in read if isinstance(a, fx.Node)})
         return normalize, (*read, *inputs[first : first + 2]), {}
-    state, device = inputs[-1], _device(drawn)
-    if op == DRAW_MASK and drawn.target is not draw_mask_of:
+    if op == DRAW_MASK:
         size, _, *rest = mask_arguments(drawn)
-        return draw_mask_again, (state, size, *rest), {}
+        return draw_mask_again, (inputs[-1], size, *rest), {}
     target, changed = as_eager(drawn)
-    return again(target), (state, device, *drawn.args[: len(drawn.args) - len(changed)], *changed), dict(drawn.kwargs)
+    unchanged = drawn.args[: len(drawn.args) - len(changed)]
+    return again(target), (inputs[-1], _device(drawn), *unchanged, *changed), dict(drawn.kwargs)
 
 
 def generator_state(device: torch.device) -> torch.Tensor:
@@ -73,24 +65,18 @@ def mask_state(device: torch.device, source: torch.Tensor) -> tuple[torch.Tensor
     return generator_state(device), source.stride()
 
 
-def _set_state(state: torch.Tensor, device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
-
-
 @functools.cache
 def again(draw: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function that draws from a given state: it takes the state, the device, and what `draw` takes."""
 
     def draw_again(state: torch.Tensor, device: torch.device, /, *args: Any, **kwargs: Any) -> Any:
-        before = generator_state(device)
-        _set_state(state, device)
+        before, on_device = generator_state(device), functools.partial(torch.cuda.set_rng_state, device=device)
+        put = on_device if device.type == "cuda" else torch.set_rng_state
+        put(state)
         try:
             return draw(*args, **kwargs)
         finally:
-            _set_state(before, device)
+            put(before)
 
     name = str(getattr(draw, "__name__", draw)).replace(".", "_")
     draw_again.__name__ = draw_again.__qualname__ = f"{name}_again"
@@ -126,13 +112,12 @@ def _device(drawn: fx.Node) -> torch.device:
 
 def can_draw_again(node: fx.Node) -> bool:
     """Whether a random operation, which writes to nothing, draws from its device's default generator alone."""
-    target = node.target
-    if not isinstance(target, aot.OpOverload) or target.namespace != "aten" or "rnn" in str(target):
+    target: Any = node.target
+    if target is draw_mask_of:
+        return True
+    if not is_of_torch(target) or "rnn" in str(target) or _device(node).type not in ("cpu", "cuda"):
         return False
-    if _device(node).type not in ("cpu", "cuda"):
-        return False
-    seeded = torch.Tag.nondeterministic_seeded in target.tags
-    return seeded and node.kwargs.get("generator") is None
+    return torch.Tag.nondeterministic_seeded in target.tags and node.kwargs.get("generator") is None
 
 
 def draw_mask_of(
@@ -176,10 +161,7 @@ def mask_arguments(dropout: fx.Node) -> tuple[Any, ...]:
 def can_draw_mask(dropout: fx.Node, begins_allocation: bool) -> bool:
     """Whether `draw_mask_of` draws what a captured dropout draws.
 
-    Args:
-        dropout: The dropout.
-        begins_allocation: Whether its input is the first in a block of the step's own: CUDA's kernel draws by how that
-            is aligned, which is known only there.
+    CUDA's kernel draws by how its input is aligned, which is known only where that begins a block of the step's own.
     """
     source, probability = dropout.args[:2]
     if not isinstance(source, fx.Node) or not isinstance(probability, float):
@@ -202,18 +184,7 @@ def normalize(
     mean: torch.Tensor,
     inverse_deviation: torch.Tensor,
 ) -> torch.Tensor:
-    """Normalise as a batch norm in training does once it has its statistics.
-
-    Args:
-        source: What the batch norm reads, channels in dimension 1.
-        weight: By channel, None for ones.
-        bias: By channel, None for zeros.
-        mean: By channel.
-        inverse_deviation: By channel.
-
-    Returns:
-        The batch norm's result.
-    """
+    """Normalise as a batch norm in training does once it has its statistics; channels are in dimension 1."""
     if source.is_cuda:
         return torch.batch_norm_elemt(source, weight, bias, mean, inverse_deviation, 0.0)
     precise = torch.promote_types(source.dtype, torch.float32)  # in which kernels compute
@@ -251,8 +222,10 @@ def _gives_the_same(
     """Compare both kernels of this build of torch on numbers of this kind: how they round is nobody's promise."""
     channels = 37
     with tensor_state.real_mode(), torch.no_grad():
-        source = _numbers((3, channels, 5, 7, 3)[:dims], device, dtype).contiguous(memory_format=layout)
-        weight, bias = (None if p is None else _numbers((channels,), device, p) for p in parameters)
+        numbers = waves((3, channels, 5, 7, 3)[:dims]).add_(0.3)
+        source = numbers.to(device, dtype).contiguous(memory_format=layout)
+        of_channels = waves((channels,)).add_(0.3)
+        weight, bias = (None if p is None else of_channels.to(device, p) for p in parameters)
         counted = torch.zeros(channels, device=device, dtype=parameters[0] or torch.promote_types(dtype, torch.float32))
         running = () if target is aten._native_batch_norm_legit.no_stats else (counted, counted + 1)
         try:
@@ -261,11 +234,3 @@ def _gives_the_same(
         except (RuntimeError, NotImplementedError):  # no kernel for it here
             return False
         return torch.equal(result, expected) and result.stride() == expected.stride() and result.dtype == expected.dtype
-
-
-def _numbers(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Make numbers of all magnitudes around one, without a generator."""
-    count = torch.Size(shape).numel()
-    return (
-        torch.arange(1, count + 1, dtype=torch.float64).mul_(1.7).sin_().mul_(3).add_(0.3).view(shape).to(device, dtype)
-    )

@@ -13,23 +13,14 @@ from .joint import is_part
 
 
 def compiled(module: fx.GraphModule) -> aot.Boxed:
-    """Compile an FX graph to a function that takes its arguments in one list, which it empties.
-
-    Values are freed after their last use.
-    """
+    """Compile an FX graph to a function that takes its arguments in one list, which it empties."""
     writer = Writer(module)
     writer.write()
     return aot.mark_boxed(compile_lines(writer.lines, writer.known, "arguments"))
 
 
 def compile_lines(lines: Sequence[str], known: dict[str, Any], parameters: str) -> Callable[..., Any]:
-    """Compile the lines of a function of some parameters.
-
-    Args:
-        lines: What the function does.
-        known: What its lines name beside its own values; the function is added.
-        parameters: The names of its parameters.
-    """
+    """Compile the lines of a function of some parameters; what they name beside is known, and the function is added."""
     body = "\n ".join(lines)
     exec(compile(f"def run({parameters}):\n {body}\n", "<program of a plan>", "exec"), known)
     run: Callable[..., Any] = known["run"]
@@ -37,19 +28,14 @@ def compile_lines(lines: Sequence[str], known: dict[str, Any], parameters: str) 
 
 
 class Writer:
-    """Writes the source of a graph, and keeps what it names.
-
-    Attributes:
-        known: What the lines name beside their own values, by name.
-        lines: The source, of a function whose only parameter is the list `arguments`.
-    """
+    """Writes the source of a graph, and keeps what it names."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.module = module
         self.names: dict[fx.Node, str] = {}
-        self.known: dict[str, Any] = {}
+        self.known: dict[str, Any] = {}  # what the lines name beside their own values, by name
         self.name_of_known: dict[Any, str] = {}
-        self.lines: list[str] = []
+        self.lines: list[str] = []  # of a function whose only parameter is the list `arguments`
 
     def write(self) -> None:
         """Write it all."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -81,31 +82,20 @@ def on_default_stream(device: torch.device) -> bool:
 
 
 class SavedRun(Protocol):
-    """The values that a run of a captured graph keeps for its backward.
-
-    Attributes:
-        captured: The graph.
-        leaves: The leaves among its inputs, by position.
-        block: Stands for the block of autocast that remembers these casts; None without one.
-    """
+    """The values that a run of a captured graph keeps for its backward."""
 
     captured: Captured
-    leaves: Mapping[int, torch.Tensor]
-    block: object | None
+    leaves: Mapping[int, torch.Tensor]  # the leaves among its inputs, by position
+    block: object | None  # stands for the block of autocast that remembers the casts of leaves; None without one
 
 
+@dataclass(eq=False)
 class Shared:
-    """The gradient of a leaf that several runs share.
+    """The gradient of a leaf that several runs share."""
 
-    Attributes:
-        awaited: How many of them have not contributed yet.
-        is_of_casts: Whether it is added up in half precision, and cast at the end.
-        total: The sum of the others' contributions, None before there is any.
-    """
-
-    def __init__(self, awaited: int, is_of_casts: bool) -> None:
-        self.awaited, self.is_of_casts = awaited, is_of_casts
-        self.total: torch.Tensor | None = None
+    awaited: int  # how many of them have not contributed yet
+    is_of_casts: bool  # whether it is added up in half precision, and cast at the end
+    total: torch.Tensor | None = None  # the sum of the others' contributions, None before there is any
 
 
 def shared_leaves(run: SavedRun) -> dict[int, Shared]:

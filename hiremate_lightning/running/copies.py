@@ -24,21 +24,22 @@ from ..rewriting.replays import is_state
 from ..torch_private import runtime, tensor_state
 from ..units import format_bytes
 
+FULL = (
+    "The host has no {size} left for a value that is offloaded from the device. Name less in host_budget=, or keep "
+    "values on the device with offload='off'."
+)
+
 
 class HostMemory:
     """Blocks of the host's memory that copies lie in: pinned for a GPU, and used again from step to step.
 
     PyTorch rounds pinned memory up to a power of two. So blocks that are pinned have such sizes, and serve all smaller
     values. Where a new block would exceed the most bytes, blocks in which no value lies are freed first.
-
-    Attributes:
-        size_bytes: Bytes of all blocks.
-        most_bytes: Bytes that they take at most, unless more are in use at once; None for no limit.
     """
 
     def __init__(self) -> None:
-        self.size_bytes = 0
-        self.most_bytes: int | None = None
+        self.size_bytes = 0  # bytes of all blocks
+        self.most_bytes: int | None = None  # that they take, unless more are in use at once; None for no limit
         self._idle: defaultdict[tuple[int, bool], list[Block]] = defaultdict(list)
 
     def take(self, size_bytes: int, is_pinned: bool) -> Block:
@@ -55,23 +56,16 @@ class HostMemory:
                     self.size_bytes -= sum(block.memory.nbytes for block in unused)
                     unused.clear()
                 runtime.empty_host_cache()
-            idle.append(Block(_allocate(whole_bytes, is_pinned), is_pinned))
+            try:
+                idle.append(Block(torch.empty(whole_bytes, dtype=torch.uint8, pin_memory=is_pinned), is_pinned))
+            except RuntimeError as error:  # PyTorch has no class of its own for a host that is full
+                raise MemoryError(FULL.format(size=format_bytes(whole_bytes))) from error
             self.size_bytes += whole_bytes
         return idle.pop()
 
     def give(self, block: Block) -> None:
         """Take a block back, the last copy from which may still run."""
         self._idle[block.memory.nbytes, block.is_pinned].append(block)
-
-
-def _allocate(size_bytes: int, is_pinned: bool) -> torch.Tensor:
-    try:
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=is_pinned)
-    except RuntimeError as error:  # PyTorch has no class of its own for a host that is full
-        raise MemoryError(
-            f"The host has no {format_bytes(size_bytes)} left for a value that is offloaded from the device. Name less "
-            "in host_budget=, or keep values on the device with offload='off'."
-        ) from error
 
 
 @dataclass

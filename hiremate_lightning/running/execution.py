@@ -299,11 +299,9 @@ class Saved:
         return self.values is not None and self.has_run
 
     def take(self, unread: Collection[int], keep: bool) -> tuple[list[Any], list[int]]:
-        """Hand the values to a backward; they are gone afterwards unless they are kept for another backward.
+        """Hand the values to a backward, and the positions of those that were overwritten since: these are copies.
 
-        Returns:
-            The values, and the positions of those that were overwritten since: these are copies. Values at the unread
-            positions, which the backward does not read, may have been changed.
+        The values are gone afterwards unless they are kept for another backward. Unread ones may have been changed.
         """
         if self.values is None:
             raise RuntimeError(FREED)

@@ -125,10 +125,7 @@ def _check(captured: Captured, schedule: Schedule) -> None:
 
 
 def _takes(captured: Captured, schedule: Schedule) -> dict[fx.Node, int]:
-    """Return the nodes that may compute into a value of the forward, each with that value's position in its arguments.
-
-    No later operation of the schedule reads the value.
-    """
+    """Return the nodes that may compute into a value that nobody reads later, each with its position as an argument."""
     positions, read = dict[fx.Node, int](), set[int | None]()
     for operation in reversed(schedule.backward):
         if not isinstance(operation, Compute):
@@ -206,16 +203,11 @@ def _copy_constants(captured: Captured, graph: fx.Graph, values: dict[fx.Node, f
 
 
 class _Sum:
-    """A sum of gradients that goes on: autograd would add each further term to it as it arrives.
-
-    Attributes:
-        position: Of the input whose gradient it is.
-        terms: By node that adds terms of it in the captured graph, or casts it, these terms; nothing for a single term
-            that is not cast.
-    """
+    """A sum of gradients that goes on: autograd would add each further term to it as it arrives."""
 
     def __init__(self, captured: Captured, position: int, graph: fx.Graph, is_cast: bool) -> None:
-        self.position = position
+        self.position = position  # of the input whose gradient it is
+        # By node that adds terms of it in the captured graph, or casts it; nothing for a single term that is not cast.
         self.terms: dict[fx.Node, list[fx.Node]] = {}
         gradient, count = captured.backward_outputs[position], captured.terms.get(position, 1)
         self._cast = gradient if position in captured.cast_terms else None
@@ -250,9 +242,7 @@ class _Sum:
 class _Emitter:
     """Appends the operations of one half of a schedule to a graph; generated code frees by itself, after the last use.
 
-    Attributes:
-        values: For each captured value the one that stands for it in the graph. From the wait for its copy out to the
-            wait for its copy in, that is a `Parked`.
+    Captured values have others in their place there: from the wait for a copy out to that for the copy in, a `Parked`.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +11,8 @@ from torch import fx
 from ..capturing.capture import Captured
 from ..records.graph import StorageKind
 from ..records.schedule import Schedule
-from ..rewriting.joint import operation_of
+from ..rewriting.joint import operation_named, operation_of
 from ..rewriting.kernels import as_eager
-from ..rewriting.operations import operation_named
 from ..torch_private import aot
 
 aten = torch.ops.aten
@@ -35,34 +34,35 @@ class SavedValues:
 
 def saved_values(captured: Captured, schedule: Schedule) -> SavedValues:
     """Describe the values that a schedule of a captured graph saves."""
+    graph = captured.graph
     saved = [captured.fx_values[t] for t in schedule.saved]
-    storages = [captured.graph.tensors[t].storage for t in schedule.saved]
-    tensors = [i for i, t in enumerate(schedule.saved) if captured.graph.tensors[t].dtype]
-    outputs, shown = set(captured.forward_outputs), _outputs_on(captured)
-    seen, unread = _seen(captured), _unread_plainly(captured)
+    storages = [graph.tensors[t].storage for t in schedule.saved]
+    tensors = [i for i, t in enumerate(schedule.saved) if graph.tensors[t].dtype]
+    outputs, shown, unread = set(captured.forward_outputs), _outputs_on(captured), _unread_plainly(captured)
     finished = {finish.result for finish in captured.finishes.values()}
-    unviewable = _unviewable(captured)
-    shared = [i for i in tensors if storages[i] in unviewable]
+    taken = {graph.tensors[node.takes].storage for node in graph.nodes if node.takes is not None}
+    returned = {graph.tensors[t].storage for t in graph.outputs}
+    resident = {i for i, storage in enumerate(graph.storages) if storage.kind.is_resident}
+    # Others see and may change what is returned, or exists beside the step and is left as it is.
+    seen = (returned | resident - {graph.tensors[t].storage for t in captured.mutated}) - {None}
+    # No view may be saved of what a gradient may take, or a grad_fn may come to hold.
+    unviewable = taken | returned | (resident - _parameters(captured)) | {None}
     borrowed = [i for i in tensors if storages[i] in seen and storages[i] in unread]
     copied = [i for i in borrowed if storages[i] in captured.overwritten]
     watched = (i for i in tensors if storages[i] in seen and i not in copied)
+    may_be_views = (i for i in tensors if storages[i] in unviewable)
     return SavedValues(
         names=tuple(value.name for value in saved),
         returned=tuple(i for i in tensors if saved[i] in outputs),
-        views=tuple(i for i in shared if _may_be_view(captured, schedule.saved[i], finished)),
+        views=tuple(i for i in may_be_views if _may_be_view(captured, schedule.saved[i], finished)),
         watched=tuple((i, output) for i in watched for output in shown.get(storages[i], [None])),
         borrowed=tuple(borrowed),
         copied=tuple(copied),
     )
 
 
-def _unviewable(captured: Captured) -> set[int | None]:
-    """List the storages of which no view may be saved: a gradient may take them, or a grad_fn may come to hold them."""
-    graph = captured.graph
-    taken = {graph.tensors[node.takes].storage for node in graph.nodes if node.takes is not None}
-    returned = {graph.tensors[t].storage for t in graph.outputs}
-    resident = {i for i, s in enumerate(graph.storages) if s.kind.is_resident and s.kind is not StorageKind.PARAMETER}
-    return taken | returned | resident | {None}
+def _parameters(captured: Captured) -> set[int]:
+    return {i for i, s in enumerate(captured.graph.storages) if s.kind is StorageKind.PARAMETER}
 
 
 def _may_be_view(captured: Captured, tensor: int, finished: Collection[fx.Node]) -> bool:
@@ -80,31 +80,18 @@ def _may_be_view(captured: Captured, tensor: int, finished: Collection[fx.Node])
     return shows or target is aten._unsafe_view.default  # in whose place a view runs
 
 
-def _seen(captured: Captured) -> set[int | None]:
-    """List the storages that others see and may change.
-
-    They are returned, or exist beside the step (a parameter's, the batch's) and are left as they are.
-    """
-    graph = captured.graph
-    returned = {graph.tensors[t].storage for t in graph.outputs}
-    overwritten = {graph.tensors[t].storage for t in captured.mutated}
-    resident = {i for i, storage in enumerate(graph.storages) if storage.kind.is_resident} - overwritten
-    return (returned | resident) - {None}
-
-
-def _outputs_on(captured: Captured) -> dict[int | None, Sequence[int | None]]:
+def _outputs_on(captured: Captured) -> dict[int | None, list[int | None]]:
     """List by storage the positions of the outputs on it."""
     tensors = captured.graph.tensors
     storage_of = {value: tensors[t].storage for t, value in enumerate(captured.fx_values)}
     positions: dict[int | None, list[int | None]] = {}
     for position, value in enumerate(captured.forward_outputs):
-        if isinstance(value, fx.Node):
+        if isinstance(value, fx.Node) and storage_of[value] is not None:
             positions.setdefault(storage_of[value], []).append(position)
-    positions.pop(None, None)
-    return dict(positions)
+    return positions
 
 
-def _unread_plainly(captured: Captured) -> set[int | None]:
+def _unread_plainly(captured: Captured) -> set[int]:
     """List the storages, except parameters', that a plain backward would not read."""
     graph = captured.graph
     read = set(graph.gradients)
@@ -113,6 +100,4 @@ def _unread_plainly(captured: Captured) -> set[int | None]:
         ours_alone = operation_named(node.target).plain_only_reads(node)
         read.update(t for t in graph.nodes[index].inputs if captured.fx_values[t] not in ours_alone)
     needed = {graph.tensors[t].storage for t in read}
-    return {
-        i for i, storage in enumerate(graph.storages) if i not in needed and storage.kind is not StorageKind.PARAMETER
-    }
+    return set(range(len(graph.storages))) - needed - _parameters(captured)

@@ -6,7 +6,6 @@ Steps that have no plan run as was planned for the same code at other sizes, or 
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -18,7 +17,7 @@ from ..measuring.resident import Resident
 from ..memory.allocator import alone, free_bytes
 from ..planning.headroom import Room, unless_short
 from ..planning.ladder import Chosen, Loss, fastest_that_fits
-from ..planning.planner import FirstSolution, first_solution
+from ..planning.planner import first_solution
 from ..planning.solvers.base import Problem, replay
 from ..records.costs import Profile, step_time_ms
 from ..records.graph import Graph
@@ -36,7 +35,6 @@ from .modes import ByProgram
 from .plan_maker import PlanMaker
 from .planned_model import PlannedModel
 
-REMEMBERED = 64  # searches, whose result may serve at another size: a step may have dozens of graphs
 TRACING_BYTES = 2**14  # that tracing takes for itself: states of the random generator, three deep
 
 TakenOver = Latest[GraphNumbers, ByProgram | None]  # how a part runs by other steps' plans, by what ran before
@@ -53,7 +51,6 @@ class GraphPrograms:
     def __init__(self, model: PlannedModel, maker: PlanMaker) -> None:
         self._model, self.maker = model, maker
         self.history, self._parts, self._stages = model.history, model.parts, model.stages
-        self._searches: deque[FirstSolution] = deque(maxlen=REMEMBERED)
         self._least: weakref.WeakKeyDictionary[Part, Program] = weakref.WeakKeyDictionary()
         self._taken_over: weakref.WeakKeyDictionary[Part, TakenOver] = weakref.WeakKeyDictionary()
         self._fits = dict[tuple[StepSignature, tuple[Schedule, ...]], bool]()  # signatures whose steps began by these
@@ -159,12 +156,10 @@ class GraphPrograms:
                     options.plan,
                     self._model.name,
                     self._stages.reporter.solving(step_time_ms(captured.graph, profile)),
-                    self._searches,
                     self._spare_bytes_or_announce_full,
                     self._model.offloading.host(whole, [captured]),
                 )
                 least = unless_short(outcome)
-                self._searches.append(FirstSolution(whole, least))
                 (program,) = self._model.offloading.build(whole, [captured], least)
                 self._least[part] = replace(program, protects=True)  # see `_build`
         return self._least[part]

@@ -13,7 +13,7 @@ from ..measuring.profiling import CostCache, ProfileOptions, measure
 from ..memory.metering import undisturbed
 from ..records.costs import Profile
 from ..reporting.report import Stages
-from ..rewriting.fused_kernel import FusedKernels
+from ..rewriting.kernels import FusedKernels
 from ..running.execution import Conductor, Part, Saved
 
 

@@ -8,7 +8,7 @@ from ..measuring.resident_memory import ResidentMemory
 from ..messages import Announcements
 from ..options import SessionOptions
 from ..reporting.report import Reporter, Stages
-from ..rewriting.fused_kernel import FusedKernels
+from ..rewriting.kernels import FusedKernels
 from ..signatures.history import History
 from .offloading import Offloading
 from .parts import Parts

@@ -60,7 +60,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class Told:
-    """What a user was told last of a step signature (`plan_reports`)."""
+    """What a user was told last of a step signature (`messages.PlanReports`)."""
 
     budget_bytes: int
     asked: str

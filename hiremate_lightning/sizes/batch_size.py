@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..calls.refusals import refuse
+from ..calls.slots import refuse
 from ..errors import BudgetError, ConfigurationError, HiRemateWarning
 from ..memory.allocator import allocated_bytes
 from ..memory.metering import MemoryMeter

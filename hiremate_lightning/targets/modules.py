@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..calls.again import BeforeCall
-from ..calls.refusals import reason_of_others, refuse, refuse_each
-from ..calls.slots import Slot, WaitingSlots, slot_for
+from ..calls.given import BeforeCall
+from ..calls.slots import Slot, WaitingSlots, reason_of_others, refuse, refuse_each, slot_for
 from ..errors import HiRemateWarning, SecondDerivativeError
 from ..sessions.session import Session
 from ..torch_private import backward_pass, dynamo, hooks, sharding, tensor_state

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..calls.refusals import refuse
-from ..calls.slots import StepSlot
+from ..calls.slots import StepSlot, refuse
 from ..errors import ConfigurationError
 from ..sessions.session import Session
 from ..torch_private import sharding

@@ -60,6 +60,8 @@ def test_a_wrong_command_line_is_refused(given, tmp_path, capsys):
     with pytest.raises(SystemExit):
         gpu_check.parse([str(tmp_path) if word == "FULL" else word for word in given])
     assert "expected" in capsys.readouterr().err
+    (tmp_path / records.PLANS).mkdir()  # what a call before left is continued, on a machine that has nothing else
+    assert gpu_check.parse(["--out", str(tmp_path)]).out == tmp_path
 
 
 def test_time_that_a_part_leaves_goes_to_those_after_it():
@@ -85,37 +87,27 @@ def test_short_of_time_the_last_parts_go_without(minutes):
     assert short == [part.name for part in PARTS][len(PARTS) - len(short) :]
 
 
-def test_results_of_a_call_before_are_continued(tmp_path):
-    """Plans alone are enough: a second call on a machine that has nothing else."""
-    (tmp_path / records.PLANS).mkdir()
-    assert gpu_check.parse(["--out", str(tmp_path)]).out == tmp_path
-
-
 # -------------------------------------------------------------------- records
 
 
 def test_a_report_is_readable_after_each_record(tmp_path):
+    """Tests that passed are counted, and others shown."""
     results = records.Results(tmp_path)
     results.add("headline", "eager", peak_mib=4.0, ms=2.5)
     results.add("headline", "ours-50", peak_mib=2.0, ms=2.6, predicted_overhead=0.04)
     results.add("headline", "selective", "out of memory", traceback="Traceback\nOutOfMemoryError")
+    for index in range(3):
+        results.add("truth", f"test_{index}", kind="test")
+    results.add("truth", "test_bad", "failed", kind="test", traceback="E  assert 1 == 2")
     with (tmp_path / records.LINES).open("a") as lines:
         lines.write('{"part": "headline", "na')
 
-    assert [r["name"] for r in records.load(tmp_path)] == ["eager", "ours-50", "selective"]
+    assert [r["name"] for r in records.load(tmp_path) if r["part"] == "headline"] == ["eager", "ours-50", "selective"]
     text = (tmp_path / records.REPORT).read_text()
     assert "| name | status | peak mib | ms | predicted overhead |" in text
     assert "| ours-50 | ok | 2 | 2.6 | 0.04 |" in text
     assert "| headline | 3 | 1 |  | under way  |" in text
     assert "OutOfMemoryError" in text
-
-
-def test_tests_that_passed_are_counted_and_others_shown(tmp_path):
-    results = records.Results(tmp_path)
-    for index in range(3):
-        results.add("truth", f"test_{index}", kind="test")
-    results.add("truth", "test_bad", "failed", kind="test", traceback="E  assert 1 == 2")
-    text = (tmp_path / records.REPORT).read_text()
     assert "- 3 tests passed" in text
     assert "test_0" not in text
     assert "E  assert 1 == 2" in text
@@ -128,17 +120,13 @@ def test_events_are_kept_around_the_peak():
     assert raw.around_peak([]) == []
 
 
-def test_a_digest_sees_each_bit_and_its_place():
+def test_a_digest_sees_each_bit_and_its_place_and_what_differs_is_named():
     torch = pytest.importorskip("torch")
     numbers = torch.randn(1000).bfloat16()
     swapped = numbers[torch.cat((torch.tensor([1, 0]), torch.arange(2, 1000)))]
     assert trials.digest(numbers) == trials.digest(numbers.clone())
     assert trials.digest(numbers) != trials.digest(swapped)
     assert trials.digest(torch.tensor([0.0])) != trials.digest(torch.tensor([-0.0]))
-
-
-def test_what_differs_is_named():
-    torch = pytest.importorskip("torch")
     expected = {"loss": torch.tensor(2.0), "gradient of a": torch.tensor([1.0, 4.0])}
     found = {**expected, "gradient of a": torch.tensor([1.0, 5.0])}
     assert truth.difference(expected, dict(expected)) == truth.EQUAL

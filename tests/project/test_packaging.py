@@ -47,13 +47,10 @@ def test_what_is_loaded_when_asked_for_is_shown_to_type_checkers() -> None:
     assert set(hiremate_lightning.__all__) > set(shown)
 
 
-def test_the_callbacks_import_from_anywhere(tmp_path: Path) -> None:
+def test_the_callbacks_import_from_anywhere_and_those_of_a_checkout_on_the_path(tmp_path: Path) -> None:
     result = run("import hiremate_lightning.callbacks as c; print(c.__name__)", cwd=tmp_path)
 
     assert result.stdout.strip() == "hiremate_lightning.callbacks", result.stderr
-
-
-def test_a_checkout_on_the_path_finds_its_own_callbacks(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, tmp_path / "hiremate_lightning")
     shutil.copytree(ROOT / "callbacks", tmp_path / "callbacks")
 
@@ -69,29 +66,22 @@ def test_the_callbacks_are_never_a_second_copy() -> None:
     assert "Import hiremate_lightning.callbacks" in result.stderr
 
 
-def test_the_version_is_the_same_everywhere() -> None:
-    import hiremate_lightning
-
+def test_the_version_is_the_same_everywhere_and_types_are_shipped() -> None:
     version = hiremate_lightning.__version__
     assert f'\nversion = "{version}"\n' in PYPROJECT
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-
-
-def test_types_are_shipped() -> None:
     assert (PACKAGE / "py.typed").is_file()
     assert 'hiremate_lightning = ["py.typed"]' in PYPROJECT
 
 
-@pytest.mark.parametrize("key", ["dependencies", "models", "examples", "docs", "dev"])
-def test_every_dependency_is_pinned_for_development(key: str) -> None:
-    names = {re.split(r"[\[<>=]", requirement)[0] for requirement in listed(key)}
+def test_every_dependency_is_pinned_for_development() -> None:
+    """PyTorch and torchvision as a pair."""
+    names = set().union(*map(listed, ("dependencies", "models", "examples", "docs", "dev")))
+    names = {re.split(r"[\[<>=]", requirement)[0] for requirement in names}
 
     missing = {name for name in names if not re.search(rf"^{re.escape(name)}==", CONSTRAINTS, flags=re.MULTILINE)}
 
     assert not missing
-
-
-def test_torch_and_torchvision_are_pinned_as_a_pair() -> None:
     assert "\ntorch==2.13.0\n" in CONSTRAINTS
     assert "\ntorchvision==0.28.0\n" in CONSTRAINTS
 

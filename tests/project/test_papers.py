@@ -45,35 +45,21 @@ def table() -> Table:
     return Table({"vgg19": NETWORK, "gpt2": replace(NETWORK, name="gpt2")}, ROWS)
 
 
-def test_methods_come_in_the_order_of_their_papers(table: Table):
+def test_a_row_has_its_methods_in_order_its_bound_and_its_fastest_in_bold(table: Table):
+    """The bound is the best that anything proved; a schedule of its own counts where it fits."""
     assert table.methods == ["portfolio", "hilp", "rotor", "chen"]
-
-
-def test_the_bound_is_the_best_that_anything_proved(table: Table):
     assert table.bound("vgg19", 50) == 0.025
-
-
-def test_a_budget_that_is_proven_impossible_has_no_bound(table: Table):
+    assert "| vgg19 | +2.5 | **+3.0** | - | +5.0 | +5.0 |" in page.budget_table(table, 50)
+    assert table.own("vgg19", 50, "rotor") == 0.08
+    assert table.own("vgg19", 50, "chen") is None
+    assert table.own_smallest("vgg19", "rotor") == 0.24
     impossible = Table(table.networks, [row(BOUND, 30, 0.0, 0, fits=False)])
     assert impossible.bound("vgg19", 30) is None
     assert "| vgg19 | impossible |" in page.budget_table(impossible, 30)
 
 
-def test_the_fastest_of_a_row_is_bold(table: Table):
-    assert "| vgg19 | +2.5 | **+3.0** | - | +5.0 | +5.0 |" in page.budget_table(table, 50)
-
-
-def test_a_schedule_of_its_own_counts_where_it_fits(table: Table):
-    assert table.own("vgg19", 50, "rotor") == 0.08
-    assert table.own("vgg19", 50, "chen") is None
-    assert table.own_smallest("vgg19", "rotor") == 0.24
-
-
-def test_rotor_is_set_beside_other_methods_at_equal_budgets(table: Table):
+def test_rotor_is_set_beside_other_methods_at_equal_budgets_where_a_network_is_a_chain(table: Table):
     assert "| chen | 1 | 0 | 0 | 0 | 1 | 0 |" in page.rotor_table(table)
-
-
-def test_rotor_is_not_counted_where_a_network_is_no_chain(table: Table):
     note = "Rotor is made for chains, and this step is none."
     other = Table(table.networks, [*ROWS, row("rotor", 70, 0.1, 600, note=note)])
     assert page.chains(other) == ["gpt2"]

@@ -147,12 +147,7 @@ _NEED_PROGRAMS: set[str] = set()
 
 
 def strategy(name: str, needs_programs: bool = False) -> Callable[[Strategy], Strategy]:
-    """Register a strategy under a name.
-
-    Args:
-        name: Name to look it up by.
-        needs_programs: Whether it solves mixed-integer or linear programs.
-    """
+    """Register a strategy under a name, and whether it solves mixed-integer or linear programs."""
 
     def register(function: Strategy) -> Strategy:
         _STRATEGIES[name] = function
@@ -211,20 +206,15 @@ def replay_solution(problem: Problem, solution: Solution) -> Simulation:
 
 
 class Work:
-    """Counts the work of a search: in operations, not by the clock, so that the same step gets the same plan.
+    """Counts the work of a search, in seconds: by operations, not by the clock, so that a step gets the same plan.
 
     A second of work is about the work of an idle core of a server of 2024 in a second. Replays count by the operations
     that they go through, programs by their size and by the iterations and nodes that a solver needs for them. None of
     that depends on the machine or on its load: a busy machine does the same work, later, and finds the same.
 
     The clock has the last word. Where a search takes several times as long as its work should, it is cut short, and its
-    answer says so: `is_cut`. Only then does an answer depend on how fast the machine is.
-
-    Args:
-        limit_s: Seconds of work that the search may do; the search asks for it, `Work` only ends it by the clock.
-
-    Attributes:
-        done_s: Seconds of work so far.
+    answer says so: `is_cut`. Only then does an answer depend on how fast the machine is. A search asks for its limit of
+    work itself.
     """
 
     def __init__(self, limit_s: float) -> None:

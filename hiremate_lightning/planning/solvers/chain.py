@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from ...records.graph import Graph
-from .choices import Policy, alive_bytes, crossing_bytes
+from .choices import Policy, alive_bytes, crossing_bytes, spread
 from .model import StepModel
 from .search import Search
 
@@ -32,13 +32,10 @@ class ChainLink:
     """One link of a chain.
 
     Attributes:
-        nodes: Its forward nodes.
-        first: Forward position of the first of them.
+        nodes: Its forward nodes, from a position (first) on.
         input: Choices made before it that it, or a later link, reads in the forward.
         tape: Choices that it makes, in order.
-        own: Those of them that its own part of the backward reads.
-        begins: First position of its part of the backward.
-        ends: One past the last position of it.
+        own: Those of them that its own part of the backward reads, from `begins` to before `ends`.
     """
 
     nodes: tuple[int, ...]
@@ -56,13 +53,9 @@ class ChainLink:
 
     def nodes_for(self, model: StepModel, wanted: Iterable[int]) -> list[int]:
         """List its nodes that compute some choices that it makes again, from its input."""
-        inside, seen = set(self.tape), set(wanted)
-        stack = list(seen)
-        while stack:
-            fresh = [s for s in model.needs[model.producer[stack.pop()]] if s in inside and s not in seen]
-            seen.update(fresh)
-            stack.extend(fresh)
-        return list(dict.fromkeys(model.producer[s] for s in self.tape if s in seen))
+        inside = set(self.tape)
+        needed = spread(set(), wanted, lambda storage: inside.intersection(model.sources(storage)))
+        return list(dict.fromkeys(model.producer[s] for s in self.tape if s in needed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +240,6 @@ class ChainBytes:
     """
 
     def __init__(self, model: StepModel, chain: Sequence[ChainLink]) -> None:
-        """Add up the bytes of a chain of a step."""
         self._model, self.chain = model, chain
         last, sizes = last_needs(model), model.sizes
         fixed_after = alive_bytes(((0, last.get(s, 0), sizes[s]) for s in model.fixed), len(model.reads) + 1)

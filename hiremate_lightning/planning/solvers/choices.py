@@ -12,7 +12,7 @@ A *key* is a place in the backward: `position << ROW | index` for a node that is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -54,15 +54,23 @@ def at_node(position: int) -> int:
 
 
 def alive_bytes(values: Iterable[tuple[int, int, int]], count: int) -> list[int]:
-    """Return the bytes that are alive at each of `count` places.
-
-    Of each value the first place, the last place, and the bytes are given.
-    """
+    """Return the bytes that are alive at each of `count` places, of values by first place, last place and bytes."""
     change = [0] * (count + 1)
     for first, last, size_bytes in values:
         change[first] += size_bytes
         change[last + 1] -= size_bytes
     return list(accumulate(change[:count]))
+
+
+def spread(seen: set[int], starts: Iterable[int], following: Callable[[int], Iterable[int]]) -> set[int]:
+    """Add to those seen before some values, and all that follow from them; return all."""
+    stack = [s for s in starts if s not in seen]
+    seen.update(stack)
+    while stack:
+        fresh = [s for s in following(stack.pop()) if s not in seen]
+        seen.update(fresh)
+        stack.extend(fresh)
+    return seen
 
 
 def lives_of(graph: Graph) -> dict[int, tuple[int, int]]:
@@ -138,24 +146,23 @@ class Choices:
 
     def _collect_choices(self) -> None:
         graph, self.producer, self.needs = self.graph, dict[int, int](), dict[int, tuple[int, ...]]()
-        fixed, stack, seen = set(), list(self.uses), set(self.uses)
-        while stack:
-            storage = stack.pop()
+        fixed = set[int]()
+
+        def sources(storage: int) -> tuple[int, ...]:
             made_by = graph.nodes[graph.forward[self.made_at[storage]]]
             first = next(t for t in made_by.outputs if self.storage_of[t] == storage)
             node = graph.recomputers[first]
             if node is None or storage in self._passed_on:  # a later call can't run nodes of an earlier one
                 fixed.add(storage)
-                continue
+                return ()
             self.producer[storage] = node
             if node not in self.needs:
                 own = set(graph.allocates[node])
                 needs = self._forward_storages(graph.nodes[node].inputs)
                 self.needs[node] = tuple(s for s in needs if s not in own)
-            fresh = [s for s in self.needs[node] if s not in seen]
-            seen.update(fresh)
-            stack.extend(fresh)
-        self.choices = tuple(sorted(seen, key=lambda s: self.made_at[s]))
+            return self.needs[node]
+
+        self.choices = tuple(sorted(spread(set(), self.uses, sources), key=self.made_at.__getitem__))
         self.fixed = frozenset(fixed)
         self.makes: dict[int, list[int]] = {}
         for storage in self.choices:
@@ -178,10 +185,8 @@ class Choices:
             storage = self.storage_of[tensor]
             assert storage is not None
             self.pins.setdefault(storage, []).append((made[tensor], position))
-        self.seen_from = [
-            self._views_read(node.inputs, made) for node in (self.graph.nodes[n] for n in self.graph.backward)
-        ]
-        self.seen_from.append(self._views_read(self.graph.gradients, made))
+        reads = [*(self.graph.nodes[n].inputs for n in self.graph.backward), self.graph.gradients]
+        self.seen_from = [self._views_read(tensors, made) for tensors in reads]
         self.viewed = frozenset(storage for seen in self.seen_from for storage in seen)
 
     def _views_read(self, tensors: tuple[int, ...], made: dict[int, int]) -> dict[int, int]:
@@ -200,27 +205,17 @@ class Choices:
         is_all = graph.retained == self.graph.retained
         kept = everything if is_all else simulate(self.graph, self.problem.profile, schedule)
         self.keep_all_bytes = kept.peak_bytes
-        forward, backward = len(graph.forward), len(graph.backward)
-        change = [0] * (forward + backward + 2)
-        ends = [max(self.uses.get(s, [-1])) for s in self.choices]
-        for storage, end in zip(self.choices, ends, strict=True):
-            last = forward + end if end >= 0 else self.last_forward_use(storage)
-            change[self.made_at[storage]] += self.sizes[storage]
-            change[last + 1] -= self.sizes[storage]
-        self.forward_rest, self.gradients, self.live_gradients = [], [], []
-        held, before = 0, self._rest_at_the_turn(schedule.saved)
-        for position, moment in enumerate(everything.timeline):
-            held += change[position]
-            rest = moment.peak_bytes - held
-            if position < forward:
-                self.forward_rest.append(rest)
-            else:
-                self.gradients.append(rest)
-                self.live_gradients.append(before)
-            before = moment.live_bytes - held - change[position + 1]
-            if position == forward - 1:
-                before = self._rest_at_the_turn(schedule.saved)
-        self.live_gradients.append(before)
+        turn, count = len(graph.forward), len(everything.timeline)
+
+        def last(storage: int) -> int:
+            return turn + self.uses[storage][-1] if storage in self.uses else self.last_forward_use(storage)
+
+        lives = ((self.made_at[s], last(s), self.sizes[s]) for s in self.choices)
+        held = alive_bytes(lives, count + 1)
+        rest = [moment.peak_bytes - kept for moment, kept in zip(everything.timeline, held, strict=False)]
+        after = [moment.live_bytes - kept for moment, kept in zip(everything.timeline, held[1:], strict=True)]
+        self.forward_rest, self.gradients = rest[:turn], rest[turn:]
+        self.live_gradients = [self._rest_at_the_turn(schedule.saved), *after[turn:]]
         self.transient = {
             node: self.problem.profile.workspace_bytes[node]
             + sum(self.sizes[s] for s in graph.allocates[node] if s not in self.producer)
@@ -259,13 +254,11 @@ class Choices:
 
     def add_sources(self, seen: set[int], choices: Iterable[int]) -> None:
         """Add choices to those seen before, and all that recomputing them may read."""
-        stack = [s for s in choices if s not in seen]
-        seen.update(stack)
-        while stack:
-            node = self.producer.get(stack.pop())
-            fresh = [s for s in self.needs[node] if s not in seen] if node is not None else []
-            seen.update(fresh)
-            stack.extend(fresh)
+        spread(seen, choices, self.sources)
+
+    def sources(self, storage: int) -> tuple[int, ...]:
+        """Return the choices that recomputing a choice reads."""
+        return self.needs[self.producer[storage]] if storage in self.producer else ()
 
     def last_forward_use(self, storage: int) -> int:
         """Return the last forward position that reads a choice, its own where none does."""

@@ -14,7 +14,7 @@ dominated by a few large operations. Related: DTR's heuristic (Kirisame et al., 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 
@@ -66,17 +66,9 @@ def largest(model: StepModel, storage: int, there: set[int]) -> float:
 def evict(
     model: StepModel, policy: Policy, limit_bytes: int, deadline: float, order: Order = cheapest
 ) -> Iterator[Replay]:
-    """Give up values at the peak, one after the other.
+    """Give up values at the peak, one after the other, until it is within a limit, or until a deadline of work.
 
-    Args:
-        model: The step.
-        policy: Where to start.
-        limit_bytes: Stop when the peak is within it.
-        deadline: Seconds of work at which to stop.
-        order: Which value to try first.
-
-    Yields:
-        Each policy on the way, the start included; the last one fits where any did.
+    Each policy on the way is yielded, the start included; the last one fits where any did.
     """
     current: Replay | None = model.replay(policy)
     for _ in range(4 * len(model.choices)):
@@ -108,7 +100,12 @@ def neighbours(
     default as they are produced.
     """
     timeline, policy = current.timeline, current.policy
-    place, at_peak = _place_of_peak(model, current)
+    place, at_peak = -1, set[int]()  # for a peak in the forward: before all keys, and no choices
+    if current.position >= 0 and current.node in (row := current.rows[current.position]):
+        place = (current.position << ROW) + row.index(current.node)
+        at_peak = {*model.needs[current.node], *model.makes[current.node]}
+    elif current.position >= 0:
+        place, at_peak = at_node(current.position), set(model.reads[current.position])
     living = [s for s, b in timeline.blocks.items() if any(begin <= place < last for begin, last in b)]
     model.work.add_operations(len(model.choices) // PER_CHOICES + PER_CANDIDATE * len(living))
     living.sort(key=key or model.made_at.__getitem__)
@@ -126,20 +123,6 @@ def neighbours(
             yield replace(policy, drops=policy.drops | {(storage, use)})
 
 
-def _place_of_peak(model: StepModel, replay: Replay) -> tuple[int, Collection[int]]:
-    """Return the key of the peak, and the choices that its node reads and makes.
-
-    For a peak in the forward that is a key before all others, and no choices.
-    """
-    position, node = replay.position, replay.node
-    if position < 0:
-        return -1, ()
-    row = replay.rows[position]
-    if node in row:
-        return (position << ROW) + row.index(node), {*model.needs[node], *model.makes[node]}
-    return at_node(position), model.reads[position]
-
-
 def _around(model: StepModel, timeline: Timeline, storage: int, key: int) -> tuple[int | None, int | None]:
     """Return the keys at which a choice is read or made last before a key, and first after it."""
     before, after = list[int](), list[int]()
@@ -154,11 +137,7 @@ def _around(model: StepModel, timeline: Timeline, storage: int, key: int) -> tup
 def keep_more(model: StepModel, start: Replay, limit_bytes: int | None, deadline: float) -> Replay:
     """Keep more values, and drop fewer, as long as the peak stays within the limit; the result is never slower.
 
-    Args:
-        model: The step.
-        start: Where to start; it fits.
-        limit_bytes: Most bytes at the peak; None for no more than it has, also where keeping something lowers it.
-        deadline: Seconds of work at which to stop.
+    Without a limit the peak may not grow, also where keeping something has lowered it.
     """
     current = start
     for storage, position in sorted(current.policy.drops):

@@ -9,12 +9,7 @@ policy that keeps everything, or the largest values first, and could lower the p
 Values that need not be given up for that peak are kept in the end; where that lowers the peak, it is the limit from
 then on. Where the last evictions recompute much for next to nothing, a peak half a per cent larger is taken. The search
 uses estimated times, since measured ones differ from run to run, and a budget that one run has named as the smallest
-must be enough in the next. It is enough where the search ends before its time limit, and code outside of the captured
-parts needs no more.
-
-Each eviction, and each value that is kept again, is one replay, whose time is in proportion to its change
-(`timeline.py`). There are about as many of them as there are values. So the search takes time in proportion to the
-step.
+must be enough in the next. There are about as many replays as values, so it takes time in proportion to the step.
 
 The search finds the smallest feasible budget for error messages, and the first program of a training step. Its peak is
 an upper bound on the true minimum, which is NP-hard to find on general graphs.
@@ -27,7 +22,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from ...records.costs import estimate
-from .base import Problem, Solution, Status
+from .base import Problem, Solution, Status, replay
 from .greedy import cheapest, evict, keep_more, largest, neighbours, segment_policies
 from .model import Replay, StepModel, decisions
 
@@ -88,11 +83,9 @@ def _find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int) -> 
 
 def _deepen(model: StepModel, start: Replay, deadline: float) -> Iterator[Replay]:
     """Yield policies of lower and lower peaks, each found by giving up a value at the peak of the one before."""
-    better: Replay | None = start
-    while better is not None:
-        better = _lower(model, better, deadline)
-        if better is not None:
-            yield better
+    better = start
+    while lower := _lower(model, better, deadline):
+        yield (better := lower)
 
 
 def _lower(model: StepModel, start: Replay, deadline: float) -> Replay | None:
@@ -142,13 +135,14 @@ def smallest_budget(problem: Problem) -> Solution:
     """
     start = time.monotonic()
     model = StepModel(problem)
-    best = find_smallest(model, problem.options.time_limit_s, problem.budget_bytes)
+    recompute = decisions(model, find_smallest(model, problem.options.time_limit_s, problem.budget_bytes).rows)
+    simulated = replay(problem, recompute)
     return Solution(
         strategy="least_memory",
-        status=Status.FEASIBLE if best.peak_bytes <= problem.budget_bytes else Status.NOT_FOUND,
-        recompute=decisions(model, best.rows),
-        recompute_ms=best.recompute_ms,
-        peak_bytes=best.peak_bytes,
+        status=Status.FEASIBLE if simulated.peak_bytes <= problem.budget_bytes else Status.NOT_FOUND,
+        recompute=recompute,
+        recompute_ms=simulated.recompute_ms,
+        peak_bytes=simulated.peak_bytes,
         stopped_by="end of the search",
         solve_s=time.monotonic() - start,
         work_s=model.work.done_s,

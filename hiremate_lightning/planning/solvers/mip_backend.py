@@ -42,13 +42,9 @@ FUNCTIONS = """
 
 @dataclass
 class LinearProgram:
-    """Minimise costs over variables in [lower, upper] under linear rows.
+    """Minimise costs over variables in [lower, upper] under rows.
 
-    Attributes:
-        costs: Objective coefficient of each variable.
-        bounds: Lower and upper bound of each variable.
-        is_integer: Whether each variable is integer.
-        rows: Each row's name, terms as (variable, coefficient), and its lower and upper limit.
+    A row is its name, its terms as (variable, coefficient), and its lower and upper limit.
     """
 
     costs: list[float] = field(default_factory=list)
@@ -79,14 +75,7 @@ class LinearProgram:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a solve ended.
-
-    Attributes:
-        status: Typed outcome; FEASIBLE where limits stopped it.
-        values: Value of each variable, empty where none was found.
-        objective: Objective of the values.
-        bound: Proven lower bound on the objective.
-    """
+    """How a solve ended, FEASIBLE where limits stopped it; and the value of each variable, if any was found."""
 
     status: Status
     values: tuple[float, ...] = ()
@@ -101,10 +90,7 @@ def backend_name(options: SolveOptions) -> str:
 
 @cache
 def failure(backend: str) -> str:
-    """Solve a small program with a backend, once in this process.
-
-    Return why that failed, in one line; empty where it worked.
-    """
+    """Solve a small program with a backend, once in this process; return why that failed, empty where it worked."""
     program = LinearProgram()
     program.row("two_of_three", [(program.variable(cost), 1.0) for cost in (2.0, 3.0, 5.0)], lower=2.0)
     with _logs_of_python_mip() as logged:
@@ -144,19 +130,16 @@ def solve(
     start: Sequence[float] = (),
     work: Work | None = None,
 ) -> Result:
-    """Solve a program.
+    """Solve a program, or its linear relaxation; return the best found, with its bound.
 
     Args:
         program: The program.
         options: The backend.
         time_limit_s: Seconds of work; a backend may overshoot.
-        relax: Solve the linear relaxation.
+        relax: Solve the linear relaxation; else values of integer variables are rounded.
         absolute_gap: Stop when objective and bound are this close.
         start: A feasible value for each variable, to start from.
         work: Counts it, and has the clock's last word; by default nobody counts.
-
-    Returns:
-        The best found, with its bound. Values of integer variables are rounded.
     """
     if not program.costs:  # python-mip would print that there is nothing to optimize
         holds = all(lower <= 0.0 <= upper for _, _, lower, upper in program.rows)
@@ -224,14 +207,6 @@ class SolverMeter:
     stretch between two questions can't be ended, the first relaxation of an integer program for example.
 
     CBC, and a HiGHS that can't be asked, get a limit of nodes. That is the same on each machine too, but coarse.
-
-    Args:
-        program: The program.
-        relax: Whether its linear relaxation is solved.
-        limit_s: Seconds of work; `LEAST_S` are done in any case.
-
-    Attributes:
-        work_s: Seconds of work that were done.
     """
 
     def __init__(self, program: LinearProgram, relax: bool, limit_s: float) -> None:
@@ -294,8 +269,7 @@ class Library:
     def watch(self, model: mip.Model, is_enough: Callable[[int], bool]) -> object:
         """Ask before each node of a solve, with the iterations so far, whether to end it.
 
-        Returns:
-            An object that has to live until the solve has ended.
+        The returned object has to live until the solve has ended.
         """
         highs = self._pointer(model)
 

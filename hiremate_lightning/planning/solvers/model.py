@@ -28,12 +28,10 @@ class Replay:
     Attributes:
         peak_bytes: Peak above resident bytes.
         recompute_ms: Time of recomputation.
-        position: Position of the peak in the backward, or -1 in the forward.
-        node: The node at the peak.
+        position: Position of the peak in the backward, or -1 in the forward; `node` is the node there.
         timeline: The rows, and the choices in memory at each moment.
         peaks: For each backward position, and the end, most bytes while its node runs or values are recomputed for it.
-        forward_position: Position of the forward where the forward's own peak is.
-        forward_peak: Bytes there.
+        forward_position: Position of the forward's own peak, of `forward_peak` bytes.
         lazy: The policy, with its rows before any ran in the forward's order.
     """
 
@@ -77,10 +75,6 @@ class StepModel(Choices):
         model._latest = None
         model.cost_ms = {node: max(times_ms[node], LEAST_MS) for node in self.makes}
         return model
-
-    def in_order(self, rows: Rows, position: int) -> Rows:
-        """Sort the nodes recomputed before a backward position as the forward runs them."""
-        return [*rows[:position], sorted(rows[position], key=self.order.__getitem__), *rows[position + 1 :]]
 
     @cached_property
     def keeping_all(self) -> Lazy:
@@ -135,10 +129,6 @@ class StepModel(Choices):
             node = timeline.rows[position][timeline.row_bytes(self, position).index(peak_bytes)]
         time_ms = timeline.recompute_ms
         return Replay(peak_bytes, time_ms, position, node, timeline, peaks, forward_position, forward_peak, lazy)
-
-    def row_bytes(self, rows: Rows, position: int) -> list[int]:
-        """Return the bytes while each value is recomputed before a backward position."""
-        return self._timeline(rows).row_bytes(self, position)
 
     def live_at(self, rows: Rows, positions: Iterable[int]) -> tuple[frozenset[int], dict[int, frozenset[int]]]:
         """Return the choices in memory at the turn, and while the nodes of some backward positions run."""

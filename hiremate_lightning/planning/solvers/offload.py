@@ -80,14 +80,9 @@ class Choice:
 
 
 def fastest_choice(problem: Problem, candidates: Iterable[Decisions]) -> Choice | None:
-    """Offload as much as the budget asks for, for each of some decisions; return the fastest that fits.
+    """Offload as much as the budget asks for, for each of some decisions; return the fastest that fits, if any.
 
-    Args:
-        problem: The problem; its profile has a link, and the host memory.
-        candidates: Decisions, whatever their peaks.
-
-    Returns:
-        The fastest, of equals the one with less on the host; None where none of the decisions fits.
+    Of equals it is the one with less on the host.
     """
     choices: list[Choice] = []
     for recompute in dict.fromkeys(candidates):
@@ -142,13 +137,7 @@ def _ways(problem: Problem, schedule: Schedule) -> Iterable[tuple[Offload, ...]]
 
 
 class _Step:
-    """A schedule with nothing offloaded, and its excess at each moment.
-
-    Attributes:
-        idle: Storages that may be offloaded.
-        over: Bytes beyond the budget while each node runs, below 0 where there is room.
-        turn: Number of moments before the backward.
-    """
+    """A schedule with nothing offloaded, the storages that may be, and the bytes over the budget at each moment."""
 
     def __init__(self, problem: Problem, kept: Simulation, idle: Sequence[Idle], over: np.ndarray) -> None:
         self.idle, self.over, self.turn = idle, over, kept.turn
@@ -229,29 +218,19 @@ class _Step:
 def offload_bound(model: StepModel, budget_bytes: int, deadline: float) -> float | None:
     """Bound the extra time of every schedule in which values may be offloaded, within a budget, from below.
 
-    Args:
-        model: The step; its profile has a link, and the host memory.
-        budget_bytes: Most bytes on the device at any moment.
-        deadline: Stop when so much work was done; the bound is weaker then.
-
-    Returns:
-        Milliseconds of recomputation and waits, or None where no schedule fits.
+    It is in milliseconds, None where no schedule fits. Where a deadline of work cuts it short, it is weaker.
     """
     link = model.problem.profile.link
     if link is None:
         raise ConfigurationError(
             "Nothing can be offloaded without the speed of copies: give the profile a link (costs.Link)"
         )
-    excess = max(0, model.keep_all_bytes - budget_bytes)
     if budget_bytes < model.least_bytes:  # values that a node reads and makes are on the device while it runs
         return None
-    host_bytes = host_of(model.problem).size_bytes
-    most = min(host_bytes, excess)
-    ends = [most * number // INTERVALS for number in range(INTERVALS + 1)]
-    forward_ms, backward_ms = (
-        sum(model.problem.profile.time_ms[node] for node in half)
-        for half in (model.graph.forward, model.graph.backward)
-    )
+    excess, host_bytes = max(0, model.keep_all_bytes - budget_bytes), host_of(model.problem).size_bytes
+    ends = [min(host_bytes, excess) * number // INTERVALS for number in range(INTERVALS + 1)]
+    halves, times_ms = (model.graph.forward, model.graph.backward), model.problem.profile.time_ms
+    forward_ms, backward_ms = (sum(times_ms[node] for node in half) for half in halves)
 
     def extra_ms(offloaded_bytes: int, recompute_ms: float) -> float:
         out_ms = max(0.0, offloaded_bytes / link.out_bytes_per_ms - forward_ms)
@@ -287,11 +266,9 @@ def can_offload(problem: Problem) -> bool:
 
 
 def least_with_offloads(problem: Problem, smallest: Solution) -> Solution:
-    """Return the solution of least memory of a step where values may be offloaded.
+    """Return the solution of least memory of a step, whatever its budget, where values may be offloaded.
 
-    Args:
-        problem: The step; its budget doesn't count.
-        smallest: The solution of least memory where all stays on the device; it is returned where none takes less.
+    It is the given one, in which all stays on the device, where none takes less.
     """
     if not can_offload(problem):
         return smallest
@@ -304,13 +281,7 @@ def least_with_offloads(problem: Problem, smallest: Solution) -> Solution:
 
 
 class _Improving:
-    """A search for a solution with values offloaded that is faster than one without.
-
-    Args:
-        problem: The problem.
-        strategy: Solves budgets where all stays on the device.
-        alone: Its solution for the budget.
-    """
+    """A search for a solution with values offloaded that is faster than a strategy's own without (alone)."""
 
     def __init__(self, problem: Problem, strategy: Strategy, alone: Solution) -> None:
         self._problem, self._strategy, self._alone = problem, strategy, alone
@@ -370,9 +341,7 @@ class _Improving:
             status = Status.INFEASIBLE if bound_ms is None else Status.NOT_FOUND
             return replace(solution, status=status, bound_ms=bound_ms or 0.0)
         proven_ms = min(bound_ms or 0.0, solution.extra_ms)
-        is_optimal = solution.extra_ms <= proven_ms + self._gap_ms
-        ended = "proof" if is_optimal else "end of the search"
-        if solution.stopped_by not in ("", "proof") and not is_optimal:
-            ended = solution.stopped_by
-        status = Status.OPTIMAL if is_optimal else Status.FEASIBLE
-        return replace(solution, status=status, bound_ms=proven_ms, stopped_by=ended)
+        if solution.extra_ms <= proven_ms + self._gap_ms:
+            return replace(solution, status=Status.OPTIMAL, bound_ms=proven_ms, stopped_by="proof")
+        ended = "end of the search" if solution.stopped_by in ("", "proof") else solution.stopped_by
+        return replace(solution, status=Status.FEASIBLE, bound_ms=proven_ms, stopped_by=ended)

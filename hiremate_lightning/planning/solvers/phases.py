@@ -18,10 +18,10 @@ the bound.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby
-from operator import itemgetter
+from itertools import accumulate
 
 from .choices import Policy, Rows
 from .mip_backend import UNIT, LinearProgram
@@ -36,38 +36,20 @@ LinearTerms = list[tuple[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Where memory is checked.
+    """Where memory is checked: backward positions, ascending; forward positions; and rows.
 
-    Attributes:
-        instants: Backward positions, ascending.
-        forward: Forward positions.
-        rows: Pairs of a position and a node that is recomputed before it; it and the one before are instants.
-        in_order: Such pairs for which the order of the forward is taken. With any, the program is no relaxation any
-            more, and its bound says nothing.
+    A row is a position and a node that is recomputed before it; it and the one before are instants.
     """
 
     instants: tuple[int, ...]
     forward: tuple[int, ...] = ()
     rows: frozenset[tuple[int, int]] = frozenset()
-    in_order: frozenset[tuple[int, int]] = frozenset()
 
 
 class PhasedProgram:
-    """The program for given checks.
+    """The program for given checks, with the variables of S[t, d] (held) and R[t, k] (run)."""
 
-    Attributes:
-        program: Its variables and rows.
-        held: Variable of S[t, d], by phase and choice.
-        run: Variable of R[t, k], by phase and node.
-    """
-
-    def __init__(
-        self,
-        model: StepModel,
-        limit_bytes: int,
-        checks: Checks,
-        small_share: float = SMALL_SHARE,
-    ) -> None:
+    def __init__(self, model: StepModel, limit_bytes: int, checks: Checks, small_share: float = SMALL_SHARE) -> None:
         self.model, self.limit, self.checks = model, limit_bytes, checks
         self.program = LinearProgram()
         self.held: dict[tuple[int, int], int] = {}
@@ -75,15 +57,14 @@ class PhasedProgram:
         by_size = sorted(model.choices, key=lambda s: (model.sizes[s], s))
         totals = zip(by_size, accumulate(model.sizes[s] for s in by_size), strict=True)
         self.small = frozenset(s for s, total in totals if total <= small_share * limit_bytes)
+        self._through: dict[tuple[int, int], int] = {}  # variable of H[d], by those of S[t+1, d] and R[t, p(d)]
         self._starts = (-1, *checks.instants)
         self._collect_needs()
         for phase in range(self.phases):
             self._add_variables(phase)
         for phase in range(self.phases):
             self._add_presence(phase)
-            if phase > 0:
-                self._add_memory(phase)
-        self._add_forward_memory()
+        self._add_memory()
         self._add_row_memory()
 
     @property
@@ -142,39 +123,52 @@ class PhasedProgram:
                 terms = [*self._there(phase, storage), (self.held[phase + 1, storage], -1.0)]
                 self.program.row(f"3_{phase}_{storage}", terms, lower=0.0)
 
-    def _add_memory(self, phase: int) -> None:
-        """(4) sum_d m_d S[t, d] + G[i_t] <= B."""
-        sizes = self.model.sizes
-        terms = [
-            (self.held[phase, s], sizes[s] / UNIT) for s in self.model.choices if (phase, s) in self.held and sizes[s]
-        ]
-        instant = self.checks.instants[phase - 1]
-        self.program.row(f"4_{phase}", terms, upper=(self.limit - self.model.gradients[instant]) / UNIT)
-
-    def _add_forward_memory(self) -> None:
-        """(5) sum_d m_d S[0, d] + F[f] <= B, d made before f and unused from f on."""
-        model = self.model
+    def _add_memory(self) -> None:
+        """(4) sum_d m_d S[t, d] + G[i_t] <= B;  (5) sum_d m_d S[0, d] + F[f] <= B, d dead before f."""
+        model, sizes = self.model, self.model.sizes
+        for phase, instant in enumerate(self.checks.instants, start=1):
+            held = [s for s in model.choices if (phase, s) in self.held and sizes[s]]
+            terms = [(self.held[phase, s], sizes[s] / UNIT) for s in held]
+            self.program.row(f"4_{phase}", terms, upper=(self.limit - model.gradients[instant]) / UNIT)
         for position in self.checks.forward:
             made = [s for s in model.choices if model.made_at[s] <= position]
-            alive = sum(model.sizes[s] for s in made if model.last_forward_use(s) >= position)
+            alive = sum(sizes[s] for s in made if model.last_forward_use(s) >= position)
             dead = [s for s in made if model.last_forward_use(s) < position]
-            terms = [(self.held[0, s], model.sizes[s] / UNIT) for s in dead if (0, s) in self.held]
-            rest = model.forward_rest[position] + alive
-            self.program.row(f"5_{position}", terms, upper=(self.limit - rest) / UNIT)
+            terms = [(self.held[0, s], sizes[s] / UNIT) for s in dead if (0, s) in self.held]
+            self.program.row(f"5_{position}", terms, upper=(self.limit - model.forward_rest[position] - alive) / UNIT)
 
     def _add_row_memory(self) -> None:
-        """(9) and (10)."""
-        self._maxima: dict[int, tuple[frozenset[int], int | None]] = {}
-        for position, pairs in groupby(sorted(self.checks.rows | self.checks.in_order), key=itemgetter(0)):
+        """(9): memory in phase t, which holds one position, i, while k is recomputed in it.
+
+        It holds what k reads and makes, and what is held through the phase (H[d]), in whatever order values are
+        recomputed. L[i] are bytes that no decision changes just before i.
+
+            H[d] >= S[t+1, d] - R[t, p(d)]
+            sum_(d in in(k) or made by k) m_d R[t, k] + sum_(other d) m_d H[d] + w_k R[t, k] + L[i] <= B
+        """
+        model = self.model
+        for position, node in sorted(self.checks.rows):
             phase = bisect_left(self.checks.instants, position)
-            run = {node: variable for (t, node), variable in self.run.items() if t == phase}
-            held = {storage: variable for (t, storage), variable in self.held.items() if t == phase + 1}
-            memory = RowMemory(self.model, self.program, position, run, held)
-            values = [s for s in self.model.choices if s not in self.small]
-            for pair in pairs:
-                if pair[1] in run:
-                    memory.add(pair[1], values, self.limit, pair in self.checks.in_order)
-            self._maxima.update(memory.maxima)
+            if (phase, node) not in self.run:
+                continue
+            own, run = {*model.needs[node], *model.makes[node]}, self.run[phase, node]
+            terms = defaultdict[int, float](float, {run: model.transient[node] / UNIT})
+            for storage in model.choices:
+                variable = run if storage in own else self._held_through(phase, storage)
+                if storage not in self.small and variable is not None:
+                    terms[variable] += model.sizes[storage] / UNIT
+            limit = (self.limit - model.live_gradients[position]) / UNIT
+            self.program.row(f"9_{position}_{node}", list(terms.items()), upper=limit)
+
+    def _held_through(self, phase: int, storage: int) -> int | None:
+        """Return H[d]: S[t+1, d] where d is not recomputed in the phase, None where d is not needed after it."""
+        held, run = self.held.get((phase + 1, storage)), self.run.get((phase, self.model.producer.get(storage, -1)))
+        if held is None or run is None:
+            return held
+        if (held, run) not in self._through:
+            variable = self._through[held, run] = self.program.variable(0.0, integer=False)
+            self.program.row(f"h_{variable}", [(variable, 1.0), (held, -1.0), (run, 1.0)], lower=0.0)
+        return self._through[held, run]
 
     # ---------------------------------------------------------------- from and to policies
 
@@ -204,108 +198,9 @@ class PhasedProgram:
             for node in {k for row in rows[start + 1 : end + 1] for k in row}:
                 if (phase, node) in self.run:
                     values[self.run[phase, node]] = 1.0
-        for variable, (above, less) in self._maxima.items():
-            values[variable] = max(0.0, max(values[v] for v in above) - (0.0 if less is None else values[less]))
+        for (held, run), variable in self._through.items():
+            values[variable] = max(0.0, values[held] - values[run])
         return values
-
-
-class RowMemory:
-    """The memory of a phase that holds one backward position, i, while values are recomputed in it: rows (9) and (10).
-
-    While k is recomputed, memory holds what k reads and makes, and what was there before and is needed after. L[i] are
-    bytes that no decision changes just before i.
-
-        (9)     H[d] >= S[t+1, d] - R[t, p(d)]                d is held through the phase
-                sum_(d in in(k) or made by k) m_d R[t, k] + sum_(other d) m_d H[d] + w_k R[t, k] + L[i] <= B
-
-        (10)    M[k, d] >= S[t+1, d],  M[k, d] >= R[t, j]     d read by j, p(d) runs before k, and j not before k
-                M[k, d] >= R[t, j] - R[t, p(d)]               where p(d) runs after k, and for S[t+1, d] likewise
-                M[k, d] >= R[t, k]                            d made by k
-                sum_d m_d M[k, d] + w_k R[t, k] + L[i] <= B
-
-    (9) holds for any order of what is recomputed, so a program with it is a relaxation still. (10) takes the order of
-    the forward: its solutions fit, but schedules with another order may be faster.
-
-    Attributes:
-        maxima: For each added variable the variables that it is at least, and the one that is subtracted: from these
-            follow values to start from.
-    """
-
-    def __init__(
-        self, model: StepModel, program: LinearProgram, position: int, run: Mapping[int, int], held: Mapping[int, int]
-    ) -> None:
-        """Number the nodes that may be recomputed.
-
-        Args:
-            model: The step.
-            program: Takes variables and rows.
-            position: The backward position.
-            run: Variable of R[t, k], by node.
-            held: Variable of S[t+1, d], by storage.
-        """
-        self._model, self._program, self._position = model, program, position
-        self._run, self._held = run, held
-        self.maxima: dict[int, tuple[frozenset[int], int | None]] = {}
-        self._known: dict[tuple[frozenset[int], int | None], int] = {}
-        self._order = sorted(run, key=model.order.__getitem__)
-        self._number = {node: number for number, node in enumerate(self._order)}
-        self._readers: dict[int, list[int]] = {}  # numbers of the nodes that read a value
-        for number, node in enumerate(self._order):
-            for storage in model.needs[node]:
-                self._readers.setdefault(storage, []).append(number)
-
-    def add(self, node: int, values: Iterable[int], limit_bytes: int, in_order: bool) -> None:
-        """Add the rows for a node: (10) where the order is that of the forward, else (9).
-
-        Args:
-            node: The node.
-            values: The values that count.
-            limit_bytes: Most bytes at any moment.
-            in_order: Whether the order is that of the forward.
-        """
-        model, terms = self._model, {self._run[node]: self._model.transient[node] / UNIT}
-        for storage in values:
-            if in_order:
-                variable = self._in_order(storage, node)
-            elif storage in model.needs[node] or storage in model.makes[node]:
-                variable = self._run[node]  # R[t, k]
-            else:
-                variable = self._maximum(self._after(storage), self._maker(storage))  # H[d]
-            if variable is not None:
-                terms[variable] = terms.get(variable, 0.0) + model.sizes[storage] / UNIT
-        limit = (limit_bytes - model.live_gradients[self._position]) / UNIT
-        self._program.row(f"{10 if in_order else 9}_{self._position}_{node}", list(terms.items()), upper=limit)
-
-    def _in_order(self, storage: int, node: int) -> int | None:
-        """Return M[k, d]."""
-        here = self._number[node]
-        made = self._number.get(self._model.producer.get(storage, -1), -1)
-        readers = [self._order[n] for n in self._readers.get(storage, ()) if n >= here]
-        needed = [*self._after(storage), *(self._run[k] for k in readers)]
-        if made == here:
-            needed.append(self._run[node])
-        return self._maximum(needed, self._maker(storage) if made > here else None)
-
-    def _after(self, storage: int) -> list[int]:
-        return [self._held[storage]] if storage in self._held else []
-
-    def _maker(self, storage: int) -> int | None:
-        return self._run.get(self._model.producer.get(storage, -1))
-
-    def _maximum(self, above: list[int], less: int | None) -> int | None:
-        """Return a variable that is at least each of some others, less one; None where there are no others."""
-        key = (frozenset(above), less)
-        if not above:
-            return None
-        if less is None and len(key[0]) == 1:
-            return above[0]
-        if key not in self._known:
-            variable = self._known[key] = self._program.variable(0.0, integer=False)
-            self.maxima[variable] = key
-            for other in sorted(key[0]):
-                terms = [(variable, 1.0), (other, -1.0), *([] if less is None else [(less, 1.0)])]
-                self._program.row(f"m_{variable}_{other}", terms, lower=0.0)
-        return self._known[key]
 
 
 def first_checks(model: StepModel) -> Checks:
@@ -316,8 +211,7 @@ def first_checks(model: StepModel) -> Checks:
 def add_checks(checks: Checks, model: StepModel, replay: Replay, limit_bytes: int) -> Checks:
     """Add checks where a replay passes the limit: at the worst position, and at another one far from it.
 
-    Returns:
-        More checks: such that the program stays a relaxation, as long as there are any; the same where all is checked.
+    The program stays a relaxation. The checks are the same where no more of them keep it one.
     """
     if replay.forward_peak > limit_bytes:
         checks = replace(checks, forward=tuple(sorted({*checks.forward, replay.forward_position})))
@@ -329,9 +223,6 @@ def add_checks(checks: Checks, model: StepModel, replay: Replay, limit_bytes: in
             more = _check_at(position, checks, model, replay, limit_bytes)
             added.extend([position] if more != checks else [])
             checks = more
-    if not added and over:
-        rows = model.in_order(replay.rows, over[0])
-        checks = replace(checks, in_order=checks.in_order | _over(model, rows, over[0], limit_bytes))
     return checks
 
 
@@ -342,10 +233,6 @@ def _check_at(position: int, checks: Checks, model: StepModel, replay: Replay, l
     for instant in (min(position, len(model.reads) - 1), max(0, position - 1)):
         if instant not in checks.instants:
             return replace(checks, instants=tuple(sorted({*checks.instants, instant})))
-    return replace(checks, rows=checks.rows | _over(model, replay.rows, position, limit_bytes))
-
-
-def _over(model: StepModel, rows: Rows, position: int, limit_bytes: int) -> frozenset[tuple[int, int]]:
-    """Return the pairs of a position and a node recomputed before it that take more than the limit."""
-    pairs = zip(rows[position], model.row_bytes(rows, position), strict=True)
-    return frozenset((position, node) for node, size_bytes in pairs if size_bytes > limit_bytes)
+    row = zip(replay.rows[position], replay.timeline.row_bytes(model, position), strict=True)
+    too_large = ((position, node) for node, size_bytes in row if size_bytes > limit_bytes)
+    return replace(checks, rows=checks.rows.union(too_large))

@@ -5,22 +5,20 @@ solution. Where that passes the budget, memory is checked from then on, and the 
 the best schedule there is, up to the gap of the solve, because the program is a relaxation. In between, solutions that
 don't fit are repaired by evictions, so that a schedule is at hand at any time, and the program starts from the best
 one. Where values recomputed one after the other before a single node pass the budget, memory is checked while each of
-them is recomputed: first in a way that holds for any order of them, then in the order of the forward, and from then on
-rounds no longer raise the bound.
+them is recomputed, in a way that holds for any order of them. Rounds end where nothing is left to check.
 
 The program of a large step takes a solver many seconds; with most variables fixed it takes tenths of a second. So a
 *neighbourhood* leaves most decisions of the best schedule as they are, and solves for the others. These change from
-turn to turn: those on which the best schedule and the relaxation differ, those of values made in a stretch of the
-forward, of values drawn at random, and those of a few phases. Sources: Shaw, "Using Constraint Programming and Local
+turn to turn: those on which the best schedule and the relaxation differ, and those of values made in a stretch of the
+forward. Sources: Shaw, "Using Constraint Programming and Local
 Search Methods to Solve Vehicle Routing Problems", CP 1998; Danna, Rothberg, Le Pape, "Exploring relaxation induced
 neighborhoods to improve MIP solutions", Mathematical Programming 102, 2005.
 """
 
 from __future__ import annotations
 
-import logging
 import random
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from .base import Status
 from .mip_backend import Result, solve
@@ -28,7 +26,6 @@ from .model import Replay
 from .phases import Checks, PhasedProgram, add_checks, first_checks
 from .search import Search
 
-log = logging.getLogger("hiremate_lightning")
 ROUNDS = 40
 SHARE_OF_ROUND = 0.3  # of the time left: the most that one solve may take
 SHARE_BESIDE_IMPROVING = 0.15  # the same, where neighbourhoods take turns with the rounds
@@ -37,8 +34,7 @@ IMPROVING_SHARE = 0.8  # of the time left
 TURN_S = 0.5  # the most that one neighbourhood may take; more where nothing is found
 SHARE, LEAST_SHARE, GROWTH = 0.2, 0.05, 1.2  # of the values that are free; it grows where they were solved for in time
 REPAIRED_EXCESS, REPAIR_S = 0.05, 0.3  # a solution that passes the limit by so little is repaired
-PIECES = 40  # of the forward
-PATIENCE = 4  # rounds of all kinds without more gain than the gap at which solving stops
+PATIENCE = 4  # rounds of both kinds without more gain than the gap at which solving stops
 Restriction = Callable[[PhasedProgram], None]
 
 
@@ -49,10 +45,10 @@ def refine(
     has_neighbourhoods: bool = False,
     reserve_s: float = 0.0,
 ) -> None:
-    """Run rounds until proof, time limit, or no more places to check.
+    """Run rounds until proof, time limit, or no more places to check, for a search to receive the solutions.
 
     Args:
-        search: Receives the solutions.
+        search: The search.
         checks: Where memory is checked in the first round; few places by default.
         restrict: Adds rows to each program; the bounds of a restricted program are not taken.
         has_neighbourhoods: Whether to improve the best schedule in neighbourhoods, between rounds that take long.
@@ -61,19 +57,17 @@ def refine(
     checks = checks or first_checks(search.model)
     neighbourhoods = Neighbourhoods(search)
     share = SHARE_BESIDE_IMPROVING if has_neighbourhoods else SHARE_OF_ROUND
-    for number in range(ROUNDS):
+    for _ in range(ROUNDS):
         left = search.left_s() - reserve_s
         if search.is_done or left <= 0:
             return
-        result, replay = _round(search, checks, number, restrict, min(left, max(1.0, share * left)))
+        result, replay = _round(search, checks, restrict, min(left, max(1.0, share * left)))
         if replay is None:
             return
-        is_cut = result.status is not Status.OPTIMAL
+        is_cut, is_all_checked = result.status is not Status.OPTIMAL, False
         if replay.peak_bytes > search.limit:
             more = add_checks(checks, search.model, replay, search.limit)
-            if more == checks:
-                return
-            checks = more
+            checks, is_all_checked = more, more == checks
         elif share == 1.0:
             return
         elif is_cut and has_neighbourhoods:
@@ -82,12 +76,14 @@ def refine(
             share = 1.0  # enough is checked: where the solve was cut short, the rest of the time is for its proof
         left = search.left_s() - reserve_s
         is_late = left < ALONE_SHARE * search.problem.options.time_limit_s
-        if has_neighbourhoods and search.best is not None and (is_cut or is_late):
+        if has_neighbourhoods and search.best is not None and (is_cut or is_late or is_all_checked):
             neighbourhoods.improve(checks, search.model.work.done_s + IMPROVING_SHARE * left)
+        if is_all_checked:
+            return
 
 
 def _round(
-    search: Search, checks: Checks, number: int, restrict: Restriction | None, seconds: float
+    search: Search, checks: Checks, restrict: Restriction | None, seconds: float
 ) -> tuple[Result, Replay | None]:
     """Solve once, take the bound, offer the solution; return its replay, where there is one."""
     program = PhasedProgram(search.model, search.limit, checks)
@@ -95,57 +91,36 @@ def _round(
     if restrict is not None:
         restrict(program)
         start = ()  # the best found so far need not obey the restriction
-    result = solve(
-        program.program,
-        search.problem.options,
-        seconds,
-        absolute_gap=search.gap_ms,
-        start=start,
-        work=search.model.work,
-    )
-    if restrict is None and not checks.in_order:
+    options, work = search.problem.options, search.model.work
+    result = solve(program.program, options, seconds, absolute_gap=search.gap_ms, start=start, work=work)
+    if restrict is None:
         if result.status is Status.INFEASIBLE:
             search.is_infeasible = search.best is None
         elif result.bound > 0:
             search.raise_bound(result.bound)
     if not result.values:
         return result, None
-    policy = program.policy(result.values)
-    replay = search.model.replay(policy)
-    log.debug(
-        "round %d: %d instants, %d variables, %.3f ms, bound %.3f ms, peak %d of %d",
-        number, len(checks.instants), len(program.held) + len(program.run), result.objective, result.bound,
-        replay.peak_bytes, search.limit,
-    )  # fmt: skip
-    if replay.peak_bytes <= search.limit:
-        search.offer(replay)
-    elif replay.peak_bytes <= 1.1 * search.limit:
-        search.repair(policy, search.within(0.1))
-    return result, replay
+    return result, search.take(program.policy(result.values), 0.1, search.within(0.1))
 
 
 class Neighbourhoods:
     """The neighbourhoods of the best schedule, in a program that grows with the places where memory is checked."""
 
     def __init__(self, search: Search) -> None:
-        """Begin with nothing; the search receives the solutions."""
         self._search, self._draw, self._share = search, random.Random(0), SHARE
         self._checks: Checks | None = None
         self._turn_s = TURN_S
 
     def improve(self, checks: Checks, deadline: float) -> None:
-        """Improve the best schedule, which must exist, until a deadline or until little is gained.
+        """Improve the best schedule, which must exist, until a deadline of work or until little is gained.
 
-        Args:
-            checks: Where memory is checked the first time; further places are added as needed, and stay.
-            deadline: Seconds of work at which to stop.
+        The checks are those of the first time; more are added as needed, and stay.
         """
         if self._checks is None:
             self._check(checks)
-        kinds = (self._differing, self._stretch, self._pieces, self._phases)
         before, idle = self._best_ms, 0
         while idle < PATIENCE:
-            for find in kinds:
+            for find in (self._differing, self._stretch):
                 left = self._search.model.work.left_s(deadline)
                 if left <= 0 or self._search.is_done or self._share >= 1.0:
                     return
@@ -175,30 +150,15 @@ class Neighbourhoods:
         assert search.best is not None
         start = self._phased.start(search.best.rows)
         part = self._phased.program.with_fixed(start, set(find(start)))
-        result = solve(
-            part,
-            search.problem.options,
-            seconds,
-            absolute_gap=search.gap_ms / 4,
-            start=start,
-            work=search.model.work,
-        )
+        options, work = search.problem.options, search.model.work
+        result = solve(part, options, seconds, absolute_gap=search.gap_ms / 4, start=start, work=work)
         if result.values and result.objective < self._best_ms:
-            self._take(result.values)
+            replay = search.take(self._phased.policy(result.values), REPAIRED_EXCESS, work.done_s + REPAIR_S)
+            if replay.peak_bytes > search.limit:  # memory is checked there from now on
+                checks = add_checks(self._phased.checks, search.model, replay, search.limit)
+                if checks != self._checks:
+                    self._check(checks)
         return result
-
-    def _take(self, values: Sequence[float]) -> None:
-        """Offer a solution; where it doesn't fit, repair it and check memory there from now on."""
-        search, policy = self._search, self._phased.policy(values)
-        replay = search.model.replay(policy)
-        if replay.peak_bytes <= search.limit:
-            search.offer(replay)
-            return
-        if replay.peak_bytes <= (1 + REPAIRED_EXCESS) * search.limit:
-            search.repair(policy, search.model.work.done_s + REPAIR_S)
-        checks = add_checks(self._phased.checks, search.model, replay, search.limit)
-        if checks != self._checks:
-            self._check(checks)
 
     # ---------------------------------------------------------------- which variables are free
 
@@ -208,27 +168,11 @@ class Neighbourhoods:
             yield from (v for v, value in enumerate(start) if abs(self._relaxed[v] - value) > 1e-6)
 
     def _stretch(self, _: Sequence[float]) -> Iterator[int]:
-        """Free the values made in a stretch of the forward."""
-        count = len(self._search.model.graph.forward)
+        """Free the values made in a stretch of the forward, drawn at random."""
+        model, phased = self._search.model, self._phased
+        count = len(model.graph.forward)
         length = int(self._share * count)
         first = self._draw.randrange(-length // 2, count - length // 2)
-        return self._made_in(range(first, first + length))
-
-    def _pieces(self, _: Sequence[float]) -> Iterator[int]:
-        """Free the values made in pieces of the forward drawn at random."""
-        count = len(self._search.model.graph.forward)
-        length = max(1, count // PIECES)
-        chosen = (first for first in range(0, count, length) if self._draw.random() < self._share)
-        return self._made_in({p for first in chosen for p in range(first, first + length)})
-
-    def _made_in(self, positions: Container[int]) -> Iterator[int]:
-        model, phased = self._search.model, self._phased
+        positions = range(first, first + length)
         yield from (v for (_, storage), v in phased.held.items() if model.made_at[storage] in positions)
         yield from (v for (_, k), v in phased.run.items() if model.made_at[model.makes[k][0]] in positions)
-
-    def _phases(self, _: Sequence[float]) -> Iterator[int]:
-        """Free a few phases in a row."""
-        phased = self._phased
-        first = self._draw.randrange(phased.phases)
-        last = first + max(1, int(self._share * phased.phases))
-        yield from (v for (t, _), v in (*phased.held.items(), *phased.run.items()) if first <= t < last)

@@ -91,6 +91,14 @@ class Search:
         if last is not None and last.peak_bytes <= self.limit:
             self.fill(last, deadline)
 
+    def take(self, policy: Policy, repaired_excess: float, deadline: float) -> Replay:
+        """Offer a policy, or repair it where it passes the budget by a small share; return its replay."""
+        replayed = self.model.replay(policy)
+        self.offer(replayed)
+        if self.limit < replayed.peak_bytes <= (1 + repaired_excess) * self.limit:
+            self.repair(policy, deadline)
+        return replayed
+
     def raise_bound(self, bound_ms: float) -> None:
         """Take a proven bound if it is better."""
         if bound_ms > self.bound_ms:
@@ -141,12 +149,7 @@ class Search:
 
 
 def searching(name: str, needs_programs: bool = False) -> Callable[[Callable[[Search], None]], Strategy]:
-    """Register a search as a strategy: it answers with the best it has found, or at once where everything fits.
-
-    Args:
-        name: Name to look it up by.
-        needs_programs: Whether it solves mixed-integer or linear programs.
-    """
+    """Register a search as a strategy: it answers with the best it has found, or at once where everything fits."""
 
     def register(find: Callable[[Search], None]) -> Strategy:
         @strategy(name, needs_programs)
@@ -235,8 +238,7 @@ def _take(search: Search, propose: Method) -> list[Replay]:
     for policy in propose(search):
         if policy not in seen:
             seen.add(policy)
-            replayed = search.model.replay(policy)
-            search.offer(replayed)
+            replayed = search.take(policy, 0.0, 0.0)
             if replayed.peak_bytes > search.limit:
                 passing.append(replayed)
             elif search.proposed is None or replayed.rank < search.proposed.rank:

@@ -13,6 +13,7 @@ begins at -1 where that is kept through the turn.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -87,50 +88,31 @@ def with_rows(model: Choices, before: Timeline, changed: Mapping[int, list[int]]
 def _laid_out(model: Choices, before: Timeline, changed: Mapping[int, list[int]], touched: Collection[int]) -> Timeline:
     """Lay out some choices anew, among them those of all changed rows."""
     rows, touches, makes = list(before.rows), dict(before.touches), dict(before.makes)
-    fresh, made = _keys_of(model, changed)
-    blocks, change = dict(before.blocks), _Change(model, changed)
+    blocks, change, row_ms = dict(before.blocks), _Change(model, changed), before.row_ms.copy()
+    fresh, made = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)  # keys in the changed rows
+    for position, row in sorted(changed.items()):
+        rows[position], row_ms[position] = row, sum(model.cost_ms[node] for node in row)
+        for key, node in enumerate(row, start=position << ROW):
+            for storage in (*model.needs[node], *model.makes[node]):
+                fresh[storage].append(key)
+            for storage in model.makes[node]:
+                made[storage].append(key)
     for storage in touched:
-        if changed:
-            touches[storage] = _with_keys(touches.get(storage, ()), changed, fresh.get(storage))
-            makes[storage] = _with_keys(makes.get(storage, ()), changed, made.get(storage))
+        for keys, new_keys in ((touches, fresh), (makes, made)):
+            stay = [key for key in keys.get(storage, ()) if key >> ROW not in changed]
+            keys[storage] = tuple(sorted([*stay, *new_keys.get(storage, ())]))
         old = blocks.get(storage, ())
-        blocks[storage] = new = _blocks_of(model, storage, touches.get(storage, ()), makes.get(storage, ()))
+        blocks[storage] = new = _blocks_of(model, storage, touches[storage], makes[storage])
         if new != old:
             change.replace(storage, old, new)
-    row_ms = before.row_ms.copy()
-    for position, row in changed.items():
-        rows[position] = row
-        row_ms[position] = sum(model.cost_ms[node] for node in row)
-    node_bytes, row_peaks = before.node_bytes, before.row_peaks.copy()
-    if change.positions:
-        delta = change.by_position(len(rows))
-        node_bytes = node_bytes + delta
-        row_peaks += delta * (row_ms > 0.0)
-    forward_bytes = change.of_forward(before.forward_bytes)
+    delta = _summed(change.backward, len(rows))
+    node_bytes, row_peaks = before.node_bytes + delta, before.row_peaks + delta * (row_ms > 0.0)
+    forward_bytes = before.forward_bytes + _summed(change.forward, len(before.forward_bytes))
     timeline = Timeline(rows, touches, makes, blocks, node_bytes, row_peaks, row_ms, forward_bytes)
     for position in change.rows:
         row_peaks[position] = max(timeline.row_bytes(model, position), default=0)
     model.work.add_operations(EACH + len(rows) // PER_ROWS + PER_CHOICE * len(touched))
     return timeline
-
-
-def _keys_of(model: Choices, changed: Mapping[int, list[int]]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """Return the keys at which rows touch choices, and those at which they make them."""
-    touches, makes = dict[int, list[int]](), dict[int, list[int]]()
-    for position in sorted(changed):
-        for key, node in enumerate(changed[position], start=position << ROW):
-            for storage in model.needs[node]:
-                touches.setdefault(storage, []).append(key)
-            for storage in model.makes[node]:
-                touches.setdefault(storage, []).append(key)
-                makes.setdefault(storage, []).append(key)
-    return touches, makes
-
-
-def _with_keys(keys: tuple[int, ...], changed: Mapping[int, list[int]], fresh: Sequence[int] | None) -> tuple[int, ...]:
-    """Replace the keys in rows that have changed by fresh ones."""
-    stay = [key for key in keys if key >> ROW not in changed] if keys else []
-    return tuple(sorted([*stay, *fresh]) if fresh and stay else fresh or stay)
 
 
 def _blocks_of(model: Choices, storage: int, touches: tuple[int, ...], makes: tuple[int, ...]) -> tuple[Block, ...]:
@@ -167,55 +149,36 @@ class _Change:
     """The change of bytes where blocks change.
 
     Attributes:
-        positions: Backward positions at which bytes come or go.
-        bytes: The bytes that come or go there.
         rows: Positions whose rows must be counted again.
+        backward: Pairs of a position of the backward and the bytes that come or go there.
+        forward: The same of the forward.
     """
 
     def __init__(self, model: Choices, rows: Iterable[int]) -> None:
         self._model, self.rows = model, set(rows)
-        self.positions, self.bytes = list[int](), list[int]()
-        self._kept: list[tuple[int, int]] = []
+        self.backward, self.forward = list[tuple[int, int]](), list[tuple[int, int]]()
 
     def replace(self, storage: int, old: tuple[Block, ...], new: tuple[Block, ...]) -> None:
         """Put the new blocks of a choice in the place of the old ones."""
         size = self._model.sizes[storage]
-        for block in old:
-            if block not in new:
-                self._add(storage, *block, -size)
-        for block in new:
-            if block not in old:
-                self._add(storage, *block, size)
-
-    def _add(self, storage: int, begin: int, end: int, size: int) -> None:
-        first, last = begin >> ROW, end >> ROW
-        if begin < 0:
-            first = 0
-            self._kept.append((self._model.last_forward_use(storage) + 1, size))
-        else:
-            self.rows.add(first)
-        if end & LAST != LAST:  # within a row: the node after it runs without
-            self.rows.add(last)
-            last -= 1
-        self.positions += first, last + 1
-        self.bytes += size, -size
-
-    def by_position(self, count: int) -> np.ndarray:
-        """Return the change of the bytes while each node of the backward runs."""
-        return _summed(self.positions, self.bytes, count)
-
-    def of_forward(self, before: np.ndarray) -> np.ndarray:
-        """Return the bytes of the forward, where kept choices live to its end."""
-        if not self._kept or not len(before):
-            return before
-        positions, sizes = zip(*self._kept, strict=True)
-        after: np.ndarray = before + _summed(positions, sizes, len(before))
-        return after
+        changes = [(b, -size) for b in old if b not in new] + [(b, size) for b in new if b not in old]
+        for (begin, end), size_bytes in changes:
+            first, last = begin >> ROW, end >> ROW
+            if begin < 0:  # kept through the turn: in the forward from its last use on
+                first = 0
+                self.forward.append((self._model.last_forward_use(storage) + 1, size_bytes))
+            else:
+                self.rows.add(first)
+            if end & LAST != LAST:  # within a row: the node after it runs without
+                self.rows.add(last)
+                last -= 1
+            self.backward += (first, size_bytes), (last + 1, -size_bytes)
 
 
-def _summed(positions: Sequence[int], sizes: Sequence[int], count: int) -> np.ndarray:
+def _summed(changes: Sequence[tuple[int, int]], count: int) -> np.ndarray:
     change = np.zeros(count + 1, dtype=np.int64)
-    np.add.at(change, np.array(positions), np.array(sizes, dtype=np.int64))
+    for position, size_bytes in changes:
+        change[position] += size_bytes
     return change.cumsum()[:count]
 
 
@@ -224,12 +187,7 @@ def _summed(positions: Sequence[int], sizes: Sequence[int], count: int) -> np.nd
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Pairs of a choice and a backward position.
-
-    Attributes:
-        at: The choices of each position, ascending.
-        of: The positions of each choice, ascending.
-    """
+    """Pairs of a choice and a backward position: the choices at each position, and the positions of each choice."""
 
     at: Mapping[int, Sequence[int]]
     of: Mapping[int, Sequence[int]]
@@ -252,14 +210,7 @@ def _toggled(before: Mapping[int, Sequence[int]], changes: Mapping[int, set[int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lazy:
-    """A policy, and its timeline.
-
-    Attributes:
-        policy: The policy.
-        drops: Its drops, without those of choices that can't be dropped.
-        early: The choices that it recomputes early.
-        timeline: Its rows and their timeline.
-    """
+    """A policy, its drops of choices that can be dropped, what it recomputes early, and its timeline."""
 
     policy: Policy
     drops: Pairs

@@ -34,19 +34,11 @@ MS_PER_BYTE = 1e-15  # so that of options of the same time the one that saves le
 
 
 def lower_bound(model: StepModel, limit_bytes: int, deadline: float) -> float | None:
-    """Bound the recompute time of every schedule within a limit from below.
+    """Bound the recompute time of every schedule within a limit from below, in ms; None where no schedule fits.
 
     At each of several backward positions, all values that the backward reads from there on are in memory or will be
     recomputed, and those that its node reads are in memory. Proof by relaxation; the order of the backward and the
-    times of nodes are given.
-
-    Args:
-        model: The step.
-        limit_bytes: Most bytes at any moment.
-        deadline: Seconds of work at which to stop; fewer positions prove a weaker bound.
-
-    Returns:
-        Milliseconds, or None where no schedule fits.
+    times of nodes are given. Fewer positions, up to a deadline of work, prove a weaker bound.
     """
     best, chosen = 0.0, model.neediest(BOUND_INSTANTS)
     # The start of the backward, the neediest position, and the neediest of each part of the backward.
@@ -83,18 +75,10 @@ def keeping_program(
     operands: Sequence[int] = (),
     ms_per_byte: float = 0.0,
 ) -> tuple[LinearProgram, dict[int, int]]:
-    """Build (1) to (3) for some choices; other values that recomputing them reads are taken to be in memory.
+    """Build (1) to (3) for some choices, of which the backward reads some; return also the variable of each choice.
 
-    Args:
-        model: The step.
-        chosen: The choices.
-        used: Those of them that the backward reads.
-        limit_bytes: Most bytes to keep.
-        operands: Choices that are kept in any case.
-        ms_per_byte: Added to the objective for each byte that is kept.
-
-    Returns:
-        The program, and the variable of each choice.
+    Other values that recomputing them reads are taken to be in memory. Operands are kept in any case. `ms_per_byte` is
+    added to the objective for each byte that is kept.
     """
     program = LinearProgram()
     keep = {s: program.variable(ms_per_byte * model.sizes[s], lower=float(s in operands)) for s in chosen}
@@ -120,12 +104,7 @@ def options_of(
 ) -> list[frozenset[int]]:
     """Solve the program of a part of the step under several limits; return what each solution keeps, each once.
 
-    Args:
-        model: The step.
-        inside: The choices of the part.
-        used: Those of them that the backward reads.
-        kept: Those of them that are kept in any case.
-        limit_s: Seconds of work for each program.
+    Of the choices inside, the backward reads those used, and some are kept in any case.
     """
     options = dict[frozenset[int], None]()
     stays = sum(model.sizes[s] for s in kept)

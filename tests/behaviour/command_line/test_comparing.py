@@ -68,20 +68,13 @@ def test_the_bound_is_below_what_any_method_finds(problem: Problem):
 
 
 def test_a_bound_of_one_method_holds_for_all_and_for_less():
+    """Impossible budgets are those below a proof; the fastest comes first, and what does not fit last."""
     found = Comparison(100.0, (outcome("a", 80, 4.0, bound_ms=3.0), outcome("b", 50, 9.0)), ((50, 1.0),))
-    assert found.bound_ms(80) == 3.0
-    assert found.bound_ms(50) == 3.0
-    assert found.bound_ms(90) == 0.0
+    assert [found.bound_ms(budget) for budget in (80, 50, 90)] == [3.0, 3.0, 0.0]
     assert found.distance(found.outcomes[1]) == pytest.approx(0.06)
     assert found.budgets == [80, 50]
-
-
-def test_impossible_budgets_are_those_below_a_proof():
     found = Comparison(100.0, (outcome("a", 20, status=Status.INFEASIBLE, fits=False),), ((10, None), (30, 2.0)))
     assert [budget for budget in found.budgets if found.is_impossible(budget)] == [20, 10]
-
-
-def test_the_fastest_comes_first_and_what_does_not_fit_last():
     rows = (outcome("slow", 50, 9.0), outcome("none", 50, 0.0, fits=False), outcome("fast", 50, 2.0))
     assert [o.method for o in Comparison(100.0, rows).under(50)] == ["fast", "slow", "none"]
 
@@ -143,9 +136,5 @@ def test_a_picture_of_nothing_but_plain_training_is_drawn():
     assert panel.lines == (("a", ()),)
     ElementTree.fromstring(comparison_svg(panel))
     assert spread(50, 100) == [90, 80, 70, 60], "a picture spreads budgets up to plain training"
-
-
-def test_a_legend_takes_as_many_rows_as_it_needs():
-    _, one = legend(["a"], 0, 760)
-    _, more = legend([f"method number {i}" for i in range(20)], 0, 760)
-    assert more >= 3 * one
+    (_, one), (_, more) = (legend([f"method number {i}" for i in range(count)], 0, 760) for count in (1, 20))
+    assert more >= 3 * one, "a legend takes as many rows as it needs"

@@ -22,8 +22,7 @@ DECIDED = SETTLED_STEPS + 2 * SAMPLES - 1  # steps until it is decided
 class Clock:
     """Tells the seconds that a test has let pass."""
 
-    def __init__(self) -> None:
-        self.now_s = 0.0
+    now_s = 0.0
 
     def __call__(self) -> float:
         return self.now_s
@@ -153,23 +152,19 @@ def test_a_step_that_takes_more_memory_without_its_plan_keeps_it(change_threshol
     assert not ran_plain[-1]
 
 
-def test_new_sizes_of_code_whose_plan_gains_nothing_run_unplanned():
-    """Nothing fits, and the plan of one size was given back: to capture other sizes would take seconds for nothing."""
-    sizes = [32] * (DECIDED + 8) + [40, 48, 24, 32, 40]
-    settled = settle("20%", sizes, 2.0)
-    assert settled.session.is_released
-    assert settled.captured[-1] == settled.captured[DECIDED + 7], "nothing is captured any more"
+SIZES = {
+    # Nothing fits, and the plan of one size was given back: to capture other sizes would take seconds for nothing.
+    "new ones after a plan that gains nothing": ("20%", [32] * (DECIDED + 8) + [40, 48, 24, 32, 40], 2.0, DECIDED + 8),
+    # Nothing fits, and no size comes twice: no plan is ever measured, so none could be given back by its own steps.
+    "that never repeat where no plan saves": ("20%", [32 + index * 7 % 12 for index in range(12)], None, 6),
+    # Each step is larger than all before: 100 % of what such a step takes is more than the latest plan's budget.
+    "any, where the budget is all it takes": ("100%", [32 + 9 * index for index in range(10)], None, 4),
+}
 
 
-def test_sizes_that_never_repeat_run_unplanned_where_no_plan_saves():
-    """Nothing fits, and no size comes twice: no plan is ever measured, so none could be given back by its own steps."""
-    settled = settle("20%", [32 + index * 7 % 12 for index in range(12)])
-    assert settled.session.is_released
-    assert settled.captured[-1] == settled.captured[5]
-
-
-def test_any_size_runs_unplanned_where_the_budget_is_all_it_takes():
-    """Each step is larger than all before: 100 % of what such a step takes is more than the latest plan's budget."""
-    settled = settle("100%", [32 + 9 * index for index in range(10)])
-    assert settled.session.is_plain
-    assert settled.captured[-1] == settled.captured[3]
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_run_unplanned(name):
+    budget, sizes, planned_s, captured = SIZES[name]
+    settled = settle(budget, sizes, planned_s)
+    assert settled.session.is_plain if budget == "100%" else settled.session.is_released
+    assert settled.captured[-1] == settled.captured[captured - 1], "nothing is captured any more"

@@ -7,55 +7,30 @@ import gc
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from hiremate_lightning import hiremate
 from hiremate_lightning.torch_private.regions import repeated_modules
-from tests.exact import TORCH, simple_loop, train_both
+from tests.exact import TORCH, network, simple_loop, train_both
+from tests.units.torch_private.test_repeated_modules import WIDTH, Block, Stack, counting
 
-WIDTH, DEPTH = 16, 5
-
-
-class Block(nn.Module):
-    def __init__(self, index: int = 0) -> None:
-        super().__init__()
-        self.norm, self.inner = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
-        self.outer, self.drop, self.scale = nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.2), 0.5
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.scale * self.drop(self.outer(F.gelu(self.inner(self.norm(x)))))
-
-
-class Normed(Block):
-    """Updates buffers."""
-
-    def __init__(self, index: int = 0) -> None:
-        super().__init__(index)
-        self.norm = nn.BatchNorm1d(WIDTH)
+DEPTH = 5
 
 
 class Deeper(Block):
     """Runs less of itself the deeper it is."""
 
-    def __init__(self, index: int = 0) -> None:
+    def __init__(self, index: int) -> None:
         super().__init__(index)
         self.drop = nn.Dropout(0.1 * (index // 2))
 
 
-class Attending(nn.Module):
-    def __init__(self, _: int = 0) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.1, batch_first=True)
-        self.block = Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(x + self.attention(x, x, x, need_weights=False)[0])
+@network(lambda _: {"attention": nn.MultiheadAttention(WIDTH, 2, dropout=0.1, batch_first=True), "block": Block(0)})
+def attending(self, x: Tensor) -> Tensor:
+    return self.block(x + self.attention(x, x, x, need_weights=False)[0])
 
 
-class Stack(nn.Module):
-    def __init__(self, kind: type[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(kind(index) for index in range(DEPTH))
+class Bare(Stack):
+    """Begins with its blocks."""
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -63,63 +38,54 @@ class Stack(nn.Module):
         return x
 
 
-class Cast(Stack):
+class Cast(Bare):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return super().forward(x).float()
 
 
-class Tied(Stack):
-    def __init__(self, kind: type[nn.Module]) -> None:
-        super().__init__(kind)
-        self.blocks[3].inner.weight = self.blocks[1].inner.weight
+def tied() -> nn.Module:
+    model = Bare(Block, DEPTH)
+    model.blocks[3].inner.weight = model.blocks[1].inner.weight
+    return model
 
 
-class Repeated(Stack):
-    """Calls the same block again and again."""
-
-    def __init__(self, kind: type[nn.Module]) -> None:
-        super().__init__(kind)
-        self.blocks = nn.ModuleList([self.blocks[0]] * DEPTH)
+def frozen() -> nn.Module:
+    model = Bare(Block, DEPTH)
+    model.blocks[:2].requires_grad_(False)
+    return model
 
 
-class Frozen(Stack):
-    def __init__(self, kind: type[nn.Module]) -> None:
-        super().__init__(kind)
-        for block in self.blocks[:2]:
-            block.requires_grad_(False)
+def repeated() -> nn.Module:
+    """The same block again and again."""
+    return nn.Sequential(*[Block(0)] * DEPTH)
 
 
 def batch(index: int, length: int = 24) -> Tensor:
     return torch.randn(length, WIDTH, generator=torch.Generator().manual_seed(index))
 
 
-MAKES = {
-    "blocks": lambda: Stack(Block),
-    "batch norms": lambda: Stack(Normed),
-    "other rates": lambda: Stack(Deeper),
-    "autocast": lambda: Cast(Block),
-    "tied": lambda: Tied(Block),
-    "repeated": lambda: Repeated(Block),
-    "frozen": lambda: Frozen(Block),
+TRAINED = {
+    "blocks": (lambda: Bare(Block, DEPTH), batch),
+    "batch norms": (lambda: Bare(counting, DEPTH), batch),
+    "other rates": (lambda: Bare(Deeper, DEPTH), batch),
+    "autocast": (lambda: Cast(Block, DEPTH), batch),
+    "tied": (tied, batch),
+    "repeated": (repeated, batch),
+    "frozen": (frozen, batch),
+    "attention and what follows it": (
+        lambda: Bare(attending, DEPTH),
+        lambda index: batch(index).view(2, 12, WIDTH),
+    ),
+    "sizes that vary": (lambda: Bare(Block, DEPTH), lambda index: batch(index, 16 + 8 * index)),
 }
 
 
-@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-def test_layers_that_are_alike_train_bit_for_bit(make, planning_log):
-    train_both(make, simple_loop(batch))
+@pytest.mark.parametrize(("make", "make_batch"), TRAINED.values(), ids=TRAINED)
+def test_layers_that_are_alike_train_bit_for_bit(make, make_batch, planning_log):
+    train_both(make, simple_loop(make_batch))
     assert planning_log.of("copying") or TORCH < (2, 13)
-
-
-def test_attention_and_what_follows_it_train_bit_for_bit(planning_log):
-    train_both(lambda: Stack(Attending), simple_loop(lambda index: batch(index).view(2, 12, WIDTH)))
-    assert planning_log.of("copying") or TORCH < (2, 13)
-    assert Stack.forward.__code__ not in repeated_modules._traced_whole
-
-
-def test_sizes_that_vary_train_bit_for_bit(planning_log):
-    train_both(lambda: Stack(Block), simple_loop(lambda index: batch(index, 16 + 8 * index)))
-    assert planning_log.of("copying") or TORCH < (2, 13)
+    assert Bare.forward.__code__ not in repeated_modules._traced_whole
 
 
 def test_a_change_of_one_layer_between_steps_trains_bit_for_bit():
@@ -131,12 +97,12 @@ def test_a_change_of_one_layer_between_steps_trains_bit_for_bit():
         module.blocks[4].eval()
         return log + simple_loop(batch, steps=2)(module)
 
-    train_both(lambda: Stack(Block), loop)
+    train_both(lambda: Bare(Block, DEPTH), loop)
 
 
 def test_nothing_of_the_trace_is_left_as_garbage():
     """It would hold tensors of the step, which then count as there."""
-    model = hiremate(Stack(Block), "80%", verbose=False)
+    model = hiremate(Bare(Block, DEPTH), "80%", verbose=False)
     gc.collect()
     gc.disable()
     try:

@@ -14,7 +14,7 @@ from hiremate_lightning.running.execution import Part
 from hiremate_lightning.running.program import build
 from hiremate_lightning.torch_private.operators import shortest
 from tests.exact import network
-from tests.lazily import recompute_lazily
+from tests.tiny import recompute_lazily
 
 ROWS, WIDTH = 256, 16
 
@@ -161,23 +161,23 @@ def ends(self, x):
 
 @pytest.mark.parametrize("decide", [keep_all, nothing_kept])
 @pytest.mark.parametrize(
-    ("kind", "changed", "is_refused"),
+    ("kind", "changed", "refusing"),
     [
-        (Net, lambda model, x, output: model.last.weight, True),
-        (Net, lambda model, x, output: x, True),
-        (ends, lambda model, x, output: output, True),
-        (Net, lambda model, x, output: model.last.bias, False),  # no backward reads it
+        (Net, lambda model, x, output: model.last.weight, (keep_all, nothing_kept)),
+        (Net, lambda model, x, output: x, (keep_all, nothing_kept)),
+        (ends, lambda model, x, output: output, (keep_all,)),  # else it is computed again
+        (Net, lambda model, x, output: model.last.bias, ()),  # no backward reads it
     ],
     ids=["weight", "batch", "output", "bias"],
 )
-def test_a_saved_value_that_changes_in_place_is_refused(decide, kind, changed, is_refused):
+def test_a_saved_value_that_changes_in_place_is_refused(decide, kind, changed, refusing):
     model, x = kind(), torch.randn(ROWS, WIDTH)
     call, _ = compiled(model, decide)
     output = call(x)
     loss = output.sum()
     with torch.no_grad():
         changed(model, x, output).add_(1)
-    if not is_refused:
+    if decide not in refusing:
         loss.backward()
         return
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

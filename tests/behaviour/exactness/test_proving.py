@@ -26,8 +26,9 @@ from hiremate_lightning.proofs.differences import differences
 from hiremate_lightning.proofs.trials import Trial, TrialOutcome
 from hiremate_lightning.reporting.html_report import write_html
 from hiremate_lightning.reporting.terminal import plan_table
-from hiremate_lightning.rewriting import assignments, casts, finishing, kernels, losses, pooling, views
-from hiremate_lightning.rewriting.finishing import Finish
+from hiremate_lightning.rewriting import assignments, casts, kernels, losses, pooling
+from hiremate_lightning.rewriting.joint import is_view
+from hiremate_lightning.rewriting.overwriting import Finish
 from hiremate_lightning.running import program
 from hiremate_lightning.sessions import session
 from hiremate_lightning.targets.modules import targets_of
@@ -583,9 +584,13 @@ def scale_what_finishes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wrong(self: Finish) -> Iterator[Any]:
         for step, target, args in calls(self):
-            yield step, target if finishing._only_looks(step) else scaled(target), args
+            yield step, target if is_view(step.target) else scaled(target), args
 
     monkeypatch.setattr(Finish, "calls", wrong)
+
+
+def are_permutations(node: Any, source: Any, *_: Any) -> bool:
+    return node.target is source.target is torch.ops.aten.permute.default
 
 
 def two_results(self: Any, x: Tensor) -> Tensor:
@@ -622,7 +627,7 @@ PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], nn.M
         lambda: Written(filled),
     ),
     "casts: sums of terms": (
-        lambda patch: patch.setattr(casts, "_add", lambda graph, total, term, origin: total),
+        lambda patch: patch.setattr(casts, "_sum", lambda total, terms: total),
         lambda: Written(half, second=nn.Linear(WIDTH, WIDTH)),
     ),
     "losses: cross entropies": (
@@ -634,7 +639,7 @@ PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], nn.M
         lambda: Written(lambda self, x: F.max_pool2d(x.sin().view(2, 4, 4, 4).repeat(1, 64, 4, 4), 2)),
     ),
     "views: pairs that are no inverses": (
-        lambda patch: patch.setattr(views, "_is_inverse", lambda one, other: True),
+        lambda patch: patch.setattr(assignments, "_turns_back", are_permutations),
         lambda: Written(lambda self, x: x.sin().view(2, 2, 2, 16).permute(1, 2, 0, 3).permute(1, 2, 0, 3).cos()),
     ),
     "kernels: masks of a dropout": (

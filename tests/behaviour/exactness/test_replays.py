@@ -12,7 +12,7 @@ from hiremate_lightning.rewriting.kernels import eager_scale
 from hiremate_lightning.rewriting.replays import DRAW_AGAIN, DRAW_MASK, again, generator_state
 from tests.behaviour.exactness.test_execution import compiled, keep_all, nothing_kept, results
 from tests.exact import network
-from tests.lazily import recompute_lazily
+from tests.tiny import recompute_lazily
 
 ROWS, WIDTH = 256, 16
 CPU = torch.device("cpu")

@@ -187,20 +187,20 @@ def count(gpus, fits, peak_bytes, overhead=0.1, plain_bytes=None):
     return {**row, "unplanned_peak_bytes": plain_bytes, "peak_bytes": peak_bytes}
 
 
-def test_auto_ends_with_the_first_number_that_is_enough():
-    found = [*look_at((), lambda gpus: count(gpus, gpus > 2, 100 // gpus, 0.0 if gpus >= 16 else 0.1))]
+@pytest.mark.parametrize(
+    ("asked", "looked_at", "more"),
+    [((), [1, 2, 4], ""), ((2, 4, 16), [2, 4, 16], " With 16 nothing is recomputed.")],
+    ids=["auto ends with the first that is enough", "all that were named"],
+)
+def test_numbers_are_looked_at_and_answered(asked, looked_at, more):
+    found = [*look_at(asked, lambda gpus: count(gpus, gpus > 2, 100 // gpus, 0.0 if gpus >= 16 else 0.1))]
 
-    assert [c["gpus"] for c in found] == [1, 2, 4]
-    assert answer(found) == "4 GPUs are enough, with +10.0% time for recomputation."
+    assert [c["gpus"] for c in found] == looked_at
+    assert answer(found) == "4 GPUs are enough, with +10.0% time for recomputation." + more
 
 
-def test_numbers_that_were_named_are_all_looked_at():
-    found = [*look_at((2, 4, 16), lambda gpus: count(gpus, gpus > 2, 100 // gpus, 0.0 if gpus >= 16 else 0.1))]
-
-    assert answer(found) == "4 GPUs are enough, with +10.0% time for recomputation. With 16 nothing is recomputed."
-
-
-def test_a_number_is_told_in_a_line():
+def test_a_number_is_read_and_told_in_a_line():
+    assert [read_counts(text) for text in (None, "2, 4,2", "auto")] == [(1,), (2, 4), ()]
     assert count_line(count(1, False, 2**30)) == "1 GPU: does not fit, the smallest peak found is 1.00 GiB"
     assert count_line(count(2, True, 2**30)) == "2 GPUs: fits, peak 1.00 GiB, extra time +10.0%"
     assert count_line(count(4, True, 2**30, 0.0)) == "4 GPUs: fits, peak 1.00 GiB, nothing recomputed"
@@ -212,9 +212,3 @@ def test_auto_ends_where_more_gpus_do_not_help():
     assert [c["gpus"] for c in found] == [1, 2, 4, 8, 16, 32, 64]
     least = format_bytes(found[-1]["peak_bytes"], up=True)
     assert f"is enough: the smallest peak found is {least} on each GPU, with 64. Raise the budget" in answer(found)
-
-
-def test_numbers_of_gpus_are_read():
-    assert read_counts("1") == (1,)
-    assert read_counts("2, 4,2") == (2, 4)
-    assert read_counts("auto") == ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -95,30 +96,21 @@ def plan_together(ranks, first: Problem, second: Problem) -> list[Solution]:
 
 
 def test_the_other_ranks_take_what_rank_zero_found(ranks):
-    first, second = plan_together(ranks, problem(), problem())
+    """Each solve is answered by that of rank zero; its time is that of the costs measured here."""
+    graph, profile = transformer(4)
+    slower = replace(profile, time_ms=tuple(2 * t for t in profile.time_ms))
+    first, second = plan_together(ranks, problem(), problem_of((graph, slower), BUDGET))
 
     assert [rank.solved for rank in ranks] == [1, 0]
     assert (second.recompute, second.peak_bytes) == (first.recompute, first.peak_bytes)
+    assert second.recompute_ms == pytest.approx(2 * first.recompute_ms)
     assert second.status is Status.FEASIBLE
     assert second.bound_ms == 0.0  # proven for the costs of rank 0 only
     assert second.stopped_by == "rank 0 solved"
 
-
-def test_its_time_is_that_of_the_costs_measured_here(ranks):
-    graph, profile = transformer(4)
-    slower = replace(profile, time_ms=tuple(2 * t for t in profile.time_ms))
-
-    first, second = plan_together(ranks, problem(), problem_of((graph, slower), BUDGET))
-
-    assert second.recompute_ms == pytest.approx(2 * first.recompute_ms)
-
-
-def test_each_solve_is_answered_by_that_of_rank_zero(ranks):
-    firsts, seconds = zip(*(plan_together(ranks, problem(b), problem(b)) for b in (BUDGET, LESS)), strict=True)
-
+    less, second = plan_together(ranks, problem(LESS), problem(LESS))
     assert ranks[1].solved == 0
-    assert [s.recompute for s in seconds] == [s.recompute for s in firsts]
-    assert firsts[0].recompute != firsts[1].recompute
+    assert second.recompute == less.recompute != first.recompute
 
 
 @pytest.mark.parametrize("budgets", [(BUDGET, LESS), (LESS, BUDGET)])
@@ -186,18 +178,12 @@ def test_sizes_measured_outside_of_the_operations_make_no_other_step():
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_plans_alone_waits_for_its_patience(store, rank):
-    alone, start = Rank(rank, store, patience_s=0.1), time.perf_counter()
-
-    found = alone.plan(problem())
-
-    assert found.is_feasible
-    assert alone.solved == 1
+    """Where the store is gone it is done without; ranks agree again after one of them planned alone."""
+    start = time.perf_counter()
+    for alone in (Rank(rank, store, patience_s=0.1), Rank(rank, Lost())):
+        assert alone.plan(problem()).is_feasible
+        assert alone.solved == 1
     assert time.perf_counter() - start < 30  # with the solve
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_agree_again_after_one_of_them_planned_alone(store, rank):
-    Rank(rank, store, patience_s=0.0).plan(problem())
     ranks = Rank(0, store), Rank(1, store)
 
     first, second = plan_together(ranks, problem(), problem())
@@ -225,38 +211,23 @@ def test_another_step_is_not_waited_for(store):
     assert own.solved == 1
 
 
-def test_rank_zero_that_fails_lets_the_others_go_at_once(store):
-    def fail(_):
-        raise KeyError("no")
+def fails(_):
+    raise KeyError("no")
 
-    first, second = SharedSolving(fail, (store, 0, 2), 60.0), Rank(1, store)
+
+@pytest.mark.parametrize(
+    "answer", [fails, lambda _: Solution("portfolio", Status.OPTIMAL, ((0,) * 3,))], ids=["fails", "no schedule here"]
+)
+def test_rank_zero_that_has_no_answer_lets_the_others_go_at_once(store, answer):
+    first, second = SharedSolving(answer, (store, 0, 2), 60.0), Rank(1, store)
 
     def solve_first():
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError) if answer is fails else nullcontext():
             first(first.agree(problem()))
 
     together(solve_first, lambda: second.plan(problem()))
 
     assert second.solved == 1
-
-
-def test_decisions_that_are_no_schedule_here_are_not_run(store):
-    def wrong(_):
-        return Solution("portfolio", Status.OPTIMAL, ((0,) * 3,))
-
-    first, second = SharedSolving(wrong, (store, 0, 2), 60.0), Rank(1, store)
-
-    together(lambda: first(first.agree(problem())), lambda: second.plan(problem()))
-
-    assert second.solved == 1
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_store_that_is_gone_is_done_without(rank):
-    alone = Rank(rank, Lost())
-
-    assert alone.plan(problem()).is_feasible
-    assert alone.solved == 1
 
 
 def test_a_process_on_its_own_solves_as_ever():

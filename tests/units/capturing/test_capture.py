@@ -14,7 +14,7 @@ from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.records.graph import Direction, StorageKind, graph_from_json
 from hiremate_lightning.rewriting import joint
 from tests.exact import assert_foreseen, captured_by, network, take_steps
-from tests.lazily import recompute_lazily
+from tests.tiny import recompute_lazily
 
 ROWS, WIDTH = 256, 16
 
@@ -59,19 +59,14 @@ def recomputed_ops(graph):
     return [graph.nodes[n].op for before in recompute_lazily(graph, ()) for n in before]
 
 
-def test_nodes_know_the_module_that_called_them(captured):
-    modules = {node.module for node in captured.graph.nodes if node.direction is Direction.FORWARD}
+def test_nodes_know_the_module_and_line_that_called_them(captured):
+    graph = captured.graph
+    modules = {node.module for node in graph.nodes if node.direction is Direction.FORWARD}
     assert {"blocks.0.0", "blocks.0.1", "blocks.1.0", "norm", "dropout", "head"} <= modules
-
-
-def test_backward_nodes_know_the_module_too(captured):
-    assert node_of(captured.graph, "aten.gelu_backward").module == "blocks.1.1"
-
-
-def test_nodes_know_a_line_of_source(captured):
-    sources = {node.source.rpartition(":")[0] for node in captured.graph.nodes}
+    assert node_of(graph, "aten.gelu_backward").module == "blocks.1.1"
+    sources = {node.source.rpartition(":")[0] for node in graph.nodes}
     assert sources <= {"", __file__}, "lines of torch and of this package are not the user's"
-    file, line = node_of(captured.graph, "aten.native_dropout.").source.rsplit(":", 1)
+    file, line = node_of(graph, "aten.native_dropout.").source.rsplit(":", 1)
     assert file.endswith(".py")
     assert int(line) > 0
 
@@ -84,45 +79,28 @@ def test_records_and_fx_nodes_have_the_same_indices(captured):
         assert node.replays is not None or node.name == fx_node.name
 
 
-def test_views_share_the_storage_of_what_they_view(captured):
+def test_storages_are_shared_by_views_and_have_their_sizes_and_kinds(captured):
     graph = captured.graph
     views = [n for n in graph.nodes if n.op == "aten.t.default"]
     assert views
     for view in views:
         assert storage_of(graph, view.outputs[0]) == storage_of(graph, view.inputs[0])
-
-
-def test_activations_have_their_size(captured):
-    graph = captured.graph
     gelu = node_of(graph, "aten.gelu.default")
     assert graph.storages[storage_of(graph, gelu.outputs[0])].size_bytes == ROWS * WIDTH * 4
-
-
-def test_inputs_of_the_graph_are_resident(captured):
-    storages = [storage_of(captured.graph, t) for t in captured.graph.inputs]
-    assert all(captured.graph.storages[s].kind.is_resident for s in storages if s is not None)
-
-
-def test_parameters_are_told_from_other_inputs(captured):
-    graph = captured.graph
-    kinds = {graph.storages[storage_of(graph, t)].kind for t in graph.inputs if graph.tensors[t].storage is not None}
-    assert kinds == {StorageKind.PARAMETER, StorageKind.INPUT}
-    assert sum(s.size_bytes for s in graph.storages if s.kind is StorageKind.PARAMETER) == sum(
-        p.nbytes for p in Net().parameters()
-    )
+    inputs = [graph.storages[s] for t in graph.inputs if (s := storage_of(graph, t)) is not None]
+    assert all(storage.kind.is_resident for storage in inputs)
+    assert {storage.kind for storage in inputs} == {StorageKind.PARAMETER, StorageKind.INPUT}
+    parameters = [s.size_bytes for s in graph.storages if s.kind is StorageKind.PARAMETER]
+    assert sum(parameters) == sum(p.nbytes for p in Net().parameters())
 
 
 def test_a_tensor_that_is_transposed_and_sliced_is_one_storage():
-    class Views(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, 2 * WIDTH)
+    @network(lambda: {"layer": nn.Linear(WIDTH, 2 * WIDTH)})
+    def views(self, x):
+        a, b = self.layer(x).chunk(2, dim=-1)
+        return a * b.t().t().view(-1, WIDTH) if b.is_contiguous() else a * b.t().t()
 
-        def forward(self, x):
-            a, b = self.layer(x).chunk(2, dim=-1)
-            return a * b.t().t().view(-1, WIDTH) if b.is_contiguous() else a * b.t().t()
-
-    graph = captured_of(Views()).graph
+    graph = captured_of(views()).graph
     split = node_of(graph, "aten.split")
     made = {storage_of(graph, t) for t in split.outputs}
     assert made == {storage_of(graph, split.inputs[0])}
@@ -138,11 +116,7 @@ def test_a_dropout_is_random_and_has_a_replay_from_its_input_and_mask(captured):
     assert replay.outputs == (dropout.outputs[0],)
     assert set(replay.inputs) == {dropout.inputs[0], dropout.outputs[1]}
     assert graph.nodes.index(replay) not in graph.forward
-
-
-def test_dropout_is_replayed_never_drawn_again(captured):
-    ops = recomputed_ops(captured.graph)
-    assert "aten.native_dropout.default" not in ops
+    assert "aten.native_dropout.default" not in recomputed_ops(graph), "it is replayed, never drawn again"
 
 
 @pytest.mark.parametrize("draw", [torch.rand_like, torch.bernoulli, lambda x: F.gumbel_softmax(x)])
@@ -158,27 +132,19 @@ def test_random_operations_are_never_recomputed(draw):
 
 
 def test_attention_without_dropout_may_run_again_and_with_dropout_may_not():
-    class Attends(nn.Module):
-        def __init__(self, dropout):
-            super().__init__()
-            self.layer, self.probability = nn.Linear(WIDTH, WIDTH), dropout
+    @network(lambda probability: {"layer": nn.Linear(WIDTH, WIDTH), "probability": probability})
+    def attends(self, x):
+        q = self.layer(x).view(4, 4, -1, WIDTH // 4)
+        return F.scaled_dot_product_attention(q, q, q, dropout_p=self.probability)
 
-        def forward(self, x):
-            q = self.layer(x).view(4, 4, -1, WIDTH // 4)
-            return F.scaled_dot_product_attention(q, q, q, dropout_p=self.probability)
-
-    plain, dropping = (captured_of(Attends(p)).graph for p in (0.0, 0.5))
+    plain, dropping = (captured_of(attends(p)).graph for p in (0.0, 0.5))
     assert not any(node.is_random for node in plain.nodes)
     assert any(node.is_random for node in dropping.nodes)
 
 
-def test_batch_norm_may_run_again_though_it_reads_statistics_that_change(captured):
-    norm = node_of(captured.graph, "aten._native_batch_norm_legit_functional")
-    assert norm.is_repeatable
-
-
-def test_updates_of_statistics_run_once(captured):
+def test_updates_of_statistics_run_once_and_batch_norm_itself_may_run_again(captured):
     graph = captured.graph
+    assert node_of(graph, "aten._native_batch_norm_legit_functional").is_repeatable
     writes = [i for i, node in enumerate(graph.nodes) if node.op == "aten.copy_.default"]
     assert len(writes) == 3  # running mean and variance, number of batches
     assert all(graph.nodes[i].is_mutating for i in writes)
@@ -231,19 +197,15 @@ def test_every_tensor_is_made_before_it_is_read(captured):
     assert there.issuperset(graph.gradients)
 
 
-def test_equal_work_has_equal_keys(captured):
-    keys = [node.key for node in captured.graph.nodes if node.op == "aten.gelu.default"]
-    assert len(keys) == 2
-    assert len(set(keys)) == 1
-
-
-def test_different_shapes_have_different_keys():
+def test_equal_work_has_equal_keys_and_that_of_other_shapes_others(captured):
     @network(lambda: {"a": nn.Linear(WIDTH, 8), "b": nn.Linear(8, WIDTH)})
     def two(self, x):
         return F.gelu(self.b(F.gelu(self.a(x))))
 
-    keys = [node.key for node in captured_of(two()).graph.nodes if node.op == "aten.gelu.default"]
-    assert len(set(keys)) == 2
+    for found, different in ((captured, 1), (captured_of(two()), 2)):
+        keys = [node.key for node in found.graph.nodes if node.op == "aten.gelu.default"]
+        assert len(keys) == 2
+        assert len(set(keys)) == different
 
 
 def test_matrix_products_have_their_flops(captured):
@@ -251,12 +213,9 @@ def test_matrix_products_have_their_flops(captured):
     assert product.flops == 2 * ROWS * WIDTH * WIDTH
 
 
-def test_a_captured_graph_is_written_and_read_back_equal(captured):
-    assert graph_from_json(captured.graph.to_json()) == captured.graph
-
-
-def test_the_same_model_gives_the_same_graph():
-    assert captured_of(Net()).graph == captured_of(Net()).graph
+def test_the_same_model_gives_the_same_graph_also_written_and_read_back():
+    first, second = captured_of(Net()).graph, captured_of(Net()).graph
+    assert first == second == graph_from_json(first.to_json())
 
 
 @pytest.mark.parametrize(

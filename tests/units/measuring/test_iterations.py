@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from hiremate_lightning.measuring.left import Iterations
@@ -32,25 +33,18 @@ def run_iteration(iterations: Iterations, grown_bytes: list[int | None]) -> list
     return sizes
 
 
-def test_what_was_allocated_and_not_freed_counts_beside_what_is_counted():
-    assert run_iteration(Iterations(), [30, 20]) == [0, 30, 50]
+ITERATIONS: dict[str, tuple[list[list[int | None]], list[int]]] = {
+    "allocated and not freed": ([[30, 20]], [0, 30, 50]),
+    "freed since": ([[30, -10]], [0, 30, 20]),
+    "held before the iteration": ([[30, 20], [0, 0]], [0, 0, 0]),
+    "not measured, as the most of the last one seen": ([[30, 20], [40, -15], [None, None]], [0, 40, 40]),
+}
 
 
-def test_what_was_freed_since_does_not_count():
-    assert run_iteration(Iterations(), [30, -10]) == [0, 30, 20]
-
-
-def test_what_a_script_holds_before_an_iteration_is_not_counted():
+@pytest.mark.parametrize(("grown_bytes", "sizes"), ITERATIONS.values(), ids=ITERATIONS)
+def test_what_an_iteration_allocates_counts_beside_what_is_counted(grown_bytes, sizes):
     iterations = Iterations()
-    run_iteration(iterations, [30, 20])
-    assert run_iteration(iterations, [0, 0]) == [0, 0, 0]
-
-
-def test_unmeasured_steps_count_the_most_of_the_last_one_seen():
-    iterations = Iterations()
-    run_iteration(iterations, [30, 20])
-    run_iteration(iterations, [40, -15])
-    assert run_iteration(iterations, [None, None]) == [0, 40, 40]
+    assert [run_iteration(iterations, each) for each in grown_bytes][-1] == sizes
 
 
 def test_steps_are_measured_until_a_whole_iteration_was_seen():

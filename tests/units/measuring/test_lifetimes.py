@@ -44,16 +44,11 @@ def test_saved_blocks_are_those_that_live_at_the_turn(plan: Plan):
     assert sum(life.size_bytes for life in kept) == plan.planned.saved_bytes
 
 
-def test_every_recomputed_block_comes_from_a_node_that_runs_again():
+def test_every_recomputed_block_comes_from_a_node_that_runs_again_and_in_plain_training_there_is_none():
     plan = mixed_plan(3)
-    lives = lifetimes(plan.graph, plan.schedule)
-    again = {life.node for life in lives if life.band is Band.RECOMPUTED}
+    again = {life.node for life in lifetimes(plan.graph, plan.schedule) if life.band is Band.RECOMPUTED}
     assert again
     assert again <= set(plan.schedule.recomputed(plan.graph))
-
-
-def test_plain_training_recomputes_nothing():
-    plan = mixed_plan(2)
     lives = lifetimes(plan.graph, lower(plan.graph, keep_all(plan.graph)))
     assert Band.RECOMPUTED not in {life.band for life in lives}
 

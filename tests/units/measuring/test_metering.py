@@ -31,15 +31,12 @@ def test_the_peak_of_known_allocations_is_exact():
     assert measure_peak(allocate) == 96 * KB
 
 
-def test_what_existed_before_does_not_count():
-    before = floats(64 * KB)
+def test_what_existed_before_does_not_count_and_results_and_gradients_do():
+    before, a, weight = floats(64 * KB), torch.ones(KB), torch.ones(KB, requires_grad=True)
     assert measure_peak(lambda: None) == 0
     assert measure_peak(before.neg_) == 0
-
-
-def test_a_result_of_an_operation_counts():
-    a = torch.ones(KB)
     assert measure_peak(lambda: a + a) == 4 * KB
+    assert measure_peak((weight * 2).sum().backward) >= weight.nbytes
 
 
 def test_each_interval_has_its_own_peak_and_the_bytes_at_its_start():
@@ -63,20 +60,10 @@ def test_an_interval_may_begin_as_soon_as_something_is_released():
     assert found == [("start", 0, 8 * KB), ("dropped", 0, 4 * KB)]
 
 
-def test_allocations_of_the_backward_count():
-    weight = torch.ones(KB, requires_grad=True)
-    loss = (weight * 2).sum()
-    assert measure_peak(loss.backward) >= weight.nbytes
-
-
-def test_a_meter_knows_that_another_one_ran_meanwhile():
-    with MemoryMeter(CPU) as outer, MemoryMeter(CPU) as inner:
-        pass
-    assert (outer.was_interrupted, inner.was_interrupted) == (True, False)
-
-
 def test_a_meter_within_another_pauses_the_outer_one():
+    """A mark on a paused one is known to be lost."""
     with MemoryMeter(CPU) as outer:
+        assert MemoryMeter.is_available(CPU)
         first = floats(8 * KB)
         peak = measure_peak(lambda: floats(32 * KB))
         second = floats(4 * KB)
@@ -84,6 +71,10 @@ def test_a_meter_within_another_pauses_the_outer_one():
     assert peak == 32 * KB
     assert [i.peak_bytes for i in outer.intervals] == [12 * KB]
     assert not outer.lost_marks
+    with MemoryMeter(CPU) as outer:
+        measure_peak(lambda: outer.mark("inside"))
+    assert outer.lost_marks
+    assert [i.label for i in outer.intervals] == ["start"]
 
 
 def test_a_mark_in_code_that_is_traced_is_no_part_of_it():
@@ -99,13 +90,6 @@ def test_a_mark_in_code_that_is_traced_is_no_part_of_it():
     assert [i.label for i in meter.intervals] == ["start", "inside"]
 
 
-def test_a_mark_on_a_paused_meter_is_known_to_be_lost():
-    with MemoryMeter(CPU) as outer:
-        measure_peak(lambda: outer.mark("inside"))
-    assert outer.lost_marks
-    assert [i.label for i in outer.intervals] == ["start"]
-
-
 def test_an_outer_meter_may_end_before_the_inner_one():
     outer, inner = MemoryMeter(CPU), MemoryMeter(CPU)
     outer.start()
@@ -118,38 +102,36 @@ def test_an_outer_meter_may_end_before_the_inner_one():
     assert not runtime.profiler_is_running()
 
 
-def test_an_abandoned_meter_does_not_block_the_next():
-    meter = MemoryMeter(CPU)
-    meter.start()
-    del meter
-    gc.collect()
-    assert not runtime.profiler_is_running()
-    assert measure_peak(lambda: floats(16 * KB)) == 16 * KB
+def test_a_meter_that_is_abandoned_or_stopped_twice_or_by_an_exception_does_not_block_the_next():
+    def fail():
+        raise KeyError("the user's own")
 
-
-def test_a_meter_can_be_stopped_twice():
     meter = MemoryMeter(CPU)
     meter.start()
     meter.stop()
     intervals = meter.intervals
     meter.stop()
     assert meter.intervals == intervals
-
-
-def test_an_exception_ends_the_measurement():
-    def fail():
-        raise KeyError("the user's own")
-
+    meter = MemoryMeter(CPU)
+    meter.start()
+    del meter
+    gc.collect()
+    assert not runtime.profiler_is_running()
     with pytest.raises(KeyError):
         measure_peak(fail)
     assert not runtime.profiler_is_running()
+    assert measure_peak(lambda: floats(16 * KB)) == 16 * KB
 
 
-def test_a_foreign_profiler_makes_meters_unavailable_until_it_ends():
+def test_a_foreign_profiler_makes_meters_unavailable_until_it_ends_and_records_as_ever():
     assert MemoryMeter.is_available(CPU)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
+    with MemoryMeter(CPU) as meter:
+        meter.mark("inside")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         assert not MemoryMeter.is_available(CPU)
+        torch.ones(4).add(1)
     assert MemoryMeter.is_available(CPU)
+    assert "aten::add" in {event.name for event in profiler.events()}
 
 
 def test_meters_give_way_where_another_profiler_begins():
@@ -167,14 +149,6 @@ def test_meters_give_way_where_another_profiler_begins():
     assert measure_peak(lambda: floats(16 * KB)) == 16 * KB
 
 
-def test_operators_are_recorded_again_after_a_measurement():
-    with MemoryMeter(CPU) as meter:
-        meter.mark("inside")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
-        torch.ones(4).add(1)
-    assert "aten::add" in {event.name for event in profiler.events()}
-
-
 def test_nothing_is_said_of_what_was_allocated_before():
     code = (
         "import torch\n"
@@ -188,17 +162,14 @@ def test_nothing_is_said_of_what_was_allocated_before():
 
 
 def test_what_torch_logs_otherwise_is_left_as_it_was():
+    """And a meter knows that another one ran meanwhile."""
     level = runtime._log_level()
     assert level is not None
     before = level.value
-    with MemoryMeter(CPU), MemoryMeter(CPU):
+    with MemoryMeter(CPU) as outer, MemoryMeter(CPU) as inner:
         assert level.value > before
     assert level.value == before
-
-
-def test_a_running_meter_leaves_the_means_available_to_the_next():
-    with MemoryMeter(CPU):
-        assert MemoryMeter.is_available(CPU)
+    assert (outer.was_interrupted, inner.was_interrupted) == (True, False)
 
 
 class Device:

@@ -30,7 +30,7 @@ from hiremate_lightning.running.program import build
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import tensor_state
 from tests.exact import captured_by, network
-from tests.lazily import recompute_lazily
+from tests.tiny import recompute_lazily
 
 CPU = torch.device("cpu")
 QUICK = ProfileOptions(repeats=2, time_limit_ms=1.0)
@@ -111,12 +111,16 @@ def counted(captured: Captured, cache: CostCache) -> tuple[Profile, int]:
     return profile, max(heard, default=0)
 
 
-def test_every_node_has_its_costs(captured):
+def test_every_node_has_its_costs_or_the_same_estimate(captured):
     profile = measure(captured, CostCache(), QUICK)
     assert len(profile.time_ms) == len(profile.workspace_bytes) == len(captured.graph.nodes)
     assert all(time_ms > 0 for time_ms in profile.time_ms)
     assert all(size >= 0 for size in profile.workspace_bytes)
+    threads = torch.get_num_threads()
     assert profile.device == describe_device(CPU)
+    assert describe_device(CPU) == f"cpu, {threads} thread{'s' * (threads > 1)}, torch {torch.__version__}"
+    assert estimate(captured.graph) == estimate(captured.graph)
+    assert estimate(captured.graph).device == "estimate"
 
 
 @network(lambda: {"linear": nn.Linear(WIDTH, WIDTH)})
@@ -147,33 +151,33 @@ def test_collectives_are_not_run_to_be_measured(monkeypatch, tmp_path):
     assert not any("c10d" in call for call in calls)
 
 
-def test_random_state_gradients_and_buffers_stay_as_they_were(model, captured):
+def test_all_stays_as_it_was(model, captured):
+    """Random state, gradients and buffers, the mode of gradients, and autocast."""
     before = [t.clone() for t in (*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters()))]
     random_state = torch.get_rng_state()
 
     measure(captured, CostCache(), QUICK)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        measure(captured, CostCache(), QUICK)
+        assert torch.is_autocast_enabled("cpu")
 
     after = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())]
+    assert torch.is_grad_enabled()
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
 
-def test_gradient_mode_and_autocast_stay_as_they_were(captured):
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        measure(captured, CostCache(), QUICK)
-        assert torch.is_autocast_enabled("cpu")
-    assert torch.is_grad_enabled()
-
-
-def test_equal_work_is_measured_once(captured):
-    keys = {node.key for node in captured.graph.nodes}
-    assert counted(captured, CostCache())[1] == len(keys) < len(captured.graph.nodes)
-
-
-def test_what_is_known_is_not_measured_again(captured):
-    cache = CostCache()
-    first = measure(captured, cache, QUICK)
-    assert counted(captured, cache) == (first, 0)
+def test_equal_work_is_measured_once_and_what_is_known_not_again(captured, tmp_path):
+    """Progress counts up to all that is measured; costs on disk serve the next run, in whole files."""
+    heard, folder = [], tmp_path / "deep" / "er"
+    total = len({node.key for node in captured.graph.nodes})
+    assert total < len(captured.graph.nodes)
+    cache = CostCache(folder)
+    first = measure(captured, cache, QUICK, progress=lambda *progress: heard.append(progress))
+    assert heard == [(done, total) for done in range(total + 1)]
+    for known in (cache, CostCache(folder)):
+        assert counted(captured, known) == (first, 0)
+    assert [path.suffix for path in folder.iterdir()] == [".json"]
 
 
 class Operation:
@@ -197,33 +201,14 @@ def test_an_operation_is_timed_until_three_times_agree():
 
 
 def test_a_slow_operation_is_timed_twice():
+    """The run that shows memory counts as timed: on a CPU one is run to see its memory, and once more."""
+    options = ProfileOptions(time_limit_ms=60.0)
     run = Operation(90.0, 80.0, 70.0)
-    assert profiling._time_ms(run, CPU, ProfileOptions(time_limit_ms=60.0), clock=run.clock) == pytest.approx(80.0)
-
-
-def test_the_run_that_shows_memory_counts_as_timed():
-    """On a CPU a slow operation runs twice: once to see its memory, and once more."""
+    assert profiling._time_ms(run, CPU, options, clock=run.clock) == pytest.approx(80.0)
     run = Operation(90.0, 80.0, 70.0)
-    cost = profiling._cost(run, CPU, (), ProfileOptions(time_limit_ms=60.0), run.clock)
+    cost = profiling._cost(run, CPU, (), options, run.clock)
     assert (cost.time_ms, cost.workspace_bytes) == (pytest.approx(80.0), 0)
     assert run.left_ms == [70.0]
-
-
-def test_progress_counts_up_to_all_that_is_measured(captured):
-    heard = []
-    measure(captured, CostCache(), QUICK, progress=lambda done, total: heard.append((done, total)))
-    total = len({node.key for node in captured.graph.nodes})
-    assert heard == [(done, total) for done in range(total + 1)]
-
-
-def test_costs_on_disk_serve_the_next_run(captured, tmp_path):
-    first = measure(captured, CostCache(tmp_path / "deep" / "er"), QUICK)
-    assert counted(captured, CostCache(tmp_path / "deep" / "er")) == (first, 0)
-
-
-def test_only_whole_files_are_left_on_disk(captured, tmp_path):
-    measure(captured, CostCache(tmp_path), QUICK)
-    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
 
 
 def _file_in(folder):
@@ -299,13 +284,18 @@ def with_moody() -> tuple[Captured, int]:
     return captured, next(i for i, node in enumerate(captured.graph.nodes) if "moody" in node.op)
 
 
-def test_an_operation_that_cannot_run_alone_gets_its_estimate(with_moody):
+def test_an_operation_that_cannot_run_alone_gets_its_estimate_which_is_not_kept_for_later_runs(with_moody, tmp_path):
     captured, refused = with_moody
     refusals.append("not alone")
-    profile = measure(captured, CostCache(), QUICK)
+    profile = measure(captured, CostCache(tmp_path), QUICK)
     assert not refusals
     assert profile.time_ms[refused] == estimate(captured.graph).time_ms[refused]
     assert profile.workspace_bytes[refused] == 0
+    (path,) = tmp_path.iterdir()
+    missing = {node.key for node in captured.graph.nodes} - json.loads(path.read_text())["costs"].keys()
+    assert missing == {captured.graph.nodes[refused].key}
+    measure(captured, CostCache(tmp_path), QUICK)
+    assert missing < json.loads(path.read_text())["costs"].keys()
 
 
 def scatter(x: torch.Tensor, mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -341,15 +331,11 @@ def solve(x: torch.Tensor, mask: torch.Tensor, values: torch.Tensor) -> torch.Te
 def test_what_chooses_by_a_mask_can_be_measured(function, masked):
     """So can what takes pivots: neither runs on any made-up mask or integers."""
 
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    @network(lambda: {"one": nn.Linear(WIDTH, WIDTH), "two": nn.Linear(WIDTH, WIDTH)})
+    def chooses(self, x, mask, values):
+        return function(self.one(x), mask, self.two(values))
 
-        def forward(self, x, mask, values):
-            return function(self.one(x), mask, self.two(values))
-
-    model, mask, announced = hiremate(Masked(), "100%", verbose=False), torch.arange(ROWS) < masked, []
+    model, mask, announced = hiremate(chooses(), "100%", verbose=False), torch.arange(ROWS) < masked, []
     model(torch.randn(ROWS, WIDTH), mask, torch.randn(masked, WIDTH)).sum().backward()
     parts = targets_of(model).session.parts.all
     assert parts
@@ -358,31 +344,10 @@ def test_what_chooses_by_a_mask_can_be_measured(function, masked):
     assert not announced
 
 
-def test_estimates_are_not_kept_for_later_runs(with_moody, tmp_path):
-    captured, refused = with_moody
-    refusals.append("out of memory")
-    measure(captured, CostCache(tmp_path), QUICK)
-    (path,) = tmp_path.iterdir()
-    missing = {node.key for node in captured.graph.nodes} - json.loads(path.read_text())["costs"].keys()
-    assert missing == {captured.graph.nodes[refused].key}
-    measure(captured, CostCache(tmp_path), QUICK)
-    assert missing < json.loads(path.read_text())["costs"].keys()
-
-
 def test_made_up_numbers_are_probabilities():
     """CUDA's kernels assert that they are, where they read some, and nothing runs on the device after that."""
     made = operators.made_up(torch.empty(1000, dtype=torch.float16))
     assert 0 <= made.min() < made.max() <= 1
-
-
-def test_an_estimate_is_the_same_each_time(captured):
-    assert estimate(captured.graph) == estimate(captured.graph)
-    assert estimate(captured.graph).device == "estimate"
-
-
-def test_a_device_is_described_by_its_threads_and_torch():
-    threads = torch.get_num_threads()
-    assert describe_device(CPU) == f"cpu, {threads} thread{'s' * (threads > 1)}, torch {torch.__version__}"
 
 
 def test_a_measurement_under_way_does_not_see_the_profiling(captured):
@@ -403,35 +368,26 @@ def refined(captured, first: dict[str, list[float]], again: dict[str, list[float
     return {node.op: time_ms for node, time_ms in zip(graph.nodes, times, strict=True)}
 
 
-def test_times_inside_a_step_count_where_they_are_longer(captured):
-    atan, linear = "aten.atan.default", "aten.addmm.default"
-    times = refined(captured, {atan: [1.5, 1.7, 9.0], linear: [0.5]}, {})
-    assert times[atan] == 1.7
-    assert times[linear] == 1.0
+ATAN, LINEAR, VIEW = "aten.atan.default", "aten.addmm.default", "aten.t.default"
+REFINED = {
+    "longer inside of the step": ({ATAN: [1.5, 1.7, 9.0], LINEAR: [0.5]}, {}, {ATAN: 1.7, LINEAR: 1.0}),
+    "recomputation goes before the forward": ({ATAN: [1.5]}, {ATAN: [2.5]}, {ATAN: 2.5}),
+    "what an interpreter takes is left out": ({ATAN: [2.0], VIEW: [0.25]}, {}, {ATAN: 1.75, VIEW: 1.0}),
+    "of other load little counts": ({ATAN: [500.0]}, {}, {ATAN: profiling.MOST_IN_STEP}),
+}
 
 
-def test_times_of_recomputation_go_before_those_of_the_forward(captured):
-    atan = "aten.atan.default"
-    assert refined(captured, {atan: [1.5]}, {atan: [2.5]})[atan] == 2.5
-
-
-def test_what_an_interpreter_takes_for_a_node_is_left_out(captured):
-    atan, view = "aten.atan.default", "aten.t.default"
-    times = refined(captured, {atan: [2.0], view: [0.25]}, {})
-    assert times[atan] == 1.75
-    assert times[view] == 1.0
-
-
-def test_a_sample_that_met_other_load_counts_for_little(captured):
-    atan = "aten.atan.default"
-    assert refined(captured, {atan: [500.0]}, {})[atan] == profiling.MOST_IN_STEP
+@pytest.mark.parametrize("name", REFINED)
+def test_times_of_operations_are_refined_by_those_inside_a_step(name, captured):
+    first, again, expected = REFINED[name]
+    times = refined(captured, first, again)
+    assert {op: times[op] for op in expected} == expected
 
 
 def test_what_overwrites_may_take_less_time_than_alone(captured):
-    atan = "aten.atan.default"
-    nodes = tuple(replace(node, is_mutating=node.op == atan) for node in captured.graph.nodes)
+    nodes = tuple(replace(node, is_mutating=node.op == ATAN) for node in captured.graph.nodes)
     overwriting = SimpleNamespace(graph=replace(captured.graph, nodes=nodes))
-    assert refined(overwriting, {atan: [0.5]}, {})[atan] == 0.5
+    assert refined(overwriting, {ATAN: [0.5]}, {})[ATAN] == 0.5
 
 
 def test_time_that_went_into_page_faults_is_no_operation_s_own(captured, monkeypatch):

@@ -43,26 +43,17 @@ def chained(model):
     model.decoder(model.encoder(batch())).square().mean().backward()
 
 
-def test_runs_are_in_the_order_of_their_forwards():
-    record, _ = record_of(chained)
-    assert record.graphs == (0, 1)
-    assert record.backwards == [1, 0]
-
-
-def test_an_input_that_is_an_earlier_output_is_linked():
+def test_runs_are_in_the_order_of_their_forwards_and_linked():
+    """An input that is an earlier output is linked, a gradient that goes on backwards passed on."""
     record, _ = record_of(chained)
     first, second = record.runs
+    assert record.graphs == (0, 1)
+    assert record.backwards == [1, 0]
     assert first.links == {}
-    (link,) = second.links.values()
-    assert link == (0, first.graph.outputs[0])
-
-
-def test_an_input_that_other_code_made_is_not_linked():
-    def step(model):
-        model.decoder(model.encoder(batch()) + 1).square().mean().backward()
-
-    record, _ = record_of(step)
-    assert record.runs[1].links == {}
+    assert list(second.links.values()) == [(0, first.graph.outputs[0])]
+    assert first.passed_on == ()
+    assert len(second.passed_on) == 1
+    assert record.peak_bytes > record.resident.existing_bytes > 0, "the peak counts what was there before"
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
@@ -77,6 +68,7 @@ def test_an_input_that_other_code_made_goes_with_the_backward_that_reads_it(is_k
         output.square().mean().backward()
 
     record, profiles = record_of(step)
+    assert record.runs[1].links == {}
     (first, second), _ = describe(record, profiles)
     assert (first.released_bytes, second.released_bytes) == (0, 0 if is_kept else SIZE)
 
@@ -117,13 +109,6 @@ def test_the_peak_counts_inputs_that_other_code_made_no_longer_than_they_live():
     assert_foreseen(model, rel=0.002)
 
 
-def test_a_gradient_that_goes_on_backwards_is_passed_on():
-    record, _ = record_of(chained)
-    first, second = record.runs
-    assert first.passed_on == ()
-    assert len(second.passed_on) == 1
-
-
 def test_a_gradient_of_a_leaf_stays():
     def step(model):
         model.encoder(batch().requires_grad_()).square().mean().backward()
@@ -149,32 +134,27 @@ def test_outputs_are_alive_where_someone_holds_them(is_kept):
     assert run.alive == (run.graph.outputs if is_kept else ())
 
 
-def test_what_other_code_holds_is_measured():
+@pytest.mark.parametrize("is_held", [True, False])
+def test_what_other_code_holds_or_needs_for_a_moment_is_measured(is_held):
     kept = []
 
     def step(model):
         output = model.encoder(batch())
-        kept.append(torch.ones(5, SIZE // 4))
+        made = torch.ones(5, SIZE // 4)
+        kept.extend([made] if is_held else [])
+        del made
         output.sum().backward()
 
     record, profiles = record_of(step)
     (call,), order = describe(record, profiles)
     assert order == [0]
-    assert 5 * SIZE <= call.after_forward.held_bytes <= 6 * SIZE
-    assert call.after_forward.peak_bytes >= 5 * SIZE
-
-
-def test_what_other_code_needs_for_a_moment_is_measured():
-    def step(model):
-        output = model.encoder(batch())
-        torch.ones(5, SIZE // 4)
-        output.sum().backward()
-
-    record, profiles = record_of(step)
-    (call,), _ = describe(record, profiles)
-    assert call.after_forward.held_bytes < SIZE
-    assert call.called_at == len(call.before_deaths) == 1
-    assert call.before_deaths[0].peak_bytes >= 5 * SIZE > call.after_forward.peak_bytes
+    if is_held:
+        assert 5 * SIZE <= call.after_forward.held_bytes <= 6 * SIZE
+        assert call.after_forward.peak_bytes >= 5 * SIZE
+    else:
+        assert call.after_forward.held_bytes < SIZE
+        assert call.called_at == len(call.before_deaths) == 1
+        assert call.before_deaths[0].peak_bytes >= 5 * SIZE > call.after_forward.peak_bytes
 
 
 class Embedded(nn.Module):
@@ -226,11 +206,6 @@ def test_one_part_may_run_twice_in_a_step():
     assert list(calls[1].links.values()) == [(0, calls[0].graph.outputs[0])]
 
 
-def test_the_peak_counts_what_was_there_before():
-    record, _ = record_of(chained)
-    assert record.peak_bytes > record.resident.existing_bytes > 0
-
-
 @pytest.mark.parametrize("is_by_hand", [False, True])
 @pytest.mark.parametrize("outlives_update", [False, True])
 def test_the_peak_counts_no_update_whenever_an_output_is_let_go(outlives_update, is_by_hand):
@@ -265,19 +240,17 @@ def test_a_step_under_another_profiler_runs_unmeasured():
     record.close()
 
 
+@network(lambda: {"shift": nn.Parameter(torch.zeros(WIDTH))})
+def shifted(self, x):
+    """Needs its output for the backward, and not its input."""
+    return torch.tanh(x + self.shift)
+
+
 def test_outside_code_does_not_hold_what_the_next_part_consumes():
-    class Consuming(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.decoder = shifted()
-
-    @network(lambda: {"shift": nn.Parameter(torch.zeros(WIDTH))})
-    def shifted(self, x):
-        """Needs its output for the backward, and not its input."""
-        return torch.tanh(x + self.shift)
-
-    model = hiremate(Consuming(), "100%", verbose=False)
-    model.decoder(model.encoder(batch())).square().mean().backward()
+    model = Net()
+    model.decoder = shifted()
+    hiremate(model, "100%", verbose=False)
+    chained(model)
     session = targets_of(model).session
     session.end_step()
     record = session.steps.ended.record

@@ -26,9 +26,6 @@ def choose(room_bytes, candidates=(LEAST, PLAIN, MIDDLE)):
 @pytest.mark.parametrize(("room_bytes", "decisions"), [(1100, PLAIN), (1000, MIDDLE), (700, MIDDLE), (300, LEAST)])
 def test_the_fastest_that_fits_is_taken_and_leaves_a_guard(room_bytes, decisions):
     assert choose(room_bytes).decisions == decisions
-
-
-def test_nothing_is_chosen_where_nothing_fits():
     assert choose(150) is None
 
 
@@ -78,14 +75,11 @@ def test_each_rung_in_vain_makes_the_next_one_wait_longer():
     assert ladder.decisions == []
 
 
-def test_what_does_not_fit_is_no_rung():
+def test_what_does_not_fit_is_no_rung_and_the_least_memory_the_last():
     ladder = Ladder()
     assert not ladder.solved(loss(ladder), solution(again_ms=1.0, peak_bytes=81))
     assert ladder.decisions == []
     assert ladder.vain == 1
-
-
-def test_the_least_memory_is_the_last_of_all_decisions():
     ladder = Ladder(rungs=[MIDDLE])
     assert ladder.decisions == [MIDDLE]
     ladder.least = LEAST

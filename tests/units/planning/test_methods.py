@@ -17,7 +17,7 @@ from hiremate_lightning import hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.command_line.cli import SOLVERS
 from hiremate_lightning.options import METHODS
-from hiremate_lightning.planning.solvers import get_strategy, strategy_names
+from hiremate_lightning.planning.solvers import Solution, get_strategy, strategy_names
 from hiremate_lightning.planning.solvers.chain import ChainBytes, ChainLink, ChainSpan, links, policy_of
 from hiremate_lightning.planning.solvers.methods import chen, dtr, min_memory, rockmate, rotor, twremat
 from hiremate_lightning.planning.solvers.model import StepModel
@@ -77,30 +77,30 @@ def test_the_names_are_those_of_the_papers_and_of_what_is_simple():
 # ---------------------------------------------------------------- one way for all
 
 
+def solved(name: str, step: tuple[Graph, Profile], percent: int) -> tuple[Solution, int]:
+    """Solve for a share of what keeping everything takes; give the budget too."""
+    budget = StepModel(problem_of(step, 0)).keep_all_bytes * percent // 100
+    return get_strategy(name)(problem_of(step, budget)), budget
+
+
 def test_what_a_method_proposes_is_told_beside_what_was_made_of_it():
-    step = chain(16, KB)
-    whole = StepModel(problem_of(step, 0)).keep_all_bytes
-    solution = get_strategy("chen")(problem_of(step, whole * 8 // 10))
-    assert solution.proposed_bytes < solution.peak_bytes <= whole * 8 // 10
+    solution, budget = solved("chen", chain(16, KB), 80)
+    assert solution.proposed_bytes < solution.peak_bytes <= budget
     assert solution.proposed_ms > solution.recompute_ms
     assert solution.note == ""
 
 
 def test_where_no_schedule_of_a_method_fits_the_repair_is_told():
-    step = chain(12, KB)
-    whole = StepModel(problem_of(step, 0)).keep_all_bytes
-    solution = get_strategy("min_memory")(problem_of(step, whole // 2))
+    solution, budget = solved("min_memory", chain(12, KB), 50)
     assert solution.is_feasible
-    assert solution.proposed_bytes > whole // 2
+    assert solution.proposed_bytes > budget
     assert solution.note == ("No schedule of min_memory fits; values were evicted from the one that peaks at 6.84 KiB.")
 
 
 @pytest.mark.usefixtures("_own_strategies")
 def test_a_method_that_proposes_nothing_says_what_was_taken_instead():
-    step = chain(12, KB)
     method("mute, for a test")(lambda search: iter(()))
-    whole = StepModel(problem_of(step, 0)).keep_all_bytes
-    solution = get_strategy("mute, for a test")(problem_of(step, whole * 6 // 10))
+    solution, _ = solved("mute, for a test", chain(12, KB), 60)
     assert solution.is_feasible
     assert solution.proposed_bytes == 0
     assert solution.note.endswith("not even after evictions; `segments` found this one.")
@@ -109,25 +109,20 @@ def test_a_method_that_proposes_nothing_says_what_was_taken_instead():
 @pytest.mark.parametrize("name", ["min_memory", "rockmate", "rotor"])
 def test_methods_for_chains_say_where_a_step_is_none(name: str):
     for step, is_chain in ((skipping(), False), (chain(11, KB), True), (transformer(3), True)):
-        whole = StepModel(problem_of(step, 0)).keep_all_bytes
-        note = get_strategy(name)(problem_of(step, whole * 8 // 10)).note
+        note = solved(name, step, 80)[0].note
         assert ("is made for chains, and this step is none" in note) is not is_chain
         assert "\n" not in note
 
 
 def test_checkmate_says_where_its_program_is_too_large_to_be_tried(change_thresholds):
     change_thresholds(program_variables=10)
-    step = chain(12, KB)
-    whole = StepModel(problem_of(step, 0)).keep_all_bytes
-    solution = get_strategy("checkmate")(problem_of(step, whole * 6 // 10))
+    solution, _ = solved("checkmate", chain(12, KB), 60)
     assert solution.is_feasible
     assert "variables here: only its relaxation was rounded" in solution.note
 
 
 def test_hilp_says_where_segments_are_faster():
-    step = transformer(2)
-    whole = StepModel(problem_of(step, 0)).keep_all_bytes
-    solution = get_strategy("hilp")(problem_of(step, whole // 2))
+    solution, _ = solved("hilp", transformer(2), 50)
     assert solution.recompute_ms < solution.proposed_ms
     assert solution.note == "Segments, filled up, are faster here than the choice among the options of clusters."
 

@@ -20,8 +20,7 @@ from hiremate_lightning.records.offload import Host, Idle, Offload, idle_storage
 from hiremate_lightning.records.schedule import Schedule, keep_all, lower
 from hiremate_lightning.records.simulation import simulate
 from tests.helpers import all_lazy, problem_of, random_graph
-from tests.lazily import recompute_lazily
-from tests.tiny import chain, storages_of, transformer
+from tests.tiny import chain, recompute_lazily, storages_of, transformer
 
 DEADLINE = 1e9
 LINKS = [Link(1e9, 1e9), Link(40.0, 40.0), Link(20.0, 10.0, latency_ms=0.1)]

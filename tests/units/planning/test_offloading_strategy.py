@@ -183,17 +183,13 @@ def agreed_by_two(one: Problem, other: Problem) -> list[Problem]:
 
 
 def test_ranks_agree_on_the_smallest_host_and_the_slowest_link():
+    """Where one has no host, all stays on the device."""
     step = step_of(transformer(4))
     one = Problem(step.graph, step.profile, share_of(step, 0.6), host=HOST)
     other = replace(one, profile=replace(one.profile, link=Link(2e8, 3e9)), host=Host(10**6))
     for agreed in agreed_by_two(one, other):
         assert agreed.host == Host(10**6)
         assert agreed.profile.link == Link(2e8, 1e9)
-
-
-def test_where_one_rank_has_no_host_all_stays_on_the_device():
-    step = step_of(transformer(4))
-    one = Problem(step.graph, step.profile, share_of(step, 0.6), host=HOST)
     assert [agreed.host for agreed in agreed_by_two(one, replace(one, host=None))] == [None, None]
 
 
@@ -213,19 +209,15 @@ def test_pofo_offloads_what_rotor_computes_again():
     assert found.extra_ms <= choice.extra_ms
 
 
-def test_pofo_offloads_less_where_the_link_is_slow():
+def test_pofo_offloads_less_where_the_link_is_slow_and_is_rotor_where_all_stays_on_the_device():
     step = step_of(chain(16))
     problem = Problem(step.graph, step.profile, share_of(step, 0.6), host=HOST)
     slow = replace(problem, profile=replace(step.profile, link=Link(10.0, 10.0)))
     kept = [sum(map(len, recompute)) for recompute in (*PROPOSALS["pofo"](problem), *PROPOSALS["pofo"](slow))]
     assert min(kept) == 0
     assert max(kept) > 0
-
-
-def test_pofo_is_rotor_where_all_stays_on_the_device():
-    step = step_of(chain(16))
-    problem = Problem(step.graph, step.profile, share_of(step, 0.6))
-    assert get_strategy("pofo")(problem).recompute == get_strategy("rotor")(problem).recompute
+    alone = replace(problem, host=None)
+    assert get_strategy("pofo")(alone).recompute == get_strategy("rotor")(alone).recompute
 
 
 # ---------------------------------------------------------------- several calls

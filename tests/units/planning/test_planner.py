@@ -9,11 +9,10 @@ import pytest
 from hiremate_lightning.out_of_memory import InfeasibleBudgetError
 from hiremate_lightning.planning import planner
 from hiremate_lightning.planning.headroom import AUTO_MARGIN, Need, Room, Short, resolve, unless_short
-from hiremate_lightning.planning.planner import FirstSolution, PlanOptions, first_solution, make_plan
+from hiremate_lightning.planning.planner import PlanOptions, first_solution, make_plan
 from hiremate_lightning.planning.solvers import base, smallest_budget
 from hiremate_lightning.planning.solvers.base import Problem, Solution, Status, get_strategy, strategy
-from hiremate_lightning.records.schedule import lower
-from hiremate_lightning.records.simulation import simulate, simulate_plain
+from hiremate_lightning.records.simulation import simulate_plain
 from hiremate_lightning.records.step import Call, Gap, merge
 from hiremate_lightning.units import Budget, parse_budget
 from tests.tiny import KB, chain, room, transformer
@@ -33,34 +32,28 @@ def smallest_of(step):
     return plan_of(step, 1, on_infeasible="warn").planned_peak_bytes
 
 
-def test_bytes_are_bytes():
-    assert resolve(parse_budget("2 MiB"), resident_bytes=5, unplanned_bytes=7, free_bytes=9) == 2 * 2**20
-
-
-def test_a_share_is_of_what_the_unplanned_step_adds():
-    assert resolve(parse_budget("50%"), resident_bytes=1000, unplanned_bytes=300, free_bytes=9) == 1150
-
-
-def test_all_of_it_is_the_unplanned_peak():
-    assert resolve(parse_budget("100%"), resident_bytes=1000, unplanned_bytes=301, free_bytes=9) == 1301
-
-
-def test_auto_is_what_is_free_less_a_margin():
-    found = resolve(parse_budget("auto"), resident_bytes=1000, unplanned_bytes=7, free_bytes=10_000)
-    assert found == 1000 + int(10_000 * (1 - AUTO_MARGIN))
-
-
-def test_the_unplanned_step_keeps_everything():
-    step = step_of(*chain(4))
-    assert simulate_plain(step.graph, step.profile).recompute_ms == 0
+@pytest.mark.parametrize(
+    ("budget", "size_bytes"),
+    [
+        ("2 MiB", 2 * 2**20),
+        ("50%", 1000 + 150),  # of what the unplanned step adds
+        ("100%", 1000 + 301),
+        ("auto", 1000 + int(10_000 * (1 - AUTO_MARGIN))),  # what is free less a margin
+    ],
+)
+def test_a_budget_becomes_bytes(budget, size_bytes):
+    assert resolve(parse_budget(budget), resident_bytes=1000, unplanned_bytes=301, free_bytes=10_000) == size_bytes
 
 
 @pytest.mark.parametrize("share", [0.5, 0.7, 0.9, 1.0])
 def test_a_plan_is_within_its_budget(share):
+    """The same step and budget give the same one."""
     step = step_of(*transformer(2))
     smallest, most = smallest_of(step), step.plain_bytes
     budget = int(smallest + share * (most - smallest))
-    assert plan_of(step, budget).planned_peak_bytes <= budget
+    first, second = (plan_of(step, budget) for _ in range(2))
+    assert first.planned_peak_bytes <= budget
+    assert first.solution.recompute == second.solution.recompute
 
 
 def test_resident_bytes_are_part_of_the_budget():
@@ -80,18 +73,12 @@ def test_a_margin_is_left_free():
 
 
 def test_a_generous_budget_recomputes_nothing():
-    assert plan_of(step_of(*transformer(2)), MANY).predicted_overhead == 0
-
-
-def test_what_nothing_fits_is_an_outcome_that_can_raise():
     step = step_of(*transformer(2))
-    outcome = make_plan(step, room(1), PlanOptions())
-    assert isinstance(outcome, Short)
-    assert outcome.need.peak_bytes == outcome.error().smallest_bytes == smallest_of(step)
-    assert str(outcome) == str(outcome.error())
+    assert plan_of(step, MANY).predicted_overhead == 0
+    assert simulate_plain(step.graph, step.profile).recompute_ms == 0
 
 
-def test_an_infeasible_budget_names_what_it_would_take():
+def test_an_infeasible_budget_names_what_it_would_take_which_is_feasible():
     step = step_of(*transformer(2))
     smallest = smallest_of(step)
     with pytest.raises(InfeasibleBudgetError) as caught:
@@ -104,56 +91,44 @@ def test_an_infeasible_budget_names_what_it_would_take():
     assert "Raise the budget" in text
     assert "CUDA out of memory." not in text, "people read it"
     assert error.args[0].endswith("CUDA out of memory."), "batch-size finders look for these words there"
-
-
-def test_the_budget_that_an_error_names_is_feasible():
-    step = step_of(*transformer(2))
-    with pytest.raises(InfeasibleBudgetError) as caught:
-        plan_of(step, 1)
-    smallest = caught.value.smallest_bytes
     assert plan_of(step, smallest).planned_peak_bytes <= smallest
+    outcome = make_plan(step, room(1), PlanOptions())
+    assert isinstance(outcome, Short)
+    assert outcome.need.peak_bytes == outcome.error().smallest_bytes == smallest
+    assert str(outcome) == str(outcome.error())
 
 
-def test_an_infeasible_budget_names_the_module_that_blocks():
-    with pytest.raises(InfeasibleBudgetError, match=r"The peak is at .+ in module 'net\.") as caught:
-        plan_of(step_of(*transformer(2)), 1)
-    assert caught.value.module.startswith("net.")
+@pytest.mark.parametrize(
+    ("step", "words", "module"),
+    [
+        (lambda: step_of(*transformer(2)), r"The peak is at .+ in module 'net\.", "net."),
+        (lambda: step_of(*chain(3), held=MANY), "in the code outside of the planned modules", ""),
+        (lambda: step_of(*chain(3)), "in the code of the planned module itself", ""),
+    ],
+    ids=["a module", "code outside", "the planned module's own code"],
+)
+def test_an_infeasible_budget_names_what_blocks(step, words, module):
+    with pytest.raises(InfeasibleBudgetError, match=words) as caught:
+        plan_of(step(), 10**6 if "outside" in words else 1)
+    assert caught.value.module.startswith(module)
+    assert bool(caught.value.module) is bool(module)
 
 
-def test_an_infeasible_budget_may_be_due_to_code_outside():
-    step = step_of(*chain(3), held=MANY)
-    with pytest.raises(InfeasibleBudgetError) as caught:
-        plan_of(step, 10**6)
-    assert "in the code outside of the planned modules" in str(caught.value)
-    assert caught.value.module == ""
-
-
-def test_an_infeasible_budget_may_be_due_to_the_planned_module_s_own_code():
-    with pytest.raises(InfeasibleBudgetError, match="in the code of the planned module itself"):
-        plan_of(step_of(*chain(3)), 1)
-
-
-def test_an_infeasible_budget_names_the_value_that_holds_most():
+def test_an_infeasible_budget_names_the_value_or_workspace_that_holds_most():
     """A buffer that code works in, say, which is there as long as the operation that it is in."""
     step = step_of(*chain(3))
-    with pytest.raises(InfeasibleBudgetError, match=r"100 B of it are one value, made by \S+ in the code of"):
-        plan_of(step, 1)
     at = replace(step.graph, nodes=tuple(replace(node, source="/home/me/net/loss.py:7") for node in step.graph.nodes))
-    with pytest.raises(InfeasibleBudgetError, match=r"100 B of it are one value, made at me/net/loss\.py:7 \(\S+\)\."):
-        plan_of(replace(step, graph=at), 1)
-
-
-def test_an_infeasible_budget_names_the_workspace_that_holds_most():
-    step = step_of(*chain(3))
     profile = replace(step.profile, workspace_bytes=(1000,) * len(step.graph.nodes))
-    with pytest.raises(InfeasibleBudgetError, match=r"1000 B of it are what \S+ needs while it runs\."):
-        plan_of(replace(step, profile=profile), 1)
-
-
-def test_no_value_is_named_where_many_hold_the_peak():
+    for known, words in (
+        (step, r"100 B of it are one value, made by \S+ in the code of"),
+        (replace(step, graph=at), r"100 B of it are one value, made at me/net/loss\.py:7 \(\S+\)\."),
+        (replace(step, profile=profile), r"1000 B of it are what \S+ needs while it runs\."),
+    ):
+        with pytest.raises(InfeasibleBudgetError, match=words):
+            plan_of(known, 1)
     with pytest.raises(InfeasibleBudgetError) as caught:
         plan_of(step_of(*chain(40)), 1)
-    assert "of it are" not in str(caught.value)
+    assert "of it are" not in str(caught.value), "many hold the peak"
 
 
 def test_a_share_that_is_too_small_is_named_as_a_share():
@@ -172,12 +147,9 @@ def test_a_share_that_is_named_is_never_above_all_of_the_step():
     assert replace(need, less_bytes=KB).share > 1.0
 
 
-def test_with_warn_an_infeasible_budget_gives_the_least_memory_found():
+def test_with_warn_an_infeasible_budget_gives_the_least_memory_found_in_as_little_time_as_is_found():
     plan = plan_of(step_of(*transformer(2)), 1, on_infeasible="warn")
     assert 1 < plan.planned_peak_bytes < plan.unplanned_peak_bytes
-
-
-def test_with_warn_the_least_memory_takes_as_little_time_as_is_found():
     step = step_of(*chain(12))
     smallest = smallest_budget(Problem(step.graph, step.profile, 0))
     plan = plan_of(step, smallest.peak_bytes // 2, on_infeasible="warn")
@@ -219,43 +191,6 @@ def test_a_solver_is_asked_before_the_first_step_is_refused(monkeypatch):
     step = step_of(*transformer(2))
     budget = step.plain_bytes * 7 // 10
     assert first_of(step, budget).peak_bytes <= budget
-
-
-def searched(step):
-    """Search a part for the least memory, as it comes for the first time."""
-    return FirstSolution(step, smallest_budget(Problem(step.graph, step.profile, 0)))
-
-
-def next_of(step, known, budget_bytes=0):
-    """Find how a part runs after others; a solution is the same object only where it was not searched again."""
-    limit = room(budget_bytes) if budget_bytes else Room.unlimited(Budget(share=0.9))
-    return first_solution(step, limit, PlanOptions(), "Net", known=known)
-
-
-def test_a_part_at_another_size_runs_as_it_did_before():
-    larger, known = step_of(*transformer(2, size=96 * KB)), [searched(step_of(*d)) for d in (chain(), transformer(2))]
-    found = next_of(larger, known)
-    assert found is known[1].solution
-    peak = simulate(larger.graph, larger.profile, lower(larger.graph, found.recompute)).peak_bytes
-    assert next_of(larger, known, peak) is found
-    assert next_of(larger, known, peak - 1) is not found
-
-
-def test_a_part_at_another_size_is_searched_where_the_schedule_saves_less_there():
-    known = searched(step_of(*transformer(2), held=KB))
-    assert next_of(step_of(*transformer(2, size=96 * KB), held=MANY), [known]) is not known.solution
-
-
-def test_any_size_at_which_the_same_part_was_searched_may_serve():
-    known = [searched(step_of(*transformer(2, size=size * KB), held=held)) for size, held in ((64, KB), (80, MANY))]
-    assert next_of(step_of(*transformer(2, size=96 * KB), held=MANY), known) is known[1].solution
-
-
-def test_the_same_step_and_budget_give_the_same_plan():
-    step = step_of(*transformer(2))
-    budget = (smallest_of(step) + step.plain_bytes) // 2
-    first, second = (plan_of(step, budget) for _ in range(2))
-    assert first.solution.recompute == second.solution.recompute
 
 
 @pytest.mark.usefixtures("_own_strategies")

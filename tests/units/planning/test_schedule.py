@@ -9,8 +9,7 @@ import pytest
 from hiremate_lightning.records.graph import Graph, StorageKind
 from hiremate_lightning.records.schedule import Compute, Free, Operation, Schedule, keep_all, lower
 from hiremate_lightning.records.simulation import simulate
-from tests.lazily import recompute_lazily
-from tests.tiny import Builder, chain, storages_of, transformer
+from tests.tiny import Builder, chain, recompute_lazily, storages_of, transformer
 
 
 def spell(graph: Graph, operations: tuple[Operation, ...]) -> str:
@@ -31,18 +30,16 @@ def test_keeping_all_saves_what_the_backward_reads_and_frees_it_as_it_goes():
     assert spell(graph, schedule.forward) == "a0 a1 a2 -a2"
     assert names(graph, schedule.saved) == ["x", "a0", "a1"]
     assert spell(graph, schedule.backward) == "g2 -dy -a1 g1 -g2 -a0 g0 -g1"
+    assert isinstance(schedule, Schedule)
+    assert schedule == lower(graph, ((), (), (), ())), "the same operations make equal schedules"
 
 
-def test_what_is_not_saved_is_freed_after_its_last_use_in_the_forward():
+def test_what_is_recomputed_runs_just_before_its_first_use_and_lives_to_its_last():
+    """In the forward it is freed after its last use."""
     graph, _ = chain(3)
     schedule = lower(graph, recompute_lazily(graph, ()))
     assert spell(graph, schedule.forward) == "a0 a1 -a0 a2 -a1 -a2"
     assert names(graph, schedule.saved) == ["x"]
-
-
-def test_recomputation_runs_just_before_its_first_use_and_is_held_to_its_last():
-    graph, _ = chain(3)
-    schedule = lower(graph, recompute_lazily(graph, ()))
     assert spell(graph, schedule.backward) == "a0 a1 g2 -dy -a1 g1 -g2 -a0 g0 -g1"
     assert [graph.nodes[n].name for n in schedule.recomputed(graph)] == ["a0", "a1"]
 
@@ -55,53 +52,50 @@ def test_a_value_computed_twice_is_freed_between_its_definitions():
     assert schedule.recomputed(graph) == (a0, a1, a0)
 
 
-def test_a_kept_storage_is_saved_and_not_recomputed():
+def test_a_kept_or_held_storage_is_not_recomputed():
     graph, _ = chain(3)
     recompute = recompute_lazily(graph, storages_of(graph, ["a1"]))
-    assert recompute == ((), (0,), (), ())
+    held = replace(graph, held=graph.nodes[1].outputs)
+    assert recompute == recompute_lazily(held, ()) == ((), (0,), (), ())
     assert names(graph, lower(graph, recompute).saved) == ["x", "a1"]
 
 
-def test_a_view_of_a_kept_storage_is_saved_too():
+def test_a_view_of_a_kept_storage_is_saved_too_and_of_a_parameter_there_anyway():
     b = Builder()
     a = b.op("a", (), 100)
     view = b.op("view", (a,), view_of=a)
     b.op("g", (view,), 100, backward=True)
     graph, _ = b.graph()
     assert names(graph, lower(graph, recompute_lazily(graph, storages_of(graph, ["a"]))).saved) == ["view"]
-
-
-def test_an_unread_output_is_freed_at_once():
     b = Builder()
-    b.op("pair", (), 100, 200)
+    weight = b.input("weight", 100, StorageKind.PARAMETER)
+    transposed = b.op("transpose", (weight,), view_of=weight)
+    b.op("g", (transposed,), 100, backward=True)
+    assert recompute_lazily(b.graph()[0], ()) == ((), ())
+
+
+def test_an_unread_output_is_freed_at_once_and_an_unread_tangent_first():
+    b = Builder()
+    a = b.op("pair", (), 100, 200)
+    b.tangent("unread", 100)
+    b.op("g", (a,), 100, backward=True)
     graph, _ = b.graph()
-    assert spell(graph, lower(graph, keep_all(graph)).forward) == "pair -pair -pair_1"
+    schedule = lower(graph, keep_all(graph))
+    assert spell(graph, schedule.forward) == "pair -pair_1"
+    assert spell(graph, schedule.backward) == "-unread g -g -pair"
 
 
 def test_outputs_leave_at_the_turn_unless_saved_or_held():
+    """What the caller holds is never freed, and not saved unless the backward reads it."""
     b = Builder()
     left, saved, held = (b.op(name, (), 100) for name in ("left", "saved", "held"))
-    b.op("g", (saved,), 100, backward=True)
+    after = b.op("after", (held,), 100)
+    b.op("g", (saved, after), 100, backward=True)
     graph, _ = b.graph(outputs=(left, saved, held, left), held=(held,))
     schedule = lower(graph, keep_all(graph))
-    assert spell(graph, schedule.forward) == "left saved held -left"
-
-
-def test_what_the_caller_holds_is_never_freed_and_not_saved_unless_read():
-    b = Builder()
-    held = b.op("held", (), 100)
-    after = b.op("after", (held,), 100)
-    b.op("g", (after,), 100, backward=True)
-    graph, _ = b.graph(held=(held,))
-    schedule = lower(graph, keep_all(graph))
-    assert names(graph, schedule.saved) == ["after"]
-    assert Free(held) not in (*schedule.forward, *schedule.backward)
-
-
-def test_what_the_caller_holds_is_not_recomputed():
-    graph, _ = chain(3)
-    held = replace(graph, held=graph.nodes[1].outputs)
-    assert recompute_lazily(held, ()) == ((), (0,), (), ())
+    assert spell(graph, schedule.forward) == "left saved held after -left"
+    assert names(graph, schedule.saved) == ["saved", "after"]
+    assert Free(held) not in schedule.backward
 
 
 def test_held_gradients_of_outside_code_in_the_backward_stay():
@@ -114,15 +108,6 @@ def test_held_gradients_of_outside_code_in_the_backward_stay():
     assert spell(graph, schedule.backward) == "g -dy outside -g"
     assert schedule.saved == ()
     assert simulate(graph, profile, schedule).timeline[-1].live_bytes == 50
-
-
-def test_an_unread_tangent_is_freed_first():
-    b = Builder()
-    a = b.op("a", (), 100)
-    b.tangent("unread", 100)
-    b.op("g", (a,), 100, backward=True)
-    graph, _ = b.graph()
-    assert spell(graph, lower(graph, keep_all(graph)).backward) == "-unread g -g -a"
 
 
 def test_inputs_are_saved_where_the_backward_reads_them_and_never_freed():
@@ -168,18 +153,3 @@ def test_a_backward_that_reads_what_it_has_not_computed_names_the_tensor():
     backwards = replace(graph, backward=(1, 0))
     with pytest.raises(AssertionError, match=r"^backward tensor later is read before it is computed"):
         recompute_lazily(backwards, ())
-
-
-def test_a_view_of_a_parameter_is_there_anyway():
-    b = Builder()
-    weight = b.input("weight", 100, StorageKind.PARAMETER)
-    transposed = b.op("transpose", (weight,), view_of=weight)
-    b.op("g", (transposed,), 100, backward=True)
-    graph, _ = b.graph()
-    assert recompute_lazily(graph, ()) == ((), ())
-
-
-def test_the_same_operations_make_equal_schedules():
-    graph, _ = chain(2)
-    assert lower(graph, keep_all(graph)) == lower(graph, ((), (), ()))
-    assert isinstance(lower(graph, keep_all(graph)), Schedule)

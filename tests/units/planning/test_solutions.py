@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,47 +29,19 @@ def solved(tmp_path):
     return problem, solution, next(tmp_path.iterdir())
 
 
-def test_a_plan_is_found_again(solved, tmp_path):
+def test_a_plan_is_found_again_by_its_budget_solver_graph_and_memory_costs_alone(solved, tmp_path):
     problem, solution, _ = solved
-    assert Solutions(tmp_path).read(problem, "portfolio") == (solution, problem.profile)
-
-
-def test_another_budget_solver_or_graph_finds_nothing(solved, tmp_path):
-    problem, _, _ = solved
-    files = Solutions(tmp_path)
-    assert files.read(problem_of(transformer(4), 2_600_001), "portfolio") is None
+    files, (graph, profile) = Solutions(tmp_path), transformer(4)
+    more = replace(profile, workspace_bytes=tuple(size + 1 for size in profile.workspace_bytes))
+    assert files.read(problem, "portfolio") == (solution, problem.profile)
     assert files.read(problem, "hilp") is None
-    assert files.read(problem_of(transformer(5), 2_600_000), "portfolio") is None
+    for other in (problem_of(transformer(4), 2_600_001), problem_of(transformer(5), 2_600_000)):
+        assert files.read(other, "portfolio") is None
+    assert files.read(problem_of((graph, more), 2_600_000), "portfolio") is None
 
 
-@pytest.mark.usefixtures("solved")
-def test_other_memory_costs_are_not_trusted(tmp_path):
-    graph, profile = transformer(4)
-    more = tuple(size + 1 for size in profile.workspace_bytes)
-    changed = problem_of((graph, type(profile)(profile.time_ms, more, profile.device)), 2_600_000)
-    assert Solutions(tmp_path).read(changed, "portfolio") is None
-
-
-def cut_off(data):
-    return json.dumps(data)[:-40]
-
-
-def of_another_version(data):
-    return json.dumps({**data, "format": 0})
-
-
-def that_recomputes_nothing(data):
-    rows = [[] for _ in data["solution"]["recompute"]]
-    return json.dumps({**data, "solution": {**data["solution"], "recompute": rows}})
-
-
-def that_lies_about_its_peak(data):
-    return json.dumps({**data, "solution": {**data["solution"], "peak_bytes": 1}})
-
-
-def with_a_row_too_few(data):
-    rows = data["solution"]["recompute"][:-3]
-    return json.dumps({**data, "solution": {**data["solution"], "recompute": rows}})
+def with_solution(data, **changes):
+    return json.dumps({**data, "solution": {**data["solution"], **changes}})
 
 
 def of_another_graph(data):
@@ -76,22 +49,21 @@ def of_another_graph(data):
     return json.dumps({**data, "profile": costs})
 
 
-def of_another_kind(_):
-    return "[1, 2]"
+SPOILT = {
+    "cut off": (lambda data: json.dumps(data)[:-40], ""),
+    "of another version": (lambda data: json.dumps({**data, "format": 0}), "it was written by another version"),
+    "that recomputes nothing": (
+        lambda data: with_solution(data, recompute=[[] for _ in data["solution"]["recompute"]]),
+        "its schedule takes",
+    ),
+    "that lies about its peak": (lambda data: with_solution(data, peak_bytes=1), "bytes, where it says 1"),
+    "with a row too few": (lambda data: with_solution(data, recompute=data["solution"]["recompute"][:-3]), ""),
+    "of another graph": (of_another_graph, "its profile is of another graph"),
+    "of another kind": (lambda _: "[1, 2]", ""),
+}
 
 
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (cut_off, ""),
-        (of_another_version, "it was written by another version"),
-        (that_recomputes_nothing, "its schedule takes"),
-        (that_lies_about_its_peak, "bytes, where it says 1"),
-        (with_a_row_too_few, ""),
-        (of_another_graph, "its profile is of another graph"),
-        (of_another_kind, ""),
-    ],
-)
+@pytest.mark.parametrize(("spoil", "words"), SPOILT.values(), ids=SPOILT)
 def test_a_file_that_is_not_what_it_should_be_is_ignored_with_a_warning(solved, tmp_path, caplog, spoil, words):
     problem, _, path = solved
     path.write_text(spoil(json.loads(path.read_text())))
@@ -110,13 +82,11 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path, caplog):
 
 
 def test_the_planner_solves_once(tmp_path):
-    graph, profile = transformer(4)
-    step = merge([Call(graph, profile)], [0])
-    budget = step.plain_bytes * 6 // 10
-    options = PlanOptions(cache_dir=tmp_path)
+    step = merge([Call(*transformer(4))], [0])
 
     def plan(**how):
-        return unless_short(make_plan(step, room(budget), options, **how))
+        options = PlanOptions(cache_dir=tmp_path)
+        return unless_short(make_plan(step, room(step.plain_bytes * 6 // 10), options, **how))
 
     first = plan()
     assert plan(solve=lambda problem: pytest.fail("it is solved again")).solution == first.solution

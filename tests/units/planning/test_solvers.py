@@ -37,7 +37,6 @@ from hiremate_lightning.planning.solvers import (
 from hiremate_lightning.planning.solvers.base import Strategy
 from hiremate_lightning.planning.solvers.choices import Policy, Rows
 from hiremate_lightning.planning.solvers.least_memory import _near, find_smallest
-from hiremate_lightning.planning.solvers.mip_backend import solve
 from hiremate_lightning.planning.solvers.model import StepModel, decisions
 from hiremate_lightning.planning.solvers.phases import Checks, PhasedProgram
 from hiremate_lightning.records.costs import Profile
@@ -58,6 +57,11 @@ def frontier_of(seed: int) -> tuple[tuple[Graph, Profile], Frontier]:
     """Give a tiny graph, and the peaks and times of its best lazy schedules."""
     step = random_graph(seed, 4)
     return step, lazy_frontier(problem_of(step, 0)) or []
+
+
+def whole_bytes(step: tuple[Graph, Profile]) -> int:
+    """Return the peak where everything is kept."""
+    return replay(problem_of(step, 0), keep_all(step[0])).peak_bytes
 
 
 def budgets_of(frontier: Frontier) -> list[int]:
@@ -99,11 +103,12 @@ def test_the_fast_replay_agrees_with_the_simulator_to_the_byte(seed: int, length
     step = random_graph(seed, length)
     problem = problem_of(retaining(step) if is_retained else step, 0)
     model, rng = StepModel(problem), random.Random(seed)
-    for _ in range(3):
+    for _ in range(5):
         fast = model.replay(random_policy(model, rng))
         simulated = replay(problem, decisions(model, fast.rows))
         assert fast.peak_bytes == simulated.peak_bytes
         assert fast.recompute_ms == pytest.approx(simulated.recompute_ms, abs=TOLERANCE_MS)
+        assert fast.peak_bytes >= model.least_bytes, "some node needs that"
 
 
 def rows_of(model: StepModel, policy: Policy) -> Rows:
@@ -154,15 +159,6 @@ def test_a_replay_does_not_depend_on_where_it_starts(seed: int, length: int, is_
         assert (moved.rows, moved.peak_bytes, moved.recompute_ms) == (anew.rows, anew.peak_bytes, anew.recompute_ms)
         assert (moved.position, moved.node, moved.peaks.tolist()) == (anew.position, anew.node, anew.peaks.tolist())
         near = moved
-
-
-@settings(derandomize=True, deadline=None, max_examples=250)
-@given(st.integers(0, 10**6), st.integers(2, 12), st.booleans())
-def test_no_policy_is_below_what_some_node_needs(seed: int, length: int, is_retained: bool):
-    step, rng = random_graph(seed, length), random.Random(seed)
-    model = StepModel(problem_of(retaining(step) if is_retained else step, 0))
-    for _ in range(5):
-        assert model.replay(random_policy(model, rng)).peak_bytes >= model.least_bytes
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -239,7 +235,7 @@ def test_the_bound_is_below_the_exhaustive_search(seed: int):
 @given(seed=st.integers(0, 10**6), share=st.floats(0.0, 1.1))
 def test_every_solution_is_valid_and_within_its_budget(name: str, seed: int, share: float):
     step = random_graph(seed, 9)
-    whole = replay(problem_of(step, 0), keep_all(step[0])).peak_bytes
+    whole = whole_bytes(step)
     problem = problem_of(step, int(share * whole), time_limit_s=5.0)
     check(problem, get_strategy(name)(problem))
 
@@ -247,17 +243,12 @@ def test_every_solution_is_valid_and_within_its_budget(name: str, seed: int, sha
 @pytest.mark.parametrize("name", ["none", "portfolio"])
 def test_a_budget_for_everything_recomputes_nothing(name: str):
     for step in (chain(6), transformer(), random_graph(3)):
-        whole = replay(problem_of(step, 0), keep_all(step[0])).peak_bytes
+        whole = whole_bytes(step)
         for budget in (whole, 10 * whole):
             solution = get_strategy(name)(problem_of(step, budget))
             assert solution.status is Status.OPTIMAL
             assert (solution.recompute_ms, solution.bound_ms) == (0, 0)
             assert solution.recompute == keep_all(step[0])
-
-
-def test_none_fits_only_where_everything_does():
-    problem = problem_of(chain(6), 100)
-    assert none(problem).status is Status.NOT_FOUND
 
 
 def test_an_unknown_strategy_is_refused_by_a_text_that_lists_the_names():
@@ -296,13 +287,12 @@ def test_a_budget_below_one_node_is_proven_infeasible():
     assert (solution.status, solution.stopped_by) == (Status.INFEASIBLE, "proof")
     assert not solution.is_feasible
     assert solution.recompute == ()
+    assert none(problem_of(chain(6), 100)).status is Status.NOT_FOUND, "it fits only where everything does"
 
 
 def test_half_of_a_transformer_costs_a_small_share_of_the_step():
     step = transformer(8)
-    problem = problem_of(step, 0)
-    half = replay(problem, keep_all(step[0])).peak_bytes // 2
-    problem = problem_of(step, half)
+    problem = problem_of(step, whole_bytes(step) // 2)
     solution = portfolio(problem)
     check(problem, solution)
     assert solution.recompute_ms < 0.08 * problem.step_ms
@@ -310,18 +300,15 @@ def test_half_of_a_transformer_costs_a_small_share_of_the_step():
 
 
 def test_on_a_transformer_larger_budgets_are_not_slower():
+    """The bound falls as the budget grows."""
     step = transformer(6)
-    whole = replay(problem_of(step, 0), keep_all(step[0])).peak_bytes
+    whole = whole_bytes(step)
     found = [portfolio(problem_of(step, whole * tenths // 10)) for tenths in range(4, 11)]
     times = [solution.recompute_ms for solution in found if solution.is_feasible]
     assert len(times) >= 6
     assert times == sorted(times, reverse=True)
-
-
-def test_the_bound_falls_as_the_budget_grows():
     step = transformer(4)
-    whole = replay(problem_of(step, 0), keep_all(step[0])).peak_bytes
-    bounds = [lower_bound(StepModel(problem_of(step, 0)), whole * t // 10, 20.0) for t in range(10, 3, -1)]
+    bounds = [lower_bound(StepModel(problem_of(step, 0)), whole_bytes(step) * t // 10, 20.0) for t in range(10, 3, -1)]
     known = [bound for bound in bounds if bound is not None]
     assert known == sorted(known)
     assert known[0] == 0
@@ -338,23 +325,20 @@ def test_values_that_the_backward_reads_late_may_go_between():
 # ---------------------------------------------------------------- memory while values are recomputed
 
 
-def whole_program(model: StepModel, limit: int, in_order: bool) -> PhasedProgram:
+def whole_program(model: StepModel, limit: int) -> PhasedProgram:
     """Make the program that checks memory at every instant, and while any value is recomputed."""
     pairs = frozenset((position, node) for position in range(len(model.reads) + 1) for node in model.makes)
     positions = tuple(range(len(model.reads)))
-    checks = Checks(positions, **{"in_order" if in_order else "rows": pairs})
-    return PhasedProgram(model, limit, checks, small_share=0.0)
+    return PhasedProgram(model, limit, Checks(positions, rows=pairs), small_share=0.0)
 
 
 @settings(derandomize=True, deadline=None, max_examples=150)
-@given(st.integers(0, 10**6), st.integers(2, 12), st.booleans())
-def test_every_schedule_satisfies_the_program_of_its_own_peak(seed: int, length: int, in_order: bool):
+@given(st.integers(0, 10**6), st.integers(2, 12))
+def test_every_schedule_satisfies_the_program_of_its_own_peak(seed: int, length: int):
     model, rng = StepModel(problem_of(random_graph(seed, length), 0)), random.Random(seed)
     rows = model.lazy(random_policy(model, rng)).timeline.rows
-    for position in range(len(rows)):
-        rows = model.in_order(rows, position) if in_order else rows
     replayed = model._replay(model._timeline(rows), model.keeping_all)
-    program = whole_program(model, replayed.peak_bytes, in_order)
+    program = whole_program(model, replayed.peak_bytes)
     values = program.start(replayed.rows)
     assert program.program.rows
     for name, terms, least, most in program.program.rows:
@@ -368,22 +352,6 @@ def in_units(step: tuple[Graph, Profile], unit: int) -> tuple[Graph, Profile]:
     storages = tuple(replace(s, size_bytes=s.size_bytes * unit) for s in graph.storages)
     workspaces = tuple(size_bytes * unit for size_bytes in profile.workspace_bytes)
     return replace(graph, storages=storages), replace(profile, workspace_bytes=workspaces)
-
-
-def test_what_the_program_in_the_order_of_the_forward_gives_fits():
-    solved = 0
-    for seed in range(200):
-        model = StepModel(problem_of(in_units(random_graph(seed, 6), KB), 0))
-        limit = int(0.7 * model.keep_all_bytes)
-        program = whole_program(model, limit, in_order=True)
-        result = solve(program.program, SolveOptions(), 20.0)
-        if not result.values or model.pins:  # views that the backward makes hold storages: the program can't know
-            continue
-        replayed = model.replay(program.policy(result.values))
-        assert max(replayed.peaks) <= limit, seed
-        assert replayed.recompute_ms <= result.objective + TOLERANCE_MS
-        solved += 1
-    assert solved > 5
 
 
 @pytest.mark.parametrize("seed", [9, 14, 35])
@@ -490,8 +458,7 @@ def test_the_default_finds_a_schedule_wherever_the_least_memory_fits(make):
 
 def test_the_least_memory_of_a_long_chain_is_far_below_keeping_everything():
     step = chain(36, KB)
-    problem = problem_of(step, 0)
-    assert smallest_budget(problem).peak_bytes < 0.5 * replay(problem, keep_all(step[0])).peak_bytes
+    assert smallest_budget(problem_of(step, 0)).peak_bytes < 0.5 * whole_bytes(step)
 
 
 # ---------------------------------------------------------------- the same every time, and in time
@@ -500,7 +467,7 @@ def test_the_least_memory_of_a_long_chain_is_far_below_keeping_everything():
 @pytest.mark.parametrize("name", EVERY)
 def test_the_same_problem_gives_the_same_plan(name: str):
     step = transformer(2)
-    whole = replay(problem_of(step, 0), keep_all(step[0])).peak_bytes
+    whole = whole_bytes(step)
     first, second = (get_strategy(name)(problem_of(step, whole * 6 // 10)) for _ in range(2))
     assert first.recompute == second.recompute
     assert (first.status, first.peak_bytes, first.bound_ms) == (second.status, second.peak_bytes, second.bound_ms)
@@ -533,7 +500,7 @@ def test_a_fresh_process_gives_the_same_plan():
 def test_the_time_limit_holds_and_is_no_proof(name: str):
     limit_s = 0.2
     step = transformer(80)
-    whole = replay(problem_of(step, 0), keep_all(step[0])).peak_bytes
+    whole = whole_bytes(step)
     problem = Problem(*step, whole // 2, SolveOptions(time_limit_s=limit_s))
     start = time.process_time()  # by the clock, other load on the machine would count
     solution = get_strategy(name)(problem)

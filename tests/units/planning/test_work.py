@@ -164,22 +164,21 @@ def nothing(problem: Problem) -> Solution:
 
 
 def test_a_named_least_memory_is_taken_where_nothing_is_found():
-    problem = problem_to_cut()
+    """A proof is not compared with it."""
+    problem, known = problem_to_cut(), solutions.Solutions()
     named = least_need(problem, 0).smallest
-    asked = replace(problem, budget_bytes=named.peak_bytes)
+    asked, less = (replace(problem, budget_bytes=named.peak_bytes - more) for more in (0, 1))
 
-    taken = solutions.Solutions().at_least(asked, nothing(asked))
+    taken = known.at_least(asked, nothing(asked))
 
     assert (taken.status, taken.recompute, taken.peak_bytes) == (Status.FEASIBLE, named.recompute, named.peak_bytes)
     assert taken.stopped_by == solutions.KNOWN_BEFORE
-    assert (
-        not solutions.Solutions()
-        .at_least(replace(asked, budget_bytes=named.peak_bytes - 1), nothing(asked))
-        .is_feasible
-    )
+    assert not known.at_least(less, nothing(asked)).is_feasible
+    proven = Solution("mine", Status.INFEASIBLE, stopped_by="proof")
+    assert known.at_least(problem, proven) is proven
 
 
-def test_a_later_run_reads_what_was_named(tmp_path):
+def test_a_later_run_reads_what_was_named_but_no_spoilt_file(tmp_path):
     kept = PlanOptions(cache_dir=tmp_path).solutions
     problem = problem_to_cut()
     named = least_need(problem, 0, solutions=kept).smallest
@@ -188,24 +187,11 @@ def test_a_later_run_reads_what_was_named(tmp_path):
 
     assert not solutions.Solutions().at_least(asked, nothing(asked)).is_feasible
     assert kept.at_least(asked, nothing(asked)).recompute == named.recompute
-
-
-def test_a_file_that_was_spoilt_is_ignored(tmp_path, caplog: pytest.LogCaptureFixture):
-    kept = PlanOptions(cache_dir=tmp_path).solutions
-    problem = problem_to_cut()
-    least_need(problem, 0, solutions=kept)
     solutions.forget()
     (path,) = tmp_path.glob("found-*.json")
     for text in ("[[[1, 2", "[[[99999999]]]", '[["a"]]', "{}"):
         path.write_text(text)
         assert not kept.at_least(problem, nothing(problem)).is_feasible
-
-
-def test_a_proof_is_not_compared_with_what_was_found_before():
-    problem = problem_to_cut()
-    least_need(problem, 0)
-    proven = Solution("mine", Status.INFEASIBLE, stopped_by="proof")
-    assert solutions.Solutions().at_least(problem, proven) is proven
 
 
 def test_a_plan_is_never_slower_than_the_one_before_it():

@@ -34,26 +34,15 @@ def problem_at(percent, **options):
     return Problem(graph, profile, StepModel(whole).keep_all_bytes * percent // 100, SolveOptions(**options))
 
 
-def test_it_finds_what_solving_in_place_finds():
+def test_it_finds_what_solving_in_place_finds_and_tells_of_progress():
+    told = []
     problem = problem_at(80)
-    apart_found, found = apart("portfolio")(problem), get_strategy("portfolio")(problem)
+    hearing = replace(problem, options=replace(problem.options, progress=lambda *progress: told.append(progress)))
+    apart_found, found = apart("portfolio")(hearing), get_strategy("portfolio")(problem)
     assert found.is_feasible
     assert replace(apart_found, solve_s=0.0) == replace(found, solve_s=0.0)
-
-
-def test_progress_is_told_here():
-    told = []
-    solution = apart("portfolio")(problem_at(80, progress=lambda best_ms, bound_ms: told.append((best_ms, bound_ms))))
-    assert told[-1][0] == pytest.approx(solution.recompute_ms)
+    assert told[-1][0] == pytest.approx(apart_found.recompute_ms)
     assert told == sorted(told, key=lambda t: (-t[0], t[1]))
-
-
-def test_it_serves_one_problem_after_another(own_worker):
-    process = own_worker._process.pid
-    for percent in (90, 80):
-        assert own_worker.solve(problem_at(percent), "portfolio", 60).peak_bytes <= problem_at(percent).budget_bytes
-    assert own_worker.is_usable
-    assert own_worker._process.pid == process
 
 
 def test_a_crash_is_no_solution_and_the_next_solve_works(own_worker, monkeypatch, caplog):
@@ -163,10 +152,15 @@ def test_a_solve_that_fails_there_is_told_here(own_worker, name, limit_s, words,
     assert own_worker.is_usable is is_usable
 
 
-def test_an_interrupt_ends_the_process(own_worker):
+def test_it_serves_one_problem_after_another_until_an_interrupt_ends_it(own_worker):
     def interrupt(best_ms, bound_ms):
         raise KeyboardInterrupt
 
+    process = own_worker._process.pid
+    for percent in (90, 80):
+        assert own_worker.solve(problem_at(percent), "portfolio", 60).peak_bytes <= problem_at(percent).budget_bytes
+    assert own_worker.is_usable
+    assert own_worker._process.pid == process
     with pytest.raises(KeyboardInterrupt):
         own_worker.solve(problem_at(80, progress=interrupt), "portfolio", 60)
     assert not own_worker.is_usable

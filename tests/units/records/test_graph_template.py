@@ -32,18 +32,16 @@ def step_at(length: int, workspace_bytes: int | None = None) -> tuple[Graph, Pro
     return graph, Profile((0.5 * length * length, 2.0), (0, work), "cpu")
 
 
-def test_shapes_and_bytes_are_exact_at_sizes_never_traced():
-    graph, profile = GraphTemplate([step_at(length) for (length,) in SIZES], SIZES).at((101,))
+def test_shapes_and_bytes_are_exact_at_sizes_never_traced_and_traced_ones_as_they_were():
+    template = GraphTemplate([step_at(length) for (length,) in SIZES], SIZES)
+    graph, profile = template.at((101,))
     expected, costs = step_at(101)
     assert [tensor.shape for tensor in graph.tensors] == [tensor.shape for tensor in expected.tensors]
     assert graph.storages == expected.storages
     assert [node.flops for node in graph.nodes] == [node.flops for node in expected.nodes]
     assert profile.workspace_bytes == costs.workspace_bytes
     assert profile.time_ms[0] == pytest.approx(costs.time_ms[0])
-
-
-def test_traced_sizes_are_as_they_were_traced():
-    graph, profile = GraphTemplate([step_at(length) for (length,) in SIZES], SIZES).at((9,))
+    graph, profile = template.at((9,))
     expected, costs = step_at(9)
     assert (graph.tensors, graph.storages, profile) == (expected.tensors, expected.storages, costs)
 
@@ -57,20 +55,13 @@ def test_a_workspace_without_expression_is_bounded_from_above():
     assert template.at((101,))[1].workspace_bytes[1] == -(-700 * elements[1] // elements[0])
 
 
-def test_a_shape_without_expression_means_no_template():
-    samples = [step_at(length) for length in (5, 9, 13)]
-    graph, profile = samples[1]
+def test_a_shape_without_expression_and_other_code_mean_no_template():
+    first, (graph, profile), last = (step_at(length) for (length,) in SIZES)
     odd = replace(graph, tensors=(replace(graph.tensors[0], shape=(9, 5)), *graph.tensors[1:]))
-    with pytest.raises(NoTemplateError, match="no expression"):
-        GraphTemplate([samples[0], (odd, profile), samples[2]], SIZES)
-
-
-def test_other_code_at_another_size_means_no_template():
-    samples = [step_at(length) for length in (5, 9, 13)]
-    graph, profile = samples[2]
     other = replace(graph, nodes=(replace(graph.nodes[0], op="bmm"), graph.nodes[1]))
-    with pytest.raises(NoTemplateError, match="not the same graph"):
-        GraphTemplate([*samples[:2], (other, profile)], SIZES)
+    for changed, words in ((odd, "no expression"), (other, "not the same graph")):
+        with pytest.raises(NoTemplateError, match=words):
+            GraphTemplate([first, (changed, profile), last], SIZES)
 
 
 # ---------------------------------------------------------------- near, along one size, by lines
@@ -106,11 +97,14 @@ def test_times_and_workspaces_on_lines_are_between_those_of_samples():
 
 
 def test_bytes_that_grow_with_the_square_of_a_length_are_exact():
+    """What does not grow stays."""
     graph, profile = chain(3)
 
     squares, _ = on_lines({n: (shaped(graph, (6, n, n)), profile) for n in (16, 32)}).at((100,))
 
     assert {s.size_bytes for s in squares.storages} == {6 * 100 * 100 * 4}
+    same = chain(3, 100)
+    assert on_lines({2: same, 4: same}).at((64,)) == same
 
 
 def test_a_tensor_of_more_dimensions_is_asked_before_a_flattened_view_of_it():
@@ -148,12 +142,6 @@ def test_bytes_that_no_tensor_explains_follow_their_line():
     graph, _ = on_lines({n: padded(n) for n in (2, 4)}).at((10,))
 
     assert {s.size_bytes for s in graph.storages} == {1064}
-
-
-def test_what_does_not_grow_stays():
-    same = chain(3, 100)
-
-    assert on_lines({2: same, 4: same}).at((64,)) == same
 
 
 def test_graphs_of_another_operation_are_refused_by_its_name():

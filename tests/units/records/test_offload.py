@@ -29,8 +29,7 @@ from hiremate_lightning.records.schedule import (
 from hiremate_lightning.records.simulation import Copied, allocations, blocks, simulate
 from hiremate_lightning.reporting.timeline import Band, lifetimes
 from tests.helpers import moments, random_graph, refused
-from tests.lazily import recompute_lazily
-from tests.tiny import Builder, chain
+from tests.tiny import Builder, chain, recompute_lazily
 
 FAST, SLOW = Link(100.0, 100.0), Link(50.0, 25.0)  # a block of 100 bytes takes 1 ms, or 2 ms out and 4 ms in
 
@@ -71,12 +70,15 @@ def test_a_value_that_is_offloaded_is_counted_as_by_hand():
 
 
 def test_a_copy_that_begins_earlier_takes_memory_and_no_time():
+    """Each copy takes the latency of the link."""
     graph, profile, schedule = kept(3)
     offload = Offload(storage_of(graph, "a0"), out=1, gone=2, back=0)
     found = simulate(graph, profile, with_offloads(graph, schedule, [offload]))
     # a0 is back before g2 runs: a0, a1, dy and g2.
     assert moments(found)[3:] == [(400, 200), (300, 100), (200, 100)]
     assert (found.time_ms, found.wait_ms) == (6.0, 0.0)
+    late = replace(profile, link=Link(100.0, 100.0, latency_ms=0.5))
+    assert simulate(graph, late, with_offloads(graph, schedule, [replace(offload, back=1)])).wait_ms == 0.5 + 1.5
 
 
 def test_copies_of_one_direction_wait_for_each_other():
@@ -91,12 +93,6 @@ def test_copies_of_one_direction_wait_for_each_other():
     ]
     # g3 runs from 5 to 6; g2 waits for a1 until 9, g1 from 10 until 13 for a0, g0 ends at 15.
     assert (found.time_ms, found.wait_ms, found.host_bytes) == (15.0, 7.0, 200)
-
-
-def test_each_copy_takes_the_latency_of_the_link():
-    graph, profile, schedule = kept(3, Link(100.0, 100.0, latency_ms=0.5))
-    offload = Offload(storage_of(graph, "a0"), out=1, gone=2, back=1)
-    assert simulate(graph, profile, with_offloads(graph, schedule, [offload])).wait_ms == 0.5 + 1.5
 
 
 def test_views_are_offloaded_with_their_storage_and_come_back_with_it():
@@ -167,22 +163,15 @@ def test_a_value_that_comes_back_may_be_computed_again_later():
     offload = Offload(a0, out=1, gone=2, back=0)
     found = simulate(graph, profile, with_offloads(graph, schedule, [offload]))
     assert found.recompute_ms == 2.0
-    assert [
-        life.band for life in lifetimes(graph, with_offloads(graph, schedule, [offload])) if life.storage == a0
-    ] == [
-        *(Band.OFFLOADED, Band.OFFLOADED),
-        Band.RECOMPUTED,
-    ]
+    lives = lifetimes(graph, with_offloads(graph, schedule, [offload]))
+    bands = [life.band for life in lives if life.storage == a0]
+    assert bands == [Band.OFFLOADED, Band.OFFLOADED, Band.RECOMPUTED]
 
 
 def test_nothing_offloaded_is_the_schedule_as_it_was():
-    graph, _, schedule = kept(3)
+    graph, profile, schedule = kept(3, SLOW)
     assert with_offloads(graph, schedule, []) == schedule
-
-
-def test_a_profile_with_a_link_is_read_back_equal():
-    _, profile, _ = kept(3, SLOW)
-    assert profile_from_json(profile.to_json()) == profile
+    assert profile_from_json(profile.to_json()) == profile, "with its link"
 
 
 # ---------------------------------------------------------------- what is refused
@@ -198,15 +187,11 @@ def offload() -> tuple[Graph, Profile, Schedule]:
     return graph, profile, with_offloads(graph, schedule, [Offload(storage_of(graph, "a0"), out=1, gone=2, back=1)])
 
 
-def test_a_read_before_the_wait_for_the_way_back_is_refused(offload):
-    graph, profile, schedule = offload
-    early = replace(schedule, backward=(*without(schedule.backward, WaitIn), WaitIn(storage_of(graph, "a0"))))
-    assert refused(graph, profile, early) == "'g1' reads 'a0', which is offloaded"
-
-
-def test_a_read_while_it_is_offloaded_is_refused(offload):
+def test_a_read_before_the_wait_for_the_way_back_or_while_it_is_offloaded_is_refused(offload):
     graph, profile, schedule = offload
     a0 = storage_of(graph, "a0")
+    early = replace(schedule, backward=(*without(schedule.backward, WaitIn), WaitIn(a0)))
+    assert refused(graph, profile, early) == "'g1' reads 'a0', which is offloaded"
     forward = (Compute(0), CopyOut(a0), WaitOut(a0), Compute(1), *without(schedule.forward, Compute))
     assert refused(graph, profile, replace(schedule, forward=forward)) == "'a1' reads 'a0', which is offloaded"
 
@@ -226,50 +211,35 @@ def test_no_part_of_the_way_can_be_left_out(offload, half, left_out, words):
     assert refused(graph, profile, broken) == words
 
 
-def test_a_value_that_never_comes_back_is_refused():
+def test_a_value_that_never_comes_back_or_is_freed_while_it_is_copied_is_refused():
     graph, profile, schedule = kept(3)
-    lost = storage_of(graph, "a2")
-    keeping = replace(schedule, saved=(*schedule.saved, *graph.nodes[2].outputs))
-    forward = (*without(schedule.forward, Free), CopyOut(lost), WaitOut(lost))
+    last, (a2,) = storage_of(graph, "a2"), graph.nodes[2].outputs
+    forward = without(schedule.forward, Free)
+    freeing = replace(schedule, forward=(*forward, CopyOut(last), Free(a2), WaitOut(last)))
+    assert refused(graph, profile, freeing) == "The schedule frees 'a2', which is being copied out"
+    keeping = replace(schedule, saved=(*schedule.saved, a2), forward=(*forward, CopyOut(last), WaitOut(last)))
     words = "The step ends without 'a2': its last operation is WaitOut"
-    assert refused(replace(graph, outputs=()), profile, replace(keeping, forward=forward)) == words
+    assert refused(replace(graph, outputs=()), profile, keeping) == words
 
 
-def test_a_value_that_is_freed_while_it_is_copied_is_refused():
-    graph, profile, schedule = kept(3)
-    a2 = storage_of(graph, "a2")
-    forward = (*without(schedule.forward, Free), CopyOut(a2), Free(graph.nodes[2].outputs[0]), WaitOut(a2))
-    words = "The schedule frees 'a2', which is being copied out"
-    assert refused(graph, profile, replace(schedule, forward=forward)) == words
-
-
-def test_what_is_held_to_the_end_of_the_step_can_not_get_offloaded(offload):
+def test_copies_need_a_link_and_what_is_not_held_to_the_end_of_the_step(offload):
     graph, profile, schedule = offload
     holding = replace(graph, held=graph.nodes[0].outputs)
     assert refused(holding, profile, schedule) == "'a0' can't be offloaded: it is held to the end of the step"
+    words = refused(graph, replace(profile, link=None), schedule)
+    assert words == "The schedule copies to the host, but its costs do not say how fast (Profile.link)"
 
 
-def test_a_free_after_a_copy_in_waits_for_a_node(offload):
+def test_values_come_back_in_the_backward_only_and_frees_then_wait_for_a_node(offload):
     graph, profile, schedule = offload
-    first = next(position for position, o in enumerate(schedule.backward) if isinstance(o, Free))
     copy_in = CopyIn(storage_of(graph, "a0"))
+    words = "The forward has a CopyIn: values are offloaded in the forward, and come back after it"
+    assert refused(graph, profile, replace(schedule, forward=(*schedule.forward, copy_in))) == words
+    first = next(position for position, o in enumerate(schedule.backward) if isinstance(o, Free))
     backward = list(without(schedule.backward, CopyIn))
     backward.insert(first, copy_in)
     words = "The schedule frees after a copy in that no node has followed yet: free before it"
     assert refused(graph, profile, replace(schedule, backward=tuple(backward))) == words
-
-
-def test_values_come_back_in_the_backward_only(offload):
-    graph, profile, schedule = offload
-    forward = (*schedule.forward, CopyIn(storage_of(graph, "a0")))
-    words = "The forward has a CopyIn: values are offloaded in the forward, and come back after it"
-    assert refused(graph, profile, replace(schedule, forward=forward)) == words
-
-
-def test_a_schedule_with_copies_needs_a_link(offload):
-    graph, profile, schedule = offload
-    words = refused(graph, replace(profile, link=None), schedule)
-    assert words == "The schedule copies to the host, but its costs do not say how fast (Profile.link)"
 
 
 @pytest.mark.parametrize(

@@ -120,13 +120,9 @@ def test_bounds_hold_at_sizes_that_were_captured(name):
                 actual = np.array(as_plain(sample.graph, sample.profile)[0].sizes[:inside])
                 assert (found.low[:inside] <= actual + 1).all(), (known[0].sizes, sample.sizes)
                 assert (found.high[:inside] >= actual - 1).all(), (known[0].sizes, sample.sizes)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_bounds_are_close_where_two_sizes_were_captured(name):
-    *known, sample = samples_of(name)[:3]
+    *known, sample = samples[:3]
     actual = sum(as_plain(sample.graph, sample.profile)[0].sizes)
-    assert Resizing(known).at(sample.sizes).high.sum() <= 1.25 * actual
+    assert Resizing(known).at(sample.sizes).high.sum() <= 1.25 * actual, "they are close where two sizes were captured"
 
 
 def step(*values: tuple[int, ...], weight: tuple[int, ...] = (64, 256), sizes: tuple[int, ...]) -> Sample:

@@ -14,8 +14,7 @@ from hiremate_lightning.records.graph import Graph, StorageKind
 from hiremate_lightning.records.schedule import Compute, Free, Schedule, keep_all, lower
 from hiremate_lightning.records.simulation import Moment, Simulation, allocations, simulate
 from tests.helpers import moments, random_graph, refused
-from tests.lazily import recompute_lazily
-from tests.tiny import Builder, chain, plan_keeping, storages_of, transformer
+from tests.tiny import Builder, chain, plan_keeping, recompute_lazily, storages_of, transformer
 
 
 def keep(graph: Graph, profile: Profile) -> Simulation:
@@ -32,20 +31,19 @@ def test_the_timeline_of_a_chain_is_as_counted_by_hand():
 
 
 def test_recomputation_trades_time_for_what_is_saved():
+    """A longer chain peaks lower with one value kept."""
     graph, profile = chain(3, size=100)
     simulation = simulate(graph, profile, lower(graph, recompute_lazily(graph, ())))
     assert simulation.saved_bytes == 0
     assert (simulation.time_ms, simulation.recompute_ms) == (8.0, 2.0)
     assert simulation.overhead == pytest.approx(2 / 6)
-
-
-def test_a_longer_chain_peaks_lower_with_one_value_kept():
     graph, profile = chain(8, size=100)
     plan = lower(graph, recompute_lazily(graph, storages_of(graph, ["a3"])))
     assert simulate(graph, profile, plan).peak_bytes < keep(graph, profile).peak_bytes
 
 
 def test_the_peak_counts_the_workspace_of_the_running_node_only():
+    """The moment of the peak is the first of equals."""
     b = Builder()
     a = b.op("a", (), 100, workspace=1000)
     b.op("b", (a,), 10)
@@ -53,14 +51,10 @@ def test_the_peak_counts_the_workspace_of_the_running_node_only():
     simulation = keep(graph, profile)
     assert moments(simulation) == [(1100, 100), (110, 0)]
     assert simulation.peak_moment == Moment(0, 1100, 100)
-
-
-def test_the_peak_moment_is_the_first_of_equals():
     b = Builder()
-    b.op("a", (), 100)
-    b.op("b", (), 100)
-    graph, profile = b.graph()
-    assert keep(graph, profile).peak_moment.node == 0
+    for name in "ab":
+        b.op(name, (), 100)
+    assert keep(*b.graph()).peak_moment.node == 0
 
 
 def test_a_view_shares_its_storage_and_keeps_it_alive():
@@ -85,63 +79,57 @@ def test_a_view_that_is_computed_again_lies_on_the_block_of_its_new_base():
     assert [moment.live_bytes for moment in simulation.timeline[simulation.turn :]] == [100, 100, 0]
 
 
-def test_computing_a_live_value_again_frees_its_old_block():
-    graph, profile = chain(2, size=100)
-    schedule = lower(graph, keep_all(graph))
-    twice = replace(schedule, backward=(Compute(0), *schedule.backward))
-    simulation = simulate(graph, profile, twice)
-    assert simulation.timeline[2].live_bytes == 200  # one block for a0, one for dy
-    assert simulation.recompute_ms == 1.0
-
-
-def test_while_a_live_value_is_computed_again_a_view_of_it_keeps_the_old_block():
+def test_computing_a_live_value_again_frees_its_old_block_unless_a_view_keeps_it():
     b = Builder()
     a = b.op("a", (), 100)
     view = b.op("view", (a,), view_of=a)
     b.op("g", (a, view), 10, backward=True)
-    graph, profile = b.graph()
-    schedule = lower(graph, keep_all(graph))
-    twice = replace(schedule, backward=(Compute(0), *schedule.backward))
-    assert simulate(graph, profile, twice).timeline[2].live_bytes == 200
+    times = []
+    for graph, profile in (chain(2, size=100), b.graph()):
+        schedule = lower(graph, keep_all(graph))
+        twice = replace(schedule, backward=(Compute(0), *schedule.backward))
+        simulation = simulate(graph, profile, twice)
+        assert simulation.timeline[2].live_bytes == 200  # one block for a0 and one for dy, or two of a
+        times.append(simulation.recompute_ms)
+    assert times[0] == 1.0
 
 
-@pytest.mark.parametrize("kind", [StorageKind.PARAMETER, StorageKind.INPUT])
-def test_resident_bytes_are_left_to_the_caller(kind: StorageKind):
-    b = Builder()
-    b.op("a", (b.input("weight", 10**6, kind),), 100)
-    graph, profile = b.graph()
-    assert keep(graph, profile).peak_bytes == 100
-
-
-def test_values_that_are_not_tensors_cost_nothing():
+def test_resident_bytes_are_left_to_the_caller_and_what_is_no_tensor_costs_nothing():
+    for kind in (StorageKind.PARAMETER, StorageKind.INPUT):
+        b = Builder()
+        b.op("a", (b.input("weight", 10**6, kind),), 100)
+        assert keep(*b.graph()).peak_bytes == 100
     b = Builder()
     size = b.op("size", ())
     b.tensors[size:] = []
     b.nodes[0] = replace(b.nodes[0], outputs=(b.tensor("size", None, 0),))
-    graph, profile = b.graph()
-    assert keep(graph, profile).peak_bytes == 0
+    assert keep(*b.graph()).peak_bytes == 0
+    simulation = keep(*Builder().graph())
+    assert (simulation.peak_bytes, simulation.overhead, simulation.timeline) == (0, 0.0, ())
 
 
 def test_what_the_caller_holds_counts_to_the_end_of_the_step():
+    """Gradients count as they appear."""
     graph, profile = transformer(2, size=100)
     bare = keep(replace(graph, held=()), profile)
     held = keep(graph, profile)
     assert held.saved_bytes - bare.saved_bytes == 50
     assert held.timeline[-1].live_bytes - bare.timeline[-1].live_bytes == 50
+    assert held.timeline[-1].live_bytes == 2 * 100 + 50  # one per block, and what the loss holds
 
 
-def test_what_the_caller_holds_is_not_given_back_by_a_free_nor_by_computing_it_again():
+@pytest.mark.parametrize("key", ["held", "retained"])
+def test_what_is_held_or_retained_is_not_given_back_by_a_free_nor_by_computing_it_again(key: str):
     graph, profile = chain(2, size=100)
-    a0 = graph.nodes[0].outputs[0]
-    graph = replace(graph, held=(a0,))
-    x, dy = graph.inputs[0], graph.tangents[0]
+    a0, x, dy = graph.nodes[0].outputs[0], graph.inputs[0], graph.tangents[0]
+    frees = (Free(a0),) if key == "retained" else ()
     schedule = Schedule(
         forward=(Compute(0), Compute(1), Free(graph.nodes[1].outputs[0])),
         saved=(x, a0),
-        backward=(Compute(0), Compute(2), Free(dy), Free(a0), Compute(3), Free(graph.nodes[2].outputs[0])),
+        backward=(*frees, Compute(0), Compute(2), Free(dy), Free(a0), Compute(3), Free(graph.nodes[2].outputs[0])),
     )
-    simulation = simulate(graph, profile, schedule)
-    # After the turn: the held block and dy; then a0 once more, g1, ... and the held block outlives all of it.
+    simulation = simulate(replace(graph, **{key: (a0,)}), profile, schedule)
+    # After the turn: the old block and dy; then a0 once more, g1, ... and the old block outlives all of it.
     assert [moment.live_bytes for moment in simulation.timeline[2:]] == [300, 200, 200]
 
 
@@ -154,30 +142,6 @@ def test_what_is_retained_lives_to_the_end_where_it_is_saved():
     assert moments(kept)[3:] == [(400, 300), (400, 300), (400, 300)]
     recomputing = lower(graph, recompute_lazily(graph, ()))
     assert simulate(retaining, profile, recomputing) == simulate(graph, profile, recomputing)
-
-
-def test_what_is_retained_stays_when_it_is_freed_and_computed_again():
-    graph, profile = chain(2, size=100)
-    a0 = graph.nodes[0].outputs[0]
-    x, dy = graph.inputs[0], graph.tangents[0]
-    schedule = Schedule(
-        forward=(Compute(0), Compute(1), Free(graph.nodes[1].outputs[0])),
-        saved=(x, a0),
-        backward=(Free(a0), Compute(0), Compute(2), Free(dy), Free(a0), Compute(3), Free(graph.nodes[2].outputs[0])),
-    )
-    simulation = simulate(replace(graph, retained=(a0,)), profile, schedule)
-    assert [moment.live_bytes for moment in simulation.timeline[2:]] == [300, 200, 200]
-
-
-def test_gradients_count_as_they_appear():
-    graph, profile = transformer(3, size=100)
-    assert keep(graph, profile).timeline[-1].live_bytes == 3 * 100 + 50  # one per block, and what the loss holds
-
-
-def test_an_empty_step_has_no_peak_and_no_overhead():
-    graph, profile = Builder().graph()
-    simulation = keep(graph, profile)
-    assert (simulation.peak_bytes, simulation.overhead, simulation.timeline) == (0, 0.0, ())
 
 
 NOT_IN_MEMORY: dict[str, tuple[Callable[[Graph, Schedule], dict[str, Any]], str]] = {
@@ -205,21 +169,14 @@ def test_a_node_that_never_runs_is_named():
     assert refused(graph, profile, Schedule((Compute(0),), (), ())) == "The schedule never runs 'forgotten'"
 
 
-@pytest.mark.parametrize("reason", ["random", "mutating", "reads_mutated"])
+@pytest.mark.parametrize("reason", ["random", "mutating", "reads_mutated", "backward"])
 def test_a_node_that_must_run_once_is_not_run_twice(reason: str):
     b = Builder()
     b.op("noise", (), 100, **{reason: True})
     graph, profile = b.graph()
     words = "The schedule runs 'noise' twice, but it must run once"
-    assert refused(graph, profile, Schedule((Compute(0),), (), (Compute(0),))) == words
-
-
-def test_a_backward_node_is_not_run_twice():
-    b = Builder()
-    b.op("g", (), 100, backward=True)
-    graph, profile = b.graph()
-    words = "The schedule runs 'g' twice, but it must run once"
-    assert refused(graph, profile, Schedule((), (), (Compute(0), Compute(0)))) == words
+    first = () if reason == "backward" else (Compute(0),)
+    assert refused(graph, profile, Schedule(first, (), (Compute(0),) * (2 - len(first)))) == words
 
 
 def test_replays_stand_in_for_random_nodes():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,17 +14,17 @@ from hiremate_lightning.torch_private import backward_pass
 
 
 class Calling(torch.autograd.Function):
-    """Copies, and calls a function in its backward."""
+    """Multiplies by a tensor or by one, and calls a function in its backward, for what that tells of the tensor."""
 
     @staticmethod
-    def forward(ctx, x, function):
+    def forward(ctx, x, function, leaf=None):
         ctx.function = function
-        return x.clone()
+        return x.clone() if leaf is None else x * leaf.detach()
 
     @staticmethod
     def backward(ctx, g):
         ctx.function()
-        return g, None
+        return g, None, g if any(ctx.needs_input_grad[2:]) else None
 
 
 def test_a_backward_knows_whether_it_will_run_again():
@@ -59,20 +60,6 @@ def test_the_end_of_a_backward_is_told():
     assert heard == ["here", "accumulated", "end"]
 
 
-class Asking(torch.autograd.Function):
-    """Multiplies, and asks in its backward what will be done with the gradient of a leaf."""
-
-    @staticmethod
-    def forward(ctx, x, leaf, heard):
-        ctx.leaf, ctx.heard = leaf, heard
-        return x * leaf.detach()
-
-    @staticmethod
-    def backward(ctx, g):
-        ctx.heard.append(bool(backward_pass.taking_one({0: ctx.leaf})))
-        return g, g, None
-
-
 @pytest.fixture
 def leaf():
     backward_pass.watch()
@@ -80,8 +67,13 @@ def leaf():
 
 
 def ask(leaf, run=lambda y, leaf: y.sum().backward()):
+    """Ask in a backward what will be done with the gradient of a leaf."""
     heard = []
-    run(Asking.apply(torch.ones(3, requires_grad=True) * 2, leaf, heard), leaf)
+
+    def hear():
+        heard.append(bool(backward_pass.taking_one({0: leaf})))
+
+    run(Calling.apply(torch.ones(3, requires_grad=True) * 2, hear, leaf), leaf)
     return heard[0]
 
 
@@ -89,6 +81,8 @@ def test_a_gradient_that_is_only_added_is_known(leaf):
     assert ask(leaf)
     assert ask(leaf, lambda y, leaf: (y.exp() + y).sum().backward())
     assert ask(leaf, lambda y, leaf: torch.autograd.backward([y.sum(), y.exp().sum()]))
+    assert not backward_pass.taking_one({0: leaf}), "outside of a backward nothing is known"
+    assert not ask(leaf, lambda y, leaf: (leaf.requires_grad_(False), y.sum().backward())), "it was frozen since"
 
 
 def test_a_gradient_of_two_terms_is_known(leaf):
@@ -113,14 +107,6 @@ def test_a_gradient_that_is_asked_for_or_left_out_is_known(leaf):
     assert ask(leaf, lambda y, leaf: (y * other).sum().backward(inputs=[leaf]))
 
 
-def test_a_leaf_that_was_frozen_since_is_known(leaf):
-    assert not ask(leaf, lambda y, leaf: (leaf.requires_grad_(False), y.sum().backward()))
-
-
-def test_outside_of_a_backward_nothing_is_known(leaf):
-    assert not backward_pass.taking_one({0: leaf})
-
-
 def test_a_backward_that_has_ended_is_let_go(leaf):
     y = (leaf * 2).sum()
     lives = weakref.ref(y)
@@ -130,29 +116,17 @@ def test_a_backward_that_has_ended_is_let_go(leaf):
     assert lives() is None
 
 
-def test_backwards_are_watched_once():
-    backward_pass.watch()
+def test_backwards_are_watched_once(leaf):
     run = torch.autograd._engine_run_backward
     backward_pass.watch()
     assert torch.autograd._engine_run_backward is run
 
 
-class Counting:
-    """Counts the backwards that it is told of."""
-
-    def __init__(self):
-        self.count = 0
-
-    def backward_called(self):
-        self.count += 1
-
-
 def test_a_listener_hears_of_each_backward_that_runs_and_of_none_that_is_traced(leaf):
-    listener = Counting()
-    backward_pass.tell(listener)
+    backward_pass.tell(listener := Mock(spec=["backward_called"]))
     (leaf * 2).sum().backward()
     torch.autograd.grad((leaf * 2).sum(), leaf)
-    assert listener.count == 2
+    assert listener.backward_called.call_count == 2
     with FlopCounterMode(display=False):
         (leaf * 2).sum().backward()
-    assert listener.count == 2
+    assert listener.backward_called.call_count == 2

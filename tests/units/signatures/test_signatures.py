@@ -41,15 +41,11 @@ def alternating():
 
 
 def test_signatures_that_come_in_turns_are_foreseen_as_soon_as_both_are_planned():
+    """Replanning as a step begins keeps their order."""
     history = alternating()
     assert likely(history) == GENERATOR
     run(history, GENERATOR)
     assert likely(history) == CRITIC
-
-
-def test_replanning_as_a_step_begins_keeps_the_order_of_signatures():
-    history = alternating()
-    run(history, GENERATOR)
     history.install(history[CRITIC], PLAN, {})
     run(history, CRITIC)
     assert likely(history) == GENERATOR

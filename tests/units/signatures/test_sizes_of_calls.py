@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
+
 from hiremate_lightning.signatures.sizes_of_calls import SizesOfCalls, VaryingSizes
 
 
@@ -20,7 +22,7 @@ class Template:
 FIRST, SECOND = Template("first"), Template("second")
 
 
-def step(length: int, *second: int, template: Template = SECOND) -> list[SimpleNamespace]:
+def step(length: int, *second: int, template: Template | None = SECOND) -> list[SimpleNamespace]:
     return [SimpleNamespace(template=FIRST, sizes=(length, 4)), SimpleNamespace(template=template, sizes=second)]
 
 
@@ -31,37 +33,24 @@ def learned(*steps: list[SimpleNamespace]) -> SizesOfCalls:
     return sizes
 
 
-def test_three_steps_tell_the_sizes_of_what_is_to_come():
-    sizes = learned(step(40, 39, 160), step(46, 45, 184), step(59, 58, 236))
-    assert sizes.foresee(step(100)[:1]) == [("second", (99, 400))]
+THREE = step(40, 39), step(46, 45), step(59, 58)
+TOLD = {
+    "three steps": ((step(40, 39, 160), step(46, 45, 184), step(59, 58, 236)), [("second", (99, 400))]),
+    "two steps": (THREE[:2], []),
+    "sizes that do not follow, as those of a decoder": ((step(40, 7), step(46, 31), step(59, 12)), []),
+    "other traces": ((*THREE, step(61, 60, template=Template("new"))), []),
+    "traced calls": ((step(40, 39, template=None),), []),
+    "a step that ends before its first call, as pieces of a pipeline do": ((*THREE, []), [("second", (99,))]),
+}
 
 
-def test_two_steps_tell_nothing():
-    assert learned(step(40, 39), step(46, 45)).foresee(step(100)[:1]) == []
-
-
-def test_sizes_that_do_not_follow_the_first_call_are_unknown():
-    """As those of a decoder whose texts have lengths of their own."""
-    assert learned(step(40, 7), step(46, 31), step(59, 12)).foresee(step(100)[:1]) == []
+@pytest.mark.parametrize(("steps", "told"), TOLD.values(), ids=TOLD)
+def test_three_steps_alike_tell_the_sizes_of_what_is_to_come(steps, told):
+    assert learned(*steps).foresee(step(100)[:1]) == told
 
 
 def test_what_never_varied_must_not_vary():
-    sizes = learned(step(40, 39), step(46, 45), step(59, 58))
-    assert sizes.foresee([SimpleNamespace(template=FIRST, sizes=(100, 8))]) == []
-
-
-def test_traced_calls_and_other_traces_tell_nothing():
-    steps = step(40, 39), step(46, 45), step(59, 58)
-    assert learned(*steps, step(61, 60, template=Template("new"))).foresee(step(100)[:1]) == []
-    traced = step(40, 39)
-    traced[1].template = None
-    assert learned(traced).foresee(step(100)[:1]) == []
-
-
-def test_steps_that_end_before_their_first_call_tell_nothing():
-    """As pieces of a pipeline's iteration do."""
-    steps = step(40, 39), step(46, 45), step(59, 58)
-    assert learned(*steps, []).foresee(step(100)[:1]) == [("second", (99,))]
+    assert learned(*THREE).foresee([SimpleNamespace(template=FIRST, sizes=(100, 8))]) == []
 
 
 def test_sizes_vary_that_differ_once_three_calls_have_differed():

@@ -68,21 +68,13 @@ def test_an_overhead_gives_the_largest_size_whose_plan_takes_no_more(overhead):
         assert found.size == found.unplanned_size
 
 
-def test_the_largest_allowed_is_never_passed():
+def test_other_limits_are_named():
+    """The largest allowed is never passed; validation can be what limits."""
     found = find(10**9, high=37)
-
     assert (found.size, found.unplanned_size, found.limit) == (37, 37, Limit.MAX_VAL)
-
-
-def test_validation_can_be_what_limits():
     found = find(200_000, validation=Line((2, 4), [FIXED + 10_000 * n for n in (2, 4)]))
-
     assert (found.size, found.limit) == ((200_000 - FIXED) // 10_000, Limit.VALIDATION)
-
-
-@pytest.mark.parametrize("limit", [FIXED, FIXED + 150])
-def test_nothing_is_found_where_not_even_one_fits(limit):
-    assert find(limit).size == 0
+    assert find(FIXED).size == find(FIXED + 150).size == 0
 
 
 def test_throughput_stops_where_recomputation_costs_more_than_it_gives():

@@ -15,32 +15,27 @@ from torch.nn import functional as F
 from hiremate_lightning.capturing import backend
 from hiremate_lightning.torch_private import tensor_state
 from hiremate_lightning.torch_private.regions import alike_blocks, block_templates
-from tests.exact import TORCH, captured_by, quiet, simple_loop, train_both
+from tests.exact import TORCH, captured_by, network, quiet, simple_loop, train_both
 from tests.units.torch_private.test_repeated_modules import (
     WIDTH,
     Block,
-    Counting,
-    InPlace,
     KeepingStack,
-    Paired,
     PairedStack,
     Stack,
     TwiceStack,
+    counting,
+    in_place,
+    paired,
 )
 
 pytestmark = pytest.mark.skipif(TORCH < (2, 13), reason="all is traced before PyTorch 2.13")
 
 
-class Attending(nn.Module):
+@network(lambda _: {"norm": nn.LayerNorm(WIDTH), **{name: nn.Linear(WIDTH, WIDTH) for name in "qkv"}})
+def attending(self, x: Tensor, memory: Tensor, bias: Tensor) -> Tensor:
     """Reads a memory twice and a bias once, which all blocks share, as the decoder of a T5 does."""
-
-    def __init__(self, _: int) -> None:
-        super().__init__()
-        self.norm, self.q, self.k, self.v = nn.LayerNorm(WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in "qkv")
-
-    def forward(self, x: Tensor, memory: Tensor, bias: Tensor) -> Tensor:
-        scores = self.q(self.norm(x)) @ self.k(memory).mT + bias
-        return x + F.dropout(scores.softmax(-1), 0.1) @ self.v(memory)
+    scores = self.q(self.norm(x)) @ self.k(memory).mT + bias
+    return x + F.dropout(scores.softmax(-1), 0.1) @ self.v(memory)
 
 
 class Attended(Stack):
@@ -55,46 +50,33 @@ class Attended(Stack):
         return x
 
 
-class Tied(nn.Module):
+@network(lambda shared: {"norm": nn.LayerNorm(WIDTH), "drop": nn.Dropout(0.2), "shared": shared})
+def tied(self, x: Tensor) -> Tensor:
     """Reads a weight twice that all blocks share."""
-
-    def __init__(self, shared: nn.Parameter) -> None:
-        super().__init__()
-        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.2)
-        self.shared = shared
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = F.gelu(self.norm(x) @ self.shared)
-        return x + self.drop(F.gelu(hidden @ self.shared.mT) * hidden.sigmoid())
+    hidden = F.gelu(self.norm(x) @ self.shared)
+    return x + self.drop(F.gelu(hidden @ self.shared.mT) * hidden.sigmoid())
 
 
-class Turning(nn.Module):
-    """Returns a view."""
-
-    def __init__(self, _: int) -> None:
-        super().__init__()
-        self.norm, self.one, self.other = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.other(F.gelu(self.one(self.norm(x))) + x.sin() * x.cos()).flip(0).view(2, -1, WIDTH).flatten(0, 1)
-
-
-def tied() -> nn.Module:
+def sharing() -> Stack:
     shared = nn.Parameter(torch.randn(WIDTH, WIDTH))
-    return Stack(lambda _: Tied(shared))
+    return Stack(lambda _: tied(shared))
 
 
-class Scaled(nn.Module):
+def normed(_: int) -> dict[str, nn.Module]:
+    return {"norm": nn.LayerNorm(WIDTH), "one": nn.Linear(WIDTH, WIDTH), "other": nn.Linear(WIDTH, WIDTH)}
+
+
+@network(normed)
+def turning(self, x: Tensor) -> Tensor:
+    """Returns a view."""
+    return self.other(F.gelu(self.one(self.norm(x))) + x.sin() * x.cos()).flip(0).view(2, -1, WIDTH).flatten(0, 1)
+
+
+@network(lambda _: {**normed(_), "table": nn.Parameter(torch.randn(6, WIDTH))})
+def scaled(self, x: Tensor) -> Tensor:
     """Reads a weight more often than its code says: a composite operation does."""
-
-    def __init__(self, _: int) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.table = nn.Parameter(torch.randn(6, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = F.silu(self.one(x)) + F.rms_norm(self.table, (WIDTH,)) + F.normalize(self.table.abs())
-        return x + self.other(hidden.sin() * hidden.cos())
+    hidden = F.silu(self.one(x)) + F.rms_norm(self.table, (WIDTH,)) + F.normalize(self.table.abs())
+    return x + self.other(hidden.sin() * hidden.cos())
 
 
 class Frozen(Block):
@@ -103,16 +85,11 @@ class Frozen(Block):
         self.inner.requires_grad_(False)
 
 
-class Branching(nn.Module):
+@network(normed)
+def branching(self, x: Tensor) -> tuple[Tensor, Tensor]:
     """Gives two results, of which the code around reads the second one seldom."""
-
-    def __init__(self, _: int) -> None:
-        super().__init__()
-        self.norm, self.one, self.other = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = F.silu(self.one(self.norm(x)))
-        return x + self.other(hidden.sin() * hidden.cos()), hidden * 2
+    hidden = F.silu(self.one(self.norm(x)))
+    return x + self.other(hidden.sin() * hidden.cos()), hidden * 2
 
 
 class Branched(Stack):
@@ -128,9 +105,7 @@ class Transposing(Stack):
     """Hands gradients of another layout to one of its blocks."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
+        x = super().forward(x)
         return (x.t() @ x).sum()
 
 
@@ -179,16 +154,11 @@ class JoiningEachOther(Stack):
         return x
 
 
-class Passing(nn.Module):
+@network(lambda _: {"one": nn.Linear(WIDTH, WIDTH), "other": nn.Linear(WIDTH, WIDTH)})
+def passing(self, x: Tensor) -> Tensor:
     """Gives a gradient on as it comes: what a block before it gets then has that layout too."""
-
-    def __init__(self, _: int) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = F.silu(self.one(x.detach())).sin()
-        return x + self.other(hidden)
+    hidden = F.silu(self.one(x.detach())).sin()
+    return x + self.other(hidden)
 
 
 class Passed(Stack):
@@ -274,24 +244,24 @@ def trace(make: Callable[[], nn.Module], *, folds: bool, monkeypatch: pytest.Mon
 
 FOLDED = {
     "blocks": (lambda: Stack(Block), 4),
-    "several arguments": (lambda: PairedStack(Paired), 4),
-    "memory and bias of all": (lambda: Attended(Attending), 3),
-    "a weight of all": (tied, 4),
-    "a weight in composites": (lambda: Stack(Scaled), 4),
+    "several arguments": (lambda: PairedStack(paired), 4),
+    "memory and bias of all": (lambda: Attended(attending), 3),
+    "a weight of all": (sharing, 4),
+    "a weight in composites": (lambda: Stack(scaled), 4),
     "frozen weights": (lambda: Stack(Frozen), 4),
     "results kept": (lambda: KeepingStack(Block), 4),
     "called twice": (lambda: TwiceStack(Block), 8),
     "another layout": (lambda: Transposing(Block), 4),
     "gradients of parts": (lambda: Joining(Block), 3),
-    "gradients of parts, and of terms": (lambda: JoiningComputed(Branching), 3),
-    "gradients of parts of two results": (lambda: JoiningBoth(Branching), 3),
-    "gradients passed on": (lambda: Joining(Passing), 3),
+    "gradients of parts, and of terms": (lambda: JoiningComputed(branching), 3),
+    "gradients of parts of two results": (lambda: JoiningBoth(branching), 3),
+    "gradients passed on": (lambda: Joining(passing), 3),
     "changed in place outside": (lambda: Changing(Block), 4),
 }
 TRACED = {
-    "buffers": lambda: Stack(Counting),
-    "changes in place": lambda: Stack(InPlace),
-    "a view returned": lambda: Stack(Turning),
+    "buffers": lambda: Stack(counting),
+    "changes in place": lambda: Stack(in_place),
+    "a view returned": lambda: Stack(turning),
     "autocast around": lambda: Casting(Block),
     "two blocks": lambda: Stack(Block, 2),
 }
@@ -320,15 +290,14 @@ def test_blocks_that_change_or_share_memory_are_traced(name: str, monkeypatch: p
 
 
 ENDED = {
-    "a gradient missing": lambda: Branched(Branching),
-    "gradients in one piece of memory": lambda: JoiningEachOther(Branching),
-    "gradients passed on too often": lambda: Passed(Passing, 6),
+    "a gradient missing": lambda: Branched(branching),
+    "gradients in one piece of memory": lambda: JoiningEachOther(branching),
+    "gradients passed on too often": lambda: Passed(passing, 6),
 }
 
 
 @pytest.mark.parametrize("name", ENDED)
 def test_all_is_traced_where_gradients_do_not_fit_a_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything is traced then."""
     expected, folded = (trace(ENDED[name], folds=folds, monkeypatch=monkeypatch) for folds in (False, True))
     assert folded.blocks > 0
     assert not folded.is_written

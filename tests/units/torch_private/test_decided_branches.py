@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -25,14 +26,20 @@ class Counted:
         return module.forward
 
 
-def graphs_of(function, *calls, sizes_vary=False, fullgraph=False, **options):
+@contextmanager
+def capturing(function, backend, *, fullgraph=False, **options):
+    """Give a function that is captured as for plans."""
+    with dynamo.capturing_for_plans(**options):
+        yield torch.compile(function, backend=backend, fullgraph=fullgraph)
+    torch.compiler.reset()
+
+
+def graphs_of(function, *calls, sizes_vary=False, **options):
     """Call a function captured and as it is, with each of some inputs; return how many graphs were captured."""
     backend = Counted()
-    captured = torch.compile(function, backend=backend, fullgraph=fullgraph)
-    with dynamo.capturing_for_plans(sizes_vary=sizes_vary, **options):
+    with capturing(function, backend, sizes_vary=sizes_vary, **options) as captured:
         for inputs in calls:
             assert torch.equal(captured(*inputs), function(*inputs))
-    torch.compiler.reset()
     return backend.graphs
 
 
@@ -117,10 +124,6 @@ def changes_a_view(x):
 
 def draws(x):
     return x.sin() if torch.randint(0, 5, (3,)).sum() > 50 else x.cos()
-
-
-def looks_at_fractions(x):
-    return x.sin() if torch.linspace(0, 1, 4).sum() > 2 else x.cos()
 
 
 @pytest.mark.parametrize("function", [changes_in_place, changes_a_view, draws])
@@ -258,21 +261,17 @@ def test_a_message_that_shows_a_tensor_and_then_a_size_is_right():
     def function(x, mask):
         return x.sin(), f"found {mask.sum()}, expected {x.shape[1]:>3} of {x.shape[0]!r}"
 
-    captured = torch.compile(function, backend="eager")
-    with dynamo.capturing_for_plans(sizes_vary=True):
+    with capturing(function, "eager", sizes_vary=True) as captured:
         for x, mask in masks("11", "111", "1111", "11111"):
             assert captured(x, mask)[1] == function(x, mask)[1]
-    torch.compiler.reset()
 
 
 def test_what_changes_between_calls_is_seen():
     x, mask = torch.ones(2, 3), torch.ones(2, 3).long()
-    captured = torch.compile(has_padding, backend=Counted())
-    with dynamo.capturing_for_plans():
+    with capturing(has_padding, Counted()) as captured:
         for value in (1, 1, 0, 1, 0):
             mask[0, 1] = value
             assert torch.equal(captured(x, mask), has_padding(x, mask))
-    torch.compiler.reset()
 
 
 def shifted(ids):
@@ -335,8 +334,9 @@ def test_a_mask_may_be_of_fractions(function):
         lambda mask: mask.float().sum() > 2,
         lambda mask: (mask.float() * 0.3 > 0.2).any(),
         lambda mask: torch.zeros(mask.shape).masked_fill(mask == 0, float("inf")).long().sum() > 2,
+        lambda mask: torch.linspace(0, 1, 4).sum() > 2,
     ],
-    ids=["sum", "product", "integers"],
+    ids=["sum", "product", "integers", "fractions"],
 )
 def test_what_devices_may_compute_otherwise_breaks_the_graph(read):
     assert graphs_of(lambda x, mask: x.sin() if read(mask) else x.cos(), *masks("1111")) == 2
@@ -350,14 +350,11 @@ def test_no_input_is_changed_to_decide_a_branch(share):
         copy[:, 0] = ids[:, 1]
         return x.sin() if (copy > 4).any() else x.cos()
 
-    backend = Counted()
-    captured = torch.compile(branches, backend=backend)
-    with dynamo.capturing_for_plans():
+    with capturing(branches, Counted()) as captured:
         for number in (1, 3, 1, 2):
             ids, others = torch.full((2, 3), number), torch.full((2, 3), number)
             assert torch.equal(captured(torch.ones(2), ids), branches(torch.ones(2), others))
             assert torch.equal(ids, others)
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
@@ -367,15 +364,13 @@ def test_an_input_that_is_changed_is_read_after_that(change, share):
         change(other)
         return x.sin() if (mask >= 0).all() else x.cos()
 
-    captured = torch.compile(branches, backend=Counted())
-    with dynamo.capturing_for_plans():
+    with capturing(branches, Counted()) as captured:
         for values in (-3, 3):
             results = []
             for function in (captured, branches):
                 mask = torch.full((4,), values)
                 results.append(function(torch.ones(2), mask, share(mask)))
             assert torch.equal(*results)
-    torch.compiler.reset()
 
 
 @network(lambda: {"is_ready": torch.tensor(0, dtype=torch.uint8), "scale": torch.ones(3)})
@@ -389,13 +384,11 @@ def initializing(self, x):
 
 def test_a_flag_that_the_code_sets_is_read_as_it_was():
     modules, backend = (initializing(), initializing()), Counted()
-    captured = torch.compile(modules[0], backend=backend)
-    with dynamo.capturing_for_plans():
+    with capturing(modules[0], backend) as captured:
         for scale in (1.0, 2.0, 3.0):
             x = torch.randn(5, 3) * scale
             assert torch.equal(captured(x), modules[1](x))
     assert backend.graphs == 2
-    torch.compiler.reset()
 
 
 def test_what_code_raises_on_a_bad_input_is_its_own_error():
@@ -404,14 +397,12 @@ def test_what_code_raises_on_a_bad_input_is_its_own_error():
             raise ValueError("below 0")
         return x.sin()
 
-    captured = torch.compile(function, backend=Counted())
     x, mask = torch.ones(2), torch.ones(3).long()
-    with dynamo.capturing_for_plans():
+    with capturing(function, Counted()) as captured:
         for _ in range(2):
             assert torch.equal(captured(x, mask), x.sin())
             with pytest.raises(ValueError, match="below 0"):
                 captured(x, -mask)
-    torch.compiler.reset()
 
 
 def asks_in_a_loop(x, mask):
@@ -453,57 +444,42 @@ def sizes_of(*numbers):
     return [torch.ones(2, 3).cumsum(1), torch.tensor(numbers)]
 
 
-def test_a_few_numbers_that_stay_the_same_do_not_break_the_graph():
-    assert graphs_of(pads, *[sizes_of(5, 2, 3)] * 3) == 1
-
-
 def test_numbers_that_change_break_the_graph_from_then_on():
-    """Code is captured once for the first numbers, and once more for all others."""
+    """Code is captured once for the first numbers, and once more for all others; those that stay break nothing."""
+    assert graphs_of(pads, *[sizes_of(5, 2, 3)] * 3) == 1
     shapes = [sizes_of(5, 2, 3), sizes_of(6, 2, 4), sizes_of(7, 1, 3), sizes_of(5, 2, 3), sizes_of(8, 4, 4)]
     backend = Counted()
-    captured, counts = torch.compile(lambda x, sizes: x.sin() * sizes[1].item(), backend=backend), []
-    with dynamo.capturing_for_plans():
+    counts = []
+    with capturing(lambda x, sizes: x.sin() * sizes[1].item(), backend) as captured:
         for x, sizes in shapes:
             assert torch.equal(captured(x, sizes), x.sin() * sizes[1].item())
             counts.append(backend.graphs)
-    torch.compiler.reset()
     assert counts[:3] == [1, 1, 3]  # the second number is the same in the first two calls
     assert counts[3] == counts[4] == 4  # what follows the break, with a number that varies
     graphs_of(pads, *shapes)
 
 
-def test_numbers_of_a_large_input_break_the_graph():
-    def function(x, mask):
+def test_large_inputs_are_not_read_before_each_call(change_thresholds):
+    def number(x, mask):
         return x * mask.sum().item()
 
-    assert graphs_of(function, *[[torch.ones(2), torch.ones(65, dtype=torch.long)]] * 2) == 2
-    assert graphs_of(function, *[[torch.ones(2), torch.ones(64, dtype=torch.long)]] * 2) == 1
-
-
-def test_no_large_input_is_read_before_each_call(change_thresholds):
+    for size, graphs in ((65, 2), (64, 1)):
+        assert graphs_of(number, *[[torch.ones(2), torch.ones(size, dtype=torch.long)]] * 2) == graphs
     change_thresholds(decided_values=5)
     assert graphs_of(has_padding, *masks("111")) > 1
     assert graphs_of(has_padding, *masks("11")) == 1
 
 
-def test_a_branch_on_fractions_breaks_the_graph():
-    assert graphs_of(looks_at_fractions, [torch.ones(2)]) > 1
+@network(lambda: {"one": nn.Linear(4, 4), "two": nn.Linear(4, 4)})
+def layer(self, x, positions):
+    x = self.two(self.one(x).sin())
+    return x.sin() if (positions > 3).any() else x.cos()
 
 
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x, positions):
-        x = self.two(self.one(x).sin())
-        return x.sin() if (positions > 3).any() else x.cos()
-
-
-@network(lambda: {"layers": nn.ModuleList(Layer() for _ in range(6))})
+@network(lambda: {"layers": nn.ModuleList(layer() for _ in range(6))})
 def stack(self, x):
-    for index, layer in enumerate(self.layers):
-        x = layer(x, torch.arange(3) + index)
+    for index, each in enumerate(self.layers):
+        x = each(x, torch.arange(3) + index)
     return x
 
 
@@ -518,10 +494,8 @@ def test_numbers_that_code_counts_up_are_not_decided():
 
     count = torch.zeros((), dtype=torch.long)
     backend, graphs = Counted(), []
-    captured = torch.compile(function, backend=backend)
-    with dynamo.capturing_for_plans():
+    with capturing(function, backend) as captured:
         for number in range(1, 5):
             assert torch.equal(captured(torch.ones(3), count), torch.ones(3).sin() * number)
             graphs.append(backend.graphs)
-    torch.compiler.reset()
     assert graphs[-1] <= graphs[0] + 1  # what follows the break takes the number as an input from its second value on

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from hiremate_lightning.torch_private import dynamo
 from hiremate_lightning.torch_private.regions import module_traces, repeated_modules
-from tests.exact import TORCH
+from tests.exact import TORCH, network
 
 pytestmark = pytest.mark.skipif(TORCH < (2, 13), reason="all is traced before PyTorch 2.13")
 
@@ -44,52 +44,34 @@ class Block(nn.Module):
         return x + self.scale * self.flags[1] * self.drop(self.outer(hidden))
 
 
-class Counting(nn.Module):
+@network(lambda _: {"one": nn.Linear(WIDTH, WIDTH), "norm": nn.BatchNorm1d(WIDTH), "other": nn.Linear(WIDTH, WIDTH)})
+def counting(self, x: Tensor) -> Tensor:
     """A batch norm, whose buffers each call updates."""
-
-    def __init__(self, _: int) -> None:
-        super().__init__()
-        self.one, self.norm, self.other = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.other(torch.tanh(self.norm(self.one(x))))
+    return x + self.other(torch.tanh(self.norm(self.one(x))))
 
 
-class Paired(nn.Module):
+@network(lambda _: {"attention": nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in "qkv"})})
+def paired(
+    self, x: Tensor, turn: tuple[Tensor, Tensor], causal: bool = False, mask: Tensor | None = None
+) -> tuple[Any, ...]:
     """Two results, one of them an argument, and arguments by name that are tuples and constants."""
-
-    def __init__(self, _: int) -> None:
-        super().__init__()
-        self.attention = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in "qkv"})
-
-    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], causal: bool = False, mask: Tensor | None = None) -> Any:
-        q, k, v = (self.attention[name](x * turn[0] + turn[1])[None] for name in "qkv")
-        return (x + F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)[0], turn[0], None)
+    q, k, v = (self.attention[name](x * turn[0] + turn[1])[None] for name in "qkv")
+    return (x + F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)[0], turn[0], None)
 
 
-class InPlace(nn.Module):
-    def __init__(self, _: int) -> None:
-        super().__init__()
-        self.linear, self.act = nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)
-        self.register_buffer("seen", torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.act(self.linear(x))
-        self.seen.add_(hidden.detach().mean(0))
-        return hidden.view(-1, 2, WIDTH // 2).transpose(1, 2).reshape(-1, WIDTH).add_(self.seen)
+@network(lambda _: {"linear": nn.Linear(WIDTH, WIDTH), "act": nn.ReLU(inplace=True), "seen": torch.zeros(WIDTH)})
+def in_place(self, x: Tensor) -> Tensor:
+    hidden = self.act(self.linear(x))
+    self.seen.add_(hidden.detach().mean(0))
+    return hidden.view(-1, 2, WIDTH // 2).transpose(1, 2).reshape(-1, WIDTH).add_(self.seen)
 
 
-class Returning(nn.Module):
+@network(lambda _: {"linear": nn.Linear(WIDTH, WIDTH), "other": nn.Linear(WIDTH, 3 * WIDTH)})
+def returning(self, x: Tensor) -> tuple[Tensor, ...]:
     """Returns what operations gave that return what they are given, a part of a tuple, and a view."""
-
-    def __init__(self, _: int) -> None:
-        super().__init__()
-        self.linear, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        hidden = torch.tanh(self.linear(x).float().contiguous()).to(x.dtype)
-        parts = self.other(hidden + 1).split(WIDTH, -1)
-        return hidden, parts[1], parts[2].transpose(0, 1)
+    hidden = torch.tanh(self.linear(x).float().contiguous()).to(x.dtype)
+    parts = self.other(hidden + 1).split(WIDTH, -1)
+    return hidden, parts[1], parts[2].transpose(0, 1)
 
 
 class Stack(nn.Module):
@@ -291,41 +273,32 @@ def batch(*shape: int) -> Tensor:
     return torch.randn(*(shape or (3, WIDTH)), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize(
-    ("make", "copies"),
-    [
-        (lambda: Stack(Block), 3),
-        (lambda: Stack(Counting), 3),
-        (lambda: Stack(InPlace), 3),
-        (lambda: PairedStack(Paired), 3),
-        (lambda: KeepingStack(Block), 3),
-        (lambda: TwiceStack(Block, 2), 3),
-        (lambda: BareStack(Block), 3),
-        (lambda: ReturningStack(Returning), 3),
-        (lambda: GradientStack(Block), 2 * 3),  # once more, with copies that are run
-        *((lambda in_place=in_place: Stack(lambda i: Around(i, in_place)), 3) for in_place in (False, True)),
-        (lambda: LinesStack(Block), 3),
-        (lambda: HandlingStack(Block), 2),
-        (lambda: nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), Block(i)) for i in range(4))), 2),
-        (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 16), 3, enable_nested_tensor=False), 1),
-    ],
-    ids=[
-        *(
-            "blocks",
-            "batch norms",
-            "in place",
-            "two results",
-            "kept",
-            "twice",
-            "bare",
-            "returned",
-            "gradient",
-            "around",
-        ),
-        *("around in place", "lines"),
-        *("error", "nested", "encoder"),
-    ],
-)
+ALIKE: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "blocks": (lambda: Stack(Block), 3),
+    "batch norms": (lambda: Stack(counting), 3),
+    "in place": (lambda: Stack(in_place), 3),
+    "two results": (lambda: PairedStack(paired), 3),
+    "kept": (lambda: KeepingStack(Block), 3),
+    "twice": (lambda: TwiceStack(Block, 2), 3),
+    "bare": (lambda: BareStack(Block), 3),
+    "returned": (lambda: ReturningStack(returning), 3),
+    "gradient": (lambda: GradientStack(Block), 2 * 3),  # once more, with copies that are run
+    "around": (lambda: Stack(lambda i: Around(i, False)), 3),
+    "around in place": (lambda: Stack(lambda i: Around(i, True)), 3),
+    "lines": (lambda: LinesStack(Block), 3),
+    "error": (lambda: HandlingStack(Block), 2),
+    "nested": (
+        lambda: nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), Block(i)) for i in range(4))),
+        2,
+    ),
+    "encoder": (
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 16), 3, enable_nested_tensor=False),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "copies"), ALIKE.values(), ids=ALIKE)
 def test_graph_and_guards_are_those_of_a_trace_of_each(make, copies, monkeypatch):
     assert both(make, batch(), monkeypatch=monkeypatch).copies >= copies
 
@@ -387,21 +360,19 @@ def test_a_layer_that_differs_is_traced_as_it_is(edit, monkeypatch):
 
 
 def _in_own_precision(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def cast(self: Block, x: Tensor) -> Tensor:
+    def in_own(self: Block, x: Tensor) -> Tensor:
         return forward(self, x.to(self.norm.weight.dtype)).float()
 
-    return cast
+    return in_own
 
 
-class Lambda(nn.Module):
+@network(lambda index: {"linear": nn.Linear(WIDTH, WIDTH), "act": lambda x, by=index: x * by + 1})
+def with_lambda(self, x: Tensor) -> Tensor:
     """A function of its own, whose code all blocks share."""
+    return x + self.act(torch.tanh(self.linear(x)).sin())
 
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.linear, self.act = nn.Linear(WIDTH, WIDTH), lambda x, by=index: x * by + 1
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.act(torch.tanh(self.linear(x)).sin())
+linear = network(lambda _: {"linear": nn.Linear(WIDTH, WIDTH)})
 
 
 class Labelled(nn.Module):
@@ -423,57 +394,43 @@ class GloballyLabelled(Labelled):
         return x + torch.tanh(self.linear(x)).sin() * LABELS[self]
 
 
-class Counted(nn.Module):
+@linear
+def counted(self, x: Tensor) -> Tensor:
     """Counts its calls outside, and computes with the number."""
-
-    def __init__(self, _: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        COUNTED["calls"] += 1
-        return x + torch.tanh(self.linear(x)).sin() * COUNTED["calls"]
+    COUNTED["calls"] += 1
+    return x + torch.tanh(self.linear(x)).sin() * COUNTED["calls"]
 
 
-class Drawing(Counted):
+@linear
+def drawing(self, x: Tensor) -> Tensor:
     """Draws in Python whether it runs, as stochastic depth does."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x)).sin() * random.random()
+    return x + torch.tanh(self.linear(x)).sin() * random.random()
 
 
-class Remembering(Counted):
+@network(lambda _: {"linear": nn.Linear(WIDTH, WIDTH)}, last=None)
+def remembering(self, x: Tensor) -> Tensor:
     """Keeps what it computed last."""
-
-    last: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.last = x + torch.tanh(self.linear(x)).sin()
-        return self.last.cos()
+    self.last = x + torch.tanh(self.linear(x)).sin()
+    return self.last.cos()
 
 
-class First(Counted):
+@linear
+def first(self, x: Tensor) -> Tensor:
     """Compares itself with what it reaches."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__(index)
-        self.all: list[nn.Module] = [self]
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + torch.tanh(self.linear(x)).sin()
-        return x * 2 if self.all[0] is self else x
+    x = x + torch.tanh(self.linear(x)).sin()
+    return x * 2 if self.all[0] is self else x
 
 
 def _with_the_same_list(blocks: nn.ModuleList) -> None:
+    same: list[nn.Module] = [blocks[0]]
     for block in blocks:
-        block.all = blocks[0].all
+        block.all = same
 
 
-class Giving(Counted):
+@linear
+def giving(self, x: Tensor) -> Any:
     """Gives a parameter of its own beside what it computes."""
-
-    def forward(self, x: Tensor) -> Any:
-        return x + torch.tanh(self.linear(x)).sin(), self.linear.weight
+    return x + torch.tanh(self.linear(x)).sin(), self.linear.weight
 
 
 class GivingStack(Stack):
@@ -484,55 +441,51 @@ class GivingStack(Stack):
         return x
 
 
-class Marking(Counted):
+@linear
+def marking(self, x: Tensor) -> Tensor:
     """Leaves a number on what it computes."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + torch.tanh(self.linear(x)).sin() * getattr(x, "depth", 1)
-        x.depth = 2
-        return x
+    x = x + torch.tanh(self.linear(x)).sin() * getattr(x, "depth", 1)
+    x.depth = 2
+    return x
 
 
-class Parented(Counted):
+@linear
+def parented(self, x: Tensor) -> Tensor:
     """Compares itself with a module that it reaches through what holds it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + torch.tanh(self.linear(x)).sin()
-        return x * 2 if self.parent[0].blocks[1] is self else x
-
-
-def _with_parents(blocks: nn.ModuleList) -> None:
-    for block in blocks:
-        block.parent = PARENT
+    x = x + torch.tanh(self.linear(x)).sin()
+    return x * 2 if self.parent[0].blocks[1] is self else x
 
 
 PARENT: list[nn.Module] = []
 
 
 def _parented() -> Stack:
-    stack = Stack(Parented)
+    stack = Stack(parented)
     PARENT[:] = [stack]
-    _with_parents(stack.blocks)
+    for block in stack.blocks:
+        block.parent = PARENT
     return stack
 
 
-class Listed(Counted):
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + torch.tanh(self.linear(x)).sin()
-        return x * 2 if PARENT[0] is self else x
+@linear
+def listed(self, x: Tensor) -> Tensor:
+    x = x + torch.tanh(self.linear(x)).sin()
+    return x * 2 if PARENT[0] is self else x
 
 
 class ListedStack(Stack):
     """Calls what is in a global list."""
 
-    def __init__(self) -> None:
-        super().__init__(Listed)
-        PARENT[:] = [*self.blocks]
-
     def forward(self, x: Tensor) -> Tensor:
         for block in PARENT:
             x = block(x)
         return x
+
+
+def _listed() -> Stack:
+    stack = ListedStack(listed)
+    PARENT[:] = [*stack.blocks]
+    return stack
 
 
 class LabelledStack(Stack):
@@ -552,13 +505,9 @@ def _labelled() -> Stack:
 CONFIGURATIONS = [SimpleNamespace(power=float(i)) for i in range(4)]
 
 
-class Configured(Counted):
-    def __init__(self, index: int) -> None:
-        super().__init__(index)
-        self.config = CONFIGURATIONS[index]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x)).sin() * self.config.power
+@network(lambda index: {"linear": nn.Linear(WIDTH, WIDTH), "config": CONFIGURATIONS[index]})
+def configured(self, x: Tensor) -> Tensor:
+    return x + torch.tanh(self.linear(x)).sin() * self.config.power
 
 
 class ConfiguredStack(Stack):
@@ -568,34 +517,32 @@ class ConfiguredStack(Stack):
         return super().forward(x * sum(config.power for config in CONFIGURATIONS))
 
 
-class Cast(Counted):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            hidden = self.linear(torch.tanh(x).sin())
-        return x + hidden.float()
+@linear
+def cast(self, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = self.linear(torch.tanh(x).sin())
+    return x + hidden.float()
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        *(
-            lambda kind=kind: Stack(kind)
-            for kind in (Lambda, Labelled, GloballyLabelled, Counted, Drawing, Remembering)
-        ),
-        edited(_with_the_same_list, First),
-        lambda: GivingStack(Giving),
-        lambda: Stack(Marking),
-        _parented,
-        ListedStack,
-        _labelled,
-        lambda: ConfiguredStack(Configured),
-        lambda: Stack(Cast),
-    ],
-    ids=[
-        *("lambda", "by class", "by global", "counted", "drawn", "remembered", "itself", "giving", "marking"),
-        *("by parent", "listed", "keys", "configured", "autocast"),
-    ],
-)
+UNLIKE: dict[str, Callable[[], nn.Module]] = {
+    "lambda": lambda: Stack(with_lambda),
+    "by class": lambda: Stack(Labelled),
+    "by global": lambda: Stack(GloballyLabelled),
+    "counted": lambda: Stack(counted),
+    "drawn": lambda: Stack(drawing),
+    "remembered": lambda: Stack(remembering),
+    "itself": edited(_with_the_same_list, first),
+    "giving": lambda: GivingStack(giving),
+    "marking": lambda: Stack(marking),
+    "by parent": _parented,
+    "listed": _listed,
+    "keys": _labelled,
+    "configured": lambda: ConfiguredStack(configured),
+    "autocast": lambda: Stack(cast),
+}
+
+
+@pytest.mark.parametrize("make", UNLIKE.values(), ids=UNLIKE)
 def test_what_depends_on_more_than_guards_is_traced_as_it_is(make, monkeypatch):
     monkeypatch.setitem(COUNTED, "calls", 0)
     torch.manual_seed(0)
@@ -611,14 +558,14 @@ class CountedOutside(Stack):
         return x
 
 
-class Reading(Counted):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x)).sin() * COUNTED["calls"]
+@linear
+def reading(self, x: Tensor) -> Tensor:
+    return x + torch.tanh(self.linear(x)).sin() * COUNTED["calls"]
 
 
 def test_what_is_changed_between_two_calls_is_seen(monkeypatch):
     monkeypatch.setitem(COUNTED, "calls", 0)
-    found = trace(CountedOutside(Reading), batch(), copies=True, monkeypatch=monkeypatch)
+    found = trace(CountedOutside(reading), batch(), copies=True, monkeypatch=monkeypatch)
     assert found.copies == 0
 
 
@@ -677,11 +624,8 @@ def test_a_copy_that_turns_out_other_is_traced_after_all(monkeypatch):
     repeated_modules._traced_whole.discard(forward)
 
 
-def test_what_is_not_read_may_differ(monkeypatch):
+def test_what_is_not_read_may_differ_and_other_objects_with_the_same_numbers_are_alike(monkeypatch):
     found = both(lambda: Stack(Block, 5), batch(), monkeypatch=monkeypatch)
     assert found.copies == 4  # each has an index of its own
-
-
-def test_another_object_with_the_same_numbers_is_alike(monkeypatch):
     make = edited(lambda blocks: setattr(blocks[2], "config", SimpleNamespace(power=2.0)))
     assert both(make, batch(), monkeypatch=monkeypatch).copies == 3

@@ -31,7 +31,7 @@ from hiremate_lightning.torch_private import (
     sharding,
     tensor_state,
 )
-from tests.exact import TORCH
+from tests.exact import TORCH, network
 
 
 class Own(torch.Tensor):
@@ -171,21 +171,15 @@ def test_a_look_at_tensors_keeps_none_of_them_alive(no_automatic_collection):
     assert not lives()
 
 
-def test_a_watched_storage_is_not_kept_alive():
-    x = torch.zeros(10)
+def test_a_storage_is_watched_and_referred_to_without_being_kept_alive():
+    x = torch.arange(10)
+    lives, get = tensor_state.watch_storage(x), tensor_state.refer_weakly(x.untyped_storage())
+    assert get().data_ptr() == x.data_ptr()
     view = x[2:]
-    lives = tensor_state.watch_storage(x)
     del x
     assert lives()
     del view
     assert not lives()
-
-
-def test_a_storage_is_referred_to_without_being_kept_alive():
-    x = torch.arange(10)
-    get = tensor_state.refer_weakly(x.untyped_storage())
-    assert get().data_ptr() == x.data_ptr()
-    del x
     assert get() is None
 
 
@@ -238,10 +232,21 @@ def captured_inputs(function, calls):
     return seen
 
 
-def test_a_number_becomes_an_input_at_its_second_value_and_sizes_stay_numbers():
-    seen = captured_inputs(lambda x, n: x * n, [(torch.ones(4), 2), (torch.ones(4), 3), (torch.ones(4), 4)])
+NUMBERS = {
+    "a number": (lambda x, n: x * n, (2, 3, 4)),
+    "a number that makes a size": (lambda x, n: x[:n] * 2, (2, 3, 4, 3)),
+    "a fraction": (lambda x, t: x * t, (0.1, 0.2, 0.3, 0.1)),
+}
+
+
+@pytest.mark.parametrize(("function", "numbers"), NUMBERS.values(), ids=NUMBERS)
+def test_a_number_is_an_input_from_its_second_value_on(function, numbers):
+    seen = captured_inputs(function, [(torch.ones(9), number) for number in numbers])
     assert [len(inputs) for inputs in seen] == [1, 2]
-    assert torch.SymInt in seen[1]
+    assert (torch.SymInt in seen[1]) == isinstance(numbers[0], int)
+
+
+def test_sizes_stay_numbers():
     seen = captured_inputs(lambda x: x * 2, [(torch.ones(4),), (torch.ones(5),), (torch.ones(6),)])
     assert [inputs[0].shape for inputs in seen] == [(4,), (5,), (6,)]
     assert not any(tensor_state.is_symbolic(inputs[0]) for inputs in seen)
@@ -353,11 +358,6 @@ def test_settings_of_torch_compile_are_the_users_again_after_nested_and_failed_c
     assert set(seen) == {256}
 
 
-def test_a_number_that_makes_a_size_is_an_input_from_its_second_value_on():
-    seen = captured_inputs(lambda x, n: x[:n] * 2, [(torch.ones(9), n) for n in (2, 3, 4, 3)])
-    assert [torch.SymInt in inputs for inputs in seen] == [False, True]
-
-
 def test_what_the_user_called_is_known_of_a_captured_node():
     called = []
 
@@ -410,11 +410,6 @@ def test_the_derivatives_that_make_their_gradient_contiguous_are_known():
     batch_norms = {"cudnn_batch_norm", "miopen_batch_norm"}
     convolutions, nested = {"_conv_depthwise2d", "conv_depthwise3d"}, {"values"}
     assert found == read_memory | batch_norms | convolutions | nested
-
-
-def test_a_fraction_that_changes_is_an_input_from_its_second_value_on():
-    seen = captured_inputs(lambda x, t: x * t, [(torch.ones(4), t) for t in (0.1, 0.2, 0.3, 0.1)])
-    assert [len(inputs) for inputs in seen] == [1, 2]
 
 
 NO_FORMAT = pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.12 can't trace str.format")
@@ -606,18 +601,14 @@ def test_a_block_of_autocast_stays_the_same_while_it_is_open():
 def test_names_of_classes_end_no_graph():
     """As peft asks whether a weight is quantized."""
 
-    class Asking(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
+    @network(lambda: {"linear": nn.Linear(8, 8)})
+    def asking(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.linear.weight
+        if type(weight).__module__.startswith("torchao.") or weight.__class__.__name__ == "Params4bit":
+            x = 2 * x
+        return x @ weight
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            weight = self.linear.weight
-            if type(weight).__module__.startswith("torchao.") or weight.__class__.__name__ == "Params4bit":
-                x = 2 * x
-            return x @ weight
-
-    model = hiremate(Asking(), "1 MiB", verbose=False)
+    model = hiremate(asking(), "1 MiB", verbose=False)
     model(torch.randn(8, 8)).sum().backward()
     assert session_of(model).captured_count == 1
     assert not session_of(model).why_uncaptured()

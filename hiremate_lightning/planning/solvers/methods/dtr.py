@@ -21,10 +21,10 @@ over and over. Where its schedule passes the budget by the replay, it runs again
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator
 
 from ..chain import last_needs
-from ..choices import Policy
+from ..choices import Policy, spread
 from ..model import StepModel
 from ..search import PROPOSING_SHARE, Search, method
 
@@ -47,15 +47,9 @@ def propose(search: Search) -> Iterator[Policy]:
 
 
 class DtrRun:
-    """One step under the heuristic.
-
-    Attributes:
-        live: Choices in memory.
-        evicted: Choices that were evicted and are not back.
-    """
+    """One step under the heuristic, which evicts at a limit of bytes; a deadline of work ends it."""
 
     def __init__(self, model: StepModel, limit_bytes: int, deadline: float) -> None:
-        """Begin before the forward, to evict at a limit of bytes; a deadline of work ends it."""
         self._model, self._limit, self._deadline = model, limit_bytes, deadline
         self._last_need = last_needs(self._model)
         self._near = EvictedNeighbours(self._model)
@@ -157,11 +151,10 @@ class EvictedNeighbours:
     """The evicted neighbourhoods e*, and the choices that are evicted."""
 
     def __init__(self, model: StepModel) -> None:
-        """Begin with nothing evicted."""
         self._model = model
         self.evicted = set[int]()
         self._known: dict[int, float] = {}
-        self._sources = {s: model.needs[model.producer[s]] if s in model.producer else () for s in model.choices}
+        self._sources = {s: model.sources(s) for s in model.choices}
         self._results: dict[int, list[int]] = {s: [] for s in model.choices}
         for storage, sources in self._sources.items():
             for source in sources:
@@ -170,32 +163,19 @@ class EvictedNeighbours:
     def cost_ms(self, storage: int) -> float:
         """Return c(s), with c of the values in e*(s)."""
         if storage not in self._known:
-            near = {storage, *self._reach(storage, self._sources), *self._reach(storage, self._results)}
+            ways = (lambda s, on=on: self.evicted.intersection(on[s]) for on in (self._sources, self._results))
+            near = set[int]().union(*(spread(set(), [storage], way) for way in ways))
             nodes = {self._model.producer[s] for s in near if s in self._model.producer}
             self._known[storage] = sum(self._model.cost_ms[n] for n in sorted(nodes))
         return self._known[storage]
-
-    def _reach(self, storage: int, following: Mapping[int, Iterable[int]]) -> set[int]:
-        """Return the evicted choices that are reached one way through evicted ones."""
-        reached, stack = set[int](), [storage]
-        while stack:
-            fresh = [s for s in following[stack.pop()] if s in self.evicted and s not in reached]
-            reached.update(fresh)
-            stack.extend(fresh)
-        return reached
 
     def change(self, storage: int, is_evicted: bool) -> None:
         """Note that a choice was evicted, or is back; forget the costs that this changes."""
         if is_evicted == (storage in self.evicted):
             return
         self.evicted.add(storage)
-        seen, stack = {storage}, [storage]
-        while stack:
-            top = stack.pop()
-            self._known.pop(top, None)
-            if top in self.evicted:
-                fresh = [s for s in (*self._sources[top], *self._results[top]) if s not in seen]
-                seen.update(fresh)
-                stack.extend(fresh)
+        around = spread(set(), [storage], lambda s: (*self._sources[s], *self._results[s]) if s in self.evicted else ())
+        for other in around:
+            self._known.pop(other, None)
         if not is_evicted:
             self.evicted.discard(storage)

@@ -41,13 +41,8 @@ LENGTHS = (2000, 100, 50, 24, 12, 6)  # of the chains that are tried
 def checkpoints(inputs: Sequence[int], tapes: Sequence[int], rests: Sequence[int]) -> tuple[list[int], int]:
     """Choose the links whose input is kept, so that the peak is least; in linear time.
 
-    Args:
-        inputs: d_i, bytes of the input of each link.
-        tapes: Bytes that each link makes for its backward.
-        rests: Bytes of gradients and workspace in the backward of each link.
-
-    Returns:
-        The chosen links, ascending, 0 among them, and M(0).
+    Given are the bytes of each link's input, d_i, of what it makes for its backward, and of the gradients and workspace
+    in that. The chosen links ascend from 0; M(0) comes with them.
     """
     count = len(inputs)
     ends = list(accumulate(tapes, initial=0))

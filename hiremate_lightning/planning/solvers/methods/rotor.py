@@ -27,7 +27,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import itemgetter
 
 import numpy as np
@@ -85,14 +84,6 @@ class Table:
     """
 
     def __init__(self, model: StepModel, sizes: ChainBytes, tapes: Tapes, budget_bytes: int) -> None:
-        """Fill the table.
-
-        Args:
-            model: The step.
-            sizes: Its chain.
-            tapes: The options of each link.
-            budget_bytes: Bytes for all of it.
-        """
         self.chain, self.tapes = sizes.chain, tapes
         self._model, self._sizes = model, sizes
         through = [_time_ms(model, link.nodes_for(model, link.handed_on(model))) for link in self.chain]
@@ -204,29 +195,23 @@ def over_chains(
 ) -> Iterator[Policy]:
     """Yield the best schedules of chains of several lengths, under several working budgets.
 
-    Args:
-        search: The search.
-        name: Name of the method.
-        tapes_of: Returns the options of each link of a chain.
-        lengths: Lengths of the chains.
+    `tapes_of` returns the options of each link of a chain.
     """
-    model = search.model
     for chain in chains_of(search, name, lengths):
-        sizes = ChainBytes(model, chain)
-        tapes = tapes_of(search, sizes)
-        yield from _under_budgets(search, partial(_best, model, sizes, tapes))
+        sizes = ChainBytes(search.model, chain)
+        yield from _under_budgets(search, sizes, tapes_of(search, sizes))
 
 
-def _best(model: StepModel, sizes: ChainBytes, tapes: Tapes, budget_bytes: int) -> Policy | None:
-    spans = Table(model, sizes, tapes, budget_bytes).spans()
-    return policy_of(model, spans) if spans else None
-
-
-def _under_budgets(search: Search, solve: Callable[[int], Policy | None]) -> Iterator[Policy]:
+def _under_budgets(search: Search, sizes: ChainBytes, tapes: Tapes) -> Iterator[Policy]:
     """Yield schedules for larger and larger working budgets while they fit the real one, else for smaller ones."""
+
+    def best(share: float) -> Policy | None:
+        spans = Table(search.model, sizes, tapes, int(share * search.limit)).spans()
+        return policy_of(search.model, spans) if spans else None
+
     share = 1.0
     for share in (1.0, *LARGER):
-        policy = solve(int(share * search.limit))
+        policy = best(share)
         if policy is not None:
             yield policy
             if search.model.replay(policy).peak_bytes > search.limit:
@@ -234,7 +219,7 @@ def _under_budgets(search: Search, solve: Callable[[int], Policy | None]) -> Ite
     if share > 1.0:
         return
     for share in SMALLER:
-        policy = solve(int(share * search.limit))
+        policy = best(share)
         if policy is None:
             return
         yield policy

@@ -38,12 +38,9 @@ GAPS = (0.1, 0.0)  # parts of the backward without a read below a separator afte
 
 @dataclass(frozen=True, slots=True)
 class Separator:
-    """A separator, as part of a balanced tree.
+    """A separator, as part of a balanced tree: those of its values that none above it has, and all below it.
 
-    Attributes:
-        above: Number of the one above it, -1 at the top.
-        values: Values of its bag that no separator above it has.
-        below: These, and all of those below it.
+    `above` is the number of the one above it, -1 at the top.
     """
 
     above: int
@@ -160,13 +157,15 @@ def _middle(near: list[list[int]], taken: set[int], first: int) -> int:
 def spans(model: StepModel, separators: list[Separator], leaf_bytes: float, gap: int = 0) -> dict[int, ChainSpan]:
     """Return the values held in each part of the backward: the separators on the way to its reads, and its leaf.
 
-    Args:
-        model: The step.
-        separators: Each after the one above it.
-        leaf_bytes: Most bytes of the values of a leaf: a separator with all of those below it.
-        gap: Backward positions without a read below a separator after which it is freed.
+    A leaf is a separator with all of those below it, of at most so many bytes. A separator is freed where nothing below
+    it is read in more positions of the backward than the gap.
     """
-    own = _own_values(model, separators, leaf_bytes)
+    own, is_in_leaf = list[frozenset[int]](), list[bool]()  # values held for each separator: a leaf's are all below it
+    for separator in separators:
+        is_below = separator.above >= 0 and is_in_leaf[separator.above]
+        is_leaf = not is_below and sum(model.sizes[s] for s in separator.below) <= leaf_bytes
+        is_in_leaf.append(is_below or is_leaf)
+        own.append(frozenset() if is_below else separator.below if is_leaf else separator.values)
     owner = {s: number for number, separator in enumerate(separators) for s in separator.values}
     begins: dict[int, list[int]] = {}
     ends: dict[int, list[int]] = {}
@@ -186,17 +185,6 @@ def spans(model: StepModel, separators: list[Separator], leaf_bytes: float, gap:
         if now:
             held[position] = ChainSpan(frozenset().union(*(own[number] for number in now)), frozenset())
     return held
-
-
-def _own_values(model: StepModel, separators: list[Separator], leaf_bytes: float) -> list[frozenset[int]]:
-    """Return the values held for each separator: its own, and for a leaf all below it; none for those below a leaf."""
-    own, is_in_leaf = list[frozenset[int]](), list[bool]()
-    for separator in separators:
-        is_below = separator.above >= 0 and is_in_leaf[separator.above]
-        is_leaf = not is_below and sum(model.sizes[s] for s in separator.below) <= leaf_bytes
-        is_in_leaf.append(is_below or is_leaf)
-        own.append(frozenset() if is_below else separator.below if is_leaf else separator.values)
-    return own
 
 
 def _on_the_way(separators: list[Separator], numbers: set[int]) -> set[int]:
