@@ -312,8 +312,8 @@ def _is_admitted(tracer: InstructionTranslatorBase, seen: Any) -> bool:
     """
     root, code = tracer.output.root_tx, tracer.f_code
     before, branch = _decided.get(root, ()), (code.co_filename, code.co_firstlineno, tracer.instruction_pointer)
-    decisions = _ways.setdefault(root.f_code, defaultdict(set))
-    taken = decisions[(*before, branch)]
+    decisions, way = _ways.setdefault(root.f_code, defaultdict(set)), (*before, branch)
+    taken = decisions[way]
     if taken and repr(seen) not in taken:
         forks = sum(len(each) - 1 for each in decisions.values())
         if forks == _MOST_FORKS or not isinstance(seen, bool):

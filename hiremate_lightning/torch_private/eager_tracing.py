@@ -64,8 +64,9 @@ def eager_kernels() -> AbstractContextManager[None]:
     packets += [getattr(aten, name) for name in dir(aten) if name.startswith(("upsample_", "_upsample_"))]
     overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
     operators = [op for op in overloads if any(key in op.py_kernels for key in _IMPLICIT)]
-    own = {aten.dropout.default: _eager_dropout, aten.istft.default: istft, aten.gru_cell.default: _eager_gru_cell}
-    return _with_kernels({op: dict.fromkeys(_IMPLICIT, own.get(op)) for op in (*operators, *own)})
+    own: dict[OpOverload, Callable[..., Any]] = {aten.dropout.default: _eager_dropout, aten.istft.default: istft}
+    own[aten.gru_cell.default] = _eager_gru_cell
+    return _with_kernels({op: {key: own.get(op) for key in _IMPLICIT} for op in (*operators, *own)})
 
 
 @contextmanager

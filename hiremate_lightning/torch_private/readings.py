@@ -361,7 +361,7 @@ def ranges(call: Any, variable: Any, tracer: Any, arguments: list[VariableTracke
 
 
 @instead_of(f"{_VARIABLES}.builtin.GetAttrBuiltinVariable.call_function")
-def names(read: Any, variable: Any, tracer: Any, arguments: list[VariableTracker], named: Any) -> Any:
+def names(read: Any, variable: Any, tracer: Any, arguments: list[Any], named: Any) -> Any:
     """Read the name of a class or function of torch, or of its module, which Dynamo 2.13 takes for no string."""
     asked, name, *others = arguments
     is_of_torch = isinstance(asked, TorchInGraphFunctionVariable)
