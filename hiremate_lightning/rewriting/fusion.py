@@ -94,7 +94,7 @@ def fuse(joint: fx.GraphModule, num_forward: int, kernels: FusedKernels) -> None
 
 
 @dataclass(eq=False)
-class _Group:
+class _Kernel:
     """Operations that become one kernel, in order, and whether its node is in the new graph."""
 
     members: list[fx.Node]
@@ -122,14 +122,14 @@ class _Fuser:
             if node not in self.tangents_of:
                 self.tangents_of[node] = frozenset().union(*(self.tangents_of[a] for a in node.all_input_nodes))
         self.fusible = {n for n in operations if self._is_fusible(n)}
-        self.group_of: dict[fx.Node, _Group] = {}
+        self.group_of: dict[fx.Node, _Kernel] = {}
         self.derived: set[fx.Node] = set()  # internal values that backward operations compute for themselves
         self.position = {n: i for i, n in enumerate((*self.forward, *self.backward))}
         self.stretch = dict(_stretches(self.forward, self.fusible)) | dict(_stretches(self.backward, self.fusible))
 
     def run(self, statistics: Sequence[list[fx.Node]]) -> fx.Graph:
         for members in statistics:
-            self.group_of.update(dict.fromkeys(members, _Group(members)))
+            self.group_of.update(dict.fromkeys(members, _Kernel(members)))
         for node in reversed(self.forward):
             if node in self.fusible and node not in self.group_of:
                 self._place_forward(node)
@@ -206,7 +206,7 @@ class _Fuser:
         group = groups.pop() if len(groups) == 1 else None
         can_join = group is not None and len(group.members) < MOST_MEMBERS and self._may_wait(node, group)
         if group is None or not can_join or not all(self._can_be_internal(node, value) for value in values_of(node)):
-            self.group_of[node] = _Group([node])
+            self.group_of[node] = _Kernel([node])
             return
         group.members.insert(0, node)
         self.group_of[node] = group
@@ -229,7 +229,7 @@ class _Fuser:
         """Whether the backward reads a value, or derives another one from it."""
         return any(c not in self.is_forward or c in self.derived for c in self.consumers(value))
 
-    def _may_wait(self, node: fx.Node, group: _Group) -> bool:
+    def _may_wait(self, node: fx.Node, group: _Kernel) -> bool:
         """Whether running an operation only where its group runs keeps no more memory waiting."""
         if self.stretch[node] == self.stretch[group.members[-1]]:
             return True
@@ -242,7 +242,7 @@ class _Fuser:
 
     def _place_backward(self, node: fx.Node) -> None:
         """Put an operation into the group of all that reads its large results, or begin a group with it."""
-        group = _Group([node])
+        group = _Kernel([node])
         readers = {c for v in values_of(node) if not self._is_small(node, v) for c in self.consumers(v)}
         joined = {self.group_of.get(c) for c in readers}
         others = {g for g in joined if g is None or not self._gives_gradients_only(g.members[-1])}
@@ -301,7 +301,7 @@ class _Writer:
         elif not group.is_written:
             self._write_group(group)
 
-    def _write_group(self, group: _Group) -> None:
+    def _write_group(self, group: _Kernel) -> None:
         group.is_written = True
         derived, group_of, readers = self.fuser.derived, self.fuser.group_of, self.fuser.consumers
         inner = [v for member in group.members for v in values_of(member) if v not in derived]

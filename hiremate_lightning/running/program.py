@@ -146,7 +146,7 @@ def _forward_module(
     graph = fx.Graph()
     values = {p: graph.node_copy(p) for p in captured.placeholders}
     _copy_constants(captured, graph, values)
-    _Emitter(captured, schedule, graph, values, host=host).emit(schedule.forward)
+    _Emitter(captured, graph, values, host=host).emit(schedule.forward, schedule.saved)
     outputs = [values[v] if isinstance(v, fx.Node) else v for v in captured.forward_outputs]
     graph.output((*outputs, *(values[v] for v in saved)))
     for state in [node for node in graph.nodes if is_state(node) and not node.users]:  # nothing is drawn from it again
@@ -171,7 +171,7 @@ def _backward_module(
     halves = {gradients[p]: gradients[p].args[0] for p in changes.uncast - changes.carried}
     absence = replace(absence, replaced={**absence.replaced, **halves})
     _copy_constants(captured, graph, values)
-    _Emitter(captured, schedule, graph, values, absence, sums).emit(schedule.backward)
+    _Emitter(captured, graph, values, absence, sums).emit(schedule.backward, schedule.saved)
     there = (v if isinstance(v, fx.Node) and v not in absence.values else None for v in gradients)
     results = [None if v is None else values[v] for v in there]
     for position, total in totals.items():
@@ -245,7 +245,6 @@ class _Emitter:
     def __init__(
         self,
         captured: Captured,
-        schedule: Schedule,
         graph: fx.Graph,
         values: dict[fx.Node, fx.Node],
         absence: Absence = NOTHING,
@@ -256,22 +255,22 @@ class _Emitter:
         self._copy_out = None if host is None else copying_out(host)
         self._on_the_way: dict[int, fx.Node] = {}
         self._adding = {node: own for own in sums for node in own.terms}
-        self._captured, self._schedule, self._graph, self._absence = captured, schedule, graph, absence
+        self._captured, self._graph, self._absence = captured, graph, absence
         self._returned = {*captured.forward_outputs, *captured.backward_outputs}
 
-    def emit(self, operations: Sequence[Operation]) -> None:
-        """Append operations, in their order."""
+    def emit(self, operations: Sequence[Operation], saved: Sequence[int]) -> None:
+        """Append operations, in their order, of a schedule that saves some tensors."""
         for operation in operations:
             if isinstance(operation, Compute):
                 if operation.node < len(self._captured.fx_nodes):
                     self._run(operation.node)
             elif not isinstance(operation, Free):  # generated code frees by itself
-                self._move(operation)
+                self._move(operation, saved)
 
-    def _move(self, operation: Copying) -> None:
+    def _move(self, operation: Copying, tensors: Sequence[int]) -> None:
         """Append a copy to the host or back, or the wait for one."""
         storage, call = operation.storage, self._graph.call_function
-        saved = self._values_on(storage, self._schedule.saved)
+        saved = self._values_on(storage, tensors)
         if isinstance(operation, CopyOut):
             assert self._copy_out is not None, "values are offloaded in the forward"
             all_values = self._values_on(storage, range(len(self._captured.fx_values)))
