@@ -463,6 +463,11 @@ class PlannedSignatures:
         if peak_bytes > max(budget_bytes, said_bytes):
             self._announcements.piece(peak_bytes, peak_bytes - budget_bytes)
 
+    def note_proofs(self) -> None:
+        """Note on all plans what is proved by now: where memory is missing, code is proved in later steps."""
+        for signature in self.history.planned:
+            signature.plan = self.maker.with_proofs(signature.own_plan)
+
     def confused(self, expected: StepSignature, signature: StepSignature, is_by_plans: bool) -> None:
         """Learn that a step turned out another signature than it began as.
 

@@ -106,14 +106,14 @@ class Session:
     @property
     def plan(self) -> Plan | None:
         """The plan of the latest step signature, None before there is one."""
-        latest = self.planned.latest
-        return None if latest is None else self.planned.maker.with_proofs(latest)
+        self.planned.note_proofs()
+        return self.planned.latest
 
     @property
     def plans(self) -> Mapping[GraphNumbers, Plan]:
         """The plans so far, by the captured graphs of their steps."""
-        with_proofs = self.planned.maker.with_proofs
-        return {signature.graphs: with_proofs(signature.own_plan) for signature in self.planned.history.planned}
+        self.planned.note_proofs()
+        return {signature.graphs: signature.own_plan for signature in self.planned.history.planned}
 
     @property
     def options(self) -> SessionOptions:
