@@ -5,7 +5,7 @@ batch). Its `Option` says all there is to say. Error messages and the flags of `
 signatures and docstrings of the entry points, the table of docs/api.md, and the messages in docs/troubleshooting.md are
 written from it by `python -m tests.option_docs --write`, and test_options.py compares them.
 
-This module is imported for the help of a command, so it loads neither torch nor a solver.
+This module is imported for the help of a command, so it does not load torch.
 """
 
 from __future__ import annotations

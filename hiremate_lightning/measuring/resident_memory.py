@@ -156,8 +156,8 @@ class ResidentMemory:
     def collect_garbage(self, steps: int = 1) -> bool:
         """Collect garbage, which would count as memory that stays, or that a step frees; return whether it was.
 
-        Garbage of tracing and planning is collected as these end, see `garbage`. Nothing is collected where fewer steps
-        have begun since the last collection.
+        Garbage of tracing and planning is collected as these end (`housekeeping`). Nothing is collected where fewer
+        steps have begun since the last collection.
         """
         if self._uncollected_steps < steps:
             return False

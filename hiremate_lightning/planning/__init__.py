@@ -1,1 +1,1 @@
-"""Deciding what to keep and what to compute again: where to cut a step, strategies, the plan."""
+"""Deciding what to keep and what to compute again: strategies, and the plan."""

@@ -54,6 +54,7 @@ class Loss(Generic[T]):
 
     Attributes:
         ladder: The decisions for its code.
+        step: The step.
         room: How many bytes it has.
         chosen: What it runs by.
     """

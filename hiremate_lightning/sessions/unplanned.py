@@ -1,8 +1,9 @@
 """Steps that run as the user wrote them, though their model is planned: where that fits, and is as fast.
 
-There are three cases. Steps of sizes that were never seen, which to capture would take seconds (`plain_steps`); those
-of them that fit only where what autograd saves is offloaded, until plans for them are worth their time
-(`offloading`); and steps whose plan gains nothing and is slower than eager PyTorch (`releasing`).
+There are three cases. Steps of sizes that were never seen, which to capture would take seconds
+(`signatures.plain_steps`). Those of them that fit only where what autograd saves is offloaded, until plans for them are
+worth their time (`offloading`). And steps whose plan gains nothing and is slower than eager PyTorch
+(`signatures.releasing`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The methods of the papers, one file a paper: each proposes policies, and `proposals` carries them out."""
+"""The methods of the papers, one file a paper: each proposes policies, and `search` carries them out."""
 
 import pkgutil
 from importlib import import_module

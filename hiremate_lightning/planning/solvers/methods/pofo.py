@@ -5,14 +5,12 @@ NeurIPS 2021. It extends Rotor's recurrence (`rotor.py`) in the forward of the s
 holds for its backward, and what it hands to the next one, may be offloaded while later links run.
 
     C(s, L, m) = min(Rotor's choices, C_offload)
-    C_offload     = C(s + 1, L, m) + p * offload_s                                 F_all of s, whose values are
-    offloaded
+    C_offload     = C(s + 1, L, m) + p * offload_s        F_all of s, whose values are offloaded
 
 Changed: the paper's programme knows when transfers end. Here an offloaded byte has a price p, between nothing and the
-    time
-that it takes on the link, since copies are hidden up to what is computed beside them, and cost their time beyond. Each
-price gives a schedule; the second pass (`offload.py`) chooses the places of its copies, and the simulator the fastest.
-The bytes for what has just come back, or not gone yet, are those of the link and of the one after it.
+time that it takes on the link, since copies are hidden up to what is computed beside them, and cost their time beyond.
+Each price gives a schedule; the second pass (`offload.py`) chooses the places of its copies, and the simulator the
+fastest. The bytes for what has just come back, or not gone yet, are those of the link and of the one after it.
 
 Where a problem has no memory of the host, it is Rotor. It can't do better than persistent schedules of chains.
 """

@@ -1,6 +1,6 @@
 """Predict what the host's memory gives: plans with and without values that are offloaded, from estimated times.
 
-    python benchmarks/away.py [--models resnet101,mixer] [--limit 5] [--toy]
+    python benchmarks/offload.py [--models resnet101,mixer] [--limit 5] [--toy]
 
 Each step is captured on fake tensors, and its operations are estimated from what a GPU computes and reads in a
 millisecond at most: real ones take longer, so copies hide better than here. For each machine and budget: the fastest
@@ -115,7 +115,7 @@ def problem_of(step: OfflineStep, machine: Machine, gb_per_s: float, limit_s: fl
 
 
 def solved(whole: Problem, plain_bytes: int) -> tuple[dict[float, Solution], list[Decisions]]:
-    """Solve all budgets; give what each found, and all schedules that may be put away from."""
+    """Solve all budgets; give what each found, and all schedules that values may be offloaded from."""
     found = {
         share: get_strategy("portfolio")(replace(whole, budget_bytes=int(share * plain_bytes))) for share in SHARES
     }

@@ -1,6 +1,6 @@
 """Train small models with values offloaded in the host's memory and without, on a GPU, and compare bits and peaks.
 
-    python benchmarks/away_training.py [--simulated] [--lengths] [transformers/gpt2 timm/resnet unet_condition ...]
+    python benchmarks/offload_training.py [--simulated] [--lengths] [transformers/gpt2 timm/resnet unet_condition ...]
 
 Models are those of zoo/architectures.py, whose sizes nobody chose, and those of zoo/packages.py by their names. Each is
 trained for five steps within the same share of what a plain step adds, the first that fits, with `offload="off"` and
