@@ -29,6 +29,7 @@ from hiremate_lightning.torch_private import hooks
 from hiremate_lightning.units import format_bytes, format_ratio, format_time
 
 PAIRS = 7  # of steps, plain and planned in turn, after those that are compared; the first pair warms up
+IN_TURN = 3  # steps for each pair: one without the plan, one by it that is not timed, one by it
 WIDE = 0.1  # ratio: where the middle half of the pairs is wider, other load decides, not the plan
 STEP = "step"
 UNWATCHED = 4  # first steps, in which the plan is made and measures itself
@@ -86,7 +87,9 @@ class Recorder(L.Callback):
 
 
 class SideBySide(L.Callback):
-    """From some step on, leave the plan out of every other step, and time both kinds: other load then slows both.
+    """From some step on, leave the plan out of every third step, and time both kinds: other load then slows both.
+
+    The first step by the plan after one without it is not timed: it counts once more what exists.
 
     Args:
         first: The first step without the plan.
@@ -101,7 +104,7 @@ class SideBySide(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
         self._slots = {}
-        if batch_idx >= self.first and (batch_idx - self.first) % 2 == 0:
+        if batch_idx >= self.first and (batch_idx - self.first) % IN_TURN == 0:
             self._slots = {inner: hooks.get_call(inner) for inner in module.modules()}
             warnings.filterwarnings("ignore", ".* trains without its plan", HiRemateWarning)  # so it is meant here
         for inner in self._slots:
@@ -112,7 +115,7 @@ class SideBySide(L.Callback):
         self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         outputs["loss"].item()  # waits for the device
-        if batch_idx >= self.first:
+        if batch_idx >= self.first and (batch_idx - self.first) % IN_TURN != 1:
             self.times_ms.append(1000 * (time.perf_counter() - self._start_s))
         for inner, slot in self._slots.items():
             hooks.set_call(inner, slot)
@@ -165,7 +168,7 @@ def train_twice(
 
     Args:
         make_model: Builds the model, from the random state as it is then.
-        make_data: Builds the batches, from the random state as it is then; `2 * PAIRS` more than there are steps.
+        make_data: Builds the batches, from the random state as it is then; `IN_TURN * PAIRS` more than there are steps.
         steps: Training steps to compare, at least 6.
         budget: Budget of the second run, as `HiRemateCallback` takes it.
         show_losses: Whether to show the loss of each step, bit by bit.
@@ -187,7 +190,7 @@ def train_twice(
     L.seed_everything(0, verbose=False)
     hiremate = HiRemateCallback(budget=budget, verbose=False)  # the plan is shown below, with one extra time
     planned, times = Recorder(steps), SideBySide(first=steps)
-    make_trainer(steps + 2 * PAIRS, hiremate, planned, times).fit(make_model(), make_data())
+    make_trainer(steps + IN_TURN * PAIRS, hiremate, planned, times).fit(make_model(), make_data())
 
     console.rule("3 of 3: proof")
     if show_losses:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from proof import PAIRS, train_twice
+from proof import IN_TURN, PAIRS, train_twice
 
 
 def convolve(channels_in: int, channels_out: int) -> nn.Sequential:
@@ -100,7 +100,7 @@ def main() -> bool:
     parser.add_argument("--side", type=int, default=128, help="side of a crop, a multiple of 8 (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=8)
     sizes = parser.parse_args()
-    pictures = NoisyPhotographs((sizes.steps + 2 * PAIRS) * sizes.batch, sizes.side)
+    pictures = NoisyPhotographs((sizes.steps + IN_TURN * PAIRS) * sizes.batch, sizes.side)
     return train_twice(
         make_model=lambda: UNet(sizes.width),
         make_data=lambda: DataLoader(pictures, sizes.batch),
