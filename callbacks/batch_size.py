@@ -102,6 +102,7 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
         solver: str = "portfolio",
         verbose: bool = True,
     ) -> None:
+        # `locals()` holds nothing but the arguments here.
         self._sizes = make_size_options(**{name: value for name, value in locals().items() if name in SIZE_OPTIONS})
         super().__init__(mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val)
         self._budget = None if budget is None else parse_budget(budget)

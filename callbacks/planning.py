@@ -105,6 +105,7 @@ class HiRemateCallback(Callback):
         recomputable_operators: Sequence[str] = (),
         verbose: bool | Literal["full"] = True,
     ) -> None:
+        # `locals()` holds nothing but the arguments here.
         self.options = make_options(**{name: value for name, value in locals().items() if name in OPTIONS})
         self.target = target
         self._targets: Targets | StepTarget | None = None

@@ -89,7 +89,7 @@ class Recorder(L.Callback):
 class SideBySide(L.Callback):
     """From some step on, leave the plan out of every third step, and time both kinds: other load then slows both.
 
-    The first step by the plan after one without it is not timed: it counts once more what exists.
+    The first planned step after one without the plan is not timed: such a step counts the memory that exists once more.
 
     Args:
         first: The first step without the plan.

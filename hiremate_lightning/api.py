@@ -102,6 +102,7 @@ def hiremate(
             f"optimizer must be a torch.optim.Optimizer, such as torch.optim.AdamW(model.parameters()), "
             f"found {_named(optimizer)}. Leave it out where there are several, or none yet: all are found as they step."
         )
+    # `locals()` holds nothing but the arguments here.
     options = make_options(**{name: value for name, value in locals().items() if name in OPTIONS})
     root = inside_wrappers(model)
     known = None

@@ -194,7 +194,7 @@ def _write_line(line: str) -> None:
 
 
 def _show(finder: Finder, page: str | None, numbers: str | None) -> None:
-    """Say at the end what was planned, or why nothing was; write the page and the numbers that were asked for."""
+    """Write the closing lines: each plan, or why there is none. Then write the page and the numbers, if asked for."""
     from ..reporting.report import is_rank_zero
 
     seen = finder.seen

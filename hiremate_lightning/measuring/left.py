@@ -24,14 +24,16 @@ class LeftOutputs:
     """The memory that a step leaves to the next one: outputs still held, inputs that these hold, and retained graphs.
 
     In the next step all of this stays, or new outputs take its place. A step that was not measured is taken to leave
-    as many bytes of outputs and inputs as the latest measured step of its kind.
+    as many bytes of outputs and inputs as the latest measured step of its signature.
     """
 
     def __init__(self, find_retained: Callable[[], dict[int, int]] = dict) -> None:
         self._find_retained = find_retained  # returns the bytes of values retained for another backward, by storage
         self._record: StepRecord | None = None
-        self._kind: Numbers | None = None  # of the step that has ended
-        self._sizes_after: dict[Numbers | None, tuple[int, int]] = {}  # by kind, when one was measured last
+        self._signature: Numbers | None = None  # the signature of the step that has ended
+        self._sizes_after: dict[
+            Numbers | None, tuple[int, int]
+        ] = {}  # by signature, when a step of it was measured last
         self._outputs_bytes = self._retained_bytes = self._inputs_bytes = 0
         self._stay: bool | None = None  # whether outputs outlive the next forward; None before that was seen
         self._returning: bool | None = None  # whether they are freed as that forward returns
@@ -70,10 +72,10 @@ class LeftOutputs:
         if self._record is not None and self._size_bytes and not self._retained_bytes:
             record.watch_left(self._record, self._size_bytes, is_stale=self._are_stale())
 
-    def step_ended(self, record: StepRecord | None, kind: Numbers | None = None) -> None:
-        """Store the last step, whose outputs may still exist: its record, None where it has none, and its kind."""
+    def step_ended(self, record: StepRecord | None, signature: Numbers | None = None) -> None:
+        """Store the last step, whose outputs may still exist: its record, None where it has none, and its signature."""
         self._record = record if record is not None and record.is_measured else None
-        self._kind = kind
+        self._signature = signature
 
     def add_to(self, resident: Resident, present: Collection[int]) -> Resident:
         """Add left memory, beside some storages, to a count without it, after a garbage collection."""
@@ -108,12 +110,12 @@ class LeftOutputs:
         """Measure left memory beside some storages: outputs, retained graphs, and inputs that outputs keep alive."""
         outputs_bytes, self._retained_bytes = self._living_bytes(present)
         if self._record is None:
-            sizes = self._sizes_after.get(self._kind, (self._outputs_bytes, self._inputs_bytes))
+            sizes = self._sizes_after.get(self._signature, (self._outputs_bytes, self._inputs_bytes))
             self._outputs_bytes, self._inputs_bytes = sizes
         else:
             seen = {*present, *self._find_outputs(), *self._find_retained()}
             inputs_bytes = _bytes_beside(seen, self._find_inputs())
-            self._outputs_bytes, self._inputs_bytes = self._sizes_after[self._kind] = outputs_bytes, inputs_bytes
+            self._outputs_bytes, self._inputs_bytes = self._sizes_after[self._signature] = outputs_bytes, inputs_bytes
             if self._record.left_at_return is not None:
                 self._returning = self._returning is not False and self._record.left_at_return
 

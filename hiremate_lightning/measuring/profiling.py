@@ -62,8 +62,8 @@ class ProfileOptions:
     """How carefully to measure an operation."""
 
     repeats: int = 8  # most timed runs; the fastest counts, since other load only ever adds
-    # Stop repeating an operation once its timed runs took this long together, after two at least. On a CPU the run
-    # whose memory is measured is one of them.
+    # Stop repeating an operation once its timed runs took this long together, after at least two runs. On a CPU the
+    # run that measures memory counts as a timed run.
     time_limit_ms: float = 10.0
     agreement: float = 0.05  # stop once this share of the fastest time, at most, lies between it and the next two
 

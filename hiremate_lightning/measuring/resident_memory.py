@@ -59,7 +59,10 @@ class ResidentMemory:
         self._most = (0, 0)  # the most optimizers' states and samples' gradients when a step began
         self._uncollected_steps = LITTERED_STEPS  # steps begun since all garbage was collected
         self._stepped = False  # whether an optimizer has used the gradients
-        self._before: tuple[StepRecord | None, tuple[int, ...] | None] = None, None  # the step before, and its kind
+        self._before: tuple[StepRecord | None, tuple[int, ...] | None] = (
+            None,
+            None,
+        )  # the step before, and its signature
         self._frees_gradients = True  # whether gradients that were used are freed before the next backward
 
     @property
@@ -166,11 +169,11 @@ class ResidentMemory:
         return True
 
     def step_ended(
-        self, record: StepRecord | None, kind: tuple[int, ...] | None = None, has_captured: bool = False
+        self, record: StepRecord | None, signature: tuple[int, ...] | None = None, has_captured: bool = False
     ) -> None:
-        """End a step of a kind, if known, with its record, if it has one; captures allocate more than the step."""
-        self._left.step_ended(record, kind)
-        self._before = None if has_captured else record, kind
+        """Note the end of a step, with its record and its signature. A capture allocates more than the step does."""
+        self._left.step_ended(record, signature)
+        self._before = None if has_captured else record, signature
 
     def backward_starts(self, step: int) -> None:
         """Check whether outputs of the step before, and used gradients, were freed before this backward."""

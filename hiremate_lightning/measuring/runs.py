@@ -28,16 +28,16 @@ class Run:
     links: dict[int, Output] = field(default_factory=dict)  # the output of an earlier run that an input is, by input
     parameters: dict[int, int] = field(default_factory=dict)  # the identity of the parameter that an input is, by input
     passed_on: tuple[int, ...] = ()  # gradients of inputs that other code computed: they don't stay with a parameter
-    # Storages of inputs that code outside has computed in the step, and no run's output shares. Each has a function
-    # that returns whether it lives, and its bytes.
+    # Storages of inputs that uncaptured code has computed in the step; no run's output shares them. For each storage: a
+    # function that returns whether the storage lives, and its bytes.
     made_outside: dict[int, tuple[Callable[[], bool], int]] = field(default_factory=dict)
     released_bytes: int = 0  # bytes of `made_outside` that the backward has freed: only saved values held them
     # By output, a function that returns whether its storage still lives, and the storage's identity.
     outputs: dict[int, tuple[Callable[[], bool], int]] = field(default_factory=dict)
     alive: tuple[int, ...] | None = None  # outputs that lived when the backward ended, None before it ends
     missing: frozenset[int] = frozenset()  # positions of the gradients of outputs that did not arrive
-    # Bytes of each gradient of an output as it arrived: an expanded one takes less than its shape says, and storage
-    # that several share is counted with the first.
+    # Bytes of each gradient of an output as it arrived. An expanded gradient takes less than its shape says. Storage
+    # that several gradients share counts for the first of them.
     tangent_bytes: tuple[int, ...] = ()
     # Strides of each gradient of an output as it arrived, None for one that did not or is sparse.
     tangent_strides: tuple[tuple[int, ...] | None, ...] = ()

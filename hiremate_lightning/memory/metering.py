@@ -158,7 +158,7 @@ class MemoryMeter:
 
     @property
     def _is_of_this_thread(self) -> bool:
-        """Whether it measures this thread; a mark would stand among the events of another thread's meter otherwise."""
+        """Whether the meter measures this thread. A mark from another thread would land in the events of its meter."""
         return self._thread in (0, threading.get_ident())
 
     def mark(self, label: Any) -> None:

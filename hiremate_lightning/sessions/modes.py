@@ -66,7 +66,7 @@ class Offloaded(Eager):
     """A step fits where what autograd saves is offloaded until the backward reads it.
 
     Attributes:
-        offloading: Offloads it.
+        offloading: Offloads these values.
     """
 
     offloading: Offloading = field(kw_only=True)

@@ -120,7 +120,7 @@ def test_events_are_kept_around_the_peak():
     assert raw.around_peak([]) == []
 
 
-def test_a_digest_sees_each_bit_and_its_place_and_what_differs_is_named():
+def test_a_digest_sees_each_bit_and_its_place():
     torch = pytest.importorskip("torch")
     numbers = torch.randn(1000).bfloat16()
     swapped = numbers[torch.cat((torch.tensor([1, 0]), torch.arange(2, 1000)))]

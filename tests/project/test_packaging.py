@@ -47,7 +47,7 @@ def test_what_is_loaded_when_asked_for_is_shown_to_type_checkers() -> None:
     assert set(hiremate_lightning.__all__) > set(shown)
 
 
-def test_the_callbacks_import_from_anywhere_and_those_of_a_checkout_on_the_path(tmp_path: Path) -> None:
+def test_the_callbacks_import_from_anywhere(tmp_path: Path) -> None:
     result = run("import hiremate_lightning.callbacks as c; print(c.__name__)", cwd=tmp_path)
 
     assert result.stdout.strip() == "hiremate_lightning.callbacks", result.stderr
@@ -66,7 +66,7 @@ def test_the_callbacks_are_never_a_second_copy() -> None:
     assert "Import hiremate_lightning.callbacks" in result.stderr
 
 
-def test_the_version_is_the_same_everywhere_and_types_are_shipped() -> None:
+def test_the_version_is_the_same_everywhere() -> None:
     version = hiremate_lightning.__version__
     assert f'\nversion = "{version}"\n' in PYPROJECT
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")

@@ -45,7 +45,7 @@ def table() -> Table:
     return Table({"vgg19": NETWORK, "gpt2": replace(NETWORK, name="gpt2")}, ROWS)
 
 
-def test_a_row_has_its_methods_in_order_its_bound_and_its_fastest_in_bold(table: Table):
+def test_a_row_shows_methods_in_order_bound_and_fastest(table: Table):
     """The bound is the best that anything proved; a schedule of its own counts where it fits."""
     assert table.methods == ["portfolio", "hilp", "rotor", "chen"]
     assert table.bound("vgg19", 50) == 0.025
@@ -58,7 +58,7 @@ def test_a_row_has_its_methods_in_order_its_bound_and_its_fastest_in_bold(table:
     assert "| vgg19 | impossible |" in page.budget_table(impossible, 30)
 
 
-def test_rotor_is_set_beside_other_methods_at_equal_budgets_where_a_network_is_a_chain(table: Table):
+def test_rotor_stands_beside_other_methods_on_chains(table: Table):
     assert "| chen | 1 | 0 | 0 | 0 | 1 | 0 |" in page.rotor_table(table)
     note = "Rotor is made for chains, and this step is none."
     other = Table(table.networks, [*ROWS, row("rotor", 70, 0.1, 600, note=note)])

@@ -66,7 +66,7 @@ def largest(model: StepModel, storage: int, there: set[int]) -> float:
 def evict(
     model: StepModel, policy: Policy, limit_bytes: int, deadline: float, order: Order = cheapest
 ) -> Iterator[Replay]:
-    """Give up values at the peak, one after the other, until it is within a limit, or until a deadline of work.
+    """Evict values at the peak, one after the other, until the peak is within a limit or the work reaches a deadline.
 
     Each policy on the way is yielded, the start included; the last one fits where any did.
     """
@@ -81,7 +81,7 @@ def evict(
 
 
 def _lower(model: StepModel, current: Replay, order: Order) -> Replay | None:
-    """Give up the first value at the peak, in an order, that lowers the bytes there."""
+    """Evict the first value, in a given order, whose eviction lowers the bytes at the peak."""
     there = set(current.policy.kept | model.fixed)
     for moved in islice(neighbours(model, current, lambda s: (order(model, s, there), s)), TRIES):
         after = model.replay(moved, current.lazy)
@@ -94,7 +94,7 @@ def _lower(model: StepModel, current: Replay, order: Order) -> Replay | None:
 def neighbours(
     model: StepModel, current: Replay, key: Callable[[int], tuple[float, int]] | None = None
 ) -> Iterator[Policy]:
-    """Yield each policy that gives up one more value, whatever the peak is then.
+    """Yield each policy that evicts one more value, whatever its peak is.
 
     The values live through the peak unused, and are read after it before they are made again. The key orders them, by
     default as they are produced.

@@ -65,9 +65,7 @@ LESS = Resident(120, 0, kept=AFTER.kept)
     ],
     ids=["as much", "more in another state", "a plan that fitted", "nothing fits, more resident", "less resident"],
 )
-def test_the_least_stays_where_it_takes_as_much_as_where_it_was_made(
-    limits, least_of, state, peak_bytes, is_least, stays
-):
+def test_the_least_memory_stays_where_it_takes_as_much_as_before(limits, least_of, state, peak_bytes, is_least, stays):
     assert limits.with_least(least_of, 210).stays(state, peak_bytes, is_least=is_least) is stays
     assert not limits.with_least(AFTER, 210).without_least().stays(AFTER, 210, is_least=True), "the step has changed"
 

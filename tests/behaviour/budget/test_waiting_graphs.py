@@ -219,7 +219,7 @@ def held_inputs(model: nn.Module, index: int) -> None:
     del output
 
 
-def test_what_is_retained_and_inputs_that_live_on_in_an_output_count():
+def test_retained_values_and_inputs_that_outputs_hold_count():
     assert any(parts.get("graphs retained for another backward") for parts in parts_met_by(retained))
     held = {parts.get("inputs that these outputs hold") for parts in parts_met_by(held_inputs)}
     assert 2 * 4 * ROWS * WIDTH * 4 in held  # with their gradient

@@ -296,7 +296,7 @@ EARLY = [
 ]
 
 
-def test_mistakes_are_found_and_help_is_shown_before_torch_is_loaded(models):
+def test_mistakes_and_help_are_shown_before_torch_is_loaded(models):
     folder = Path(models).parent
     (folder / "broken.py").write_text("def Net(:\n")
     lines = [line.replace("{}", models).split() for line in EARLY]

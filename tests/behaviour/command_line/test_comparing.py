@@ -50,7 +50,7 @@ def test_each_method_is_judged_by_the_simulator(problem: Problem):
         assert replay(problem, solved.recompute).recompute_ms == pytest.approx(solved.recompute_ms)
 
 
-def test_a_method_that_finds_nothing_or_breaks_its_word_does_not_fit(problem: Problem, monkeypatch: pytest.MonkeyPatch):
+def test_a_method_without_a_valid_schedule_does_not_fit(problem: Problem, monkeypatch: pytest.MonkeyPatch):
     (found,) = compare(replace(problem, budget_bytes=1), ["segments"])
     assert (found.fits, found.peak_bytes, found.recompute_ms) == (False, 0, 0.0)
     boast = Solution("boaster", Status.OPTIMAL, keep_all(problem.graph), 0.0, 1, stopped_by="proof")

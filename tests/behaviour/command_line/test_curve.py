@@ -51,7 +51,7 @@ def test_bounds_of_the_curve_are_not_refuted_by_solving(found: Curve):
         assert found.solution(budget).bound_ms <= solved.recompute_ms + 1e-6
 
 
-def test_a_new_budget_takes_no_time_and_below_the_least_memory_nothing_is_found(found: Curve):
+def test_a_new_budget_of_a_solved_chain_takes_no_time(found: Curve):
     start = time.monotonic()
     for budget in range(found.points[0].peak_bytes, found.points[-1].peak_bytes, 10_000):
         found.solution(budget)

@@ -309,7 +309,7 @@ def test_what_the_capture_refuses_is_said():
         capture(lambda: losses(end))
 
 
-def test_a_step_that_depends_on_values_or_has_no_gradients_is_refused():
+def test_a_step_of_values_or_without_gradients_is_refused():
     with pytest.raises(CaptureError, match="The step of factory depends on values of its tensors"):
         capture(choosy, "2x4")
     with pytest.raises(ConfigurationError, match="Nothing that the module returns requires a gradient"):

@@ -448,7 +448,7 @@ def test_a_frozen_model_in_eval_mode_is_not_said_to_train(recwarn):
     assert not any("plain list" in str(w.message) for w in recwarn)
 
 
-def test_steps_in_eval_mode_are_announced_once_and_not_said_to_pass_a_plan_by(recwarn):
+def test_steps_in_eval_mode_are_announced_by_one_warning(recwarn):
     model = hiremate(nn.Linear(32, 32), "60%", verbose=False).eval()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     take_steps(model, lambda _: batch(), 3, optimizer=optimizer, clears="never")

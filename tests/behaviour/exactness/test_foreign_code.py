@@ -185,7 +185,7 @@ FACTORS = {
 
 
 @pytest.mark.parametrize("make_factor", FACTORS.values(), ids=FACTORS)
-def test_caches_counters_and_numpy_do_what_they_do_in_plain_training(make_factor):
+def test_caches_counters_and_numpy_work_as_in_plain_training(make_factor):
     train_scaled(make_factor)
 
 
@@ -195,7 +195,7 @@ def positions(size):
 
 
 @pytest.mark.parametrize("factor", [lambda y: positions(y.shape[-1]), lambda y: np.sqrt(np.prod(y.shape))])
-def test_a_cached_function_without_effects_and_numpy_of_sizes_end_no_graph(factor):
+def test_cached_functions_and_numpy_of_sizes_end_no_graph(factor):
     assert captured_count(factor) == 1
 
 

@@ -93,7 +93,7 @@ def test_norms_of_few_rows_come_back_as_those_of_many(rows):
     assert replays_in(model, x[:rows].detach().requires_grad_()) == 3
 
 
-def test_a_norm_in_evaluation_or_of_something_transposed_runs_again_itself():
+def test_a_norm_of_evaluation_or_transposed_input_runs_again():
     model, x = make("pictures")
     assert replays_in(model.eval(), x) == 0
     model = Normed(lambda: nn.BatchNorm2d(CHANNELS), (5, 4), lambda x: x.transpose(2, 3))

@@ -126,7 +126,7 @@ def test_values_between_segments_are_moved_to_files(make):
     assert differences(plain, found[0]) == ([], [])
 
 
-def test_nothing_is_cut_that_fits_only_where_values_are_offloaded():
+def test_nothing_is_cut_that_fits_only_by_offloading():
     code, trial = captured(make_plain)
     assert in_segments(code, trial, LEAST_BLOCKS * ROWS * WIDTH * 4, can_offload=False) is None
 

@@ -186,7 +186,7 @@ def test_a_plan_that_does_nothing_says_so():
     assert second.startswith("  hilp: nothing is recomputed; planned in 1.95 s")
 
 
-def test_a_share_or_a_peak_over_the_budget_shows_beside_its_bytes():
+def test_a_share_or_excess_of_the_budget_shows_beside_its_bytes():
     assert "budget 3.79 MiB (50%)" in planned_lines(blocks_plan(4, budget=Budget(share=0.5)))[0]
     assert "budget 3.79 MiB (auto)" in planned_lines(blocks_plan(4, budget=Budget()))[0]
     plan = blocks_plan(4)

@@ -164,7 +164,7 @@ def test_what_a_step_is_given_is_named():
     assert batch_words(plan_keeping(graph, profile, ["a"])) == "8 x 64 int64"
 
 
-def test_a_missing_folder_or_plan_raises_before_anything_is_solved(tmp_path: Path):
+def test_a_missing_folder_or_plan_raises_before_solving(tmp_path: Path):
     unsolvable = replace(mixed_plan(2), graph=None)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"There is no folder '.*nowhere' to write plan.html to"):
         write_html(unsolvable, tmp_path / "nowhere" / "plan.html")

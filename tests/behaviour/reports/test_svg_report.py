@@ -92,7 +92,7 @@ def test_names_can_not_be_markup(tmp_path: Path):
     assert title.text == "HiRemate plan of <b>&: memory of a step"
 
 
-def test_a_model_is_no_plan_to_draw_and_a_narrow_picture_is_refused(tmp_path: Path):
+def test_a_picture_of_no_plan_or_too_narrow_is_refused(tmp_path: Path):
     with pytest.raises(ConfigurationError, match=r"Expected a plan to write, found Linear. get_plan\(model\) returns"):
         write_svg(nn.Linear(1, 1), tmp_path / "plan.svg")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="width must be at least 480 pixels, found 479"):

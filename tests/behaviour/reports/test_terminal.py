@@ -186,7 +186,7 @@ def test_the_plan_is_drawn_below_its_budget_and_plain_training_above(kept_blocks
     assert "█" in "".join(above)
 
 
-def test_a_budget_far_above_all_memory_or_close_to_nothing_leaves_the_drawing_small():
+def test_a_budget_far_from_all_memory_leaves_the_drawing_small():
     plan = mixed_plan(4)
     far, near = (
         timeline_text(replace(plan, budget_bytes=size_bytes), 70).plain
@@ -232,7 +232,7 @@ def test_recomputation_is_marked_on_the_axis_of_the_backward():
     assert "━" not in timeline_text(whole, 80).plain
 
 
-def test_a_step_that_takes_no_time_is_drawn_by_its_operations_and_an_empty_one_empty():
+def test_a_step_that_takes_no_time_is_drawn_by_its_operations():
     plan = mixed_plan(4)
     plan = replace(plan, profile=replace(plan.profile, time_ms=(0.0,) * len(plan.profile.time_ms)))
     assert "█" in timeline_text(plan, 60).plain

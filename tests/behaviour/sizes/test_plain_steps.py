@@ -202,7 +202,7 @@ def lengths_of(step: int) -> torch.Tensor:
     return torch.randn(8, LENGTHS[step], WIDTH, generator=torch.Generator().manual_seed(step))
 
 
-def test_new_sizes_that_fit_are_exact_capture_nothing_and_stay_within_the_budget():
+def test_new_sizes_that_fit_capture_nothing_and_are_exact():
     """All are smaller than 64; 63 fits with what is saved offloaded."""
     budget, counts = _budget_of_length(56), []
     train_both(Attending, simple_loop(lengths_of, steps=len(LENGTHS)), budget)

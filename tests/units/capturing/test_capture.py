@@ -79,7 +79,7 @@ def test_records_and_fx_nodes_have_the_same_indices(captured):
         assert node.replays is not None or node.name == fx_node.name
 
 
-def test_storages_are_shared_by_views_and_have_their_sizes_and_kinds(captured):
+def test_views_share_storages_which_have_sizes_and_kinds(captured):
     graph = captured.graph
     views = [n for n in graph.nodes if n.op == "aten.t.default"]
     assert views
@@ -142,7 +142,7 @@ def test_attention_without_dropout_may_run_again_and_with_dropout_may_not():
     assert any(node.is_random for node in dropping.nodes)
 
 
-def test_updates_of_statistics_run_once_and_batch_norm_itself_may_run_again(captured):
+def test_a_batch_norm_runs_again_and_updates_its_statistics_once(captured):
     graph = captured.graph
     assert node_of(graph, "aten._native_batch_norm_legit_functional").is_repeatable
     writes = [i for i, node in enumerate(graph.nodes) if node.op == "aten.copy_.default"]
@@ -197,7 +197,7 @@ def test_every_tensor_is_made_before_it_is_read(captured):
     assert there.issuperset(graph.gradients)
 
 
-def test_equal_work_has_equal_keys_and_that_of_other_shapes_others(captured):
+def test_keys_are_equal_for_equal_work_of_equal_shapes_only(captured):
     @network(lambda: {"a": nn.Linear(WIDTH, 8), "b": nn.Linear(8, WIDTH)})
     def two(self, x):
         return F.gelu(self.b(F.gelu(self.a(x))))
@@ -213,7 +213,7 @@ def test_matrix_products_have_their_flops(captured):
     assert product.flops == 2 * ROWS * WIDTH * WIDTH
 
 
-def test_the_same_model_gives_the_same_graph_also_written_and_read_back():
+def test_the_same_model_gives_the_same_graph_also_read_back():
     first, second = captured_of(Net()).graph, captured_of(Net()).graph
     assert first == second == graph_from_json(first.to_json())
 

@@ -42,7 +42,7 @@ ITERATIONS: dict[str, tuple[list[list[int | None]], list[int]]] = {
 
 
 @pytest.mark.parametrize(("grown_bytes", "sizes"), ITERATIONS.values(), ids=ITERATIONS)
-def test_what_an_iteration_allocates_counts_beside_what_is_counted(grown_bytes, sizes):
+def test_allocations_of_an_iteration_are_counted_once(grown_bytes, sizes):
     iterations = Iterations()
     assert [run_iteration(iterations, each) for each in grown_bytes][-1] == sizes
 

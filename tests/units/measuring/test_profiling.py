@@ -284,7 +284,7 @@ def with_moody() -> tuple[Captured, int]:
     return captured, next(i for i, node in enumerate(captured.graph.nodes) if "moody" in node.op)
 
 
-def test_an_operation_that_cannot_run_alone_gets_its_estimate_which_is_not_kept_for_later_runs(with_moody, tmp_path):
+def test_the_estimate_of_what_cannot_run_alone_is_not_kept(with_moody, tmp_path):
     captured, refused = with_moody
     refusals.append("not alone")
     profile = measure(captured, CostCache(tmp_path), QUICK)

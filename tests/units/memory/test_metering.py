@@ -32,7 +32,7 @@ def test_the_peak_of_known_allocations_is_exact():
     assert measure_peak(allocate) == 96 * KB
 
 
-def test_what_existed_before_does_not_count_and_results_and_gradients_do():
+def test_results_and_gradients_count_and_what_existed_does_not():
     before, a, weight = floats(64 * KB), torch.ones(KB), torch.ones(KB, requires_grad=True)
     assert measure_peak(lambda: None) == 0
     assert measure_peak(before.neg_) == 0
@@ -103,7 +103,7 @@ def test_an_outer_meter_may_end_before_the_inner_one():
     assert not runtime.profiler_is_running()
 
 
-def test_a_meter_that_is_abandoned_or_stopped_twice_or_by_an_exception_does_not_block_the_next():
+def test_a_meter_that_ends_in_any_way_does_not_block_the_next():
     def fail():
         raise KeyError("the user's own")
 
@@ -124,7 +124,7 @@ def test_a_meter_that_is_abandoned_or_stopped_twice_or_by_an_exception_does_not_
     assert measure_peak(lambda: floats(16 * KB)) == 16 * KB
 
 
-def test_a_foreign_profiler_makes_meters_unavailable_until_it_ends_and_records_as_ever():
+def test_no_meter_is_available_while_another_profiler_records():
     assert MemoryMeter.is_available(CPU)
     with MemoryMeter(CPU) as meter:
         meter.mark("inside")

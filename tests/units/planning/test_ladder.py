@@ -64,7 +64,7 @@ def test_each_rung_in_vain_makes_the_next_one_wait_longer():
     assert ladder.decisions == []
 
 
-def test_what_does_not_fit_is_no_rung_and_the_least_memory_the_last():
+def test_only_what_fits_is_a_rung_and_least_memory_is_the_last():
     ladder = Ladder()
     assert not ladder.solved(loss(ladder), solution(again_ms=1.0, peak_bytes=81))
     assert ladder.decisions == []

@@ -44,7 +44,7 @@ def test_saved_blocks_are_those_that_live_at_the_turn(plan: Plan):
     assert sum(life.size_bytes for life in kept) == plan.planned.saved_bytes
 
 
-def test_every_recomputed_block_comes_from_a_node_that_runs_again_and_in_plain_training_there_is_none():
+def test_recomputed_blocks_are_those_of_nodes_that_run_again():
     plan = mixed_plan(3)
     again = {life.node for life in lifetimes(plan.graph, plan.schedule) if life.band is Band.RECOMPUTED}
     assert again

@@ -82,9 +82,7 @@ def test_running_out_of_time_leaves_a_bound_and_is_not_infeasible(backend: str):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_solving_prints_nothing_and_a_backend_that_works_has_no_failure(
-    backend: str, capfd: pytest.CaptureFixture[str]
-):
+def test_a_backend_that_works_prints_nothing_and_has_no_failure(backend: str, capfd: pytest.CaptureFixture[str]):
     for relax in (True, False):
         with_backend(knapsack(), backend, relax=relax)
         with_backend(LinearProgram(), backend, relax=relax)

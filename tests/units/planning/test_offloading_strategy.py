@@ -209,7 +209,7 @@ def test_pofo_offloads_what_rotor_computes_again():
     assert found.extra_ms <= choice.extra_ms
 
 
-def test_pofo_offloads_less_where_the_link_is_slow_and_is_rotor_where_all_stays_on_the_device():
+def test_pofo_offloads_less_by_a_slow_link_and_is_rotor_without():
     step = step_of(chain(16))
     problem = Problem(step.graph, step.profile, share_of(step, 0.6), host=HOST)
     slow = replace(problem, profile=replace(step.profile, link=Link(10.0, 10.0)))

@@ -78,7 +78,7 @@ def test_a_generous_budget_recomputes_nothing():
     assert simulate_plain(step.graph, step.profile).recompute_ms == 0
 
 
-def test_an_infeasible_budget_names_what_it_would_take_which_is_feasible():
+def test_the_budget_that_an_infeasible_one_names_is_feasible():
     step = step_of(*transformer(2))
     smallest = smallest_of(step)
     with pytest.raises(InfeasibleBudgetError) as caught:
@@ -114,7 +114,7 @@ def test_an_infeasible_budget_names_what_blocks(step, words, module):
     assert bool(caught.value.module) is bool(module)
 
 
-def test_an_infeasible_budget_names_the_value_or_workspace_that_holds_most():
+def test_an_infeasible_budget_names_what_holds_most_of_the_peak():
     """A buffer that code works in, say, which is there as long as the operation that it is in."""
     step = step_of(*chain(3))
     at = replace(step.graph, nodes=tuple(replace(node, source="/home/me/net/loss.py:7") for node in step.graph.nodes))
@@ -147,7 +147,7 @@ def test_a_share_that_is_named_is_never_above_all_of_the_step():
     assert replace(need, less_bytes=KB).share > 1.0
 
 
-def test_with_warn_an_infeasible_budget_gives_the_least_memory_found_in_as_little_time_as_is_found():
+def test_with_warn_an_infeasible_budget_gives_the_least_memory():
     plan = plan_of(step_of(*transformer(2)), 1, on_infeasible="warn")
     assert 1 < plan.planned_peak_bytes < plan.unplanned_peak_bytes
     step = step_of(*chain(12))

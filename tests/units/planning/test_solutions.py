@@ -30,7 +30,7 @@ def solved(tmp_path):
     return problem, solution, next(tmp_path.iterdir())
 
 
-def test_a_plan_is_found_again_by_its_budget_solver_graph_and_memory_costs_alone(solved, tmp_path):
+def test_a_kept_plan_is_found_by_budget_solver_graph_and_memory(solved, tmp_path):
     problem, solution, _ = solved
     files, (graph, profile) = Solutions(tmp_path), transformer(4)
     more = replace(profile, workspace_bytes=tuple(size + 1 for size in profile.workspace_bytes))

@@ -34,7 +34,7 @@ def problem_at(percent, **options):
     return Problem(graph, profile, StepModel(whole).keep_all_bytes * percent // 100, SolveOptions(**options))
 
 
-def test_it_finds_what_solving_in_place_finds_and_tells_of_progress():
+def test_a_worker_finds_what_solving_in_place_finds():
     told = []
     problem = problem_at(80)
     hearing = replace(problem, options=replace(problem.options, progress=lambda *progress: told.append(progress)))
@@ -152,7 +152,7 @@ def test_a_solve_that_fails_there_is_told_here(own_worker, name, limit_s, words,
     assert own_worker.is_usable is is_usable
 
 
-def test_it_serves_one_problem_after_another_until_an_interrupt_ends_it(own_worker):
+def test_a_worker_serves_problems_until_an_interrupt_ends_it(own_worker):
     def interrupt(best_ms, bound_ms):
         raise KeyboardInterrupt
 

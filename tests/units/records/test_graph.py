@@ -59,7 +59,7 @@ def test_outside_code_is_never_recomputed():
 
 
 @pytest.mark.parametrize("is_random", [True, False])
-def test_what_has_a_replay_is_rebuilt_by_it_and_does_not_run_again_itself(is_random: bool):
+def test_what_has_a_replay_is_rebuilt_by_it_alone(is_random: bool):
     """A dropout, whose mask is not rebuilt, and a norm, which might run again."""
     b = Builder()
     x = b.op("x", (), 100)

@@ -187,7 +187,7 @@ def offload() -> tuple[Graph, Profile, Schedule]:
     return graph, profile, with_offloads(graph, schedule, [Offload(storage_of(graph, "a0"), out=1, gone=2, back=1)])
 
 
-def test_a_read_before_the_wait_for_the_way_back_or_while_it_is_offloaded_is_refused(offload):
+def test_a_read_of_a_value_that_is_not_back_yet_is_refused(offload):
     graph, profile, schedule = offload
     a0 = storage_of(graph, "a0")
     early = replace(schedule, backward=(*without(schedule.backward, WaitIn), WaitIn(a0)))
@@ -211,7 +211,7 @@ def test_no_part_of_the_way_can_be_left_out(offload, half, left_out, words):
     assert refused(graph, profile, broken) == words
 
 
-def test_a_value_that_never_comes_back_or_is_freed_while_it_is_copied_is_refused():
+def test_a_copy_that_never_ends_or_is_freed_meanwhile_is_refused():
     graph, profile, schedule = kept(3)
     last, (a2,) = storage_of(graph, "a2"), graph.nodes[2].outputs
     forward = without(schedule.forward, Free)
@@ -222,7 +222,7 @@ def test_a_value_that_never_comes_back_or_is_freed_while_it_is_copied_is_refused
     assert refused(replace(graph, outputs=()), profile, keeping) == words
 
 
-def test_copies_need_a_link_and_what_is_not_held_to_the_end_of_the_step(offload):
+def test_copies_need_a_link_and_values_that_nobody_holds(offload):
     graph, profile, schedule = offload
     holding = replace(graph, held=graph.nodes[0].outputs)
     assert refused(holding, profile, schedule) == "'a0' can't be offloaded: it is held to the end of the step"
@@ -230,7 +230,7 @@ def test_copies_need_a_link_and_what_is_not_held_to_the_end_of_the_step(offload)
     assert words == "The schedule copies to the host, but its costs do not say how fast (Profile.link)"
 
 
-def test_values_come_back_in_the_backward_only_and_frees_then_wait_for_a_node(offload):
+def test_values_come_back_in_the_backward_only(offload):
     graph, profile, schedule = offload
     copy_in = CopyIn(storage_of(graph, "a0"))
     words = "The forward has a CopyIn: values are offloaded in the forward, and come back after it"

@@ -34,7 +34,7 @@ def test_keeping_all_saves_what_the_backward_reads_and_frees_it_as_it_goes():
     assert schedule == lower(graph, ((), (), (), ())), "the same operations make equal schedules"
 
 
-def test_what_is_recomputed_runs_just_before_its_first_use_and_lives_to_its_last():
+def test_recomputed_values_live_from_first_use_to_last():
     """In the forward it is freed after its last use."""
     graph, _ = chain(3)
     schedule = lower(graph, recompute_lazily(graph, ()))
@@ -60,7 +60,7 @@ def test_a_kept_or_held_storage_is_not_recomputed():
     assert names(graph, lower(graph, recompute).saved) == ["x", "a1"]
 
 
-def test_a_view_of_a_kept_storage_is_saved_too_and_of_a_parameter_there_anyway():
+def test_a_view_of_a_kept_storage_is_saved_too():
     b = Builder()
     a = b.op("a", (), 100)
     view = b.op("view", (a,), view_of=a)
@@ -74,7 +74,7 @@ def test_a_view_of_a_kept_storage_is_saved_too_and_of_a_parameter_there_anyway()
     assert recompute_lazily(b.graph()[0], ()) == ((), ())
 
 
-def test_an_unread_output_is_freed_at_once_and_an_unread_tangent_first():
+def test_unread_outputs_and_tangents_are_freed_at_once():
     b = Builder()
     a = b.op("pair", (), 100, 200)
     b.tangent("unread", 100)

@@ -79,7 +79,7 @@ def test_a_view_that_is_computed_again_lies_on_the_block_of_its_new_base():
     assert [moment.live_bytes for moment in simulation.timeline[simulation.turn :]] == [100, 100, 0]
 
 
-def test_computing_a_live_value_again_frees_its_old_block_unless_a_view_keeps_it():
+def test_recomputing_a_live_value_frees_its_old_block():
     b = Builder()
     a = b.op("a", (), 100)
     view = b.op("view", (a,), view_of=a)
@@ -94,7 +94,7 @@ def test_computing_a_live_value_again_frees_its_old_block_unless_a_view_keeps_it
     assert times[0] == 1.0
 
 
-def test_resident_bytes_are_left_to_the_caller_and_what_is_no_tensor_costs_nothing():
+def test_resident_bytes_and_values_that_are_no_tensors_cost_none():
     for kind in (StorageKind.PARAMETER, StorageKind.INPUT):
         b = Builder()
         b.op("a", (b.input("weight", 10**6, kind),), 100)
@@ -119,7 +119,7 @@ def test_what_the_caller_holds_counts_to_the_end_of_the_step():
 
 
 @pytest.mark.parametrize("key", ["held", "retained"])
-def test_what_is_held_or_retained_is_not_given_back_by_a_free_nor_by_computing_it_again(key: str):
+def test_neither_a_free_nor_recomputing_gives_back_what_is_held(key: str):
     graph, profile = chain(2, size=100)
     a0, x, dy = graph.nodes[0].outputs[0], graph.inputs[0], graph.tangents[0]
     frees = (Free(a0),) if key == "retained" else ()

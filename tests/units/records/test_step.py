@@ -89,7 +89,7 @@ def test_strategies_count_what_links_two_calls_as_the_simulation_does(reads_resu
             assert replayed.peak_bytes == peak_of(step, decisions(model, replayed.rows))
 
 
-def test_a_link_shares_its_storage_and_only_gradients_of_parameters_stay_to_the_end():
+def test_links_share_storage_and_weights_gradients_stay():
     calls = two_calls(3)
     step = merge(calls, [1, 0])
     names = [t.name for t in step.graph.tensors]

@@ -624,7 +624,7 @@ def test_a_copy_that_turns_out_other_is_traced_after_all(monkeypatch):
     repeated_modules._traced_whole.discard(forward)
 
 
-def test_what_is_not_read_may_differ_and_other_objects_with_the_same_numbers_are_alike(monkeypatch):
+def test_blocks_repeat_where_what_differs_is_never_read(monkeypatch):
     found = both(lambda: Stack(Block, 5), batch(), monkeypatch=monkeypatch)
     assert found.copies == 4  # each has an index of its own
     make = edited(lambda blocks: setattr(blocks[2], "config", SimpleNamespace(power=2.0)))

@@ -171,7 +171,7 @@ def test_a_look_at_tensors_keeps_none_of_them_alive(no_automatic_collection):
     assert not lives()
 
 
-def test_a_storage_is_watched_and_referred_to_without_being_kept_alive():
+def test_a_watched_storage_is_not_kept_alive():
     x = torch.arange(10)
     lives, get = tensor_state.watch_storage(x), tensor_state.refer_weakly(x.untyped_storage())
     assert get().data_ptr() == x.data_ptr()
