@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.planning.plan import Plan
+from hiremate_lightning.reporting.terminal import plan_table
 from hiremate_lightning.targets.modules import targets_of
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))  # the release that runs
@@ -154,6 +156,14 @@ def take_steps(
         if clears == "end":
             (optimizer or module).zero_grad()
     return get_plan(module)
+
+
+def table_of(plan: Plan) -> str:
+    """Draw the table of a plan."""
+    console = Console(width=110)
+    with console.capture() as capture:
+        console.print(plan_table(plan))
+    return capture.get()
 
 
 def captured_by(module: nn.Module, *inputs: Any, **options: Any) -> Captured:

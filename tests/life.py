@@ -62,6 +62,13 @@ def session_of(model: nn.Module):
     return targets_of(model).session
 
 
+def only_plan(model: nn.Module):
+    """Return what keeps the plans of a model, its only step signature, and the plan of that."""
+    session = session_of(model)
+    ((graphs, plan),) = session.plans.items()
+    return session.planned, session.planned.history[graphs], plan
+
+
 def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from hiremate_lightning import InfeasibleBudgetError, get_plan, hiremate
 from hiremate_lightning.measuring.profiling import TimedRun
 from hiremate_lightning.sessions import offloading
-from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.units import format_bytes
 from tests.exact import network, take_steps
 from tests.life import (
@@ -22,6 +21,7 @@ from tests.life import (
     Net,
     assert_exact,
     batch,
+    only_plan,
     planned,
     recorded,
     session_of,
@@ -246,16 +246,13 @@ def test_a_budget_too_small_trains_with_one_warning():
 def test_the_least_memory_is_announced_again_as_it_grows():
     model = planned("1%", on_infeasible="warn")
     with recorded() as said:
-        for index in range(4):
-            step(model, index)
-        life = targets_of(model).session
-        ((signature, plan),) = life.plans.items()
-        resident = life.planned.history[signature].recorded.resident
+        keeper, signature, plan = only_plan(warm_up(model, 4))
+        resident = signature.recorded.resident
         more = replace(resident, size_bytes=resident.size_bytes + 2**20)
-        life.planned.check_plan(life.planned.history[signature], more)  # an optimizer's state has appeared, say
-        life.planned.check_plan(life.planned.history[signature], more)
+        keeper.check_plan(signature, more)  # an optimizer's state has appeared, say
+        keeper.check_plan(signature, more)
         for added in (2**21, 2**20):  # outside code takes more than at first
-            life.planned.peak_measured(life.planned.history[signature], plan.planned_peak_bytes + added, more)
+            keeper.peak_measured(signature, plan.planned_peak_bytes + added, more)
     found = [text.rsplit(" found, ")[1] for text in said if "Nothing fits" in text]
     assert found == [f"{format_bytes(plan.planned_peak_bytes + added)}." for added in (0, 2**20, 2**21)]
 

@@ -13,9 +13,8 @@ from hiremate_lightning import HiRemateWarning, Plan, get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.sessions import planned as planning
 from hiremate_lightning.sessions.planned import CORRECTIONS
-from hiremate_lightning.targets.modules import targets_of
 from tests.exact import assert_foreseen, take_steps
-from tests.life import ROWS, WIDTH, batch, planned, recorded, session_of, step, warm_up
+from tests.life import ROWS, WIDTH, batch, only_plan, planned, recorded, session_of, step, warm_up
 
 
 def test_a_step_of_the_old_plan_does_not_measure_the_new_one():
@@ -176,36 +175,30 @@ def test_copies_of_gradients_with_other_strides_are_foreseen(make, loss_of):
 
 
 def test_a_plan_is_corrected_three_times_at_most():
-    model = planned("90%")
-    for index in range(4):
-        step(model, index)
-    life = targets_of(model).session
-    ((signature, plan),) = life.plans.items()
-    resident = life.planned.history[signature].recorded.resident
+    model = warm_up(planned("90%"), 4)
+    keeper, signature, plan = only_plan(model)
+    resident = signature.recorded.resident
     for correction in range(1, CORRECTIONS + 1):
         peak_bytes = plan.budget_bytes + 1000  # what runs outside takes more, whatever is planned
-        life.planned.peak_measured(life.planned.history[signature], peak_bytes, resident)
+        keeper.peak_measured(signature, peak_bytes, resident)
         margin_bytes = plan.budget_bytes + 1000 - plan.planned_peak_bytes
-        assert life.planned.history[signature].recorded.margin_bytes == margin_bytes
-        assert life.planned.history[signature].recorded.corrections == correction
-        plan = life.plans[signature]
+        assert signature.recorded.margin_bytes == margin_bytes
+        assert signature.recorded.corrections == correction
+        plan = only_plan(model)[2]
         assert plan.planned_peak_bytes <= plan.budget_bytes - margin_bytes
     with pytest.warns(HiRemateWarning, match="after planning with a margin"):
-        life.planned.peak_measured(life.planned.history[signature], plan.budget_bytes + 1000, resident)
-    assert life.plans[signature].planned_peak_bytes == plan.planned_peak_bytes
+        keeper.peak_measured(signature, plan.budget_bytes + 1000, resident)
+    assert only_plan(model)[2].planned_peak_bytes == plan.planned_peak_bytes
 
 
 def test_a_margin_that_no_plan_leaves_stops_nothing():
-    model = planned("100%")
-    for index in range(4):
-        step(model, index)
-    life = targets_of(model).session
-    ((signature, plan),) = life.plans.items()
-    resident = life.planned.history[signature].recorded.resident
+    model = warm_up(planned("100%"), 4)
+    keeper, signature, plan = only_plan(model)
+    resident = signature.recorded.resident
     with pytest.warns(HiRemateWarning, match="no plan leaves that margin: the plan stays"):
-        life.planned.peak_measured(life.planned.history[signature], 2 * plan.budget_bytes, resident)
-    life.planned.check_plan(life.planned.history[signature], replace(resident, size_bytes=resident.size_bytes - 1024))
-    assert life.plans[signature].solution == plan.solution
+        keeper.peak_measured(signature, 2 * plan.budget_bytes, resident)
+    keeper.check_plan(signature, replace(resident, size_bytes=resident.size_bytes - 1024))
+    assert only_plan(model)[2].solution == plan.solution
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

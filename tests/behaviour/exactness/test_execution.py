@@ -105,6 +105,17 @@ def results(model, x, call):
     return [*losses, *(p.grad for p in model.parameters()), x.grad, *model.buffers(), torch.get_rng_state()]
 
 
+def exact_with_nothing_kept(make):
+    """Fail where steps with nothing kept differ from plain ones; return the graph that ran."""
+    model, x = make()
+    expected = results(model, x, model)
+    model, x = make()
+    call, conductor = compiled(model, nothing_kept)
+    found = results(model, x, call)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    return conductor.parts[0].captured.graph
+
+
 @network(lambda: {"first": nn.Linear(WIDTH, WIDTH), "second": nn.Linear(WIDTH, WIDTH)})
 def drops(self, x):
     return self.second(nn.functional.dropout(torch.tanh(self.first(x)), 0.1))

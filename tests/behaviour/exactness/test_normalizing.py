@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from hiremate_lightning.rewriting import replays
 from hiremate_lightning.rewriting.replays import NORMALIZE
-from tests.behaviour.exactness.test_execution import compiled, keep_all, nothing_kept, results
+from tests.behaviour.exactness.test_execution import compiled, exact_with_nothing_kept, keep_all, nothing_kept, results
 
 ROWS, CHANNELS = 64, 6
 
@@ -69,13 +71,7 @@ def make(name: str) -> tuple[nn.Module, torch.Tensor]:
 
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_come_back_from_their_statistics_bit_for_bit(name):
-    model, x = make(name)
-    expected = results(model, x, model)
-    model, x = make(name)
-    call, conductor = compiled(model, nothing_kept)
-    found = results(model, x, call)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    graph = conductor.parts[0].captured.graph
+    graph = exact_with_nothing_kept(partial(make, name))
     again = [graph.nodes[n].op for before in nothing_kept(graph) for n in before]
     assert again.count(NORMALIZE) == 3
     assert not any("batch_norm" in op for op in again)

@@ -13,19 +13,17 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
-from hiremate_lightning import ConfigurationError, HiRemateWarning, Plan, get_plan, hiremate
+from hiremate_lightning import ConfigurationError, HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.options import make_options
 from hiremate_lightning.proofs import proving
 from hiremate_lightning.proofs.differences import differences
 from hiremate_lightning.proofs.trials import Trial, TrialOutcome
 from hiremate_lightning.reporting.html_report import write_html
-from hiremate_lightning.reporting.terminal import plan_table
 from hiremate_lightning.rewriting import assignments, casts, kernels, losses, pooling
 from hiremate_lightning.rewriting.joint import is_view
 from hiremate_lightning.rewriting.overwriting import Finish
@@ -33,7 +31,7 @@ from hiremate_lightning.running import program
 from hiremate_lightning.sessions import session
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import captured_code, hacks
-from tests.exact import TORCH, Log, differing, drawn, network, simple_loop, take_steps
+from tests.exact import TORCH, Log, differing, drawn, network, simple_loop, table_of, take_steps
 from tests.faults import change_absences, change_captures
 
 WIDTH = 8
@@ -87,14 +85,6 @@ def make_mixed() -> nn.Module:
     return nn.Sequential(Written(mixed, count=torch.zeros(())), nn.LayerNorm(WIDTH))
 
 
-def table(plan: Plan) -> str:
-    """Draw the table of a plan."""
-    console = Console(width=110)
-    with console.capture() as capture:
-        console.print(plan_table(plan))
-    return capture.get()
-
-
 @network(lambda dtype: {"dtype": dtype})
 def cast(self, x: Tensor) -> Tensor:
     return x.to(self.dtype)
@@ -137,7 +127,7 @@ def test_a_proof_says_how_many_graphs_it_holds_for_in_the_plan():
     plan = take_steps(module, rows, 2, loss_of=torch.sum, clears="never")
     assert plan.proved == "forward 2 of 2 graphs, gradients 2 of 2"
     assert plan.planning.prove_s > 0
-    assert "forward 2 of 2 graphs, gradients 2 of 2" in table(plan)
+    assert "forward 2 of 2 graphs, gradients 2 of 2" in table_of(plan)
 
 
 def test_differences_by_rounding_are_named_in_the_plan(monkeypatch, tmp_path):
@@ -155,7 +145,7 @@ def test_differences_by_rounding_are_named_in_the_plan(monkeypatch, tmp_path):
         assert re.search(
             r" has \S+ where eager PyTorch has \S+, \d+ of \d+ values differ, by at most \S+: \S+ units", words
         )
-    assert table(plan).count("units in the last place") == 3
+    assert table_of(plan).count("units in the last place") == 3
     page = html.unescape(write_html(plan, tmp_path / "plan.html", curve_limit_s=0).read_text())
     assert "Differences by rounding" in page
     assert all(page.count(words) >= 2 for words in plan.rounded)  # in the table, and as JSON

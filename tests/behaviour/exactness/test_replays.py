@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,7 @@ from torch import nn
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.rewriting.kernels import eager_scale
 from hiremate_lightning.rewriting.replays import DRAW_AGAIN, DRAW_MASK, again, generator_state
-from tests.behaviour.exactness.test_execution import compiled, keep_all, nothing_kept, results
+from tests.behaviour.exactness.test_execution import compiled, exact_with_nothing_kept, keep_all, nothing_kept, results
 from tests.exact import network
 from tests.tiny import recompute_lazily
 
@@ -56,13 +58,7 @@ def ops_of(decide, graph) -> set[str]:
 
 @pytest.mark.parametrize("noise", NOISES)
 def test_what_was_drawn_is_drawn_again_bit_for_bit(noise):
-    model, x = make(noise)
-    expected = results(model, x, model)
-    model, x = make(noise)
-    call, conductor = compiled(model, nothing_kept)
-    found = results(model, x, call)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    graph = conductor.parts[0].captured.graph
+    graph = exact_with_nothing_kept(partial(make, noise))
     if any(node.is_random for node in graph.nodes):
         assert ops_of(nothing_kept, graph) & {DRAW_MASK, DRAW_AGAIN}
 
@@ -125,18 +121,12 @@ def test_even_a_failing_draw_leaves_the_generator_alone():
 
 
 def test_the_mask_of_a_dropout_of_all_is_saved():
-    model, x = make("dropout of all")  # no kernel of ours stands in for it
-    call, conductor = compiled(model, nothing_kept)
-    results(model, x, call)
-    graph = conductor.parts[0].captured.graph
+    graph = exact_with_nothing_kept(partial(make, "dropout of all"))  # no kernel of ours stands in for it
     assert DRAW_MASK not in {node.op for node in graph.nodes}
 
 
 def test_states_are_never_recomputed():
-    model, x = make("Gaussian noise")
-    call, conductor = compiled(model, nothing_kept)
-    results(model, x, call)
-    graph = conductor.parts[0].captured.graph
+    graph = exact_with_nothing_kept(partial(make, "Gaussian noise"))
     random = {i for i, node in enumerate(graph.nodes) if node.is_random}
     assert random
     assert not random & {n for before in recompute_lazily(graph, ()) for n in before}

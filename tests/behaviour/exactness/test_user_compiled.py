@@ -8,16 +8,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional
 
 from hiremate_lightning import get_plan, hiremate, remove_hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.reporting.html_report import write_html
-from hiremate_lightning.reporting.terminal import plan_table
 from hiremate_lightning.torch_private import compiled_by_torch, dynamo
-from tests.exact import network, simple_loop, square_error, take_steps, train_both
+from tests.exact import network, simple_loop, square_error, table_of, take_steps, train_both
 from tests.life import recorded
 
 ROWS, SIZE = 128, 32
@@ -113,14 +111,6 @@ def _loop(dtype=torch.float32, steps=4, loss_of=square_error):
     return simple_loop(lambda step: torch.randn(ROWS, SIZE, dtype=dtype), steps=steps, loss_of=loss_of)
 
 
-def drawn(plan):
-    """Draw the table of a plan."""
-    console = Console(width=110)
-    with console.capture() as capture:
-        console.print(plan_table(plan))
-    return capture.get()
-
-
 def _compiled_of(plan):
     return [node for node in plan.graph.nodes if node.op in OPERATORS]
 
@@ -141,7 +131,7 @@ def test_each_call_is_one_operation_with_its_own_kernels(name, tmp_path):
     assert len(plan.kept_compiled) == 1
     assert plan.kept_compiled[0].startswith(f"{count} calls of {NAMES[name]} (test_user_compiled.py:")
     assert plan.kept_compiled[0] in html.unescape(write_html(plan, tmp_path / "plan.html", curve_limit_s=0).read_text())
-    assert plan.kept_compiled[0] in drawn(plan)
+    assert plan.kept_compiled[0] in table_of(plan)
 
 
 def test_a_share_is_of_the_step_that_the_author_has():
