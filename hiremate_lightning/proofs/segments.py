@@ -22,7 +22,7 @@ from torch import fx
 from torch.utils.checkpoint import checkpoint
 
 from ..measuring.saved_offload import LEAST_OFFLOAD, SavedOffload, offloading_saved
-from ..torch_private import tensor_state
+from ..torch_private import captured_code, tensor_state
 
 COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of segments that are tried
 _NUMBERS = (bool, int, float, torch.SymInt)
@@ -292,7 +292,7 @@ class _Shape:
         outputs = tuple(node for node in nodes if not own.issuperset(node.users))
         graph.output(tuple(copies[node] for node in outputs))
         changing = tuple(i for i, node in enumerate(inputs) if self._blocks_of[node] & self._changed)
-        return Segment(fx.GraphModule(module, graph), inputs, outputs, changing, self._runs_once(start, end))
+        return Segment(captured_code.module_of(module, graph), inputs, outputs, changing, self._runs_once(start, end))
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -309,7 +309,7 @@ def _with_numbers(module: fx.GraphModule, numbers: Mapping[int, int]) -> fx.Grap
             values[node] = graph.node_copy(node, values.__getitem__) if sizes is None else sizes
             if node.op == "placeholder":
                 values[node]._dynamo_source = node._dynamo_source
-    copy = fx.GraphModule(module, graph)
+    copy = captured_code.module_of(module, graph)
     copy.meta = {**module.meta, NUMBERS: symbols}
     copy._param_name_to_source = module._param_name_to_source
     return copy
