@@ -45,18 +45,12 @@ class WrongTemplateError(NoTemplateError):
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A factor times a product of sizes, and a constant, which may be times some of these sizes too.
-
-    Attributes:
-        factor: The factor of the product.
-        dimensions: Positions of the sizes in the product, in ascending order, as often as they are in it.
-        constant: The number that is added.
-        of_constant: Positions of the sizes that multiply the constant: in `8 * batch * (length + 1)`, the batch.
-    """
+    """A factor times a product of sizes, and a constant, which may be times some of these sizes too."""
 
     factor: int
-    dimensions: tuple[int, ...]
-    constant: int = 0
+    dimensions: tuple[int, ...]  # positions of the sizes in the product, in ascending order, as often as they are in it
+    constant: int = 0  # the number that is added
+    # Positions of the sizes that multiply the constant: in `8 * batch * (length + 1)`, the batch.
     of_constant: tuple[int, ...] = ()
 
     def at(self, sizes: Sizes) -> int:

@@ -27,16 +27,12 @@ from .step import Decisions, Step
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Memory of the host that values may be offloaded to.
+    """Memory of the host that values may be offloaded to."""
 
-    Attributes:
-        size_bytes: Its bytes.
-        pinned: Storages that must stay on the device, for other reasons than the graph shows.
-        has_round_blocks: Whether it hands out blocks of powers of two only, as PyTorch does where it pins them.
-    """
-
-    size_bytes: int
+    size_bytes: int  # its bytes
+    # Storages that must stay on the device, for other reasons than the graph shows.
     pinned: frozenset[int] = frozenset()
+    # Whether it hands out blocks of powers of two only, as PyTorch does where it pins them.
     has_round_blocks: bool = False
 
     def holds(self, graph: Graph, offloads: Iterable[Offload]) -> bool:
@@ -52,41 +48,25 @@ def round_block(size_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """A storage that a schedule saves, and the time in which nothing uses it, counted in nodes that have run.
-
-    Attributes:
-        storage: The storage.
-        made: The place in the forward from which on it has all its values.
-        last: The place in the forward from which on nothing uses it.
-        first: The place in the backward at which it is used again.
-        end: The end of its call's forward.
-        start: The start of its call's backward.
-    """
+    """A storage that a schedule saves, and the time in which nothing uses it, counted in nodes that have run."""
 
     storage: int
-    made: int
-    last: int
-    first: int
-    end: int
-    start: int
+    made: int  # the place in the forward from which on it has all its values
+    last: int  # the place in the forward from which on nothing uses it
+    first: int  # the place in the backward at which it is used again
+    end: int  # the end of its call's forward
+    start: int  # the start of its call's backward
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Places at which a storage is offloaded and comes back, counted in nodes that have run in the forward or backward.
-
-    Attributes:
-        storage: The storage.
-        out: Its copy to the host begins here in the forward, at `Idle.made` or later.
-        gone: Its memory is free from here on in the forward, from `Idle.last` to `Idle.end`; the program waits for the
-            copy.
-        back: It takes memory again from here on in the backward, from `Idle.start` to `Idle.first`, and its copy
-            begins.
-    """
+    """Places at which a storage is offloaded and comes back, in nodes that have run in the forward or the backward."""
 
     storage: int
-    out: int
+    out: int  # its copy to the host begins here in the forward, at `Idle.made` or later
+    # Its memory is free from here on in the forward, from `Idle.last` to `Idle.end`; the program waits for the copy.
     gone: int
+    # It takes memory again from here on in the backward, from `Idle.start` to `Idle.first`, and its copy begins.
     back: int
 
 

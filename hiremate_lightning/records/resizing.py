@@ -67,19 +67,12 @@ def _hull(bounds: Iterable[Bounds]) -> Bounds:
 
 @dataclass(frozen=True)
 class Sample:
-    """A captured step.
+    """A captured step."""
 
-    Attributes:
-        shapes: The shapes of its inputs, in order.
-        graph: The step.
-        profile: Its costs.
-        storages: Number of its first storages that captured code holds; others stand for code outside, as measured.
-    """
-
-    shapes: tuple[Sizes, ...]
-    graph: Graph
-    profile: Profile
-    storages: int
+    shapes: tuple[Sizes, ...]  # the shapes of its inputs, in order
+    graph: Graph  # the step
+    profile: Profile  # its costs
+    storages: int  # number of its first storages that captured code holds; others stand for code outside, as measured
 
     @property
     def sizes(self) -> Sizes:

@@ -62,17 +62,11 @@ Operation = Compute | Free | Copying
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Operations of the forward and of the backward, and the tensors handed from one to the other.
+    """Operations of the forward and of the backward, and the tensors handed from one to the other."""
 
-    Attributes:
-        forward: Operations up to the turn.
-        saved: Tensors handed to the backward: the inputs that it reads and the activations that are kept.
-        backward: Operations after the turn.
-    """
-
-    forward: tuple[Operation, ...]
-    saved: tuple[int, ...]
-    backward: tuple[Operation, ...]
+    forward: tuple[Operation, ...]  # operations up to the turn
+    saved: tuple[int, ...]  # tensors handed to the backward: the inputs that it reads and the activations that are kept
+    backward: tuple[Operation, ...]  # operations after the turn
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __hash__(self) -> int:

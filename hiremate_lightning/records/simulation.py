@@ -42,63 +42,37 @@ from .schedule import (
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One operation of the timeline.
+    """One operation of the timeline."""
 
-    Attributes:
-        node: The node that ran.
-        peak_bytes: Bytes while it ran: those that lived before, its outputs and its workspace.
-        live_bytes: Bytes after it and the frees that follow it; copies in that follow count to the next moment.
-    """
-
-    node: int
-    peak_bytes: int
-    live_bytes: int
+    node: int  # the node that ran
+    peak_bytes: int  # bytes while it ran: those that lived before, its outputs and its workspace
+    live_bytes: int  # bytes after it and the frees that follow it; copies in that follow count to the next moment
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """One copy between the device and the host.
-
-    Attributes:
-        storage: The storage.
-        is_out: Whether it goes to the host.
-        start_ms: When it begins, from the start of the step.
-        end_ms: When it is done.
-        moment: Number of nodes that were run before it was asked for.
-    """
+    """One copy between the device and the host."""
 
     storage: int
-    is_out: bool
-    start_ms: float
-    end_ms: float
-    moment: int
+    is_out: bool  # whether it goes to the host
+    start_ms: float  # when it begins, from the start of the step
+    end_ms: float  # when it is done
+    moment: int  # number of nodes that were run before it was asked for
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """The bytes and times of a schedule.
+    """The bytes and times of a schedule."""
 
-    Attributes:
-        timeline: One moment for each node that runs, in order.
-        turn: Number of moments before the backward.
-        peak_bytes: Largest `peak_bytes` of the timeline.
-        saved_bytes: Bytes that live at the turn.
-        time_ms: Time of all nodes, and of waits for copies.
-        recompute_ms: Time of the nodes that run again.
-        wait_ms: Time that computing waits for copies.
-        host_bytes: Most bytes that lie on the host at once.
-        copies: Copies to the host and back, in the order in which they begin in each direction.
-    """
-
-    timeline: tuple[Moment, ...]
-    turn: int
-    peak_bytes: int
-    saved_bytes: int
-    time_ms: float
-    recompute_ms: float
-    wait_ms: float = 0.0
-    host_bytes: int = 0
-    copies: tuple[Copied, ...] = ()
+    timeline: tuple[Moment, ...]  # one moment for each node that runs, in order
+    turn: int  # number of moments before the backward
+    peak_bytes: int  # largest `peak_bytes` of the timeline
+    saved_bytes: int  # bytes that live at the turn
+    time_ms: float  # time of all nodes, and of waits for copies
+    recompute_ms: float  # time of the nodes that run again
+    wait_ms: float = 0.0  # time that computing waits for copies
+    host_bytes: int = 0  # most bytes that lie on the host at once
+    copies: tuple[Copied, ...] = ()  # copies to the host and back, in the order in which they begin in each direction
 
     @property
     def peak_moment(self) -> Moment:
@@ -119,19 +93,12 @@ class Simulation:
 
 @dataclass(frozen=True, slots=True)
 class Allocations:
-    """The allocations and frees of a schedule, in order: enough for its peak at any sizes of the storages.
+    """The allocations and frees of a schedule, in order: enough for its peak at any sizes of the storages."""
 
-    Attributes:
-        storages: The storage of each event.
-        signs: 1 for an allocation, -1 for a free.
-        nodes: The nodes that run, in order.
-        events: For each of these runs, how many events come before its peak.
-    """
-
-    storages: np.ndarray
-    signs: np.ndarray
-    nodes: np.ndarray
-    events: np.ndarray
+    storages: np.ndarray  # the storage of each event
+    signs: np.ndarray  # 1 for an allocation, -1 for a free
+    nodes: np.ndarray  # the nodes that run, in order
+    events: np.ndarray  # for each of these runs, how many events come before its peak
 
     def peak_bytes(self, storage_bytes: np.ndarray, workspace_bytes: np.ndarray) -> int:
         """Compute the peak of the schedule from the bytes of each storage and the workspace of each node."""

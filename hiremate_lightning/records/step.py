@@ -32,17 +32,13 @@ Replays = Latest[Decisions | None, Allocations]  # what they allocate and free; 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Outside code between two captured calls, in bytes above those that were live when it started.
+    """Outside code between two captured calls, in bytes above those that were live when it started."""
 
-    Attributes:
-        held_bytes: Live when the next call starts, and taken to live to the end of the step unless it is given back.
-            Below 0 for bytes that are.
-        peak_bytes: Most that lived meanwhile.
-        has_others: Whether backwards of graphs of earlier steps run there, whose memory is counted nowhere here.
-    """
-
+    # Live when the next call starts, and taken to live to the end of the step unless it is given back. Below 0 for
+    # bytes that are.
     held_bytes: int = 0
-    peak_bytes: int = 0
+    peak_bytes: int = 0  # most that lived meanwhile
+    # Whether backwards of graphs of earlier steps run there, whose memory is counted nowhere here.
     has_others: bool = False
 
     def holding(self, size_bytes: int) -> Gap:
@@ -61,63 +57,48 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class GapPart:
-    """Outside code after a forward, while certain outputs lived.
+    """Outside code after a forward, while certain outputs lived."""
 
-    Attributes:
-        alive: Those outputs, of this call and of earlier ones.
-        peak_bytes: Most bytes that lived meanwhile, above those when the forward ended, without the other outputs.
-    """
-
-    alive: tuple[Output, ...]
-    peak_bytes: int
+    alive: tuple[Output, ...]  # those outputs, of this call and of earlier ones
+    peak_bytes: int  # most bytes that lived meanwhile, above those when the forward ended, without the other outputs
 
 
 @dataclass(frozen=True)
 class Call:
-    """One run of a captured graph within a step, forward and backward.
+    """One run of a captured graph within a step, forward and backward."""
 
-    Attributes:
-        graph: The captured graph.
-        profile: Its costs.
-        links: For each input that an earlier call's output shares its storage with: that call and that output.
-        alive: Outputs that someone still holds when the backward of this call starts.
-        died: Outputs whose memory was free again at the end of the outside code after the forward.
-        lingering: Outputs that code outside holds into the backward, each with the number of calls whose backwards have
-            run when it is released.
-        beside_after: Outputs of earlier calls that still lived at the end of the outside code after this forward.
-        passed_on: Gradients that outside code or another call consumes; the others stay to the end of the step.
-        released_bytes: Of inputs that code outside has made in the step, and that are given back during the backward.
-        outlasting: Gradients of outputs that code outside holds until it runs again after the backward.
-        is_retained: Whether its backward frees none of its saved values, since it will run again.
-        before_deaths: Outside code after the forward, until the last death of an output, those of earlier calls
-            included, and until the backward is called.
-        called_at: How many of `before_deaths` run before the backward is called, when stale bytes are gone; None where
-            that was not seen.
-        before_forward: Outside code before the first forward; empty for the others.
-        after_forward: Outside code between this forward, or `before_deaths`, and the next call, in bytes above those
-            that live without the outputs that died.
-        before_backward: Outside code between the previous backward and this one; empty for the first backward.
-            It may give back bytes that were held before.
-        after_backward: Outside code after the last backward; empty for the others.
-    """
-
-    graph: Graph
-    profile: Profile
+    graph: Graph  # the captured graph
+    profile: Profile  # its costs
+    # For each input that an earlier call's output shares its storage with: that call and that output.
     links: dict[int, Output] = field(default_factory=dict)
-    alive: tuple[int, ...] = ()
-    died: tuple[int, ...] = ()
+    alive: tuple[int, ...] = ()  # outputs that someone still holds when the backward of this call starts
+    died: tuple[int, ...] = ()  # outputs whose memory was free again at the end of the outside code after the forward
+    # Outputs that code outside holds into the backward, each with the number of calls whose backwards have run when it
+    # is released.
     lingering: tuple[tuple[int, int], ...] = ()
+    # Outputs of earlier calls that still lived at the end of the outside code after this forward.
     beside_after: tuple[Output, ...] = ()
+    # Gradients that outside code or another call consumes; the others stay to the end of the step.
     passed_on: tuple[int, ...] = ()
+    # Of inputs that code outside has made in the step, and that are given back during the backward.
     released_bytes: int = 0
+    # Gradients of outputs that code outside holds until it runs again after the backward.
     outlasting: tuple[int, ...] = ()
-    is_retained: bool = False
+    is_retained: bool = False  # whether its backward frees none of its saved values, since it will run again
+    # Outside code after the forward, until the last death of an output, those of earlier calls included, and until the
+    # backward is called.
     before_deaths: tuple[GapPart, ...] = ()
+    # How many of `before_deaths` run before the backward is called, when stale bytes are gone; None where that was not
+    # seen.
     called_at: int | None = None
-    before_forward: Gap = Gap()
+    before_forward: Gap = Gap()  # outside code before the first forward; empty for the others
+    # Outside code between this forward, or `before_deaths`, and the next call, in bytes above those that live without
+    # the outputs that died.
     after_forward: Gap = Gap()
+    # Outside code between the previous backward and this one; empty for the first backward. It may give back bytes that
+    # were held before.
     before_backward: Gap = Gap()
-    after_backward: Gap = Gap()
+    after_backward: Gap = Gap()  # outside code after the last backward; empty for the others
 
     @property
     def outside_bytes(self) -> int:
@@ -162,23 +143,17 @@ class Call:
 
 @dataclass(frozen=True)
 class Step:
-    """A merged step.
+    """A merged step."""
 
-    Attributes:
-        graph: All calls and the outside.
-        profile: Costs of its nodes.
-        owners: For each node, the call that it belongs to and its index there; None for outside code.
-        spans: For each call, the first position of its backward in `graph.backward`, and their number.
-        storages_at: For each call, its first storage.
-        replays: What decisions allocate and free. Steps of the same code share it: they run the same operations on the
-            same storages, so decisions are replayed once, and their peak at any other size is a sum of its bytes.
-    """
-
-    graph: Graph
-    profile: Profile
+    graph: Graph  # all calls and the outside
+    profile: Profile  # costs of its nodes
+    # For each node, the call that it belongs to and its index there; None for outside code.
     owners: tuple[tuple[int, int] | None, ...]
+    # For each call, the first position of its backward in `graph.backward`, and their number.
     spans: tuple[tuple[int, int], ...]
-    storages_at: tuple[int, ...] = ()
+    storages_at: tuple[int, ...] = ()  # for each call, its first storage
+    # What decisions allocate and free. Steps of the same code share it: they run the same operations on the same
+    # storages, so decisions are replayed once, and their peak at any other size is a sum of its bytes.
     replays: Replays = field(default_factory=lambda: Latest(64), compare=False, repr=False)
 
     def sharing(self, codes: Iterable[Hashable], replays: Latest[Hashable, Replays]) -> Step:
