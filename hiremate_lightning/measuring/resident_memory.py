@@ -189,10 +189,11 @@ class ResidentMemory:
         states, gradients = self._held()
         self.growths += self.has_grown()
         self._most = max(states, self._most[0]), max(gradients, self._most[1])
-        resident, present = self.count(arguments), self._present(arguments)
+        resident = self.count(arguments)
+        self._left.measure(self._present(arguments))
         if self.device.type == "cuda":  # there all that is allocated is counted
-            return self._left.sort_out(resident, present)
-        return self.iterations.note_and_add(self._left.add_to(resident, present))
+            return self._left.sort_out(resident)
+        return self.iterations.note_and_add(self._left.add_to(resident))
 
     def watch_releases(self, record: StepRecord, arguments: Sequence[torch.Tensor]) -> None:
         """Watch, in a record that begins, for the release of tensors from before a step with these arguments.
