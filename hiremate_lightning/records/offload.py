@@ -1,15 +1,11 @@
 """Offloaded values: in the host's memory between their last use in the forward and their first in the backward.
 
-Offloading is the third choice for a value that the backward reads, beside keeping it and computing it again. A copy to
-the host and back takes no time as long as the device has other work meanwhile: POFO (Beaumont, Eyraud-Dubois, Shilova,
-"Efficient Combination of Rematerialization and Offloading for Training DNNs", NeurIPS 2021) and, without recomputation,
-"Optimal GPU-CPU Offloading Strategies for Deep Neural Network Training" (Euro-Par 2020) of the same authors. Both are
-about chains, and copy a value as soon as it is made. Here the graph is any, and an `Offload` says for a storage where
-its copy out begins, where its memory is freed, and where its copy in begins.
-
-Some values may not be offloaded: those that exist before the step (parameters, the batch), that the forward returns,
-that the step hands out, that the caller holds, and that code outside has made or reads. In a step of several calls, a
-storage is offloaded in the forward of its own call, and comes back in the backward of that call.
+A copy to the host and back takes no time as long as the device has other work meanwhile: POFO (Beaumont, Eyraud-Dubois,
+Shilova, "Efficient Combination of Rematerialization and Offloading for Training DNNs", NeurIPS 2021) and, without
+recomputation, "Optimal GPU-CPU Offloading Strategies for Deep Neural Network Training" (Euro-Par 2020) of the same
+authors. Both are about chains, and copy a value as soon as it is made. Here the graph is any, and an `Offload` says for
+a storage where its copy out begins, where its memory is freed, and where its copy in begins. In a step of several calls
+that is in the forward of its own call, and in the backward of that call. `staying` lists what may not go.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """Replay a schedule without a device: is it valid, how many bytes live after each operation, how long does it take?
 
-The simulator is the oracle of the project. It counts storages, not tensors: a block lives as long as any tensor on it.
-It knows the graph, the costs and the schedule, and no solver: nothing here is shared with the models that propose
-schedules. Counted: all that the step allocates, each block at the size its allocator hands out, tangents, gradients as
-they appear, outputs and outside code, and the workspace of the running node. What the caller holds is never given back,
-whatever the schedule frees or runs again. Resident bytes (parameters, batch, optimizer state) are the same for every
-schedule; the caller adds them.
-
-A storage that is offloaded takes memory of the device until the wait for its copy out, and again from the start of its
-copy in. Both are places in the program, so bytes are exact however long the copies take. Only times depend on the link.
+The simulator is the oracle of the project, and shares nothing with the models that propose schedules. It counts
+storages, not tensors: a block lives as long as any tensor on it. Counted is all that the step allocates, at the size
+that its allocator hands out, and the workspace of the running node. What the caller holds is never given back, whatever
+the schedule frees or runs again. Resident bytes are the same for every schedule; the caller adds them. A storage that
+is offloaded takes memory until the wait for its copy out, and again from the start of its copy in: places in the
+program, so that only times depend on the link.
 """
 
 from __future__ import annotations
