@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -205,19 +205,16 @@ class ResidentMemory:
         if self.device.type == "cpu" and record.is_measured:
             batch = {tensor_state.storage_id(t): t for t in (*self.batch, *arguments) if tensor_state.is_dense(t)}
             record.watch_releases(Event.GIVEN, self._on_device(batch.values()))
-            record.watch_releases(Event.UNCOUNTED, self.iterations.note_uncounted(self._uncounted(record.counted)))
+            on_host = (t for t in tensor_state.plain_tensors_of_python() if t.device.type == "cpu")
+            large = {tensor_state.storage_id(t): t for t in on_host if t.untyped_storage().nbytes() >= LARGE_BYTES}
+            uncounted = (tensor for storage, tensor in large.items() if storage not in record.counted)
+            record.watch_releases(Event.UNCOUNTED, self.iterations.note_uncounted(uncounted))
 
     def _present(self, arguments: Sequence[torch.Tensor]) -> frozenset[int]:
         """List the storages that exist before a step with these arguments, except those that the step before left."""
         waiting = [saved for _, saved in self._find_waiting()]
         groups = self._groups(list(self._gradients().values()), [*arguments, *held_by(waiting)])
         return frozenset(tensor_state.storage_sizes(tensor for tensors in groups.values() for tensor in tensors))
-
-    def _uncounted(self, counted: Collection[int]) -> list[torch.Tensor]:
-        """List large host tensors that are not counted, one for each storage."""
-        on_host = (t for t in tensor_state.plain_tensors_of_python() if t.device.type == "cpu")
-        large = {tensor_state.storage_id(t): t for t in on_host if t.untyped_storage().nbytes() >= LARGE_BYTES}
-        return [tensor for storage, tensor in large.items() if storage not in counted]
 
     def sees_frees(self, resident: Resident) -> bool:
         """Whether a measurement of the step that begins sees all frees of memory from before it."""
@@ -297,7 +294,7 @@ class ResidentMemory:
 
 
 def more_kept_plainly(graph: Graph, schedule: Schedule) -> int:
-    """Return the bytes that plain training, which recomputes nothing, saves beyond those of a schedule of a graph."""
+    """Return the bytes that a step which recomputes nothing saves beyond those of a schedule of a graph."""
     plain = lower(graph, keep_all(graph)).saved
     own = schedule.saved_on_device(graph)
     inputs = set(graph.inputs)

@@ -58,7 +58,7 @@ def profile_from_json(text: str) -> Profile:
 
 
 def as_plain(graph: Graph, profile: Profile) -> tuple[Graph, Profile]:
-    """Return a step as plain PyTorch runs it: where it is known to, that holds, reads or needs more."""
+    """Return a step as eager PyTorch runs it: where it is known to, that holds, reads or needs more."""
     storages = tuple(replace(s, size_bytes=s.size_bytes * s.plain_times, plain_times=1) for s in graph.storages)
     nodes = list[Node]()
     for node in graph.nodes:

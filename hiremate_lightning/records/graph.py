@@ -54,7 +54,7 @@ class Storage:
 
     size_bytes: int  # bytes of the block as its allocator hands it out, 0 if it is not on the planned device
     kind: StorageKind  # its contents
-    plain_times: int = 1  # how many times as large the block is that plain PyTorch holds
+    plain_times: int = 1  # how many times as large the block is that eager PyTorch holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,8 @@ class Node:
     # For a node of the backward, a tensor of the forward that it reads and whose memory its result takes where nothing
     # else is to read that any more.
     takes: int | None = None
-    plain_bytes: int = 0  # workspace that plain PyTorch needs for the same, 0 where that is taken to be no more
-    plain_inputs: tuple[int, ...] = ()  # tensors that plain PyTorch reads too
+    plain_bytes: int = 0  # workspace that eager PyTorch needs for the same, 0 where that is taken to be no more
+    plain_inputs: tuple[int, ...] = ()  # tensors that eager PyTorch reads too
     # For a node that the user's code calls in `torch.utils.checkpoint`, the first node of the same call.
     checkpoint: int | None = None
     # Whether that call keeps its outputs all the same, as a policy of selective checkpointing says.

@@ -19,7 +19,7 @@ from .expressions import Line, NoTemplateError, Number, Sizes, Values, exactly
 from .graph import OUTSIDE, Graph, Node, Storage, Tensor, item_bytes
 
 Costed = tuple[Graph, Profile]
-GrowingNode = tuple[Callable[..., Node], Values, Values]  # its maker, its arithmetic, bytes that plain PyTorch needs
+GrowingNode = tuple[Callable[..., Node], Values, Values]  # its maker, its arithmetic, bytes that eager PyTorch needs
 GROWING = ("key", "flops", "plain_bytes")
 LEAST = 2  # size of a dimension: tensors of one or no row are often handled apart
 
@@ -180,7 +180,7 @@ class GraphTemplate:
 
 
 def _growing_nodes(graphs: Sequence[Graph]) -> dict[int, GrowingNode]:
-    """Find for each operation that grows its arithmetic, and the bytes that plain PyTorch needs for it."""
+    """Find for each operation that grows its arithmetic, and the bytes that eager PyTorch needs for it."""
     growing: dict[int, GrowingNode] = {}
     for index, nodes in enumerate(zip(*(graph.nodes for graph in graphs), strict=True)):
         if len({(node.key, node.flops, node.plain_bytes) for node in nodes}) > 1:

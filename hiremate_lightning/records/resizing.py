@@ -87,7 +87,7 @@ class Bytes:
 
 
 class Resizing:
-    """Bounds the bytes of a step of known code, as plain PyTorch runs it, at any sizes.
+    """Bounds the bytes of a step of known code, as eager PyTorch runs it, at any sizes.
 
     Args:
         samples: Steps of that code, the largest one first. Storages and nodes are numbered as in that one.

@@ -145,7 +145,7 @@ def _with_frees(
 
 
 def keep_all(graph: Graph) -> tuple[tuple[int, ...], ...]:
-    """Return the decisions of plain training: nothing is recomputed."""
+    """Return the decisions that recompute nothing."""
     return ((),) * (len(graph.backward) + 1)
 
 

@@ -420,13 +420,13 @@ def blocks(graph: Graph, schedule: Schedule) -> list[tuple[int, int, int]]:
 
 
 def simulate_plain(graph: Graph, profile: Profile) -> Simulation:
-    """Simulate a step with everything kept, as plain PyTorch runs it."""
+    """Simulate a step with everything kept, as eager PyTorch runs it."""
     plain, costs = as_plain(graph, profile)
     return simulate(plain, costs, lower(plain, eager_decisions(plain)))
 
 
 def forward_peak_bytes(graph: Graph, profile: Profile) -> int:
-    """Compute the peak of the forward of plain PyTorch without gradients: each value is freed after its last use."""
+    """Compute the peak of the forward of eager PyTorch without gradients: each value is freed after its last use."""
     plain, costs = as_plain(graph, profile)
     alone = replace(plain, backward=(), tangents=(), gradients=())
     return simulate(alone, costs, lower(alone, keep_all(alone))).peak_bytes

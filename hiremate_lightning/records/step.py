@@ -27,7 +27,7 @@ STALE_GRADIENTS = "stale_gradients"  # tensor that stands for the gradients that
 
 Decisions = tuple[tuple[int, ...], ...]
 Output = tuple[int, int]  # a call, and an output of it
-Replays = Latest[Decisions | None, Allocations]  # what they allocate and free; None stands for plain PyTorch
+Replays = Latest[Decisions | None, Allocations]  # what they allocate and free; None stands for eager PyTorch
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class Step:
 
     @cached_property
     def plain_bytes(self) -> int:
-        """The bytes that plain PyTorch adds at its peak."""
+        """The bytes that eager PyTorch adds at its peak."""
         graph, profile = as_plain(self.graph, self.profile)
         plain = self.replays.get_or(None, lambda: allocations(graph, lower(graph, eager_decisions(graph))))
         return plain.peak_bytes(np.array(graph.sizes, np.int64), np.array(profile.workspace_bytes, np.int64))
