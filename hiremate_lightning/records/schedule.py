@@ -163,7 +163,7 @@ def eager_decisions(graph: Graph) -> tuple[tuple[int, ...], ...]:
     if not calls:
         return keep_all(graph)
     makers = {t: n for members in calls.values() for n in members for t in graph.nodes[n].outputs}
-    call_of = {t: graph.nodes[n].checkpoint for t, n in makers.items()}
+    call_of = {t: call for call, members in calls.items() for n in members for t in graph.nodes[n].outputs}
     missing = {t for t in call_of if graph.tensors[t].storage is not None}.difference(graph.outputs, graph.held)
     missing.difference_update(t for node in graph.nodes if node.is_saved for t in node.outputs)
     for index in graph.forward:
