@@ -9,7 +9,7 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -167,11 +167,11 @@ def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
     return tensor
 
 
-def offloading_saved(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that tensors which autograd saves in it are offloaded."""
+def offloading_saved(function: Callable[..., Any], constants: Sequence[torch.Tensor] = ()) -> Callable[..., Any]:
+    """Wrap a function so that tensors which autograd saves in it are offloaded: neither arguments nor constants."""
 
     def run(*arguments: Any) -> Any:
-        with SavedOffload(tensor_state.storages_among(arguments)):
+        with SavedOffload(tensor_state.storages_among((*arguments, *constants))):
             return function(*arguments)
 
     return run
