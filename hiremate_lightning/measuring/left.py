@@ -31,9 +31,7 @@ class LeftOutputs:
         self._find_retained = find_retained  # returns the bytes of values retained for another backward, by storage
         self._record: StepRecord | None = None
         self._signature: Numbers | None = None  # the signature of the step that has ended
-        self._sizes_after: dict[
-            Numbers | None, tuple[int, int]
-        ] = {}  # by signature, when a step of it was measured last
+        self._sizes_after: dict[Numbers | None, tuple[int, int]] = {}  # of outputs and inputs, by measured signature
         self._outputs_bytes = self._retained_bytes = self._inputs_bytes = 0
         self._stay: bool | None = None  # whether outputs outlive the next forward; None before that was seen
         self._returning: bool | None = None  # whether they are freed as that forward returns

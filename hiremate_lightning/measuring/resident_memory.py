@@ -18,7 +18,7 @@ from ..records.schedule import Schedule, keep_all, lower
 from ..running.execution import Part, Saved
 from ..torch_private import sharding, tensor_state
 from ..units import format_bytes
-from .left import Iterations, LeftOutputs
+from .left import Iterations, LeftOutputs, Numbers
 from .recording import StepRecord
 from .resident import WAITING, Resident
 from .runs import Event
@@ -59,10 +59,7 @@ class ResidentMemory:
         self._most = (0, 0)  # the most optimizers' states and samples' gradients when a step began
         self._uncollected_steps = LITTERED_STEPS  # steps begun since all garbage was collected
         self._stepped = False  # whether an optimizer has used the gradients
-        self._before: tuple[StepRecord | None, tuple[int, ...] | None] = (
-            None,
-            None,
-        )  # the step before, and its signature
+        self._before: tuple[StepRecord | None, Numbers | None] = None, None  # the step before, and its signature
         self._frees_gradients = True  # whether gradients that were used are freed before the next backward
 
     @property
