@@ -194,6 +194,24 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hiremate {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     commands.add_parser(RUN, help="run a training script, unchanged, within a budget", add_help=False)
+    _add_model_commands(commands)
+    show = _command(commands, "show", "show a plan that was written to a file")
+    show.add_argument("file", metavar="FILE", type=Path, help="JSON or HTML, as `hiremate plan` and a Plan write it")
+    doctor = _command(commands, "doctor", "check versions, solvers, devices and a small plan")
+    doctor.usage = "%(prog)s [options] [FACTORY | train.py [arguments of the script]]"
+    doctor.add_argument(
+        "factory",
+        metavar="FACTORY",
+        nargs="?",
+        help="a model, as plan takes it: say whether it would be refused; "
+        "or a script and its arguments: run it up to its first training step, and say what would be planned",
+    )
+    _add_json(doctor)
+    return parser
+
+
+def _add_model_commands(commands: Any) -> None:
+    """Add the commands that take a model."""
     plan = _model_command(commands, "plan", "plan a model under a budget, without its memory")
     _add_several(plan)
     host = plan.add_argument_group("the host's memory, between forward and backward")
@@ -220,19 +238,6 @@ def _parser() -> argparse.ArgumentParser:
     most = SEARCH_OPTIONS["max_val"].default
     fit.add_argument("--max-batch", type=int, default=most, help="largest size to look at (default: %(default)s)")
     fit.add_argument("--max-overhead", default="30%", help="most extra time to accept (default: 30%%)")
-    show = _command(commands, "show", "show a plan that was written to a file")
-    show.add_argument("file", metavar="FILE", type=Path, help="JSON or HTML, as `hiremate plan` and a Plan write it")
-    doctor = _command(commands, "doctor", "check versions, solvers, devices and a small plan")
-    doctor.usage = "%(prog)s [options] [FACTORY | train.py [arguments of the script]]"
-    doctor.add_argument(
-        "factory",
-        metavar="FACTORY",
-        nargs="?",
-        help="a model, as plan takes it: say whether it would be refused; "
-        "or a script and its arguments: run it up to its first training step, and say what would be planned",
-    )
-    _add_json(doctor)
-    return parser
 
 
 def _command(commands: Any, name: str, words: str, more: str = "") -> argparse.ArgumentParser:
