@@ -30,7 +30,7 @@ from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
-from . import autocasting, hacks
+from . import autocasting
 from .hacks import instead_of
 from .tensor_state import changes_uncounted, plain
 
@@ -171,6 +171,7 @@ def not_looking_for_aliases(_: Any, context: Any) -> None:
     """Keep what is traced meanwhile from checking, at its first run, whether custom operators return their inputs.
 
     AOTAutograd looks by a mode that refuses every subclass of tensors, those too that only carry metadata with them.
+    Without it such code fails when it runs first, and then runs eager.
     """
     context._is_first = False
 
@@ -205,7 +206,7 @@ def _heed_tokens() -> None:
     @functools.wraps(save)
     def save_and_look(context: Any, *tensors: Any) -> None:
         save(context, *tensors)
-        is_captured = type(context).__name__ == "CompiledFunctionBackward" and hacks.is_on("absent gradients")
+        is_captured = type(context).__name__ == "CompiledFunctionBackward"
         if is_captured and any(getattr(tensor, "takes_absent", False) for tensor in tensors):
             context.set_materialize_grads(False)
 

@@ -189,7 +189,10 @@ def lost_changes(written: fx.GraphModule) -> list[str]:
 
 @instead_of("torch._dynamo.variables.builder.wrap_to_fake_tensor_and_record")
 def noted(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Make a stand-in, and note how many changes it counts already: one where another stand-in has its memory."""
+    """Make a stand-in, and note how many changes it counts already: one where another stand-in has its memory.
+
+    Without it code whose inputs share memory may run eager.
+    """
     stand_in = make(*arguments, **options)
     if isinstance(stand_in, torch.Tensor) and stand_in not in _made_with:
         _made_with[stand_in] = _changes_of(stand_in)

@@ -395,5 +395,5 @@ def _stand_ins() -> tuple[StandIn, ...]:
 
 
 def decided() -> AbstractContextManager[None]:
-    """Decide branches, and numbers, for a while."""
+    """Decide branches, and numbers, for a while; without it graphs end at these, and models are planned in pieces."""
     return replaced(*_stand_ins())

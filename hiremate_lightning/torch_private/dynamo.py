@@ -72,11 +72,6 @@ def capturing_for_plans(
       or, where there is no one to tell, raised. Code that fails as it is traced may be wrong itself: then it raises
       its own error as it runs, nothing is told, and it is captured the next time.
     """
-    if not hacks.is_on("code by code"):  # settings hold for all code of a call, without any other hack
-        settings = dynamo_config.patch(automatic_dynamic_shapes=sizes_vary, **_SETTINGS)
-        with settings, _marked(vary), _told_of_failures(tell):
-            yield
-        return
     capture = _capture_with_symbols if sizes_vary else _capture_with_numbers
 
     @functools.cache
@@ -88,7 +83,7 @@ def capturing_for_plans(
         hear()
         if compiled_by_torch.is_authors(arguments[4]):
             return _capture(code, *arguments, **options)
-        with counting_seconds(), answers() if hacks.is_on("answers") else nullcontext():
+        with counting_seconds(), answers():
             return capture(code, *arguments, **options)
 
     before = convert_frame._compile, _innermost.hear
@@ -241,7 +236,7 @@ def _capture_with_symbols(code: types.CodeType, *arguments: Any, **options: Any)
     return result
 
 
-_capture: Any = getattr(convert_frame, "_compile", None)
+_capture: Any = convert_frame._compile
 _WISHES: dict[str, Any] = {
     "recompile_limit": 256,
     "accumulated_recompile_limit": 4096,

@@ -43,7 +43,10 @@ def traced_as_eager() -> Iterator[None]:
 
 @instead_of("torch._functorch._aot_autograd.runtime_wrappers.compute_overlapping_inputs")
 def guarded_overlaps(find: Callable[..., Any], config: Any, inputs: list[Any], of_one_storage: list[int]) -> set[int]:
-    """Guard on which inputs of a storage overlap, where some are written to; torch does so only for symbolic sizes."""
+    """Guard on which inputs of a storage overlap, where some are written to; torch does so only for symbolic sizes.
+
+    Without it inputs that overlapped once are taken to overlap for ever.
+    """
     overlapping: set[int] = find(config, inputs, of_one_storage)
     sources, context = config.aot_autograd_arg_pos_to_source, TracingContext.try_get()
     if sources and context is not None and len(of_one_storage) > 1:
@@ -58,7 +61,10 @@ _IMPLICIT = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
 
 
 def eager_kernels() -> AbstractContextManager[None]:
-    """Remove the Python decompositions of some operators from the dispatcher for a while."""
+    """Remove the Python decompositions of some operators from the dispatcher for a while.
+
+    Without it the proof sees other numbers, and that code runs eager.
+    """
     # The decompositions of these give other numbers: products fold otherwise, resizing rounds.
     packets = [aten.dropout, aten.matmul, aten.hardshrink, aten.softshrink, aten.stft, aten.istft]
     packets += [getattr(aten, name) for name in dir(aten) if name.startswith(("upsample_", "_upsample_"))]
@@ -126,7 +132,10 @@ def _eager_gru_cell(
 
 @contextmanager
 def eager_strides() -> Iterator[None]:
-    """Correct the strides, and the types, of results that torch takes for those of an input."""
+    """Correct the strides, and the types, of results of norms that torch takes for those of an input.
+
+    Without it the proof sees other numbers, and that code runs eager; so it is without the strides of dimensions of 1.
+    """
     sources = {  # the argument whose memory format the first result has on the CPU; None: contiguous, on all devices
         aten._native_batch_norm_legit_functional.default: 0,
         aten._native_batch_norm_legit.default: 0,
@@ -227,7 +236,7 @@ def _with_strides(decomposition: Callable[..., Any], position: int | None) -> Ca
 def byte_targets() -> AbstractContextManager[None]:
     """Trace losses of classes that are given as bytes, for a while, by the shapes that classes of integers have.
 
-    The kernels of `nll_loss` take bytes, torch's tracing of these doesn't.
+    The kernels of `nll_loss` take bytes, torch's tracing of these doesn't: without it such code runs uncaptured.
     """
     classes_at = {aten.nll_loss_forward.default: 1, aten.nll_loss_backward.default: 2}
     stand_ins = {op: _with_integers(decomposition_table[op], position) for op, position in classes_at.items()}
