@@ -26,11 +26,11 @@ from hiremate_lightning.torch_private import (
     aot,
     autocasting,
     dynamo,
-    each_size,
     hooks,
     sharding,
     tensor_state,
 )
+from hiremate_lightning.torch_private.size_symbols import SizeSymbols, sizes_among
 from tests.exact import TORCH, network
 
 
@@ -303,7 +303,7 @@ def test_layouts_at_other_sizes_are_within_the_guards_of_captured_code(size: int
     found = []
 
     def backend(module, inputs):
-        found.append(each_size._layouts_at(module, each_size.sizes_among(module, inputs), (size,)))
+        found.append(SizeSymbols(module, sizes_among(module, inputs)).layouts_at((size,)))
         return module
 
     def function(x):
