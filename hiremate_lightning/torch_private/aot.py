@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import ANY
 
 import torch
 from torch import fx
@@ -116,21 +117,12 @@ def settle_forward(serves_other_sizes: bool) -> tuple[int, ...]:
     meta.bw_donated_idxs = []
     for tangent in meta.subclass_tangent_meta:
         if isinstance(tangent, PlainTensorMeta) and tangent.memory_format is not None:
-            tangent.memory_format = MemoryFormatMeta(size=_Anything(), stride=_Anything())  # type: ignore[arg-type]
+            tangent.memory_format = MemoryFormatMeta(size=ANY, stride=ANY)
     if serves_other_sizes:
         meta.output_info[:] = [replace(result, view_meta_sequence=None) for result in meta.output_info]
     positions = tuple(meta.num_mutated_inp_runtime_indices + i for i in meta.unsafe_view_out_indices)
     meta.unsafe_view_out_indices, meta.num_unsafe_view_outputs = [], 0
     return positions
-
-
-class _Anything:
-    """Equals whatever it is compared with."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __eq__(self, _: object) -> bool:
-        return True
 
 
 @instead_of("torch._functorch._aot_autograd.graph_capture.create_functionalized_fn")

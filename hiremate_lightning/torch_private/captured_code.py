@@ -3,11 +3,6 @@
 Dynamo captures a call of `torch.utils.checkpoint` as an operator that only serves to be traced. Run by itself it
 computes again with other random numbers than before, and so gives wrong gradients behind a dropout.
 
-With `torch.autograd.grad(..., create_graph=True)` the backward of a `torch.autograd.Function` is differentiated once
-more. Dynamo reads that backward as code without gradients, so that terms of the second derivative are missing. Eager
-PyTorch runs it with gradients where its own backward is to be differentiated, and without them elsewhere; both follow
-where captured code leaves that mode as autograd sets it.
-
 Changes in place that Dynamo has seen are counted, and compared with those that its graph makes.
 """
 
@@ -118,6 +113,8 @@ def takes_gradients(code: fx.GraphModule) -> bool:
 def keep_modes_of_backwards(code: fx.GraphModule) -> bool:
     """Run the backwards of autograd functions in the mode that autograd sets, where that makes a difference.
 
+    With `torch.autograd.grad(..., create_graph=True)` such a backward is differentiated once more. Dynamo reads it as
+    code without gradients, so that terms of the second derivative are missing; eager PyTorch runs it with them.
     Return False where such a backward changes the mode itself, of which Dynamo does not say how it was.
     """
     if not takes_gradients(code):

@@ -2,17 +2,10 @@
 
 Dynamo breaks the graph wherever Python reads the value of a tensor. This module runs the few operations behind such a
 tensor at once, on the CPU, and tracing goes on with the value. Only integers and booleans are computed, by operations
-that give the same on each device. Masks may be fractions that are made from these: such fractions are chosen and
-compared, and nothing is computed with them.
-
-* Constant tensors depend on no input of the graph, as positions of tokens do. With symbolic sizes the value holds for
-  the current sizes: a guard computes it again for other sizes.
-* Other tensors are computed from integers or booleans that the code is called with, as masks of padding are. A guard
-  asks again before each call, and code that would go another way is captured for that. What code changes in place
-  before it reads it is computed on copies, and not decided where these may differ from it.
-* Numbers are decided where they are computed from a few numbers that the code is called with, as sizes of pictures are,
-  and as long as these stay the same. Where others come, the graph breaks for these. What the code counts up in place is
-  another number in each call, and not decided.
+that give the same on each device; masks may be fractions that are chosen and compared, not computed with. A guard asks
+again at other sizes, and before each call where a tensor depends on what the code is called with: code that would go
+another way is captured for that. What is changed in place before it is read is computed on copies, and not decided
+where these may differ. Numbers are decided as long as the few numbers that they are computed from stay the same.
 """
 
 from __future__ import annotations

@@ -68,7 +68,6 @@ HACKS = (
     Hack("messages once", "readings.messages, tensor_state.without_log_of_fakes", mends=False),
     Hack("user compiled", "compiled_by_torch.marked"),
     Hack("lengths of tuples", "readings.lengths"),
-    Hack("guards once", "readings.absent_hooks", mends=False),
     Hack("ranges of steps", "readings.ranges", mends=False, checked=_SINCE_2_13),
     Hack("names of classes", "readings.names", mends=False, checked=_SINCE_2_13),
     Hack("written numbers", "readings.written_numbers"),

@@ -1,14 +1,10 @@
 """Code that Dynamo reads otherwise than eager PyTorch runs it: most functions here stand in for one of Dynamo's.
 
-Many of them end a graph, or guard, where numbers might become others. Dynamo lets torch compute what NumPy would, which
-adds in another order and rounds exponentials otherwise. It calls functions that `functools.lru_cache` wraps in each
-step, so that what is drawn or counted once would be so each time. It leaves parts of a gradient out where that must go
-through what was computed before the captured code, and arguments are passed by keyword, or one was computed of another.
+Many of them end a graph, or guard, where numbers might become others.
 
 Code that asks whether it is compiled hears no, as in plain PyTorch: it may compute something else then. torch, this
 package and a few files of others ask only to be traceable: they get Dynamo's answer, yes. So does what its author
-compiled, as in plain PyTorch. Some code also asks whether it is captured in a CUDA graph. Planned code never is; Dynamo
-would end its own graph there.
+compiled, as in plain PyTorch. Some code also asks whether it is captured in a CUDA graph. Planned code never is.
 """
 
 from __future__ import annotations
@@ -134,7 +130,8 @@ def backwards(_: Any, backward: Callable[..., Any]) -> Callable[..., Any]:
 def gradients_from_before() -> Iterator[None]:
     """End graphs, for a while, where a gradient must go through what was computed before the captured code.
 
-    Without it such a gradient lacks those parts, in silence.
+    Without it such a gradient lacks those parts, in silence, where arguments are passed by keyword, or one was computed
+    of another.
     """
     handlers = TorchInGraphFunctionVariable._get_handlers()
     read = handlers.get(torch.autograd.grad)  # None before 2.13, where it ends graphs
@@ -166,7 +163,7 @@ def _have_hooks(inputs: Any) -> bool:
 
 
 def call_cached(inline: Callable[..., Any], variable: Any, tracer: Any, *arguments: Any) -> Any:
-    """Read through a function whose results are cached, unless it draws or changes something."""
+    """Read through a function whose results are cached, unless it draws or changes something: it would in each step."""
     changes, before = _changes(tracer), set(tracer.output.graph.nodes)
     result = inline(variable, tracer, *arguments)
     added = [node for node in tracer.output.graph.nodes if node not in before]
@@ -221,15 +218,6 @@ def lengths(guard_length: Any, builder: Any, guard: Any) -> None:
     builder.TYPE_MATCH(guard)
     told = [f"tuple.__len__({guard.name}) == {length}"]
     builder.get_guard_manager(guard).add_lambda_guard(lambda v: tuple.__len__(v) == length, told, guard.user_stack)
-
-
-@instead_of("torch._dynamo.guards.GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT")
-def absent_hooks(guard_absent: Any, builder: Any, guard: Any) -> None:
-    """Guard once on a module having no hooks; Dynamo lists each such guard twice, which takes time in each call."""
-    guarded: set[str] = vars(builder).setdefault("hiremate_without_hooks", set())
-    if guard.name not in guarded:
-        guarded.add(guard.name)
-        guard_absent(builder, guard)
 
 
 # ---------------------------------------------------------------- changes in place

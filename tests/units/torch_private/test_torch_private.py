@@ -393,10 +393,10 @@ def test_guards_that_fail_with_symbols_are_not_heard_where_numbers_do(monkeypatc
 
     code, failing = compile("0", "one", "eval"), compile("1", "two", "eval")
     monkeypatch.setattr(dynamo, "_capture", capture)
-    assert dynamo._capture_with_symbols(code) == "captured"
+    assert dynamo._capture_in_turn(True, code) == "captured"
     assert not caplog.records
     with pytest.raises(AssertionError):
-        dynamo._capture_with_symbols(failing)
+        dynamo._capture_in_turn(True, failing)
     assert [record.name for record in caplog.records] == ["torch._guards"]
 
 
