@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import thresholds
 from . import tensor_state
-from .hacks import StandIn, replaced
+from .hacks import StandIn, around, replaced
 from .regions.module_calls import note_unseen, realized
 from .same_captures import expect, size_of
 from .tensor_state import storage_id, storages_among
@@ -342,28 +342,20 @@ def _guard(is_as_seen: Callable[..., bool], sources: list[Any]) -> None:
     install_guard(GlobalStateSource().make_guard(add))
 
 
-def _looking_first(handle: Callable[..., Any]) -> Callable[..., Any]:
+def _looking_first(handle: Callable[..., Any], tracer: InstructionTranslatorBase, instruction: Any) -> Any:
     """Replace a tensor by its truth value, where that is known, before an instruction that branches on it."""
-
-    @functools.wraps(handle)
-    def look(tracer: InstructionTranslatorBase, instruction: Any) -> Any:
-        seen = _decide(tracer, tracer.stack[-1], bool)
-        if seen is not None:
-            tracer.stack[-1] = ConstantVariable.create(seen)
-        return handle(tracer, instruction)
-
-    return look
+    seen = _decide(tracer, tracer.stack[-1], bool)
+    if seen is not None:
+        tracer.stack[-1] = ConstantVariable.create(seen)
+    return handle(tracer, instruction)
 
 
-def _with_known(read: Callable[[torch.Tensor], Any], method: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a method of tensors return the value of a tensor where that is known."""
-
-    @functools.wraps(method)
-    def returned(variable: TensorVariable, tracer: Any, *arguments: Any, **named: Any) -> Any:
-        seen = _decide(tracer, variable, read)
-        return method(variable, tracer, *arguments, **named) if seen is None else VariableTracker.build(tracer, seen)
-
-    return returned
+def _with_known(
+    read: Callable[[torch.Tensor], Any], method: Any, variable: Any, tracer: Any, *arguments: Any, **named: Any
+) -> Any:
+    """Return the value of a tensor where a method asks for it and it is known."""
+    seen = _decide(tracer, variable, read)
+    return method(variable, tracer, *arguments, **named) if seen is None else VariableTracker.build(tracer, seen)
 
 
 @functools.cache
@@ -376,10 +368,11 @@ def _stand_ins() -> tuple[StandIn, ...]:
         table = list(tracer.dispatch_table)
         for name, code in dis.opmap.items():
             if _LOOKS.fullmatch(name) and table[code] is not None:
-                table[code] = _looking_first(table[code])
+                table[code] = around(table[code], _looking_first)
         tables.append((tracer, "dispatch_table", table))
     known: dict[str, Any] = {"item": TensorVariable.method_item, "tolist": TensorVariable.method_tolist}
-    readers = {name: _with_known(getattr(torch.Tensor, name), method) for name, method in known.items()}
+    reads = {name: functools.partial(_with_known, getattr(torch.Tensor, name)) for name in known}
+    readers = {name: around(method, reads[name]) for name, method in known.items()}
     methods = getattr(TensorVariable, "tp_methods", None)
     if methods is None:  # PyTorch before 2.14 finds methods by their names
         return *tables, *((TensorVariable, f"method_{name}", reader) for name, reader in readers.items())

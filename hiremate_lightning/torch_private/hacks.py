@@ -181,13 +181,17 @@ def instead_of(*places: str) -> Callable[[Callable[..., Any]], Callable[[], Abst
 def _standing_in(place: str, function: Callable[..., Any]) -> StandIn:
     owner_path, _, name = place.rpartition(".")
     owner = pkgutil.resolve_name(owner_path)
-    original = getattr(owner, name)
+    return owner, name, around(getattr(owner, name), function)
 
-    @functools.wraps(original)
+
+def around(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make what runs a function of ours in the place of one of torch's, which it gets before the arguments."""
+
+    @functools.wraps(original)  # torch looks at names and modules of its own functions
     def run(*arguments: Any, **named: Any) -> Any:
         return function(original, *arguments, **named)
 
-    return owner, name, run
+    return run
 
 
 @contextmanager
