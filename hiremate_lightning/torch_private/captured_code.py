@@ -3,11 +3,6 @@
 Dynamo captures a call of `torch.utils.checkpoint` as an operator that only serves to be traced. Run by itself it
 computes again with other random numbers than before, and so gives wrong gradients behind a dropout.
 
-With `torch.autograd.grad(..., create_graph=True)` the backward of a `torch.autograd.Function` is differentiated once
-more. Dynamo reads that backward as code without gradients, so that terms of the second derivative are missing. Eager
-PyTorch runs it with gradients where its own backward is to be differentiated, and without them elsewhere; both follow
-where captured code leaves that mode as autograd sets it.
-
 Changes in place that Dynamo has seen are counted, and compared with those that its graph makes.
 """
 
@@ -124,6 +119,8 @@ def takes_gradients(code: fx.GraphModule) -> bool:
 def keep_modes_of_backwards(code: fx.GraphModule) -> bool:
     """Run the backwards of autograd functions in the mode that autograd sets, where that makes a difference.
 
+    With `torch.autograd.grad(..., create_graph=True)` such a backward is differentiated once more. Dynamo reads it as
+    code without gradients, so that terms of the second derivative are missing; eager PyTorch runs it with them.
     Return False where such a backward changes the mode itself, of which Dynamo does not say how it was.
     """
     if not takes_gradients(code):
@@ -195,7 +192,10 @@ def lost_changes(written: fx.GraphModule) -> list[str]:
 
 @instead_of("torch._dynamo.variables.builder.wrap_to_fake_tensor_and_record")
 def noted(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Make a stand-in, and note how many changes it counts already: one where another stand-in has its memory."""
+    """Make a stand-in, and note how many changes it counts already: one where another stand-in has its memory.
+
+    Without it code whose inputs share memory may run eager.
+    """
     stand_in = make(*arguments, **options)
     if isinstance(stand_in, torch.Tensor) and stand_in not in _made_with:
         _made_with[stand_in] = _changes_of(stand_in)

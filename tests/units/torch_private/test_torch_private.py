@@ -27,11 +27,11 @@ from hiremate_lightning.torch_private import (
     autocasting,
     captured_code,
     dynamo,
-    each_size,
     hooks,
     sharding,
     tensor_state,
 )
+from hiremate_lightning.torch_private.size_symbols import SizeSymbols, sizes_among
 from tests.exact import TORCH, network
 
 
@@ -304,7 +304,7 @@ def test_layouts_at_other_sizes_are_within_the_guards_of_captured_code(size: int
     found = []
 
     def backend(module, inputs):
-        found.append(each_size._layouts_at(module, each_size.sizes_among(module, inputs), (size,)))
+        found.append(SizeSymbols(module, sizes_among(module, inputs)).layouts_at((size,)))
         return module
 
     def function(x):
@@ -394,10 +394,10 @@ def test_guards_that_fail_with_symbols_are_not_heard_where_numbers_do(monkeypatc
 
     code, failing = compile("0", "one", "eval"), compile("1", "two", "eval")
     monkeypatch.setattr(dynamo, "_capture", capture)
-    assert dynamo._capture_with_symbols(code) == "captured"
+    assert dynamo._capture_in_turn(True, code) == "captured"
     assert not caplog.records
     with pytest.raises(AssertionError):
-        dynamo._capture_with_symbols(failing)
+        dynamo._capture_in_turn(True, failing)
     assert [record.name for record in caplog.records] == ["torch._guards"]
 
 
