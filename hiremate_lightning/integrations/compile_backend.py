@@ -34,7 +34,8 @@ from ..calls.slots import WITH_COMPILE
 from ..capturing.backend import has_gradients, planning_backend
 from ..capturing.capture import Captured
 from ..errors import ConfigurationError, did_you_mean
-from ..options import OPTIONS, make_options
+from ..options import OPTIONS
+from ..planning.planner import make_options
 from ..proofs.proof import Proof
 from ..reporting.report import calls_for
 from ..running.execution import Part

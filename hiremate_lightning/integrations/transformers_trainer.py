@@ -14,8 +14,8 @@ from torch import nn
 from transformers import TrainerCallback
 
 from ..api import get_plan, hiremate, remove_hiremate
-from ..options import make_options
 from ..planning.plan import Plan
+from ..planning.planner import make_options
 from ..targets.candidates import Target
 from ..targets.modules import targets_of
 
