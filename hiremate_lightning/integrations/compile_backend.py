@@ -23,7 +23,8 @@ from ..api import get_plan
 from ..capturing.backend import has_gradients, planning_backend
 from ..capturing.capture import Captured
 from ..errors import ConfigurationError, did_you_mean
-from ..options import OPTIONS, make_options
+from ..options import OPTIONS
+from ..planning.planner import make_options
 from ..proofs.proof import Proof
 from ..reporting.report import calls_for
 from ..running.execution import Part

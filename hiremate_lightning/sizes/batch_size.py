@@ -27,8 +27,9 @@ from ..calls.slots import refuse
 from ..errors import BudgetError, ConfigurationError, HiRemateWarning
 from ..memory.allocator import allocated_bytes
 from ..memory.metering import MemoryMeter
-from ..options import SizeOptions, make_options, make_size_options
+from ..options import SizeOptions, make_size_options
 from ..out_of_memory import InfeasibleBudgetError
+from ..planning.planner import make_options
 from ..records.expressions import Line
 from ..records.graph import OUTSIDE, Graph
 from ..reporting.report import Reporter
