@@ -95,7 +95,7 @@ def test_what_was_found_before_is_remembered():
     assert (second.stopped_by == "proof") == (second.status is Status.OPTIMAL)
 
 
-def test_the_same_problem_is_solved_once_and_again_where_there_is_more_time():
+def test_the_same_problem_is_solved_again_only_with_more_time():
     step = transformer(3)
     budget = replay(problem_of(step, 0), keep_all(step[0])).peak_bytes * 80 // 100
     asked = []

@@ -167,7 +167,7 @@ def test_ranks_that_solve_several_times_do_so_together(store):
     assert first.solution.recompute == second.solution.recompute
 
 
-def test_sizes_measured_outside_of_the_operations_make_no_other_step():
+def test_sizes_measured_outside_operations_make_no_other_step():
     graph, _ = transformer(4)
     outside = next(i for i, s in enumerate(graph.storages) if not s.kind.is_resident)
     larger = replace(graph.storages[outside], size_bytes=graph.storages[outside].size_bytes + 64)
