@@ -348,4 +348,4 @@ def _stub_modules(captured: Captured) -> tuple[fx.GraphModule, fx.GraphModule]:
             gradients[position] = stand_in = backward.call_function(torch.empty, ((0,),))
             stand_in.meta = dict(value.meta)
     backward.output(tuple(gradients)).meta["desc"] = list(descriptions[1])
-    return fx.GraphModule(captured.joint, forward), fx.GraphModule(captured.joint, backward)
+    return captured_code.module_of(captured.joint, forward), captured_code.module_of(captured.joint, backward)

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
@@ -31,6 +32,11 @@ _APPLY = torch.ops.higher_order.autograd_function_apply
 _BANS = torch._C._autograd._saved_tensors_hooks_disable, torch._C._autograd._saved_tensors_hooks_enable
 _SET_MODE = torch._C._set_grad_enabled
 _made_with: WeakIdKeyDictionary = WeakIdKeyDictionary()  # changes that stand-ins for inputs were made with
+
+
+def module_of(root: torch.nn.Module, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:
+    """Make a module of a graph. Its text is written where it is read or called: our programs have their own."""
+    return _LazyGraphModule(root, graph, name)
 
 
 def eager_module(module: fx.GraphModule) -> fx.GraphModule:
@@ -54,7 +60,7 @@ def _rewritten(module: fx.GraphModule, rewrite: Rewrite) -> fx.GraphModule:
     graph.output(graph.graph_copy(module.graph, {}))
     for node in graph.find_nodes(op="call_function", target=tag_activation_checkpoint):
         rewrite(graph, node, replaced[str(_body(node).target)])
-    copy = fx.GraphModule(module, graph)
+    copy = module_of(module, graph)
     copy.meta = dict(module.meta)
     for name in replaced.keys() & dict(copy.named_children()).keys():
         setattr(copy, name, replaced[name])
@@ -144,7 +150,7 @@ def without_bans(module: fx.GraphModule) -> fx.GraphModule:
     graph.output(graph.graph_copy(module.graph, {}))
     for node in [node for node in graph.nodes if node.target in _BANS]:
         graph.erase_node(node)
-    copy = fx.GraphModule(module, graph)
+    copy = module_of(module, graph)
     copy.meta = dict(module.meta)
     return copy
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchgen
-from torch import nn
+from torch import fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -25,6 +25,7 @@ from hiremate_lightning.testing import session_of
 from hiremate_lightning.torch_private import (
     aot,
     autocasting,
+    captured_code,
     dynamo,
     hooks,
     sharding,
@@ -613,3 +614,12 @@ def test_names_of_classes_end_no_graph():
     assert session_of(model).captured_count == 1
     assert not session_of(model).why_uncaptured()
     remove_hiremate(model)
+
+
+def test_a_module_of_a_graph_has_no_text_until_it_is_called():
+    graph = fx.Graph()
+    graph.output(graph.call_function(torch.neg, (graph.placeholder("value"),)))
+    module = captured_code.module_of(torch.nn.Module(), graph)
+    assert "_code" not in vars(module)
+    assert module(torch.ones(())).item() == -1
+    assert "neg" in vars(module)["_code"]
