@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hiremate_lightning.options import Objective
-from hiremate_lightning.planning.plan import PlanOptions
+from hiremate_lightning.options import Objective, SessionOptions
 from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.expressions import Line
 from hiremate_lightning.records.graph import Graph
@@ -15,7 +14,7 @@ from hiremate_lightning.records.step import Step
 from hiremate_lightning.sizes.size_search import TOLERANCE, Forecast, Limit, search
 from tests.tiny import chain
 
-OPTIONS = PlanOptions(solver="segments", time_limit_s=1.0, on_infeasible="warn")
+OPTIONS = SessionOptions(solver="segments", time_limit_s=1.0, on_infeasible="warn")
 FIXED = 5_000
 
 
