@@ -225,7 +225,7 @@ def test_validation_counts():
     assert result.limited_by == "memory of validation"
 
 
-def test_validation_that_grows_late_is_foreseen_after_it_was_seen():
+def test_validation_that_grows_late_is_foreseen_once_it_was_seen():
     """Validation takes little in all samples, and far more than the budget at the first size that is forecast."""
     case = layers()
     seen = dict[int, int]()

@@ -59,7 +59,7 @@ class Chooses(Net):
 
 
 @pytest.mark.parametrize(("also", "graphs"), [(False, 1), (True, 2)], ids=["nothing else", "something else"])
-def test_an_attribute_set_by_the_first_call_costs_no_second_trace(also, graphs):
+def test_an_attribute_set_in_the_first_call_costs_no_new_trace(also, graphs):
     """Dynamo reads the code once more. Where its graph is another one then, that is traced and runs."""
     torch.manual_seed(1)
     plain = Chooses(also)

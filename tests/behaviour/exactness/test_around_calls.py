@@ -108,7 +108,7 @@ class Inside(nn.Module):
 @pytest.mark.parametrize("is_listed", [False, True])
 @pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_checkpoint_inside_gives_gradients_to_the_same_parameters(is_reentrant, is_listed, trains):
+def test_checkpoint_inside_gives_the_same_parameters_gradients(is_reentrant, is_listed, trains):
     train_both(lambda: Inside(is_reentrant, is_listed, trains), simple_loop(batch, steps=3))
 
 
@@ -159,7 +159,7 @@ def test_what_trains_its_input_alone_is_planned(make):
     assert get_plan(planned_alike(make(), train_input, "60%")).solution.recompute_ms > 0
 
 
-def test_a_model_that_shares_a_part_with_a_planned_one_is_refused():
+def test_a_model_sharing_a_part_with_a_planned_one_is_refused():
     shared = layers()
     first, second = nn.Sequential(shared, nn.Linear(WIDTH, 4)), nn.Sequential(shared, nn.Linear(WIDTH, 4))
     hiremate(first, "90%", verbose=False)

@@ -87,7 +87,7 @@ def loop_of(loss_of, backwards=1, **options):
 
 @pytest.mark.parametrize("loss_of", [twice, three_times, once_with_one_output])
 @pytest.mark.parametrize("make", [Tied, Broken, critic])
-def test_a_module_that_is_called_several_times_in_a_step_is_exact(make, loss_of):
+def test_a_module_called_several_times_in_a_step_is_exact(make, loss_of):
     train_both(make, loop_of(loss_of))
 
 

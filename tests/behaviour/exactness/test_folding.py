@@ -86,7 +86,7 @@ def test_training_is_exact(options, more):
     train_both(lambda: weighted(**options), loop, "100%")
 
 
-def test_windows_that_leave_gaps_are_an_error_as_in_plain_pytorch():
+def test_windows_that_leave_gaps_are_an_error_as_in_eager():
     module = weighted(hop_length=10)
     with torch.no_grad():
         module.window[5:].zero_()

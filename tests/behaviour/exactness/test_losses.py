@@ -329,7 +329,7 @@ class Cleared(Words):
 
 
 @pytest.mark.parametrize("make", [table, lambda: Cleared(entropy, torch.float32)], ids=["weight", "graph before"])
-def test_logits_that_the_step_changes_in_place_are_not_read_again(make):
+def test_logits_changed_in_place_by_the_step_are_not_read_again(make):
     train_both(make, simple_loop(batch, loss_of=lambda loss: loss), on_infeasible="warn")
 
 

@@ -403,7 +403,7 @@ def default_dtype():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_recomputed_tensors_keep_the_default_dtype_of_the_forward(dtype, default_dtype):
+def test_recomputed_tensors_keep_the_forward_s_default_dtype(dtype, default_dtype):
     """Lightning's "bf16-true" and "64-true" set the default dtype around the forward alone."""
 
     def before_the_forward(index: int) -> Tensor:

@@ -61,7 +61,7 @@ def test_a_step_whose_backward_failed_is_not_planned():
         assert found.measured.peak_bytes == found.planned_peak_bytes
 
 
-def test_other_memory_of_a_weight_before_the_backward_is_an_error():
+def test_a_weight_s_new_memory_before_the_backward_is_an_error():
     """PyTorch counts no such change, and plain training reads the old or the new memory, as operators please."""
     model = warm_up(planned("50%"))
     name, weight = [(name, own) for name, own in model.named_parameters() if own.dim() == 2][-1]

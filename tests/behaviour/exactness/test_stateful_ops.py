@@ -472,7 +472,7 @@ class NoisyGradient(torch.autograd.Function):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_what_a_backward_draws_is_drawn_after_what_the_loss_draws():
+def test_what_a_backward_draws_comes_after_what_the_loss_draws():
     def noisy(y: Tensor) -> Tensor:
         return (y * torch.rand_like(y)).mean()
 
@@ -885,7 +885,7 @@ def test_results_that_eager_reads_no_more_may_change_in_place(budget):
     train_both(make, simple_loop(rows, loss_of=changed_in_place), budget)
 
 
-def test_a_change_in_place_of_what_the_backward_reads_is_an_error():
+def test_changing_in_place_what_the_backward_reads_is_an_error():
     planned = hiremate(returned(nn.Linear(WIDTH, WIDTH)), "100%", verbose=False)
     for index in range(3):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -334,7 +334,7 @@ def test_what_can_not_be_planned_is_refused(kind, callbacks, error, words):
         ("SingleDeviceXLAStrategy", "XLA decides on memory itself"),
     ],
 )
-def test_a_strategy_that_manages_memory_itself_is_refused_by_name(strategy, reason):
+def test_a_strategy_managing_memory_itself_is_refused_by_name(strategy, reason):
     module, callback = CallsItself(), planned()
     stand_in = SimpleNamespace(strategy=type(strategy, (), {})(), callbacks=[callback])
     with pytest.raises(MisconfigurationException, match=f"can't plan under {strategy}.*{reason}"):
@@ -429,7 +429,7 @@ class ValidatesByTraining(Validates):
         return batches(1, 4 * ROWS)
 
 
-def test_a_validation_that_calls_the_training_step_is_not_planned():
+def test_a_validation_calling_the_training_step_is_not_planned():
     plain, callback = (planned(target="training_step") for _ in range(2))
     fit(CallsItself, plain)
     assert_fits_alike(ValidatesByTraining, callback)

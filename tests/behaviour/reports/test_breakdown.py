@@ -88,7 +88,7 @@ def test_a_storage_counts_once_and_for_the_first_that_makes_it():
     assert (uses["second"].kept_bytes, uses["second"].dropped_bytes) == (0, 0)
 
 
-def test_the_share_kept_is_unknown_where_there_is_nothing_to_keep():
+def test_the_share_kept_is_unknown_with_nothing_to_keep():
     assert ModuleUse().kept_share is None
     assert ModuleUse(kept_bytes=1, dropped_bytes=3).kept_share == 0.25
 

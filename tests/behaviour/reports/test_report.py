@@ -240,7 +240,7 @@ def test_plans_of_smaller_steps_than_one_shown_get_a_line():
     assert written(console).count(planned_lines(small)[0]) == 1
 
 
-def test_a_console_that_is_no_terminal_gets_ascii_and_no_progress():
+def test_a_console_without_terminal_gets_ascii_and_no_progress():
     console = Console(file=io.StringIO(), width=40)
     show_all(Reporter("full", console=console))
     plan = mixed_plan().with_measured(peak_bytes=4_000_000)
@@ -276,7 +276,7 @@ def test_without_terminal_and_logging_lines_go_to_standard_error(
     assert_is_table(err.splitlines())
 
 
-def test_without_terminal_lines_go_to_the_log_where_it_takes_them(
+def test_without_terminal_lines_go_to_a_log_that_takes_them(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ):
     with caplog.at_level(logging.INFO, "hiremate_lightning"):

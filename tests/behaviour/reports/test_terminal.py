@@ -205,7 +205,7 @@ def offload_plan(plan: Plan) -> Plan:
     return replace(plan, profile=profile, solution=replace(plan.solution, offloads=offloads))
 
 
-def test_what_goes_to_the_host_has_a_mark_and_a_colour_of_its_own():
+def test_what_goes_to_the_host_has_its_own_mark_and_colour():
     """A legend that is too long for the width takes two lines."""
     plan = offload_plan(mixed_plan(4))
     drawn = timeline_text(plan, 70)
