@@ -9,7 +9,6 @@ values.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from itertools import product
 
 from ...records.costs import estimate
@@ -52,13 +51,11 @@ def _find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int) -> 
         lowest.append(low)
     leanest = min(near, key=_by_peak)
     filled = _filled(model, leanest, time_limit_s)
-    starts, enough_bytes = iter([filled, *lowest]), max(budget_bytes, model.least_bytes)
-    deadline = model.work.done_s + min(DEEP_S, time_limit_s)
-    while _least(near) > enough_bytes and (start := next(starts, None)) is not None:
-        for better in _deepen(model, start, deadline):
+    enough_bytes, deadline = max(budget_bytes, model.least_bytes), model.work.done_s + min(DEEP_S, time_limit_s)
+    better: Replay | None
+    for better in (filled, *lowest):
+        while _least(near) > enough_bytes and (better := _lower(model, better, deadline)):
             near = _near([*near, better], budget_bytes)
-            if _least(near) <= enough_bytes:
-                break
     smallest, fastest = min(near, key=_by_peak), min(near, key=lambda f: f.rank)
     smallest = filled if smallest is leanest else _filled(model, smallest, time_limit_s)
     while smallest.peak_bytes > enough_bytes:
@@ -70,13 +67,6 @@ def _find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int) -> 
     if fastest.recompute_ms < FASTER * smallest.recompute_ms:
         return _filled(model, fastest, time_limit_s)
     return smallest
-
-
-def _deepen(model: StepModel, start: Replay, deadline: float) -> Iterator[Replay]:
-    """Yield policies of lower and lower peaks, each found by giving up a value at the peak of the one before."""
-    better = start
-    while lower := _lower(model, better, deadline):
-        yield (better := lower)
 
 
 def _lower(model: StepModel, start: Replay, deadline: float) -> Replay | None:

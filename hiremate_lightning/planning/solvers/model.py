@@ -146,7 +146,9 @@ class StepModel(Choices):
 
     def always_there(self, rows: Rows) -> set[int]:
         """List the forward tensors that live through the turn: on kept, held and resident storages, or on none."""
-        graph, kept = self.graph, {None, *self._timeline(rows).kept(), *self.fixed, *self._held}
+        blocks = self._timeline(rows).blocks
+        at_turn = {storage for storage, spans in blocks.items() if spans and spans[0][0] < 0}
+        graph, kept = self.graph, {None, *at_turn, *self.fixed, *self._held}
         tensors = {t for node in graph.forward for t in graph.nodes[node].outputs}
 
         def stays(tensor: int) -> bool:

@@ -69,10 +69,6 @@ class Timeline:
             live -= begins
         return peaks[::-1]
 
-    def kept(self) -> list[int]:
-        """List the choices that are in memory as the backward starts."""
-        return [storage for storage, blocks in self.blocks.items() if blocks and blocks[0][0] < 0]
-
 
 def with_rows(model: Choices, before: Timeline, changed: Mapping[int, list[int]]) -> Timeline:
     """Lay out a step in which some rows, by position, differ from those of an earlier timeline of it."""

@@ -429,7 +429,7 @@ def test_where_the_least_found_at_once_does_not_fit_the_search_goes_on():
 def test_where_the_least_found_at_once_fits_the_search_ends(monkeypatch):
     step = random_graph(5, 20)
     at_once = smallest_budget(problem_of(step, UNLIMITED))
-    monkeypatch.setattr(sys.modules[find_smallest.__module__], "_deepen", no_search)
+    monkeypatch.setattr(sys.modules[find_smallest.__module__], "_lower", no_search)
     assert smallest_budget(problem_of(step, at_once.peak_bytes)).recompute == at_once.recompute
 
 
