@@ -317,7 +317,7 @@ class SizeFinder:
             allocated_bytes(1, self._runner.device),
             Line(list(seen), [self._runner.fixed_bytes + real.batch_bytes for real in seen.values()]),
             self._limit_bytes,
-            replace(self._runner.options.plan, on_infeasible="warn"),
+            replace(self._runner.options, on_infeasible="warn"),
             self._runner.optimizer_ms,
             None if self._runner.validate is None else Line(list(seen), validation),
         )
