@@ -131,6 +131,10 @@ class Targets:
             return self._call_inside(name, module, args, kwargs)
         if (joined := self._join()) is not None:
             return joined.call(joined.path_of(module), module, args, kwargs)
+        return self._call_outermost(name, module, args, kwargs)
+
+    def _call_outermost(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a candidate that trains, in no other one: by a plan, but where that can't be or gains nothing."""
         if self.session.leave_to_modes():
             return self._call_unlearned(module, args, kwargs)
         if module not in self._waiting and self.session.is_new_in_backward(name, (args, kwargs)):
@@ -150,7 +154,7 @@ class Targets:
         with self._waiting.away():
             if self.session.begin_call(name, (args, kwargs), module.forward):
                 return self._call_plain(module, args, kwargs)
-            return self._or_eager(self._call_outermost, name, module, args, kwargs)
+            return self._or_eager(self._call_compiled, name, module, args, kwargs)
 
     def path_of(self, module: nn.Module) -> str:
         """Return the path of a module in the root."""
@@ -247,7 +251,7 @@ class Targets:
         args, kwargs = before.restore()
         return hooks.plain_call(module, *args, **kwargs)
 
-    def _call_outermost(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_compiled(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = self.session.runs
         calling = self.session.calling(name or type(self.root).__name__)
         with leaving_no_trace(), calling, without_labels(self.session, module), self._in_place(module):
