@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hiremate_lightning.callbacks.planning import planner_of, targets_for
 from hiremate_lightning.errors import HiRemateWarning
-from hiremate_lightning.options import SIZE_OPTIONS, SessionOptions, make_options, make_size_options
+from hiremate_lightning.options import SIZE_OPTIONS, SessionOptions, make_size_options
+from hiremate_lightning.planning.planner import make_options
 from hiremate_lightning.sizes.batch_size import SizeFinder
 from hiremate_lightning.sizes.size_search import BatchSizeResult
 from hiremate_lightning.sizes.size_trials import SizeRunner, TrainingState, TrialSteps

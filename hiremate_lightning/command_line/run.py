@@ -20,7 +20,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BudgetError, ConfigurationError, HiRemateError, did_you_mean
-from ..options import ENVIRONMENT_BUDGET, OPTIONS, make_options
+from ..options import ENVIRONMENT_BUDGET, OPTIONS
+from ..planning.planner import make_options
 from ..reporting.svg_report import writable
 from ..reporting.terminal import write_json
 from ..units import format_bytes, format_ratio

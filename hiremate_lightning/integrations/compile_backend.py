@@ -23,7 +23,8 @@ from ..api import get_plan
 from ..capturing.backend import has_gradients, planning_backend
 from ..capturing.capture import Captured
 from ..errors import ConfigurationError, did_you_mean
-from ..options import OPTIONS, make_options
+from ..options import OPTIONS
+from ..planning.planner import make_options
 from ..proofs.proof import Proof
 from ..reporting.report import calls_for
 from ..running.execution import Part
@@ -111,7 +112,7 @@ class _Graph:
     """One graph that Dynamo captured, and its place in the steps of a session."""
 
     def __init__(self, session: Session, model: CompiledModel, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        self._session, self._model, self._plain = session, model, module.forward
+        self._session, self._model, self._eager = session, model, module.forward
         self._name = type(model).__name__
         placeholders = module.graph.find_nodes(op="placeholder")
         self._buffers = [position for position, node in enumerate(placeholders) if "_buffers_" in node.name]
@@ -130,7 +131,7 @@ class _Graph:
     def run(self, *arguments: Any) -> Any:
         """Run the graph, as a part of a step where it trains."""
         if self._model.is_removed:
-            return self._plain(*arguments)
+            return self._eager(*arguments)
         if not self._trains or any(map(is_fake, arguments)):  # Dynamo asks for shapes: DDP splits what it captured
             return self._run(*arguments)
         tensors = [t for t in arguments if isinstance(t, torch.Tensor)]

@@ -13,8 +13,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ..api import get_plan, hiremate, remove_hiremate
-from ..options import make_options
 from ..planning.plan import Plan
+from ..planning.planner import make_options
 from ..targets.candidates import Target
 from ..targets.modules import targets_of
 

@@ -27,8 +27,9 @@ from ..calls.slots import refuse
 from ..errors import BudgetError, ConfigurationError, HiRemateWarning
 from ..memory.allocator import allocated_bytes
 from ..memory.metering import MemoryMeter
-from ..options import SizeOptions, make_options, make_size_options
+from ..options import SizeOptions, make_size_options
 from ..out_of_memory import InfeasibleBudgetError
+from ..planning.planner import make_options
 from ..records.expressions import Line
 from ..records.graph import OUTSIDE, Graph
 from ..reporting.report import Reporter
@@ -316,7 +317,7 @@ class SizeFinder:
             allocated_bytes(1, self._runner.device),
             Line(list(seen), [self._runner.fixed_bytes + real.batch_bytes for real in seen.values()]),
             self._limit_bytes,
-            replace(self._runner.options.plan, on_infeasible="warn"),
+            replace(self._runner.options, on_infeasible="warn"),
             self._runner.optimizer_ms,
             None if self._runner.validate is None else Line(list(seen), validation),
         )

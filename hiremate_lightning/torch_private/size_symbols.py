@@ -19,8 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ..records.expressions import Sizes
-from . import tensor_state
-from .captured_code import module_of
+from . import captured_code, tensor_state
 
 SHARES = (0.83, 0.61, 1.27, 0.47, 0.92, 0.71)  # of a real size, that sizes of samples are near
 MULTIPLES = (1, 2, 4, 8)  # of odd numbers, that sizes of samples are: code may ask for even ones
@@ -172,7 +171,7 @@ class SizeSymbols:
                 values[node] = graph.node_copy(node, values.__getitem__) if number is None else number
                 if node.op == "placeholder":
                     values[node]._dynamo_source = node._dynamo_source
-        copy = module_of(module, graph)
+        copy = captured_code.module_of(module, graph)
         copy.meta = {**module.meta, NUMBERS: symbols}
         copy._param_name_to_source = module._param_name_to_source
         return copy
