@@ -19,7 +19,7 @@ from .planning.plan import Plan
 from .records.costs import Machine, estimate
 from .records.schedule import Compute, Free
 from .sessions.current_step import CurrentStep
-from .sessions.modes import Offloaded
+from .sessions.modes import GivenBack, Offloaded
 from .sessions.session import Session
 from .sessions.templates import Templates
 from .targets.modules import targets_of
@@ -54,9 +54,9 @@ def captured_count(model: nn.Module) -> int:
     return session_of(model).captured_count
 
 
-def is_plain(model: nn.Module) -> bool:
+def is_eager(model: nn.Module) -> bool:
     """Return whether the step under way runs as the user wrote it."""
-    return session_of(model).is_plain
+    return session_of(model).is_eager
 
 
 def is_from_template(model: nn.Module) -> bool:
@@ -82,14 +82,14 @@ def step_under_way(model: nn.Module) -> StepView | None:
 
 
 def _ways(step: CurrentStep) -> Iterator[str]:
-    if step.plain is None:
+    if step.eager is None:
         for forward in step.forwards:
             is_own = forward.mode.signature is not None and forward.mode.signature.graphs == step.graphs
             yield OWN_PLAN if is_own else OTHER_PLAN if forward.mode.is_planned else LEAST_MEMORY
-    elif step.plain.gainless is not None:
+    elif isinstance(step.eager, GivenBack):
         yield RELEASED
     else:
-        yield OFFLOADED if isinstance(step.plain, Offloaded) else EAGER
+        yield OFFLOADED if isinstance(step.eager, Offloaded) else EAGER
 
 
 def plan_digest(plan: Plan) -> str:

@@ -19,7 +19,7 @@ import torch._dynamo
 from hiremate_lightning.memory.metering import MemoryMeter
 from hiremate_lightning.planning import solutions
 from hiremate_lightning.planning.solvers import base
-from hiremate_lightning.signatures.plain_steps import PlainSteps
+from hiremate_lightning.signatures.eager_predictions import EagerPredictions
 from hiremate_lightning.testing import changed_thresholds, templates_at_once, without_templates
 
 MODEL_PACKAGES = ("transformers", "timm")
@@ -205,4 +205,4 @@ def _hooks_left_allowed() -> Iterator[None]:
 @pytest.fixture
 def _captures_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Capture steps of all sizes, those included that fit the budget as they are."""
-    monkeypatch.setattr(PlainSteps, "predict", lambda *_: None)
+    monkeypatch.setattr(EagerPredictions, "predict", lambda *_: None)

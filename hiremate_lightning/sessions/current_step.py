@@ -16,8 +16,8 @@ from ..planning.ladder import Loss
 from ..records.costs import Profile
 from ..records.step import Decisions
 from ..running.program import Program
+from ..signatures.eager_trial import EagerTrial
 from ..signatures.recorded_step import RecordedStep
-from ..signatures.releasing import PlainTrial
 from ..signatures.step_signature import GraphNumbers, Start, StepSignature
 from ..signatures.watching import Look
 from .modes import ByProgram, Eager
@@ -100,7 +100,7 @@ class CurrentStep:
         has_backward: Whether a backward has begun.
         is_unseen: Whether a part of it was not seen, so that nothing can be learned from it.
         resident: What existed when it began, None where that was not counted.
-        plain: How it runs as the user wrote it; None where it runs captured.
+        eager: How it runs as the user wrote it; None where it runs captured.
         expected: The signature by whose plan it begins, None for none.
         is_unknown: Whether it is likely of a signature without a plan that runs more than the expected one: then all of
             it runs at the least memory.
@@ -123,11 +123,11 @@ class CurrentStep:
     has_backward: bool = False
     is_unseen: bool = False
     resident: Resident | None = None
-    plain: Eager | None = None
+    eager: Eager | None = None
     expected: StepSignature | None = None
     is_unknown: bool = False
     look: Look | None = None
-    timing: PlainTrial | None = None
+    timing: EagerTrial | None = None
     record: StepRecord | None = None
     timed: TimedRun | None = None
     forwards: list[Forward] = field(default_factory=list)

@@ -198,8 +198,8 @@ class PlanMaker:
         """Plan a recorded step signature, and build its programs; its limits are set also where nothing fits.
 
         Returns:
-            The plan with its programs; what the step needs, where nothing fits the budget; None, and the signature is
-            dropped, where it is made from traces of other sizes and these do not tell its programs.
+            The plan with its programs; what the step needs, where nothing fits the budget; None where the step is made
+            from traces of other sizes, and these do not tell its programs: the signature is to be dropped.
         """
         recorded, options = signature.recorded, self._model.options
         step, limits = recorded.merge(), self.limits(signature, recorded)
@@ -222,8 +222,6 @@ class PlanMaker:
             return self._finish(recorded, step, plan)
         except NoTemplateError as error:
             log.info("A step signature of %s gets no plan of its own: %s", self._model.name, error)
-            signature.sights.has_no_template = True
-            self._history.drop(signature)
             return None
 
     def short_of_all(self, shortage: Shortage) -> Short | None:

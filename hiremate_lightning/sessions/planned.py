@@ -94,25 +94,24 @@ class PlannedSignatures:
         except BaseException:  # Ctrl-C too: budgets change for all step signatures or for none
             self._model.options, waiting.holds = before, holds
             for signature, step in steps.items():
-                signature.step = None if signature.sights.has_no_template else step
+                signature.step = step
             raise
         self._reports.budget_changed()
         self._install(made)
 
-    def _make_all(self, signatures: Iterable[StepSignature]) -> dict[StepSignature, Fits]:
-        """Make the plans of step signatures; nothing runs by them yet.
+    def _make_all(self, signatures: Iterable[StepSignature]) -> dict[StepSignature, Fits | None]:
+        """Make the plans of step signatures, None for those to be dropped; nothing runs by them yet.
 
         Raises:
             InfeasibleBudgetError: If nothing fits the budget; it names what is enough for all steps seen.
         """
-        made = dict[StepSignature, Fits]()
+        made = dict[StepSignature, Fits | None]()
         self.maker.choose_waiting(may_hold_more=True)
         for signature in signatures:
             outcome = self.maker.make(signature)
             if isinstance(outcome, Short):
                 raise (self.maker.short_of_all(self.shortage) or outcome).error()
-            if outcome is not None:
-                made[signature] = outcome
+            made[signature] = outcome
         return made
 
     def likely(self, step: CurrentStep) -> list[StepSignature]:
@@ -204,8 +203,7 @@ class PlannedSignatures:
             return
         dropped_less = step is not None and step.is_provisional and not record.has_dropped_by_plan
         if step is not None and (dropped_less or set(step.places) < set(backwards)):
-            self._dropped = self.latest
-            self.history.drop(signature)
+            self._drop(signature)
 
     def must_return(self, part: Part, positions: Collection[int]) -> None:
         """Learn that gradients were handed to autograd beside those that exist, where a plan may count on adding."""
@@ -311,18 +309,27 @@ class PlannedSignatures:
             outcome = self.maker.make(signature)
             if isinstance(outcome, Short):
                 return outcome
-            if outcome is not None:
-                self._install({signature: outcome})
+            self._install({signature: outcome})
         return None
 
-    def _install(self, made: Mapping[StepSignature, Fits]) -> None:
-        """Let the programs of plans take over; users and listeners hear of them."""
-        for signature, fits in made.items():
+    def _install(self, made: Mapping[StepSignature, Fits | None]) -> None:
+        """Let the programs of plans take over; users and listeners hear of them. Drop signatures that get none."""
+        plans = {signature: fits for signature, fits in made.items() if fits is not None}
+        for signature in made:
+            if signature not in plans:
+                signature.sights.has_no_template = True
+                self._drop(signature)
+        for signature, fits in plans.items():
             self._take(signature, fits)
-        for signature, fits in made.items():
+        for signature, fits in plans.items():
             self._reports.planned(signature, fits.plan, f"ahead: {self._largest}" if signature.is_ahead else "")
-        for fits in made.values():
+        for fits in plans.values():
             self._reports.notify(fits.plan)
+
+    def _drop(self, signature: StepSignature) -> None:
+        """Drop what a signature runs and its plan; the latest plan is still shown."""
+        self._dropped = self.latest
+        self.history.drop(signature)
 
     def _take(self, signature: StepSignature, fits: Fits) -> None:
         step, plan = signature.recorded, fits.plan

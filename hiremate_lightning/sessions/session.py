@@ -44,15 +44,16 @@ from ..torch_private.tensor_state import tensors_among
 from ..units import Budget
 from .calls_without_gradients import CallsWithoutGradients
 from .current_step import CurrentStep
+from .eager_steps import EagerSteps
 from .graph_programs import GraphPrograms
 from .largest import Arguments, LargestSizes, VaryingSizes
+from .modes import GivenBack
 from .plan_maker import PlanMaker
 from .planned import PlannedSignatures
 from .planned_model import PlannedModel
 from .proved_code import ProvedCode
 from .steps import Steps
 from .templates import Templates
-from .unplanned import UnplannedSteps
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -70,7 +71,7 @@ class Session:
         proofs: What is proved of captured code.
         prover: Proves captured code as it first runs.
         planned: The plans, by step signature.
-        unplanned: The steps that run as the user wrote them.
+        eager_steps: The steps that run as the user wrote them.
         steps: The step under way, and the one before it.
         first_wait: Foresees how long it takes until the first plan.
     """
@@ -92,8 +93,8 @@ class Session:
         self._graph_programs = GraphPrograms(model, maker)
         self.planned = PlannedSignatures(model, maker, self._graph_programs, watching, self.largest)
         self._templates = Templates(model, self.largest)
-        self.unplanned = UnplannedSteps(model, self.planned, self._templates)
-        self.steps = Steps(model, self.planned, self.unplanned, self._graph_programs, watching)
+        self.eager_steps = EagerSteps(model, self.planned, self._templates)
+        self.steps = Steps(model, self.planned, self.eager_steps, self._graph_programs, watching)
         self._without_gradients = CallsWithoutGradients(model)
         self._checkpointing, self._compiling = ReplacedCheckpointing(root), ReplacedCompiling(root)
         self.planned.listeners.append(self._say_replaced)
@@ -141,14 +142,14 @@ class Session:
         return bool(self.parts.waiting() or self.parts.retained())
 
     @property
-    def is_plain(self) -> bool:
+    def is_eager(self) -> bool:
         """Whether the step under way runs as the user wrote it, since that fits the budget at its sizes."""
-        return self.steps.plain is not None
+        return self.steps.eager is not None
 
     @property
-    def is_released(self) -> bool:
+    def is_given_back(self) -> bool:
         """Whether the step under way runs eager though its signature has a plan: that gains nothing, or is timed."""
-        return self.steps.plain is not None and self.steps.plain.gainless is not None
+        return isinstance(self.steps.eager, GivenBack)
 
     @property
     def parameters_of_step(self) -> frozenset[int] | None:
@@ -365,7 +366,7 @@ class Session:
             call = ModuleCall.of(name, tensors)
             self._varying.called(name, call.shapes)
             self._called(arguments, call)
-        return self.is_plain
+        return self.is_eager
 
     def leave_to_modes(self) -> bool:
         """Let a call run eager, unseen, where a mode around it sees each operator, and warn; return whether it does."""
@@ -419,11 +420,11 @@ class Session:
         """End the step under way, which has ended just now; what was learned is used when the next one begins."""
         self.steps.end()
 
-    def run_plain(self, arguments: Arguments, call: Callable[[], Any]) -> Any:
+    def run_eager(self, arguments: Arguments, call: Callable[[], Any]) -> Any:
         """Run a call as the user wrote it, and see when its backward begins; where it fails, the step is dropped."""
-        plain = self.steps.plain  # None where it is seen by nobody
+        eager = self.steps.eager  # None where it is seen by nobody
         try:
-            with nullcontext() if plain is None else plain.around(arguments):
+            with nullcontext() if eager is None else eager.around(arguments):
                 result = call()
         except BaseException:  # Ctrl-C too: the next step must not go on with half of this one
             if not backward_pass.is_running():
@@ -435,7 +436,7 @@ class Session:
         def begins(_: Any) -> None:
             session = reference()
             if session is not None:
-                session.plain_backward_starts()
+                session.eager_backward_starts()
 
         nodes = {tensor.grad_fn for tensor in tensors_inside(result) if tensor.grad_fn is not None}
         for node in nodes:
@@ -444,10 +445,10 @@ class Session:
             self._current.is_unseen = True  # nothing shows where the step ends
         return result
 
-    def plain_backward_starts(self) -> None:
-        """Note the start of a backward of a step that runs plain."""
+    def eager_backward_starts(self) -> None:
+        """Note the start of a backward of a step that runs eager."""
         if backward_pass.will_run_again():
-            self.unplanned.graph_stays()
+            self.eager_steps.graph_stays()
         self.steps.backward_starts()
         if self._current.record is not None:
             self._current.record.plain_backward_starts()

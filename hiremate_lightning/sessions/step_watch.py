@@ -13,22 +13,22 @@ from ..signatures.step_signature import StepSignature
 from ..signatures.watching import Expected, Look, WatchPolicy
 from ..torch_private import backward_pass
 from .current_step import CurrentStep
+from .eager_steps import EagerSteps
 from .planned_model import PlannedModel
-from .unplanned import UnplannedSteps
 
 
 class StepWatch:
     """Begins to watch steps as the policy decides."""
 
-    def __init__(self, model: PlannedModel, unplanned: UnplannedSteps, watching: WatchPolicy) -> None:
+    def __init__(self, model: PlannedModel, eager_steps: EagerSteps, watching: WatchPolicy) -> None:
         self._memory, self._history, self._announcements = model.memory, model.history, model.announcements
-        self._unplanned, self._watching = unplanned, watching
+        self._eager_steps, self._watching = eager_steps, watching
         self._between, self._device_peak = Between(), DevicePeak()
 
     def begin(self, step: CurrentStep, arguments: list[torch.Tensor]) -> None:
         """Choose by whose plan a step begins, and begin to watch it."""
-        if step.plain is not None:
-            step.look = Look(is_measured=self._unplanned.is_to_be_measured(step.plain))
+        if step.eager is not None:
+            step.look = Look(is_measured=self._eager_steps.is_to_be_measured(step.eager))
         else:
             all_likely = self._history.all_likely(step.foreseen)
             step.expected = max(all_likely, key=lambda signature: signature.own_plan.unplanned_peak_bytes, default=None)

@@ -25,13 +25,13 @@ from ..signatures.watching import Saw, WatchPolicy
 from ..torch_private import backward_pass
 from ..torch_private.tensor_state import tensors_among
 from .current_step import CurrentStep
+from .eager_steps import EagerSteps
 from .graph_programs import GraphPrograms
-from .modes import Eager
+from .modes import Eager, GivenBack
 from .planned import PlannedSignatures
 from .planned_model import PlannedModel
 from .step_watch import StepWatch
 from .templates import predicted_peak_bytes
-from .unplanned import UnplannedSteps
 
 COUNTED_AGAIN = 64  # steps, after which resident bytes are counted once more
 
@@ -50,24 +50,24 @@ class Steps:
         self,
         model: PlannedModel,
         planned: PlannedSignatures,
-        unplanned: UnplannedSteps,
+        eager_steps: EagerSteps,
         graph_programs: GraphPrograms,
         watching: WatchPolicy,
     ) -> None:
         self.current: CurrentStep | None = None
         self.ended: CurrentStep | None = None
         self.count = 0
-        self._planned, self._unplanned, self._graph_programs = planned, unplanned, graph_programs
+        self._planned, self._eager_steps, self._graph_programs = planned, eager_steps, graph_programs
         self._watching, self._announcements = watching, model.announcements
         self._memory, self._parts, self._history = model.memory, model.parts, model.history
         self._stages = model.stages
         self._is_passed_by = False  # by steps that ran since the latest one
-        self.watch = StepWatch(model, unplanned, watching)
+        self.watch = StepWatch(model, eager_steps, watching)
 
     @property
-    def plain(self) -> Eager | None:
+    def eager(self) -> Eager | None:
         """How the step under way runs as the user wrote it; None where it runs captured, or there is none."""
-        return None if self.current is None else self.current.plain
+        return None if self.current is None else self.current.eager
 
     @property
     def under_way(self) -> CurrentStep:
@@ -113,7 +113,7 @@ class Steps:
                 self.fail()
                 raise
         elif call is not None:
-            self._unplanned.called(self.current, call)
+            self._eager_steps.called(self.current, call)
 
     def _begin(self, arguments: list[torch.Tensor], calls: list[ModuleCall]) -> None:
         """Begin a step. What was learned from the one before is used here, and nowhere else."""
@@ -134,11 +134,11 @@ class Steps:
         if finished is not None or self._counts_resident(step):
             self._meet(finished, step, arguments)
         if before is not None and before.timing is not None:
-            self._unplanned.note_release(before.timing)
-        gainless = self._unplanned.step_begins(step)
+            self._eager_steps.note_release(before.timing)
+        gainless = self._eager_steps.step_begins(step)
         self.watch.begin(step, arguments)
-        is_plain, now_s = step.plain is not None, self._unplanned.clock()
-        if gainless is not None and gainless.trial.step_begins(is_plain, step.is_watched, now_s):
+        is_eager, now_s = step.eager is not None, self._eager_steps.clock()
+        if gainless is not None and gainless.trial.step_begins(is_eager, step.is_watched, now_s):
             step.timing = gainless.trial
 
     # ---------------------------------------------------------------- the beginning, in detail
@@ -242,19 +242,19 @@ class Steps:
         if step.is_unseen:
             self.ended = None
             step.drop()
-        elif step.plain is not None:
-            self._end_plain(step, step.plain, at_once)
+        elif step.eager is not None:
+            self._end_eager(step, step.eager, at_once)
         elif step.forwards or step.record is not None:
             self._end_captured(step, at_once)
 
-    def _end_plain(self, step: CurrentStep, plain: Eager, at_once: bool) -> None:
+    def _end_eager(self, step: CurrentStep, eager: Eager, at_once: bool) -> None:
         self.ended = step
-        if plain.gainless is not None:
-            self._history.note(plain.gainless, step.start)
-        self._memory.step_ended(step.record, plain.likely.graphs)
+        if isinstance(eager, GivenBack):
+            self._history.note(eager.likely, step.start)
+        self._memory.step_ended(step.record, eager.likely.graphs)
         if step.record is not None:
             step.record.close(at_once)
-        self._unplanned.ended(step, plain)
+        self._eager_steps.ended(step, eager)
 
     def _end_captured(self, step: CurrentStep, at_once: bool) -> None:
         captured_nothing = self._announcements.step_ended(self._parts.traced_count)
@@ -263,7 +263,7 @@ class Steps:
         is_own = step.ran_by(self._history.taken_for(signature))
         self._history.ended(signature, step.start, step.is_by_plans)
         signature.sights.fits_nothing = signature.sights.fits_nothing or step.comparison.fits_nothing
-        self._unplanned.learn_from_taken_over(step, signature)
+        self._eager_steps.learn_from_taken_over(step, signature)
         is_other = not is_own and expected is not None and expected is not signature and step.began_by(expected)
         if is_other and expected is not None and (signature.plan is not None or not step.began_again):
             self._planned.confused(expected, signature, step.is_by_plans)

@@ -247,7 +247,7 @@ def foresee(
 
 @dataclass(frozen=True, eq=False)
 class CapturedStep:
-    """A step that was captured, as predictions of eager steps need it (`plain_steps`).
+    """A step that was captured, as predictions of eager steps need it (`eager_predictions`).
 
     Attributes:
         calls: What each call of a planned module was given in it, in order.

@@ -20,8 +20,8 @@ from ..planning.ladder import Ladder
 from ..planning.plan import Plan
 from ..planning.solvers.base import Solution
 from ..running.program import Program
+from .eager_trial import EagerTrial
 from .recorded_step import CapturedStep, RecordedStep
-from .releasing import PlainTrial
 
 GraphNumbers = tuple[int, ...]  # of the captured graphs that a step runs forward, in order
 Start = tuple[int, int]  # of a step: bytes of its arguments, and how many graphs of earlier steps wait then
@@ -120,7 +120,7 @@ class StepSignature:
         sights: How its steps have come.
         watched: What was watched of them.
         trial: What they take with and without the plan.
-        captured: Its step as predictions of plain steps need it; None before these know it.
+        captured: Its step as predictions of eager steps need it; None before these know it.
         told: What a user was told last of it; None for nothing.
         ladder: Where it is the first signature of its code, decisions for all sizes of that.
         sizes_of_calls: Where it is that signature, the sizes of the calls of its steps.
@@ -141,7 +141,7 @@ class StepSignature:
     backwards_vary: bool = False
     sights: Sights = field(default_factory=Sights)
     watched: Watched = field(default_factory=Watched)
-    trial: PlainTrial = field(default_factory=PlainTrial)
+    trial: EagerTrial = field(default_factory=EagerTrial)
     captured: CapturedStep | None = None
     told: Told | None = None
     ladder: Ladder = field(default_factory=Ladder)
@@ -167,28 +167,28 @@ class StepSignature:
             return CapturedStep.of(step, calls, self.code or self, source)
         return self.captured
 
-    def gains_nothing(self, plain_bytes: int, free_bytes: Callable[[], int]) -> bool:
+    def gains_nothing(self, eager_bytes: int, free_bytes: Callable[[], int]) -> bool:
         """Whether it needs no plan, as was measured and timed: that recomputes nothing, and its steps fit without it.
 
-        So it is too where nothing fits and the plan saves no memory. `plain_bytes` are what a step adds without the
+        So it is too where nothing fits and the plan saves no memory. `eager_bytes` are what a step adds without the
         plan, `free_bytes` returns what the device could still hand out.
         """
         plan, step = self.own_plan, self.recorded
         if plan.measured.step_ms is None or step.waits:
             return False
         if plan.planned_peak_bytes > plan.budget_bytes:
-            return self.saves_nothing(plain_bytes, free_bytes)
+            return self.saves_nothing(eager_bytes, free_bytes)
         room = replace(plan.room, margin_bytes=step.margin_bytes)
-        return plan.solution.is_plain and (plan.budget.is_whole or plain_bytes <= room.step_bytes)
+        return plan.solution.is_plain and (plan.budget.is_whole or eager_bytes <= room.step_bytes)
 
-    def saves_nothing(self, plain_bytes: int, free_bytes: Callable[[], int]) -> bool:
+    def saves_nothing(self, eager_bytes: int, free_bytes: Callable[[], int]) -> bool:
         """Whether nothing fits, its plan saves no memory, and the device has memory to run without it.
 
         The arguments are those of `gains_nothing`.
         """
         if not self.own_plan.saves_nothing or self.recorded.waits:
             return False
-        return self.trial.is_released is not None or plain_bytes - self.own_plan.planned.peak_bytes < free_bytes()
+        return self.trial.is_given_back is not None or eager_bytes - self.own_plan.planned.peak_bytes < free_bytes()
 
     @property
     def has_dropped(self) -> bool:

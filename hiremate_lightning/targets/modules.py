@@ -116,7 +116,7 @@ class Targets:
 
     def call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a candidate: planned where it trains and is outermost, or is called by what can't be captured."""
-        if self._is_waiting or self._is_eager or (self.is_inside and self.session.is_plain):
+        if self._is_waiting or self._is_eager or (self.is_inside and self.session.is_eager):
             return hooks.plain_call(module, *args, **kwargs)
         if name in self._around:  # where it is sharded the step begins, before it gathers its parameters
             if torch.is_grad_enabled() and module.training and sharding.has_units(module):
@@ -144,7 +144,7 @@ class Targets:
             self._passed_by.add(name)
         self._take_back(name, module)
         if name in self._passed_by:  # what it runs before the first planned part belongs to the step
-            if self.session.begin_call(name, (args, kwargs), module.forward) and self.session.is_released:
+            if self.session.begin_call(name, (args, kwargs), module.forward) and self.session.is_given_back:
                 return self._call_eager(module, args, kwargs)
             return self._or_eager(self._call_passed_by, name, module, args, kwargs)
         if name not in self.adopted:
@@ -223,7 +223,7 @@ class Targets:
         """Call a module as the user wrote it, and all that it calls."""
         self.is_inside = True
         try:
-            return self.session.run_plain((args, kwargs), partial(hooks.plain_call, module, *args, **kwargs))
+            return self.session.run_eager((args, kwargs), partial(hooks.plain_call, module, *args, **kwargs))
         finally:
             self.is_inside = False
 

@@ -66,7 +66,7 @@ class StepTarget:
         if not torch.is_grad_enabled() or self.session.leave_to_modes():
             return self._eager(*args, **kwargs)
         if self.session.begin_call(self.METHOD, (args, kwargs), self._eager):
-            return self.session.run_plain((args, kwargs), partial(self._eager, *args, **kwargs))
+            return self.session.run_eager((args, kwargs), partial(self._eager, *args, **kwargs))
         if not self.session.captured_count and sharding.has_units(self.root):
             raise ConfigurationError(
                 "target='training_step' can't be planned where fully_shard() shards a part of it: hooks around each "

@@ -259,7 +259,7 @@ def test_steps_of_new_sizes_offload_what_they_save():
         assert all(map(torch.equal, *found))
     session = targets_of(model).session
     assert session.captured_count == 1
-    assert session.steps.plain.prediction.saves_memory
+    assert session.steps.eager.prediction.saves_memory
     assert session._model.offloading.memory.size_bytes > 0
 
 

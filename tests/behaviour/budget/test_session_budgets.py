@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from hiremate_lightning import InfeasibleBudgetError, get_plan, hiremate
 from hiremate_lightning.measuring.profiling import TimedRun
+from hiremate_lightning.records.expressions import NoTemplateError
 from hiremate_lightning.sessions import offloading
 from hiremate_lightning.units import format_bytes
 from tests.exact import network, take_steps
@@ -94,7 +95,12 @@ def two_signatures() -> tuple[nn.Module, int]:
 
 
 @pytest.mark.parametrize(
-    ("fails_at", "error"), [("solving", InfeasibleBudgetError), ("building programs", MemoryError)]
+    ("fails_at", "error"),
+    [
+        ("solving", InfeasibleBudgetError),
+        ("solving, where the first one was to be dropped", InfeasibleBudgetError),
+        ("building programs", MemoryError),
+    ],
 )
 def test_a_budget_failing_at_the_second_plan_changes_nothing(fails_at, error, monkeypatch):
     """Listeners hear of a budget once all plans are made."""
@@ -108,13 +114,16 @@ def test_a_budget_failing_at_the_second_plan_changes_nothing(fails_at, error, mo
             raise MemoryError
         return build(*arguments)
 
+    def build_none(*arguments):
+        raise NoTemplateError("A number is no expression of the sizes")
+
     build = offloading.program_of
-    if fails_at == "building programs":
-        monkeypatch.setattr(offloading, "program_of", build_one)
+    if fails_at != "solving":
+        monkeypatch.setattr(offloading, "program_of", build_one if error is MemoryError else build_none)
     session.listeners.append(told.append)
     session.listeners.append(lambda plan: seen.append(dict(session.plans)))
     with pytest.raises(error):  # a warning would be another error
-        hiremate(model, small_bytes if fails_at == "solving" else "80%", verbose=False)
+        hiremate(model, "80%" if error is MemoryError else small_bytes, verbose=False)
     assert session.plans == before
     assert session.options is options
     assert told == []

@@ -286,7 +286,7 @@ def test_capturing_resumes_after_an_unplanned_retained_graph():
     model, plain = hiremate(make_net(), "1 GiB", verbose=False), []
     for rows in (512, 512, 512, 256, 384):
         loss = model(draw(rows, rows, WIDTH)).square().mean()
-        plain.append(targets_of(model).session.is_plain)
+        plain.append(targets_of(model).session.is_eager)
         loss.backward(retain_graph=True)
     assert plain == [False, False, False, True, False]
 

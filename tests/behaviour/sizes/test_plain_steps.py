@@ -13,13 +13,13 @@ from hiremate_lightning.calls.given import ModuleCall
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.records.graph import StorageKind
 from hiremate_lightning.records.resizing import Sample
-from hiremate_lightning.signatures.plain_steps import (
+from hiremate_lightning.signatures.eager_predictions import (
     NEAR,
     ROUNDING,
     TRIES,
     UNMEASURED_RATIO,
     UNMEASURED_WAY_RATIO,
-    PlainSteps,
+    EagerPredictions,
 )
 from hiremate_lightning.signatures.recorded_step import CapturedStep
 from hiremate_lightning.signatures.step_signature import StepSignature
@@ -59,16 +59,16 @@ def captured(
     return CapturedStep((call(rows, length),), code, times * rows * length, margin_bytes, True, lambda: sample)
 
 
-def known(*steps: CapturedStep) -> PlainSteps:
+def known(*steps: CapturedStep) -> EagerPredictions:
     """Make predictions from captured steps: one of SIGNATURE, one of OTHER, and more."""
-    plain, more = PlainSteps(), (StepSignature((number,)) for number in range(2, len(steps)))
+    plain, more = EagerPredictions(), (StepSignature((number,)) for number in range(2, len(steps)))
     SIGNATURE.captured = OTHER.captured = None
     for signature, step in zip((SIGNATURE, OTHER, *more), steps, strict=False):
         plain.learn(signature, step)
     return plain
 
 
-def takes(plain: PlainSteps, rows: int, length: int, saves_memory: bool = False) -> float | None:
+def takes(plain: EagerPredictions, rows: int, length: int, saves_memory: bool = False) -> float | None:
     """Return what the captured graph is predicted to take, without the few bytes that always remain."""
     found = plain.predict([call(rows, length)], SIGNATURE, 10**9, saves_memory)
     return None if found is None else found.captured_bytes
@@ -118,13 +118,13 @@ def test_a_step_without_rows_tells_nothing_of_steps_with_rows():
     assert takes(plain, 0, 50) is not None
 
 
-def added(plain: PlainSteps, length: int) -> int:
+def added(plain: EagerPredictions, length: int) -> int:
     found = plain.predict([call(4, length)], SIGNATURE, 10**9, saves_memory=False)
     assert found is not None
     return found.added_bytes
 
 
-def measure(plain: PlainSteps, length: int, ratio: float | None) -> None:
+def measure(plain: EagerPredictions, length: int, ratio: float | None) -> None:
     """Let a plain step of a length have taken so many times what the captured graph takes."""
     found = plain.predict([call(4, length)], SIGNATURE, 10**9, saves_memory=False)
     assert found is not None

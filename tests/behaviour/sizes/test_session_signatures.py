@@ -46,7 +46,7 @@ def test_new_batch_sizes_do_not_merge_a_plan_again(monkeypatch):
         if index == 2:  # the first two of these sizes are captured
             monkeypatch.setattr(recorded_step, "merge", lambda *arguments: (merged.append(1), merge(*arguments))[1])
         step(model, index, rows=MANY // (2 + index))
-    assert session_of(model).is_plain
+    assert session_of(model).is_eager
     assert not merged
 
 

@@ -15,7 +15,7 @@ from hiremate_lightning import hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.proofs.trials import TrialOutcome
 from hiremate_lightning.running.template import ProgramTemplate
-from hiremate_lightning.testing import captured_count, is_from_template, is_plain
+from hiremate_lightning.testing import captured_count, is_eager, is_from_template
 from tests.exact import Log, differing, leave_behind, network, planned_alike
 from tests.faults import change_absences, overwriting_nothing
 
@@ -131,7 +131,7 @@ def test_new_sizes_run_by_templates_within_the_budget():
         assert 0 < planned.peak_bytes <= added_bytes
 
     train_alike(plain, planned, SHORT)
-    assert is_plain(planned.model)
+    assert is_eager(planned.model)
 
 
 @pytest.fixture(name="proved")

@@ -1,11 +1,11 @@
 """Steps of other sizes that run as the user wrote them, uncaptured, since they are known to fit the budget so.
 
-To capture a size takes seconds. What a plain step takes at a new size follows from captured steps of the same code
+To capture a size takes seconds. What an eager step takes at a new size follows from captured steps of the same code
 (`records.resizing`), and so does what it takes where all that autograd saves is offloaded until the backward reads it.
 It is offloaded only where the step does not fit as it is.
 
 Eager PyTorch holds more than a captured graph with nothing recomputed: masks of dropouts as floats, for example. By how
-much shows the first plain step, which must be small enough that it fits in any case, and larger ones correct it.
+much shows the first eager step, which must be small enough that it fits in any case, and larger ones correct it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OFFLOAD_BYTES_PER_MS = 3e6  # that are offloaded and brought back: on a CPU, in 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a step takes that runs plain.
+    """What a step takes that runs eager.
 
     Attributes:
         saves_memory: Whether all that autograd saves is offloaded until the backward reads it: that takes less memory
@@ -82,7 +82,7 @@ class _Takes:
     offloaded_bytes: int
 
 
-class _PlainCode:
+class _EagerCode:
     """Steps of the same code, as far as their first calls tell them apart.
 
     Attributes:
@@ -128,20 +128,20 @@ class _PlainCode:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """A plain step that was measured: what its calls were given, and what it added."""
+    """An eager step that was measured: what its calls were given, and what it added."""
 
     calls: tuple[ModuleCall, ...]
     likely: StepSignature
     added_bytes: int
 
 
-class PlainSteps:
-    """Predicts what plain steps take at sizes that were not planned, and corrects that by what is measured."""
+class EagerPredictions:
+    """Predicts what eager steps take at sizes that were not planned, and corrects that by what is measured."""
 
     def __init__(self) -> None:
         self._learned: list[StepSignature] = []  # the signatures whose steps predictions are made from
         self._foreseen = deque[CapturedStep](maxlen=SAMPLES)
-        self._codes: dict[tuple[Hashable, int], tuple[tuple[CapturedStep, ...], _PlainCode]] = {}
+        self._codes: dict[tuple[Hashable, int], tuple[tuple[CapturedStep, ...], _EagerCode]] = {}
         self._predicted = Latest[tuple[object, ...], Prediction | None](1024)
         self._measured: dict[bool, list[_Measured]] = {}  # by whether they saved memory
         self._largest_bytes: dict[bool, int] = {}  # that were measured, likewise
@@ -176,7 +176,7 @@ class PlainSteps:
     def predict(
         self, calls: Sequence[ModuleCall], likely: StepSignature, room_bytes: int, saves_memory: bool | None = None
     ) -> Prediction | None:
-        """Find the fastest way to run the step under way plain.
+        """Find the fastest way to run the step under way eager.
 
         Args:
             calls: What its calls were given so far.
@@ -204,16 +204,16 @@ class PlainSteps:
         return None
 
     def with_margin(self, added_bytes: int) -> int:
-        """Return what a plain step takes, of which the captured graph takes so many bytes."""
+        """Return what an eager step takes, of which the captured graph takes so many bytes."""
         return ceil(added_bytes * self._ratio(False, RANDOM_RATIO))
 
-    def _takes(self, code: _PlainCode, sizes: tuple[int, ...], saves: bool) -> Prediction:
+    def _takes(self, code: _EagerCode, sizes: tuple[int, ...], saves: bool) -> Prediction:
         takes = code.at(sizes, saves)
         excess_bytes = (self._ratio(saves, code.unmeasured_ratio) - 1) * takes.growing[1]
         added_bytes = ceil(ROUNDING * (takes.peaks[1] + excess_bytes)) + code.margin_bytes
         return Prediction(saves, added_bytes, takes.peaks[1], takes.offloaded_bytes)
 
-    def _codes_called(self, calls: tuple[ModuleCall, ...], likely: StepSignature) -> list[_PlainCode]:
+    def _codes_called(self, calls: tuple[ModuleCall, ...], likely: StepSignature) -> list[_EagerCode]:
         """List the codes whose first calls look like these, that of the likely signature first; none without it.
 
         A step with an empty input tells nothing of what follows from its size.
@@ -233,16 +233,16 @@ class PlainSteps:
         codes = [first, *(code for code in steps_of if code != first)]
         return [self._code(code, _some_of(steps_of[code]), count) for code in codes]
 
-    def _code(self, code: Hashable, steps: tuple[CapturedStep, ...], count: int) -> _PlainCode:
+    def _code(self, code: Hashable, steps: tuple[CapturedStep, ...], count: int) -> _EagerCode:
         read = self._codes.get((code, count))
         if read is None or read[0] != steps:
-            self._codes[code, count] = read = steps, _PlainCode(steps, count)
+            self._codes[code, count] = read = steps, _EagerCode(steps, count)
         return read[1]
 
     # ---------------------------------------------------------------- measured steps
 
     def is_to_be_measured(self, prediction: Prediction, room_bytes: int) -> bool:
-        """Whether to measure a plain step: where it takes much of its room, and clearly more than what was measured."""
+        """Whether to measure an eager step: it takes much of its room, and clearly more than what was measured."""
         is_larger = prediction.captured_bytes > CLEARLY_LARGER * self._largest_bytes.get(prediction.saves_memory, 0)
         return 0 < self._tries < TRIES or (is_larger and prediction.added_bytes > NEAR * room_bytes)
 
@@ -282,7 +282,7 @@ class PlainSteps:
         return self._ratios[saves, unmeasured]
 
     def _compare(self, saves: bool, measured: _Measured) -> tuple[int, float]:
-        """Return what grows with the sizes in a plain step that was measured, and its ratio to the captured graph.
+        """Return what grows with the sizes in an eager step that was measured, and its ratio to the captured graph.
 
         What the captured graph takes is only bounded: at worst the ratio is that to the lower bound. A step that took
         no more than was expected before anything was measured tells nothing worse than that.

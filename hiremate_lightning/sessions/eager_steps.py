@@ -1,9 +1,9 @@
 """Steps that run as the user wrote them, though their model is planned: where that fits, and is as fast.
 
 There are three cases. Steps of sizes that were never seen, which to capture would take seconds
-(`signatures.plain_steps`). Those of them that fit only where what autograd saves is offloaded, until plans for them are
-worth their time (`offloading`). And steps whose plan gains nothing and is slower than eager PyTorch
-(`signatures.releasing`).
+(`signatures.eager_predictions`). Those of them that fit only where what autograd saves is offloaded, until plans for
+them are worth their time (`offloading`). And steps whose plan gains nothing and is slower than eager PyTorch
+(`signatures.eager_trial`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from functools import cache, partial
 from .. import thresholds
 from ..calls.given import ModuleCall
 from ..memory.allocator import free_bytes
-from ..signatures.plain_steps import PlainSteps
+from ..signatures.eager_predictions import EagerPredictions
+from ..signatures.eager_trial import EagerTrial
 from ..signatures.recorded_step import CapturedStep
-from ..signatures.releasing import PlainTrial
 from ..signatures.step_signature import StepSignature
-from ..units import format_bytes
 from .current_step import CurrentStep
-from .modes import Eager, Offloaded
+from .modes import Eager, GivenBack, Offloaded
 from .planned import PlannedSignatures
 from .planned_model import PlannedModel
 from .templates import Templates
@@ -33,7 +32,7 @@ log = logging.getLogger("hiremate_lightning")
 SIMILAR = 2.0  # of the bytes of a step whose plan saves none: up to so many more, steps of its code save none either
 
 
-class UnplannedSteps:
+class EagerSteps:
     """Decides which steps run as the user wrote them, and learns from those that do.
 
     Attributes:
@@ -43,11 +42,11 @@ class UnplannedSteps:
     def __init__(self, model: PlannedModel, planned: PlannedSignatures, templates: Templates) -> None:
         self.clock, self._templates = time.perf_counter, templates
         self._model, self._name, self._planned = model, model.name, planned
-        self._history, self._reporter, self._say = model.history, model.stages.reporter, model.announcements.say
-        self._may_run_plain = not model.parts.fuses  # fused kernels give other bits than PyTorch's own
+        self._history, self._reporter = model.history, model.stages.reporter
+        self._may_run_eager = not model.parts.fuses  # fused kernels give other bits than PyTorch's own
         self._note = cache(self._reporter.note)  # each text once
-        self._plain, self._offloading = PlainSteps(), model.offloading
-        self._sizes_vary = False  # whether any step ran plain since its sizes were not known
+        self._predictions, self._offloading = EagerPredictions(), model.offloading
+        self._sizes_vary = False  # whether any step ran eager since its sizes were not known
         self._extra_ms = defaultdict[tuple[ModuleCall, ...], float](float)  # spent on saving memory so far, by calls
 
     def step_begins(self, step: CurrentStep) -> StepSignature | None:
@@ -56,89 +55,54 @@ class UnplannedSteps:
         Returns:
             The signature of the step, where its plan gains nothing; else None.
         """
-        for signature in self._history.planned if self._may_run_plain else ():
+        for signature in self._history.planned if self._may_run_eager else ():
             if signature.given is not None:
-                self._plain.learn(signature, signature.as_captured())
+                self._predictions.learn(signature, signature.as_captured())
         gainless = self._gainless_signature(step)
-        step.plain = self._mode(step, gainless)
-        if step.plain is not None and step.plain.gainless is None:
+        step.eager = self._mode(step, gainless)
+        if step.eager is not None and not isinstance(step.eager, GivenBack):
             self._sizes_vary = True
-            self._extra_ms[tuple(step.calls)] += step.plain.prediction.extra_ms
-            self._note(step.plain.describe())
+            self._extra_ms[tuple(step.calls)] += step.eager.prediction.extra_ms
+            self._note(step.eager.describe())
         return gainless
 
     def called(self, step: CurrentStep, call: ModuleCall) -> None:
         """Learn of a further call of the step under way: if it does not fit as it is, it is captured."""
         step.calls.append(call)
-        if step.plain is not None:
-            step.plain = self._mode(step, step.plain.gainless, step.plain)
+        if step.eager is not None:
+            gainless = step.eager.likely if isinstance(step.eager, GivenBack) else None
+            step.eager = self._mode(step, gainless, step.eager)
 
-    def is_to_be_measured(self, plain: Eager) -> bool:
-        """Whether to measure a step that runs plain."""
-        gainless = plain.gainless
-        if gainless is not None and gainless.own_plan.saves_nothing:
-            return gainless.trial.is_released is None  # a step may take more without the plan
-        return self._plain.is_to_be_measured(plain.prediction, self._room_bytes())
+    def is_to_be_measured(self, eager: Eager) -> bool:
+        """Whether to measure a step that runs eager."""
+        return eager.is_to_be_measured(self._predictions, self._room_bytes())
 
-    def ended(self, step: CurrentStep, plain: Eager) -> None:
-        """Learn from a step that ran plain."""
+    def ended(self, step: CurrentStep, eager: Eager) -> None:
+        """Learn from a step that ran eager."""
         if step.record is None:
             return
         peak_bytes, plan = step.record.peak_bytes, self._planned.latest
         added_bytes = None if peak_bytes is None else peak_bytes - step.record.resident.existing_bytes
-        self._plain.measured(step.calls, plain.likely, plain.prediction, added_bytes)
-        if self._model.options.budget.is_whole:
-            return  # the budget is what plain training takes
-        if plain.gainless is not None and (own := plain.gainless.own_plan).saves_nothing:
-            plan_bytes = step.record.resident.existing_bytes + plain.prediction.captured_bytes
-            if self._plain.called_like(step.calls):
-                plan_bytes = own.measured.peak_bytes or own.planned_peak_bytes
-            self._say_measured(plain.gainless.trial.measured(peak_bytes, plan_bytes), peak_bytes)
-            return
-        if peak_bytes is not None and plan is not None and peak_bytes > plan.budget_bytes:
-            self._handle_over_budget(plain, peak_bytes, plan.budget_bytes)
-
-    def _say_measured(self, is_released: bool | None, peak_bytes: int | None) -> None:
-        """Announce whether a plan that saves no memory stays, as soon as that is known."""
-        if is_released is None:
-            return
-        text = f"A plan of {self._name} saves no memory: such steps run without it from now on."
-        if not is_released:
-            found = "was not seen" if peak_bytes is None else f"is {format_bytes(peak_bytes)}"
-            text = f"The plan of {self._name} saves little memory. It stays, since the peak without it {found}."
-        log.info(text)
-        self._reporter.note(text)
-
-    def _handle_over_budget(self, plain: Eager, peak_bytes: int, budget_bytes: int) -> None:
-        """Learn that a step that ran plain took more than the budget, and warn, once for each reason."""
-        found = f" It took {format_bytes(peak_bytes)}; the budget is {format_bytes(budget_bytes)}."
-        if plain.gainless is not None:
-            plain.gainless.trial.is_released = False
-            self._say("A step without its plan took more than the budget: such steps run by their plan again.", found)
-            return
-        way = "a plan" if plain.prediction.saves_memory else "recomputation"
-        self._say(
-            f"A step of a new input size ran without {way}, since it was predicted to fit, and took more than the "
-            "budget. From now on such predictions have a margin.",
-            found,
-        )
+        self._predictions.measured(step.calls, eager.likely, eager.prediction, added_bytes)
+        if not self._model.options.budget.is_whole:  # else it is what plain training takes
+            eager.ended(self._model, step.record, None if plan is None else plan.budget_bytes)
 
     def graph_stays(self) -> None:
         """Learn that a backward retained the graph of code that ran as the user wrote it: later steps are captured.
 
         What such a graph holds in the steps that follow, nobody sees.
         """
-        self._may_run_plain = False
+        self._may_run_eager = False
         self._note("Steps that retain a graph run by plans from now on, which count what it holds.")
 
     def learn_from_taken_over(self, step: CurrentStep, signature: StepSignature) -> None:
         """Learn of the step that ends, where it ran by the plan of another size and has none of its own."""
         foreseen = step.comparison.foreseen
-        if foreseen is not None and signature.plan is None and self._may_run_plain:
+        if foreseen is not None and signature.plan is None and self._may_run_eager:
             planned, at_sizes = foreseen
-            self._plain.learn_foreseen(CapturedStep.of(at_sizes, step.calls, self._history.same_code(planned)))
+            self._predictions.learn_foreseen(CapturedStep.of(at_sizes, step.calls, self._history.same_code(planned)))
 
-    def note_release(self, timing: PlainTrial) -> None:
+    def note_release(self, timing: EagerTrial) -> None:
         """Learn that the step after a timed one begins; announce where its signature runs without its plan now."""
         ratio = timing.next_begins(self.clock())
         if ratio is not None:
@@ -170,7 +134,7 @@ class UnplannedSteps:
 
     def _likely(self, step: CurrentStep) -> StepSignature | None:
         """Return the signature that a step is expected to have; None where nobody knows, or no step may run eager."""
-        return self._history.likely(step.foreseen) if self._may_run_plain and step.calls else None
+        return self._history.likely(step.foreseen) if self._may_run_eager and step.calls else None
 
     def _gainless_signature(self, step: CurrentStep) -> StepSignature | None:
         """Return the signature of this step where nothing else is called like it and its plan gains nothing.
@@ -181,14 +145,14 @@ class UnplannedSteps:
         likely = self._likely(step)
         if likely is None:
             return None
-        alike = self._plain.called_like(step.calls)
+        alike = self._predictions.called_like(step.calls)
         if alike and alike != [likely]:
             return None
-        plain_bytes = self._plain.with_margin(likely.own_plan.unplanned.peak_bytes)
+        eager_bytes = self._predictions.with_margin(likely.own_plan.unplanned.peak_bytes)
         free = partial(free_bytes, self._model.memory.device)
         if not alike:
-            return likely if likely.saves_nothing(plain_bytes, free) else None
-        return likely if likely.gains_nothing(plain_bytes, free) else None
+            return likely if likely.saves_nothing(eager_bytes, free) else None
+        return likely if likely.gains_nothing(eager_bytes, free) else None
 
     def _mode(self, step: CurrentStep, gainless: StepSignature | None, begun: Eager | None = None) -> Eager | None:
         """Choose how a step runs, by the first of these rules that applies; None where it runs captured.
@@ -203,13 +167,13 @@ class UnplannedSteps:
             gainless: Its signature, where nothing else is called like it and its plan gains nothing; else None.
             begun: How it has begun without a plan, for a further call.
         """
-        if gainless is not None and (begun or gainless.trial.runs_plain(gainless.own_plan.saves_nothing)):
+        if gainless is not None and (begun or gainless.trial.runs_eager(gainless.own_plan.saves_nothing)):
             return self._given_back(step, gainless)
         return None if self._has_own_plan(step) else self._without_plan(step, begun)
 
     def _has_own_plan(self, step: CurrentStep) -> bool:
         """Whether a step runs by the plan of a signature called like it: that recomputes, or sizes did not vary yet."""
-        signatures = [] if self._likely(step) is None else self._plain.called_like(step.calls)
+        signatures = [] if self._likely(step) is None else self._predictions.called_like(step.calls)
         recomputes = any(not signature.own_plan.solution.is_plain for signature in signatures)
         return bool(signatures) and (recomputes or not self._sizes_vary)
 
@@ -226,8 +190,8 @@ class UnplannedSteps:
         if likely is None:
             return None
         saves_memory = None if begun is None else begun.prediction.saves_memory
-        saves_memory = False if self._plain.called_like(step.calls) else saves_memory
-        prediction = self._plain.predict(step.calls, likely, self._room_bytes(), saves_memory)
+        saves_memory = False if self._predictions.called_like(step.calls) else saves_memory
+        prediction = self._predictions.predict(step.calls, likely, self._room_bytes(), saves_memory)
         if prediction is None:
             return None
         if not prediction.saves_memory:
@@ -238,14 +202,15 @@ class UnplannedSteps:
         has_room = begun is not None or self._offloading.has_room(prediction.offloaded_bytes)
         return Offloaded(prediction, likely, offloading=self._offloading) if has_room else None
 
-    def _given_back(self, step: CurrentStep, signature: StepSignature) -> Eager | None:
+    def _given_back(self, step: CurrentStep, signature: StepSignature) -> GivenBack | None:
         """Return how a step runs whose plan gains nothing; None where its calls are another signature's."""
-        alike = self._plain.called_like(step.calls)
+        alike = self._predictions.called_like(step.calls)
         if alike and signature not in alike:
             return None
-        is_known = not alike and signature.trial.is_released
-        prediction = self._plain.predict(step.calls, signature, sys.maxsize, saves_memory=False)
+        is_known = not alike and signature.trial.is_given_back
+        prediction = self._predictions.predict(step.calls, signature, sys.maxsize, saves_memory=False)
         if prediction is None:
             return None
         is_similar = prediction.captured_bytes <= SIMILAR * signature.own_plan.unplanned.peak_bytes
-        return Eager(prediction, signature, signature) if alike or is_known or is_similar else None
+        is_open = alike or is_known or is_similar
+        return GivenBack(prediction, signature, is_at_its_sizes=bool(alike)) if is_open else None
