@@ -185,7 +185,7 @@ HACKS = (
     ),
     Hack(
         "regions",
-        "modules and blocks that are alike are captured once, and traced once, forward and backward",
+        "modules that are alike are captured once",
         "the first step takes longer",
         "regions.repeated_modules.copied",
         mends=False,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 import types
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,9 +27,8 @@ from .memoryless import Memory, can_be_made
 from .module_calls import Leaves, TracedCall, is_constant, realized, values_in
 
 FEWEST_NODES = 4  # in a trace: less is traced as fast as it is compared
-MARK = "hiremate_block"  # in the metadata of nodes
 _KNOWN_OF_NODES = frozenset(  # a node of which more is known has a mark that is its own
-    ("example_value", "stack_trace", "nn_module_stack", "source_fn_stack", "creation_timestamp", MARK)
+    ("example_value", "stack_trace", "nn_module_stack", "source_fn_stack", "creation_timestamp")
 )
 taking_gradients: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that takes them itself: copies are run
 _WITH_MORE_INSIDE = HigherOrderOperator, types.MethodType, functools.partial
@@ -42,18 +40,6 @@ class CopyError(Exception):
     """A copy failed on its way, or turned out other than its trace; what was added can't be taken back."""
 
 
-@dataclass(frozen=True)
-class TraceMark:
-    """The trace that a node is a copy of, by its number, and its position there.
-
-    Calls are counted as they came: 0 is the traced one.
-    """
-
-    trace: int
-    call: int
-    position: int
-
-
 @dataclass(eq=False)
 class Trace:
     """A traced call of a module, and what it added to Dynamo's graph: nodes and inputs, in order.
@@ -63,8 +49,6 @@ class Trace:
         calls: How often it called each module.
         changes_before: How often something was changed before it.
         age: Of what was made as it began; what was made before is younger by that number.
-        number: By which marks name it.
-        copies: How many there are.
     """
 
     call: TracedCall
@@ -75,8 +59,6 @@ class Trace:
     calls: dict[str, int]
     changes_before: int
     age: int
-    number: int = field(default_factory=itertools.count(1).__next__)
-    copies: int = 0
 
     def __post_init__(self) -> None:
         self.outer = frozenset(self.call.tx.nn_module_stack)
@@ -163,18 +145,15 @@ class Copy:
     def make(self) -> Any:
         """Add the inputs, the guards and the nodes; return what the call returns."""
         calls_before = dict(self._tx.num_calls)
-        self.trace.copies += 1
         for node, source in self.inputs.items():
             self._others[node] = node if source is None else self._input(node, source, calls_before)
         for guard in self.likeness.guards:
             self._output.guards.add(guard, collect_debug_stack=False)
         self._output.guard_on_key_order.update(map(self.likeness.other_of, self.trace.read().in_order))
         memory = self._memory()
-        for position, node in enumerate(self.trace.nodes):
+        for node in self.trace.nodes:
             copy = self._others[node] = self._node(node, calls_before)
             self._value(node, copy, memory)
-            node.meta[MARK] = TraceMark(self.trace.number, 0, position)
-            copy.meta[MARK] = TraceMark(self.trace.number, self.trace.copies, position)
         for name, count in self.trace.calls.items():
             other = self._renamed(name)
             self._tx.num_calls[other] = self._tx.num_calls.get(other, 0) + count
@@ -207,7 +186,7 @@ class Copy:
         names = made[-1][0] if made else node.name, node.name  # it was made with the first, and stored with the second
         first, last = (_NUMBER_AT_END.sub("", name) for name in names)
         added: fx.Node = tracer.create_node(node.op, node.target, arguments, named, first, node.type)
-        own = ("example_value", "creation_timestamp", MARK)
+        own = ("example_value", "creation_timestamp")
         added.meta.update({key: value for key, value in node.meta.items() if key not in own})
         if "nn_module_stack" in node.meta:
             added.meta["nn_module_stack"] = self._stack(node, calls_before)

@@ -225,7 +225,7 @@ def _rows(graph: fx.GraphModule, module: nn.Module) -> list[tuple[Any, ...]]:
         target = node.target if node.op != "placeholder" else str(node.target)
         given = fx.map_arg((node.args, dict(node.kwargs)), number.__getitem__)
         said = None if node.op == "placeholder" else node.meta.get("stack_trace")
-        meta = sorted(set(node.meta) - {"creation_timestamp", module_traces.MARK})
+        meta = sorted(set(node.meta) - {"creation_timestamp"})
         shown = _shown(node.meta.get("example_value"), places)
         rows.append((node.op, target, given, inside, called, said, meta, shown))
     return rows
