@@ -10,8 +10,8 @@ later call gets copies of these nodes where all of this holds:
   number in Python, and nothing that it could read was changed since.
 
 Any other call is traced as it is. Where a copy turns out other than what it was copied from, all is traced anew without
-copies. The graph and its guards are those that Dynamo makes without all this: the same nodes, in the same order. Only the
-modules that a copied node is in are keyed by their names, not by their ids.
+copies. The graph and its guards are those that Dynamo makes without all this: the same nodes, in the same order. Only
+the modules that a copied node is in are keyed by their names, not by their ids.
 """
 
 from __future__ import annotations
