@@ -32,19 +32,15 @@ from ..torch_private import (
     backward_pass,
     captured_code,
     compiled_by_torch,
-    hacks,
     tensor_state,
 )
 from ..torch_private.eager_tracing import traced_as_eager
-from ..torch_private.regions import block_templates
 from ..torch_private.same_captures import SameCaptures
 from ..torch_private.size_symbols import sizes_among
 from .capture import Captured, capture, order_of_gradients
 from .each_size import EachSize, Runner, Smaller, TemplateSource, TraceAhead, TracedCode
 
 log = logging.getLogger("hiremate_lightning")
-
-MOST_LAYOUTS = 3  # most traces of code with folded blocks: each may show gradients of another layout
 
 
 class Replacement(Protocol):
@@ -216,9 +212,12 @@ class _Compilation:
 
         Each of its results has a node of its own in autograd's graph.
         """
+        self._parameters = frozenset(i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter))
+        backward_pass.watch()
         while True:
             try:
-                run = self._folded(module, inputs, terms)
+                with traced_as_eager():
+                    run = self._settled(module, inputs, terms)
                 break
             except compiled_by_torch.NotCompiledError as missing:
                 missing.compile()
@@ -232,33 +231,6 @@ class _Compilation:
             return results
 
         return run_whole
-
-    def _folded(self, module: fx.GraphModule, inputs: Sequence[Any], terms: TermCounts) -> Runner:
-        """Trace code with repeated blocks as one, where that can be done."""
-        backward_pass.watch()
-        self._parameters = frozenset(i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter))
-        with traced_as_eager():
-            folded = None  # what it holds lasts until all is traced
-            if hacks.is_on("regions"):
-                from ..torch_private.regions import alike_blocks  # untried releases of torch may lack names for it
-
-                folded = alike_blocks.fold(module)
-            try:
-                return self._with_blocks(folded.code if folded else module, inputs, terms)
-            except Exception as error:  # whatever AOTAutograd fails on with blocks that are folded
-                if not folded or folded.code is module or self._captured is not None:
-                    raise
-                log.debug("Blocks that are alike are traced one by one: %s", error, exc_info=True)
-                return self._settled(module, inputs, terms)
-
-    def _with_blocks(self, module: fx.GraphModule, inputs: Sequence[Any], terms: TermCounts) -> Runner:
-        """Trace code with blocks that are folded, again where they turn out to give gradients of other layouts."""
-        for _ in range(MOST_LAYOUTS - 1):
-            try:
-                return self._settled(module, inputs, terms)
-            except block_templates.LayoutsError as error:
-                log.debug("Blocks that are alike are traced with %s", error)
-        return self._settled(module, inputs, terms)
 
     def _settled(self, module: fx.GraphModule, inputs: Sequence[Any], terms: TermCounts) -> Runner:
         """Trace code, once more where gradients turn out to be of other terms."""
@@ -281,9 +253,6 @@ class _Compilation:
 
     def _partition(self, joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
         given = self._contributions
-        readers = given.readers
-        block_templates.write_out(joint)
-        given.readers = readers  # what other code reads, which was traced meanwhile, does not count
         finished = order_of_gradients(joint, num_fwd_outputs)
         self._rewrite(joint, num_fwd_outputs)
         captured = capture(joint, num_fwd_outputs, self._parameters)

@@ -78,20 +78,18 @@ def size_of(number: Any) -> Any:
     return number.node.expr if isinstance(number, torch.SymInt) else number
 
 
-def facts_of(tensor: torch.Tensor, size: Callable[[Any], Any] = size_of, *, is_inner: bool = False) -> tuple[Any, ...]:
+def facts_of(tensor: torch.Tensor, size: Callable[[Any], Any] = size_of) -> tuple[Any, ...]:
     """List what code can ask of a tensor without reading its values.
 
     Args:
         tensor: The tensor.
         size: Describes one of its sizes, strides or offsets.
-        is_inner: Whether to leave out how it came about.
     """
     expect(tensor.layout is torch.strided, "a tensor that is not strided")
     where = type(tensor), tensor.dtype, tensor.device, tensor.dim()
     numbers = tuple(map(size, (*tensor.size(), *tensor.stride(), tensor.storage_offset())))
     state = tensor.requires_grad, tensor.is_inference(), tensor.is_conj(), tensor.is_neg()
-    origin = () if is_inner else (tensor.is_leaf, tensor._is_view())
-    return *where, *numbers, *state, str(torch._C._dispatch_keys(tensor)), *origin
+    return *where, *numbers, *state, str(torch._C._dispatch_keys(tensor)), tensor.is_leaf, tensor._is_view()
 
 
 class SameCaptures:

@@ -1,1 +1,1 @@
-"""Modules and blocks that repeat are captured once, and copied."""
+"""Modules that repeat are captured once, and copied."""

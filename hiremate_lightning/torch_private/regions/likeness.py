@@ -40,7 +40,6 @@ class Read:
 
     Attributes:
         aliases: The sources of what was reached from two places: that of the second one, and the first one's.
-        classes: By the sources of what is guarded: where the class is from through which that was reached.
     """
 
     def __init__(self, output: Any, source: Source, aliases: Sequence[tuple[Source, Source]]) -> None:
@@ -49,13 +48,7 @@ class Read:
         self.guards = tuple(guard for guard in output.guards if self.has(guard.originating_source))
         self.aliases = tuple(pair for pair in aliases if any(map(self.has, pair)))
         self.tensors = {g.originating_source for g in self.guards if g.create_fn_name() == "TENSOR_MATCH"}
-        self.typed = {unwrapped(g.originating_source) for g in self.guards if g.create_fn_name() == "TYPE_MATCH"}
         self.in_order = tuple(source for source in output.guard_on_key_order if self.has(source))
-        self.classes = dict[Source, TypeSource]()
-        for guarded in {unwrapped(guard.originating_source) for guard in self.guards}:
-            for link in _links(guarded):
-                if isinstance(link, TypeSource) and self.has(link):
-                    self.classes.setdefault(guarded, link)
 
     def has(self, source: Source) -> bool:
         """Whether a value was reached through the module."""
@@ -72,7 +65,6 @@ class Likeness:
 
     Attributes:
         guards: What has to be guarded where the trace of the one stands for the other.
-        modules: The other modules by the one's, both by their ids.
 
     Raises:
         NotShownError: The trace of the one does not hold for the other.
@@ -83,14 +75,13 @@ class Likeness:
         self._scope = {"G": output.root_tx.f_globals, "L": output.root_tx.f_locals}
         self._others = {read.root: unwrapped(other)}
         self._values: dict[Source, Any] = {}
-        self._shared: dict[Source, bool] = {}
-        self._compared: set[Source] = set()
+        self._shared: dict[Source, Source | None] = {}
         self._guarded_as_shared: set[Source] = set()
+        self._compared: set[Source] = set()
         self._pairs: dict[int, int] = {}
         self._paired: dict[int, int] = {}
         self._held: list[Any] = []  # what is numbered by id above
         self.guards: list[Guard] = []
-        self.modules: dict[int, int] = {}
         self._compare(read.root)
         for guard in read.guards:
             self._add(guard)
@@ -99,8 +90,11 @@ class Likeness:
 
     def _compare_alias(self, again: Source, first: Source) -> None:
         """Expect that what the one module has from elsewhere too, or twice, is the same of the other module."""
-        known = [self.value_of(self.other_of(s) if self._read.has(s) else s) for s in (again, first)]
+        known = [self.value_of(self._placed(source)) for source in (again, first)]
         expect(known[0] is known[1], f"{again.name} is {first.name}")
+
+    def _placed(self, source: Source) -> Source:
+        return self.other_of(source) if self._read.has(source) else source
 
     def other_of(self, source: Source) -> Source:
         """Return where a value comes from in the other module, by where it comes from in the one."""
@@ -108,7 +102,7 @@ class Likeness:
             if not isinstance(source, ChainedSource):
                 raise NotShownError(f"{source.name} is not of the module")
             changed = {
-                field.name: self.other_of(value) if self._read.has(value) else value
+                field.name: self._placed(value)
                 for field in dataclasses.fields(source)
                 if isinstance(value := getattr(source, field.name), Source)
             }
@@ -122,26 +116,19 @@ class Likeness:
         except Exception as error:  # a source is code, which may read anything
             raise NotShownError(f"{source.name} is not there") from error
 
-    def is_shared(self, source: Source) -> bool:
-        """Whether both modules have the same object there, or further up, and Dynamo knows it by another source."""
-        source = unwrapped(source)
+    def _shared_at(self, source: Source) -> Source | None:
+        """Return where on the way to a value both modules have one object, which Dynamo knows, or one class."""
         if source == self._read.root or not isinstance(source, ChainedSource):
-            return False
+            return None
         if source not in self._shared:
-            self._shared[source] = self.is_shared(source.base) or self._is_same_object(source)
+            own = source if self._is_same_object(source) else None
+            self._shared[source] = self._shared_at(unwrapped(source.base)) or own
         return self._shared[source]
 
     def _is_same_object(self, source: Source) -> bool:
         value = self._or_missing(source)
-        return value is self._or_missing(self.other_of(source)) and not is_plain(value) and value in self._known
-
-    def _is_of_class(self, source: Source) -> bool:
-        """Whether a value was reached through the class of what both have, which is guarded to be the same one."""
-        link = self._read.classes.get(source)
-        if link is None:
-            return False
-        is_same = self._or_missing(link) is self._or_missing(self.other_of(link))
-        return is_same and unwrapped(link.base) in self._read.typed
+        is_known = isinstance(source, TypeSource) or (not is_plain(value) and value in self._known)
+        return is_known and value is self._or_missing(self.other_of(source))
 
     def _or_missing(self, source: Source) -> Any:
         try:
@@ -153,10 +140,8 @@ class Likeness:
         """Compare what a guard is on, and list the guard that the other module needs for it."""
         source = unwrapped(guard.originating_source)
         self._compare_links(source)
-        if self._is_of_class(source):
-            return
-        if self.is_shared(source):
-            self._add_shared(source)
+        if (shared := self._shared_at(source)) is not None:
+            self._add_shared(shared)
             return
         kind, details = guard.create_fn_name(), dict(getattr(guard.create_fn, "keywords", {}))
         if kind == "DUPLICATE_INPUT":
@@ -180,23 +165,26 @@ class Likeness:
         self.guards.append(added)
 
     def _add_shared(self, source: Source) -> None:
-        """Guard that the other module has the same object; Dynamo takes it for the one that it knows."""
-        while isinstance(source, ChainedSource) and self.is_shared(source.base):
-            source = unwrapped(source.base)
+        """Guard that the other module has the same object, or the same class, instead of what is read of it."""
         other = self.other_of(source)
-        variable = self._known[self.value_of(other)]
-        create = make_dupe_guard(other, variable.source)
-        if create is not None and other not in self._guarded_as_shared and other.name != variable.source.name:
-            self._guarded_as_shared.add(other)
+        if other in self._guarded_as_shared:
+            return
+        self._guarded_as_shared.add(other)
+        if isinstance(other, TypeSource):
+            self.guards.append(Guard(other.base, GuardBuilder.TYPE_MATCH))
+            return
+        known = self._known[self.value_of(other)].source
+        create = make_dupe_guard(other, known)
+        if create is not None and other.name != known.name:
             self.guards.append(Guard(other, create))
 
     def _add_duplicate(self, guard: Guard, first: Source) -> None:
-        """Compare a value that the one module has twice; what it has from elsewhere is no other's."""
+        """Compare a value that the one module has twice, or that code outside has too."""
         source = guard.originating_source
-        expect(self._read.has(first), f"{source.name} is that of another one")
-        self._compare_links(unwrapped(first))
+        if self._read.has(first):
+            self._compare_links(unwrapped(first))
         self._compare_alias(source, first)
-        create = functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=self.other_of(first))
+        create = functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=self._placed(first))
         self._list(self.other_of(source), create, guard)
 
     def _compare_links(self, source: Source) -> None:
@@ -219,10 +207,9 @@ class Likeness:
         self._pair(one, other, source)
         if isinstance(one, torch.nn.Module):
             _compare_modules(one, other, source.name)
-            self.modules[id(one)] = id(other)
 
     def _pair(self, one: Any, other: Any, source: Source) -> None:
-        """Compare which values are the same objects, and that none was changed since the trace began."""
+        """Compare which values are the same objects, and that none was changed by the traced code."""
         self._held += (one, other)
         pair = self._pairs.setdefault(id(one), id(other)), self._paired.setdefault(id(other), id(one))
         expect(pair == (id(other), id(one)), f"{source.name} is another's too")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 import types
-import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,18 +19,14 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import Source
 from torch._ops import HigherOrderOperator
 
-from .. import tensor_state
-from ..same_captures import NotShownError, expect, facts_of, is_plain
+from ..same_captures import expect, facts_of, is_plain
 from .likeness import Likeness, Read
-from .memoryless import Memory, can_be_made
 from .module_calls import Leaves, TracedCall, is_constant, realized, values_in
 
 FEWEST_NODES = 4  # in a trace: less is traced as fast as it is compared
-MARK = "hiremate_block"  # in the metadata of nodes
 _KNOWN_OF_NODES = frozenset(  # a node of which more is known has a mark that is its own
-    ("example_value", "stack_trace", "nn_module_stack", "source_fn_stack", "creation_timestamp", MARK)
+    ("example_value", "stack_trace", "nn_module_stack", "source_fn_stack", "creation_timestamp")
 )
-taking_gradients: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that takes them itself: copies are run
 _WITH_MORE_INSIDE = HigherOrderOperator, types.MethodType, functools.partial
 _NUMBER_AT_END = re.compile(r"_\d+$")
 _MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\[(['\"])([^'\"\]]+)\1\]")
@@ -42,60 +36,25 @@ class CopyError(Exception):
     """A copy failed on its way, or turned out other than its trace; what was added can't be taken back."""
 
 
-@dataclass(frozen=True)
-class TraceMark:
-    """The trace that a node is a copy of, by its number, and its position there.
-
-    Calls are counted as they came: 0 is the traced one.
-    """
-
-    trace: int
-    call: int
-    position: int
-
-
 @dataclass(eq=False)
 class Trace:
     """A traced call of a module, and what it added to Dynamo's graph: nodes and inputs, in order.
 
     Attributes:
-        calls_before: How often each module that it called was called before it, by names.
-        calls: How often it called each module.
         changes_before: How often something was changed before it.
-        age: Of what was made as it began; what was made before is younger by that number.
-        number: By which marks name it.
-        copies: How many there are.
     """
 
     call: TracedCall
     result: Any
     nodes: list[fx.Node]
     inputs: list[fx.Node]
-    calls_before: dict[str, int]
-    calls: dict[str, int]
     changes_before: int
-    age: int
-    number: int = field(default_factory=itertools.count(1).__next__)
-    copies: int = 0
 
     def __post_init__(self) -> None:
-        self.outer = frozenset(self.call.tx.nn_module_stack)
+        self.depth = len(self.call.tx.nn_module_stack)
         values = [value for value in values_in(self.result) if type(value) is TensorVariable]
         self.returned = frozenset(value.as_proxy().node for value in values)
         self._read: Read | None = None
-        self._shows_values: bool | None = None
-
-    @functools.cached_property
-    def seen(self) -> frozenset[fx.Node]:
-        """The nodes whose values, or items of these, the call returned: some operations return what they are given."""
-        returned = set(map(id, _shown(self.returned)))
-        return frozenset(n for n in self.nodes if not returned.isdisjoint(map(id, tensor_state.leaves(_shown([n])))))
-
-    def shows_values(self, inputs: Iterable[fx.Node]) -> bool:
-        """Whether what its nodes read and gave shows what copies of them give."""
-        if self._shows_values is None:
-            self._shows_values = all(can_be_made(node.meta.get("example_value")) for node in (*inputs, *self.nodes))
-        return self._shows_values
 
     def read(self, aliases: Sequence[tuple[Source, Source]] = ()) -> Read:
         """List what was read of the module, with the first list of what was reached from two places that is given."""
@@ -103,14 +62,14 @@ class Trace:
             self._read = Read(self.call.tx.output, self.call.source, aliases)
         return self._read
 
-    def copy_for(self, other: TracedCall, leaves: Leaves, aliases: Sequence[tuple[Source, Source]]) -> Any:
-        """Return what another call, whose leaves were compared, returns, with the nodes for it in the graph.
+    def copy_for(self, other: TracedCall, aliases: Sequence[tuple[Source, Source]]) -> Any:
+        """Return what another call returns, with the nodes for it in the graph.
 
         Raises:
             NotShownError: That call is not shown to be alike; nothing was added.
             CopyError: It failed when some of it was added.
         """
-        call = self.call
+        leaves = self.call.leaves_like(other)
         is_new_or_given = all(node in leaves.nodes or node.op != "placeholder" for node in self.returned)
         expect(is_new_or_given, "a result that is a parameter")
         likeness = Likeness(other.tx.output, self.read(aliases), other.source)
@@ -118,7 +77,7 @@ class Trace:
         try:
             return Copy(self, other, leaves, likeness, inputs).make()
         except Exception as error:  # whatever it is: what was added can't be taken back
-            raise CopyError(call.module.value_type.__name__) from error
+            raise CopyError(self.call.module.value_type.__name__) from error
 
     def _inputs(self, likeness: Likeness, leaves: Leaves) -> dict[fx.Node, Source | None]:
         """List the inputs that the nodes read, in order, each with its source in the other module, None for itself."""
@@ -162,55 +121,35 @@ class Copy:
 
     def make(self) -> Any:
         """Add the inputs, the guards and the nodes; return what the call returns."""
-        calls_before = dict(self._tx.num_calls)
-        self.trace.copies += 1
         for node, source in self.inputs.items():
-            self._others[node] = node if source is None else self._input(node, source, calls_before)
+            self._others[node] = node if source is None else self._input(node, source)
         for guard in self.likeness.guards:
             self._output.guards.add(guard, collect_debug_stack=False)
         self._output.guard_on_key_order.update(map(self.likeness.other_of, self.trace.read().in_order))
-        memory = self._memory()
-        for position, node in enumerate(self.trace.nodes):
-            copy = self._others[node] = self._node(node, calls_before)
-            self._value(node, copy, memory)
-            node.meta[MARK] = TraceMark(self.trace.number, 0, position)
-            copy.meta[MARK] = TraceMark(self.trace.number, self.trace.copies, position)
-        for name, count in self.trace.calls.items():
-            other = self._renamed(name)
-            self._tx.num_calls[other] = self._tx.num_calls.get(other, 0) + count
+        for node in self.trace.nodes:
+            copy = self._others[node] = self._node(node)
+            self._value(node, copy)
         return self._result(self.trace.result)
 
-    def _memory(self) -> Memory | None:
-        """Lay out what the nodes read, where the trace shows what they give; return None where they have to be run."""
-        takes_gradients = self._output.root_tx.f_code in taking_gradients
-        if takes_gradients or not self.trace.shows_values(self._others):
-            return None
-        memory = Memory(self._tx.fake_mode)
-        try:
-            memory.give(_shown(self._others), _shown(self._others.values()))
-        except NotShownError:  # what it gets shares memory otherwise
-            return None
-        return memory
-
-    def _input(self, node: fx.Node, source: Source, calls_before: dict[str, int]) -> fx.Node:
+    def _input(self, node: fx.Node, source: Source) -> fx.Node:
         count = len(self._output.placeholders)
         variable = VariableBuilder(self._tx, source)(self.likeness.value_of(source))
         added: fx.Node = variable.as_proxy().node
         if len(self._output.placeholders) > count and "nn_module_stack" in node.meta:
-            added.meta["nn_module_stack"] = self._stack(node, calls_before)
+            added.meta["nn_module_stack"] = self._stack(node)
         return added
 
-    def _node(self, node: fx.Node, calls_before: dict[str, int]) -> fx.Node:
+    def _node(self, node: fx.Node) -> fx.Node:
         tracer = self._output.current_tracer
         arguments, named = fx.map_arg((node.args, node.kwargs), self._others.__getitem__)
         made = node.meta.get("source_fn_stack")
         names = made[-1][0] if made else node.name, node.name  # it was made with the first, and stored with the second
         first, last = (_NUMBER_AT_END.sub("", name) for name in names)
         added: fx.Node = tracer.create_node(node.op, node.target, arguments, named, first, node.type)
-        own = ("example_value", "creation_timestamp", MARK)
+        own = ("example_value", "creation_timestamp")
         added.meta.update({key: value for key, value in node.meta.items() if key not in own})
         if "nn_module_stack" in node.meta:
-            added.meta["nn_module_stack"] = self._stack(node, calls_before)
+            added.meta["nn_module_stack"] = self._stack(node)
         if "stack_trace" in node.meta:
             one, other = self._lines
             expect(node.meta["stack_trace"].startswith(one), "a line that is called from elsewhere")
@@ -222,33 +161,18 @@ class Copy:
             added._rename(last)
         return added
 
-    def _value(self, node: fx.Node, added: fx.Node, memory: Memory | None) -> None:
-        """Set what a copied node gives; what code can look at after the call comes about as in any trace."""
-        shown = node.meta["example_value"]
-        if memory is not None and node not in self.trace.seen:
-            set_example_value(added, memory.like(shown))
-            return
+    def _value(self, node: fx.Node, added: fx.Node) -> None:
+        """Set what a copied node gives, as any trace does."""
         if node in self.trace.returned:
             self._returned[node] = wrap_fx_proxy(self._tx, fx.Proxy(added, self._output.current_tracer))
         else:
             set_example_value(added, get_fake_value(added, self._tx))
-        value, is_inner = added.meta["example_value"], node not in self.trace.seen
-        expect(_facts(value, is_inner) == _facts(shown, is_inner), f"{added.name} is another")
-        if memory is not None:
-            memory.give(tensor_state.leaves(shown), tensor_state.leaves(value))
+        expect(_facts(added.meta["example_value"]) == _facts(node.meta["example_value"]), f"{added.name} is another")
 
-    def _stack(self, node: fx.Node, calls_before: dict[str, int]) -> dict[str, Any]:
+    def _stack(self, node: fx.Node) -> dict[str, Any]:
         """Return the modules that the copy of a node is in, by their names."""
-        stack = dict(self._tx.nn_module_stack)
-        for key, (name, kind) in node.meta["nn_module_stack"].items():
-            if key in self.trace.outer:
-                continue
-            other, before = self._renamed(name), self.trace.calls_before.get(name, 0)
-            number, _, calls = key.partition("@")
-            number = str(self.likeness.modules.get(int(number), number))
-            count = calls_before.get(other, 0) + int(calls or 0) - before
-            stack[f"{number}@{count}" if count else number] = other, kind
-        return stack
+        inner = list(node.meta["nn_module_stack"].values())[self.trace.depth :]
+        return dict(self._tx.nn_module_stack) | {(other := self._renamed(name)): (other, kind) for name, kind in inner}
 
     def _renamed(self, name: str) -> str:
         one, other = self._names
@@ -265,16 +189,12 @@ class Copy:
         return self.leaves.variables[node] if node in self.leaves.variables else self._returned[node]
 
 
-def _shown(nodes: Iterable[fx.Node]) -> list[Any]:
-    return [node.meta["example_value"] for node in nodes]
-
-
-def _facts(value: Any, is_inner: bool) -> Any:
+def _facts(value: Any) -> Any:
     """List what code can ask of what a node gives."""
     if isinstance(value, torch.Tensor):
-        return facts_of(value, is_inner=is_inner)
+        return facts_of(value)
     if isinstance(value, (tuple, list)):
-        return tuple(_facts(item, is_inner) for item in value)
+        return tuple(map(_facts, value))
     return type(value), str(value)
 
 

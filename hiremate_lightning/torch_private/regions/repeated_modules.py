@@ -6,29 +6,27 @@ later call gets copies of these nodes where all of this holds:
 
 * Dynamo would read the same of the module, see `Likeness`, and what is guarded is guarded for this one too.
 * It is called with tensors of the same kind and with the same constants, under the same modes and `with` blocks.
-* The traced call changed nothing but tensors, by operations that are in the graph, drew no random number in Python,
-  and nothing that it could read was changed since.
+* The traced call changed nothing that it did not make but tensors, by operations that are in the graph, drew no random
+  number in Python, and nothing that it could read was changed since.
 
 Any other call is traced as it is. Where a copy turns out other than what it was copied from, all is traced anew without
-copies. The graph and its guards are those that Dynamo makes without all this: the same nodes, in the same order.
+copies. The graph and its guards are those that Dynamo makes without all this: the same nodes, in the same order. Only
+the modules that a copied node is in are keyed by their names, not by their ids.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
-import sys
 import types
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch._dynamo.exc import TorchDynamoException, UnspecializeRestartAnalysis
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.nn_module import UnspecializedBuiltinNNModuleVariable, UnspecializedNNModuleVariable
@@ -38,20 +36,16 @@ from torch._guards import Source
 from ..hacks import instead_of
 from ..same_captures import NotShownError, expect, is_plain
 from .module_calls import TracedCall, note_unseen, realized, unseen
-from .module_traces import CopyError, Trace, can_be_copied, nodes_after, taking_gradients
+from .module_traces import CopyError, Trace, can_be_copied, nodes_after
 
 log = logging.getLogger("hiremate_lightning")
 
-_MOST_TRACES = 32  # of one class in one graph; each that differs is compared with every later call
-_MOST_MISSES = 4  # calls of one class that get what a traced one got, and yet no trace held: then none is compared more
-
-
-def _age_of(item: Any) -> int:
-    return getattr(item.mutation_type, "age", 0) if _is_new(item) else 0
+_MOST_TRACES = 4  # of one class, the latest: each is compared with every later call
 
 
 def _is_new(item: Any) -> bool:
-    return isinstance(item.mutation_type, (AttributeMutationNew, ValueMutationNew))
+    is_made = isinstance(item.mutation_type, (AttributeMutationNew, ValueMutationNew))
+    return is_made and not isinstance(item, TensorVariable)  # which a call may get
 
 
 class _Traces:
@@ -59,32 +53,23 @@ class _Traces:
 
     Attributes:
         changed: What the traced code has changed that is not of the graph: attributes, lists, globals.
-        has_copies: Whether any trace was copied.
         aliases: The sources of what was reached from two places: that of the second one, and the first one's.
     """
 
     def __init__(self, output: Any) -> None:
-        self.output, self.has_copies = output, False
+        self.output = output
         self.changed: list[Any] = []
         self.aliases: list[tuple[Source, Source]] = []
-        self._by_class: defaultdict[type, list[Trace]] = defaultdict(list)
-        self._misses = Counter[type]()
+        self._by_class: defaultdict[type, deque[Trace]] = defaultdict(lambda: deque(maxlen=_MOST_TRACES))
 
     def call(self, call: TracedCall, run: Callable[[], Any]) -> Any:
         """Copy a trace that holds for a call, or else trace it."""
         kind = type(call.module.value)
-        if self._misses[kind] == _MOST_MISSES:
-            return run()
-        is_missed = False
         for trace in self._by_class[kind]:
             try:
-                leaves = trace.call.leaves_like(call)
-                is_missed = True
-                expect(not self._may_be_read(trace.changes_before, trace.age), "something was changed")
-                result = trace.copy_for(call, leaves, self.aliases)
+                expect(not self._may_be_read(trace.changes_before), "something was changed")
+                result = trace.copy_for(call, self.aliases)
                 log.debug("copying the trace of a %s", kind.__name__)
-                self.has_copies = True
-                self._misses[kind] = -sys.maxsize  # to compare calls of this class pays
                 return result
             except TorchDynamoException:
                 raise
@@ -94,35 +79,26 @@ class _Traces:
                 raise UnspecializeRestartAnalysis(restart_reason="a copy of a module's trace failed") from error
             except Exception as error:  # what is compared is code of torch and of users: what fails isn't alike
                 log.debug("%s is traced: %s", kind.__name__, error)
-        self._misses[kind] += is_missed
         return self._trace(call, run)
 
     def _trace(self, call: TracedCall, run: Callable[[], Any]) -> Any:
-        output, tx = call.tx.output, call.tx
-        age, changes_before, hidden_before = next(_ages), len(self.changed), self._hidden()
-        last, inputs_before, calls_before = output.graph._root.prev, len(output.placeholders), dict(tx.num_calls)
+        output, changes_before, hidden_before = call.tx.output, len(self.changed), self._hidden()
+        last, inputs_before = output.graph._root.prev, len(output.placeholders)
         result = run()
         nodes, inputs = nodes_after(last), output.placeholders[inputs_before:]
-        traces = self._by_class[type(call.module.value)]
-        changed = self.changed[changes_before:]
-        is_changed = any(_age_of(item) < age or isinstance(item, TensorVariable) for item in changed)
-        is_pure = hidden_before == self._hidden() and not is_changed
-        if len(traces) < _MOST_TRACES and is_pure and can_be_copied(nodes, result):
-            counts = {name: n - calls_before.get(name, 0) for name, n in tx.num_calls.items()}
-            calls = {name: count for name, count in counts.items() if count}
-            traces.append(Trace(call, result, nodes, inputs, calls_before, calls, changes_before, age))
+        is_pure = hidden_before == self._hidden() and not self._may_be_read(changes_before)
+        if is_pure and can_be_copied(nodes, result):
+            self._by_class[type(call.module.value)].appendleft(Trace(call, result, nodes, inputs, changes_before))
         return result
 
-    def _may_be_read(self, since: int, age: int) -> bool:
+    def _may_be_read(self, since: int) -> bool:
         """Whether a module could read, other than from what it is called with, what was changed since then.
 
         It could where the object was there before the traced code ran, or where such an object has come to hold it.
         """
-        items = [item for item in self.changed[since:] if _age_of(item) < age]
-        if not all(map(_is_new, items)):
-            return True
-        if not items:
-            return False
+        items = self.changed[since:]
+        if not items or not all(map(_is_new, items)):
+            return bool(items)
         known, reached = self.output.side_effects, set[int]()
         existing = [v for v in known.id_to_variable.values() if v.mutation_type is not None and not _is_new(v)]
         ahead = [v for v in existing if known.is_modified(v) or known.has_pending_mutation(v)]
@@ -155,17 +131,6 @@ def _call_or_copy(call: Any, module: Any, tx: Any, arguments: list[Any], named: 
     except NotShownError:
         return run()
     return _traces_of(tx.output).call(traced, run)
-
-
-@instead_of("torch._dynamo.output_graph.collect_reachable_grad_fns")
-def _reach_back(collect: Any, *arguments: Any, **named: Any) -> Any:
-    """Trace code anew that takes gradients itself, if copies were made: it reads `grad_fn`, which made values lack."""
-    output = InstructionTranslator.current_tx().output
-    code = output.root_tx.f_code
-    if _traces_of(output).has_copies and code not in taking_gradients:
-        taking_gradients.add(code)
-        raise UnspecializeRestartAnalysis(restart_reason="copies of modules' traces have to be run")
-    return collect(*arguments, **named)
 
 
 @instead_of("torch._dynamo.side_effects.SideEffects.check_allowed_side_effect")
@@ -228,17 +193,7 @@ def _build(build: Any, builder: Any, value: Any) -> Any:
     return build(builder, value)
 
 
-@instead_of("torch._dynamo.variables.base.MutationType.__init__")
-def _begin_mutable(begin: Any, mutation_type: Any, *arguments: Any) -> None:
-    """Number what code may change, as it is made."""
-    begin(mutation_type, *arguments)
-    mutation_type.age = next(_ages)
-
-
-_STAND_INS = (
-    *(_call_or_copy, _reach_back, _change, _store_as_constant, _identify, _look_up, _call_id, _build),
-    _begin_mutable,
-)
+_STAND_INS = _call_or_copy, _change, _store_as_constant, _identify, _look_up, _call_id, _build
 
 
 def _traces_of(output: Any) -> _Traces:
@@ -264,4 +219,3 @@ def copied() -> Iterator[None]:
 
 _state = types.SimpleNamespace(traces=[])
 _traced_whole: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code of which a copy failed
-_ages = itertools.count(1)

@@ -201,7 +201,7 @@ def trace(module: nn.Module, *inputs: Tensor, copies: bool, monkeypatch: pytest.
             compiled = torch.compile(module, backend=backend)
             torch.manual_seed(0)
             result = compiled(*inputs)
-    rows = [_rows(graph, module) for graph in graphs]
+    rows = [_rows(graph) for graph in graphs]
     return SimpleNamespace(call=compiled, result=result, rows=rows, guards=guards, copies=next(made))
 
 
@@ -213,19 +213,17 @@ def _written(guard: Any) -> tuple[str, ...]:
     return tuple(re.sub(r"_\d+_c\d+|dict___\d+", "", text) for text in (guard.name, guard.create_fn_name(), *told))
 
 
-def _rows(graph: fx.GraphModule, module: nn.Module) -> list[tuple[Any, ...]]:
+def _rows(graph: fx.GraphModule) -> list[tuple[Any, ...]]:
     """Write each node with all that is known of it but its name."""
-    names = {str(id(part)): name for name, part in module.named_modules()}
     number = {node: index for index, node in enumerate(graph.graph.nodes)}
     rows, places = [], dict[int, int]()
     for node in graph.graph.nodes:
-        stack = node.meta.get("nn_module_stack", {}).items()
-        inside = [(re.sub(r"^\d+", lambda m: names.get(m.group(), "?"), key), value) for key, value in stack]
+        inside = [*node.meta.get("nn_module_stack", {}).values()]
         called = [target for _, target in node.meta.get("source_fn_stack", ())]
         target = node.target if node.op != "placeholder" else str(node.target)
         given = fx.map_arg((node.args, dict(node.kwargs)), number.__getitem__)
         said = None if node.op == "placeholder" else node.meta.get("stack_trace")
-        meta = sorted(set(node.meta) - {"creation_timestamp", module_traces.MARK})
+        meta = sorted(set(node.meta) - {"creation_timestamp"})
         shown = _shown(node.meta.get("example_value"), places)
         rows.append((node.op, target, given, inside, called, said, meta, shown))
     return rows
@@ -282,7 +280,7 @@ ALIKE: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "twice": (lambda: TwiceStack(Block, 2), 3),
     "bare": (lambda: BareStack(Block), 3),
     "returned": (lambda: ReturningStack(returning), 3),
-    "gradient": (lambda: GradientStack(Block), 2 * 3),  # once more, with copies that are run
+    "gradient": (lambda: GradientStack(Block), 3),
     "around": (lambda: Stack(lambda i: Around(i, False)), 3),
     "around in place": (lambda: Stack(lambda i: Around(i, True)), 3),
     "lines": (lambda: LinesStack(Block), 3),
@@ -502,6 +500,40 @@ def _labelled() -> Stack:
     return LabelledStack(GloballyLabelled)
 
 
+KEPT: dict[str, list[Tensor]] = {}
+
+
+@linear
+def leaving(self, x: Tensor) -> Tensor:
+    """Leaves what it computes in a list that code around it has put outside."""
+    x = x + torch.tanh(self.linear(x)).sin()
+    KEPT["all"].append(x)
+    return x
+
+
+class LeavingStack(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        KEPT["all"] = []
+        return super().forward(x) + torch.stack(KEPT["all"]).sum(0)
+
+
+@linear
+def leaving_globally(self, x: Tensor) -> Tensor:
+    x = x + torch.tanh(self.linear(x)).sin()
+    LEFT.append(x)
+    return x
+
+
+LEFT: list[Tensor] = []
+
+
+class GloballyLeavingStack(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        global LEFT
+        LEFT = []
+        return super().forward(x) + torch.stack(LEFT).sum(0)
+
+
 CONFIGURATIONS = [SimpleNamespace(power=float(i)) for i in range(4)]
 
 
@@ -534,6 +566,8 @@ UNLIKE: dict[str, Callable[[], nn.Module]] = {
     "itself": edited(_with_the_same_list, first),
     "giving": lambda: GivingStack(giving),
     "marking": lambda: Stack(marking),
+    "left": lambda: LeavingStack(leaving),
+    "left in a global": lambda: GloballyLeavingStack(leaving_globally),
     "by parent": _parented,
     "listed": _listed,
     "keys": _labelled,
