@@ -25,9 +25,10 @@ from first_plan import spread
 from provenance import provenance
 from solvers import load, names_of
 
+from hiremate_lightning.options import SessionOptions
 from hiremate_lightning.planning import solutions
 from hiremate_lightning.planning.headroom import Room, unless_short
-from hiremate_lightning.planning.plan import Plan, PlanOptions
+from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.planner import make_plan
 from hiremate_lightning.planning.solvers import UNLIMITED, Problem, get_strategy, smallest_budget
 from hiremate_lightning.records.simulation import simulate_plain
@@ -58,7 +59,7 @@ def plan_once(step: Step, share: float) -> Planned:
             close.append(time.process_time() - start)
 
     room = Room(Budget(share=share), int(share * simulate_plain(step.graph, step.profile).peak_bytes))
-    options = PlanOptions(on_infeasible="warn")
+    options = SessionOptions(on_infeasible="warn")
     solve = get_strategy(options.solver)
     plan = unless_short(make_plan(step, room, options, solve=solve, progress=note))
     assert plan.planned.peak_bytes <= room.step_bytes or not plan.solution.is_feasible

@@ -40,6 +40,7 @@ from zoo.texts import build_model, make_batch
 from hiremate_lightning.capturing import backend as backends
 from hiremate_lightning.capturing.absent import without_missing
 from hiremate_lightning.capturing.capture import Captured
+from hiremate_lightning.housekeeping import collecting_what_it_leaves
 from hiremate_lightning.measuring.profiling import CostCache, ProfileOptions, measure
 from hiremate_lightning.memory.allocator import in_blocks
 from hiremate_lightning.memory.metering import measure_peak
@@ -52,7 +53,8 @@ from hiremate_lightning.records.step import Call, Step, merge
 from hiremate_lightning.running.execution import Part
 from hiremate_lightning.running.program import Program, build
 from hiremate_lightning.running.template import NoTemplateError, ProgramTemplate
-from hiremate_lightning.torch_private import dynamo, each_size, tensor_state
+from hiremate_lightning.torch_private import captured_code, dynamo, tensor_state
+from hiremate_lightning.torch_private.size_symbols import SizeSymbols, sizes_among, trace_apart
 
 ROUNDS = 7
 CHOICES = ("keep", "middle", "least")
@@ -162,9 +164,9 @@ class _Graph:
             return run, 0
 
         start = time.process_time()
-        module = each_size._with_numbers(self.module, dict(zip(self.positions, key, strict=True)))
-        with torch.random.fork_rng(), each_size.collecting_what_it_leaves():
-            each_size._trace_apart(module, others, trace, [None] * len(others))
+        module = SizeSymbols(self.module, self.positions).code_at(key)
+        with torch.random.fork_rng(), collecting_what_it_leaves():
+            trace_apart(module, others, trace, [None] * len(others))
         self.trial.trace_s[len(self.traced)] += time.process_time() - start
 
     def __call__(self, *arguments: Any) -> Any:
@@ -176,7 +178,7 @@ class _Graph:
             return self.traced[key][0](*others)
         run, part = next(iter(self.traced.values()))
         if part is None:
-            return each_size.captured_code.eager_module(self.module)(*arguments)
+            return captured_code.eager_module(self.module)(*arguments)
         self.trial.steps.programs[part] = self.templates[self.trial.choice].at(self.reduced(key))
         self.trial.bind_ms[-1] += 1000 * (time.process_time() - start)
         return run(*others)
@@ -212,7 +214,7 @@ class Trial:
         self.captures += 1
         if not backends.has_gradients(inputs):
             return module.forward
-        positions = each_size.sizes_among(module, inputs)
+        positions = sizes_among(module, inputs)
         if positions:
             self.graphs.append(_Graph(module, positions, self))
             return self.graphs[-1]

@@ -22,10 +22,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hiremate_lightning.callbacks.planning import planner_of, targets_for
 from hiremate_lightning.errors import HiRemateWarning
-from hiremate_lightning.options import SIZE_OPTIONS, SessionOptions, make_options, make_size_options
+from hiremate_lightning.options import SIZE_OPTIONS, SessionOptions, make_size_options
+from hiremate_lightning.planning.planner import make_options
 from hiremate_lightning.sizes.batch_size import SizeFinder
 from hiremate_lightning.sizes.size_search import BatchSizeResult
-from hiremate_lightning.sizes.size_trials import SizeTask, TrainingState, TrialSteps
+from hiremate_lightning.sizes.size_trials import SizeRunner, TrainingState, TrialSteps
 from hiremate_lightning.targets.candidates import Target
 from hiremate_lightning.units import Budget, parse_budget
 
@@ -197,17 +198,19 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
             raise _TunerExitException
 
     def _search(self, trials: _Trials, asked: SessionOptions, target: Target) -> BatchSizeResult:
-        task = SizeTask(
-            trials.module,
-            trials.train,
-            lambda session: targets_for(trials.module, session, target),
-            trials.validate if trials.has_validation else None,
-        )
         state = trials.state()
         try:
             longest = min(self._sizes.max_val, trials.dataset_length(self._sizes.init_val))
             options = replace(self._sizes, init_val=min(self._sizes.init_val, longest), max_val=longest)
-            return SizeFinder(task, asked, options).find(state)
+            runner = SizeRunner(
+                trials.module,
+                asked,
+                state,
+                trials.train,
+                lambda session: targets_for(trials.module, session, target),
+                trials.validate if trials.has_validation else None,
+            )
+            return SizeFinder(runner, options).find()
         finally:
             state.restore()  # making a loader draws random numbers
 

@@ -11,8 +11,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from hiremate_lightning.options import OPTIONS, Sizes, make_options
+from hiremate_lightning.options import OPTIONS, Sizes
 from hiremate_lightning.planning.plan import Plan
+from hiremate_lightning.planning.planner import make_options
 from hiremate_lightning.reporting.plan_summary import plan_metrics
 from hiremate_lightning.reporting.report import calls_for
 from hiremate_lightning.sessions.session import Session

@@ -11,8 +11,9 @@ from torch import nn
 
 from .calls.slots import refuse
 from .errors import ConfigurationError
-from .options import OPTIONS, Sizes, make_options, refuse_changes
+from .options import OPTIONS, Sizes, refuse_changes
 from .planning.plan import Plan
+from .planning.planner import make_options
 from .sessions.session import Session
 from .targets import compiled
 from .targets.candidates import Target

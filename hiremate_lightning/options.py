@@ -5,7 +5,7 @@ batch). Its `Option` says all there is to say. Error messages and the flags of `
 signatures and docstrings of the entry points, the table of docs/api.md, and the messages in docs/troubleshooting.md are
 written from it by `python -m tests.option_docs --write`, and test_options.py compares them.
 
-This module is imported for the help of a command, so it does not load torch.
+This module is imported for the help of a command, so it loads neither torch nor a solver.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Literal
 
-from .errors import ConfigurationError, did_you_mean
-from .planning.plan import DEFAULT_TIME_LIMIT_S, PlanOptions
-from .planning.solutions import DEFAULT_SOLVER
+from .errors import ConfigurationError
 from .units import Budget, parse_budget
 
 ENVIRONMENT_BUDGET = "HIREMATE_BUDGET"  # names the budget where a script or a launcher names none
@@ -171,7 +169,7 @@ class SessionOptions:
     budget: Budget = _option("int | float | str", "auto", BUDGET_MEANING, read=parse_budget)  # noqa: RUF009
     time_limit_s: float = _option(
         "float",
-        DEFAULT_TIME_LIMIT_S,
+        30.0,
         "Seconds for solving one plan, counted as the work of an idle core: a busy machine takes longer and finds the "
         "same. The clock ends it after 10 s and four times as long, with a warning.",
         allowed="above 0 seconds",
@@ -206,7 +204,7 @@ class SessionOptions:
     )
     solver: str = _option(
         "str",
-        DEFAULT_SOLVER,
+        "portfolio",
         SOLVER_MEANING,
         flag=Flag("leave it at the default; others: segments, none, or a method of a paper", metavar="NAME"),
     )
@@ -279,35 +277,9 @@ class SessionOptions:
         is_allowed=lambda value: value in (True, False, "full"),
     )
 
-    @property
-    def plan(self) -> PlanOptions:
-        """How to plan."""
-        return PlanOptions(self.solver, self.time_limit_s, self.on_infeasible, self.cache_dir)
-
 
 OPTIONS = _options_of(SessionOptions)
 STAY = tuple(name for name in OPTIONS if name not in ("budget", "verbose"))  # as long as a model is planned
-
-
-def make_options(budget: int | float | str | Budget, **given: Any) -> SessionOptions:
-    """Check the options that all ways to plan share; what is left out has its default.
-
-    Raises:
-        BudgetError: If the budget can't be read.
-        ConfigurationError: If an option is out of its range; the text names it. Or if no MIP solver works.
-        TypeError: If there is no option of that name.
-    """
-    from .planning.solvers.worker import check_strategy  # loads what solves
-
-    for name in given:
-        if name not in OPTIONS:
-            raise TypeError(
-                f"there is no option {name!r}.{did_you_mean(name, OPTIONS)} Choose from: {', '.join(OPTIONS)}"
-            )
-    read = {name: OPTIONS[name].value_of(value) for name, value in given.items()}
-    options = SessionOptions(budget=parse_budget(budget), **read)
-    check_strategy(options.solver)  # last: it starts a process
-    return options
 
 
 def refuse_changes(now: SessionOptions, asked: SessionOptions) -> None:

@@ -35,11 +35,12 @@ from ..torch_private import (
     hacks,
     tensor_state,
 )
-from ..torch_private.each_size import EachSize, Runner, Smaller, TemplateSource, TraceAhead, sizes_among
 from ..torch_private.eager_tracing import traced_as_eager
 from ..torch_private.regions import block_templates
 from ..torch_private.same_captures import SameCaptures
+from ..torch_private.size_symbols import sizes_among
 from .capture import Captured, capture, order_of_gradients
+from .each_size import EachSize, Runner, Smaller, TemplateSource, TraceAhead, TracedCode
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -162,35 +163,16 @@ class _SizedCode:
     terms: TermCounts  # of how many terms its gradients are likely to be
     sizes_vary: bool
 
-    def trace(self, module: fx.GraphModule, inputs: Sequence[Any]) -> _Trace:
+    def trace(self, module: fx.GraphModule, inputs: Sequence[Any]) -> TracedCode:
         """Trace it for the sizes of some inputs; return what runs it there."""
         compilation = _Compilation(self.make_part, self.kernels, self.sizes_vary)
         run = compilation.compile(module, inputs, self.terms)
         self.terms = compilation.terms  # those at the size traced last
-        return _Trace(self.prove(module, run, compilation.part, None), run, compilation, self.prove)
 
+        def at_other_sizes(module: fx.GraphModule, part: Any, smaller: Smaller | None) -> Runner:
+            return self.prove(module, compilation.running(part, run), part, smaller)
 
-@dataclass(frozen=True, eq=False)  # without slots, so that it can be held weakly
-class _Trace:
-    """Captured code that was traced for some sizes, see `each_size.TracedCode`."""
-
-    proved: Runner  # runs it, and proves it first
-    run: Runner
-    compilation: _Compilation
-    prove: Prove
-
-    def __call__(self, *arguments: Any) -> Any:
-        """Run the code."""
-        return self.proved(*arguments)
-
-    @property
-    def part(self) -> Replacement | None:
-        """What runs in the place of its joint graph."""
-        return self.compilation.part
-
-    def at_other_sizes(self, module: fx.GraphModule, part: Replacement, smaller: Smaller | None) -> Runner:
-        """Return what runs the code by a part for other sizes."""
-        return self.prove(module, self.compilation.running(part, self.run), part, smaller)
+        return TracedCode(self.prove(module, run, compilation.part, None), compilation.part, at_other_sizes)
 
 
 class _Compilation:
@@ -370,4 +352,4 @@ def _stub_modules(captured: Captured) -> tuple[fx.GraphModule, fx.GraphModule]:
             gradients[position] = stand_in = backward.call_function(torch.empty, ((0,),))
             stand_in.meta = dict(value.meta)
     backward.output(tuple(gradients)).meta["desc"] = list(descriptions[1])
-    return fx.GraphModule(captured.joint, forward), fx.GraphModule(captured.joint, backward)
+    return captured_code.module_of(captured.joint, forward), captured_code.module_of(captured.joint, backward)

@@ -103,12 +103,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USAGE
     if words[:1] == [RUN]:
         return run_script(words[1:], ends_process=arguments is None)
-    words, script = _script_of_doctor(words)
+    is_script = [word.endswith(".py") for word in words] if words[0] == "doctor" else []
+    end = is_script.index(True) if any(is_script) else len(words)  # what follows is the script's
     try:
-        asked = parser.parse_args(words)
+        asked = parser.parse_args(words[:end])
     except SystemExit as stop:  # of argparse, which has said why: help is no error
         return int(stop.code or OK)
-    asked.script = script
+    asked.script = words[end:]
     with _quiet(asked.debug):
         try:
             return {"show": _show, "doctor": _doctor}.get(asked.command, _on_model)(asked)
@@ -120,12 +121,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise
             sys.stderr.write(f"hiremate: {_one_line(error)}\n")
             return USAGE if isinstance(error, (BudgetError, ConfigurationError)) else PROBLEM
-
-
-def _script_of_doctor(words: list[str]) -> tuple[list[str], list[str]]:
-    """Divide the words of a command line into those of `doctor` and, from a script on, the script's."""
-    first = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
-    return (words, []) if words[:1] != ["doctor"] or first is None else (words[:first], words[first:])
 
 
 def _one_line(error: BaseException) -> str:
@@ -157,6 +152,8 @@ def _quiet(debug: bool) -> Iterator[None]:
 class _Parser(OneLineParser):
     """Answers a misspelt command or option with the nearest one, before anything that is missing."""
 
+    meant = _MEANT
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Check names before anything else, so that what is missing is not blamed on them."""
         given = [*(sys.argv[1:] if args is None else args)]
@@ -164,8 +161,7 @@ class _Parser(OneLineParser):
             known = [name for action in self._actions for name in action.option_strings]
             for name in (text.partition("=")[0] for text in given if text.startswith("--")):
                 if not any(option.startswith(name) for option in known):
-                    meant = f" {_MEANT[name]}" if name in _MEANT else did_you_mean(name, known)
-                    self.error(f"there is no option {name!r}.{meant}")
+                    self.error(self.no_option(name))
         else:
             if given and given[0].startswith("--") and given[0] not in ("--help", "--version"):
                 self.error(f"options come after the command, such as plan, found {given[0]!r} before it")
@@ -198,31 +194,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hiremate {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     commands.add_parser(RUN, help="run a training script, unchanged, within a budget", add_help=False)
-    plan = _command(commands, "plan", "plan a model under a budget, without its memory", takes_model=True)
-    _add_several(plan)
-    host = plan.add_argument_group("the host's memory, between forward and backward")
-    host.add_argument("--offload", action="store_true", help="let the plan put values there, from a GPU")
-    host.add_argument("--host-link", type=float, help="copies each way, GB a second (default: 25, PCIe 4; or measured)")
-    host.add_argument("--host-budget", metavar="BYTES", help='most bytes of it, such as "64 GiB" (default: no limit)')
-    _add_budget(plan, '"8 GiB", "60%%" of what the step adds, or "auto" for what is free')
-    plan.add_argument("--html", metavar="FILE", type=Path, help="write the report as one HTML page")
-    plan.add_argument("--svg", metavar="FILE", type=Path, help="draw memory over time as an SVG picture")
-    curve = _command(commands, "curve", "show the extra time of many budgets", takes_model=True)
-    _add_several(curve)
-    curve.add_argument("--points", type=int, default=10, help="budgets to solve (default: %(default)s)")
-    compare = _command(commands, "compare", "compare methods of solving under the same budgets", takes_model=True)
-    compare.set_defaults(time_limit=10.0, solver="none")
-    _add_several(compare)
-    words = '"8 GiB", "60%%" of what the step adds, or several such as 70%%,50%%,30%%'
-    _add_budget(compare, words, dest="budgets")
-    compare.add_argument("--methods", default=(), help="names of strategies, such as portfolio,hilp (default: all)")
-    compare.add_argument("--svg", metavar="FILE", type=Path, help="draw time over budget, a line for each method")
-    fit = _command(commands, "fit", "find the largest batch within a budget", takes_model=True)
-    fit.set_defaults(fsdp="1", tp=1, units=None, param_dtype=None, link=None)  # gathers don't grow along a line
-    _add_budget(fit, '"8 GiB", or "auto" for what is free')
-    most = SEARCH_OPTIONS["max_val"].default
-    fit.add_argument("--max-batch", type=int, default=most, help="largest size to look at (default: %(default)s)")
-    fit.add_argument("--max-overhead", default="30%", help="most extra time to accept (default: 30%%)")
+    _add_model_commands(commands)
     show = _command(commands, "show", "show a plan that was written to a file")
     show.add_argument("file", metavar="FILE", type=Path, help="JSON or HTML, as `hiremate plan` and a Plan write it")
     doctor = _command(commands, "doctor", "check versions, solvers, devices and a small plan")
@@ -238,19 +210,53 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(commands: Any, name: str, words: str, takes_model: bool = False) -> argparse.ArgumentParser:
-    """Add a command; one that takes a model has it, its step, costs, solver and output as arguments."""
+def _add_model_commands(commands: Any) -> None:
+    """Add the commands that take a model."""
+    plan = _model_command(commands, "plan", "plan a model under a budget, without its memory")
+    _add_several(plan)
+    host = plan.add_argument_group("the host's memory, between forward and backward")
+    host.add_argument("--offload", action="store_true", help="let the plan put values there, from a GPU")
+    host.add_argument("--host-link", type=float, help="copies each way, GB a second (default: 25, PCIe 4; or measured)")
+    host.add_argument("--host-budget", metavar="BYTES", help='most bytes of it, such as "64 GiB" (default: no limit)')
+    words = '"8 GiB", "60%%" of what the step adds, or "auto" for what is free'
+    plan.add_argument("--budget", required=True, help=words)
+    plan.add_argument("--html", metavar="FILE", type=Path, help="write the report as one HTML page")
+    plan.add_argument("--svg", metavar="FILE", type=Path, help="draw memory over time as an SVG picture")
+    curve = _model_command(commands, "curve", "show the extra time of many budgets")
+    _add_several(curve)
+    curve.add_argument("--points", type=int, default=10, help="budgets to solve (default: %(default)s)")
+    compare = _model_command(commands, "compare", "compare methods of solving under the same budgets")
+    compare.set_defaults(time_limit=10.0, solver="none")
+    _add_several(compare)
+    words = '"8 GiB", "60%%" of what the step adds, or several such as 70%%,50%%,30%%'
+    compare.add_argument("--budget", dest="budgets", required=True, help=words)
+    compare.add_argument("--methods", default=(), help="names of strategies, such as portfolio,hilp (default: all)")
+    compare.add_argument("--svg", metavar="FILE", type=Path, help="draw time over budget, a line for each method")
+    fit = _model_command(commands, "fit", "find the largest batch within a budget")
+    fit.set_defaults(fsdp="1", tp=1, units=None, param_dtype=None, link=None)  # gathers don't grow along a line
+    fit.add_argument("--budget", required=True, help='"8 GiB", or "auto" for what is free')
+    most = SEARCH_OPTIONS["max_val"].default
+    fit.add_argument("--max-batch", type=int, default=most, help="largest size to look at (default: %(default)s)")
+    fit.add_argument("--max-overhead", default="30%", help="most extra time to accept (default: 30%%)")
+
+
+def _command(commands: Any, name: str, words: str, more: str = "") -> argparse.ArgumentParser:
+    """Add a command."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=words,
-        description=f"{words[0].upper()}{words[1:]}." + (f"\n\n{_FACTORY}" if takes_model else ""),
+        description=f"{words[0].upper()}{words[1:]}.{more}",
         epilog=f"examples:\n{_EXAMPLES[name]}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(command=name)
     parser.add_argument("--debug", action="store_true", help="show warnings, and where an error comes from")
-    if not takes_model:
-        return parser
+    return parser
+
+
+def _model_command(commands: Any, name: str, words: str) -> argparse.ArgumentParser:
+    """Add a command that takes a model, its step, costs, solver and output as arguments."""
+    parser = _command(commands, name, words, f"\n\n{_FACTORY}")
     parser.add_argument("factory", metavar="FACTORY", help="what gives the model, see above")
     step = parser.add_argument_group("the step")
     words = "[NAME=]SHAPE[:DTYPE],..., such as 64x3x224x224"
@@ -286,10 +292,6 @@ def _add_several(parser: argparse.ArgumentParser) -> None:
     several.add_argument("--units", metavar="CLASSES", help="classes of the units to shard, instead of repeated blocks")
     several.add_argument("--param-dtype", metavar="DTYPE", help="type that FSDP2 gathers parameters in: bfloat16")
     several.add_argument("--link", type=float, help="what a GPU sends, GB a second (default: 300, NVLink of an A100)")
-
-
-def _add_budget(parser: argparse.ArgumentParser, words: str, **more: str) -> None:
-    parser.add_argument("--budget", required=True, help=words, **more)
 
 
 def _add_json(parser: Any) -> None:

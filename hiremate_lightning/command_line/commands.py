@@ -15,13 +15,13 @@ from rich.text import Text
 from ..errors import ConfigurationError
 from ..measuring.profiling import CostCache, measure_link
 from ..memory.allocator import allocated_bytes, free_host_bytes
-from ..options import Objective
+from ..options import Objective, SessionOptions
 from ..out_of_memory import InfeasibleBudgetError
 from ..planning.comparing import Comparison, Outcome, methods_to_compare, proven_ms
 from ..planning.comparing import compare as solve_by_each
 from ..planning.comparing import curve as solve_curve
 from ..planning.headroom import Room, least_need, resolve, unless_short
-from ..planning.plan import Plan, PlanOptions
+from ..planning.plan import Plan
 from ..planning.planner import make_plan
 from ..planning.solvers import UNLIMITED, Problem, SolveOptions, smallest_budget
 from ..planning.solvers.worker import apart, check_strategy
@@ -173,7 +173,7 @@ def _plan_on(work: _Work, shards: int, on_infeasible: str = "raise") -> tuple[Of
     room = work.room(asked.budget, captured.resident_bytes, step.plain_bytes)
 
     def solve(step: Step, on_infeasible: str, host: Host | None = None) -> Plan:
-        options = PlanOptions(asked.solver, asked.time_limit, on_infeasible)
+        options = SessionOptions(time_limit_s=asked.time_limit, on_infeasible=on_infeasible, solver=asked.solver)
         progress = work.reporter.solving(step_time_ms(step.graph, step.profile))
         made = unless_short(make_plan(step, room, options, captured.name, progress=progress, host=host))
         planning = replace(made.planning, capture_s=captured.capture_s)
@@ -356,7 +356,8 @@ def _forecast(work: _Work, seen: Sequence[tuple[OfflineStep, Step]], limit_bytes
     """Make a forecast of all sizes, of a step that is the same at both."""
     samples = {captured.size: step for captured, step in seen}
     resident = Line(list(samples), [captured.resident_bytes for captured, _ in seen])
-    options = PlanOptions(work.asked.solver, max(1.0, work.asked.time_limit / FIT_PLANS), on_infeasible="warn")
+    limit_s = max(1.0, work.asked.time_limit / FIT_PLANS)
+    options = SessionOptions(time_limit_s=limit_s, on_infeasible="warn", solver=work.asked.solver)
     try:
         return Forecast(samples, allocated_bytes(1, work.options.device), resident, limit_bytes, options)
     except NoTemplateError as error:

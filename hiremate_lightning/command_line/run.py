@@ -14,13 +14,14 @@ import argparse
 import os
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BudgetError, ConfigurationError, HiRemateError, did_you_mean
-from ..options import ENVIRONMENT_BUDGET, OPTIONS, make_options
+from ..options import ENVIRONMENT_BUDGET, OPTIONS
+from ..planning.planner import make_options
 from ..reporting.svg_report import writable
 from ..reporting.terminal import write_json
 from ..units import format_bytes, format_ratio
@@ -46,41 +47,40 @@ examples:
   torchrun --nproc-per-node 2 -m hiremate_lightning.run --budget 60% train.py
   accelerate launch -m hiremate_lightning.run --budget 60% train.py
 """
+_LARGEST_BATCH = (
+    "The batches of a script that nobody has read are its own. Use find_max_batch_size() or HiRemateBatchSizeFinder in "
+    "the script, or `hiremate fit` for a model; see docs/batch_size.md"
+)
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says in one line what is wrong, and which command shows all options."""
+    """Says in one line what is wrong, and which command shows all options; a misspelt one gets the nearest.
+
+    Attributes:
+        meant: Options that are not there, with what stands in for each.
+        rest: Ends what is said of an option that is not there.
+    """
+
+    meant: Mapping[str, str] = {}
+    rest = ""
 
     def error(self, message: str) -> Any:
         """End the process so."""
-        self.exit(USAGE, f"{self.prog}: {message.rstrip('.')}. See: {self.prog} --help\n")
-
-
-class _RunParser(OneLineParser):
-    """Answers a misspelt option with the nearest one."""
-
-    def error(self, message: str) -> Any:
         unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0]
         if unknown:
-            names = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
-            message = f"there is no option {unknown!r}.{did_you_mean(unknown, names)} Options of the script follow it"
-        super().error(message)
+            message = self.no_option(unknown)
+        self.exit(USAGE, f"{self.prog}: {message.rstrip('.')}. See: {self.prog} --help\n")
 
-
-class _Refused(argparse.Action):
-    """An option that another command has."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        parser.error(
-            f"{option_string} can't be found for a script that nobody has read: its batches are its own. Use "
-            "find_max_batch_size() or HiRemateBatchSizeFinder in the script, or `hiremate fit` for a model; see "
-            "docs/batch_size.md"
-        )
+    def no_option(self, name: str) -> str:
+        """Say that there is no such option, and what was meant."""
+        known = [option for action in self._actions for option in action.option_strings]
+        hint = f" {self.meant[name]}." if name in self.meant else did_you_mean(name, known)
+        return f"there is no option {name!r}.{hint}{self.rest}"
 
 
 def parser() -> argparse.ArgumentParser:
     """Make the parser of the command's own options; it ends at the script."""
-    made = _RunParser(
+    made = OneLineParser(
         prog=PROGRAM,
         usage=_USAGE,
         description="Run a training script, unchanged, within a memory budget.",
@@ -88,6 +88,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    made.meant, made.rest = {"--largest-batch": _LARGEST_BATCH}, " Options of the script follow it"
     made.add_argument(
         "--budget",
         default=os.environ.get(ENVIRONMENT_BUDGET),
@@ -106,7 +107,6 @@ def parser() -> argparse.ArgumentParser:
         default = "" if option.default in (None, False) else f" (default: {option.default})"
         words = f"{option.flag.help}{default}"
         made.add_argument(option.flag_name, dest=option.name, default=option.default, help=words, **more)
-    made.add_argument("--largest-batch", action=_Refused, nargs="?", help=argparse.SUPPRESS)
     made.add_argument("--debug", action="store_true", help="show where an error of hiremate comes from")
     made.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, as python -m"

@@ -288,27 +288,9 @@ def divide(root: nn.Module, mesh: Any) -> None:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    plan = getattr(root, "_tp_plan", None)
-    if not plan:
-        raise ConfigurationError(
-            f"{type(root).__name__} has no plan for tensor parallelism: expected _tp_plan, as models of transformers "
-            "have it, such as {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}. Set it in the factory, or leave "
-            "--tp out."
-        )
-    patterns = [(re.compile(re.escape(path).replace(r"\*", "[^.]+")), style) for path, style in plan.items()]
-    styles = dict[str, str]()  # in a plan, * stands for one part of a path
-    for path, _ in root.named_modules():
-        style = next((style for pattern, style in patterns if pattern.fullmatch(path)), WHOLE[0])
-        if style not in WHOLE:
-            styles[path] = style
+    styles = _styles_of(root)
     for path, style in styles.items():
-        module = root.get_submodule(path)
-        if style not in DIMENSIONS or not isinstance(module, nn.Linear):
-            raise ConfigurationError(
-                f"Can't divide {path} ({type(module).__name__}) by the style {style!r} of the model's _tp_plan. "
-                f"Expected a torch.nn.Linear and one of: {', '.join([*DIMENSIONS, *WHOLE])}. Use --fsdp alone."
-            )
-        size = module.weight.shape[DIMENSIONS[style]]
+        size = root.get_parameter(f"{path}.weight").shape[DIMENSIONS[style]]
         if size % mesh.size():
             raise ConfigurationError(f"--tp {mesh.size()} doesn't divide the {size} features of {path}.")
     heads = getattr(getattr(root, "config", None), "num_key_value_heads", None)
@@ -322,6 +304,30 @@ def divide(root: nn.Module, mesh: Any) -> None:
     uses = Counter(id(p) for module in root.modules() for p in module.parameters(recurse=False))
     own = {path: style for path, style in styles.items() if uses[id(root.get_submodule(path).weight)] == 1}
     parallelize_module(root, mesh, {path: made[style] for path, style in own.items()})
+
+
+def _styles_of(root: nn.Module) -> dict[str, str]:
+    """Return how each module that is divided is, by its path, as the model's own plan names it."""
+    plan = getattr(root, "_tp_plan", None)
+    if not plan:
+        raise ConfigurationError(
+            f"{type(root).__name__} has no plan for tensor parallelism: expected _tp_plan, as models of transformers "
+            "have it, such as {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}. Set it in the factory, or leave "
+            "--tp out."
+        )
+    patterns = [(re.compile(re.escape(path).replace(r"\*", "[^.]+")), style) for path, style in plan.items()]
+    styles = dict[str, str]()  # in a plan, * stands for one part of a path
+    for path, module in root.named_modules():
+        style = next((style for pattern, style in patterns if pattern.fullmatch(path)), WHOLE[0])
+        if style in WHOLE:
+            continue
+        if style not in DIMENSIONS or not isinstance(module, nn.Linear):
+            raise ConfigurationError(
+                f"Can't divide {path} ({type(module).__name__}) by the style {style!r} of the model's _tp_plan. "
+                f"Expected a torch.nn.Linear and one of: {', '.join([*DIMENSIONS, *WHOLE])}. Use --fsdp alone."
+            )
+        styles[path] = style
+    return styles
 
 
 def repeated_blocks(root: nn.Module) -> list[nn.Module]:

@@ -16,8 +16,9 @@ from torch import nn
 
 from ..api import hiremate, remove_hiremate
 from ..errors import BudgetError, ConfigurationError
-from ..options import ENVIRONMENT_BUDGET, make_options
+from ..options import ENVIRONMENT_BUDGET
 from ..planning.plan import Plan
+from ..planning.planner import make_options
 from ..reporting.plan_summary import plan_metrics
 from ..targets.candidates import Target
 from ..targets.modules import targets_of

@@ -14,7 +14,7 @@ import gc
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache, partial
@@ -149,17 +149,13 @@ class Finder:
                 return hooks.plain_call(module, *args, **kwargs)
             return self.call(module, partial(hooks.plain_call, module), args, kwargs)
 
-        def end() -> None:
-            if not self._has_ended:
-                self._has_ended = True
-                hooks.set_call_of_all(None)
-                end_compiling()
-                handle.remove()
-
-        handle = hooks.on_optimizer_step(self._stepped)
-        end_compiling = hooks.on_compile_in_place(self._compiled_in_place)
+        seeing = ExitStack()
+        seeing.callback(hooks.on_optimizer_step(self._stepped).remove)
+        seeing.callback(hooks.on_compile_in_place(self._compiled_in_place))
         hooks.set_call_of_all(call)
-        os.register_at_fork(after_in_child=end)
+        seeing.callback(hooks.set_call_of_all, None)
+        seeing.callback(setattr, self, "_has_ended", True)  # first of all
+        os.register_at_fork(after_in_child=seeing.close)
         try:
             yield
         except BaseException as error:  # whatever ends a script, Ctrl-C too: it is named at the end
@@ -169,12 +165,16 @@ class Finder:
             raise
         finally:
             if os.getpid() == process:
-                end()
-                for session in self._sessions():
-                    planned = targets_of(session.root)
-                    if planned is not None and planned.session is session:
-                        session.end_step()
-                        planned.detach()
+                seeing.close()
+                self._stop_planning()
+
+    def _stop_planning(self) -> None:
+        """Leave the models as they were, but for those that somebody else plans now."""
+        for session in self._sessions():
+            planned = targets_of(session.root)
+            if planned is not None and planned.session is session:
+                session.end_step()
+                planned.detach()
 
     def _sessions(self) -> list[Session]:
         """List the sessions of the models that are still in use."""

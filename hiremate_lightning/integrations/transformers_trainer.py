@@ -10,12 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from transformers import TrainerCallback
 
 from ..api import get_plan, hiremate, remove_hiremate
-from ..options import make_options
 from ..planning.plan import Plan
+from ..planning.planner import make_options
 from ..targets.candidates import Target
 from ..targets.modules import targets_of
 
@@ -56,19 +55,15 @@ class HiRemateTrainerCallback(TrainerCallback):
         planned.session.stages.reporter.folder = Path(args.output_dir)
         planned.session.replace_compiling()
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End a step that accumulates gradients."""
-        self._end_step(kwargs["model"])
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the step: what follows (logging, evaluation, saving) is not measured."""
-        self._end_step(kwargs["model"])
-
-    def _end_step(self, model: nn.Module) -> None:
+        """End the step, or one that accumulates: what follows (logging, evaluation, saving) is not measured."""
+        model = kwargs["model"]
         planned = targets_of(model)
         if planned is not None:
             planned.session.end_step()
             self.plan = get_plan(model) or self.plan
+
+    on_substep_end = on_step_end
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop planning the model: its calls run as before."""

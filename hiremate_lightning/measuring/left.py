@@ -31,9 +31,7 @@ class LeftOutputs:
         self._find_retained = find_retained  # returns the bytes of values retained for another backward, by storage
         self._record: StepRecord | None = None
         self._signature: Numbers | None = None  # the signature of the step that has ended
-        self._sizes_after: dict[
-            Numbers | None, tuple[int, int]
-        ] = {}  # by signature, when a step of it was measured last
+        self._sizes_after: dict[Numbers | None, tuple[int, int]] = {}  # of outputs and inputs, by measured signature
         self._outputs_bytes = self._retained_bytes = self._inputs_bytes = 0
         self._stay: bool | None = None  # whether outputs outlive the next forward; None before that was seen
         self._returning: bool | None = None  # whether they are freed as that forward returns
@@ -77,9 +75,8 @@ class LeftOutputs:
         self._record = record if record is not None and record.is_measured else None
         self._signature = signature
 
-    def add_to(self, resident: Resident, present: Collection[int]) -> Resident:
-        """Add left memory, beside some storages, to a count without it, after a garbage collection."""
-        self._look(present)
+    def add_to(self, resident: Resident) -> Resident:
+        """Return a count without left memory with it added."""
         # Inputs that outputs hold count as staying: the allocator may not report their release.
         resident = resident.with_more(INPUTS, self._inputs_bytes)
         if self._return():
@@ -88,9 +85,8 @@ class LeftOutputs:
             return replace(resident, stale_bytes=resident.stale_bytes + self._size_bytes)
         return resident.with_more(LEFT, self._outputs_bytes).with_more(RETAINED, self._retained_bytes)
 
-    def sort_out(self, resident: Resident, present: Collection[int]) -> Resident:
-        """Subtract left memory that will be freed, beside some storages, from a count of all that exists."""
-        self._look(present)
+    def sort_out(self, resident: Resident) -> Resident:
+        """Return a count of all that exists without left memory that will be freed."""
         gone = self._return() or self._are_stale()
         left_bytes = min(self._size_bytes, resident.size_bytes) if gone else 0
         resident = replace(resident, size_bytes=resident.size_bytes - left_bytes)
@@ -106,8 +102,11 @@ class LeftOutputs:
         """Whether the next step frees left memory before its backward: a retained graph goes with its loss."""
         return self._retained_bytes > 0 if self._stay is None else not self._stay
 
-    def _look(self, present: Collection[int]) -> None:
-        """Measure left memory beside some storages: outputs, retained graphs, and inputs that outputs keep alive."""
+    def measure(self, present: Collection[int]) -> None:
+        """Measure left memory beside some storages: outputs, retained graphs, and inputs that outputs keep alive.
+
+        Whoever asks collects garbage first.
+        """
         outputs_bytes, self._retained_bytes = self._living_bytes(present)
         if self._record is None:
             sizes = self._sizes_after.get(self._signature, (self._outputs_bytes, self._inputs_bytes))

@@ -317,7 +317,7 @@ class TimedRun:
         self._device = device
         self.total_ms = 0.0  # of all nodes
         self.recompute_ms = 0.0  # of forward nodes that ran in the backward, and of waits for copies
-        # By `Node.key`, times without page faults: of each run that plain training has, and of those that recomputed.
+        # By `Node.key`, times without page faults: of each run that eager training has, and of those that recomputed.
         self.samples: dict[str, list[float]] = {}
         self.samples_again: dict[str, list[float]] = {}
 
@@ -371,7 +371,7 @@ class _TimedInterpreter(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
         super().__init__(module, garbage_collect_values=True)
-        self.extra_traceback = False  # an error of the user's model is to read as in plain PyTorch
+        self.extra_traceback = False  # an error of the user's model is to read as in eager PyTorch
         for node in module.graph.nodes:
             if not node.users and node.op == "call_function":  # generated code frees these too
                 self.user_to_last_uses.setdefault(node, []).append(node)

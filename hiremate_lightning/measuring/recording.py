@@ -176,9 +176,8 @@ class StepRecord:
         run.passed_on = _passed_on(part, arguments, lent)
         leaves = find_leaves(part.captured, arguments).values()
         run.trained = tuple(weakref.ref(leaf) for leaf in leaves if id(leaf) not in given)
-        self._note_alive(Event.FORWARD.of(run.index))
         self.runs.append(run)
-        self._mark(Event.FORWARD.of(run.index))
+        self._mark_alive(Event.FORWARD.of(run.index))
         return run
 
     def forward_done(self, run: Run, outputs: Sequence[Any]) -> None:
@@ -189,8 +188,7 @@ class StepRecord:
             if node in tensor_of and tensor_state.is_dense(value):
                 run.outputs[tensor_of[node]] = (tensor_state.watch_storage(value), tensor_state.storage_id(value))
                 self._mark_release(value, Mark(Event.RELEASED, run.index, tensor_of[node]))
-        self._note_alive(Event.FORWARD_DONE.of(run.index))
-        self._mark(Event.FORWARD_DONE.of(run.index))
+        self._mark_alive(Event.FORWARD_DONE.of(run.index))
 
     def backward_called(self) -> None:
         """Record the call of a backward, which begins with code outside of captured graphs, the loss for example."""
@@ -219,11 +217,10 @@ class StepRecord:
         run.made_outside = {storage: made for storage, made in run.made_outside.items() if made[0]()}
         watched = ((position, t) for position, t in enumerate(tangents) if tensor_state.is_dense(t))
         self._tangents = {position: tensor_state.watch_storage(t) for position, t in watched}
-        self._note_alive(Event.BACKWARD.of(run.index))
         if not self.backwards:
             self._waiting = [other for other in self.runs if other.is_waiting]
         self.backwards.append(run.index)
-        self._mark(Event.BACKWARD.of(run.index))
+        self._mark_alive(Event.BACKWARD.of(run.index))
 
     def plain_backward_starts(self) -> None:
         """Record the start of a backward of code that runs as the user wrote it."""
@@ -246,8 +243,10 @@ class StepRecord:
         self._mark(Event.BACKWARD_DONE.of(run.index))
         backward_pass.at_end(partial(self._whole_backward_ended, run))
 
-    def _note_alive(self, mark: Mark) -> None:
+    def _mark_alive(self, mark: Mark) -> None:
+        """Mark a place, and note the outputs that live there."""
         self.alive_at[mark] = [(run.index, tensor) for run in self.runs for tensor in run.living]
+        self._mark(mark)
 
     def _mark(self, mark: Mark) -> None:
         if self._meter is not None:

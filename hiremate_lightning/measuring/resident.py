@@ -35,7 +35,7 @@ class Resident:
     # The part of `size_bytes` that graphs hold whose backward is still to come, with the values that an iteration has
     # made beside them.
     waiting_bytes: int = 0
-    plain_waiting_bytes: int = 0  # bytes of these graphs in plain training, with the values beside them
+    plain_waiting_bytes: int = 0  # bytes of these graphs in eager training, with the values beside them
     waiting: tuple[tuple[Part, Schedule], ...] = ()  # these graphs, each with the schedule by which it runs
     # Bytes and parameters' storages of gradients that the optimizer has used, where these count as stale.
     used: tuple[int, frozenset[int]] = field(default=(0, frozenset()), compare=False)
@@ -49,7 +49,7 @@ class Resident:
         return replace(self, size_bytes=self.size_bytes + size_bytes, kinds=tuple(kinds.items()))
 
     def with_beside(self, size_bytes: int) -> Resident:
-        """Return a copy with more bytes that an iteration has made beside graphs that wait, as plain training does."""
+        """Return a copy with more bytes that an iteration has made beside graphs that wait, as eager training does."""
         return replace(
             self.with_more(BESIDE, size_bytes),
             waiting_bytes=self.waiting_bytes + size_bytes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..records.schedule import Schedule, keep_all, lower
 from ..running.execution import Part, Saved
 from ..torch_private import sharding, tensor_state
 from ..units import format_bytes
-from .left import Iterations, LeftOutputs
+from .left import Iterations, LeftOutputs, Numbers
 from .recording import StepRecord
 from .resident import WAITING, Resident
 from .runs import Event
@@ -59,10 +59,7 @@ class ResidentMemory:
         self._most = (0, 0)  # the most optimizers' states and samples' gradients when a step began
         self._uncollected_steps = LITTERED_STEPS  # steps begun since all garbage was collected
         self._stepped = False  # whether an optimizer has used the gradients
-        self._before: tuple[StepRecord | None, tuple[int, ...] | None] = (
-            None,
-            None,
-        )  # the step before, and its signature
+        self._before: tuple[StepRecord | None, Numbers | None] = None, None  # the step before, and its signature
         self._frees_gradients = True  # whether gradients that were used are freed before the next backward
 
     @property
@@ -189,10 +186,11 @@ class ResidentMemory:
         states, gradients = self._held()
         self.growths += self.has_grown()
         self._most = max(states, self._most[0]), max(gradients, self._most[1])
-        resident, present = self.count(arguments), self._present(arguments)
+        resident = self.count(arguments)
+        self._left.measure(self._present(arguments))
         if self.device.type == "cuda":  # there all that is allocated is counted
-            return self._left.sort_out(resident, present)
-        return self.iterations.note_and_add(self._left.add_to(resident, present))
+            return self._left.sort_out(resident)
+        return self.iterations.note_and_add(self._left.add_to(resident))
 
     def watch_releases(self, record: StepRecord, arguments: Sequence[torch.Tensor]) -> None:
         """Watch, in a record that begins, for the release of tensors from before a step with these arguments.
@@ -204,19 +202,16 @@ class ResidentMemory:
         if self.device.type == "cpu" and record.is_measured:
             batch = {tensor_state.storage_id(t): t for t in (*self.batch, *arguments) if tensor_state.is_dense(t)}
             record.watch_releases(Event.GIVEN, self._on_device(batch.values()))
-            record.watch_releases(Event.UNCOUNTED, self.iterations.note_uncounted(self._uncounted(record.counted)))
+            on_host = (t for t in tensor_state.plain_tensors_of_python() if t.device.type == "cpu")
+            large = {tensor_state.storage_id(t): t for t in on_host if t.untyped_storage().nbytes() >= LARGE_BYTES}
+            uncounted = (tensor for storage, tensor in large.items() if storage not in record.counted)
+            record.watch_releases(Event.UNCOUNTED, self.iterations.note_uncounted(uncounted))
 
     def _present(self, arguments: Sequence[torch.Tensor]) -> frozenset[int]:
         """List the storages that exist before a step with these arguments, except those that the step before left."""
         waiting = [saved for _, saved in self._find_waiting()]
         groups = self._groups(list(self._gradients().values()), [*arguments, *held_by(waiting)])
         return frozenset(tensor_state.storage_sizes(tensor for tensors in groups.values() for tensor in tensors))
-
-    def _uncounted(self, counted: Collection[int]) -> list[torch.Tensor]:
-        """List large host tensors that are not counted, one for each storage."""
-        on_host = (t for t in tensor_state.plain_tensors_of_python() if t.device.type == "cpu")
-        large = {tensor_state.storage_id(t): t for t in on_host if t.untyped_storage().nbytes() >= LARGE_BYTES}
-        return [tensor for storage, tensor in large.items() if storage not in counted]
 
     def sees_frees(self, resident: Resident) -> bool:
         """Whether a measurement of the step that begins sees all frees of memory from before it."""
@@ -296,7 +291,7 @@ class ResidentMemory:
 
 
 def more_kept_plainly(graph: Graph, schedule: Schedule) -> int:
-    """Return the bytes that plain training, which recomputes nothing, saves beyond those of a schedule of a graph."""
+    """Return the bytes that a step which recomputes nothing saves beyond those of a schedule of a graph."""
     plain = lower(graph, keep_all(graph)).saved
     own = schedule.saved_on_device(graph)
     inputs = set(graph.inputs)

@@ -9,7 +9,7 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -49,7 +49,7 @@ class Files:
         Raises:
             OSError: If the disk has no room for another file.
         """
-        file = next((file for file in self._files if file.has_room(size_bytes)), None)
+        file = next((file for file in self._files if file.free_bytes >= size_bytes), None)
         if file is None:
             file = _File(max(size_bytes, LEAST_FILE, int(GROWTH * self.size_bytes)))
             self._files.append(file)
@@ -77,14 +77,19 @@ class _File:
         self._end = 0  # of the last value
         self._live = list[Callable[[], bool]]()  # of each value
 
-    def has_room(self, size_bytes: int) -> bool:
-        """Whether a value of so many bytes has a place behind those that live; begins anew where none does."""
-        if not any(lives() for lives in self._live):
-            self._end, self._live = 0, []
-        return self._end + size_bytes <= self.size_bytes
+    @property
+    def _is_free(self) -> bool:
+        return not any(lives() for lives in self._live)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes behind the values that live; all of them where none does."""
+        return self.size_bytes - (0 if self._is_free else self._end)
 
     def take(self, size_bytes: int) -> torch.Tensor:
-        """Return the memory of a value that has a place."""
+        """Return the memory of a value that has a place; begin anew where no other value lives."""
+        if self._is_free:
+            self._end, self._live = 0, []
         value = torch.frombuffer(self._memory, dtype=torch.uint8, count=size_bytes, offset=self._end)
         self._live.append(tensor_state.watch_storage(value))
         self._end += -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -162,11 +167,11 @@ def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
     return tensor
 
 
-def offloading_saved(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that tensors which autograd saves in it are offloaded."""
+def offloading_saved(function: Callable[..., Any], constants: Sequence[torch.Tensor] = ()) -> Callable[..., Any]:
+    """Wrap a function so that tensors which autograd saves in it are offloaded: neither arguments nor constants."""
 
     def run(*arguments: Any) -> Any:
-        with SavedOffload(tensor_state.storages_among(arguments)):
+        with SavedOffload(tensor_state.storages_among((*arguments, *constants))):
             return function(*arguments)
 
     return run

@@ -1,7 +1,7 @@
-"""The plan: everything decided for one training step, its predictions, and later measurements; and how to plan.
+"""The plan: everything decided for one training step, its predictions, and later measurements.
 
 `Plan` is pure and serialisable: it has all that is needed to run it on a captured graph, to report it, and to keep it
-on disk. `PlanOptions` says how to plan.
+on disk.
 """
 
 from __future__ import annotations
@@ -21,36 +21,12 @@ from ..records.schedule import Schedule, lower
 from ..records.simulation import Simulation, simulate_plain
 from ..units import Budget, format_bytes, format_ratio, format_time
 from .headroom import Room
-from .solutions import DEFAULT_SOLVER, Solutions
 from .solvers.base import Problem, Solution, Status, replay_solution
 
 Numbers = Mapping[str, Any]  # of a plan, as `Plan.to_dict` names them
 
 NO_GAP = 0.0005  # of a step's time: it is written as 0.0%
 SAVES_NOTHING = 0.99  # share of the bytes that a step adds without its plan: a plan that takes more saves no memory
-DEFAULT_TIME_LIMIT_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class PlanOptions:
-    """How to plan.
-
-    Attributes:
-        solver: Name of the strategy, see `solvers`.
-        time_limit_s: Seconds for solving one plan, counted in `Work`.
-        on_infeasible: "raise" to stop where no schedule fits, "warn" to train on with the least memory found.
-        cache_dir: Folder for solutions, reused by later runs; None for no files.
-    """
-
-    solver: str = DEFAULT_SOLVER
-    time_limit_s: float = DEFAULT_TIME_LIMIT_S
-    on_infeasible: str = "raise"
-    cache_dir: Path | None = None
-
-    @property
-    def solutions(self) -> Solutions:
-        """The solutions that are known, in this process and in the folder."""
-        return Solutions(self.cache_dir)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,17 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
+from ..errors import did_you_mean
+from ..options import OPTIONS, SessionOptions
 from ..records.costs import Profile
 from ..records.offload import Host
 from ..records.schedule import keep_all
 from ..records.step import Decisions, Step
+from ..units import Budget, parse_budget
 from .headroom import AT_LEAST, Need, Room, Short, as_decided, least_need
-from .plan import Plan, PlanningTime, PlanOptions
+from .plan import Plan, PlanningTime
 from .shared_solving import agreed
 from .solutions import Solutions
 from .solvers import smallest_budget
@@ -32,7 +36,7 @@ from .solvers.base import (
     replay_solution,
 )
 from .solvers.offload import least_with_offloads
-from .solvers.worker import apart
+from .solvers.worker import apart, check_strategy
 
 log = logging.getLogger("hiremate_lightning")
 TIGHTENINGS = 4  # of the budget, where a strategy's own memory model was too coarse
@@ -45,10 +49,29 @@ CUT_SHORT = (
 )
 
 
+def make_options(budget: int | float | str | Budget, **given: Any) -> SessionOptions:
+    """Check the options that all ways to plan share; what is left out has its default.
+
+    Raises:
+        BudgetError: If the budget can't be read.
+        ConfigurationError: If an option is out of its range; the text names it. Or if no MIP solver works.
+        TypeError: If there is no option of that name.
+    """
+    for name in given:
+        if name not in OPTIONS:
+            raise TypeError(
+                f"there is no option {name!r}.{did_you_mean(name, OPTIONS)} Choose from: {', '.join(OPTIONS)}"
+            )
+    read = {name: OPTIONS[name].value_of(value) for name, value in given.items()}
+    options = SessionOptions(budget=parse_budget(budget), **read)
+    check_strategy(options.solver)  # last: it starts a process
+    return options
+
+
 def make_plan(
     step: Step,
     room: Room,
-    options: PlanOptions,
+    options: SessionOptions,
     target: str = "",
     solve: Strategy | None = None,
     progress: Callable[[float, float], None] | None = None,
@@ -83,7 +106,7 @@ def make_plan(
     if not _fits(problem, solution):
         solution = solution if decided is not None else _least_memory(problem, solution)
         if solution.peak_bytes > problem.budget_bytes and options.on_infeasible == "raise":
-            need = least_need(problem, room.resident_bytes, decided, options.solutions)
+            need = least_need(problem, room.resident_bytes, decided, Solutions(options.cache_dir))
             if need.smallest.peak_bytes > problem.budget_bytes:
                 return Short((replace(need, less_bytes=less_bytes),), shared_room, target)
             solution = replace(need.smallest, status=Status.FEASIBLE, stopped_by=solution.stopped_by)
@@ -104,13 +127,13 @@ def _announce(note: str) -> None:
     log.warning("%s", note)
 
 
-def _solve(problem: Problem, options: PlanOptions, strategy: Strategy, is_alone: bool) -> tuple[Solution, Profile]:
+def _solve(problem: Problem, options: SessionOptions, strategy: Strategy, is_alone: bool) -> tuple[Solution, Profile]:
     """Solve, or take the solution that an earlier run has left, with its profile.
 
     Where the search ends without a proof, an earlier solution of the same step is taken if it is better. But not where
     several processes have agreed on the step: they run by one plan.
     """
-    solutions = options.solutions
+    solutions = Solutions(options.cache_dir)
     if (known := solutions.read(problem, options.solver)) is not None:
         return known
     solution = _solve_until_it_fits(problem, strategy)
@@ -155,7 +178,7 @@ def _solve_until_it_fits(problem: Problem, strategy: Strategy) -> Solution:
 def first_solution(
     step: Step,
     room: Room,
-    options: PlanOptions,
+    options: SessionOptions,
     target: str,
     progress: Callable[[float, float], None] | None = None,
     free_bytes: Callable[[], int] = lambda: 0,
@@ -173,7 +196,7 @@ def first_solution(
     log.debug("searching for a first schedule")
     limits = SolveOptions(time_limit_s=options.time_limit_s, gap=ANY_GAP, progress=progress)
     problem = Problem(step.graph, step.profile, room.step_bytes, limits, host)
-    smallest = _least_at_once(problem, options.solutions)
+    smallest = _least_at_once(problem, Solutions(options.cache_dir))
     if smallest.peak_bytes <= problem.budget_bytes:
         return smallest
     solved = _solve_until_it_fits(problem, apart(options.solver))
@@ -211,7 +234,7 @@ def _least_memory(problem: Problem, failed: Solution) -> Solution:
 
 
 def _fastest_within_its_peak(
-    problem: Problem, smallest: Solution, options: PlanOptions, strategy: Strategy, is_alone: bool
+    problem: Problem, smallest: Solution, options: SessionOptions, strategy: Strategy, is_alone: bool
 ) -> tuple[Solution, Profile]:
     """Solve under the peak of the solution of least memory, for which any time was good enough."""
     enough = replace(problem, budget_bytes=max(smallest.peak_bytes, problem.budget_bytes))

@@ -32,7 +32,6 @@ from .solvers.base import Problem, Solution, Status, Strategy, replay, replay_so
 
 log = logging.getLogger("hiremate_lightning")
 FORMAT = 3
-DEFAULT_SOLVER = "portfolio"
 STEPS, SCHEDULES = 16, 8  # the latest steps at certain costs, and in a folder the latest schedules of each
 KNOWN_BEFORE = "found before"  # why a search ended with such a schedule
 _UNREADABLE = OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, HiRemateError  # of a spoilt file
@@ -76,7 +75,7 @@ def _known(problem: Problem, solver: str) -> _Known:
         return _memory[-1]
 
 
-def remembering(strategy: Strategy, solver: str = DEFAULT_SOLVER) -> Strategy:
+def remembering(strategy: Strategy, solver: str) -> Strategy:
     """Wrap a strategy so that it answers from its earlier solutions, where these are as good as a new solve."""
 
     @wraps(strategy)

@@ -1,1 +1,1 @@
-"""Proof that captured code gives the numbers of the code as it was written."""
+"""Proof that captured code gives the numbers of the code in eager mode."""

@@ -1,14 +1,11 @@
 """Where two outcomes of the same code differ, and whether it is by more than rounding.
 
-Two ways to compute the same numbers may round otherwise: other kernels, sums in another order. `docs/limits.md` lists
-where that is known. A difference counts as rounding where it is at most `ROUNDINGS` units in the last place of the
-largest value of the tensor; for a gradient, of the largest of all gradients of the code, since many gradients are what
-remains where large terms cancel each other. Half precision gets fewer units: there a kernel rounds once, at its end,
-and a mask that is scaled wrongly, by 1 / 0.9 say, is off by only 14 units. Fused kernels keep in single precision what
-eager PyTorch rounds to half between its kernels, so that units of half precision count for all that such code computes.
-
-Where kernels add in any order, eager PyTorch gives other bits in each run: such values can't be proved bit for bit.
-They may be `TIMES_OWN` times as far apart as two runs of eager PyTorch, and the difference says so.
+A difference counts as rounding where it is at most `ROUNDINGS` units in the last place of the largest value of the
+tensor; for a gradient, of the largest of all gradients of the code, since many gradients are what remains where large
+terms cancel each other. Half precision gets fewer units: there a kernel rounds once, at its end, and a mask that is
+scaled wrongly, by 1 / 0.9 say, is off by only 14 units. Fused kernels keep in single precision what eager PyTorch
+rounds to half between its kernels, so units of half precision count for all that such code computes. Where kernels add
+in any order, values may be `TIMES_OWN` times as far apart as two runs of eager PyTorch, and the difference says so.
 """
 
 from __future__ import annotations

@@ -5,15 +5,15 @@ A plain backward keeps all that a forward saves. Where that does not fit, the co
 Autograd's graph is that of the code itself, so gradients are added in the same order.
 
 `Observed` runs the code once without gradients, and sees what each node saves, makes and writes to. `cut` chooses the
-segments by that, and `Segmented` runs them. Where none fit, `keeping_little` offloads all that autograd saves.
+segments by that. Where none fit, `keeping_little` offloads all that autograd saves.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, product
 from typing import Any
 
@@ -21,8 +21,8 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import checkpoint
 
-from ..measuring.saved_offload import LEAST_OFFLOAD, SavedOffload, offloading_saved
-from ..torch_private import tensor_state
+from ..measuring.saved_offload import LEAST_OFFLOAD, offloading_saved
+from ..torch_private import captured_code, tensor_state
 
 COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of segments that are tried
 _NUMBERS = (bool, int, float, torch.SymInt)
@@ -111,31 +111,18 @@ class Segment:
     once: bool  # whether it runs once, and keeps its saved tensors
 
 
-class Segmented:
-    """Code that runs segment by segment; values that pass between these are offloaded until the backward, or not."""
-
-    def __init__(self, module: fx.GraphModule, segments: Sequence[Segment], is_offloaded: bool) -> None:
-        self._graph, self._segments, self.is_offloaded = module.graph, segments, is_offloaded
-        self._constants = [*module.parameters(), *module.buffers()]
-        self._last = {node: segment for segment in segments for node in segment.inputs}
-
-    def __call__(self, *arguments: Any) -> Any:
-        """Run the code."""
-        given = tensor_state.storages_among((*arguments, *self._constants))
-        with SavedOffload(given) if self.is_offloaded else nullcontext():
-            return self._run(arguments)
-
-    def _run(self, arguments: Sequence[Any]) -> Any:
-        values = dict(zip(self._graph.find_nodes(op="placeholder"), arguments, strict=True))
-        results = self._graph.output_node()
-        returned = set(results.all_input_nodes)
-        for segment in self._segments:
-            inputs = [values[node] for node in segment.inputs]
-            values.update(zip(segment.outputs, _call(segment, inputs), strict=True))
-            for node in segment.inputs:
-                if self._last[node] is segment and node not in returned:
-                    del values[node]
-        return fx.map_arg(results.args[0], values.__getitem__)
+def _run(graph: fx.Graph, segments: Sequence[Segment], *arguments: Any) -> Any:
+    """Run code segment by segment; each value is dropped after the last segment that reads it."""
+    values = dict(zip(graph.find_nodes(op="placeholder"), arguments, strict=True))
+    results, last = graph.output_node(), {node: segment for segment in segments for node in segment.inputs}
+    returned = set(results.all_input_nodes)
+    for segment in segments:
+        inputs = [values[node] for node in segment.inputs]
+        values.update(zip(segment.outputs, _call(segment, inputs), strict=True))
+        for node in segment.inputs:
+            if last[node] is segment and node not in returned:
+                del values[node]
+    return fx.map_arg(results.args[0], values.__getitem__)
 
 
 def _call(segment: Segment, inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -154,17 +141,20 @@ def _call(segment: Segment, inputs: Sequence[Any]) -> tuple[Any, ...]:
     return checkpoint(run, *others, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-def cut(module: fx.GraphModule, observed: Observed, free_bytes: int, can_offload: bool = True) -> Segmented | None:
+def cut(
+    module: fx.GraphModule, observed: Observed, free_bytes: int, can_offload: bool = True
+) -> Callable[..., Any] | None:
     """Cut observed code into as few segments as fit; None where no cut that was tried fits.
 
-    The free bytes are the most that values of the forward may take at any moment of a backward.
+    The free bytes are the most that values of the forward may take at any moment of a backward. Values that pass
+    between segments are offloaded where they don't fit so, and can be.
     """
     shape = _Shape(observed)
     cuts = [bounds for count in COUNTS if (bounds := shape.bounds(count)) is not None]
     for is_offloaded, bounds in product((False, True) if can_offload else (False,), cuts):
         if shape.peak_bytes(bounds, is_offloaded) <= free_bytes:
-            segments = [shape.segment(module, first, end) for first, end in bounds]
-            return Segmented(module, segments, is_offloaded)
+            run = partial(_run, module.graph, [shape.segment(module, first, end) for first, end in bounds])
+            return offloading_saved(run, _constants(module)) if is_offloaded else run
     return None
 
 
@@ -173,7 +163,7 @@ def keeping_little(module: fx.GraphModule, observed: Observed, free_bytes: int) 
     of_nodes = [[observed.sizes[block] for block in seen.saved] for seen in observed.seen.values()]
     small_bytes = sum(size for sizes in of_nodes for size in sizes if size < LEAST_OFFLOAD)
     needed_bytes = small_bytes + max(map(sum, of_nodes), default=0)
-    return offloading_saved(module) if needed_bytes <= free_bytes else None
+    return offloading_saved(module, _constants(module)) if needed_bytes <= free_bytes else None
 
 
 class _Shape:
@@ -292,7 +282,11 @@ class _Shape:
         outputs = tuple(node for node in nodes if not own.issuperset(node.users))
         graph.output(tuple(copies[node] for node in outputs))
         changing = tuple(i for i, node in enumerate(inputs) if self._blocks_of[node] & self._changed)
-        return Segment(fx.GraphModule(module, graph), inputs, outputs, changing, self._runs_once(start, end))
+        return Segment(captured_code.module_of(module, graph), inputs, outputs, changing, self._runs_once(start, end))
+
+
+def _constants(module: fx.GraphModule) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

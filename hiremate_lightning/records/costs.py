@@ -19,16 +19,11 @@ class Link:
     """How fast a device copies to the host and back, both at once, while it computes.
 
     The bandwidth that copies take from the device's own memory is not counted.
-
-    Attributes:
-        out_bytes_per_ms: Bytes a millisecond to the host.
-        in_bytes_per_ms: Bytes a millisecond from the host.
-        latency_ms: Milliseconds that each copy takes in addition.
     """
 
-    out_bytes_per_ms: float
-    in_bytes_per_ms: float
-    latency_ms: float = 0.0
+    out_bytes_per_ms: float  # bytes a millisecond to the host
+    in_bytes_per_ms: float  # bytes a millisecond from the host
+    latency_ms: float = 0.0  # milliseconds that each copy takes in addition
 
     def out_ms(self, size_bytes: int) -> float:
         """Return the milliseconds of a copy to the host."""
@@ -41,20 +36,14 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Costs by node of a graph.
+    """Costs by node of a graph."""
 
-    Attributes:
-        time_ms: Milliseconds of one run.
-        workspace_bytes: Bytes needed only while the node runs, beyond its outputs; below 0 where an output takes the
-            memory of a value that dies.
-        device: Where it was measured, or "estimate".
-        link: How fast the device copies to the host and back; None where nothing is copied.
-    """
-
-    time_ms: tuple[float, ...]
+    time_ms: tuple[float, ...]  # milliseconds of one run
+    # Bytes needed only while the node runs, beyond its outputs; below 0 where an output takes the memory of a value
+    # that dies.
     workspace_bytes: tuple[int, ...]
-    device: str
-    link: Link | None = None
+    device: str  # where it was measured, or "estimate"
+    link: Link | None = None  # how fast the device copies to the host and back; None where nothing is copied
 
     def to_json(self) -> str:
         """Write the profile as JSON; `profile_from_json` reads it back, equal."""
@@ -69,7 +58,7 @@ def profile_from_json(text: str) -> Profile:
 
 
 def as_plain(graph: Graph, profile: Profile) -> tuple[Graph, Profile]:
-    """Return a step as plain PyTorch runs it: where it is known to, that holds, reads or needs more."""
+    """Return a step as eager PyTorch runs it: where it is known to, that holds, reads or needs more."""
     storages = tuple(replace(s, size_bytes=s.size_bytes * s.plain_times, plain_times=1) for s in graph.storages)
     nodes = list[Node]()
     for node in graph.nodes:
@@ -85,19 +74,13 @@ def as_plain(graph: Graph, profile: Profile) -> tuple[Graph, Profile]:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A stand-in device for estimates.
+    """A stand-in device for estimates."""
 
-    Attributes:
-        flops_per_ms: Arithmetic throughput; the default is one core of a present-day server in single precision.
-        bytes_per_ms: Memory throughput, for operations that only move data.
-        launch_ms: Fixed cost of an operation that does any work; views cost nothing.
-        half_flops_per_ms: Arithmetic throughput in float16 and bfloat16; None for the same.
-    """
-
+    # Arithmetic throughput; the default is one core of a present-day server in single precision.
     flops_per_ms: float = 5e7
-    bytes_per_ms: float = 1e7
-    launch_ms: float = 0.005
-    half_flops_per_ms: float | None = None
+    bytes_per_ms: float = 1e7  # memory throughput, for operations that only move data
+    launch_ms: float = 0.005  # fixed cost of an operation that does any work; views cost nothing
+    half_flops_per_ms: float | None = None  # arithmetic throughput in float16 and bfloat16; None for the same
 
 
 A100 = Machine(flops_per_ms=19.5e9, bytes_per_ms=1.555e9)  # NVIDIA's data sheet, single precision

@@ -1,17 +1,11 @@
 """Numbers of a step at other sizes, from their values where it was traced: exact by expressions, or near by lines.
 
-Many numbers of a captured step depend on the sizes of a batch: shapes of views, strides, bytes. Each of them is a
-constant, or a factor times a product of up to three sizes, plus a constant: a length, its square, a batch times a
-length, a batch times a length plus one. A straight line through two samples is not enough: `length * length` at 40 and
-46 lies on a line too. So three samples are needed at least. Where several expressions have the same values at all
-samples, there is no expression. Such numbers are refused, or bounded from above.
-
-Quotients are left out, since they take few values: `length // 3` is 13, 15 and 19 at 40, 46 and 59, and so are
-`2 * ceil(length / 8) + 3` and others. Nor can samples tell `length // 8 * 8` from a length where all are multiples of
-8. The code that captures a step sees its quotients, and passes them as sizes of their own.
-
-Lines serve where a real step checks the prediction, as a search for the largest batch does. They need two samples, and
-one size that varies.
+Shapes of views, strides and bytes are constants, or a factor times a product of up to three sizes, plus a constant. Two
+samples are not enough: `length * length` at 40 and 46 lies on a line too. Where several expressions have the same
+values at all samples, there is none: such numbers are refused, or bounded from above. Quotients are left out, since
+they take few values: `length // 3` is 13, 15 and 19 at 40, 46 and 59, and so is `2 * ceil(length / 8) + 3`. The code
+that captures a step sees its quotients, and passes them as sizes of their own. Lines need two samples and one size that
+varies. They serve where a real step checks the prediction, as a search for the largest batch does.
 """
 
 from __future__ import annotations
@@ -40,23 +34,17 @@ class NoTemplateError(HiRemateError):
 
 
 class WrongTemplateError(NoTemplateError):
-    """Programs for sizes that were not traced gave other numbers than the code as it was written."""
+    """Programs for sizes that were not traced gave other numbers than the code in eager mode."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A factor times a product of sizes, and a constant, which may be times some of these sizes too.
-
-    Attributes:
-        factor: The factor of the product.
-        dimensions: Positions of the sizes in the product, in ascending order, as often as they are in it.
-        constant: The number that is added.
-        of_constant: Positions of the sizes that multiply the constant: in `8 * batch * (length + 1)`, the batch.
-    """
+    """A factor times a product of sizes, and a constant, which may be times some of these sizes too."""
 
     factor: int
-    dimensions: tuple[int, ...]
-    constant: int = 0
+    dimensions: tuple[int, ...]  # positions of the sizes in the product, in ascending order, as often as they are in it
+    constant: int = 0  # the number that is added
+    # Positions of the sizes that multiply the constant: in `8 * batch * (length + 1)`, the batch.
     of_constant: tuple[int, ...] = ()
 
     def at(self, sizes: Sizes) -> int:

@@ -50,85 +50,55 @@ class StorageKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A block of memory.
+    """A block of memory."""
 
-    Attributes:
-        size_bytes: Bytes of the block as its allocator hands it out, 0 if it is not on the planned device.
-        kind: Its contents.
-        plain_times: How many times as large the block is that plain PyTorch holds.
-    """
-
-    size_bytes: int
-    kind: StorageKind
-    plain_times: int = 1
+    size_bytes: int  # bytes of the block as its allocator hands it out, 0 if it is not on the planned device
+    kind: StorageKind  # its contents
+    plain_times: int = 1  # how many times as large the block is that eager PyTorch holds
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One value.
+    """One value."""
 
-    Attributes:
-        name: Name in the captured graph.
-        storage: Index of its storage, None for a value that is not a tensor (a symbolic size, say).
-        shape: Sizes.
-        dtype: Element type, such as "float32"; "" for a value that is not a tensor.
-        producer: Index of the node that first computes it, None for an input of the graph.
-    """
-
-    name: str
-    storage: int | None
-    shape: tuple[int, ...]
-    dtype: str
-    producer: int | None
+    name: str  # name in the captured graph
+    storage: int | None  # index of its storage, None for a value that is not a tensor (a symbolic size, say)
+    shape: tuple[int, ...]  # sizes
+    dtype: str  # element type, such as "float32"; "" for a value that is not a tensor
+    producer: int | None  # index of the node that first computes it, None for an input of the graph
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One computation.
+    """One computation."""
 
-    Attributes:
-        name: Name in the captured graph.
-        op: Qualified name of the operator.
-        direction: Forward or backward. A replay node is a forward node that is no part of the forward order.
-        inputs: Tensors read, each once, in order of first appearance.
-        outputs: Tensors computed.
-        key: Equal for nodes that do the same work: operator, shapes, strides, dtypes, device and scalar arguments.
-        is_random: Draws random numbers; never run twice.
-        is_mutating: Writes to one of its inputs; never run twice.
-        reads_mutated: Reads a buffer that the step overwrites, or may read a variable of Python: its second run might
-            see other numbers; never run twice.
-        flops: Floating-point operations, 0 where unknown or none.
-        module: Path of the module that called it, "" for none.
-        source: "file:line" of the user's code, "" for none.
-        replays: For a replay node, the node whose outputs it rebuilds.
-        takes: For a node of the backward, a tensor of the forward that it reads and whose memory its result takes where
-            nothing else is to read that any more.
-        plain_bytes: Workspace that plain PyTorch needs for the same, 0 where that is taken to be no more.
-        plain_inputs: Tensors that plain PyTorch reads too.
-        checkpoint: For a node that the user's code calls in `torch.utils.checkpoint`, the first node of the same call.
-        is_saved: Whether that call keeps its outputs all the same, as a policy of selective checkpointing says.
-        compiled: Name of the function that it calls, where its author compiled that; "" for all others.
-    """
-
-    name: str
-    op: str
+    name: str  # name in the captured graph
+    op: str  # qualified name of the operator
+    # Forward or backward. A replay node is a forward node that is no part of the forward order.
     direction: Direction
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
+    inputs: tuple[int, ...]  # tensors read, each once, in order of first appearance
+    outputs: tuple[int, ...]  # tensors computed
+    # Equal for nodes that do the same work: operator, shapes, strides, dtypes, device and scalar arguments.
     key: str = ""
-    is_random: bool = False
-    is_mutating: bool = False
+    is_random: bool = False  # draws random numbers; never run twice
+    is_mutating: bool = False  # writes to one of its inputs; never run twice
+    # Reads a buffer that the step overwrites, or may read a variable of Python: its second run might see other numbers;
+    # never run twice.
     reads_mutated: bool = False
-    flops: int = 0
-    module: str = ""
-    source: str = ""
-    replays: int | None = None
+    flops: int = 0  # floating-point operations, 0 where unknown or none
+    module: str = ""  # path of the module that called it, "" for none
+    source: str = ""  # "file:line" of the user's code, "" for none
+    replays: int | None = None  # for a replay node, the node whose outputs it rebuilds
+    # For a node of the backward, a tensor of the forward that it reads and whose memory its result takes where nothing
+    # else is to read that any more.
     takes: int | None = None
-    plain_bytes: int = 0
-    plain_inputs: tuple[int, ...] = ()
+    plain_bytes: int = 0  # workspace that eager PyTorch needs for the same, 0 where that is taken to be no more
+    plain_inputs: tuple[int, ...] = ()  # tensors that eager PyTorch reads too
+    # For a node that the user's code calls in `torch.utils.checkpoint`, the first node of the same call.
     checkpoint: int | None = None
+    # Whether that call keeps its outputs all the same, as a policy of selective checkpointing says.
     is_saved: bool = False
-    compiled: str = ""
+    compiled: str = ""  # name of the function that it calls, where its author compiled that; "" for all others
 
     @property
     def is_pure(self) -> bool:
@@ -155,32 +125,20 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """One training step.
+    """One training step."""
 
-    Attributes:
-        nodes: All computations, replay nodes included.
-        tensors: All values.
-        storages: All blocks of memory.
-        forward: Nodes of the forward, in order of execution.
-        backward: Nodes of the backward, in order of execution; the order is part of the problem, not of the solution.
-        inputs: Tensors that exist before the forward.
-        tangents: Tensors handed in at the start of the backward.
-        outputs: Tensors that the forward returns.
-        gradients: Tensors that the backward returns; they live to its end.
-        held: Tensors that live from their computation to the end of the step, whatever the schedule.
-        retained: Tensors that live to the end of the step where a schedule saves them: their backward will run again.
-    """
-
-    nodes: tuple[Node, ...]
-    tensors: tuple[Tensor, ...]
-    storages: tuple[Storage, ...]
-    forward: tuple[int, ...]
+    nodes: tuple[Node, ...]  # all computations, replay nodes included
+    tensors: tuple[Tensor, ...]  # all values
+    storages: tuple[Storage, ...]  # all blocks of memory
+    forward: tuple[int, ...]  # nodes of the forward, in order of execution
+    # Nodes of the backward, in order of execution; the order is part of the problem, not of the solution.
     backward: tuple[int, ...]
-    inputs: tuple[int, ...]
-    tangents: tuple[int, ...]
-    outputs: tuple[int, ...]
-    gradients: tuple[int, ...]
-    held: tuple[int, ...] = ()
+    inputs: tuple[int, ...]  # tensors that exist before the forward
+    tangents: tuple[int, ...]  # tensors handed in at the start of the backward
+    outputs: tuple[int, ...]  # tensors that the forward returns
+    gradients: tuple[int, ...]  # tensors that the backward returns; they live to its end
+    held: tuple[int, ...] = ()  # tensors that live from their computation to the end of the step, whatever the schedule
+    # Tensors that live to the end of the step where a schedule saves them: their backward will run again.
     retained: tuple[int, ...] = ()
 
     def reading_once(self, storages: Collection[int]) -> Graph:

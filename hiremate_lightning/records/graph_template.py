@@ -2,8 +2,7 @@
 
 The same code at a few sizes is the same graph, node for node, with other numbers. These follow from the sizes exactly,
 or nearly, along one size (`expressions`). A storage has the bytes of the tensor that fills it, so these are exact even
-where they grow with the square of a length. Times are on a line through the measured ones: over the work of an
-operation, or over the size where only one varies.
+where they grow with the square of a length. Times are on a line through the measured ones, over an operation's work.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from .expressions import Line, NoTemplateError, Number, Sizes, Values, exactly
 from .graph import OUTSIDE, Graph, Node, Storage, Tensor, item_bytes
 
 Costed = tuple[Graph, Profile]
-GrowingNode = tuple[Callable[..., Node], Values, Values]  # its maker, its arithmetic, bytes that plain PyTorch needs
+GrowingNode = tuple[Callable[..., Node], Values, Values]  # its maker, its arithmetic, bytes that eager PyTorch needs
 GROWING = ("key", "flops", "plain_bytes")
 LEAST = 2  # size of a dimension: tensors of one or no row are often handled apart
 
@@ -53,8 +52,7 @@ class GraphTemplate:
         self._filled, self._storages = self._find_storages(graphs)
         self._nodes = _growing_nodes(graphs)
         counts = [_counts(graph, _elements(graph.tensors)) for graph in graphs]
-        triples = zip(graphs, counts, self._sizes, strict=True)
-        works = (self._works(graph.nodes, of_nodes, size) for graph, of_nodes, size in triples)
+        works = (_works(graph.nodes, of_nodes) for graph, of_nodes in zip(graphs, counts, strict=True))
         times = (profile.time_ms for _, profile in samples)
         self._counts = list(zip(*counts, strict=True))  # of each node, in each sample
         self._times = [_line(*pair) for pair in zip(zip(*works, strict=True), zip(*times, strict=True), strict=True)]
@@ -92,7 +90,7 @@ class GraphTemplate:
             key = f"{nodes[index].key} at {sizes}"
             nodes[index] = make(key=key, flops=bounded(index, flops), plain_bytes=bounded(index, plain_bytes))
         graph = replace(self._base, nodes=tuple(nodes), tensors=tuple(tensors), storages=tuple(storages))
-        pairs = zip(self._times, self._works(nodes, counts, sizes), strict=True)
+        pairs = zip(self._times, _works(nodes, counts), strict=True)
         times = tuple(line.measured(work) for line, work in pairs)
         workspaces = tuple(self._in_blocks(bounded(index, values)) for index, values in enumerate(self._workspaces))
         return graph.like(self._base), replace(self._profile, time_ms=times, workspace_bytes=workspaces)
@@ -110,15 +108,6 @@ class GraphTemplate:
             before, shape = tensors[index], tuple(map(counted, columns))
             tensors[index] = Tensor(before.name, before.storage, shape, before.dtype, before.producer)
         return tensors
-
-    def _works(self, nodes: Sequence[Node], counts: Sequence[int], sizes: Sizes) -> Sequence[int]:
-        """Return for each node the number that its time grows with.
-
-        That is its arithmetic, or else the elements that it reads and makes. For lines over one size it is the size.
-        """
-        if not self._is_exact:
-            return sizes * len(nodes)
-        return [node.flops or count for node, count in zip(nodes, counts, strict=True)]
 
     def _in_blocks(self, size_bytes: int) -> int:
         return -(-size_bytes // self._block_bytes) * self._block_bytes
@@ -180,7 +169,7 @@ class GraphTemplate:
 
 
 def _growing_nodes(graphs: Sequence[Graph]) -> dict[int, GrowingNode]:
-    """Find for each operation that grows its arithmetic, and the bytes that plain PyTorch needs for it."""
+    """Find for each operation that grows its arithmetic, and the bytes that eager PyTorch needs for it."""
     growing: dict[int, GrowingNode] = {}
     for index, nodes in enumerate(zip(*(graph.nodes for graph in graphs), strict=True)):
         if len({(node.key, node.flops, node.plain_bytes) for node in nodes}) > 1:
@@ -202,6 +191,11 @@ def _elements(tensors: Sequence[Tensor]) -> list[int]:
 def _counts(graph: Graph, elements: Sequence[int]) -> list[int]:
     """Count for each node the elements that it reads and makes."""
     return [sum(elements[t] for t in (*node.inputs, *node.outputs)) for node in graph.nodes]
+
+
+def _works(nodes: Sequence[Node], counts: Sequence[int]) -> list[int]:
+    """Return for each node the number that its time grows with: its arithmetic, or else the elements it handles."""
+    return [node.flops or count for node, count in zip(nodes, counts, strict=True)]
 
 
 def _line(works: Sequence[int], times: Sequence[float]) -> Line:

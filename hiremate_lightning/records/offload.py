@@ -1,15 +1,11 @@
 """Offloaded values: in the host's memory between their last use in the forward and their first in the backward.
 
-Offloading is the third choice for a value that the backward reads, beside keeping it and computing it again. A copy to
-the host and back takes no time as long as the device has other work meanwhile: POFO (Beaumont, Eyraud-Dubois, Shilova,
-"Efficient Combination of Rematerialization and Offloading for Training DNNs", NeurIPS 2021) and, without recomputation,
-"Optimal GPU-CPU Offloading Strategies for Deep Neural Network Training" (Euro-Par 2020) of the same authors. Both are
-about chains, and copy a value as soon as it is made. Here the graph is any, and an `Offload` says for a storage where
-its copy out begins, where its memory is freed, and where its copy in begins.
-
-Some values may not be offloaded: those that exist before the step (parameters, the batch), that the forward returns,
-that the step hands out, that the caller holds, and that code outside has made or reads. In a step of several calls, a
-storage is offloaded in the forward of its own call, and comes back in the backward of that call.
+A copy to the host and back takes no time as long as the device has other work meanwhile: POFO (Beaumont, Eyraud-Dubois,
+Shilova, "Efficient Combination of Rematerialization and Offloading for Training DNNs", NeurIPS 2021) and, without
+recomputation, "Optimal GPU-CPU Offloading Strategies for Deep Neural Network Training" (Euro-Par 2020) of the same
+authors. Both are about chains, and copy a value as soon as it is made. Here the graph is any, and an `Offload` says for
+a storage where its copy out begins, where its memory is freed, and where its copy in begins. In a step of several calls
+that is in the forward of its own call, and in the backward of that call. `staying` lists what may not go.
 """
 
 from __future__ import annotations
@@ -27,16 +23,12 @@ from .step import Decisions, Step
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Memory of the host that values may be offloaded to.
+    """Memory of the host that values may be offloaded to."""
 
-    Attributes:
-        size_bytes: Its bytes.
-        pinned: Storages that must stay on the device, for other reasons than the graph shows.
-        has_round_blocks: Whether it hands out blocks of powers of two only, as PyTorch does where it pins them.
-    """
-
-    size_bytes: int
+    size_bytes: int  # its bytes
+    # Storages that must stay on the device, for other reasons than the graph shows.
     pinned: frozenset[int] = frozenset()
+    # Whether it hands out blocks of powers of two only, as PyTorch does where it pins them.
     has_round_blocks: bool = False
 
     def holds(self, graph: Graph, offloads: Iterable[Offload]) -> bool:
@@ -52,41 +44,25 @@ def round_block(size_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """A storage that a schedule saves, and the time in which nothing uses it, counted in nodes that have run.
-
-    Attributes:
-        storage: The storage.
-        made: The place in the forward from which on it has all its values.
-        last: The place in the forward from which on nothing uses it.
-        first: The place in the backward at which it is used again.
-        end: The end of its call's forward.
-        start: The start of its call's backward.
-    """
+    """A storage that a schedule saves, and the time in which nothing uses it, counted in nodes that have run."""
 
     storage: int
-    made: int
-    last: int
-    first: int
-    end: int
-    start: int
+    made: int  # the place in the forward from which on it has all its values
+    last: int  # the place in the forward from which on nothing uses it
+    first: int  # the place in the backward at which it is used again
+    end: int  # the end of its call's forward
+    start: int  # the start of its call's backward
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Places at which a storage is offloaded and comes back, counted in nodes that have run in the forward or backward.
-
-    Attributes:
-        storage: The storage.
-        out: Its copy to the host begins here in the forward, at `Idle.made` or later.
-        gone: Its memory is free from here on in the forward, from `Idle.last` to `Idle.end`; the program waits for the
-            copy.
-        back: It takes memory again from here on in the backward, from `Idle.start` to `Idle.first`, and its copy
-            begins.
-    """
+    """Places at which a storage is offloaded and comes back, in nodes that have run in the forward or the backward."""
 
     storage: int
-    out: int
+    out: int  # its copy to the host begins here in the forward, at `Idle.made` or later
+    # Its memory is free from here on in the forward, from `Idle.last` to `Idle.end`; the program waits for the copy.
     gone: int
+    # It takes memory again from here on in the backward, from `Idle.start` to `Idle.first`, and its copy begins.
     back: int
 
 

@@ -1,15 +1,11 @@
 """Bounds of the bytes of a step at sizes of its inputs at which it was not captured.
 
 A dimension of a tensor is a number of the model (a width, say), or follows from sizes of the step's inputs. Steps of
-the same code at a few sizes show which: a dimension that stays while a size changes does not follow from that size; one
-that changes follows from a size, or from a product of them. Where several answers fit, the bound from above takes the
-largest and the bound from below the smallest. Nothing is larger than in a captured step at no smaller sizes.
-
-One captured step tells less. A dimension that is a multiple of a size may follow from that size, or be a number of the
-model: then it does not shrink, and it grows with the size. It follows from the size where no weight has a dimension
-that is such a multiple.
-
-Measured bytes (workspaces, those of code outside) do not shrink, and grow with the square of the sizes at most.
+the same code at a few sizes show which; where several answers fit, the bound from above takes the largest and the bound
+from below the smallest. Nothing is larger than in a captured step at no smaller sizes. One captured step tells less: a
+multiple of a size may follow from that size, or be a number of the model. It follows from the size where no weight has
+such a dimension, else it only grows with it. Measured bytes (workspaces, those of code outside) do not shrink, and grow
+with the square of the sizes at most.
 """
 
 from __future__ import annotations
@@ -67,19 +63,12 @@ def _hull(bounds: Iterable[Bounds]) -> Bounds:
 
 @dataclass(frozen=True)
 class Sample:
-    """A captured step.
+    """A captured step."""
 
-    Attributes:
-        shapes: The shapes of its inputs, in order.
-        graph: The step.
-        profile: Its costs.
-        storages: Number of its first storages that captured code holds; others stand for code outside, as measured.
-    """
-
-    shapes: tuple[Sizes, ...]
-    graph: Graph
-    profile: Profile
-    storages: int
+    shapes: tuple[Sizes, ...]  # the shapes of its inputs, in order
+    graph: Graph  # the step
+    profile: Profile  # its costs
+    storages: int  # number of its first storages that captured code holds; others stand for code outside, as measured
 
     @property
     def sizes(self) -> Sizes:
@@ -98,7 +87,7 @@ class Bytes:
 
 
 class Resizing:
-    """Bounds the bytes of a step of known code, as plain PyTorch runs it, at any sizes.
+    """Bounds the bytes of a step of known code, as eager PyTorch runs it, at any sizes.
 
     Args:
         samples: Steps of that code, the largest one first. Storages and nodes are numbered as in that one.

@@ -62,17 +62,11 @@ Operation = Compute | Free | Copying
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Operations of the forward and of the backward, and the tensors handed from one to the other.
+    """Operations of the forward and of the backward, and the tensors handed from one to the other."""
 
-    Attributes:
-        forward: Operations up to the turn.
-        saved: Tensors handed to the backward: the inputs that it reads and the activations that are kept.
-        backward: Operations after the turn.
-    """
-
-    forward: tuple[Operation, ...]
-    saved: tuple[int, ...]
-    backward: tuple[Operation, ...]
+    forward: tuple[Operation, ...]  # operations up to the turn
+    saved: tuple[int, ...]  # tensors handed to the backward: the inputs that it reads and the activations that are kept
+    backward: tuple[Operation, ...]  # operations after the turn
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __hash__(self) -> int:
@@ -151,7 +145,7 @@ def _with_frees(
 
 
 def keep_all(graph: Graph) -> tuple[tuple[int, ...], ...]:
-    """Return the decisions of plain training: nothing is recomputed."""
+    """Return the decisions that recompute nothing."""
     return ((),) * (len(graph.backward) + 1)
 
 
@@ -168,6 +162,7 @@ def eager_decisions(graph: Graph) -> tuple[tuple[int, ...], ...]:
             calls.setdefault(node.checkpoint, []).append(index)
     if not calls:
         return keep_all(graph)
+    makers = {t: n for members in calls.values() for n in members for t in graph.nodes[n].outputs}
     call_of = {t: call for call, members in calls.items() for n in members for t in graph.nodes[n].outputs}
     missing = {t for t in call_of if graph.tensors[t].storage is not None}.difference(graph.outputs, graph.held)
     missing.difference_update(t for node in graph.nodes if node.is_saved for t in node.outputs)
@@ -175,14 +170,16 @@ def eager_decisions(graph: Graph) -> tuple[tuple[int, ...], ...]:
         node = graph.nodes[index]
         missing.difference_update(t for t in node.inputs if call_of.get(t) != node.checkpoint)
     read = [graph.nodes[index].inputs for index in graph.backward] + [graph.gradients]
-    wanted = {t for inputs in read for t in inputs} & missing
+    wanted, available = {t for inputs in read for t in inputs} & missing, set(range(len(graph.tensors))) - missing
     rows = []
     for inputs in read:
         row: list[int] = []
         for tensor in inputs:
-            if tensor in missing:
-                members = calls[call_of[tensor]]
-                row += _run_again(graph, members, wanted, missing)
+            if tensor not in available:
+                call = call_of[tensor]
+                needed = (t for t in wanted if call_of[t] == call)
+                again = {n for t in needed for n in must_run(t, available, makers, graph.reads, graph.makes)}
+                row += (n for n in calls[call] if n in again)
         rows.append(tuple(row))
     return tuple(rows)
 
@@ -197,18 +194,6 @@ def with_checkpoints(graph: Graph, calls: Iterable[Sequence[int]]) -> Graph:
         for index in members:
             nodes[index] = replace(nodes[index], checkpoint=members[0])
     return replace(graph, nodes=tuple(nodes))
-
-
-def _run_again(graph: Graph, members: Sequence[int], wanted: set[int], missing: set[int]) -> list[int]:
-    """List the nodes among these that must run for values that are wanted and missing; these are missing no more."""
-    needed, order = wanted & missing, list[int]()
-    for index in reversed(members):
-        node = graph.nodes[index]
-        if not needed.isdisjoint(node.outputs):
-            order.append(index)
-            needed.update(t for t in node.inputs if t in missing)
-    missing.difference_update(t for index in order for t in graph.nodes[index].outputs)
-    return order[::-1]
 
 
 def ensure(graph: Graph, tensor: int, available: set[int], before: list[int]) -> None:

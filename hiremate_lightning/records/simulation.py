@@ -1,14 +1,11 @@
 """Replay a schedule without a device: is it valid, how many bytes live after each operation, how long does it take?
 
-The simulator is the oracle of the project. It counts storages, not tensors: a block lives as long as any tensor on it.
-It knows the graph, the costs and the schedule, and no solver: nothing here is shared with the models that propose
-schedules. Counted: all that the step allocates, each block at the size its allocator hands out, tangents, gradients as
-they appear, outputs and outside code, and the workspace of the running node. What the caller holds is never given back,
-whatever the schedule frees or runs again. Resident bytes (parameters, batch, optimizer state) are the same for every
-schedule; the caller adds them.
-
-A storage that is offloaded takes memory of the device until the wait for its copy out, and again from the start of its
-copy in. Both are places in the program, so bytes are exact however long the copies take. Only times depend on the link.
+The simulator is the oracle of the project, and shares nothing with the models that propose schedules. It counts
+storages, not tensors: a block lives as long as any tensor on it. Counted is all that the step allocates, at the size
+that its allocator hands out, and the workspace of the running node. What the caller holds is never given back, whatever
+the schedule frees or runs again. Resident bytes are the same for every schedule; the caller adds them. A storage that
+is offloaded takes memory until the wait for its copy out, and again from the start of its copy in: places in the
+program, so that only times depend on the link.
 """
 
 from __future__ import annotations
@@ -42,63 +39,37 @@ from .schedule import (
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One operation of the timeline.
+    """One operation of the timeline."""
 
-    Attributes:
-        node: The node that ran.
-        peak_bytes: Bytes while it ran: those that lived before, its outputs and its workspace.
-        live_bytes: Bytes after it and the frees that follow it; copies in that follow count to the next moment.
-    """
-
-    node: int
-    peak_bytes: int
-    live_bytes: int
+    node: int  # the node that ran
+    peak_bytes: int  # bytes while it ran: those that lived before, its outputs and its workspace
+    live_bytes: int  # bytes after it and the frees that follow it; copies in that follow count to the next moment
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """One copy between the device and the host.
-
-    Attributes:
-        storage: The storage.
-        is_out: Whether it goes to the host.
-        start_ms: When it begins, from the start of the step.
-        end_ms: When it is done.
-        moment: Number of nodes that were run before it was asked for.
-    """
+    """One copy between the device and the host."""
 
     storage: int
-    is_out: bool
-    start_ms: float
-    end_ms: float
-    moment: int
+    is_out: bool  # whether it goes to the host
+    start_ms: float  # when it begins, from the start of the step
+    end_ms: float  # when it is done
+    moment: int  # number of nodes that were run before it was asked for
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """The bytes and times of a schedule.
+    """The bytes and times of a schedule."""
 
-    Attributes:
-        timeline: One moment for each node that runs, in order.
-        turn: Number of moments before the backward.
-        peak_bytes: Largest `peak_bytes` of the timeline.
-        saved_bytes: Bytes that live at the turn.
-        time_ms: Time of all nodes, and of waits for copies.
-        recompute_ms: Time of the nodes that run again.
-        wait_ms: Time that computing waits for copies.
-        host_bytes: Most bytes that lie on the host at once.
-        copies: Copies to the host and back, in the order in which they begin in each direction.
-    """
-
-    timeline: tuple[Moment, ...]
-    turn: int
-    peak_bytes: int
-    saved_bytes: int
-    time_ms: float
-    recompute_ms: float
-    wait_ms: float = 0.0
-    host_bytes: int = 0
-    copies: tuple[Copied, ...] = ()
+    timeline: tuple[Moment, ...]  # one moment for each node that runs, in order
+    turn: int  # number of moments before the backward
+    peak_bytes: int  # largest `peak_bytes` of the timeline
+    saved_bytes: int  # bytes that live at the turn
+    time_ms: float  # time of all nodes, and of waits for copies
+    recompute_ms: float  # time of the nodes that run again
+    wait_ms: float = 0.0  # time that computing waits for copies
+    host_bytes: int = 0  # most bytes that lie on the host at once
+    copies: tuple[Copied, ...] = ()  # copies to the host and back, in the order in which they begin in each direction
 
     @property
     def peak_moment(self) -> Moment:
@@ -119,19 +90,12 @@ class Simulation:
 
 @dataclass(frozen=True, slots=True)
 class Allocations:
-    """The allocations and frees of a schedule, in order: enough for its peak at any sizes of the storages.
+    """The allocations and frees of a schedule, in order: enough for its peak at any sizes of the storages."""
 
-    Attributes:
-        storages: The storage of each event.
-        signs: 1 for an allocation, -1 for a free.
-        nodes: The nodes that run, in order.
-        events: For each of these runs, how many events come before its peak.
-    """
-
-    storages: np.ndarray
-    signs: np.ndarray
-    nodes: np.ndarray
-    events: np.ndarray
+    storages: np.ndarray  # the storage of each event
+    signs: np.ndarray  # 1 for an allocation, -1 for a free
+    nodes: np.ndarray  # the nodes that run, in order
+    events: np.ndarray  # for each of these runs, how many events come before its peak
 
     def peak_bytes(self, storage_bytes: np.ndarray, workspace_bytes: np.ndarray) -> int:
         """Compute the peak of the schedule from the bytes of each storage and the workspace of each node."""
@@ -456,13 +420,13 @@ def blocks(graph: Graph, schedule: Schedule) -> list[tuple[int, int, int]]:
 
 
 def simulate_plain(graph: Graph, profile: Profile) -> Simulation:
-    """Simulate a step with everything kept, as plain PyTorch runs it."""
+    """Simulate a step with everything kept, as eager PyTorch runs it."""
     plain, costs = as_plain(graph, profile)
     return simulate(plain, costs, lower(plain, eager_decisions(plain)))
 
 
 def forward_peak_bytes(graph: Graph, profile: Profile) -> int:
-    """Compute the peak of the forward of plain PyTorch without gradients: each value is freed after its last use."""
+    """Compute the peak of the forward of eager PyTorch without gradients: each value is freed after its last use."""
     plain, costs = as_plain(graph, profile)
     alone = replace(plain, backward=(), tangents=(), gradients=())
     return simulate(alone, costs, lower(alone, keep_all(alone))).peak_bytes

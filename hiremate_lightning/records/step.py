@@ -10,7 +10,7 @@ call its own decisions back.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -27,22 +27,18 @@ STALE_GRADIENTS = "stale_gradients"  # tensor that stands for the gradients that
 
 Decisions = tuple[tuple[int, ...], ...]
 Output = tuple[int, int]  # a call, and an output of it
-Replays = Latest[Decisions | None, Allocations]  # what they allocate and free; None stands for plain PyTorch
+Replays = Latest[Decisions | None, Allocations]  # what they allocate and free; None stands for eager PyTorch
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Outside code between two captured calls, in bytes above those that were live when it started.
+    """Outside code between two captured calls, in bytes above those that were live when it started."""
 
-    Attributes:
-        held_bytes: Live when the next call starts, and taken to live to the end of the step unless it is given back.
-            Below 0 for bytes that are.
-        peak_bytes: Most that lived meanwhile.
-        has_others: Whether backwards of graphs of earlier steps run there, whose memory is counted nowhere here.
-    """
-
+    # Live when the next call starts, and taken to live to the end of the step unless it is given back. Below 0 for
+    # bytes that are.
     held_bytes: int = 0
-    peak_bytes: int = 0
+    peak_bytes: int = 0  # most that lived meanwhile
+    # Whether backwards of graphs of earlier steps run there, whose memory is counted nowhere here.
     has_others: bool = False
 
     def holding(self, size_bytes: int) -> Gap:
@@ -61,63 +57,48 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class GapPart:
-    """Outside code after a forward, while certain outputs lived.
+    """Outside code after a forward, while certain outputs lived."""
 
-    Attributes:
-        alive: Those outputs, of this call and of earlier ones.
-        peak_bytes: Most bytes that lived meanwhile, above those when the forward ended, without the other outputs.
-    """
-
-    alive: tuple[Output, ...]
-    peak_bytes: int
+    alive: tuple[Output, ...]  # those outputs, of this call and of earlier ones
+    peak_bytes: int  # most bytes that lived meanwhile, above those when the forward ended, without the other outputs
 
 
 @dataclass(frozen=True)
 class Call:
-    """One run of a captured graph within a step, forward and backward.
+    """One run of a captured graph within a step, forward and backward."""
 
-    Attributes:
-        graph: The captured graph.
-        profile: Its costs.
-        links: For each input that an earlier call's output shares its storage with: that call and that output.
-        alive: Outputs that someone still holds when the backward of this call starts.
-        died: Outputs whose memory was free again at the end of the outside code after the forward.
-        lingering: Outputs that code outside holds into the backward, each with the number of calls whose backwards have
-            run when it is released.
-        beside_after: Outputs of earlier calls that still lived at the end of the outside code after this forward.
-        passed_on: Gradients that outside code or another call consumes; the others stay to the end of the step.
-        released_bytes: Of inputs that code outside has made in the step, and that are given back during the backward.
-        outlasting: Gradients of outputs that code outside holds until it runs again after the backward.
-        is_retained: Whether its backward frees none of its saved values, since it will run again.
-        before_deaths: Outside code after the forward, until the last death of an output, those of earlier calls
-            included, and until the backward is called.
-        called_at: How many of `before_deaths` run before the backward is called, when stale bytes are gone; None where
-            that was not seen.
-        before_forward: Outside code before the first forward; empty for the others.
-        after_forward: Outside code between this forward, or `before_deaths`, and the next call, in bytes above those
-            that live without the outputs that died.
-        before_backward: Outside code between the previous backward and this one; empty for the first backward.
-            It may give back bytes that were held before.
-        after_backward: Outside code after the last backward; empty for the others.
-    """
-
-    graph: Graph
-    profile: Profile
+    graph: Graph  # the captured graph
+    profile: Profile  # its costs
+    # For each input that an earlier call's output shares its storage with: that call and that output.
     links: dict[int, Output] = field(default_factory=dict)
-    alive: tuple[int, ...] = ()
-    died: tuple[int, ...] = ()
+    alive: tuple[int, ...] = ()  # outputs that someone still holds when the backward of this call starts
+    died: tuple[int, ...] = ()  # outputs whose memory was free again at the end of the outside code after the forward
+    # Outputs that code outside holds into the backward, each with the number of calls whose backwards have run when it
+    # is released.
     lingering: tuple[tuple[int, int], ...] = ()
+    # Outputs of earlier calls that still lived at the end of the outside code after this forward.
     beside_after: tuple[Output, ...] = ()
+    # Gradients that outside code or another call consumes; the others stay to the end of the step.
     passed_on: tuple[int, ...] = ()
+    # Of inputs that code outside has made in the step, and that are given back during the backward.
     released_bytes: int = 0
+    # Gradients of outputs that code outside holds until it runs again after the backward.
     outlasting: tuple[int, ...] = ()
-    is_retained: bool = False
+    is_retained: bool = False  # whether its backward frees none of its saved values, since it will run again
+    # Outside code after the forward, until the last death of an output, those of earlier calls included, and until the
+    # backward is called.
     before_deaths: tuple[GapPart, ...] = ()
+    # How many of `before_deaths` run before the backward is called, when stale bytes are gone; None where that was not
+    # seen.
     called_at: int | None = None
-    before_forward: Gap = Gap()
+    before_forward: Gap = Gap()  # outside code before the first forward; empty for the others
+    # Outside code between this forward, or `before_deaths`, and the next call, in bytes above those that live without
+    # the outputs that died.
     after_forward: Gap = Gap()
+    # Outside code between the previous backward and this one; empty for the first backward. It may give back bytes that
+    # were held before.
     before_backward: Gap = Gap()
-    after_backward: Gap = Gap()
+    after_backward: Gap = Gap()  # outside code after the last backward; empty for the others
 
     @property
     def outside_bytes(self) -> int:
@@ -162,23 +143,17 @@ class Call:
 
 @dataclass(frozen=True)
 class Step:
-    """A merged step.
+    """A merged step."""
 
-    Attributes:
-        graph: All calls and the outside.
-        profile: Costs of its nodes.
-        owners: For each node, the call that it belongs to and its index there; None for outside code.
-        spans: For each call, the first position of its backward in `graph.backward`, and their number.
-        storages_at: For each call, its first storage.
-        replays: What decisions allocate and free. Steps of the same code share it: they run the same operations on the
-            same storages, so decisions are replayed once, and their peak at any other size is a sum of its bytes.
-    """
-
-    graph: Graph
-    profile: Profile
+    graph: Graph  # all calls and the outside
+    profile: Profile  # costs of its nodes
+    # For each node, the call that it belongs to and its index there; None for outside code.
     owners: tuple[tuple[int, int] | None, ...]
+    # For each call, the first position of its backward in `graph.backward`, and their number.
     spans: tuple[tuple[int, int], ...]
-    storages_at: tuple[int, ...] = ()
+    storages_at: tuple[int, ...] = ()  # for each call, its first storage
+    # What decisions allocate and free. Steps of the same code share it: they run the same operations on the same
+    # storages, so decisions are replayed once, and their peak at any other size is a sum of its bytes.
     replays: Replays = field(default_factory=lambda: Latest(64), compare=False, repr=False)
 
     def sharing(self, codes: Iterable[Hashable], replays: Latest[Hashable, Replays]) -> Step:
@@ -208,7 +183,7 @@ class Step:
 
     @cached_property
     def plain_bytes(self) -> int:
-        """The bytes that plain PyTorch adds at its peak."""
+        """The bytes that eager PyTorch adds at its peak."""
         graph, profile = as_plain(self.graph, self.profile)
         plain = self.replays.get_or(None, lambda: allocations(graph, lower(graph, eager_decisions(graph))))
         return plain.peak_bytes(np.array(graph.sizes, np.int64), np.array(profile.workspace_bytes, np.int64))
@@ -253,8 +228,7 @@ def merge(calls: Sequence[Call], backward_order: Sequence[int], stale_bytes: int
     """
     builder = _Merger(tuple(calls), stale_bytes, left_bytes)
     for index in range(len(calls)):
-        builder.add_call(index)
-        builder.add_outside_after_forward(index)
+        builder.add_forward(index)
     for previous, index in zip((None, *backward_order), backward_order, strict=False):
         builder.add_backward(index, previous)
     builder.add_outside_after_backward(backward_order[-1], calls[backward_order[-1]].after_backward)
@@ -279,7 +253,10 @@ def holding(calls: Sequence[Call], size_bytes: int) -> list[Call]:
 
 
 class _Merger:
-    """Appends the records of each call, its indices shifted behind those before."""
+    """Appends the records of each call, its indices shifted behind those before, and then code outside in its order.
+
+    So no call's indices depend on code outside.
+    """
 
     def __init__(self, calls: tuple[Call, ...], stale_bytes: int, left_bytes: int) -> None:
         self.calls, self.stale_bytes, self.left_bytes = calls, stale_bytes, left_bytes
@@ -293,20 +270,20 @@ class _Merger:
         self.inputs: list[int] = []
         self.held: list[int] = []
         self.retained: list[int] = []
-        self.outside: list[tuple[Gap, list[int], Sequence[int], Direction]] = []
         self.node_at: list[int] = []  # the first node of each call
         self.tensor_at: list[int] = []  # its first tensor
         self.storage_at: list[int] = []  # its first storage
-        self.stale_until = 0  # the outside beyond which nothing stale lives
-        self.left_until = 0  # and none of the outputs of the step before
+        self.stale_until: int | None = None  # the outside beyond which nothing stale lives
+        self.left_until: int | None = None  # and none of the outputs of the step before
         self.after_forward: list[int] = []  # the outside after each forward
         self.before_backward: dict[int, int] = {}  # call -> the outside before its backward
         self.after_backwards: list[int] = []  # the outside after each backward
         self.spans: dict[int, tuple[int, int]] = {}
         self.held_by: dict[int, int] = {}  # the outside -> the storage that it holds to the end of the step
+        for index, call in enumerate(calls):
+            self._append_call(index, call)
 
-    def add_call(self, index: int) -> None:
-        call = self.calls[index]
+    def _append_call(self, index: int, call: Call) -> None:
         graph, nodes, tensors, storages = call.graph, len(self.nodes), len(self.tensors), len(self.storages)
         self.node_at.append(nodes)
         self.tensor_at.append(tensors)
@@ -325,36 +302,32 @@ class _Merger:
         self.nodes.extend(node.behind(nodes, tensors) if index else node for node in graph.nodes)
         self.costs.extend(zip(call.profile.time_ms, call.profile.workspace_bytes, strict=True))
         self.owners.extend((index, position) for position in range(len(graph.nodes)))
-        self.forward.extend(n + nodes for n in graph.forward)
         self.inputs.extend(t + tensors for t in graph.inputs if t not in call.links)
         self.held.extend(t + tensors for t in (*call.alive, *graph.held))
         if call.is_retained:
             self.retained.extend(range(tensors, len(self.tensors)))
 
-    def add_outside_after_forward(self, index: int) -> None:
-        """Add outside code that holds bytes, and hands the next call the inputs that came from earlier calls."""
+    def add_forward(self, index: int) -> None:
+        """Add a forward, and outside code that hands the next call the inputs that came from earlier ones."""
         call = self.calls[index]
+        self.forward.extend(self.node_at[index] + n for n in call.graph.forward)
         is_last = index + 1 == len(self.calls)
         if is_last and self.left_bytes:
-            read = [self.tensor_at[index] + t for t in call.graph.outputs]
-            self.left_until = self._outside(Gap(), read, [], self.forward, Direction.FORWARD)
+            self.left_until = self._add_outside(Gap(), [self.tensor_at[index] + t for t in call.graph.outputs])
         for count, stage in enumerate(call.before_deaths, start=1):
             read = [self.tensor_at[c] + t for c, t in stage.alive]
-            place = self._outside(Gap(peak_bytes=stage.peak_bytes), read, [], self.forward, Direction.FORWARD)
+            place = self._add_outside(Gap(peak_bytes=stage.peak_bytes), read)
             if count == call.called_at:
                 self.stale_until = place
         read = [self.tensor_at[index] + t for t in call.graph.outputs if t not in call.died]
         stay = ((c, t) for c, t in call.beside_after if not (is_last and t in dict(self.calls[c].lingering)))
         read += [self.tensor_at[c] + t for c, t in stay]
-        handed = []
-        if not is_last:
-            following = self.calls[index + 1]
-            handed = [len(self.tensors) + t for t in following.links]  # where the next call's tensors will be
-            read.extend(self.tensor_at[c] + t for c, t in following.links.values())
-        place = self._outside(call.after_forward, read, handed, self.forward, Direction.FORWARD)
-        self.after_forward.append(place)
+        links = {} if is_last else self.calls[index + 1].links
+        read += [self.tensor_at[c] + t for c, t in links.values()]
+        handed = [self.tensor_at[index + 1] + t for t in links]
+        self.after_forward.append(self._add_outside(call.after_forward, read, handed))
         if call.called_at is None:
-            self.stale_until = place
+            self.stale_until = self.after_forward[-1]
 
     def add_backward(self, index: int, previous: int | None) -> None:
         """Append a backward, and outside code that turns what the previous one passed on into its tangents."""
@@ -370,26 +343,17 @@ class _Merger:
         """Add outside code that reads the gradients which a backward has left to it."""
         call = self.calls[index]
         read = [self.tensor_at[index] + t for t in (*call.passed_on, *call.outlasting)]
-        self.after_backwards.append(self._outside(gap, read, handed, self.backward, Direction.BACKWARD))
-
-    def _outside(self, gap: Gap, read: list[int], handed: Sequence[int], order: list[int], direction: Direction) -> int:
-        """Reserve a place in an order, and return it; the node itself is appended at the end."""
-        self.outside.append((gap, read, handed, direction))
-        order.append(-len(self.outside))
-        return order[-1]
+        self.after_backwards.append(self._add_outside(gap, read, handed, Direction.BACKWARD))
 
     def finish(self, backward_order: tuple[int, ...]) -> Step:
-        """Append the outside nodes, last, so that no call's indices depend on them."""
-        number = {-i: self._append_outside(*outside) for i, outside in enumerate(self.outside, start=1)}
-        beginning = self._append_beginning(number[self.stale_until], number.get(self.left_until))
-        after_forward = [number[outside] for outside in self.after_forward]
-        self._give_back_between_forwards(beginning, after_forward)
+        """Add what lives from one outside node to another."""
+        beginning = self._add_beginning()
+        self._give_back_between_forwards(beginning)
         for index, outside in zip(backward_order, self.after_backwards, strict=True):
-            holders = [*reversed(after_forward[:index]), beginning]
-            self._give_back(self.calls[index].released_bytes, holders, number[outside])
-        self._let_linger(number[self.forward[-1]], [number[reader] for reader in self.after_backwards])
-        before_backward = {index: number[outside] for index, outside in self.before_backward.items()}
-        self._give_back_between_backwards(beginning, after_forward, before_backward)
+            holders = [*reversed(self.after_forward[:index]), beginning]
+            self._give_back(self.calls[index].released_bytes, holders, outside)
+        self._let_linger()
+        self._give_back_between_backwards(beginning)
         last, end = backward_order[0], self.calls[-1]
         gradients = [
             self.tensor_at[i] + t
@@ -401,8 +365,8 @@ class _Merger:
             nodes=tuple(self.nodes),
             tensors=tuple(self.tensors),
             storages=tuple(self.storages),
-            forward=tuple(number.get(n, n) for n in self.forward),
-            backward=tuple(number.get(n, n) for n in self.backward),
+            forward=tuple(self.forward),
+            backward=tuple(self.backward),
             inputs=tuple(self.inputs),
             tangents=tuple(self.tensor_at[last] + t for t in self.calls[last].graph.tangents),
             outputs=tuple(self.tensor_at[-1] + t for t in end.graph.outputs if t not in end.died),
@@ -416,46 +380,48 @@ class _Merger:
         spans = tuple(self.spans[call] for call in range(len(self.calls)))
         return Step(graph, profile, tuple(self.owners), spans, tuple(self.storage_at))
 
-    def _append_beginning(self, stale_until: int, left_until: int | None) -> int:
+    def _add_beginning(self) -> int:
         """Begin with values that outside code makes before the first forward, and with those of the step before."""
-        node = self._append_outside(self.calls[0].before_forward, [], [], Direction.FORWARD)
-        self._hold_between(STALE_GRADIENTS, self.stale_bytes, node, stale_until)
-        if left_until is not None:
-            self._hold_between(LEFT_OUTPUTS, self.left_bytes, node, left_until)
-        self.forward.insert(0, node)
+        node = self._add_outside(self.calls[0].before_forward, [])
+        self.forward.insert(0, self.forward.pop())
+        assert self.stale_until is not None, "the backward is called after one of the stages"
+        self._hold_between(STALE_GRADIENTS, self.stale_bytes, node, self.stale_until)
+        if self.left_until is not None:
+            self._hold_between(LEFT_OUTPUTS, self.left_bytes, node, self.left_until)
         return node
 
-    def _let_linger(self, turn: int, readers: Sequence[int]) -> None:
+    def _let_linger(self) -> None:
         """Place the outputs that outside code holds beyond the forward in storages of their own."""
         for call in self.calls:
             storages = {call.graph.tensors[t].storage: ended for t, ended in call.lingering}
             for storage, ended in storages.items():
                 if storage is not None:
-                    self._hold_between("lingering", call.graph.sizes[storage], turn, readers[ended - 1])
+                    size_bytes, reader = call.graph.sizes[storage], self.after_backwards[ended - 1]
+                    self._hold_between("lingering", size_bytes, self.after_forward[-1], reader)
 
-    def _give_back_between_forwards(self, beginning: int, outside: Sequence[int]) -> None:
+    def _give_back_between_forwards(self, beginning: int) -> None:
         """Free bytes at a later forward that outside code holds after a forward, or before the first.
 
         Stale bytes are given back first. They have a place of their own: where the backward's call was seen, the bytes
         that outside code holds don't include them.
         """
         stale_bytes = 0 if any(call.called_at is not None for call in self.calls) else self.stale_bytes
-        for index, (call, giver) in enumerate(zip(self.calls, outside, strict=True)):
+        for index, (call, giver) in enumerate(zip(self.calls, self.after_forward, strict=True)):
             owed_bytes = max(0, -call.after_forward.held_bytes)
             stale_bytes, owed_bytes = max(0, stale_bytes - owed_bytes), max(0, owed_bytes - stale_bytes)
-            self._give_back(owed_bytes, (*reversed(outside[:index]), beginning), giver)
+            self._give_back(owed_bytes, (*reversed(self.after_forward[:index]), beginning), giver)
 
-    def _give_back_between_backwards(self, beginning: int, outside: Sequence[int], before: Mapping[int, int]) -> None:
+    def _give_back_between_backwards(self, beginning: int) -> None:
         """Free bytes before a backward that outside code holds until then.
 
         These are first the bytes held since the forward of the same call, as a loss in the middle of a model does, and
         then those held for the shortest time: FSDP2 gathers a unit's parameters before the backward of the unit, and
         frees them before the next unit's.
         """
-        earlier = [beginning, *outside]
-        for index, giver in before.items():
+        earlier = [beginning, *self.after_forward]
+        for index, giver in self.before_backward.items():
             owed_bytes = -self.calls[index].before_backward.held_bytes
-            self._give_back(owed_bytes, (outside[index], *reversed(earlier)), giver)
+            self._give_back(owed_bytes, (self.after_forward[index], *reversed(earlier)), giver)
             earlier.append(giver)
 
     def _give_back(self, size_bytes: int, holders: Sequence[int], giver: int) -> None:
@@ -477,7 +443,10 @@ class _Merger:
         self.nodes[producer] = replace(self.nodes[producer], outputs=(*self.nodes[producer].outputs, tensor))
         self.nodes[reader] = replace(self.nodes[reader], inputs=(*self.nodes[reader].inputs, tensor))
 
-    def _append_outside(self, gap: Gap, read: list[int], handed: Sequence[int], direction: Direction) -> int:
+    def _add_outside(
+        self, gap: Gap, read: list[int], handed: Sequence[int] = (), direction: Direction = Direction.FORWARD
+    ) -> int:
+        """Append outside code to the forward or backward; return its node."""
         node, tensor, held_bytes = len(self.nodes), len(self.tensors), max(0, gap.held_bytes)
         kind = StorageKind.ACTIVATION if direction is Direction.FORWARD else StorageKind.GRADIENT
         self.tensors.append(Tensor("outside_held", len(self.storages), (held_bytes,), "uint8", node))
@@ -495,4 +464,5 @@ class _Merger:
             dying = {self.tensors[t].storage for t in read} - {self.tensors[t].storage for t in self.held}
             reused_bytes = sum(self.storages[s].size_bytes for s in dying if s is not None)
         self.costs.append((0.0, max(gap.peak_bytes - known_bytes, -reused_bytes)))
+        (self.forward if direction is Direction.FORWARD else self.backward).append(node)
         return node

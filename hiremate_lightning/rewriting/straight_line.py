@@ -71,8 +71,7 @@ class Writer:
     def _call(self, node: fx.Node) -> str:
         if is_part(node):
             return f"{self._argument(node.args[0])}[{node.args[1]!r}]"
-        given = operators.arguments(node) if node.op == "call_function" else node.args
-        arguments = [self._argument(a) for a in given]
+        arguments = [self._argument(a) for a in node.args]
         arguments += [f"{name}={self._argument(a)}" for name, a in node.kwargs.items()]
         if node.op == "call_method":
             return f"{arguments[0]}.{node.target}({', '.join(arguments[1:])})"

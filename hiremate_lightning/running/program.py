@@ -26,7 +26,7 @@ from ..rewriting.kernels import as_eager, needs_traced_layout
 from ..rewriting.overwriting import overwriting, traced_strides
 from ..rewriting.replays import DRAW_AGAIN, call_of, is_state, state_arguments
 from ..rewriting.straight_line import compiled
-from ..torch_private import aot, tensor_state
+from ..torch_private import aot, captured_code, tensor_state
 from .copies import HostMemory, copy_in, copying_out, pinned_storages, wait_in, wait_out
 from .saved_values import SavedValues, saved_values
 
@@ -151,7 +151,7 @@ def _forward_module(
     graph.output((*outputs, *(values[v] for v in saved)))
     for state in [node for node in graph.nodes if is_state(node) and not node.users]:  # nothing is drawn from it again
         graph.erase_node(state)
-    return fx.GraphModule(captured.joint, graph, "PlannedForward")
+    return captured_code.module_of(captured.joint, graph, "PlannedForward")
 
 
 def _backward_module(
@@ -183,7 +183,7 @@ def _backward_module(
     for own in sums:
         results[own.position] = own.finish(results[own.position])
     graph.output(tuple(results))
-    return fx.GraphModule(captured.joint, graph, "PlannedBackward")
+    return captured_code.module_of(captured.joint, graph, "PlannedBackward")
 
 
 def _placeholder(graph: fx.Graph, name: str, shown: fx.Node) -> fx.Node:

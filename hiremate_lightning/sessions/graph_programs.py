@@ -146,14 +146,14 @@ class GraphPrograms:
         """
         if part not in self._least:
             options, is_alone = self._model.options, runtime.process_group_store() is None
-            is_checked = is_alone and options.budget.share is None and options.plan.on_infeasible == "raise"
+            is_checked = is_alone and options.budget.share is None and options.on_infeasible == "raise"
             with self._stages.stage("solve_s", "solving"), collecting_what_it_leaves():
                 captured, before = part.captured, step.resident_in(self._model.memory)
                 whole = alone(*_without_doubtful(captured, profile), captured.device)
                 outcome = first_solution(
                     whole,
                     self.maker.room(whole, before) if is_checked else Room.unlimited(options.budget),
-                    options.plan,
+                    options,
                     self._model.name,
                     self._stages.reporter.solving(step_time_ms(captured.graph, profile)),
                     self._spare_bytes_or_announce_full,

@@ -16,7 +16,7 @@ from ..planning.headroom import GUARD_BYTES, Need, Room, Short, least_need, reso
 from ..planning.plan import Plan
 from ..planning.planner import make_plan
 from ..planning.shared_solving import announce, shared
-from ..planning.solutions import remembering
+from ..planning.solutions import Solutions, remembering
 from ..planning.solvers import worker
 from ..planning.solvers.base import Problem, Solution, SolveOptions, Strategy
 from ..proofs.proof import Proofs
@@ -191,7 +191,7 @@ class PlanMaker:
         return replace(untried, solve=self._new_solve(), limits=self.new_limits())
 
     def _new_solve(self) -> Strategy:
-        name = self._model.options.plan.solver
+        name = self._model.options.solver
         return shared(remembering(worker.apart(name), name), runtime.process_group_store(), self._model_description)
 
     def make(self, signature: StepSignature) -> Fits | Short | None:
@@ -208,7 +208,7 @@ class PlanMaker:
             plan = make_plan(
                 step,
                 recorded.room(options.budget, limits.budget_bytes),
-                replace(options.plan, on_infeasible="warn") if recorded.is_provisional else options.plan,
+                replace(options, on_infeasible="warn") if recorded.is_provisional else options,
                 target=self._model.name,
                 solve=recorded.solve,
                 progress=self.progress(step),
@@ -240,11 +240,11 @@ class PlanMaker:
         return Short(tuple(needs), rooms[max(rooms)], self._model.name, shortage.words, ADVICE) if rooms else None
 
     def _need(self, recorded: RecordedStep, less_bytes: int) -> Need:
-        step, resident, options = recorded.merge(), recorded.resident, self._model.options.plan
+        step, resident, options = recorded.merge(), recorded.resident, self._model.options
         limits = SolveOptions(options.time_limit_s)
         problem = Problem(step.graph, step.profile, 0, limits, self.host(recorded))
         decided = step.join(recorded.decided) if recorded.decided else None
-        need = least_need(problem, resident.size_bytes, decided, options.solutions)
+        need = least_need(problem, resident.size_bytes, decided, Solutions(options.cache_dir))
         waiting_bytes = resident.waiting_bytes, resident.plain_waiting_bytes
         return replace(need, waiting_bytes=waiting_bytes, is_guarded=True, less_bytes=less_bytes)
 
@@ -256,7 +256,7 @@ class PlanMaker:
             room: How many bytes it has.
             limit_s: Seconds for solving, at most; fewer where the options ask for fewer.
         """
-        options = self._model.options.plan
+        options = self._model.options
         options = replace(options, on_infeasible="warn", time_limit_s=min(limit_s, options.time_limit_s))
         plan = make_plan(step, room, options, self._model.name, progress=self.progress(step))
         return unless_short(plan).solution

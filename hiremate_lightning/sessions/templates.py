@@ -145,7 +145,7 @@ class Ladders:
             return  # what fits does so only without what has run
         log.debug("searching for the least memory at all sizes")
         with self._model.stages.stage("solve_s", "solving"), collecting_what_it_leaves():
-            limits = SolveOptions(self._model.options.plan.time_limit_s, progress=self._maker.progress(step))
+            limits = SolveOptions(self._model.options.time_limit_s, progress=self._maker.progress(step))
             least = smallest_budget(Problem(step.graph, step.profile, limit_bytes, limits))
             leaving_some = Room(room.budget, int(HEADROOM * room.step_bytes))
             if step.peak_bytes(least.recompute) < leaving_some.step_bytes and self._model.has_place:

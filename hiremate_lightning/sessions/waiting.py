@@ -93,7 +93,7 @@ class WaitingGraphs:
     """
 
     def __init__(self, options: SessionOptions, parts: Parts) -> None:
-        self._options, self._parts = options.plan, parts
+        self._options, self._parts = options, parts
         self._graphs: weakref.WeakKeyDictionary[Part, dict[Holds, _Waiting]] = weakref.WeakKeyDictionary()
         self.holds = Holds.EVERYTHING
 

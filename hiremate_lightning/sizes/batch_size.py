@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,8 +27,9 @@ from ..calls.slots import refuse
 from ..errors import BudgetError, ConfigurationError, HiRemateWarning
 from ..memory.allocator import allocated_bytes
 from ..memory.metering import MemoryMeter
-from ..options import SessionOptions, SizeOptions, make_options, make_size_options
+from ..options import SizeOptions, make_size_options
 from ..out_of_memory import InfeasibleBudgetError
+from ..planning.planner import make_options
 from ..records.expressions import Line
 from ..records.graph import OUTSIDE, Graph
 from ..reporting.report import Reporter
@@ -46,7 +47,10 @@ from .size_search import (
     search,
     trial_of,
 )
-from .size_trials import SizeRunner, SizeTask, Stateful, TrainingState, TrialSteps
+from .size_trials import SizeRunner, TrainingState, TrialSteps
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -137,65 +141,65 @@ def find_max_batch_size(
         step(model, batch)
         trial.step_ends(batch)
 
-    task = SizeTask(
-        root,
-        train,
-        lambda session: Targets(root, session, target),
-        None if validate is None else lambda size: validate(model, make_batch(size)),
-    )
-    finder = SizeFinder(task, asked, options)
     with ExitStack() as stack:
         if known is not None:
             known.detach()
             stack.callback(known.attach)
         refuse(root)
-        return finder.find(TrainingState(root, [optimizer] if optimizer is not None else [], stateful))
+        runner = SizeRunner(
+            root,
+            asked,
+            TrainingState(root, [optimizer] if optimizer is not None else [], stateful),
+            train,
+            lambda session: Targets(root, session, target),
+            None if validate is None else lambda size: validate(model, make_batch(size)),
+        )
+        return SizeFinder(runner, options).find()
 
 
 class SizeFinder:
     """Searches for a size.
 
     Args:
-        task: What to run at each size.
-        asked: How to plan, and for which budget.
+        runner: Runs steps.
         options: What to search for.
 
     Raises:
         BudgetError: If the budget is a share.
     """
 
-    def __init__(self, task: SizeTask, asked: SessionOptions, options: SizeOptions) -> None:
-        if asked.budget.share is not None:
+    def __init__(self, runner: SizeRunner, options: SizeOptions) -> None:
+        budget = runner.options.budget
+        if budget.share is not None:
             raise BudgetError(
-                f"The budget {asked.budget} is a share of what a step adds, which grows with the batch: no batch is "
+                f"The budget {budget} is a share of what a step adds, which grows with the batch: no batch is "
                 'the largest. Name bytes, such as "10 GiB", or "auto".'
             )
-        self._task, self._asked, self._options = task, asked, options
-        self._reporter = Reporter(asked.verbose)
+        self._runner, self._options = runner, options
+        self._reporter = Reporter(runner.options.verbose)
         self._trials: dict[int, SizeTrial] = {}
         self._max_overhead = options.max_overhead
         self._failed: set[int] = set()
         self._spare_bytes = self._budget_bytes = 0  # the first by how much a prediction was wrong
 
-    def find(self, state: TrainingState) -> BatchSizeResult:
-        """Search, and put the state back however it ends.
+    def find(self) -> BatchSizeResult:
+        """Search, and put back what steps change, however it ends.
 
         Raises:
             ConfigurationError: If the step can't be scaled, or takes too much overhead at size 1.
             InfeasibleBudgetError: If not even size 1 fits.
         """
         start = time.perf_counter()
-        self._runner = SizeRunner(self._task, self._asked, state)
         if not MemoryMeter.is_available(self._runner.device):
             raise ConfigurationError("Another profiler is running, so memory can't be measured: stop it first.")
         with self._reporter.stage("searching for the size"), warnings.catch_warnings():
             warnings.simplefilter("ignore", HiRemateWarning)
             try:
-                asked = self._asked.budget.size_bytes
+                asked = self._runner.options.budget.size_bytes
                 self._budget_bytes = self._agree(self._runner.free_bytes() if asked is None else asked)
                 answer = self._find()
             finally:
-                state.restore()
+                self._runner.state.restore()
         result = BatchSizeResult(
             size=answer.size,
             limited_by=answer.limit.value,
@@ -313,9 +317,9 @@ class SizeFinder:
             allocated_bytes(1, self._runner.device),
             Line(list(seen), [self._runner.fixed_bytes + real.batch_bytes for real in seen.values()]),
             self._limit_bytes,
-            replace(self._asked.plan, on_infeasible="warn"),
+            replace(self._runner.options, on_infeasible="warn"),
             self._runner.optimizer_ms,
-            None if self._task.validate is None else Line(list(seen), validation),
+            None if self._runner.validate is None else Line(list(seen), validation),
         )
 
     def _predict(self, high: int) -> FoundSize:

@@ -20,9 +20,9 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from ..options import Objective
+from ..options import Objective, SessionOptions
 from ..planning.headroom import Room, unless_short
-from ..planning.plan import Plan, PlanOptions
+from ..planning.plan import Plan
 from ..planning.planner import make_plan
 from ..planning.solvers import UNLIMITED, Problem, Solution, smallest_budget
 from ..records.expressions import Line, on_line
@@ -97,7 +97,7 @@ class Forecast:
     block_bytes: int
     resident: Line
     limit_bytes: int
-    options: PlanOptions
+    options: SessionOptions
     fixed_ms: float = 0.0
     validation: Line | None = None
     trials: dict[int, SizeTrial] = field(default_factory=dict)

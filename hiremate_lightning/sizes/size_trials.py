@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,17 +31,10 @@ from ..targets.training_step import StepTarget
 from ..torch_private import hooks
 from ..units import Budget
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
+
 _Kept = dict[str, tuple[torch.Tensor | None, Any]]  # values by name: a tensor and its numbers, or anything else
-
-
-class Stateful(Protocol):
-    """A scheduler, a gradient scaler, or whatever else has a state that it gives and takes."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Restore a state."""
 
 
 class TrainingState:
@@ -180,16 +173,6 @@ class TrialSteps:
 
 
 @dataclass(frozen=True, slots=True)
-class SizeTask:
-    """What is to be run at each size."""
-
-    root: nn.Module  # whose steps run
-    train: Callable[[int, TrialSteps], None]  # runs a step of a size; tells the trial of the batch before and after it
-    make_targets: Callable[[Session], Targets | StepTarget]  # takes over the calls of the module for a session
-    validate: Callable[[int], Any] | None = None  # runs one step of validation of a size
-
-
-@dataclass(frozen=True, slots=True)
 class RealStep:
     """What a real step at a size has shown."""
 
@@ -199,7 +182,15 @@ class RealStep:
 
 
 class SizeRunner:
-    """Runs steps, and remembers what they have shown.
+    """Runs steps of chosen sizes, and remembers what they have shown.
+
+    Args:
+        root: The module whose steps run.
+        options: How to plan, and for which budget.
+        state: What steps change.
+        train: Runs a step of a size; tells the trial of the batch before and after it.
+        make_targets: Takes over the calls of the module for a session.
+        validate: Runs one step of validation of a size; None where there is none.
 
     Attributes:
         seen: What has run, by size; the latest one last.
@@ -208,8 +199,17 @@ class SizeRunner:
         optimizer_ms: Time of the optimizers in the latest step.
     """
 
-    def __init__(self, task: SizeTask, options: SessionOptions, state: TrainingState) -> None:
-        self._task, self._options, self._state = task, options, state
+    def __init__(
+        self,
+        root: nn.Module,
+        options: SessionOptions,
+        state: TrainingState,
+        train: Callable[[int, TrialSteps], None],
+        make_targets: Callable[[Session], Targets | StepTarget],
+        validate: Callable[[int], Any] | None = None,
+    ) -> None:
+        self.options, self.state, self.validate = options, state, validate
+        self._root, self._train, self._make_targets = root, train, make_targets
         self.seen: dict[int, RealStep] = {}
         self.steps = self.fixed_bytes = 0
         self.optimizer_ms = 0.0
@@ -217,13 +217,13 @@ class SizeRunner:
     @property
     def device(self) -> torch.device:
         """Where the module is."""
-        return next(self._task.root.parameters()).device
+        return next(self._root.parameters()).device
 
     def free_bytes(self) -> int:
         """Return the bytes that "auto" stands for: what is there, and most of what is free."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        resident = ResidentMemory(self._task.root).count(())
+        resident = ResidentMemory(self._root).count(())
         return resolve(Budget(), resident.size_bytes, 0, free_bytes(self.device))
 
     def alike(self) -> dict[int, RealStep]:
@@ -235,22 +235,22 @@ class SizeRunner:
     def trial(self, budget_bytes: int, on_infeasible: str, max_plans: int) -> Iterator[TrialSteps]:
         """Plan the module's calls by a new session, as long as the context lasts; 0 plans only record steps."""
         options = replace(
-            self._options,
+            self.options,
             budget=Budget(size_bytes=budget_bytes),
             on_infeasible=on_infeasible,
             max_plans=max_plans,
             verbose=False,
         )
-        session = Session(self._task.root, options)
-        for optimizer in self._state.optimizers:
+        session = Session(self._root, options)
+        for optimizer in self.state.optimizers:
             session.watch_optimizer(optimizer)
-        targets = self._task.make_targets(session)
+        targets = self._make_targets(session)
         targets.attach()
         try:
             yield TrialSteps(session)
         finally:
             targets.detach()
-            for parameter in self._task.root.parameters():
+            for parameter in self._root.parameters():
                 parameter.grad = None
             gc.collect()
             if self.device.type == "cuda":
@@ -260,11 +260,11 @@ class SizeRunner:
         """Run a step; the first one of a trial is remembered, and validation is run after it."""
         is_first = trial.calls is None
         with self._watching_optimizers():
-            self._task.train(size, trial)
+            self._train(size, trial)
         self.steps += 1
         if is_first:
             assert trial.calls is not None, "step_ends() describes it or raises"
-            resident, validate = trial.resident, self._task.validate
+            resident, validate = trial.resident, self.validate
             self.fixed_bytes = resident.size_bytes - resident.batch_bytes
             step = merge(*trial.calls, resident.stale_bytes)
             validation = 0 if validate is None else trial.peak_of(partial(validate, size), self.device)
@@ -277,7 +277,7 @@ class SizeRunner:
         began_ms: dict[torch.optim.Optimizer, float] = {}
 
         def before(optimizer: torch.optim.Optimizer) -> None:
-            self._state.watch(optimizer)
+            self.state.watch(optimizer)
             began_ms[optimizer] = self._now_ms()
 
         def after(optimizer: torch.optim.Optimizer) -> None:

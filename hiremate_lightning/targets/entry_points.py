@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -34,37 +35,30 @@ def call_training_step(module: Any, *args: Any, **kwargs: Any) -> Any:
     return type(module).training_step(module, *args, **kwargs)
 
 
-class _EntryPoints:
-    """Copies of the functions above, each with a code object of its own.
+_Copies = list[tuple[Callable[..., Any], Callable[..., Any]]]  # functions above, and a copy of each
 
-    Dynamo keeps what it compiled, and counts recompilations, by code object. So each planned call needs its own. They
-    are used again,
-    never dropped: a code object that dies takes Dynamo's entries with it inside the garbage collector, which crashes.
-    """
-
-    def __init__(self) -> None:
-        self._unused: dict[Callable[..., Any], list[Callable[..., Any]]] = {}
-        self._count = 0
-
-    def take(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a copy that no one uses."""
-        unused = self._unused.setdefault(function, [])
-        if unused:
-            return unused.pop()
-        assert isinstance(function, types.FunctionType)
-        self._count += 1
-        code = function.__code__.replace(co_name=f"{function.__name__}_{self._count}")
-        return types.FunctionType(code, function.__globals__, code.co_name)
-
-    def give_back(self, taken: list[tuple[Callable[..., Any], Callable[..., Any]]]) -> None:
-        """Forget what was compiled for copies, and let others use them."""
-        while taken:
-            function, copy = taken.pop()
-            dynamo.forget_compiled(copy)
-            self._unused[function].append(copy)
+# Copies that no one uses, by their functions. Dynamo keeps what it compiled, and counts recompilations, by code object.
+# So each planned call needs its own. They are used again, never dropped: a code object that dies takes Dynamo's entries
+# with it inside the garbage collector, which crashes.
+_unused: defaultdict[Callable[..., Any], list[Callable[..., Any]]] = defaultdict(list)
+_numbers = itertools.count(1)
 
 
-_entry_points = _EntryPoints()
+def _take(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a copy that no one uses."""
+    if _unused[function]:
+        return _unused[function].pop()
+    assert isinstance(function, types.FunctionType)
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
+    return types.FunctionType(code, function.__globals__, code.co_name)
+
+
+def _give_back(taken: _Copies) -> None:
+    """Forget what was compiled for copies, and let others use them."""
+    while taken:
+        function, copy = taken.pop()
+        dynamo.forget_compiled(copy)
+        _unused[function].append(copy)
 
 
 class Compiler:
@@ -78,12 +72,12 @@ class Compiler:
         self._session = session
         self._forwards: dict[nn.Module, tuple[Any, Callable[..., Any]]] = {}
         self.replaced: Counter[nn.Module] = Counter()
-        self._taken: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
-        weakref.finalize(self, _entry_points.give_back, self._taken)
+        self._taken: _Copies = []
+        weakref.finalize(self, _give_back, self._taken)
 
     def compile(self, function: Callable[..., Any], first: Any) -> Callable[..., Any]:
         """Compile a function of this module, its first argument given."""
-        copy = _entry_points.take(function)
+        copy = _take(function)
         self._taken.append((function, copy))
         return functools.partial(torch.compile(copy, backend=self._session.backend()), first)
 
@@ -103,4 +97,4 @@ class Compiler:
     def close(self) -> None:
         """Forget all that was compiled."""
         self._forwards.clear()
-        _entry_points.give_back(self._taken)
+        _give_back(self._taken)

@@ -118,19 +118,23 @@ class Targets:
         """Call a candidate: planned where it trains and is outermost, or is called by what can't be captured."""
         if self._is_waiting or self._is_eager or (self.is_inside and self.session.is_plain):
             return hooks.plain_call(module, *args, **kwargs)
-        if name in self._around:
-            return self._call_around(module, args, kwargs)
-        if not self._trains(name, module, (args, kwargs)):
-            if self._is_watched_without_gradients(module):
-                self.session.begin_without_gradients(name, (args, kwargs))
-            result = hooks.plain_call(module, *args, **kwargs)
-            if module is self.root:
-                self._learn_of_others_weights((args, kwargs), result)
-            return result
+        if name in self._around:  # where it is sharded the step begins, before it gathers its parameters
+            if torch.is_grad_enabled() and module.training and sharding.has_units(module):
+                self.session.begin_step((args, kwargs))
+            return hooks.plain_call(module, *args, **kwargs)
+        if not self._trains(module, (args, kwargs)):
+            return self._call_untrained(name, module, args, kwargs)
+        if tensor_state.is_transforming() or not module.training:
+            self._say_untrained(name, module)
+            return self._call_untrained(name, module, args, kwargs)
         if self.is_inside:
             return self._call_inside(name, module, args, kwargs)
         if (joined := self._join()) is not None:
             return joined.call(joined.path_of(module), module, args, kwargs)
+        return self._call_outermost(name, module, args, kwargs)
+
+    def _call_outermost(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a candidate that trains, in no other one: by a plan, but where that can't be or gains nothing."""
         if self.session.leave_to_modes():
             return self._call_unlearned(module, args, kwargs)
         if module not in self._waiting and self.session.is_new_in_backward(name, (args, kwargs)):
@@ -141,7 +145,7 @@ class Targets:
         self._take_back(name, module)
         if name in self._passed_by:  # what it runs before the first planned part belongs to the step
             if self.session.begin_call(name, (args, kwargs), module.forward) and self.session.is_released:
-                return self._call_plain(module, args, kwargs)
+                return self._call_eager(module, args, kwargs)
             return self._or_eager(self._call_passed_by, name, module, args, kwargs)
         if name not in self.adopted:
             if module in self._waiting and backward_pass.is_running():
@@ -149,8 +153,8 @@ class Targets:
             self._adopt(name, module)
         with self._waiting.away():
             if self.session.begin_call(name, (args, kwargs), module.forward):
-                return self._call_plain(module, args, kwargs)
-            return self._or_eager(self._call_outermost, name, module, args, kwargs)
+                return self._call_eager(module, args, kwargs)
+            return self._or_eager(self._call_compiled, name, module, args, kwargs)
 
     def path_of(self, module: nn.Module) -> str:
         """Return the path of a module in the root."""
@@ -215,7 +219,7 @@ class Targets:
         finally:
             self._is_waiting = False
 
-    def _call_plain(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_eager(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module as the user wrote it, and all that it calls."""
         self.is_inside = True
         try:
@@ -247,7 +251,7 @@ class Targets:
         args, kwargs = before.restore()
         return hooks.plain_call(module, *args, **kwargs)
 
-    def _call_outermost(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_compiled(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = self.session.runs
         calling = self.session.calling(name or type(self.root).__name__)
         with leaving_no_trace(), calling, without_labels(self.session, module), self._in_place(module):
@@ -266,12 +270,6 @@ class Targets:
         elif not self._plan_parts_of(name, module, result):
             check_captured(self.session, name or type(module).__name__, result)
         return result
-
-    def _call_around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module around those named: where it is sharded the step begins, before it gathers its parameters."""
-        if torch.is_grad_enabled() and module.training and sharding.has_units(module):
-            self.session.begin_step((args, kwargs))
-        return hooks.plain_call(module, *args, **kwargs)
 
     def _call_passed_by(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module whose parts are planned in its place; where none could be, and none is left to try, refuse."""
@@ -386,31 +384,39 @@ class Targets:
         inner = set(module.modules())
         self.adopted = {path: part for path, part in self.adopted.items() if part not in inner}
 
-    def _trains(self, name: str, module: nn.Module, arguments: Any) -> bool:
+    def _trains(self, module: nn.Module, arguments: Any) -> bool:
+        """Whether gradients go through a call to what trains, whatever the mode of the module."""
         if not torch.is_grad_enabled() or isinstance(module, torch.jit.ScriptModule):
             return False
-        if not has_weights(module) and not (module is self.root and self._is_reached(arguments)):
-            return False
-        where = name or type(module).__name__
+        return has_weights(module) or (module is self.root and self._is_reached(arguments))
+
+    def _say_untrained(self, name: str, module: nn.Module) -> None:
+        """Report, once, a call with gradients that has no plan, inside of a transform or in eval mode."""
         if tensor_state.is_transforming():
             announced.add(self.session)
             self.session.called_inside_transform(type(self.root).__name__)
-            return False
-        if not module.training and not self._warned:
+        elif not self._warned:
             self._warned = True
             announced.add(self.session)
             warnings.warn(
-                f"{where} was called with gradients but in eval mode: such calls are not planned. "
-                "Call .train() to plan them.",
+                f"{name or type(module).__name__} was called with gradients but in eval mode: such calls are not "
+                "planned. Call .train() to plan them.",
                 HiRemateWarning,
                 stacklevel=4,
             )
-        return module.training
 
-    def _is_watched_without_gradients(self, module: nn.Module) -> bool:
-        """Whether a call without gradients is one of training; inside of a transform tensors have no memory."""
+    def _call_untrained(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a candidate without a plan; a call of training without gradients is watched.
+
+        Inside of a transform tensors have no memory.
+        """
         is_outermost = not (torch.is_grad_enabled() or self.is_inside or tensor_state.is_transforming())
-        return is_outermost and module.training and has_weights(module)
+        if is_outermost and module.training and has_weights(module):
+            self.session.begin_without_gradients(name, (args, kwargs))
+        result = hooks.plain_call(module, *args, **kwargs)
+        if module is self.root:
+            self._learn_of_others_weights((args, kwargs), result)
+        return result
 
     def _is_reached(self, arguments: Any) -> bool:
         """Whether gradients go through the root, though it may have no weights."""

@@ -25,27 +25,22 @@ announced: weakref.WeakSet[Session] = weakref.WeakSet()  # of which it is known 
 
 def listen_to_optimizers(session: Session) -> Any:
     """Tell a session of each optimizer step; the handle that is returned ends that."""
-    handle = hooks.on_optimizer_step(_OptimizerListener(session))
-    weakref.finalize(session, handle.remove)
-    return handle
+    reference = weakref.ref(session)  # the hook is global, and must not keep the session alive
+    runs_before: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
-
-class _OptimizerListener:
-    """Hears of optimizer steps; the hook is global, and must not keep the session alive."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = weakref.ref(session)
-        self._runs: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-
-    def __call__(self, optimizer: torch.optim.Optimizer) -> None:
-        session = self._session()
+    def stepped(optimizer: torch.optim.Optimizer) -> None:
+        session = reference()
         if session is not None:
             session.optimizer_stepped(optimizer)
-            if self._runs.get(optimizer) == session.runs and _has_gradients_of(session.root, optimizer):
+            if runs_before.get(optimizer) == session.runs and _has_gradients_of(session.root, optimizer):
                 session.steps.was_passed_by()
                 if session not in announced:
                     session.say(f"{type(session.root).__name__} {UNPLANNED}")
-            self._runs[optimizer] = session.runs
+            runs_before[optimizer] = session.runs
+
+    handle = hooks.on_optimizer_step(stepped)
+    weakref.finalize(session, handle.remove)
+    return handle
 
 
 def _has_gradients_of(root: nn.Module, optimizer: torch.optim.Optimizer) -> bool:

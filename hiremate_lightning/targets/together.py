@@ -8,7 +8,6 @@ from dataclasses import replace
 from torch import nn
 
 from ..options import SessionOptions
-from ..units import Budget
 
 NAMES_DIFFER = ("budget", "verbose")  # options that may be others for each of them
 
@@ -34,15 +33,9 @@ def together(models: Sequence[nn.Module]) -> nn.Module:
 
 def options_together(one: SessionOptions, other: SessionOptions) -> SessionOptions | None:
     """Return the options of a plan in place of two: the smaller budget; None where they ask for different things."""
-    budget = _smaller(one.budget, other.budget)
+    budgets = one.budget, other.budget
+    have_one_form = len({(budget.size_bytes is None, budget.share is None) for budget in budgets}) == 1
     kept = replace(other, **{name: getattr(one, name) for name in NAMES_DIFFER})
-    return None if budget is None or kept != one else replace(one, budget=budget)
-
-
-def _smaller(one: Budget, other: Budget) -> Budget | None:
-    """Return the smaller of two budgets, None where one is in bytes and the other is a share."""
-    if one.size_bytes is not None and other.size_bytes is not None:
-        return min(one, other, key=lambda budget: budget.size_bytes or 0)
-    if one.share is not None and other.share is not None:
-        return min(one, other, key=lambda budget: budget.share or 0.0)
-    return one if one.is_auto and other.is_auto else None
+    if kept != one or not have_one_form:
+        return None
+    return replace(one, budget=min(budgets, key=lambda budget: budget.size_bytes or budget.share or 0))

@@ -36,7 +36,7 @@ class StepTarget:
         self.root = root
         self.session = session
         self._found = root.__dict__.get(self.METHOD)  # in the place of its class's
-        self._plain = self._found or getattr(type(root), self.METHOD).__get__(root)
+        self._eager = self._found or getattr(type(root), self.METHOD).__get__(root)
         self._compiler = Compiler(session)
         if self._found is None:
             self._compiled = self._compiler.compile(call_training_step, root)
@@ -48,7 +48,7 @@ class StepTarget:
         """Take over the training step."""
         if self._hook is None:
             self._hook = listen_to_optimizers(self.session)
-        self.root.__dict__[self.METHOD] = StepSlot(self._call, self._plain)
+        self.root.__dict__[self.METHOD] = StepSlot(self._call, self._eager)
 
     def detach(self) -> None:
         """Leave the module as it was."""
@@ -64,9 +64,9 @@ class StepTarget:
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or self.session.leave_to_modes():
-            return self._plain(*args, **kwargs)
-        if self.session.begin_call(self.METHOD, (args, kwargs), self._plain):
-            return self.session.run_plain((args, kwargs), partial(self._plain, *args, **kwargs))
+            return self._eager(*args, **kwargs)
+        if self.session.begin_call(self.METHOD, (args, kwargs), self._eager):
+            return self.session.run_plain((args, kwargs), partial(self._eager, *args, **kwargs))
         if not self.session.captured_count and sharding.has_units(self.root):
             raise ConfigurationError(
                 "target='training_step' can't be planned where fully_shard() shards a part of it: hooks around each "

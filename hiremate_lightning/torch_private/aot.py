@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import ANY
 
 import torch
 from torch import fx
@@ -30,7 +31,7 @@ from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
-from . import autocasting, hacks
+from . import autocasting
 from .hacks import instead_of
 from .tensor_state import changes_uncounted, plain
 
@@ -116,21 +117,12 @@ def settle_forward(serves_other_sizes: bool) -> tuple[int, ...]:
     meta.bw_donated_idxs = []
     for tangent in meta.subclass_tangent_meta:
         if isinstance(tangent, PlainTensorMeta) and tangent.memory_format is not None:
-            tangent.memory_format = MemoryFormatMeta(size=_Anything(), stride=_Anything())  # type: ignore[arg-type]
+            tangent.memory_format = MemoryFormatMeta(size=ANY, stride=ANY)
     if serves_other_sizes:
         meta.output_info[:] = [replace(result, view_meta_sequence=None) for result in meta.output_info]
     positions = tuple(meta.num_mutated_inp_runtime_indices + i for i in meta.unsafe_view_out_indices)
     meta.unsafe_view_out_indices, meta.num_unsafe_view_outputs = [], 0
     return positions
-
-
-class _Anything:
-    """Equals whatever it is compared with."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __eq__(self, _: object) -> bool:
-        return True
 
 
 @instead_of("torch._functorch._aot_autograd.graph_capture.create_functionalized_fn")
@@ -171,6 +163,7 @@ def not_looking_for_aliases(_: Any, context: Any) -> None:
     """Keep what is traced meanwhile from checking, at its first run, whether custom operators return their inputs.
 
     AOTAutograd looks by a mode that refuses every subclass of tensors, those too that only carry metadata with them.
+    Without it such code fails when it runs first, and then runs eager.
     """
     context._is_first = False
 
@@ -205,7 +198,7 @@ def _heed_tokens() -> None:
     @functools.wraps(save)
     def save_and_look(context: Any, *tensors: Any) -> None:
         save(context, *tensors)
-        is_captured = type(context).__name__ == "CompiledFunctionBackward" and hacks.is_on("absent gradients")
+        is_captured = type(context).__name__ == "CompiledFunctionBackward"
         if is_captured and any(getattr(tensor, "takes_absent", False) for tensor in tensors):
             context.set_materialize_grads(False)
 

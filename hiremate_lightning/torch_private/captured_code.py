@@ -3,11 +3,6 @@
 Dynamo captures a call of `torch.utils.checkpoint` as an operator that only serves to be traced. Run by itself it
 computes again with other random numbers than before, and so gives wrong gradients behind a dropout.
 
-With `torch.autograd.grad(..., create_graph=True)` the backward of a `torch.autograd.Function` is differentiated once
-more. Dynamo reads that backward as code without gradients, so that terms of the second derivative are missing. Eager
-PyTorch runs it with gradients where its own backward is to be differentiated, and without them elsewhere; both follow
-where captured code leaves that mode as autograd sets it.
-
 Changes in place that Dynamo has seen are counted, and compared with those that its graph makes.
 """
 
@@ -23,6 +18,7 @@ import torch
 from torch import fx
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
@@ -36,6 +32,11 @@ _APPLY = torch.ops.higher_order.autograd_function_apply
 _BANS = torch._C._autograd._saved_tensors_hooks_disable, torch._C._autograd._saved_tensors_hooks_enable
 _SET_MODE = torch._C._set_grad_enabled
 _made_with: WeakIdKeyDictionary = WeakIdKeyDictionary()  # changes that stand-ins for inputs were made with
+
+
+def module_of(root: torch.nn.Module, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:
+    """Make a module of a graph. Its text is written where it is read or called: our programs have their own."""
+    return _LazyGraphModule(root, graph, name)
 
 
 def eager_module(module: fx.GraphModule) -> fx.GraphModule:
@@ -59,7 +60,7 @@ def _rewritten(module: fx.GraphModule, rewrite: Rewrite) -> fx.GraphModule:
     graph.output(graph.graph_copy(module.graph, {}))
     for node in graph.find_nodes(op="call_function", target=tag_activation_checkpoint):
         rewrite(graph, node, replaced[str(_body(node).target)])
-    copy = fx.GraphModule(module, graph)
+    copy = module_of(module, graph)
     copy.meta = dict(module.meta)
     for name in replaced.keys() & dict(copy.named_children()).keys():
         setattr(copy, name, replaced[name])
@@ -118,6 +119,8 @@ def takes_gradients(code: fx.GraphModule) -> bool:
 def keep_modes_of_backwards(code: fx.GraphModule) -> bool:
     """Run the backwards of autograd functions in the mode that autograd sets, where that makes a difference.
 
+    With `torch.autograd.grad(..., create_graph=True)` such a backward is differentiated once more. Dynamo reads it as
+    code without gradients, so that terms of the second derivative are missing; eager PyTorch runs it with them.
     Return False where such a backward changes the mode itself, of which Dynamo does not say how it was.
     """
     if not takes_gradients(code):
@@ -147,7 +150,7 @@ def without_bans(module: fx.GraphModule) -> fx.GraphModule:
     graph.output(graph.graph_copy(module.graph, {}))
     for node in [node for node in graph.nodes if node.target in _BANS]:
         graph.erase_node(node)
-    copy = fx.GraphModule(module, graph)
+    copy = module_of(module, graph)
     copy.meta = dict(module.meta)
     return copy
 
@@ -189,7 +192,10 @@ def lost_changes(written: fx.GraphModule) -> list[str]:
 
 @instead_of("torch._dynamo.variables.builder.wrap_to_fake_tensor_and_record")
 def noted(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Make a stand-in, and note how many changes it counts already: one where another stand-in has its memory."""
+    """Make a stand-in, and note how many changes it counts already: one where another stand-in has its memory.
+
+    Without it code whose inputs share memory may run eager.
+    """
     stand_in = make(*arguments, **options)
     if isinstance(stand_in, torch.Tensor) and stand_in not in _made_with:
         _made_with[stand_in] = _changes_of(stand_in)

@@ -5,9 +5,8 @@
 Dynamo reads through functions that their author compiled as through any other. What it captures of such a call is
 marked, then cut out of its graph (`cut_out`), and compiled as the author's torch.compile does it, into the same
 kernels: see `inductor`. To all that follows each call is one custom operator: measured, kept or computed again.
-
 What can't be one operation ends the graph, and runs as it does without a plan: see `_why_apart`.
-All of this is private to PyTorch; `test_user_compiled.py` fails loudly where it moves.
+`test_user_compiled.py` fails loudly where a name moves.
 """
 
 from __future__ import annotations
@@ -148,7 +147,10 @@ def _call_inline(
 
 
 def marked() -> AbstractContextManager[None]:
-    """Mark what is captured of functions that their author compiled, for a while."""
+    """Mark what is captured of functions that their author compiled, for a while: each call is one operation.
+
+    Without it their numbers are those of eager PyTorch, not of the author's kernels.
+    """
     return replaced(
         (WrapperUserFunctionVariable, "call_function", _call_function),
         (InliningInstructionTranslator, "inline_call", classmethod(_call_inline)),  # type: ignore[arg-type]

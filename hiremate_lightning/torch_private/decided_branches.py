@@ -2,17 +2,10 @@
 
 Dynamo breaks the graph wherever Python reads the value of a tensor. This module runs the few operations behind such a
 tensor at once, on the CPU, and tracing goes on with the value. Only integers and booleans are computed, by operations
-that give the same on each device. Masks may be fractions that are made from these: such fractions are chosen and
-compared, and nothing is computed with them.
-
-* Constant tensors depend on no input of the graph, as positions of tokens do. With symbolic sizes the value holds for
-  the current sizes: a guard computes it again for other sizes.
-* Other tensors are computed from integers or booleans that the code is called with, as masks of padding are. A guard
-  asks again before each call, and code that would go another way is captured for that. What code changes in place
-  before it reads it is computed on copies, and not decided where these may differ from it.
-* Numbers are decided where they are computed from a few numbers that the code is called with, as sizes of pictures are,
-  and as long as these stay the same. Where others come, the graph breaks for these. What the code counts up in place is
-  another number in each call, and not decided.
+that give the same on each device; masks may be fractions that are chosen and compared, not computed with. A guard asks
+again at other sizes, and before each call where a tensor depends on what the code is called with: code that would go
+another way is captured for that. What is changed in place before it is read is computed on copies, and not decided
+where these may differ. Numbers are decided as long as the few numbers that they are computed from stay the same.
 """
 
 from __future__ import annotations
@@ -48,7 +41,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import thresholds
 from . import tensor_state
-from .hacks import StandIn, replaced
+from .hacks import StandIn, around, replaced
 from .regions.module_calls import note_unseen, realized
 from .same_captures import expect, size_of
 from .tensor_state import storage_id, storages_among
@@ -349,28 +342,20 @@ def _guard(is_as_seen: Callable[..., bool], sources: list[Any]) -> None:
     install_guard(GlobalStateSource().make_guard(add))
 
 
-def _looking_first(handle: Callable[..., Any]) -> Callable[..., Any]:
+def _looking_first(handle: Callable[..., Any], tracer: InstructionTranslatorBase, instruction: Any) -> Any:
     """Replace a tensor by its truth value, where that is known, before an instruction that branches on it."""
-
-    @functools.wraps(handle)
-    def look(tracer: InstructionTranslatorBase, instruction: Any) -> Any:
-        seen = _decide(tracer, tracer.stack[-1], bool)
-        if seen is not None:
-            tracer.stack[-1] = ConstantVariable.create(seen)
-        return handle(tracer, instruction)
-
-    return look
+    seen = _decide(tracer, tracer.stack[-1], bool)
+    if seen is not None:
+        tracer.stack[-1] = ConstantVariable.create(seen)
+    return handle(tracer, instruction)
 
 
-def _with_known(read: Callable[[torch.Tensor], Any], method: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a method of tensors return the value of a tensor where that is known."""
-
-    @functools.wraps(method)
-    def returned(variable: TensorVariable, tracer: Any, *arguments: Any, **named: Any) -> Any:
-        seen = _decide(tracer, variable, read)
-        return method(variable, tracer, *arguments, **named) if seen is None else VariableTracker.build(tracer, seen)
-
-    return returned
+def _with_known(
+    read: Callable[[torch.Tensor], Any], method: Any, variable: Any, tracer: Any, *arguments: Any, **named: Any
+) -> Any:
+    """Return the value of a tensor where a method asks for it and it is known."""
+    seen = _decide(tracer, variable, read)
+    return method(variable, tracer, *arguments, **named) if seen is None else VariableTracker.build(tracer, seen)
 
 
 @functools.cache
@@ -383,10 +368,11 @@ def _stand_ins() -> tuple[StandIn, ...]:
         table = list(tracer.dispatch_table)
         for name, code in dis.opmap.items():
             if _LOOKS.fullmatch(name) and table[code] is not None:
-                table[code] = _looking_first(table[code])
+                table[code] = around(table[code], _looking_first)
         tables.append((tracer, "dispatch_table", table))
     known: dict[str, Any] = {"item": TensorVariable.method_item, "tolist": TensorVariable.method_tolist}
-    readers = {name: _with_known(getattr(torch.Tensor, name), method) for name, method in known.items()}
+    reads = {name: functools.partial(_with_known, getattr(torch.Tensor, name)) for name in known}
+    readers = {name: around(method, reads[name]) for name, method in known.items()}
     methods = getattr(TensorVariable, "tp_methods", None)
     if methods is None:  # PyTorch before 2.14 finds methods by their names
         return *tables, *((TensorVariable, f"method_{name}", reader) for name, reader in readers.items())
@@ -395,5 +381,5 @@ def _stand_ins() -> tuple[StandIn, ...]:
 
 
 def decided() -> AbstractContextManager[None]:
-    """Decide branches, and numbers, for a while."""
+    """Decide branches, and numbers, for a while; without it graphs end at these, and models are planned in pieces."""
     return replaced(*_stand_ins())

@@ -61,23 +61,13 @@ def capturing_for_plans(
     * Tensors have the sizes that they have, or where these vary, symbols for those that are found to, or are known to
       `vary`: see `EachSize`. A number that changes from call to call (the steps that a module counts, the weight of a
       term that grows) is an input of the graph from its second value on, or each step would be captured anew.
-    * A function is compiled as often as it takes: beyond its limits Dynamo would run it uncaptured in silence.
-    * NumPy draws its own random numbers, or Dynamo would let torch draw them.
-    * A hook that a module gets later, or loses, is seen: its call is captured anew.
-    * Code that asks whether it is compiled hears what it hears in plain PyTorch, or other `answers`: see `readings`.
-    * What is in `torch.compiler.nested_compile_region` is captured as any other code.
-    * What Dynamo reads otherwise than it would, and why, is in the table of `hacks`.
+    * Dynamo's settings are `_WISHES`; what it reads otherwise, and why, is in the table of `hacks`. Code that asks
+      whether it is compiled hears what it hears in plain PyTorch, or other `answers`: see `readings`.
     * What ends a graph is not logged, nor warned of, unless a user has asked torch for its logs: see `graph_breaks`.
     * Code that Dynamo or AOTAutograd fail on runs as it is, and what it calls is captured on its own. The error is told
       or, where there is no one to tell, raised. Code that fails as it is traced may be wrong itself: then it raises
       its own error as it runs, nothing is told, and it is captured the next time.
     """
-    if not hacks.is_on("code by code"):  # settings hold for all code of a call, without any other hack
-        settings = dynamo_config.patch(automatic_dynamic_shapes=sizes_vary, **_SETTINGS)
-        with settings, _marked(vary), _told_of_failures(tell):
-            yield
-        return
-    capture = _capture_with_symbols if sizes_vary else _capture_with_numbers
 
     @functools.cache
     def hear() -> None:  # as the first capture of a call begins: to begin takes time, and few calls capture anything
@@ -88,8 +78,8 @@ def capturing_for_plans(
         hear()
         if compiled_by_torch.is_authors(arguments[4]):
             return _capture(code, *arguments, **options)
-        with counting_seconds(), answers() if hacks.is_on("answers") else nullcontext():
-            return capture(code, *arguments, **options)
+        with counting_seconds(), answers():
+            return _capture_in_turn(sizes_vary, code, *arguments, **options)
 
     before = convert_frame._compile, _innermost.hear
     convert_frame._compile, _innermost.hear = capture_planned, hear
@@ -157,24 +147,33 @@ def _capture_with(
     return result
 
 
-def _capture_with_numbers(code: types.CodeType, *arguments: Any, **options: Any) -> Any:
-    """Capture code with numbers for all sizes."""
-    if code not in _without_fractions:
-        is_tried_again = code in _captured
-        try:
-            with replaced((_GUARDS_LOG, "disabled", is_tried_again or _GUARDS_LOG.disabled)):
-                return _capture_with(_always_static, True, code, *arguments, **options)
-        except Exception as error:  # the first time no fraction varies; later that may be what Dynamo fails on
-            if not is_tried_again:
+def _capture_in_turn(sizes_vary: bool, code: types.CodeType, *arguments: Any, **options: Any) -> Any:
+    """Capture code in the first of a few ways that Dynamo does not fail on, and in that one from then on.
+
+    These are symbols for sizes that vary, numbers for all sizes, and at last all fractions as they are: where it fails
+    on code that it captured before, that may be for a fraction that varies.
+    """
+    fractions_vary = code not in _without_fractions
+    ways: list[tuple[Callable[..., Any], bool]] = [(_always_static, True)] if fractions_vary else []
+    if not fractions_vary or code in _captured:
+        ways.append((_always_static, False))
+    if sizes_vary and code not in _without_symbols:
+        ways.insert(0, (_has_static_shape, fractions_vary))
+    for way in ways:
+        is_last = way is ways[-1]
+        try:  # what the log of guards calls an error may be put right by the next way
+            with replaced((_GUARDS_LOG, "disabled", not is_last or _GUARDS_LOG.disabled)):
+                result = _capture_with(*way, code, *arguments, **options)
+            break
+        except Exception as error:  # whatever Dynamo fails on; after the last way it runs the code as it is, or fails
+            if is_last:
                 _give_up(code, error)
                 raise
-            log.debug("%s is captured again, with its fractions as they are", code.co_name, exc_info=True)
-    try:
-        result = _capture_with(_always_static, False, code, *arguments, **options)
-    except Exception as error:  # Dynamo runs it as it is, or fails
-        _give_up(code, error)
-        raise
-    _without_fractions.add(code)
+            log.debug("%s is captured again, with numbers that vary less", code.co_name, exc_info=True)
+    if sizes_vary and way[0] is _always_static:
+        _without_symbols.add(code)
+    if way == (_always_static, False):
+        _without_fractions.add(code)
     return result
 
 
@@ -228,28 +227,15 @@ def gave_up(module: torch.nn.Module, since: Any = None) -> bool:
     return any(frame.lineno in lines and frame.filename == code.co_filename for frame in frames)
 
 
-def _capture_with_symbols(code: types.CodeType, *arguments: Any, **options: Any) -> Any:
-    """Capture code with symbols for sizes that vary, or with numbers where Dynamo fails on those."""
-    if code not in _without_symbols:
-        try:
-            with replaced((_GUARDS_LOG, "disabled", True)):  # it calls an error what is put right here
-                return _capture_with(_has_static_shape, code not in _without_fractions, code, *arguments, **options)
-        except Exception:  # whatever Dynamo fails on: if it is not the symbols it fails again
-            log.debug("%s is captured again, with numbers for its sizes", code.co_name, exc_info=True)
-    result = _capture_with_numbers(code, *arguments, **options)
-    _without_symbols.add(code)
-    return result
-
-
-_capture: Any = getattr(convert_frame, "_compile", None)
+_capture: Any = convert_frame._compile
 _WISHES: dict[str, Any] = {
-    "recompile_limit": 256,
+    "recompile_limit": 256,  # beyond its limits it would run code uncaptured in silence
     "accumulated_recompile_limit": 4096,
-    "use_numpy_random_stream": True,
-    "skip_nnmodule_hook_guards": False,
+    "use_numpy_random_stream": True,  # NumPy draws its own random numbers, not torch
+    "skip_nnmodule_hook_guards": False,  # a hook that a module gets later, or loses, is seen
     "allow_unspec_int_on_nn_module": True,
     "trace_autograd_ops": True,
-    "inline_invoke_subgraph": True,
+    "inline_invoke_subgraph": True,  # what is in `torch.compiler.nested_compile_region` is captured as any other code
     "run_gc_after_compile": False,  # it would take what the capture still holds for old
 }
 _SETTINGS = {name: wish for name, wish in _WISHES.items() if hasattr(dynamo_config, name)}

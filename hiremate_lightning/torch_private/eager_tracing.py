@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from . import hacks, tensor_state
-from .hacks import Stage, instead_of, replaced_entries
+from .hacks import Stage, around, instead_of, replaced_entries
 
 
 @contextmanager
@@ -43,7 +43,10 @@ def traced_as_eager() -> Iterator[None]:
 
 @instead_of("torch._functorch._aot_autograd.runtime_wrappers.compute_overlapping_inputs")
 def guarded_overlaps(find: Callable[..., Any], config: Any, inputs: list[Any], of_one_storage: list[int]) -> set[int]:
-    """Guard on which inputs of a storage overlap, where some are written to; torch does so only for symbolic sizes."""
+    """Guard on which inputs of a storage overlap, where some are written to; torch does so only for symbolic sizes.
+
+    Without it inputs that overlapped once are taken to overlap for ever.
+    """
     overlapping: set[int] = find(config, inputs, of_one_storage)
     sources, context = config.aot_autograd_arg_pos_to_source, TracingContext.try_get()
     if sources and context is not None and len(of_one_storage) > 1:
@@ -58,7 +61,10 @@ _IMPLICIT = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
 
 
 def eager_kernels() -> AbstractContextManager[None]:
-    """Remove the Python decompositions of some operators from the dispatcher for a while."""
+    """Remove the Python decompositions of some operators from the dispatcher for a while.
+
+    Without it the proof sees other numbers, and that code runs eager.
+    """
     # The decompositions of these give other numbers: products fold otherwise, resizing rounds.
     packets = [aten.dropout, aten.matmul, aten.hardshrink, aten.softshrink, aten.stft, aten.istft]
     packets += [getattr(aten, name) for name in dir(aten) if name.startswith(("upsample_", "_upsample_"))]
@@ -126,7 +132,10 @@ def _eager_gru_cell(
 
 @contextmanager
 def eager_strides() -> Iterator[None]:
-    """Correct the strides, and the types, of results that torch takes for those of an input."""
+    """Correct the strides, and the types, of results of norms that torch takes for those of an input.
+
+    Without it the proof sees other numbers, and that code runs eager; so it is without the strides of dimensions of 1.
+    """
     sources = {  # the argument whose memory format the first result has on the CPU; None: contiguous, on all devices
         aten._native_batch_norm_legit_functional.default: 0,
         aten._native_batch_norm_legit.default: 0,
@@ -135,9 +144,9 @@ def eager_strides() -> Iterator[None]:
         aten.native_batch_norm_backward.default: 1,
         aten._log_softmax_backward_data.default: None,
     }
-    stand_ins = {op: _with_strides(decomposition_table[op], position) for op, position in sources.items()}
+    stand_ins = {op: around(decomposition_table[op], partial(_strided, at)) for op, at in sources.items()}
     for op in (aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats):
-        stand_ins[op] = _with_precise_statistics(stand_ins[op])
+        stand_ins[op] = around(stand_ins[op], _precise)
     FakeTensorMode.cache_clear()  # it holds results by arguments, whoever computed them
     try:
         with replaced_entries(decomposition_table, stand_ins):
@@ -146,22 +155,17 @@ def eager_strides() -> Iterator[None]:
         FakeTensorMode.cache_clear()
 
 
-def _with_precise_statistics(decomposition: Callable[..., Any]) -> Callable[..., Any]:
+def _precise(decomposition: Callable[..., Any], source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Convert mean and deviation of a batch norm of half precision to the type that the CPU's kernel returns.
 
     With parameters in single precision, as under autocast, it keeps them in that. What is traced is what is profiled:
     to recompute from statistics of the other type takes other memory.
     """
-
-    @functools.wraps(decomposition)
-    def corrected(source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        first, mean, deviation, *others = decomposition(source, *args, **kwargs)
-        parameters = (a for a in args[:4] if isinstance(a, torch.Tensor))
-        if first.device.type == "cpu" and any(p.dtype != source.dtype for p in parameters):
-            mean, deviation = mean.float(), deviation.float()
-        return (first, mean, deviation, *others)
-
-    return corrected
+    first, mean, deviation, *others = decomposition(source, *args, **kwargs)
+    parameters = (a for a in args[:4] if isinstance(a, torch.Tensor))
+    if first.device.type == "cpu" and any(p.dtype != source.dtype for p in parameters):
+        mean, deviation = mean.float(), deviation.float()
+    return (first, mean, deviation, *others)
 
 
 @contextmanager
@@ -171,35 +175,29 @@ def eager_strides_of_one() -> Iterator[None]:
     No element is found by them, but kernels tell by them whether images are channels-last: for a batch of one.
     """
     operators = aten.view.default, aten._unsafe_view.default
-    views = {op: _view_as_kernels_do(op_implementations_dict[op]) for op in operators}
+    views = {op: around(op_implementations_dict[op], _view_as_kernels_do) for op in operators}
     with_numbers = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
     key = DispatchKey.Meta
-    kernels = {op: {key: _with_numbers_as_kernels_do(op.py_kernels[key])} for op in with_numbers}
+    kernels = {op: {key: around(op.py_kernels[key], _with_numbers_as_kernels_do)} for op in with_numbers}
     with replaced_entries(op_implementations_dict, views), _with_kernels(kernels):
         yield
 
 
-def _view_as_kernels_do(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    def view(mode: Any, op: OpOverload, tensor: torch.Tensor, *shape: Any) -> Any:
-        result = implementation(mode, op, tensor, *shape)
-        if 1 not in result.shape or tensor_state.is_symbolic(tensor) or tensor_state.is_symbolic(result):
-            return result
-        seen = _without_memory(tensor, lambda like: like.view(result.shape))
-        return torch.as_strided(tensor, seen.shape, seen.stride(), tensor.storage_offset())
-
-    return view
+def _view_as_kernels_do(view: Callable[..., Any], mode: Any, op: OpOverload, tensor: torch.Tensor, *shape: Any) -> Any:
+    result = view(mode, op, tensor, *shape)
+    if 1 not in result.shape or tensor_state.is_symbolic(tensor) or tensor_state.is_symbolic(result):
+        return result
+    seen = _without_memory(tensor, lambda like: like.view(result.shape))
+    return torch.as_strided(tensor, seen.shape, seen.stride(), tensor.storage_offset())
 
 
-def _with_numbers_as_kernels_do(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    def compute(tensor: Any, number: Any, **options: Any) -> Any:
-        result = kernel(tensor, number, **options)
-        is_one = isinstance(tensor, torch.Tensor) and 1 in tensor.shape and not tensor_state.is_symbolic(tensor)
-        if not is_one or isinstance(number, torch.Tensor):
-            return result
-        seen = _without_memory(tensor, lambda like: like + like.new_empty(()))  # of another shape, as numbers are
-        return torch.as_strided(result, seen.shape, seen.stride())
-
-    return compute
+def _with_numbers_as_kernels_do(kernel: Callable[..., Any], tensor: Any, number: Any, **options: Any) -> Any:
+    result = kernel(tensor, number, **options)
+    is_one = isinstance(tensor, torch.Tensor) and 1 in tensor.shape and not tensor_state.is_symbolic(tensor)
+    if not is_one or isinstance(number, torch.Tensor):
+        return result
+    seen = _without_memory(tensor, lambda like: like + like.new_empty(()))  # of another shape, as numbers are
+    return torch.as_strided(result, seen.shape, seen.stride())
 
 
 def _without_memory(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -208,40 +206,31 @@ def _without_memory(tensor: torch.Tensor, function: Callable[[torch.Tensor], tor
         return function(torch.empty_strided(tensor.shape, tensor.stride(), device="meta"))
 
 
-def _with_strides(decomposition: Callable[..., Any], position: int | None) -> Callable[..., Any]:
-    """Make a decomposition return its first result in the memory format of an argument; None for contiguous."""
-
-    @functools.wraps(decomposition)  # torch looks at its name and module
-    def corrected(*args: Any, **kwargs: Any) -> Any:
-        results = decomposition(*args, **kwargs)
-        first, *others = results if isinstance(results, tuple) else (results,)
-        if first is None or (position is not None and first.device.type != "cpu"):
-            return results
-        wanted = torch.contiguous_format if position is None else suggest_memory_format(args[position])
-        made = torch.empty_like(first, memory_format=wanted)
-        return (made, *others) if isinstance(results, tuple) else made
-
-    return corrected
+def _strided(position: int | None, decomposition: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what a decomposition does, the first result in the memory format of an argument; None for contiguous."""
+    results = decomposition(*args, **kwargs)
+    first, *others = results if isinstance(results, tuple) else (results,)
+    if first is None or (position is not None and first.device.type != "cpu"):
+        return results
+    wanted = torch.contiguous_format if position is None else suggest_memory_format(args[position])
+    made = torch.empty_like(first, memory_format=wanted)
+    return (made, *others) if isinstance(results, tuple) else made
 
 
 def byte_targets() -> AbstractContextManager[None]:
     """Trace losses of classes that are given as bytes, for a while, by the shapes that classes of integers have.
 
-    The kernels of `nll_loss` take bytes, torch's tracing of these doesn't.
+    The kernels of `nll_loss` take bytes, torch's tracing of these doesn't: without it such code runs uncaptured.
     """
     classes_at = {aten.nll_loss_forward.default: 1, aten.nll_loss_backward.default: 2}
-    stand_ins = {op: _with_integers(decomposition_table[op], position) for op, position in classes_at.items()}
+    stand_ins = {op: around(decomposition_table[op], partial(_with_integers, at)) for op, at in classes_at.items()}
     return replaced_entries(decomposition_table, stand_ins)
 
 
-def _with_integers(decomposition: Callable[..., Any], position: int) -> Callable[..., Any]:
-    @functools.wraps(decomposition)  # torch looks at its name and module
-    def decompose(*args: Any, **kwargs: Any) -> Any:
-        if len(args) > position and args[position].dtype == torch.uint8:
-            args = (*args[:position], args[position].long(), *args[position + 1 :])
-        return decomposition(*args, **kwargs)
-
-    return decompose
+def _with_integers(position: int, decomposition: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if len(args) > position and args[position].dtype == torch.uint8:
+        args = (*args[:position], args[position].long(), *args[position + 1 :])
+    return decomposition(*args, **kwargs)
 
 
 # ---------------------------------------------------------------- windows that are added up, as `torch.istft` does

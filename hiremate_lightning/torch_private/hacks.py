@@ -1,8 +1,8 @@
 """Every change that this folder makes to what torch does, in one table: each has one switch.
 
-A release of torch that a hack was not checked on gets plain capture: hacks that save time or avoid graph breaks are
-off. Hacks that mend what torch gets wrong are tried there, and are off where torch has no such names any more.
-`hiremate doctor` tells which ones are off.
+What a hack changes, and what happens without it, is said by the function at its place. A release of torch that a hack
+was not checked on gets plain capture: hacks that save time or avoid graph breaks are off. Hacks that mend what torch
+gets wrong are tried there, and are off where torch has no such names any more. `hiremate doctor` tells which are off.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from enum import Enum
+from enum import Flag, auto
 from typing import Any
 
 import torch
@@ -27,12 +27,12 @@ log = logging.getLogger("hiremate_lightning")
 _SINCE_2_13 = CHECKED_VERSIONS[CHECKED_VERSIONS.index("2.13") :]
 
 
-class Stage(Enum):
-    """When a hack is in place."""
+class Stage(Flag):
+    """When a hack is in place: around a planned call, while Dynamo captures code, while AOTAutograd traces that."""
 
-    CAPTURING = "while Dynamo captures code"
-    TRACING = "while AOTAutograd traces captured code"
-    CALLING = "around a planned call"
+    CALLING = auto()
+    CAPTURING = auto()
+    TRACING = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,6 @@ class Hack:
 
     Attributes:
         name: How it is switched.
-        does: What it changes.
-        without: What happens where it is off.
         place: The modules, with functions that return context managers; "" for a hack that other code asks for.
         stages: When it is in place.
         mends: Whether it mends what torch gets wrong, and so is tried on releases that it was not checked on.
@@ -50,232 +48,41 @@ class Hack:
     """
 
     name: str
-    does: str
-    without: str
-    place: str = ""
-    stages: tuple[Stage, ...] = (Stage.CAPTURING,)
+    place: str
+    stages: Stage = Stage.CAPTURING
     mends: bool = True
     checked: tuple[str, ...] = CHECKED_VERSIONS
 
 
 HACKS = (
-    # Around each call
-    Hack(
-        "code by code",
-        "each code is captured with settings of its own, and again without symbols where Dynamo fails on these",
-        "settings hold for whole calls; a number that changes is captured anew; no hack while Dynamo captures is there",
-    ),
-    Hack(
-        "small buckets",
-        "graphs end by buckets of 1 MiB at least, where DistributedDataParallel has smaller ones",
-        "Dynamo fails on smaller buckets, and that code runs uncaptured",
-        "sharding.smallest_buckets",
-        stages=(Stage.CALLING,),
-        mends=False,
-    ),
-    # While Dynamo captures
-    Hack(
-        "unread numbers",
-        "a counter in double precision that code changes in place is captured",
-        "the proof sees the lost change, and that code runs eager",
-        "readings.unread_numbers",
-    ),
-    Hack(
-        "noted changes",
-        "stand-ins that share memory are known by the changes that they begin with",
-        "code whose inputs share memory may run eager",
-        "captured_code.noted",
-    ),
-    Hack(
-        "reentrant checkpoint",
-        "checkpoint(use_reentrant=True) of inputs without gradients gives none",
-        "such calls get gradients that eager PyTorch does not give",
-        "readings.checkpoints",
-    ),
-    Hack(
-        "gradients from before",
-        "graphs end at gradients that must go through what was computed before them, however these are asked for",
-        "such a gradient lacks those parts, in silence",
-        "readings.gradients_from_before",
-    ),
-    Hack(
-        "backwards without a gradient",
-        "a backward of an autograd function is captured where some of its gradients are None",
-        "such code runs uncaptured",
-        "readings.backwards",
-        mends=False,
-    ),
-    Hack(
-        "out by copying",
-        "a call whose out= is not contiguous is captured as a result that is copied",
-        "graphs end at these",
-        "readings.copied_results",
-        mends=False,
-    ),
-    Hack(
-        "answers",
-        "code that asks whether it is compiled hears no, as in eager PyTorch",
-        "it hears yes, and may compute something else",
-    ),
-    Hack(
-        "answers to code that runs",
-        "functions that users put into graphs unread hear no, too, while torch compiles",
-        "these hear yes",
-        "readings.no_session",
-    ),
-    Hack(
-        "foreign code",
-        "functions of NumPy that torch would round otherwise end graphs",
-        "torch computes them, and rounds otherwise",
-        "readings.functions_of_numpy, readings.methods_of_arrays",
-    ),
-    Hack(
-        "own generators",
-        "a random.Random that outlives the call draws outside of graphs",
-        "it draws what it drew when it was captured",
-        "readings.generators",
-    ),
-    Hack(
-        "messages once",
-        "messages of logs that are said once, or not at all, do not end graphs",
-        "graphs end at these",
-        "readings.messages, tensor_state.without_log_of_fakes",
-        mends=False,
-    ),
-    Hack(
-        "user compiled",
-        "functions that their author compiled stay compiled, each call one operation",
-        "their numbers are those of eager PyTorch, not of the author's kernels",
-        "compiled_by_torch.marked",
-    ),
-    Hack(
-        "lengths of tuples",
-        "a tuple whose class has a __len__ of its own is guarded by what it holds",
-        "such code is captured anew in each call, or runs uncaptured",
-        "readings.lengths",
-    ),
-    Hack(
-        "guards once",
-        "that a module has no hooks is guarded once",
-        "it is guarded twice, which takes time in each call",
-        "readings.absent_hooks",
-        mends=False,
-    ),
-    Hack(
-        "ranges of steps",
-        "a range in steps to a size that varies, over blocks of tokens say, is guarded by how many steps it takes",
-        "such code is captured anew for each size",
-        "readings.ranges",
-        mends=False,
-        checked=_SINCE_2_13,
-    ),
-    Hack(
-        "names of classes",
-        "the names of classes and functions of torch, and of their modules, are strings",
-        "Dynamo 2.13 ends graphs where code asks what such a name begins with, as peft's DoRA does",
-        "readings.names",
-        mends=False,
-        checked=_SINCE_2_13,
-    ),
-    Hack(
-        "written numbers",
-        "a number that varies keeps its format where code writes it into a string",
-        "Dynamo before 2.14 forgets the format",
-        "readings.written_numbers",
-    ),
-    Hack(
-        "regions",
-        "modules and blocks that are alike are captured once, and traced once, forward and backward",
-        "the first step takes longer",
-        "regions.repeated_modules.copied",
-        mends=False,
-        checked=_SINCE_2_13,
-    ),
-    Hack(
-        "decided branches",
-        "branches on positions, masks and other integers are decided while code is captured",
-        "graphs end at these, and models that ask are planned in pieces",
-        "decided_branches.decided",
-        mends=False,
-    ),
-    # While AOTAutograd traces
-    Hack(
-        "eager kernels",
-        "operators that torch decomposes with other numbers stay whole",
-        "the proof sees other numbers, and that code runs eager",
-        "eager_tracing.eager_kernels",
-        stages=(Stage.TRACING,),
-    ),
-    Hack(
-        "strides of one",
-        "dimensions of size 1 have the strides that kernels give them",
-        "a batch of one image may take other kernels: the proof sees other numbers, and that code runs eager",
-        "eager_tracing.eager_strides_of_one",
-        stages=(Stage.TRACING,),
-    ),
-    Hack(
-        "strides",
-        "results of norms have the strides and types that the CPU's kernels give them",
-        "as for strides of one",
-        "eager_tracing.eager_strides",
-        stages=(Stage.TRACING,),
-    ),
-    Hack(
-        "guarded overlaps",
-        "which inputs overlap is guarded where some are written to",
-        "inputs that overlapped once are taken to overlap for ever",
-        "eager_tracing.guarded_overlaps",
-        stages=(Stage.TRACING,),
-    ),
-    Hack(
-        "results that are inputs",
-        "an input that is changed and returned takes its own place among the results",
-        "the proof sees other numbers, and that code runs eager",
-        "aot.returning_the_right_values",
-        stages=(Stage.TRACING,),
-    ),
-    Hack(
-        "unsought aliases",
-        "the first run of a graph takes tensors that carry metadata",
-        "such code fails when it runs first, and then runs eager",
-        "aot.not_looking_for_aliases",
-        stages=(Stage.TRACING,),
-    ),
-    Hack(
-        "gradients with metadata",
-        "backwards take gradients that carry metadata",
-        "such backwards fail",
-        "aot.taking_gradients_with_metadata",
-        stages=(Stage.TRACING,),
-    ),
-    Hack(
-        "byte targets",
-        "losses of classes that are bytes are traced",
-        "such code runs uncaptured",
-        "eager_tracing.byte_targets",
-        stages=(Stage.CAPTURING, Stage.TRACING),
-        mends=False,
-    ),
-    Hack(
-        "sums of windows",
-        "sums of windows, as of an istft, are traced by their shape",
-        "the first step takes up to a minute longer",
-        "eager_tracing.sums_at_once",
-        stages=(Stage.CAPTURING, Stage.TRACING),
-        mends=False,
-    ),
-    # Where the code asks
-    Hack(
-        "absent gradients",
-        "backwards get None for gradients that never came",
-        "they get zeros, and so do parameters that have no gradient in eager PyTorch",
-    ),
-    Hack(
-        "same captures",
-        "code that is captured again without a difference runs by what was made before",
-        "it is traced, and planned, again",
-        mends=False,
-    ),
+    Hack("small buckets", "sharding.smallest_buckets", Stage.CALLING, mends=False),
+    Hack("unread numbers", "readings.unread_numbers"),
+    Hack("noted changes", "captured_code.noted"),
+    Hack("reentrant checkpoint", "readings.checkpoints"),
+    Hack("gradients from before", "readings.gradients_from_before"),
+    Hack("backwards without a gradient", "readings.backwards", mends=False),
+    Hack("out by copying", "readings.copied_results", mends=False),
+    Hack("answers to code that runs", "readings.no_session"),
+    Hack("foreign code", "readings.functions_of_numpy, readings.methods_of_arrays"),
+    Hack("own generators", "readings.generators"),
+    Hack("messages once", "readings.messages, tensor_state.without_log_of_fakes", mends=False),
+    Hack("user compiled", "compiled_by_torch.marked"),
+    Hack("lengths of tuples", "readings.lengths"),
+    Hack("ranges of steps", "readings.ranges", mends=False, checked=_SINCE_2_13),
+    Hack("names of classes", "readings.names", mends=False, checked=_SINCE_2_13),
+    Hack("written numbers", "readings.written_numbers"),
+    Hack("regions", "regions.repeated_modules.copied", mends=False, checked=_SINCE_2_13),
+    Hack("decided branches", "decided_branches.decided", mends=False),
+    Hack("eager kernels", "eager_tracing.eager_kernels", Stage.TRACING),
+    Hack("strides", "eager_tracing.eager_strides_of_one, eager_tracing.eager_strides", Stage.TRACING),
+    Hack("guarded overlaps", "eager_tracing.guarded_overlaps", Stage.TRACING),
+    Hack("results that are inputs", "aot.returning_the_right_values", Stage.TRACING),
+    Hack("unsought aliases", "aot.not_looking_for_aliases", Stage.TRACING),
+    Hack("gradients with metadata", "aot.taking_gradients_with_metadata", Stage.TRACING),
+    Hack("byte targets", "eager_tracing.byte_targets", Stage.CAPTURING | Stage.TRACING, mends=False),
+    Hack("sums of windows", "eager_tracing.sums_at_once", Stage.CAPTURING | Stage.TRACING, mends=False),
+    # Code that is captured again without a difference runs by what was made before, and is not traced and planned anew.
+    Hack("same captures", "", mends=False),
 )
 _BY_NAME = {hack.name: hack for hack in HACKS}
 _torch = types.SimpleNamespace(release=".".join(torch.__version__.split(".")[:2]))
@@ -285,12 +92,8 @@ _missing = dict[str, str]()  # off on this release, and why
 
 def is_on(name: str) -> bool:
     """Whether a hack is in use."""
-    return _is_on(_BY_NAME[name])
-
-
-def _is_on(hack: Hack) -> bool:
-    is_tried = hack.mends or _torch.release in hack.checked
-    return is_tried and hack.name not in _off and hack.name not in _missing
+    hack = _BY_NAME[name]
+    return (hack.mends or _torch.release in hack.checked) and name not in _off and name not in _missing
 
 
 def is_tried() -> bool:
@@ -300,7 +103,7 @@ def is_tried() -> bool:
 
 def off() -> list[Hack]:
     """List the hacks that are not in use."""
-    return [hack for hack in HACKS if not _is_on(hack)]
+    return [hack for hack in HACKS if not is_on(hack.name)]
 
 
 @contextmanager
@@ -332,7 +135,7 @@ def applied(stage: Stage) -> Iterator[None]:
     """Put the hacks of a stage in place for a while, in the order of the table."""
     with ExitStack() as in_place:
         for hack in HACKS:
-            if hack.place and stage in hack.stages and _is_on(hack):
+            if hack.place and stage in hack.stages and is_on(hack.name):
                 _enter(in_place, hack)
         yield
 
@@ -378,13 +181,17 @@ def instead_of(*places: str) -> Callable[[Callable[..., Any]], Callable[[], Abst
 def _standing_in(place: str, function: Callable[..., Any]) -> StandIn:
     owner_path, _, name = place.rpartition(".")
     owner = pkgutil.resolve_name(owner_path)
-    original = getattr(owner, name)
+    return owner, name, around(getattr(owner, name), function)
 
-    @functools.wraps(original)
+
+def around(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make what runs a function of ours in the place of one of torch's, which it gets before the arguments."""
+
+    @functools.wraps(original)  # torch looks at names and modules of its own functions
     def run(*arguments: Any, **named: Any) -> Any:
         return function(original, *arguments, **named)
 
-    return owner, name, run
+    return run
 
 
 @contextmanager

@@ -20,7 +20,6 @@ from . import aot, tensor_state
 
 _NO_KERNELS = ("Meta", "Autograd")  # what these dispatch keys run computes no numbers
 _known: dict[Any, Any] = {}  # by form of a call: what to call, None for the schema's own
-_one_by_one: dict[Any, bool] = {}  # by form of a call: whether sizes may be given one by one
 
 
 def shortest(node: fx.Node) -> Any:
@@ -32,23 +31,8 @@ def shortest(node: fx.Node) -> Any:
     if form not in _known:
         places = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase) if target.namespace == "aten" else ()
         named = (getattr(place, target.overloadpacket.__name__, None) for place in places)
-        _known[form] = next((f for f in named if f is not None and _does_the_same(f, node, node.args)), None)
+        _known[form] = next((f for f in named if f is not None and _does_the_same(f, node)), None)
     return _known[form] or schema_call(target)
-
-
-def arguments(node: fx.Node) -> tuple[Any, ...]:
-    """Return the arguments of a call as `shortest` takes them in the least time: sizes one by one, where it does.
-
-    Given a list, a method looks first whether that is a dtype, which takes as long as the view itself.
-    """
-    if len(node.args) != 2 or not isinstance(node.args[1], (list, tuple)) or node.kwargs:
-        return node.args
-    form, spread = _form(node), (node.args[0], *node.args[1])
-    if form not in _one_by_one:
-        function = shortest(node)
-        is_method = getattr(torch._C.TensorBase, getattr(function, "__name__", ""), None) is function
-        _one_by_one[form] = bool(node.args[1]) and is_method and _does_the_same(function, node, spread)
-    return spread if _one_by_one[form] else node.args
 
 
 def _form(node: fx.Node) -> tuple[Any, ...]:
@@ -71,13 +55,13 @@ def _kind(argument: Any) -> Any:
     return type(argument) if isinstance(argument, (int, float)) else (type(argument), repr(argument))
 
 
-def _does_the_same(function: Callable[..., Any], node: fx.Node, arguments: tuple[Any, ...]) -> bool:
-    """Whether a function, given these arguments, calls the operator that a node calls, with the node's arguments."""
+def _does_the_same(function: Callable[..., Any], node: fx.Node) -> bool:
+    """Whether a function calls the operator that a node calls, with the same arguments."""
     if not all(isinstance(a.meta.get("val"), torch.Tensor) for a in node.all_input_nodes):
         return False
     made = {a: torch.empty((0,) * a.meta["val"].dim(), device="meta") for a in node.all_input_nodes}
-    args, given, kwargs = fx.node.map_arg((node.args, arguments, dict(node.kwargs)), made.__getitem__)
-    expected, called = _first_call(node.target, args, kwargs), _first_call(function, given, kwargs)
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), made.__getitem__)
+    expected, called = _first_call(node.target, args, kwargs), _first_call(function, args, kwargs)
     target: Any = node.target
     has_one_form = len(target.overloadpacket.overloads()) == 1  # what is called may be one that it is made of
     is_sure = called is not None and (called[0] is target or has_one_form)

@@ -1,14 +1,10 @@
 """Code that Dynamo reads otherwise than eager PyTorch runs it: most functions here stand in for one of Dynamo's.
 
-Many of them end a graph, or guard, where numbers might become others. Dynamo lets torch compute what NumPy would, which
-adds in another order and rounds exponentials otherwise. It calls functions that `functools.lru_cache` wraps in each
-step, so that what is drawn or counted once would be so each time. It leaves parts of a gradient out where that must go
-through what was computed before the captured code, and arguments are passed by keyword, or one was computed of another.
+Many of them end a graph, or guard, where numbers might become others.
 
 Code that asks whether it is compiled hears no, as in plain PyTorch: it may compute something else then. torch, this
 package and a few files of others ask only to be traceable: they get Dynamo's answer, yes. So does what its author
-compiled, as in plain PyTorch. Some code also asks whether it is captured in a CUDA graph. Planned code never is; Dynamo
-would end its own graph there.
+compiled, as in plain PyTorch. Some code also asks whether it is captured in a CUDA graph. Planned code never is.
 """
 
 from __future__ import annotations
@@ -69,7 +65,10 @@ def end_graph(title: str, explanation: str, context: str = "") -> None:
 
 @instead_of(f"{_VARIABLES}.misc.LoggingLoggerVariable.call_method")
 def messages(read: Any, variable: Any, tracer: Any, name: str, values: list[Any], named: dict[str, Any]) -> Any:
-    """Log at capture what is logged once (transformers' `logger.warning_once`); drop what the logger does not show."""
+    """Log at capture what is logged once (transformers' `logger.warning_once`); drop what the logger does not show.
+
+    Without it graphs end at these.
+    """
     level = getattr(logging, name.upper(), None)
     is_constant = all(value.is_python_constant() for value in (*values, *named.values()))
     if name.endswith("_once") and is_constant:
@@ -82,7 +81,7 @@ def messages(read: Any, variable: Any, tracer: Any, name: str, values: list[Any]
 
 @instead_of(f"{_VARIABLES}.misc.RandomVariable.call_method")
 def generators(read: Any, variable: Any, tracer: Any, name: str, *arguments: Any) -> Any:
-    """End a graph where a generator is asked that lives longer than the call."""
+    """End a graph where a generator is asked that lives longer than the call: it would draw what it drew at capture."""
     if variable.source is not None:
         explanation = "it draws outside of captured graphs, as it goes on from call to call"
         end_graph("A generator of random numbers that outlives the call", explanation, name)
@@ -94,6 +93,7 @@ def checkpoints(read: Any, variable: Any, tracer: Any, arguments: list[Any], nam
     """Compute without gradients what the reentrant variant of checkpoint gives none; Dynamo takes it for the other one.
 
     That variant is an autograd function: it has a gradient only where a tensor among its own arguments has one.
+    Without this such calls get gradients that eager PyTorch does not give.
     """
     is_reentrant = "use_reentrant" not in named or named["use_reentrant"].as_python_constant() in (True, None)
     values = [a.realize() for a in arguments[1:]]
@@ -115,7 +115,10 @@ def _without_gradients(function: Callable[..., Any], *arguments: Any) -> Any:
 
 @instead_of("torch._dynamo._trace_wrapped_higher_order_op.autograd_function_backward_rewritten")
 def backwards(_: Any, backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the backward of an autograd function to get contiguous gradients, as Dynamo does; but some may be None."""
+    """Wrap the backward of an autograd function to get contiguous gradients, as Dynamo does; but some may be None.
+
+    Without it such code runs uncaptured.
+    """
 
     def run(ctx: Any, *gradients: Any) -> Any:
         return backward(ctx, *[g if g is None else g.contiguous() for g in gradients])
@@ -125,7 +128,11 @@ def backwards(_: Any, backward: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def gradients_from_before() -> Iterator[None]:
-    """End graphs, for a while, where a gradient must go through what was computed before the captured code."""
+    """End graphs, for a while, where a gradient must go through what was computed before the captured code.
+
+    Without it such a gradient lacks those parts, in silence, where arguments are passed by keyword, or one was computed
+    of another.
+    """
     handlers = TorchInGraphFunctionVariable._get_handlers()
     read = handlers.get(torch.autograd.grad)  # None before 2.13, where it ends graphs
 
@@ -156,7 +163,7 @@ def _have_hooks(inputs: Any) -> bool:
 
 
 def call_cached(inline: Callable[..., Any], variable: Any, tracer: Any, *arguments: Any) -> Any:
-    """Read through a function whose results are cached, unless it draws or changes something."""
+    """Read through a function whose results are cached, unless it draws or changes something: it would in each step."""
     changes, before = _changes(tracer), set(tracer.output.graph.nodes)
     result = inline(variable, tracer, *arguments)
     added = [node for node in tracer.output.graph.nodes if node not in before]
@@ -199,7 +206,10 @@ def _leave(name: str, reason: str) -> None:
 
 @instead_of("torch._dynamo.guards.GuardBuilder.SEQUENCE_LENGTH")
 def lengths(guard_length: Any, builder: Any, guard: Any) -> None:
-    """Guard on how many items a tuple holds; its class may say otherwise, or nothing, by a `__len__` of its own."""
+    """Guard on how many items a tuple holds; its class may say otherwise, or nothing, by a `__len__` of its own.
+
+    Without it such code is captured anew in each call, or runs uncaptured.
+    """
     value = builder.get(guard)
     if not isinstance(value, tuple) or type(value).__len__ is tuple.__len__:
         guard_length(builder, guard)
@@ -208,15 +218,6 @@ def lengths(guard_length: Any, builder: Any, guard: Any) -> None:
     builder.TYPE_MATCH(guard)
     told = [f"tuple.__len__({guard.name}) == {length}"]
     builder.get_guard_manager(guard).add_lambda_guard(lambda v: tuple.__len__(v) == length, told, guard.user_stack)
-
-
-@instead_of("torch._dynamo.guards.GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT")
-def absent_hooks(guard_absent: Any, builder: Any, guard: Any) -> None:
-    """Guard on a module having no hooks; Dynamo lists each such guard twice, with two sources of one name."""
-    guarded: set[str] = vars(builder).setdefault("hiremate_without_hooks", set())
-    if guard.name not in guarded:
-        guarded.add(guard.name)
-        guard_absent(builder, guard)
 
 
 # ---------------------------------------------------------------- changes in place
@@ -276,7 +277,8 @@ def unread_numbers(drop: Callable[[Any], None], output: Any) -> None:
     """Drop the inputs whose numbers are guarded and that nothing reads, but none of the operations that change them.
 
     Dynamo tells both by the number that a tensor is known to hold. An operation in place returns its input, so it has
-    that number too, and is unread as a rule.
+    that number too, and is unread as a rule. Without this a counter in double precision stays as it is: the proof sees
+    that, and the code runs eager.
     """
     shown = [(node, node.meta) for node in output.graph.nodes if node.op != "placeholder"]
     for node, _ in shown:
@@ -362,7 +364,10 @@ def ranges(call: Any, variable: Any, tracer: Any, arguments: list[VariableTracke
 
 @instead_of(f"{_VARIABLES}.builtin.GetAttrBuiltinVariable.call_function")
 def names(read: Any, variable: Any, tracer: Any, arguments: list[Any], named: Any) -> Any:
-    """Read the name of a class or function of torch, or of its module, which Dynamo 2.13 takes for no string."""
+    """Read the name of a class or function of torch, or of its module, which Dynamo 2.13 takes for no string.
+
+    It ends graphs where code asks what such a name begins with, as peft's DoRA does.
+    """
     asked, name, *others = arguments
     is_of_torch = isinstance(asked, TorchInGraphFunctionVariable)
     if is_of_torch and not others and name.is_python_constant():

@@ -3,10 +3,9 @@
 Each unit lends its modules whole parameters, plain tensors, while it runs; between steps they have DTensors. A whole
 parameter is the same tensor at every use: its storage is resized to nothing in between.
 
-Under DistributedDataParallel captured graphs end where buckets of gradients do, so that these are sent while the
-backward goes on. Buckets are filled anew after the first backward, in the order in which that made the gradients. Three
-processes or more add up a gradient in an order that depends on its place in its bucket. A captured graph hands all of
-its gradients to autograd at once, so they are given the order of eager PyTorch as long as buckets are to be filled.
+DistributedDataParallel fills its buckets anew after the first backward, in the order in which that made the gradients.
+Three processes or more add up a gradient in an order that depends on its place in its bucket. A captured graph hands
+its gradients to autograd all at once, so they are given the order of eager PyTorch as long as buckets are to be filled.
 """
 
 from __future__ import annotations
@@ -139,7 +138,10 @@ def _parameters(root: nn.Module) -> Iterator[Any]:
 
 @instead_of("torch._dynamo.backends.distributed.DDPOptimizer")
 def smallest_buckets(optimizer: Callable[..., Any], bucket_bytes_cap: int, **options: Any) -> Any:
-    """Split graphs by buckets of 1 MiB at least: DDPOptimizer fails on smaller ones (`bucket_cap_mb`)."""
+    """Split graphs by buckets of 1 MiB at least: DDPOptimizer fails on smaller ones (`bucket_cap_mb`).
+
+    Without it such code runs uncaptured.
+    """
     least = torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
     return optimizer(bucket_bytes_cap=max(bucket_bytes_cap, least), **options)
 

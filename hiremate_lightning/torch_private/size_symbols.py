@@ -1,27 +1,46 @@
-"""The symbols that Dynamo has for the sizes of captured code, and what it computes from them.
+"""Captured code with symbols for its sizes: what Dynamo computes from these, and the code at definite sizes.
 
 Numbers in captured code are sums and products of these symbols, which a few samples tell, and quotients, rests and
 extremes (`s // 2`, `Mod(s, 8)`, `Min(70, s)`), which no samples could. Those count as sizes of their own.
+What tells symbols apart is private; `test_torch_private.py` says on which versions of torch this was checked.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from sympy.core.function import Application  # type: ignore[import-untyped]
 from torch import fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ..records.expressions import Sizes
-from . import tensor_state
+from . import captured_code, tensor_state
 
 SHARES = (0.83, 0.61, 1.27, 0.47, 0.92, 0.71)  # of a real size, that sizes of samples are near
 MULTIPLES = (1, 2, 4, 8)  # of odd numbers, that sizes of samples are: code may ask for even ones
 NUMBERS = "hiremate_numbers"  # in the metadata of code at definite sizes: the numbers of its symbols
 GRAIN = 8  # kernels may compute multiples of it in another way
 LEAST = 3  # size of a sample: at 1, and where 2 is the number of something, code is other code
+Layout = tuple[Sizes, Sizes]  # of a tensor: shape and strides
+T = TypeVar("T")
+
+
+def sizes_among(module: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
+    """List the positions of the inputs of captured code that are numbers on which sizes of its tensors depend.
+
+    Among them are sizes that turned out to be one number each, as those of a picture that is interpolated.
+    """
+    numbers = {i: value.node.expr.free_symbols for i, value in enumerate(inputs) if isinstance(value, torch.SymInt)}
+    if not numbers:
+        return []
+    shown = [value for value in _shown_in(module) if isinstance(value, torch.Tensor)]
+    symbols = set[Any]().union(*(size.free_symbols for size in _expressions_in(shown)))
+    return [p for p, its_symbols in numbers.items() if not its_symbols or not symbols.isdisjoint(its_symbols)]
 
 
 class SizeSymbols:
@@ -33,8 +52,9 @@ class SizeSymbols:
     """
 
     def __init__(self, module: fx.GraphModule, positions: Sequence[int]) -> None:
-        inputs = module.graph.find_nodes(op="placeholder")
-        numbers = [inputs[position].meta["example_value"] for position in positions]
+        self._module, self._positions = module, tuple(positions)
+        self._inputs = module.graph.find_nodes(op="placeholder")
+        numbers = [self._inputs[position].meta["example_value"] for position in positions]
         expressions = [number.node.expr if isinstance(number, torch.SymInt) else None for number in numbers]
         self._symbols = [e if e is not None and e.is_symbol else None for e in expressions]
         self._groups = (0,) * len(numbers)  # by position: sizes of a group were equal in all calls
@@ -53,7 +73,7 @@ class SizeSymbols:
 
     def with_computed(self, sizes: Sizes) -> Sizes:
         """Return sizes with the quotients, rests and extremes of them."""
-        values = {s: size for s, size in zip(self._symbols, sizes, strict=True) if s is not None}
+        values = self._values(sizes)
         return (*sizes, *(int(number.xreplace(values)) for number in self._computed))
 
     def learn(self, sizes: Sizes) -> bool:
@@ -105,11 +125,56 @@ class SizeSymbols:
         columns = zip(self._symbols, self._groups, sizes, strict=True)
         return tuple(size if symbol is None else numbers[group] for symbol, group, size in columns)
 
+    def _values(self, sizes: Sizes) -> dict[Any, int]:
+        """Return the numbers of the symbols."""
+        return {s: size for s, size in zip(self._symbols, sizes, strict=True) if s is not None}
 
-def numbers_of(inputs: Sequence[fx.Node], sizes: Mapping[int, int]) -> dict[Any, int]:
-    """Return the numbers of symbols, from the sizes among the inputs of captured code, by position."""
-    shown = [(inputs[position].meta["example_value"], size) for position, size in sizes.items()]
-    return {v.node.expr: size for v, size in shown if isinstance(v, torch.SymInt) and v.node.expr.is_symbol}
+    # ---------------------------------------------------------------- the code at definite sizes
+
+    def layouts_at(self, sizes: Sizes) -> list[Layout | None] | None:
+        """Find how the inputs of the code lie in memory at other sizes.
+
+        Returns for each input its shape and strides, None for what is the same at all sizes; None where the code is not
+        for these.
+        """
+        inputs, values = [node.meta.get("example_value") for node in self._inputs], self._values(sizes)
+        environment: Any = None
+        for symbol, position, size in zip(self._symbols, self._positions, sizes, strict=True):
+            if symbol is None:
+                if int(inputs[position]) != size:
+                    return None  # it turned out to be one number
+                continue
+            environment = inputs[position].node.shape_env
+            bounds = environment.var_to_range[symbol]
+            if not bounds.lower <= size <= bounds.upper:
+                return None
+        if any(guard.expr.xreplace(values) in (False,) for guard in (environment.guards if values else ())):
+            return None  # what can't be evaluated is neither True nor False
+        return [
+            (tuple(at_numbers(value.shape, values)), tuple(at_numbers(value.stride(), values)))
+            if isinstance(value, torch.Tensor) and any(size.free_symbols for size in _expressions_in([value]))
+            else None
+            for value in inputs
+        ]
+
+    def code_at(self, sizes: Sizes) -> fx.GraphModule:
+        """Copy the code with numbers in the place of sizes."""
+        module, graph, symbols = self._module, fx.Graph(), self._values(sizes)
+        placed = zip(self._positions, sizes, strict=True)
+        values: dict[fx.Node, Any] = {self._inputs[position]: size for position, size in placed}
+        for node in module.graph.nodes:
+            if node not in values:
+                number = _numbers_at(node, symbols)
+                if number is None and node.op == "call_method" and isinstance(values.get(node.args[0]), int):
+                    size, *others = fx.node.map_arg(node.args, values.__getitem__)
+                    number = getattr(size, str(node.target))(*others)  # of a size that is a number now, as `__index__`
+                values[node] = graph.node_copy(node, values.__getitem__) if number is None else number
+                if node.op == "placeholder":
+                    values[node]._dynamo_source = node._dynamo_source
+        copy = captured_code.module_of(module, graph)
+        copy.meta = {**module.meta, NUMBERS: symbols}
+        copy._param_name_to_source = module._param_name_to_source
+        return copy
 
 
 def at_numbers(values: Sequence[Any], numbers: Mapping[Any, int]) -> list[int]:
@@ -117,11 +182,62 @@ def at_numbers(values: Sequence[Any], numbers: Mapping[Any, int]) -> list[int]:
     return [int(v.node.expr.xreplace(numbers)) if isinstance(v, torch.SymInt) else int(v) for v in values]
 
 
+def _numbers_at(node: fx.Node, numbers: Mapping[Any, int]) -> Any:
+    """Return the size or the sizes that a node computes, as numbers; None where it computes something else."""
+    value = node.meta.get("example_value")
+    if node.op in ("placeholder", "output") or not isinstance(value, (torch.SymInt, torch.Size)):
+        return None
+    sizes = [value] if isinstance(value, torch.SymInt) else list(value)
+    if any(isinstance(size, torch.SymInt) and not size.node.expr.free_symbols <= numbers.keys() for size in sizes):
+        return None
+    return at_numbers(sizes, numbers)[0] if isinstance(value, torch.SymInt) else torch.Size(at_numbers(sizes, numbers))
+
+
+def _shown_in(module: fx.GraphModule) -> list[Any]:
+    return tensor_state.leaves([node.meta.get("example_value") for node in module.graph.nodes])
+
+
+def _expressions_in(values: Sequence[Any]) -> set[Any]:
+    """Return the expressions of numbers, and of the sizes and strides of tensors."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    numbers = [n for t in tensors for n in (*t.shape, *(t.stride() if t.layout is torch.strided else ()))]
+    return {number.node.expr for number in (*numbers, *values) if isinstance(number, torch.SymInt)}
+
+
 def _computed(module: fx.GraphModule) -> list[Any]:
-    shown = tensor_state.leaves([node.meta.get("example_value") for node in module.graph.nodes])
-    tensors = [value for value in shown if isinstance(value, torch.Tensor) and value.layout is torch.strided]
-    numbers = [n for value in tensors for n in (*value.shape, *value.stride())] + shown
-    expressions = {number.node.expr for number in numbers if isinstance(number, torch.SymInt)}
+    expressions = _expressions_in(_shown_in(module))
     sums = {expression for expression in expressions if expression.is_Add and expression.has(Application)}
     computed = set[Any]().union(*(expression.atoms(Application) for expression in expressions))
     return [*sorted(sums, key=str), *sorted(computed, key=str)]  # rows of strided convolutions are `(s - 1) // 2 + 1`
+
+
+# ---------------------------------------------------------------- traces
+
+
+def _without_memory(mode: FakeTensorMode, value: Any, layout: Layout | None) -> Any:
+    """Return what stands for an input while code is traced, at its own size or another one."""
+    if layout is None or not isinstance(value, torch.Tensor):
+        return mode.from_tensor(value, static_shapes=True) if isinstance(value, torch.Tensor) else value
+    with mode:
+        other = torch.empty_strided(*layout, dtype=value.dtype, device=value.device, requires_grad=value.requires_grad)
+        return other if value.is_leaf else other.clone()
+
+
+def trace_apart(
+    module: fx.GraphModule,
+    values: Sequence[Any],
+    trace: Callable[[fx.GraphModule, Sequence[Any]], T],
+    layouts: Sequence[Layout | None],
+) -> tuple[T, bool]:
+    """Trace code after Dynamo has guarded it, each input for a layout or its own.
+
+    Returns also whether that holds for all values of the same sizes. It doesn't where AOTAutograd asks for guards: on
+    inputs that overlap, or on numbers that are no sizes.
+    """
+    shapes = ShapeEnv(specialize_zero_one=False, duck_shape=False)  # other numbers stay symbols, whatever they are
+    mode = FakeTensorMode(shape_env=shapes)
+    context = TracingContext(mode)
+    with tracing(context):
+        inputs = [_without_memory(mode, value, layout) for value, layout in zip(values, layouts, strict=True)]
+        run = trace(module, inputs)
+    return run, not context.guards_context.aotautograd_guards and not shapes.guards

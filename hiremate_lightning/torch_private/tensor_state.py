@@ -280,12 +280,7 @@ def watch_storage(tensor: torch.Tensor) -> Callable[[], bool]:
 def refer_weakly(storage: torch.UntypedStorage) -> Callable[[], torch.UntypedStorage | None]:
     """Return a function that returns a storage as long as it lives, without keeping it alive."""
     reference = StorageWeakRef(storage)
-
-    def get() -> torch.UntypedStorage | None:
-        alive: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-        return alive
-
-    return get
+    return lambda: torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
 
 def at_release(tensor: torch.Tensor, function: Callable[[], None]) -> Callable[[], Any]:

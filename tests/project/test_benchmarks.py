@@ -92,7 +92,7 @@ def test_the_frontier_leaves_out_what_is_dominated():
     assert tables.points_of(ROWS[1:], CLOCK) == []
 
 
-def test_a_match_names_the_fastest_within_the_peak_and_the_smallest_within_the_time():
+def test_a_match_names_the_fastest_and_the_smallest_that_match():
     ours = {"ours-40": (0.4, 1.1), "ours-30": (0.3, 1.2), "ours-20": (0.2, 1.5), "ours-50": (0.5, 1.0)}
     (match,) = tables.matches([point("checkpoint", 0.4, 1.3), *(point(name, *at) for name, at in ours.items())])
     assert (match.fastest.method, match.smallest.method) == ("ours-40", "ours-30")

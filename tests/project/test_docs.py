@@ -174,7 +174,7 @@ def _runs_of_words(text: str) -> Iterator[str]:
     return (" ".join(words[i : i + FIXED_WORDS]) for i in range(len(words) - FIXED_WORDS + 1))
 
 
-def test_texts_are_found_where_they_are_raised_warned_returned_and_kept_in_constants() -> None:
+def test_texts_are_found_raised_warned_returned_and_in_constants() -> None:
     found = {" ".join(words) for _, words in _shown_texts()}
 
     expected = [

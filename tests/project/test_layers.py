@@ -28,11 +28,11 @@ ORDER = (
     "out_of_memory",
     "units",
     "buckets",
+    "options",
     "housekeeping",
     "objects",
     "records",
     "planning",
-    "options",
     "reporting",
     "torch_private",
     "memory",
@@ -256,6 +256,25 @@ def test_each_folder_has_a_short_readme_of_modules_that_exist(folder):
     assert len(text.splitlines()) <= 20
     assert modules
     assert not [name for name in modules if not any((base / name).exists() for base in (place, ROOT / PACKAGE, ROOT))]
+
+
+def defined_names() -> Iterator[str]:
+    for node in (node for source in read_package() for node in ast.walk(source.tree)):
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            yield ast.unparse(node).split(".")[-1] if isinstance(node.ctx, ast.Store) else ""
+        else:
+            yield getattr(node, "name", None) or ""
+
+
+def test_names_in_readmes_and_files_in_docstrings_exist():
+    """Names of torch and the command `del` aside."""
+    texts = [path.read_text("utf-8") for path in (*ROOT.glob("callbacks/*.md"), *ROOT.glob(f"{PACKAGE}/**/README.md"))]
+    names = set(re.findall(r"`((?!torch\.|del`)\w[\w.]*(?<!\.py))(?:\(\))?`", "".join(texts)))
+    known = {PACKAGE, *defined_names(), *(part for source in read_package() for part in source.name.split("."))}
+    files = set(re.findall(r"`(?:[\w.]+/)*(\w+\.py)`", "".join(source.text for source in read_package())))
+
+    assert not [name for name in names if not {*name.split(".")} <= known]
+    assert not files - {path.name for top in ("callbacks", PACKAGE, "tests") for path in ROOT.glob(f"{top}/**/*.py")}
 
 
 def test_the_map_for_contributors_names_each_folder():

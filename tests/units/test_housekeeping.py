@@ -47,7 +47,7 @@ def held_by_an_error() -> weakref.ref[Held]:
     return weakref.ref(held)
 
 
-def test_what_an_error_holds_on_its_way_is_collected_by_the_next_span():
+def test_what_an_error_holds_is_collected_by_the_next_span():
     seen = held_by_an_error()
     assert seen() is not None
     with collecting_what_it_leaves():

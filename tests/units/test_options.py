@@ -12,7 +12,8 @@ from hiremate_lightning.callbacks import HiRemateBatchSizeFinder, HiRemateCallba
 from hiremate_lightning.command_line.run import parser
 from hiremate_lightning.errors import ConfigurationError
 from hiremate_lightning.integrations.transformers_trainer import HiRemateTrainerCallback
-from hiremate_lightning.options import OPTIONS, SEARCH_OPTIONS, Option, SessionOptions, make_options, make_size_options
+from hiremate_lightning.options import OPTIONS, SEARCH_OPTIONS, Option, SessionOptions, make_size_options
+from hiremate_lightning.planning.planner import make_options
 from hiremate_lightning.targets.modules import targets_of
 from tests import option_docs
 

@@ -85,7 +85,7 @@ def test_a_budget_that_was_read_is_left_as_it_is() -> None:
         ([1], "it is a list"),
     ],
 )
-def test_what_is_no_budget_is_refused_with_the_reason_and_the_forms(value: object, reason: str) -> None:
+def test_what_is_no_budget_is_refused_with_reason_and_forms(value: object, reason: str) -> None:
     with pytest.raises(BudgetError) as caught:
         parse_budget(value)  # type: ignore[arg-type]
 

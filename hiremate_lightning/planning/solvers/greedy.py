@@ -1,14 +1,9 @@
 """Greedy moves on policies: start from segments, evict at the peak until the step fits, keep more while it still fits.
 
-*Segments* keep the values that cross a few narrow cuts of the forward, and recompute the rest: sqrt(n) memory on any
-graph. Source: T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, arXiv 1604.06174, which cuts
-chains into equal segments. Changed: each cut is where the fewest bytes cross, for a range of segment counts.
-
-Eviction is directed by the peak: of the values that live through it without being used there, the one that frees most
-bytes for the least recomputation is given up until its next use. A value may be evicted again after it was recomputed,
-so that the same node runs several times; models that recompute each value once find nothing where a network's peak is
-dominated by a few large operations. Related: DTR's heuristic (Kirisame et al., "Dynamic Tensor Rematerialization", ICLR
-2021, arXiv 2006.09616), here with the whole future known. Heuristics: no bound on how far they are from the best.
+Segments (T. Chen et al., arXiv 1604.06174) are cut here where the fewest bytes cross, for a range of segment counts.
+Evicted at the peak is what frees most bytes for the least recomputation, up to its next use, also repeatedly. Related:
+DTR's heuristic (Kirisame et al., ICLR 2021, arXiv 2006.09616), here with the whole future known. No bound is known on
+how far these are from the best.
 """
 
 from __future__ import annotations

@@ -1,18 +1,9 @@
 """The least memory that a heuristic finds: narrow segments, then evictions at the peak as far as they go.
 
-Where that does not fit the budget, evictions go on from each value at the peak: to give up a value that lowers nothing
-by itself may open the way to others. They end where the peak is the largest need of a node, whatever is kept.
-
-Where the segments lead to a peak that fits and is near a proven bound, other starts are left out. These evict from the
-policy that keeps everything, or the largest values first, and could lower the peak by no more than that distance.
-
-Values that need not be given up for that peak are kept in the end; where that lowers the peak, it is the limit from
-then on. Where the last evictions recompute much for next to nothing, a peak half a per cent larger is taken. The search
-uses estimated times, since measured ones differ from run to run, and a budget that one run has named as the smallest
-must be enough in the next. There are about as many replays as values, so it takes time in proportion to the step.
-
-The search finds the smallest feasible budget for error messages, and the first program of a training step. Its peak is
-an upper bound on the true minimum, which is NP-hard to find on general graphs.
+It is the first program of a training step, and the smallest budget that errors name: an upper bound on the true
+minimum, which is NP-hard to find. Times are estimated, since a budget that one run has named as the smallest must be
+enough in the next. `docs/formulation.md` has the steps of the search; it takes about as many replays as there are
+values.
 """
 
 from __future__ import annotations

@@ -1,27 +1,9 @@
 """Which saved values are offloaded to the host, and when: a second pass over decisions of what to recompute.
 
-A strategy answers the budget first, exactly as it does where nothing may be offloaded. The schedule of a larger budget
-recomputes less; with its excess offloaded, it may be faster than the first answer. So the strategy answers a few larger
-budgets too, and the pass offloads the excess of each of these, and of plain training. The fastest is taken where it
-gains clearly.
-
-For given decisions the bytes at each moment are known, and so is the excess over the budget. The pass picks storages
-that are idle at these moments until enough is offloaded, and gives each its places. Its copy out begins when it is
-made. The program waits for this copy, and frees the memory, when the budget needs it and not before. Its copy in begins
-as early as there is room, in the order in which values are used again. The pass finds places whenever there are any for
-these decisions, since at worst each storage is gone from its last use to its first. Which storages are the fastest is a
-heuristic. Several decisions, those of larger budgets too, go through it, and the fastest wins.
-
-`offload_bound` proves how fast any such plan could be. Let V be the bytes that are offloaded in it. With all of them
-kept, the same decisions take at most V more than the budget B, so they recompute for T(B + V) or longer, where T bounds
-what is recomputed within a budget (`turn_point.lower_bound`). All V go out before the forward ends and come in after
-it. With F and G the times of forward and backward, and the link's bytes a millisecond, out and in, the plan takes at
-least
-
-    max(0, V / out - F)  +  max(T(B + V), V / in - G)
-
-more than the step without either. The first part grows with V, and T falls, so the least of it over all V is at least
-the least over a few intervals, each with V at its lower end in the quotients and at its upper end in T.
+A strategy answers the budget first, as it does where nothing may be offloaded. Then it answers a few larger budgets;
+the excess of each, and of plain training, is offloaded, and the fastest is taken where it gains clearly. Which storages
+go is a heuristic, places for them are found whenever there are any. `docs/formulation.md` has the places of copies, and
+the proof of `offload_bound`.
 """
 
 from __future__ import annotations

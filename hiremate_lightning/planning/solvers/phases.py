@@ -1,18 +1,8 @@
 """The phased model: a whole step as a mixed-integer program whose memory is checked at a few instants of the backward.
 
-`docs/formulation.md` has the program: its variables, and the rows by the numbers in their names. The instants i_1 < ...
-< i_q cut the backward into phases 0 to q; phase t ends with the node at instant i_(t+1). Variables, all 0 or 1:
-
-    S[t, d]     value d is in memory when phase t starts: at the turn for t = 0, else while the node at instant i_t runs
-    R[t, k]     node k is recomputed during phase t, which takes c_k milliseconds
-
-m_d are bytes of value d made by node p(d), w_k bytes that only k needs while it runs, G and F bytes that no decision
-changes. With every position an instant this is Checkmate in its reduced form (Jain et al., MLSys 2020, arXiv
-1910.02653) less the rows between two instants. With few instants it is a relaxation, so its optimum bounds the time of
-every schedule with this order of the backward from below; and its solution is a schedule. So instants are added only
-where the replay of that solution passes the budget, until it no longer does: a handful settles graphs of thousands of
-nodes. Values so small that all of them together are a two-thousandth of the budget are kept, and counted as nothing in
-the bound.
+The instants i_1 < ... < i_q cut the backward into phases 0 to q; phase t ends with the node at instant i_(t+1). All
+variables are 0 or 1: S[t, d], value d is in memory as phase t starts, and R[t, k], node k is recomputed in phase t.
+`docs/formulation.md` has the program, by the numbers in the names of its rows, and why it is a relaxation.
 """
 
 from __future__ import annotations

@@ -1,18 +1,10 @@
 """The phased model refined until its own solution fits, and improved in large neighbourhoods in between.
 
-Few instants come first, more where the replay says so. Each round solves the program of `phases` and replays the
-solution. Where that passes the budget, memory is checked from then on, and the next round starts; where it fits, it is
-the best schedule there is, up to the gap of the solve, because the program is a relaxation. In between, solutions that
-don't fit are repaired by evictions, so that a schedule is at hand at any time, and the program starts from the best
-one. Where values recomputed one after the other before a single node pass the budget, memory is checked while each of
-them is recomputed, in a way that holds for any order of them. Rounds end where nothing is left to check.
-
-The program of a large step takes a solver many seconds; with most variables fixed it takes tenths of a second. So a
-*neighbourhood* leaves most decisions of the best schedule as they are, and solves for the others. These change from
-turn to turn: those on which the best schedule and the relaxation differ, those of values made in a stretch of the
-forward, and those of values drawn at random. Sources: Shaw, "Using Constraint Programming and Local
-Search Methods to Solve Vehicle Routing Problems", CP 1998; Danna, Rothberg, Le Pape, "Exploring relaxation induced
-neighborhoods to improve MIP solutions", Mathematical Programming 102, 2005.
+Each round solves the program and replays its solution. Where that passes the budget, memory is checked there from then
+on; where it fits, it is the best schedule, up to the gap of the solve. A *neighbourhood* leaves most decisions of the
+best schedule as they are, and solves for the others in tenths of a second (`docs/formulation.md`). Sources: Shaw,
+"Using Constraint Programming and Local Search Methods to Solve Vehicle Routing Problems", CP 1998; Danna, Rothberg, Le
+Pape, "Exploring relaxation induced neighborhoods to improve MIP solutions", Mathematical Programming 102, 2005.
 """
 
 from __future__ import annotations

@@ -1,19 +1,9 @@
-"""The turn-point model of the whole graph, tightened until the replayed peak meets the budget.
+"""The turn-point model: which values are kept through the turn, and which nodes run once more.
 
-Which values are kept through the turn, and which nodes run once more, is a small mixed-integer program:
-
-    minimise    sum_k c_k y_k                          time recomputed
-    (1)         x_d + y_p(d) >= 1      d in U          what the backward reads is kept or recomputed
-    (2)         y_k <= x_d + y_p(d)    d in in(k)      a recomputed node has its inputs
-    (3)         sum_d m_d x_d <= limit                 bytes kept through the turn
-    x_d, y_k in {0, 1}; no y where d can't be recomputed
-
-d are storages of m_d bytes made by node p(d), k nodes of c_k milliseconds, U the storages that the backward reads. Its
-relaxation with the bytes of one instant of the backward in (3) is a lower bound on the time of every schedule with
-this order of the backward (`lower_bound`). The program ignores when values come and go, so its solutions are replayed,
-evicted from where they don't fit, and filled up where they leave room, for several limits. Related: the knapsack of
-PyTorch's activation_memory_budget, which stops at (1) to (3); Checkmate (Jain et al., MLSys 2020, arXiv 1910.02653),
-which models every instant.
+It is a small mixed-integer program, rows (1) to (3) of `docs/formulation.md`, which ignores when values come and go. So
+its solutions are starts, for replay and repair. Its relaxation, with the bytes of one instant of the backward in (3),
+is a lower bound on the time of every schedule with this order of the backward. Related: the knapsack of PyTorch's
+activation_memory_budget, which stops at (1) to (3); Checkmate, which models every instant.
 """
 
 from __future__ import annotations

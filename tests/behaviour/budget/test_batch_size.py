@@ -110,7 +110,7 @@ def assert_a_little_more_does_not_fit(result: BatchSizeResult, max_overhead: flo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(REAL))
-def test_on_real_models_the_size_fits_and_is_more_than_twice_what_plain_training_fits(name):
+def test_on_real_models_the_size_is_over_twice_that_of_eager(name):
     build, budget = REAL[name]
     case = build()
 
@@ -334,7 +334,7 @@ def test_a_step_that_can_not_be_scaled_is_refused(make, step, options, words):
         )
 
 
-def test_a_step_that_is_special_at_the_first_size_is_scaled_from_others():
+def test_a_step_special_at_the_first_size_is_scaled_from_others():
     case = layers()
 
     @network(lambda: {"net": case.model, "special": nn.Linear(32, 32)})
@@ -347,7 +347,7 @@ def test_a_step_that_is_special_at_the_first_size_is_scaled_from_others():
     assert result.real_steps <= MAX_STEPS
 
 
-def test_a_budget_that_not_even_one_sample_fits_is_refused_with_the_smallest_that_would():
+def test_a_budget_too_small_for_one_sample_names_the_smallest():
     case = case_of(nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512)), lambda n: torch.randn(n, 512))
 
     with pytest.raises(InfeasibleBudgetError, match="Not even size 1 fits") as caught:
@@ -384,7 +384,7 @@ def changes(self, x: torch.Tensor) -> torch.Tensor:
     return self.net(x) * self.calls
 
 
-def test_where_no_size_can_be_proven_the_largest_that_has_run_is_given():
+def test_where_no_size_is_proven_the_largest_that_ran_is_given():
     case = case_of(changes(), lambda n: torch.randn(n, 32))
 
     result = case.find("4 MiB", max_overhead=9.0)
@@ -396,7 +396,7 @@ def test_where_no_size_can_be_proven_the_largest_that_has_run_is_given():
 
 
 @pytest.mark.slow
-def test_two_processes_get_the_size_that_the_smaller_budget_allows(tmp_path):
+def test_two_processes_get_the_size_of_the_smaller_budget(tmp_path):
     (first, *_), (second, *_) = ranks = run_two("tests.two_sizes", tmp_path, timeout=240)
 
     assert first.size == second.size

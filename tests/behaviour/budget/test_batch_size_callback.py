@@ -166,7 +166,7 @@ def run(module: pl.LightningModule, *callbacks: Callback, **options: object) -> 
     return watch
 
 
-def test_training_after_the_search_is_training_without_it_bit_for_bit():
+def test_training_after_the_search_is_training_without_it():
     torch.manual_seed(1)
     searched = Module()
     plain = copy.deepcopy(searched)

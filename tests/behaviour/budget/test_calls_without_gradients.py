@@ -100,7 +100,7 @@ def test_cached_embeddings_within_the_budget_say_nothing() -> None:
     assert get_plan(model) is not None
 
 
-def test_an_optimizer_ends_what_is_watched_of_calls_without_gradients() -> None:
+def test_an_optimizer_ends_the_watch_on_calls_without_gradients() -> None:
     """A validation in training mode, before the optimizer steps, is not measured together with that step."""
     model = plan_net("80%")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -69,7 +69,7 @@ def train(name: str, budget: str | None, half: bool, **options: str) -> tuple[li
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("budget", ["75%", "60%"], ids=["loose", "tight"])
 @pytest.mark.parametrize("name", ["gpt", "unet"])
-def test_training_under_a_plan_is_plain_training_within_the_budget(name, budget, half):
+def test_training_by_a_plan_is_eager_within_the_budget(name, budget, half):
     eager, plain_peak = train(name, None, half)[:2]
     captured = train(name, "100%", half)[0]
 
@@ -235,7 +235,7 @@ def test_what_finds_no_room_on_the_host_stays_on_the_device():
 
 
 @pytest.mark.usefixtures("without_templates")
-def test_steps_of_new_sizes_offloaded_what_they_save_within_the_budget():
+def test_steps_of_new_sizes_offload_what_they_save():
     def step(model: nn.Module, length: int) -> torch.Tensor:
         model.zero_grad()
         batch = torch.randn(8, length, 32, generator=torch.Generator().manual_seed(length)).cuda()
@@ -316,7 +316,7 @@ def test_what_was_drawn_on_the_device_is_drawn_again_bit_for_bit(noise):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_masks_of_channels_last_pictures_are_drawn_again_bit_for_bit():
+def test_masks_of_channels_last_pictures_are_drawn_again():
     found = []
     for decide in (None, keep_all, nothing_kept):
         torch.manual_seed(1)
@@ -340,7 +340,7 @@ def test_norms_come_back_from_their_statistics_bit_for_bit(norm):
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("classes", [37, 1024, 4096, 50257])
-def test_softmaxes_in_the_memory_of_what_they_read_are_those_of_eager(classes, dim):
+def test_softmaxes_over_what_they_read_are_those_of_eager(classes, dim):
     """The kernels are others for few classes, for many, for many in a row that is not aligned, and by columns."""
     aten = torch.ops.aten
     source, gradient = torch.randn(67, classes, device="cuda").mul(9), torch.randn(67, classes, device="cuda")
@@ -362,7 +362,7 @@ def test_softmaxes_in_the_memory_of_what_they_read_are_those_of_eager(classes, d
 
 @pytest.mark.parametrize("classes", [37, 1024, 4096, 50257])
 @pytest.mark.parametrize("reduction", [0, 1], ids=["none", "mean"])
-def test_cross_entropies_and_gradients_made_by_rows_are_those_of_eager(change_thresholds, classes, reduction):
+def test_cross_entropies_by_rows_are_those_of_eager(change_thresholds, classes, reduction):
     change_thresholds(part_bytes=1)
     aten, rows = torch.ops.aten, 333
     logits = torch.randn(rows, classes, device="cuda").mul(9).bfloat16()

@@ -17,14 +17,14 @@ def limits() -> Limits:
     return Limits(is_share=True).meeting(BEFORE, 180).meeting(AFTER, 200)
 
 
-def test_the_budget_is_the_most_that_any_state_of_the_step_may_take(limits):
+def test_the_budget_is_the_most_any_state_of_the_step_may_take(limits):
     """Of each state the latest one counts."""
     assert limits.meeting(BEFORE, 185).budget_bytes == 200
     assert limits.meeting(AFTER, 190).budget_bytes == 190
 
 
 @pytest.mark.parametrize(("is_share", "budget_bytes"), [(True, 280), (False, 260)])
-def test_a_share_of_another_state_has_the_optimizers_state_that_was_made_since(is_share, budget_bytes):
+def test_a_share_of_another_state_has_the_new_optimizer_state(is_share, budget_bytes):
     limits = Limits(is_share=is_share).meeting(BEFORE, 180).meeting(AFTER, 200)
     with_state = Resident(180, 0, kinds=(("parameters", 100), ("optimizer state", 80)))
     assert limits.meeting(with_state, 260).budget_bytes == budget_bytes

@@ -69,7 +69,7 @@ def test_planning_measures_what_it_measures_without_a_monitor(tmp_path):
     assert found[0] == found[1]
 
 
-def test_without_a_plan_peaks_are_measured_and_compared_with_nothing():
+def test_without_a_plan_peaks_are_measured_and_not_compared():
     monitor = MemoryMonitor(every_n_steps=2)
     fit(monitor, Spill("on_after_backward"), steps=23)
     activations = 2 * 4 * ROWS * WIDTH * 4  # of eight layers, the least that a plain step keeps
@@ -87,7 +87,7 @@ def test_without_a_plan_peaks_are_measured_and_compared_with_nothing():
         ("on_before_optimizer_step", "the optimizer's step"),
     ],
 )
-def test_an_allocation_outside_of_the_plan_is_announced_with_its_place(hook: str, where: str):
+def test_an_allocation_outside_the_plan_is_announced_with_place(hook: str, where: str):
     with pytest.warns(HiRemateWarning, match=rf"reached .* MiB in {where}, .* above the budget\. "):
         fit(planned(), MemoryMonitor(every_n_steps=1), Spill(hook))
 
@@ -128,7 +128,7 @@ def test_loggers_get_the_peak_of_each_measured_step():
     assert pages[-1][1] == monitor.peak_bytes
 
 
-def test_a_model_that_was_planned_before_is_compared_with_its_plan():
+def test_a_model_planned_before_is_compared_with_its_plan():
     module = hiremate(Lean(), budget="85%", verbose=False)
     run = quiet_trainer(MemoryMonitor(every_n_steps=1), Spill("on_before_backward"))
     with pytest.warns(HiRemateWarning, match="above the budget"):

@@ -106,7 +106,7 @@ def test_models_that_train_in_turns_stay_apart():
     assert targets_of(models[0]) is not targets_of(models[1])
 
 
-def test_the_smaller_budget_counts_and_others_options_keep_models_apart():
+def test_the_smaller_budget_counts_and_options_keep_models_apart():
     for options, are_one in (({"budget": "80%"}, True), ({"budget": "1 GiB"}, False), ({"max_plans": 2}, False)):
         models = nn.ModuleList([Net(), Other()])
         hiremate(models[0], "90%", verbose=False)

@@ -96,7 +96,7 @@ def two_signatures() -> tuple[nn.Module, int]:
 @pytest.mark.parametrize(
     ("fails_at", "error"), [("solving", InfeasibleBudgetError), ("building programs", MemoryError)]
 )
-def test_a_budget_that_fails_at_the_second_signature_changes_nothing(fails_at, error, monkeypatch):
+def test_a_budget_failing_at_the_second_plan_changes_nothing(fails_at, error, monkeypatch):
     """Listeners hear of a budget once all plans are made."""
     model, small_bytes = two_signatures()
     session, told, seen, built = session_of(model), [], [], []
@@ -212,7 +212,7 @@ def test_accumulated_backwards_have_the_same_budget():
     assert len(set(budgets[1:])) == 1
 
 
-def test_gradients_that_live_through_some_forwards_leave_one_budget():
+def test_gradients_living_through_some_forwards_leave_one_budget():
     """As in Lightning: its closure zeroes gradients after the forward, and a validation zeroes them before the next."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()) for _ in range(8)]

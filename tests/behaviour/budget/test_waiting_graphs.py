@@ -159,7 +159,7 @@ def for_another(model: nn.Module, index: int) -> None:
     similar.softmax(1).log().diagonal().mean().neg().backward()
 
 
-def test_a_part_of_an_iteration_without_a_plan_that_is_over_is_said():
+def test_an_unplanned_part_of_an_iteration_over_budget_is_said():
     model = hiremate(make_pair(), "4 MiB", verbose=False, on_infeasible="warn")
     with pytest.warns(HiRemateWarning) as said:
         iterate(model, for_another, [])
@@ -268,7 +268,7 @@ def test_a_dropped_forward_holds_what_its_plan_counts():
 
 
 @pytest.mark.filterwarnings("ignore:The first step of another signature took")
-def test_a_forward_that_ran_by_a_plan_and_is_dropped_will_hold_less():
+def test_a_dropped_forward_that_ran_by_a_plan_will_hold_less():
     """A loop trains a generator and a critic in turns, the critic on pictures that are drawn with gradients."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()) for _ in range(4)))
     hiremate(model, "60%", verbose=False)

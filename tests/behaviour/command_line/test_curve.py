@@ -84,7 +84,7 @@ def test_what_was_found_before_is_remembered():
         solve = smallest_budget if len(asked) == 2 else get_strategy("portfolio")  # the second solve is a weak one
         return solve(problem)
 
-    solve_once = remembering(solve)
+    solve_once = remembering(solve, "portfolio")
     smaller, larger = peak * 70 // 100, peak * 75 // 100
     first = solve_once(problem_of(step, smaller))
     second = solve_once(problem_of(step, larger))
@@ -95,7 +95,7 @@ def test_what_was_found_before_is_remembered():
     assert (second.stopped_by == "proof") == (second.status is Status.OPTIMAL)
 
 
-def test_the_same_problem_is_solved_once_and_again_where_there_is_more_time():
+def test_the_same_problem_is_solved_again_only_with_more_time():
     step = transformer(3)
     budget = replay(problem_of(step, 0), keep_all(step[0])).peak_bytes * 80 // 100
     asked = []
@@ -104,7 +104,7 @@ def test_the_same_problem_is_solved_once_and_again_where_there_is_more_time():
         asked.append(problem.options.time_limit_s)
         return smallest_budget(problem)
 
-    solve_once = remembering(solve)
+    solve_once = remembering(solve, "portfolio")
     found = [solve_once(problem_of(step, budget, time_limit_s=limit)) for limit in (2.0, 2.0, 1.0, 3.0)]
     assert found[0].status is Status.FEASIBLE
     assert len({solution.recompute for solution in found}) == 1
@@ -112,7 +112,7 @@ def test_the_same_problem_is_solved_once_and_again_where_there_is_more_time():
 
 
 def test_another_step_is_solved_anew():
-    solve_once = remembering(get_strategy("portfolio"))
+    solve_once = remembering(get_strategy("portfolio"), "portfolio")
     for blocks in (3, 2):
         step = transformer(blocks)
         budget = replay(problem_of(step, 0), keep_all(step[0])).peak_bytes * 80 // 100

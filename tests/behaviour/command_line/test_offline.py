@@ -271,7 +271,7 @@ def test_costs_can_be_measured_where_the_device_is():
     assert step_time_ms(step.graph, step.profile) > 0
 
 
-def test_a_step_scales_from_two_sizes_to_what_is_captured_at_a_third():
+def test_a_step_scales_from_two_sizes_to_the_capture_of_a_third():
     steps = {size: estimated(capture(mixed, size=size)) for size in (4, 8, 96)}
     template = GraphTemplate([(steps[size].graph, steps[size].profile) for size in (4, 8)], [(4,), (8,)], on_line)
 

@@ -23,7 +23,7 @@ def test_graphs_that_are_retained_ever_more_are_announced_once():
     assert not warn_at([1, 2, 3, 3, 4, 5, 6, 0, 1, 1, 1, 1, 1]), "retained from step to step"
 
 
-def test_bytes_are_added_where_a_peak_and_its_budget_read_the_same():
+def test_bytes_are_added_where_peak_and_budget_read_the_same():
     with pytest.warns(match=r"the budget of 3\.00 MiB: .* least memory found, 3\.00 MiB, 50 B more\.$"):
         Announcements("Net").least(3 * 2**20 + 50, 3 * 2**20)
     with pytest.warns(match=r"the budget of 2\.00 MiB: .* least memory found, 3\.00 MiB\.$"):

@@ -237,7 +237,7 @@ def test_a_planned_model_is_left_as_it_was():
     assert remove_hiremate(model) is model
 
 
-def test_copies_of_a_planned_model_run_plainly_on_their_own_weights():
+def test_copies_of_a_planned_model_run_eager_on_own_weights():
     model = hiremate(Net(), "60%", verbose=False)
     train(model, steps=2)
     x = batch()
@@ -262,7 +262,7 @@ def test_submodules_are_planned_where_only_they_are_called():
     [lambda model, x: model.encoder(x) + model(x), lambda model, x: model(x) + model.encoder(x)],
     ids=["alone first", "whole first"],
 )
-def test_what_is_called_alone_and_in_a_planned_call_is_planned_in_both(call):
+def test_what_is_called_alone_and_in_a_plan_is_planned_in_both(call):
     plain = Net()
     model, counts = hiremate(copy.deepcopy(plain), "100%", verbose=False), []
     for _ in range(3):
@@ -285,7 +285,7 @@ def test_a_part_that_is_called_alone_later_on_is_planned(change_thresholds):
     assert list(targets_of(model).adopted) == ["", "encoder"]
 
 
-def test_a_part_that_is_called_in_a_backward_is_left_to_the_call_that_it_is_computed_again_for():
+def test_a_part_called_in_a_backward_is_left_to_its_outer_call():
     class Checkpointing(Net):
         @torch.compiler.disable
         def outside(self, x):
@@ -331,7 +331,7 @@ def test_a_part_of_what_was_called_is_known_to_be_planned():
         ({"target": "head"}, "keeps its targets: expected target='encoder' as at first, found 'head'.*remove_hiremate"),
     ],
 )
-def test_a_second_request_that_asks_for_more_than_another_budget_is_refused_and_changes_nothing(asked, words):
+def test_a_second_request_for_more_than_a_budget_changes_nothing(asked, words):
     model = hiremate(Net(), "100%", target="encoder", verbose=False)
     train(model)
     plan = get_plan(model)
@@ -341,7 +341,7 @@ def test_a_second_request_that_asks_for_more_than_another_budget_is_refused_and_
     hiremate(remove_hiremate(model), "50%", verbose=False, **asked)
 
 
-def test_a_second_request_may_repeat_the_first_name_an_optimizer_and_be_silent():
+def test_a_second_request_may_repeat_or_name_an_optimizer():
     model, first = Net(), {"solver": "segments", "time_limit_s": 5.0, "target": ["encoder"]}
     optimizer = torch.optim.AdamW(model.parameters())
     model(batch()).sum().backward()
@@ -350,7 +350,7 @@ def test_a_second_request_may_repeat_the_first_name_an_optimizer_and_be_silent()
     hiremate(model, "90%", **first)
     hiremate(model, "80%", optimizer=optimizer, verbose=False)
     session = targets_of(model).session
-    assert session.options.plan.solver == "segments"
+    assert session.options.solver == "segments"
     assert session.stages.reporter.is_silent
     train(model, steps=2)
     assert dict(get_plan(model).resident_parts)["optimizer state"] > 0
@@ -385,7 +385,7 @@ def test_steps_that_no_plan_saw_are_announced_once():
     step()
 
 
-def test_two_optimizers_that_step_in_turn_are_no_reason_to_announce_anything():
+def test_two_optimizers_that_step_in_turn_announce_nothing():
     model = hiremate(Net(), "7 GiB", verbose=False)
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.encoder, model.head)]
     for _ in range(4):
@@ -416,7 +416,7 @@ def plain_list(self, x):
     return x
 
 
-def test_layers_in_a_plain_list_are_announced_once_and_planned_from_the_second_call_on():
+def test_layers_in_a_list_are_announced_once_and_planned_later():
     model = hiremate(plain_list(), "64 MiB", verbose=False)
     parameters = [p for layer in model.layers for p in layer.parameters()]
     x = torch.randn(8, 16)
@@ -484,7 +484,7 @@ def test_a_model_of_which_nothing_is_captured_is_an_error(make, steps):
         take_steps(model, lambda _: torch.randn(2, 4), steps, loss_of=torch.sum, clears="never")
 
 
-def test_an_error_says_what_ended_the_graphs_of_a_model_of_which_nothing_is_captured():
+def test_an_error_says_what_ended_graphs_where_none_is_captured():
     class Looks(nn.Linear):
         def forward(self, x):
             for _ in range(2):
@@ -501,7 +501,7 @@ def look_at(x):
     return x.square() + x.exp() * x.sin()
 
 
-def test_a_budget_that_cannot_be_met_beside_uncaptured_code_says_what_that_is():
+def test_a_budget_not_met_beside_uncaptured_code_names_that_code():
     class Looking(Net):
         def forward(self, x):
             return self.head(look_at(self.encoder(x)))
@@ -546,7 +546,7 @@ def trained_alike(plain, model, batches):
     return said
 
 
-def test_the_parts_of_a_model_of_which_nothing_is_captured_are_planned():
+def test_parts_of_a_model_that_is_not_captured_are_planned():
     plain, model = BreaksInALoop(), BreaksInALoop()
     model.load_state_dict(plain.state_dict())
     hiremate(model, "90%", verbose=False, on_infeasible="warn")
@@ -562,7 +562,7 @@ def test_the_parts_of_a_model_of_which_nothing_is_captured_are_planned():
 
 
 @pytest.mark.parametrize("others", [(), ("last",)])
-def test_parts_of_which_nothing_is_captured_run_beside_the_plan_and_are_announced_once_for_a_class(others):
+def test_uncaptured_parts_run_beside_the_plan_and_are_told_once(others):
     model = BreaksInALoop()
     for name in ("middle", *others):
         setattr(model, name, Disabled(32, 32))
@@ -576,7 +576,7 @@ def test_parts_of_which_nothing_is_captured_run_beside_the_plan_and_are_announce
 
 
 @pytest.mark.parametrize("target", [None, ["first", "last"]])
-def test_a_part_that_is_called_first_and_not_captured_runs_beside_the_plan(target):
+def test_an_uncaptured_part_called_first_runs_beside_the_plan(target):
     class Recurrent(nn.Module):
         def __init__(self):
             super().__init__()
@@ -643,7 +643,7 @@ class EndsRecurrent(InSequence):
         return self.last(self.inner(self.stem(x))[0])
 
 
-def test_no_step_is_given_up_for_what_was_tried_in_vain_where_graphs_end_at_other_sizes(monkeypatch):
+def test_no_step_is_given_up_where_graphs_end_at_other_sizes(monkeypatch):
     model, abandoned = hiremate(EndsRecurrent(), "64 MiB", verbose=False), []
     session = targets_of(model).session
     abandon = session.abandon_step
@@ -671,7 +671,7 @@ def hooked(self, x):
 
 
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
-def test_a_module_with_a_backward_hook_leaves_the_others_of_its_kind_planned(register):
+def test_a_module_with_a_backward_hook_leaves_its_kind_planned(register):
     plain = hooked()
     model = copy.deepcopy(plain)
     for each in (plain, model):
@@ -685,7 +685,7 @@ def test_a_module_with_a_backward_hook_leaves_the_others_of_its_kind_planned(reg
 
 
 @pytest.mark.parametrize(("make", "name"), [(within, "inner"), (Beside, "Beside"), (InSequence, "inner")])
-def test_modules_of_torch_that_are_called_by_what_can_not_be_captured_are_planned(make, name):
+def test_modules_of_torch_that_uncaptured_code_calls_are_planned(make, name):
     plain, model = make(), make()
     model.load_state_dict(plain.state_dict())
     hiremate(model, "90%", verbose=False, on_infeasible="warn")

@@ -131,7 +131,7 @@ def in_halves(self, x):
 
 
 @pytest.mark.parametrize("is_kept", [True, False], ids=["outputs kept until the next step", "outputs dropped"])
-def test_zeros_that_fill_in_and_outputs_that_are_kept_are_in_the_prediction(is_kept):
+def test_zeros_filled_in_and_outputs_kept_are_in_the_prediction(is_kept):
     model, x = in_halves(), torch.randn(1024, 64)
     hiremate(model, "100%", verbose=False)
 
@@ -176,7 +176,7 @@ def gives_state(self, x):
         (with_logits, lambda out, step: out[0], {"rel": 0.01}),
     ],
 )
-def test_what_only_an_absent_gradient_reads_is_not_held_through_the_backward(make, loss_of, tolerance):
+def test_what_only_an_absent_gradient_reads_is_not_held(make, loss_of, tolerance):
     torch.manual_seed(1)
     model = hiremate(make(), "1 GiB", verbose=False)
     train(model, loss_of, steps=4)
@@ -210,7 +210,7 @@ def with_cache(self, x, cache):
     return keys.tanh().transpose(1, 2).flatten(-2)[:, -16:], keys
 
 
-def test_reshapes_are_those_of_plain_training_where_a_gradient_is_missing():
+def test_reshapes_are_those_of_eager_where_a_gradient_is_missing():
     """To reshape the sum of both gradients takes a copy. The one that comes has strides that allow a view."""
 
     def gradients(model):

@@ -231,7 +231,7 @@ def in_parts(self, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:.*was not captured as a whole")
-def test_a_plan_stays_where_an_optimizer_has_made_its_state_since_the_other_micro_batches():
+def test_a_plan_stays_where_an_optimizer_made_its_state_since():
     model, solutions = in_parts(), []
     hiremate(model, "75%", verbose=False, time_limit_s=2)
     targets_of(model).session.listeners.append(lambda plan: solutions.append(plan.solution))
@@ -253,7 +253,7 @@ def train_with_gradients_that_stay(budget):
     return plans
 
 
-def test_gradients_that_stay_though_an_optimizer_has_used_them_are_no_memory_beyond_the_plan():
+def test_gradients_that_stay_after_an_optimizer_step_are_planned():
     """The bytes that a share gives where gradients stay are used."""
     first, *_, last = train_with_gradients_that_stay("60%")
     rooms = [plan.budget_bytes - plan.planned_peak_bytes for plan in (first, last)]

@@ -56,7 +56,7 @@ def train_in_the_backward(model: nn.Module, steps: int = 6) -> list[torch.Tensor
     return [p.detach() for p in model.parameters()]
 
 
-def test_optimizers_that_step_in_the_backward_leave_no_profiler_running():
+def test_optimizers_stepping_in_the_backward_leave_no_profiler():
     model = planned_alike(layers(), train_in_the_backward, "70%")
     targets_of(model).session.end_step()
     assert not is_profiled()
@@ -289,7 +289,7 @@ def train_beside(plain: nn.Module) -> tuple[nn.Module, list[str]]:
 
 
 @pytest.mark.parametrize("level", [logging.WARNING, logging.ERROR])
-def test_what_torch_compile_fails_on_runs_as_it_is_and_what_it_calls_is_planned(monkeypatch, request, level):
+def test_what_torch_compile_fails_on_is_eager_its_parts_planned(monkeypatch, request, level):
     def fail_on_large_graphs(graph, capture):
         if len(graph.find_nodes(op="call_function", target=torch.ops.aten.gelu.default)) > 2:
             raise AssertionError("too large")
@@ -332,7 +332,7 @@ def marked(self, x: torch.Tensor) -> torch.Tensor:
     return self.body(x) * marks
 
 
-def test_what_fails_only_as_it_is_traced_runs_as_it_is_and_what_it_calls_is_planned():
+def test_what_fails_as_it_is_traced_is_eager_its_parts_planned():
     model, texts = train_beside(marked())
     assert "could not capture a part of Marked, which runs without a plan: RuntimeError(" in texts[0]
     assert get_plan(model).schedule.recomputed(get_plan(model).graph)
@@ -392,7 +392,7 @@ def test_planning_comes_back_when_a_backward_hook_goes():
     assert runs_by_step(model, 6)[-2:] == [1, 1]
 
 
-def test_models_are_planned_in_threads_one_after_another_and_beside_each_other():
+def test_models_are_planned_in_threads_in_turn_and_side_by_side():
     """Both are in the middle of a measured step at once; calls take turns, as the limits ask for."""
     models = [hiremate(layers(), "70%", verbose=False) for _ in range(2)]
     expected, turns, found = gradients_of(layers()), threading.Lock(), {}
@@ -430,7 +430,7 @@ def times_pairs(self, x):
     return sum(self.linear(x) * factor + term for factor, term in self.pairs)
 
 
-def test_tuples_that_tell_no_length_are_captured_and_seen_to_change(recwarn):
+def test_tuples_without_a_length_are_captured_and_seen_to_change(recwarn):
     plain, x = times_pairs(), torch.randn(4, 8)
     module = hiremate(copy.deepcopy(plain), "100%", verbose=False)
     for pair in (Pair((2, 3)), Pair((2, 3)), Pair((5, 3))):
@@ -471,7 +471,7 @@ def steps_by_stages(self, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.filterwarnings(
     "ignore:.*should not be instantiated:DeprecationWarning", "ignore:.*was captured as a whole"
 )
-def test_code_that_changes_tensors_unseen_by_autograd_does_so_where_it_is_captured_alone():
+def test_code_captured_alone_changes_tensors_unseen_by_autograd():
     train_both(steps_by_stages, simple_loop(lambda index: torch.randn(64, 16) / (1 + index)), "100%")
 
 
@@ -486,7 +486,7 @@ class Remembers:
         return self.seen[-1]
 
 
-def test_parts_are_planned_where_each_step_has_a_forward_of_its_own():
+def test_parts_are_planned_where_each_step_has_its_own_forward():
     torch.manual_seed(0)
     model = hiremate(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)), "100%", verbose=False)
     targets = targets_of(model)
@@ -541,7 +541,7 @@ class RecurrentFirst(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*could not be captured", "ignore:.*captured as a whole")
-def test_what_runs_before_the_first_planned_part_is_measured_in_each_step():
+def test_what_runs_before_the_first_part_is_measured_each_step():
     torch.manual_seed(0)
     model = hiremate(RecurrentFirst(), "100%", verbose=False)
     x = torch.randn(32, 64, 16)

@@ -92,7 +92,7 @@ def test_a_module_that_is_called_several_times_in_a_step_is_exact(make, loss_of)
 
 
 @pytest.mark.parametrize("options", [{"backwards": 2}, {"retain_graph": True}])
-def test_it_is_exact_where_gradients_are_accumulated_and_where_a_backward_runs_again(options):
+def test_accumulated_gradients_and_second_backwards_are_exact(options):
     train_both(Tied, loop_of(twice, **options))
 
 

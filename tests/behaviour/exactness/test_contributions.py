@@ -117,7 +117,7 @@ def gated(self, x: torch.Tensor) -> torch.Tensor:
     return (kept * value + torch.exp(value - highest)).square().mean()
 
 
-def test_views_that_are_read_in_several_parts_are_traced_with_their_sizes(recwarn):
+def test_views_read_in_several_parts_are_traced_with_their_sizes(recwarn):
     model = trained_exactly(gated)
     assert targets_of(model).session.captured_count == 2
     assert not [str(w.message) for w in recwarn]
@@ -171,7 +171,7 @@ def residual(self, x: torch.Tensor) -> torch.Tensor:
     return h.square().mean()
 
 
-def test_a_part_that_was_captured_for_a_leaf_is_exact_for_computed_values():
+def test_a_part_captured_for_a_leaf_is_exact_for_computed_values():
     model = trained_exactly(residual)
     assert targets_of(model).session.captured_count < 6
 

@@ -64,7 +64,7 @@ def test_strides_of_dimensions_of_size_one_are_those_of_kernels(shape, strides, 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("strides", [(6, 1), (1, 4)], ids=str)
-def test_gradients_of_a_logarithmic_softmax_are_traced_as_kernels_make_them(device, strides):
+def test_gradients_of_log_softmax_are_traced_as_kernels_do(device, strides):
     """They are contiguous, whatever they are made of; torch's own trace takes over the strides of what it reads."""
     with traced_as_eager(), FakeTensorMode():
         gradient = torch.empty_strided((4, 6), strides, device=device)

@@ -48,7 +48,7 @@ def _quiet():
     suppress_health_check=list(HealthCheck),
 )
 @given(st.data())
-def test_drawn_networks_train_as_without_a_plan_and_within_the_budget(data):
+def test_drawn_networks_train_as_eager_and_within_the_budget(data):
     recipe = draw(lambda values: data.draw(st.sampled_from(list(values))), longest=7, names=WHOLE)
     try:
         check(compare(recipe))
@@ -56,7 +56,7 @@ def test_drawn_networks_train_as_without_a_plan_and_within_the_budget(data):
         return
 
 
-def test_what_tracing_takes_is_within_the_budget_where_graphs_come_again():
+def test_tracing_graphs_that_come_again_is_within_the_budget():
     """States of the random generator, 5 KB each, while a graph is traced anew in each step of 77 KB."""
     between = [("code between graphs", *places) for places in ((1, 1, 6), (1, 2, 4), (7, 3, 3))]
     first, *others = between
@@ -69,7 +69,7 @@ def test_what_tracing_takes_is_within_the_budget_where_graphs_come_again():
 
 
 @pytest.mark.parametrize("name", sorted(OPERATIONS))
-def test_each_operation_trains_as_without_a_plan_and_within_the_budget(name):
+def test_each_operation_trains_as_eager_and_within_the_budget(name):
     setting = random.Random(name).randrange(8)
     recipe = Recipe((("linear", 0, 1, 0), (name, 0, 1, setting), ("activation", 0, 0, 0)), rows=2, share=4)
     outcome = compare(recipe)

@@ -133,7 +133,7 @@ def broken(self, x: Tensor) -> Tensor:
     return self.second(h + slope)
 
 
-def test_a_gradient_between_captured_graphs_is_none_of_what_is_captured(recwarn):
+def test_a_gradient_between_captured_graphs_is_not_captured(recwarn):
     plan = train_both(broken, simple_loop(lambda index: torch.randn(ROWS, WIDTH), steps=4), "80%")
     assert plan is not None
     assert not any("get_ident" in str(w.message) for w in recwarn)

@@ -221,7 +221,7 @@ PEAKS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and the bytes of lo
 
 
 @pytest.mark.parametrize(("make", "itemsize"), PEAKS.values(), ids=PEAKS)
-def test_the_peak_is_what_was_planned_and_the_logits_are_most_of_it(change_thresholds, make, itemsize):
+def test_the_peak_is_as_planned_and_mostly_the_logits(change_thresholds, make, itemsize):
     plainly, planned = added_peaks(make(), batch(0))
     parts = 2 * 4 * 16 * MANY
     gradients = 4 * MANY * (WIDTH + 1)
@@ -245,7 +245,7 @@ def test_the_peak_without_a_plan_is_that_of_plain_pytorch(name):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("holds", [False, True], ids=["dropped", "held"])
-def test_logits_that_are_returned_are_overwritten_where_nobody_holds_them(dtype, holds):
+def test_returned_logits_that_nobody_holds_are_overwritten(dtype, holds):
     logs, peaks, held = [], [], []
     for is_planned in (False, True):
         torch.manual_seed(0)
@@ -275,7 +275,7 @@ def test_logits_that_are_returned_are_overwritten_where_nobody_holds_them(dtype,
     assert 2 < added < 3 if holds else 1 < added < 2
 
 
-def test_a_budget_that_fits_where_nobody_holds_the_logits_is_not_refused():
+def test_a_budget_that_fits_with_logits_freed_is_not_refused():
     def train(budget: str | int) -> Any:
         torch.manual_seed(0)
         module = hiremate(Words(lambda y, x: (entropy(y, x), y), torch.float32, MANY), budget, verbose=False)

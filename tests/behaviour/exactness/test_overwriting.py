@@ -105,7 +105,7 @@ def numbers(dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("target", CALLS, ids=str)
-def test_what_is_written_over_an_argument_is_what_would_be_allocated(target, layout, dtype):
+def test_what_overwrites_an_argument_is_what_would_be_allocated(target, layout, dtype):
     arguments, options = CALLS[target]
 
     def make() -> Tensor:
@@ -130,7 +130,7 @@ def test_what_is_written_over_an_argument_is_what_would_be_allocated(target, lay
     [(target, how) for target in WRITES for how in (("contiguous",) if target in _INTO_FIRST_BY_ROWS else LAYOUTS)],
     ids=lambda value: value if isinstance(value, str) else name_of(value),
 )
-def test_what_is_written_into_a_tensor_is_what_would_be_written_into_a_copy(target, layout):
+def test_writes_into_a_tensor_are_those_into_a_copy(target, layout):
     arguments, options = WRITES[target]
     call = arguments(lambda: LAYOUTS[layout](numbers(torch.float32)))
     before = call[0].clone()
@@ -166,7 +166,7 @@ def spectra(self, x: Tensor) -> Tensor:
     [lambda a, b: b, torch.mul, lambda a, b: a / (b + 2), lambda a, b: torch.sigmoid(b), lambda a, b: torch.tanh(b)],
     ids=["weighted", "product", "quotient", "sigmoid", "tanh"],
 )
-def test_complex_products_round_as_they_do_where_nothing_is_overwritten(combine):
+def test_complex_products_round_as_where_nothing_is_overwritten(combine):
     loop = simple_loop(lambda index: torch.randn(ROWS, 8 * WIDTH), loss_of=Tensor.sum)
     train_both(lambda: spectra(combine), loop, "100%")
 
@@ -301,7 +301,7 @@ CHOICES: dict[str, tuple[Callable[..., Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_only_what_the_backward_made_and_nobody_reads_is_overwritten(name):
+def test_only_unread_values_of_the_backward_are_overwritten(name):
     """The caller gets no view of what was overwritten, where an input has a gradient."""
     function, expected = CHOICES[name]
     x = torch.randn(ROWS, WIDTH, requires_grad=("view" in name.split() and "read" not in name) or name == "of an input")
@@ -317,7 +317,7 @@ def test_a_gradient_that_is_returned_is_not_overwritten():
     assert not overwriting_ops(captured_of(function, x, shift.requires_grad_()))
 
 
-def test_an_overwriting_operation_has_its_argument_s_storage_and_is_work():
+def test_what_overwrites_has_its_argument_s_storage_and_is_work():
     captured = captured_of(lambda f, x: f[1](f[0](x).relu()))
     graph = captured.graph
     index = next(i for i, node in enumerate(captured.fx_nodes) if node in captured.overwrites)
@@ -492,7 +492,7 @@ def test_a_sum_that_is_but_one_of_its_terms_is_left_alone():
 
 
 @pytest.mark.parametrize("missing", [frozenset[int](), frozenset({0}), frozenset({1}), frozenset({0, 2})], ids=str)
-def test_the_graph_without_some_gradients_overwrites_what_its_program_overwrites(missing):
+def test_graphs_lacking_gradients_overwrite_as_their_programs(missing):
     captured = captured_by(residues(), rows(0))
     found = absent.find_absent(captured, missing)
     graph, _ = absent.without(captured, found, estimate(captured.graph))

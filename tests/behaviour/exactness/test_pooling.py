@@ -238,7 +238,7 @@ def test_a_gradient_of_a_gradient_is_exact():
 
 
 @pytest.mark.parametrize("pool", [activated, then_activated, several], ids=lambda pool: pool.__name__)
-def test_the_peak_is_lower_than_that_of_plain_pytorch_and_both_are_foreseen(change_thresholds, pool):
+def test_the_peak_is_below_that_of_eager_and_both_are_foreseen(change_thresholds, pool):
     change_thresholds(part_bytes=1)
     torch.manual_seed(1)
     plainly, planned = added_peaks(Pooled(pool), batch(0))

@@ -258,7 +258,7 @@ def test_autocast_ends_where_an_error_leaves_its_block(ends):
     train_both(lambda: Inverting(ends), loop, "100%")
 
 
-def test_a_skipped_step_of_a_gradient_scaler_is_skipped_under_a_plan():
+def test_a_step_that_a_gradient_scaler_skips_is_skipped_planned():
     def loop(module: nn.Module) -> Log:
         optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60, growth_interval=2)
@@ -355,7 +355,7 @@ def test_types_and_layouts_are_exact(make, make_batch):
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, partial(nn.InstanceNorm1d, affine=True)])
-def test_statistics_of_norms_in_half_precision_are_counted_in_the_type_that_they_have(norm):
+def test_statistics_of_half_precision_norms_count_in_their_type(norm):
     model = nn.Sequential(*(nn.Sequential(nn.Conv1d(32, 32, 1), norm(32), nn.ReLU()) for _ in range(4)))
     hiremate(model, "60%", verbose=False, on_infeasible="warn")
     for _ in range(5):
@@ -383,7 +383,7 @@ def gradients_of(module: nn.Module, is_backward_inside: bool) -> list[Tensor | N
     return [p.grad for p in module.parameters()]
 
 
-def test_a_backward_inside_of_autocast_keeps_the_types_of_its_forward():
+def test_a_backward_within_autocast_keeps_the_forward_s_types():
     """PyTorch advises against it, and casts products of such a backward alone: no gradient could be computed again."""
     torch.manual_seed(0)
     module = nn.Sequential(*(dithered() for _ in range(4)))

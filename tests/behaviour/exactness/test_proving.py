@@ -20,7 +20,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from hiremate_lightning import ConfigurationError, HiRemateWarning, Plan, get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.options import make_options
+from hiremate_lightning.planning.planner import make_options
 from hiremate_lightning.proofs import proving
 from hiremate_lightning.proofs.differences import differences
 from hiremate_lightning.proofs.trials import Trial, TrialOutcome

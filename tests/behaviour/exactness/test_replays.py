@@ -76,7 +76,7 @@ by_columns.register_fake(torch.empty_like)  # which says that the result lies by
 by_columns.register_autograd(lambda _, gradient: gradient.clone())
 
 
-def test_masks_are_drawn_again_in_the_order_of_the_memory_that_a_kernel_gave():
+def test_masks_are_drawn_again_in_the_order_of_a_kernel_s_memory():
     found = []
     for decide in (keep_all, nothing_kept):  # eager's products of such gradients are rounded otherwise
         torch.manual_seed(1)
@@ -114,7 +114,7 @@ def test_states_that_nobody_reads_are_not_taken():
     assert "_state" not in program.forward_module.code
 
 
-def test_a_draw_from_a_state_leaves_the_generator_alone_even_where_it_fails():
+def test_even_a_failing_draw_leaves_the_generator_alone():
     state = generator_state(CPU)
     first = torch.rand(5)
     before = generator_state(CPU)

@@ -46,7 +46,7 @@ def soak(model: nn.Module, steps: int, checked: tuple[int, ...]) -> list[int]:
 
 
 @pytest.mark.parametrize("steps", [60, pytest.param(1000, marks=pytest.mark.slow)])
-def test_changing_shapes_fill_no_memory_and_no_more_plans_than_allowed(steps):
+def test_changing_shapes_fill_no_memory_and_keep_to_max_plans(steps):
     plain = make()
     soak(plain, steps, ())
     model = make()

@@ -646,7 +646,7 @@ class Copying(Tensor):
 
 
 @pytest.mark.filterwarnings("ignore::hiremate_lightning.HiRemateWarning")
-def test_calls_with_a_class_that_ends_graphs_are_not_captured_again():
+def test_calls_with_a_class_ending_graphs_are_not_captured_again():
     layers = nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(400, 2)
     module, tried = hiremate(nn.Sequential(*layers), "1 GiB", verbose=False), []
     for index in range(12):
@@ -828,7 +828,7 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_number_that_changes_with_each_call_is_no_reason_to_capture_anew(use):
+def test_a_number_changing_with_each_call_causes_no_new_captures(use):
     function, most = USES[use]
     made: list[Counting] = []
 
@@ -878,7 +878,7 @@ def changed_in_place(results: tuple[Tensor, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("budget", ["50%", "100%"])
-def test_results_that_plain_training_reads_no_more_may_be_changed_in_place(budget):
+def test_results_that_eager_reads_no_more_may_change_in_place(budget):
     def make() -> nn.Module:
         return returned(nn.Sequential(nn.Sigmoid(), nn.Sigmoid(), nn.Sigmoid(), nn.Linear(WIDTH, WIDTH)))
 

@@ -149,7 +149,7 @@ def test_a_batch_size_that_does_not_fit_is_backed_off_from():
     assert found == tried[-1] < tried[0]
 
 
-def test_an_infeasible_budget_is_an_error_that_names_one_that_works():
+def test_an_infeasible_budget_is_an_error_naming_one_that_works():
     accelerator = Accelerator(cpu=True)
 
     def train(budget: int | str) -> None:
@@ -213,7 +213,7 @@ def test_not_exactly_one_module_after_the_accelerator_is_refused():
         prepare_hiremate(nn.Sequential(), Accelerator(cpu=True), budget="70%")  # type: ignore[arg-type]
 
 
-def test_an_accelerator_that_cannot_prepare_leaves_the_model_alone():
+def test_an_accelerator_that_can_t_prepare_leaves_the_model():
     class Failing(Accelerator):
         def prepare(self, *_):
             raise RuntimeError("no")

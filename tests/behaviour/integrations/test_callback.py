@@ -438,7 +438,7 @@ def test_a_validation_that_calls_the_training_step_is_not_planned():
     assert difference <= 1024, "it was measured in a step, not in a validation"
 
 
-def test_what_users_put_in_the_place_of_methods_is_called_and_stays():
+def test_replacements_of_methods_by_users_are_called_and_stay():
     logged = []
 
     class Patched(CallsItself):
@@ -482,7 +482,7 @@ def test_the_batch_size_finder_sees_the_planned_model():
     assert all(slots)
 
 
-def test_the_batch_size_finder_backs_off_from_a_budget_that_is_too_small():
+def test_the_batch_size_finder_backs_off_from_a_small_budget():
     torch.manual_seed(5)
     module = CallsItself(batch_size=256)
     finder = BatchSizeFinder(mode="power", steps_per_trial=3, init_val=256, max_trials=6)
@@ -490,7 +490,7 @@ def test_the_batch_size_finder_backs_off_from_a_budget_that_is_too_small():
     assert 256 <= module.batch_size < 256 * 2**6
 
 
-def test_an_infeasible_budget_is_an_out_of_memory_error_to_everyone():
+def test_an_infeasible_budget_is_an_out_of_memory_error_to_all():
     module = CallsItself()
     with pytest.raises(InfeasibleBudgetError) as caught:
         quiet_trainer(planned("1 MiB")).fit(module, batches(rows=16 * ROWS))
@@ -499,7 +499,7 @@ def test_an_infeasible_budget_is_an_out_of_memory_error_to_everyone():
     assert_left_alone(module)
 
 
-def test_with_warn_an_infeasible_budget_trains_on_and_says_so_once():
+def test_with_warn_an_infeasible_budget_trains_on_and_warns_once():
     torch.manual_seed(5)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -532,7 +532,7 @@ class DeepWithHeavyLoss(Deep):
         return batches(rows=2048, width=64)
 
 
-def test_what_the_planned_modules_do_not_receive_of_a_batch_counts():
+def test_what_planned_modules_do_not_receive_of_a_batch_counts():
     torch.manual_seed(5)
     resident = []
     for with_labels in (False, True):
@@ -547,7 +547,7 @@ def test_what_the_planned_modules_do_not_receive_of_a_batch_counts():
 @pytest.mark.parametrize(
     ("kind", "target"), [(Deep, None), (Deep, "training_step"), (DeepWithHeavyLoss, None)], ids=str
 )
-def test_the_measured_peak_is_within_the_budget_and_near_the_prediction(kind, target):
+def test_the_peak_is_within_the_budget_and_near_the_prediction(kind, target):
     torch.manual_seed(5)
     callback = planned("60%", target=target)
     quiet_trainer(callback).fit(kind())

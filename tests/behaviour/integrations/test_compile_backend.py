@@ -125,7 +125,7 @@ def test_the_backend_is_found_without_importing_the_package():
     assert result.returncode == 0, result.stderr
 
 
-def test_graphs_on_both_sides_of_a_break_are_planned_as_one_step_with_all_their_tensors():
+def test_graphs_on_both_sides_of_a_break_are_planned_as_one_step():
     model = assert_trains_the_same(halves)
 
     assert_within_budget(model)
@@ -135,7 +135,7 @@ def test_graphs_on_both_sides_of_a_break_are_planned_as_one_step_with_all_their_
     assert {id(b) for b in root.buffers()} == {id(b) for b in model.buffers()}
 
 
-def test_models_compiled_with_other_options_have_their_own_session():
+def test_models_compiled_with_other_options_have_own_sessions():
     for budget in ("80%", "90%"):
         model = chain(1)
         train(compiled(model, budget=budget), model, rows=(ROWS,) * 2)
@@ -240,7 +240,7 @@ def test_a_second_model_of_the_same_kind_runs_by_the_same_plan():
     assert len(first.plans) == 1
 
 
-def test_a_model_of_another_kind_does_not_inherit_the_session_of_one_that_is_gone():
+def test_a_model_of_another_kind_inherits_no_session_of_one_gone():
     for depth in (1, 2):
         model = chain(depth)
         train(compiled(model), model, rows=(ROWS,) * 2)
@@ -289,7 +289,7 @@ def test_a_budget_that_nothing_fits_is_refused_with_the_smallest():
         train(compiled(model := chain(1), budget="1 KiB"), model)
 
 
-def test_a_function_around_a_planned_model_is_refused_with_what_to_write():
+def test_a_function_around_a_planned_model_is_refused_saying_how():
     model = hiremate(chain(1), "1 GiB", verbose=False)
 
     with pytest.raises(ConfigurationError, match=r"Sequential is planned already by hiremate.*without torch\.compile"):
@@ -297,7 +297,7 @@ def test_a_function_around_a_planned_model_is_refused_with_what_to_write():
 
 
 @pytest.mark.parametrize("backend", ["hiremate", "eager"])
-def test_a_planned_model_that_is_compiled_is_refused_with_what_to_write(backend):
+def test_a_planned_model_that_is_compiled_is_refused_saying_how(backend):
     model = hiremate(halves(), "1 GiB", verbose=False)
 
     with pytest.raises(ConfigurationError, match=r"^A torch\.compile is around a module that is planned.*without"):

@@ -45,7 +45,7 @@ def test_a_planned_model_is_saved_loaded_and_left_as_it_was(place, tmp_path):
     assert all(m._compiled_call_impl is None for m in model.modules())
 
 
-def test_a_second_call_changes_the_budget_wherever_it_finds_the_model():
+def test_a_second_call_changes_the_budget_of_a_wrapped_model():
     fabric, made, model, _ = set_up("before")
     for index in range(2):
         fabric.backward(model(make_batch(index)).square().mean())

@@ -105,7 +105,7 @@ def test_a_script_in_the_style_of_nanogpt_trains_the_same(capsys):
 
 @pytest.mark.models
 @pytest.mark.parametrize("checkpointing", [(), ("--gradient_checkpointing", "true")], ids=["plain", "checkpointed"])
-def test_a_script_of_transformers_with_its_trainer_trains_the_same(capsys, checkpointing):
+def test_a_script_with_transformers_trainer_trains_the_same(capsys, checkpointing):
     """With activation checkpointing too, which the Trainers of trl switch on by default."""
     arguments = ("--output_dir", ".", "--max_steps", "4", "--use_cpu", "--report_to", "none", "--disable_tqdm", "true")
     evaluation = ("--save_strategy", "no", "--eval_strategy", "steps", "--eval_steps", "2")
@@ -121,7 +121,7 @@ def test_a_script_of_transformers_with_its_trainer_trains_the_same(capsys, check
 
 
 @pytest.mark.models
-def test_a_loop_with_accelerate_and_padded_batches_trains_the_same(capsys):
+def test_a_loop_of_accelerate_on_padded_batches_trains_the_same(capsys):
     run_both(capsys, "90%", "run_glue_no_trainer.py")
 
 

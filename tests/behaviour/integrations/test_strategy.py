@@ -102,7 +102,7 @@ def test_one_trainer_fits_twice_and_tests():
     assert_left_alone(module)
 
 
-def test_checkpoints_are_saved_last_and_say_nothing_of_the_strategy(tmp_path):
+def test_checkpoints_are_saved_last_without_the_strategy(tmp_path):
     files = []
     for number, options in enumerate([{}, {"strategy": strategy()}]):
         folder = tmp_path / str(number)

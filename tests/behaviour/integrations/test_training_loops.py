@@ -92,7 +92,7 @@ class Interrupts(Callback):
 
 
 @pytest.mark.parametrize("step", [0, 1, 3])
-def test_a_stop_by_hand_in_the_middle_of_a_step_leaves_the_module_as_it_was(step):
+def test_a_stop_within_a_step_leaves_the_module_as_it_was(step):
     def stop(*callbacks: Callback) -> pl.LightningModule:
         torch.manual_seed(5)
         module = CallsItself()

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from hiremate_lightning.options import SessionOptions
 from hiremate_lightning.out_of_memory import InfeasibleBudgetError
 from hiremate_lightning.planning.headroom import unless_short
-from hiremate_lightning.planning.plan import PlanOptions
 from hiremate_lightning.planning.planner import make_plan
 from hiremate_lightning.planning.shared_solving import SharedSolving, agreed, announce, digest, shared
 from hiremate_lightning.planning.solvers import get_strategy
@@ -143,7 +143,7 @@ def test_a_budget_too_small_for_one_rank_is_an_error_on_all(ranks, rank):
     def plan(index):
         limit = room(1_000 if index == rank else 100 * BUDGET)
         with pytest.raises(InfeasibleBudgetError) as caught:
-            unless_short(make_plan(step, limit, PlanOptions(), solve=ranks[index].solve))
+            unless_short(make_plan(step, limit, SessionOptions(), solve=ranks[index].solve))
         return str(caught.value)
 
     texts = together(lambda: plan(0), lambda: plan(1))
@@ -159,7 +159,7 @@ def test_ranks_that_solve_several_times_do_so_together(store):
     step = merge([Call(*transformer(4))], [0])
 
     def plan(index):
-        return unless_short(make_plan(step, room(BUDGET), PlanOptions(), solve=ranks[index].solve))
+        return unless_short(make_plan(step, room(BUDGET), SessionOptions(), solve=ranks[index].solve))
 
     first, second = together(lambda: plan(0), lambda: plan(1))
 
@@ -167,7 +167,7 @@ def test_ranks_that_solve_several_times_do_so_together(store):
     assert first.solution.recompute == second.solution.recompute
 
 
-def test_sizes_measured_outside_of_the_operations_make_no_other_step():
+def test_sizes_measured_outside_operations_make_no_other_step():
     graph, _ = transformer(4)
     outside = next(i for i, s in enumerate(graph.storages) if not s.kind.is_resident)
     larger = replace(graph.storages[outside], size_bytes=graph.storages[outside].size_bytes + 64)

@@ -61,7 +61,7 @@ def test_both_ranks_keep_to_the_smaller_budget(ranks):
     assert first.planned_peak_bytes <= second.budget_bytes < first.budget_bytes
 
 
-def test_both_ranks_take_as_long_as_the_slower_one_and_share_the_plan(ranks):
+def test_both_ranks_share_the_times_of_the_slower_and_the_plan(ranks):
     (first, seconds), (second, _) = (left["slow"] for left in ranks)
     assert seconds > SLOW_S
     assert first.plan.solution.recompute == second.plan.solution.recompute

@@ -46,13 +46,13 @@ def test_uses_add_up_to_what_the_simulator_counts(keep: tuple[str, ...]):
     assert total.extra_ms == pytest.approx(plan.planned.recompute_ms)
 
 
-def test_kept_and_not_kept_are_what_plain_training_keeps_if_the_plan_keeps_part_of_it():
+def test_kept_and_not_kept_add_up_to_what_eager_keeps():
     plan = blocks_plan(2, keep=("qkv", "add", "up", "gelu", "residual"))
     total = add_uses(uses_by_module(plan).values())
     assert total.kept_bytes + total.dropped_bytes == plan.unplanned.saved_bytes
 
 
-def test_an_operation_that_runs_twice_again_counts_once_with_all_its_time():
+def test_an_operation_run_twice_again_counts_once_with_all_time():
     """Views are no operations: of qkv, its split and attend two are."""
     plan = blocks_plan(1)
     assert uses_by_module(plan)["net.blocks.0.attn"].operations == 2

@@ -229,7 +229,7 @@ def test_a_terminal_gets_progress_then_the_table_then_lines():
     assert text.endswith("a note\n")
 
 
-def test_plans_of_smaller_steps_than_one_that_was_shown_get_a_line():
+def test_plans_of_smaller_steps_than_one_shown_get_a_line():
     console = terminal()
     reporter = Reporter("full", console=console)
     small, large = blocks_plan(2), blocks_plan(4)
@@ -285,7 +285,7 @@ def test_without_terminal_lines_go_to_the_log_where_it_takes_them(
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_log_that_was_never_asked_for_such_lines_does_not_swallow_them(
+def test_a_log_never_asked_for_such_lines_swallows_none(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ):
     assert logging.getLogger("hiremate_lightning").level == logging.NOTSET  # and the root's is WARNING
@@ -352,7 +352,7 @@ def test_progress_counts_within_its_stage(total: int | None, shown: str):
         (4.0, 4.0, "extra time +4.0%, the best possible"),
     ],
 )
-def test_a_solve_shows_its_best_plan_and_how_good_it_is_proven_to_be(best_ms: float, bound_ms: float, shown: str):
+def test_a_solve_shows_its_best_plan_and_its_proven_quality(best_ms: float, bound_ms: float, shown: str):
     console = terminal()
     reporter = Reporter(console=console)
     with reporter.stage("solving"):

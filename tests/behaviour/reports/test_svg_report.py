@@ -71,7 +71,7 @@ def test_a_budget_far_above_all_memory_is_not_drawn(tmp_path: Path):
     assert not [text for text in words(picture) if text.startswith("budget")]
 
 
-def test_the_legend_names_each_band_once_and_fits_into_the_picture(tmp_path: Path):
+def test_the_legend_names_each_band_once_and_fits_the_picture(tmp_path: Path):
     plan = replace(mixed_plan(4), resident_parts=(("parameters", 2_000_000),))
     picture = draw(plan, tmp_path, width=480)
     said = words(picture)

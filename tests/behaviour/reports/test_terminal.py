@@ -88,7 +88,7 @@ def test_the_table_at_80_columns_is_exactly_this():
 
 
 @pytest.mark.parametrize("width", [60, 72, 80, 110, 140])
-def test_no_line_is_wider_than_the_console_and_none_wider_than_110(width: int):
+def test_no_line_is_wider_than_the_console_or_than_110(width: int):
     """A narrow table leaves out the bars and keeps the numbers."""
     text = render(plan_table(mixed_plan(12)), width)
     assert {len(line) for line in text.splitlines()} == {min(width, 110)}
@@ -175,7 +175,7 @@ def budget_line(plan: Plan) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize("kept_blocks", [0, 1, 2])
-def test_the_plan_is_drawn_below_its_budget_and_plain_training_above(kept_blocks: int):
+def test_the_plan_is_drawn_below_its_budget_and_eager_above(kept_blocks: int):
     """A plan over its budget is drawn over it."""
     plan = mixed_plan(4, kept_blocks)
     above, below = budget_line(plan)

@@ -86,7 +86,7 @@ def curve_of(plan: Plan) -> Curve:
     return Curve(Problem(plan.graph, plan.profile, 0), points, ((least, 5.0), (most, 0.0)))
 
 
-def test_the_frontier_falls_from_the_least_memory_to_plain_training():
+def test_the_frontier_falls_from_the_least_memory_to_eager():
     """The plan is on it, and bounds are below it; what was not measured is left out."""
     plan = blocks_plan(4).with_measured(peak_bytes=3 * MIB)
     frontier = frontier_of(plan, curve_of(plan))

@@ -97,7 +97,7 @@ def test_sizes_seen_with_one_model_are_forgotten_with_it(planning_log, captures,
 
 
 @pytest.mark.filterwarnings("ignore:torch.compile captured code again")
-def test_what_was_traced_for_sizes_that_do_not_come_any_more_is_dropped(change_thresholds, traced):
+def test_traces_of_sizes_that_come_no_more_are_dropped(change_thresholds, traced):
     change_thresholds(size_traces=2)
     lengths = [9, 8, 7, 6, 5, 4, 3, 2, 7, 7]
     model = hiremate(small(), "100 MiB", verbose=False)
@@ -196,7 +196,7 @@ def numbered(self, batch: tuple[torch.Tensor, int]) -> torch.Tensor:
     return self.heads[number](self.first(x).relu())
 
 
-def test_what_can_not_be_captured_with_symbols_is_captured_without_and_not_tried_again(monkeypatch):
+def test_what_symbols_can_not_capture_is_captured_once_without(monkeypatch):
     failed = []
 
     def fail(module, inputs):
@@ -210,7 +210,7 @@ def test_what_can_not_be_captured_with_symbols_is_captured_without_and_not_tried
     assert len(failed) == 1
 
 
-def test_what_can_not_be_traced_for_a_size_runs_as_it_is_and_says_so(monkeypatch):
+def test_what_is_not_traced_for_a_size_runs_eager_and_says_so(monkeypatch):
     def fail_at_ten_rows(graph, capture):
         values = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
         if any(10 in value.shape for value in values if isinstance(value, torch.Tensor)):

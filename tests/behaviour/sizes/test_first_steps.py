@@ -101,7 +101,7 @@ def peaks_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[nn.Module, tuple[int,
 
 
 @pytest.mark.usefixtures("without_templates")
-def test_smaller_steps_of_several_graphs_run_as_was_planned_for_the_largest(searched, peaks_of):
+def test_smaller_steps_of_several_graphs_run_by_the_largest_plan(searched, peaks_of):
     budget = tight_budget()
     model = planned(budget, (LONG,) * 4)
     searched()
@@ -112,7 +112,7 @@ def test_smaller_steps_of_several_graphs_run_as_was_planned_for_the_largest(sear
 
 
 @pytest.mark.usefixtures("_captures_all")
-def test_a_larger_step_runs_at_the_least_memory_and_is_planned_at_once(searched):
+def test_a_larger_step_takes_the_least_memory_then_is_planned(searched):
     model = planned("80%", (LONG,) * 4)
     searched()
     step(model, LONG + 9)
@@ -143,7 +143,7 @@ def test_all_programs_of_a_step_are_of_one_plan(monkeypatch):
 
 
 @pytest.mark.usefixtures("_captures_all")
-def test_where_nobody_knows_how_a_step_goes_on_it_begins_at_the_least_memory(searched):
+def test_a_step_of_unknown_rest_begins_at_the_least_memory(searched):
     model = planned("80%", (LONG,) * 4)
     model.goes_right = True
     for _ in range(4):
@@ -159,7 +159,7 @@ def test_where_nobody_knows_how_a_step_goes_on_it_begins_at_the_least_memory(sea
 
 
 @pytest.mark.usefixtures("_captures_all")
-def test_what_was_taken_over_is_not_taken_over_by_a_smaller_budget(searched, peaks_of):
+def test_what_was_taken_over_is_not_kept_by_a_smaller_budget(searched, peaks_of):
     budget = tight_budget()
     model = planned("100%", (LONG,) * 4)
     searched()
@@ -177,7 +177,7 @@ def test_training_is_exact_where_plans_are_taken_over(budget):
 
 
 @pytest.mark.usefixtures("_captures_all", "without_templates")
-def test_code_whose_gradients_have_several_terms_is_traced_once_for_a_size(planning_log):
+def test_code_with_gradients_of_terms_is_traced_once_a_size(planning_log):
     """The second graph reads what the first gives twice; at the first size nobody knows that."""
     model = planned("80%", (LONG, LONG - 1, LONG - 2, LONG - 3))
     planning_log.texts.clear()
@@ -237,7 +237,7 @@ def test_gradients_that_may_never_come_do_not_refuse_a_budget():
     assert plan.measured.peak_bytes <= plan.budget_bytes
 
 
-def test_a_share_that_two_views_of_a_batch_meet_is_not_refused_for_one_of_them():
+def test_a_share_met_by_two_views_is_not_refused_for_one():
     torch.manual_seed(0)
     model = hiremate(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)), "50%", verbose=False)
     x = torch.randn(4096, 16)

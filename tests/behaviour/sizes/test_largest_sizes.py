@@ -10,8 +10,8 @@ from torch import nn
 
 from hiremate_lightning import ConfigurationError, InfeasibleBudgetError, get_plan, hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
-from hiremate_lightning.options import make_options
 from hiremate_lightning.planning.headroom import GUARD_BYTES
+from hiremate_lightning.planning.planner import make_options
 from tests.life import recorded, session_of
 
 WIDTH, ROWS, SHORT, LONG = 24, 2, 40, 3200
@@ -125,7 +125,7 @@ def test_a_mark_names_sizes_for_the_backend():
         model.zero_grad()
     from hiremate_lightning.targets.compiled import _sessions
 
-    plans = [session.plans for session in list(_sessions) if session.options.plan.time_limit_s == 7]
+    plans = [session.plans for session in list(_sessions) if session.options.time_limit_s == 7]
     assert [len(own) for own in plans] == [2]
     with pytest.raises(Exception, match=r"Mark the tensors instead, before the first call: torch._dynamo.mark_dynamic"):
         torch.compile(Reader(), backend="hiremate", options={"sizes": NAMED})(**batch_of(SHORT))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.measuring.saved_offload import LEAST_OFFLOAD, SavedOffload
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.options import make_options
+from hiremate_lightning.planning.planner import make_options
 from hiremate_lightning.sessions import offloading
 from hiremate_lightning.sessions.session import Session
 from hiremate_lightning.targets.modules import targets_of

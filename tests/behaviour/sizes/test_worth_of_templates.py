@@ -6,7 +6,7 @@ from hiremate_lightning.testing import OFFLOADED, is_from_template, step_under_w
 from tests.behaviour.sizes.test_templates import FIRST, LONG, NEW, SHORT, train_alike, trainings
 
 
-def test_first_steps_of_new_sizes_offload_values_and_later_ones_run_by_plans(change_thresholds):
+def test_steps_of_new_sizes_offload_first_and_run_by_plans_later(change_thresholds):
     plain, planned, _ = trainings()
     ways = []
     for length in [FIRST, FIRST, SHORT, LONG, *NEW]:

@@ -106,7 +106,7 @@ def test_a_tensor_that_is_transposed_and_sliced_is_one_storage():
     assert made == {storage_of(graph, split.inputs[0])}
 
 
-def test_a_dropout_is_random_and_has_a_replay_from_its_input_and_mask(captured):
+def test_a_dropout_is_random_and_replayed_from_input_and_mask(captured):
     graph = captured.graph
     index, dropout = next((i, n) for i, n in enumerate(graph.nodes) if n.op == "aten.native_dropout.default")
     replay = next(n for n in graph.nodes if n.replays == index)
@@ -131,7 +131,7 @@ def test_random_operations_are_never_recomputed(draw):
     assert not drawn & {n for before in recompute_lazily(graph, ()) for n in before}
 
 
-def test_attention_without_dropout_may_run_again_and_with_dropout_may_not():
+def test_attention_may_run_again_only_without_dropout():
     @network(lambda probability: {"layer": nn.Linear(WIDTH, WIDTH), "probability": probability})
     def attends(self, x):
         q = self.layer(x).view(4, 4, -1, WIDTH // 4)
@@ -170,7 +170,7 @@ def test_what_reads_an_overwritten_buffer_is_not_recomputed():
     assert [graph.tensors[t].shape for t in captured.mutated] == [(WIDTH,)]
 
 
-def test_what_needs_no_gradient_runs_in_the_backward_just_before_its_first_use():
+def test_what_needs_no_gradient_runs_just_before_its_first_use():
     @network(lambda: {"layer": nn.Linear(WIDTH, WIDTH)})
     def cubic(self, x):
         for _ in range(4):
@@ -232,12 +232,12 @@ def test_the_same_model_gives_the_same_graph_also_read_back():
         (torch.ops.aten.mm.default, "cuda", False),
     ],
 )
-def test_what_talks_to_other_processes_or_sums_in_any_order_runs_once(target, device, runs_once):
+def test_collectives_and_sums_in_any_order_run_once(target, device, runs_once):
     node = torch.fx.Graph().call_function(target)
     assert joint.is_random(node, torch.device(device)) is runs_once
 
 
-def test_what_a_gpu_sums_in_any_order_is_named_as_pytorch_names_it():
+def test_what_a_gpu_sums_in_any_order_is_named_as_by_pytorch():
     names = joint._ORDER_DEPENDENT_ON_GPU.pattern.removeprefix(r"aten\.(").removesuffix(r")\b").replace("\\", "")
     for name in names.split("|"):
         assert str(attrgetter(name)(torch.ops.aten)).startswith("aten.")
@@ -246,7 +246,7 @@ def test_what_a_gpu_sums_in_any_order_is_named_as_pytorch_names_it():
 @pytest.mark.parametrize(
     ("is_transposed", "is_fixed", "runs_once"), [(True, False, True), (True, True, False), (False, False, False)]
 )
-def test_transposed_convolutions_run_once_on_a_gpu_that_sums_in_any_order(is_transposed, is_fixed, runs_once):
+def test_transposed_convolutions_run_once_on_a_gpu_of_any_order(is_transposed, is_fixed, runs_once):
     x, weight = torch.zeros(1, 2, 4, 4), torch.zeros(2, 2, 3, 3)
     arguments = (x, weight, None, [1, 1], [0, 0], [1, 1], is_transposed, [0, 0], 1)
     torch.ops.aten.convolution.default(*arguments)
@@ -256,7 +256,7 @@ def test_transposed_convolutions_run_once_on_a_gpu_that_sums_in_any_order(is_tra
     assert not joint.is_random(node, torch.device("cpu"))
 
 
-def test_convolutions_that_are_timed_anew_may_take_another_algorithm():
+def test_convolutions_timed_anew_may_take_another_algorithm():
     ops = {"aten.relu.default", str(torch.ops.aten.convolution.default)}
     assert not joint.may_choose_anew(ops, torch.device("cuda"))
     with torch.backends.cudnn.flags(benchmark=True):

@@ -279,11 +279,13 @@ class Left:
 def test_in_a_count_of_all_outputs_that_are_dropped_before_the_backward_are_stale():
     everything, left, record = Resident(1000, 50), LeftOutputs(), Left(200)
     left.step_ended(record)
-    assert left.sort_out(everything, ()) == everything
+    left.measure(())
+    assert left.sort_out(everything) == everything
     record.size_bytes = 0
     left.backward_starts()
     record.size_bytes = 200
-    assert left.sort_out(everything, ()) == Resident(800, 250)
+    left.measure(())
+    assert left.sort_out(everything) == Resident(800, 250)
 
 
 @pytest.mark.parametrize("stale_bytes", [0, 50])
@@ -291,15 +293,18 @@ def test_outputs_that_are_dropped_as_the_forward_returns_are_told_from_what_is_s
     before, left, record = Resident(1000, stale_bytes), LeftOutputs(), Left(200)
     record.left_at_return = True
     left.step_ended(record)
-    assert left.add_to(before, ()).size_bytes == 1200  # not yet seen
+    left.measure(())
+    assert left.add_to(before).size_bytes == 1200  # not yet seen
     record.size_bytes = 0
     left.backward_starts()
     record.size_bytes = 200
-    assert left.add_to(before, ()) == Resident(1000, stale_bytes, left_bytes=200)
-    assert left.sort_out(before, ()) == Resident(800, stale_bytes, left_bytes=200)
+    left.measure(())
+    assert left.add_to(before) == Resident(1000, stale_bytes, left_bytes=200)
+    assert left.sort_out(before) == Resident(800, stale_bytes, left_bytes=200)
 
     record.left_at_return = False  # once is enough: they may be held again
-    assert left.add_to(before, ()) == Resident(1000, stale_bytes + 200)
+    left.measure(())
+    assert left.add_to(before) == Resident(1000, stale_bytes + 200)
 
 
 def called(output, made):

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from hiremate_lightning.options import SessionOptions
 from hiremate_lightning.out_of_memory import InfeasibleBudgetError
 from hiremate_lightning.planning import solutions
 from hiremate_lightning.planning.headroom import unless_short
 from hiremate_lightning.planning.plan import Plan
-from hiremate_lightning.planning.planner import PlanOptions, make_plan
+from hiremate_lightning.planning.planner import make_plan
 from hiremate_lightning.planning.shared_solving import SharedSolving
 from hiremate_lightning.planning.solutions import Solutions, remembering
 from hiremate_lightning.planning.solvers.base import (
@@ -61,7 +62,7 @@ def drawn_once(length: int = 8) -> Step:
 
 
 def plan_of(step: Step, budget_bytes: int, host: Host | None = HOST, **options) -> Plan:
-    options = PlanOptions(time_limit_s=2.0, **options)
+    options = SessionOptions(time_limit_s=2.0, **options)
     return unless_short(make_plan(step, room(budget_bytes), options, host=host))
 
 
@@ -131,7 +132,7 @@ def test_no_more_is_offloaded_than_the_host_holds():
 
 def test_what_is_decided_stays_on_the_device():
     step = step_of(transformer(2))
-    options = PlanOptions(on_infeasible="warn")
+    options = SessionOptions(on_infeasible="warn")
     plan = unless_short(make_plan(step, room(1), options, decided=keep_all(step.graph), host=HOST))
     assert plan.solution.offloads == ()
 
@@ -166,7 +167,7 @@ def test_the_same_solve_is_answered_from_memory_with_offloaded_values():
         asked.append(problem)
         return with_offloading(get_strategy("portfolio"))(problem)
 
-    solve_once = remembering(counting)
+    solve_once = remembering(counting, "portfolio")
     first, second = solve_once(problem), solve_once(problem)
     assert len(asked) == 1
     assert second.offloads == first.offloads != ()

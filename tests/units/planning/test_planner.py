@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from hiremate_lightning.options import SessionOptions
 from hiremate_lightning.out_of_memory import InfeasibleBudgetError
 from hiremate_lightning.planning import planner
 from hiremate_lightning.planning.headroom import AUTO_MARGIN, Need, Room, Short, resolve, unless_short
-from hiremate_lightning.planning.planner import PlanOptions, first_solution, make_plan
+from hiremate_lightning.planning.planner import first_solution, make_plan
 from hiremate_lightning.planning.solvers import base, smallest_budget
 from hiremate_lightning.planning.solvers.base import Problem, Solution, Status, get_strategy, strategy
 from hiremate_lightning.records.simulation import simulate_plain
@@ -25,7 +26,7 @@ def step_of(graph, profile, held=0):
 
 
 def plan_of(step, budget_bytes, resident_bytes=0, **options):
-    return unless_short(make_plan(step, room(budget_bytes, resident_bytes), PlanOptions(**options), target="Net"))
+    return unless_short(make_plan(step, room(budget_bytes, resident_bytes), SessionOptions(**options), target="Net"))
 
 
 def smallest_of(step):
@@ -68,7 +69,7 @@ def test_resident_bytes_are_part_of_the_budget():
 def test_a_margin_is_left_free():
     step = step_of(*transformer(2))
     most = step.plain_bytes
-    plan = unless_short(make_plan(step, room(most, margin_bytes=KB), PlanOptions()))
+    plan = unless_short(make_plan(step, room(most, margin_bytes=KB), SessionOptions()))
     assert plan.planned_peak_bytes <= most - KB
 
 
@@ -92,7 +93,7 @@ def test_the_budget_that_an_infeasible_one_names_is_feasible():
     assert "CUDA out of memory." not in text, "people read it"
     assert error.args[0].endswith("CUDA out of memory."), "batch-size finders look for these words there"
     assert plan_of(step, smallest).planned_peak_bytes <= smallest
-    outcome = make_plan(step, room(1), PlanOptions())
+    outcome = make_plan(step, room(1), SessionOptions())
     assert isinstance(outcome, Short)
     assert outcome.need.peak_bytes == outcome.error().smallest_bytes == smallest
     assert str(outcome) == str(outcome.error())
@@ -134,7 +135,7 @@ def test_an_infeasible_budget_names_what_holds_most_of_the_peak():
 def test_a_share_that_is_too_small_is_named_as_a_share():
     step = step_of(*transformer(2))
     with pytest.raises(InfeasibleBudgetError, match=r"The budget 1% .*% of what the unplanned step adds"):
-        unless_short(make_plan(step, Room(Budget(share=0.01), 10), PlanOptions()))
+        unless_short(make_plan(step, Room(Budget(share=0.01), 10), SessionOptions()))
 
 
 def test_a_share_that_is_named_is_never_above_all_of_the_step():
@@ -173,7 +174,7 @@ def test_a_strategy_that_lies_about_its_peak_is_not_believed():
 
 
 def first_of(step, budget_bytes, free_bytes=0):
-    outcome = first_solution(step, room(budget_bytes), PlanOptions(), "Net", free_bytes=lambda: free_bytes)
+    outcome = first_solution(step, room(budget_bytes), SessionOptions(), "Net", free_bytes=lambda: free_bytes)
     return unless_short(outcome)
 
 

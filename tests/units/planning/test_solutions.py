@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning.options import SessionOptions
 from hiremate_lightning.planning.headroom import unless_short
-from hiremate_lightning.planning.plan import PlanOptions
 from hiremate_lightning.planning.planner import make_plan
 from hiremate_lightning.planning.solutions import Solutions, remembering
 from hiremate_lightning.planning.solvers import get_strategy
@@ -89,7 +89,7 @@ def test_what_is_remembered_holds_on_to_nobody_who_was_told():
 
     reporter = Reporter()
     problem = problem_of(transformer(2), 1_500_000, progress=reporter.told)
-    assert remembering(get_strategy("segments"))(problem).is_feasible
+    assert remembering(get_strategy("segments"), "portfolio")(problem).is_feasible
     left = weakref.ref(reporter)
     del reporter, problem
     assert left() is None
@@ -99,7 +99,7 @@ def test_the_planner_solves_once(tmp_path):
     step = merge([Call(*transformer(4))], [0])
 
     def plan(**how):
-        options = PlanOptions(cache_dir=tmp_path)
+        options = SessionOptions(cache_dir=tmp_path)
         return unless_short(make_plan(step, room(step.plain_bytes * 6 // 10), options, **how))
 
     first = plan()

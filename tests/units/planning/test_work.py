@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import pytest
 
+from hiremate_lightning.options import SessionOptions
 from hiremate_lightning.planning import solutions
 from hiremate_lightning.planning.headroom import least_need, unless_short
-from hiremate_lightning.planning.plan import PlanOptions
 from hiremate_lightning.planning.planner import make_plan
 from hiremate_lightning.planning.solvers import (
     Problem,
@@ -150,7 +150,7 @@ def test_a_plan_that_the_clock_cut_short_says_so(caplog: pytest.LogCaptureFixtur
         return replace(get_strategy("segments")(asked), status=Status.FEASIBLE, stopped_by=CLOCK, solve_s=130.0)
 
     with caplog.at_level(logging.WARNING, "hiremate_lightning"):
-        unless_short(make_plan(step, limit, PlanOptions(), solve=cut))
+        unless_short(make_plan(step, limit, SessionOptions(), solve=cut))
 
     assert "Solving was cut short after 130 s" in caplog.text
     assert "pass a time_limit_s above 30" in caplog.text
@@ -179,7 +179,7 @@ def test_a_named_least_memory_is_taken_where_nothing_is_found():
 
 
 def test_a_later_run_reads_what_was_named_but_no_spoilt_file(tmp_path):
-    kept = PlanOptions(cache_dir=tmp_path).solutions
+    kept = solutions.Solutions(tmp_path)
     problem = problem_to_cut()
     named = least_need(problem, 0, solutions=kept).smallest
     solutions.forget()
@@ -199,7 +199,7 @@ def test_a_plan_is_never_slower_than_the_one_before_it():
     step = merge([Call(problem.graph, problem.profile)], [0])
     limit = room(problem.budget_bytes + 2**16)
     first, second = (
-        unless_short(make_plan(step, limit, PlanOptions(), solve=solve))
+        unless_short(make_plan(step, limit, SessionOptions(), solve=solve))
         for solve in (get_strategy("portfolio"), smallest_budget)
     )
     assert second.solution.recompute == first.solution.recompute

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hiremate_lightning.records.expressions import Expression, NoTemplateError, Sizes, find_expression, vary_alone
+from hiremate_lightning.records.expressions import Expression, Line, NoTemplateError, Sizes, find_expression, vary_alone
 
 LENGTHS: list[Sizes] = [(40,), (46,), (59,)]
 BATCHES: list[Sizes] = [(6, 40), (9, 46), (5, 35), (7, 52)]
@@ -105,3 +107,37 @@ def test_sizes_unlike_all_samples_are_refused(sizes: Sizes):
     """One that never varied does; two that were always equal are not."""
     with pytest.raises(NoTemplateError, match="differ"):
         vary_alone([(4, 24, 24), (4, 40, 40), (4, 46, 46)], sizes)
+
+
+# ---------------------------------------------------------------- lines
+
+
+whole = st.integers(0, 10**9)
+
+
+@given(a=whole, b=st.integers(0, 10**6), first=st.integers(1, 99), more=st.integers(1, 99), size=st.integers(1, 10**5))
+def test_a_line_through_whole_numbers_is_exact(a, b, first, more, size):
+    sizes = (first, first + more)
+
+    assert Line(sizes, [a + b * n for n in sizes]).whole(size) == a + b * size
+
+
+@given(values=st.lists(st.floats(0, 1e6), min_size=2, max_size=4), size=st.integers(1, 500))
+def test_a_measured_value_lies_between_its_neighbours(values, size):
+    sizes = [3**i for i in range(len(values))]
+
+    found = Line(sizes, values).measured(size)
+
+    beside = sum(s <= size for s in sizes)
+    if size > sizes[-1]:
+        assert found >= values[-1]
+    else:
+        low, high = sorted((values[beside - 1], values[min(beside, len(values) - 1)]))
+        assert low * (1 - 1e-9) - 1e-9 <= found <= high * (1 + 1e-9) + 1e-9
+
+
+def test_what_grew_faster_than_the_size_goes_on_to_do_so():
+    line = Line((2, 4), (4.0, 16.0))
+
+    assert line.measured(8) == pytest.approx(64.0)
+    assert Line((2, 4), (1.0, 100.0)).measured(8) == pytest.approx(400.0)  # no faster than the square

@@ -86,11 +86,10 @@ def test_predicted_bytes_equal_those_of_a_capture_at_that_size(build, size):
 
 def test_times_and_workspaces_on_lines_are_between_those_of_samples():
     """Where a bound would be the most of all samples."""
-    graph, profile = chain(3)
+    (graph, profile), (wider, _) = chain(3, 200), chain(3, 600)
+    smaller = replace(profile, workspace_bytes=(0,) * len(graph.nodes))
     larger = replace(profile, time_ms=tuple(5 * t for t in profile.time_ms), workspace_bytes=(1001,) * len(graph.nodes))
-    _, costs = on_lines({2: (graph, replace(profile, workspace_bytes=(0,) * len(graph.nodes))), 6: (graph, larger)}).at(
-        (4,)
-    )
+    _, costs = on_lines({2: (graph, smaller), 6: (wider, larger)}).at((4,))
 
     assert costs.time_ms == pytest.approx([3 * t for t in profile.time_ms])
     assert set(costs.workspace_bytes) == {501}

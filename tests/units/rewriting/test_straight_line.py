@@ -109,7 +109,7 @@ def test_values_within_arguments_arrive():
     assert kwargs == {"x": 5, "y": slice(5, 2)}
 
 
-def test_results_with_parts_methods_modules_and_attributes_are_read():
+def test_results_of_parts_methods_modules_attributes_are_read():
     root = nn.Module()
     root.inner = nn.Module()
     root.inner.constant = torch.full((2,), 3.0)

@@ -40,7 +40,7 @@ def alternating():
     return history
 
 
-def test_signatures_that_come_in_turns_are_foreseen_as_soon_as_both_are_planned():
+def test_signatures_in_turns_are_foreseen_once_both_are_planned():
     """Replanning as a step begins keeps their order."""
     history = alternating()
     assert likely(history) == GENERATOR
@@ -51,7 +51,7 @@ def test_signatures_that_come_in_turns_are_foreseen_as_soon_as_both_are_planned(
     assert likely(history) == GENERATOR
 
 
-def test_a_signature_that_is_dropped_has_no_plan_and_keeps_its_counts():
+def test_a_dropped_signature_has_no_plan_and_keeps_its_counts():
     history = alternating()
     history.drop(history[CRITIC])
     assert [signature.graphs for signature in history.planned] == [GENERATOR]
@@ -133,7 +133,7 @@ def train_in_turns(model, optimizers, index):
     optimizers[1].step()
 
 
-def test_two_networks_that_train_in_turns_are_not_planned_anew_in_every_step(caplog):
+def test_two_networks_in_turns_are_not_planned_anew_each_step(caplog):
     """The gradients of one exist while the other trains, so that what exists before a step alternates."""
     generator = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64))
     critic = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))

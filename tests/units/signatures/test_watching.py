@@ -173,7 +173,7 @@ def test_looks_that_see_no_frees_end():
     assert len(training.steps(*[SIGNATURE] * 40)) <= IN_A_ROW
 
 
-def test_growth_that_comes_again_and_again_is_measured_ever_more_rarely():
+def test_growth_that_comes_again_is_measured_ever_more_rarely():
     training, measured = Training(may_grow=False), 0
     for index in range(2000):
         training.history[SIGNATURE].watched.has_grown = index > 3
@@ -187,7 +187,7 @@ def test_what_failed_is_not_counted():
     assert policy.step_begins(Expected(None, None, SIZE)).is_measured
 
 
-def test_a_state_with_a_higher_predicted_peak_is_measured_at_its_third_step():
+def test_a_state_of_a_higher_peak_is_measured_at_its_third_step():
     policy, signature = WatchPolicy(), History()[SIGNATURE]
     policy.step_ended(policy.step_begins(Expected(signature, signature, SIZE)), signature, Saw.PEAK)
     higher = Expected(signature, signature, SIZE, **SETTLED, is_higher=True)

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hiremate_lightning.options import Objective
-from hiremate_lightning.planning.plan import PlanOptions
+from hiremate_lightning.options import Objective, SessionOptions
 from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.expressions import Line
 from hiremate_lightning.records.graph import Graph
@@ -15,7 +14,7 @@ from hiremate_lightning.records.step import Step
 from hiremate_lightning.sizes.size_search import TOLERANCE, Forecast, Limit, search
 from tests.tiny import chain
 
-OPTIONS = PlanOptions(solver="segments", time_limit_s=1.0, on_infeasible="warn")
+OPTIONS = SessionOptions(solver="segments", time_limit_s=1.0, on_infeasible="warn")
 FIXED = 5_000
 
 
@@ -43,7 +42,7 @@ def test_the_step_at_a_sampled_size_is_the_sample():
 
 
 @pytest.mark.parametrize("limit", [20_000, 50_000, 123_456])
-def test_memory_alone_gives_the_largest_size_whose_least_memory_fits(limit):
+def test_memory_alone_gives_the_largest_size_that_can_fit(limit):
     found = find(limit)
 
     known = forecast(limit)
@@ -56,7 +55,7 @@ def test_memory_alone_gives_the_largest_size_whose_least_memory_fits(limit):
 
 
 @pytest.mark.parametrize("overhead", [0.0, 0.1, 0.2])
-def test_an_overhead_gives_the_largest_size_whose_plan_takes_no_more(overhead):
+def test_an_overhead_gives_the_largest_size_that_takes_no_more(overhead):
     found = find(200_000, overhead=overhead)
 
     known = forecast(200_000)
@@ -77,7 +76,7 @@ def test_other_limits_are_named():
     assert find(FIXED).size == find(FIXED + 150).size == 0
 
 
-def test_throughput_stops_where_recomputation_costs_more_than_it_gives():
+def test_throughput_stops_where_recomputation_costs_too_much():
     alone = find(200_000, objective=Objective.THROUGHPUT)
     with_optimizer = find(200_000, objective=Objective.THROUGHPUT, fixed_ms=10_000.0)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from hiremate_lightning.torch_private.operators import arguments, schema_call, shortest
+from hiremate_lightning.torch_private.operators import schema_call, shortest
 
 aten = torch.ops.aten
 
@@ -106,24 +106,3 @@ def test_operators_of_others_are_called_as_they_are():
 
     target = torch.ops.hiremate_tests.add.default
     assert torch.equal(shortest(node_of(target, X, X))(X, X), torch.zeros(4, 4))
-
-
-ONE_BY_ONE = {
-    "view": (aten.view.default, (X, [2, 8]), (2, 8)),
-    "view as one dimension": (aten.view.default, (X, [16]), (16,)),
-    "expand": (aten.expand.default, (X, [2, 4, 4]), (2, 4, 4)),
-    "permute": (aten.permute.default, (CUBE, [2, 0, 1]), ([2, 0, 1],)),
-    "a number": (aten.view.default, (torch.ones(1), []), ([],)),
-    "a dtype": (aten.view.dtype, (X, torch.int32), (torch.int32,)),
-    "sums": (aten.sum.dim_IntList, (X, [0]), ([0],)),
-}
-
-
-@pytest.mark.parametrize(("target", "args", "expected"), ONE_BY_ONE.values(), ids=ONE_BY_ONE)
-def test_sizes_are_given_one_by_one_where_that_is_the_same(target, args, expected):
-    node = node_of(target, *args)
-    _, *given = arguments(node)
-    assert tuple(given) == expected
-    result = shortest(node)(args[0], *given)
-    assert torch.equal(result, target(*args))
-    assert result.stride() == target(*args).stride()

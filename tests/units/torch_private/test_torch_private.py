@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchgen
-from torch import nn
+from torch import fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -25,12 +25,13 @@ from hiremate_lightning.testing import session_of
 from hiremate_lightning.torch_private import (
     aot,
     autocasting,
+    captured_code,
     dynamo,
-    each_size,
     hooks,
     sharding,
     tensor_state,
 )
+from hiremate_lightning.torch_private.size_symbols import SizeSymbols, sizes_among
 from tests.exact import TORCH, network
 
 
@@ -303,7 +304,7 @@ def test_layouts_at_other_sizes_are_within_the_guards_of_captured_code(size: int
     found = []
 
     def backend(module, inputs):
-        found.append(each_size._layouts_at(module, each_size.sizes_among(module, inputs), (size,)))
+        found.append(SizeSymbols(module, sizes_among(module, inputs)).layouts_at((size,)))
         return module
 
     def function(x):
@@ -393,10 +394,10 @@ def test_guards_that_fail_with_symbols_are_not_heard_where_numbers_do(monkeypatc
 
     code, failing = compile("0", "one", "eval"), compile("1", "two", "eval")
     monkeypatch.setattr(dynamo, "_capture", capture)
-    assert dynamo._capture_with_symbols(code) == "captured"
+    assert dynamo._capture_in_turn(True, code) == "captured"
     assert not caplog.records
     with pytest.raises(AssertionError):
-        dynamo._capture_with_symbols(failing)
+        dynamo._capture_in_turn(True, failing)
     assert [record.name for record in caplog.records] == ["torch._guards"]
 
 
@@ -613,3 +614,12 @@ def test_names_of_classes_end_no_graph():
     assert session_of(model).captured_count == 1
     assert not session_of(model).why_uncaptured()
     remove_hiremate(model)
+
+
+def test_a_module_of_a_graph_has_no_text_until_it_is_called():
+    graph = fx.Graph()
+    graph.output(graph.call_function(torch.neg, (graph.placeholder("value"),)))
+    module = captured_code.module_of(torch.nn.Module(), graph)
+    assert "_code" not in vars(module)
+    assert module(torch.ones(())).item() == -1
+    assert "neg" in vars(module)["_code"]

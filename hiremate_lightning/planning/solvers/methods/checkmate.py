@@ -1,17 +1,11 @@
 """Checkmate: an integer program in which memory is checked at every node of the backward; and its rounded relaxation.
 
 Source: Jain, Jain, Nrusimha, Gholami, Abbeel, Keutzer, Stoica, Gonzalez, "Checkmate: Breaking the Memory Wall with
-Optimal Tensor Rematerialization", MLSys 2020, arXiv 1910.02653. R[t, i] says that i is computed in stage t, S[t, i]
-that it is in memory as stage t starts, FREE when it goes. The two-phase rounding of their relaxation takes S at a
-threshold, then the least R for it, and the fastest of these that fits; it is `checkmate_lp` here.
+Optimal Tensor Rematerialization", MLSys 2020, arXiv 1910.02653. Its two-phase rounding is `checkmate_lp` here.
 
-Changed: the forward is one stage and only forward nodes are recomputed, values are storages, and nothing is said of
-when a value is freed, which the replay finds out (a seventh of the variables at the same optimum): rows (1) to (5) of
-`phases` with every position an instant. The rows of memory between two positions are added where the replay misses
-them. The relaxation is checked at a few instants.
-
-The program has a variable for each value and position: beyond a few dozen positions no solver closes it. Where it has
-more than `Thresholds.program_variables`, its rounded relaxation is all there is, without a promise to find anything.
+Changed: the forward is one stage, values are storages, and the replay finds out when they are freed (a seventh of the
+variables at the same optimum): rows (1) to (5) of `phases` with every position an instant. Beyond a few dozen positions
+no solver closes it; beyond `Thresholds.program_variables` its rounded relaxation, checked at a few instants, is all.
 """
 
 from __future__ import annotations

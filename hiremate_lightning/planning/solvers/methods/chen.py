@@ -1,16 +1,11 @@
 """Chen: segments of equal length, between which only the values that cross from one to the next are kept.
 
-Source: T. Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016, arXiv 1604.06174. A chain
-of n layers is cut into sqrt(n) segments; the forward keeps their inputs, and the backward of a segment computes it
-again: O(sqrt(n)) memory for one more forward. Their Algorithm 3, memory planning with a budget, ends a segment where
-its outputs pass b bytes. With x the bytes of what is kept and y those of the largest segment, b = sqrt(x y) is a good
-one, and the best is searched for around it.
+Source: T. Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016, arXiv 1604.06174: sqrt(n)
+segments of n layers, and Algorithm 3, which ends a segment where it has made b bytes, near b = sqrt(x y) with x the
+bytes that are kept and y those of the largest segment.
 
-Changed: a layer is a forward node that allocates, and what is kept is all that crosses a cut, in any network. Bytes are
-of storages. Values are recomputed as they are needed, not a segment at a time, and what the backward doesn't read is
-not recomputed. What can't be recomputed is kept.
-
-It knows neither times nor a budget: its own schedules take the memory that they take.
+Changed: a layer is a forward node that allocates, what is kept is all that crosses a cut, and values are recomputed as
+they are needed, not a segment at a time. It knows neither times nor a budget.
 """
 
 from __future__ import annotations

@@ -1,22 +1,12 @@
 """DTR: evict as memory runs out, by a heuristic that knows nothing of what comes; recompute what is missing.
 
 Source: Kirisame, Lyubomirsky, Haan, Brennan, He, Roesch, Chen, Tatlock, "Dynamic Tensor Rematerialization", ICLR 2021,
-arXiv 2006.09616. A runtime that acts on each operation. Where an allocation passes the budget, the storage s of the
-least score goes:
+arXiv 2006.09616. Where an allocation passes the budget, the value of the least h_DTR goes, see `docs/formulation.md`.
 
-    h_DTR(s) = (c(s) + sum of c over e*(s)) / (m(s) * staleness(s))
-
-c(s) is the time to compute s again, m(s) its bytes, staleness the time since it was read last, and e*(s) its evicted
-neighbourhood: what was evicted and would have to be computed for s, or through s for something else. What an operation
-reads and is not there is computed again, recursively; operands of what runs stay.
-
-Changed: it runs on the recorded step with the profiled times, and what it did becomes the schedule; in its own form it
-decides anew in each step. What the forward reads later is not evicted, since the forward recomputes nothing here. What
-nothing will read or recompute from is freed, as reference counts would. A value that would be computed twice before
-one operation is held in between. What can't be recomputed stays.
-
-It can't look ahead, so that it gives up what is needed next; near the smallest budgets it recomputes the same values
-over and over. Where its schedule passes the budget by the replay, it runs again with a smaller one.
+Changed: it runs on the recorded step with the profiled times, and what it did becomes the schedule. What the forward
+reads later stays, and what nothing will read is freed. A value that would be computed twice before one operation is
+held in between. It can't look ahead: near the smallest budgets it recomputes the same values over and over. Where its
+schedule passes the budget by the replay, it runs again with a smaller one.
 """
 
 from __future__ import annotations

@@ -1,33 +1,12 @@
 """The hierarchical program: options of clusters in the small, merged by the phased model of the whole.
 
 Source: Gusak, Zhao, Le Hellard, Beaumont, Eyraud-Dubois, Shilova et al., "HiRemate: Hierarchical Approach for Efficient
-Re-materialization of Neural Networks", ICML 2025, PMLR 267. As there, the forward is partitioned into clusters; each
-cluster has a frontier of options; equal clusters are solved once; a program on top chooses one option for each cluster
-and says what is recomputed when. Changed: an option says which values of the cluster are kept through the turn, and
-the program on top is the phased model, which counts every storage, so that an option has no peak of its own that could
-be misjudged; values may be recomputed as often as pays; and the solution is replayed, repaired and filled up across
-the borders of clusters.
+Re-materialization of Neural Networks", ICML 2025, PMLR 267. `docs/formulation.md` has the programs and the partition.
 
-The partition: groups grow from the nodes up. The candidate g with the least (mem(In(g)) + mem(Out(g))) * N(g)^alpha is
-contracted, again and again. Candidates are chains, and regions from a node to where its branches meet again, each with
-and without its two ends. Changed: one round only, since the program on top takes any number of clusters; regions are
-walked from the inputs, ties go to the earlier group, and a candidate that would close a cycle is dropped.
-
-H-Rockmate is the forerunner of HiRemate by the same authors (2023, OpenReview zLwCT9srfo). It differs in the partition:
-it cuts a sequence of blocks, as Rockmate does, and splits large blocks further; HiRemate groups any graph from its
-nodes up, as `partition` does here. Its options and its program on top, H-ILP, are those of HiRemate. By `partition`
-this is HiRemate; with blocks for clusters it would be H-Rockmate.
-
-    (7)  sum_o f[j, o] = 1                      one option for each cluster j
-    (8)  S[0, d] = sum_(o keeps d) f[j, o]      d made in j and not read by other clusters
-
-An option of cluster j under a limit on its saved bytes is the turn-point program of its nodes, its inputs taken to be
-there:
-
-    minimise  sum_k c_k y_k;  x_d + y_p(d) >= 1;  x_d + y_p(d) >= y_k;  sum_d m_d x_d <= limit
-
-It can't mix two options of one cluster: values of a cluster go together, unless filling up keeps more of them. The
-program on top has to check memory at many instants where the budget is small, and may end without a schedule.
+Changed: an option says which values of a cluster are kept through the turn; it has no peak that could be misjudged,
+since the program on top, the phased model, counts every storage. The partition takes one round, walks regions from the
+inputs, and drops a candidate that would close a cycle. It can't mix two options of one cluster, unless filling up keeps
+more. It may end without a schedule where the budget is small.
 """
 
 from __future__ import annotations
@@ -125,16 +104,12 @@ def structural_key(graph: Graph, nodes: Sequence[int]) -> str:
         node = graph.nodes[index]
         for tensor in (*node.inputs, *node.outputs):
             local.setdefault(tensor, len(local))
-        sizes = [_size(graph, t) for t in node.outputs]
+        storages = [graph.tensors[t].storage for t in node.outputs]
+        sizes = [0 if storage is None else graph.storages[storage].size_bytes for storage in storages]
         saved = [t in read_back for t in node.outputs]
         wiring = [local[t] for t in node.inputs], [local[t] for t in node.outputs]
         digest.update(repr((node.key or node.op, wiring, sizes, saved)).encode())
     return digest.hexdigest()
-
-
-def _size(graph: Graph, tensor: int) -> int:
-    storage = graph.tensors[tensor].storage
-    return 0 if storage is None else graph.storages[storage].size_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +140,7 @@ class _Group:
 
 
 def partition(graph: Graph, max_nodes: int = MAX_NODES) -> list[tuple[int, ...]]:
-    """Partition the forward of a step into clusters, each after those that it reads.
+    """Partition the forward of a step into clusters, in the order of their first nodes.
 
     A cluster is its forward nodes in their order, at most `max_nodes` of which allocate; views are included. The
     backward nodes that read what they made belong to it too.
@@ -215,6 +190,7 @@ class _Contraction:
                 self.readers.setdefault(storage, []).append(i)
 
     def run(self) -> list[_Group]:
+        """Contract; return the groups that are left, in the order of their first nodes."""
         heap = [self._entry(candidate) for candidate in dict.fromkeys(self._candidates())]
         heapq.heapify(heap)
         while heap:
@@ -228,7 +204,7 @@ class _Contraction:
                 for member in now:
                     self.parent[member] = now[0]
                 self.groups[now[0]] = _Group.of([self.groups.pop(member) for member in now])
-        return self._in_order()
+        return [self.groups[item] for item in sorted(self.groups, key=self._first)]
 
     def _find(self, item: int) -> int:
         while self.parent[item] != item:
@@ -303,18 +279,3 @@ class _Contraction:
 
     def _first(self, item: int) -> int:
         return min(self.groups[item].positions)
-
-    def _in_order(self) -> list[_Group]:
-        """Sort the groups so that each comes after those that it reads from, the earlier one first."""
-        missing = {g: len(self._predecessors(g)) for g in self.groups}
-        ready = [(self._first(g), g) for g, count in missing.items() if not count]
-        heapq.heapify(ready)
-        order = []
-        while ready:
-            _, item = heapq.heappop(ready)
-            order.append(self.groups[item])
-            for after in self._successors(item):
-                missing[after] -= 1
-                if not missing[after]:
-                    heapq.heappush(ready, (self._first(after), after))
-        return order

@@ -1,28 +1,12 @@
 """Hong et al.: the checkpoints of a chain that give the least peak, in linear time.
 
 Source: Hong, Tsai, Wang, Liu, Wu, "GPU Memory Usage Optimization for Backward Propagation in Deep Network Training",
-2025, arXiv 2502.12499. Of the layers 1 to n of a chain some are checkpoints, kept in the forward; the backward computes
-what is between two of them again. While it is between checkpoints i and j, those after j are gone. With d_i bytes of
-what layer i hands on, and U(i, j) bytes to compute again and differentiate what follows i up to j, the peak is
+2025, arXiv 2502.12499. `docs/formulation.md` has the recurrence M(i), derived anew from the objective as the paper
+describes it; its own terms of U may differ.
 
-    max over neighbours i, j of  sum_(c <= i) d_c + U(i, j)
-
-    M(i) = d_i + min_(j > i) max(U(i, j), M(j)),    M(n) = 0,    and M(0) is the least peak
-
-U grows with j and shrinks with i. So of i < j with M(i) <= M(j), j is never best for what comes before i; on the queue
-of the other candidates U rises and M falls, and the best is where they cross, which moves towards the front as i falls.
-Each layer enters and leaves the queue once: O(n). The paper's O(n^3) programme is the oracle of the tests. The formulas
-are derived anew from the objective as its abstract and outline describe it; its own terms of U may differ.
-
-Changed: layers are the links of `chain`, d are the bytes that cross the cut before a link, and U counts what the links
-make that their backward needs, with gradients and workspace of the recorded step:
-
-    U(i, j) = max_(i <= l < j) tape_i + ... + tape_l + rest_l
-
-Bytes are of storages, but a skip over several checkpoints counts in each of them. What can't be recomputed is kept.
-
-What follows the last checkpoint is kept, since its backward comes at once. It knows neither time nor budget, and
-recomputes each value at most once. What the budget leaves is filled up.
+Changed: layers are the links of `chain`, and U(i, j) = max_(i <= l < j) tape_i + ... + tape_l + rest_l. A skip over
+several checkpoints counts in each. What follows the last checkpoint is kept. It knows neither time nor budget, and
+recomputes each value at most once; what the budget leaves is filled up.
 """
 
 from __future__ import annotations

@@ -1,18 +1,11 @@
 """POFO: the values that a chain holds, computes again, or offloads to the host, by dynamic programming.
 
 Source: Beaumont, Eyraud-Dubois, Shilova, "Efficient Combination of Rematerialization and Offloading for Training DNNs",
-NeurIPS 2021. It extends Rotor's recurrence (`rotor.py`) in the forward of the step, with L the last link: what a link
-holds for its backward, and what it hands to the next one, may be offloaded while later links run.
+NeurIPS 2021. It extends Rotor's recurrence in the forward of the step by C_offload, see `docs/formulation.md`.
 
-    C(s, L, m) = min(Rotor's choices, C_offload)
-    C_offload     = C(s + 1, L, m) + p * offload_s        F_all of s, whose values are offloaded
-
-Changed: the paper's programme knows when transfers end. Here an offloaded byte has a price p, between nothing and the
-time that it takes on the link, since copies are hidden up to what is computed beside them, and cost their time beyond.
-Each price gives a schedule; the second pass (`offload.py`) chooses the places of its copies, and the simulator the
-fastest. The bytes for what has just come back, or not gone yet, are those of the link and of the one after it.
-
-Where a problem has no memory of the host, it is Rotor. It can't do better than persistent schedules of chains.
+Changed: the paper's programme knows when transfers end. Here an offloaded byte has a price, from nothing to its time on
+the link; each price gives a schedule, and the second pass (`offload.py`) chooses the places of its copies. Where a
+problem has no memory of the host, it is Rotor.
 """
 
 from __future__ import annotations

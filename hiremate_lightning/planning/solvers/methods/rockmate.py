@@ -1,18 +1,11 @@
 """Rockmate: options of blocks in the small, Rotor's dynamic programme over the sequence of blocks.
 
 Source: Zhao, Le Hellard, Eyraud-Dubois, Gusak, Beaumont, "Rockmate: an Efficient, Fast, Automatic and Generic Tool for
-Re-materialization in PyTorch", ICML 2023, PMLR 202:42018-42045, arXiv 2307.01236. The network is cut into a sequence of
-blocks; equal ones are solved once. For each block an integer program under a grid of budgets gives options: what of its
-values is kept from its forward to its backward. rk-Rotor is Rotor's recurrence with the best option in place of F_all:
+Re-materialization in PyTorch", ICML 2023, PMLR 202:42018-42045, arXiv 2307.01236. `docs/formulation.md` has the table.
 
-    C_all(s, t, m) = min_o u_s + e_o + C(s + 1, t, m - saved_(s,o))    where m >= what option o needs of s
-
-Changed: blocks are the links of `chain`. An option is the turn-point program of a link, its inputs taken to be there,
-under a grid of limits on the saved bytes only; the peak of each option is replayed on the recorded step, so there is no
-second grid. What else `rotor` says it has changed is changed here, too.
-
-It can't hold a value of one block for another one, but for what the cuts hand on, nor choose among peaks of an option.
-Networks with long skips make wide cuts.
+Changed: blocks are the links of `chain`; an option is the turn-point program of a link under a grid of limits on the
+saved bytes only, since the peak of each option is replayed. It can't hold a value of one block for another one, but for
+what the cuts hand on. Networks with long skips make wide cuts.
 """
 
 from __future__ import annotations

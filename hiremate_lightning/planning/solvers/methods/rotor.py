@@ -1,25 +1,13 @@
 """Rotor: the persistent schedule of least time for a chain, by dynamic programming.
 
 Source: Herrmann, Beaumont, Eyraud-Dubois, Hermann, Joly, Shilova, "Optimal checkpointing for heterogeneous chains: how
-to train deep neural networks with limited memory", 2019, arXiv 1911.13214 (ACM TOMS, 2024). A chain of L stages; F_all
-runs a stage and keeps all that its backward needs, F_ck keeps its input, F_none keeps nothing. C(s, t, m) is the least
-time from the input of s and the gradient of t to the gradient of the input of s, in m bytes beside that input:
+to train deep neural networks with limited memory", 2019, arXiv 1911.13214. `docs/formulation.md` has the recurrence of
+C(s, t)(m), the least time from the input of link s and the gradient of t to the gradient of the input of s.
 
-    C(s, t, m) = min(C_ck, C_all)
-    C_ck  = min_(s < q <= t) sum_(s <= k < q) u_k + C(q, t, m - a_q) + C(s, q - 1, m)      F_ck of s, F_none up to q
-    C_all = u_s + C(s + 1, t, m - tape_s)                                                 F_all of s
-
-u_k are times of forwards, a_q bytes of the input of q, tape_s of what F_all keeps. Each needs the bytes of what runs.
-
-Changed: the stages are the links of `chain`, cut in any network. Bytes are of storages, each counted once: of the input
-of q what is not in the input of s. The forward of the step is not paid for again, so C(s, L, m) has no u. A run that
-keeps nothing takes the time of what the next links read. Bytes of gradients and workspace are those of the recorded
-backward, whose order is given. Bytes are rounded up to slots, unless their common divisor is as good a slot. A
-value that can't be recomputed, as what was drawn at random, is kept and counted apart. Chains of several lengths are
-tried, and budgets around the real one, since the table knows only the largest need of each link.
-
-It can't do better than persistent schedules: what is held stays until its backward has run. On networks with long skips
-the links' inputs are wide, and its schedules far from the best.
+Changed: stages are the links of `chain`; the forward of the step is not paid for again; bytes of gradients and
+workspace are those of the recorded backward, rounded up to slots. Chains of several lengths are tried, and budgets
+around the real one, since the table knows only the largest need of each link. It can't do better than persistent
+schedules.
 """
 
 from __future__ import annotations

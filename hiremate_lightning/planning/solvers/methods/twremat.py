@@ -1,22 +1,12 @@
 """TW-Remat: recompute along a balanced tree of separators, from a tree decomposition of the graph.
 
-Source: Kumar, Purohit, Svitkina, Vee, Wang, "Efficient Rematerialization for Deep Networks", NeurIPS 2019. A tree
-decomposition of width k covers a graph by bags: each edge is in a bag, and the bags with a value are connected. A bag
-whose removal leaves trees of at most half of the bags is the separator at the top; so on below. With X a separator,
-chi its subtrees and W what is wanted, memory is O(k log n) at a polynomial number of runs:
+Source: Kumar, Purohit, Svitkina, Vee, Wang, "Efficient Rematerialization for Deep Networks", NeurIPS 2019, whose
+procedure REMAT is in `docs/formulation.md`.
 
-    REMAT(X, W):  for each v in X needed for W, in order:  for each chi: REMAT(chi, sources of v in chi);  compute v
-                  for each chi: REMAT(chi, W in chi);  free what is in X and not in W
-
-Changed: the order of the backward is given, so REMAT is asked for what one node of the backward reads after the other,
-and the separators on the way to that stay: they are what is held there. One stays for a while where the backward turns
-to another and comes back. The paper knows no budget. Here a separator whose values, with those of all below it, take
-few bytes is a leaf, which is computed as a whole: leaf sizes from nothing to everything give schedules from the least
-memory to plain training. What a node of the backward reads is made a clique, so that one bag has it. The decomposition
-eliminates the value of the least degree; the optimal width is NP-hard. Values are storages that can be recomputed; the
-others are kept.
-
-It knows no times: it recomputes what lies in another subtree, however long that takes.
+Changed: REMAT is asked for what one node of the backward reads after the other, and the separators on the way to that
+are held. A separator whose values, with those below it, take few bytes is a leaf, computed as a whole; sizes of leaves
+from nothing to everything meet the budget, which the paper doesn't know. What a node reads is made a clique, so that
+one bag has it. It knows no times: it recomputes what lies in another subtree, however long that takes.
 """
 
 from __future__ import annotations

@@ -4,53 +4,52 @@ A plan is of bytes, so the joint graph that it is made of has numbers for sizes.
 Dynamo, which reads the user's code. Where sizes vary its graph has symbols for them, and is kept: only AOTAutograd's
 trace is made for each size that comes. Once there is a plan, and sizes differ in numbers alone, even that
 is left out: code for a new size is made from traces of a few.
-
-What tells symbols apart is private; `test_torch_private.py` says on which versions of torch this was checked.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import fx
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .. import thresholds
 from ..housekeeping import Latest, collecting_what_it_leaves
 from ..records.expressions import LEAST_SAMPLES, LEAST_SAMPLES_OF_TWO_TERMS, NoTemplateError, Sizes, vary_alone
-from . import captured_code, dynamo, tensor_state
-from .same_captures import SameCaptures
-from .size_symbols import NUMBERS, SizeSymbols, at_numbers, numbers_of
+from ..torch_private import captured_code, dynamo, tensor_state
+from ..torch_private.same_captures import SameCaptures
+from ..torch_private.size_symbols import Layout, SizeSymbols, trace_apart
 
 log = logging.getLogger("hiremate_lightning")
 MOST_SAMPLES = 6  # of code, of which the latest traced size may be one
 TRIED = 6  # sizes of samples
 Runner = Callable[..., Any]
-Layout = tuple[Sizes, Sizes]  # of a tensor: shape and strides
 Smaller = Callable[[Sequence[Any]], tuple[Runner, list[Any]] | None]  # from arguments: code, and some of each of them
 
 
-class TracedCode(Protocol):
-    """What runs code at the sizes for which it was traced."""
+@dataclass(frozen=True, eq=False)  # without slots, so that it can be held weakly
+class TracedCode:
+    """What runs code at the sizes for which it was traced.
 
-    @property
-    def part(self) -> Any:
-        """What runs in the place of its joint graph; None where nothing has a gradient."""
+    Attributes:
+        run: Runs the code.
+        part: What runs in the place of its joint graph; None where nothing has a gradient.
+        at_other_sizes: Returns what runs the code at other sizes, given as the module there and a part that was made
+            for them. It may be proved at smaller sizes. It raises `NoTemplateError`, before anything has run, where it
+            can't be.
+    """
+
+    run: Runner
+    part: Any
+    at_other_sizes: Callable[[fx.GraphModule, Any, Smaller | None], Runner]
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the code."""
-
-    def at_other_sizes(self, module: fx.GraphModule, part: Any, smaller: Smaller | None) -> Runner:
-        """Return what runs the code at other sizes, given as the module there and a part that was made for them.
-
-        It may be proved at smaller sizes. It raises `NoTemplateError`, before anything has run, where it can't be.
-        """
+        return self.run(*arguments)
 
 
 class TemplateSource(Protocol):
@@ -72,24 +71,6 @@ class TemplateSource(Protocol):
 
 Trace = Callable[[fx.GraphModule, Sequence[Any]], TracedCode]
 TraceAhead = Callable[[Runner, Sizes, Callable[[Sizes], TracedCode | None]], None]
-
-
-def sizes_among(module: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
-    """List the positions of the inputs of captured code that are numbers on which sizes of its tensors depend.
-
-    Among them are sizes that turned out to be one number each, as those of a picture that is interpolated.
-    """
-    numbers = {i: value.node.expr.free_symbols for i, value in enumerate(inputs) if isinstance(value, torch.SymInt)}
-    if not numbers:
-        return []
-    shown = tensor_state.leaves([node.meta.get("example_value") for node in module.graph.nodes])
-    symbols = set[Any]().union(*(_symbols_of(value) for value in shown if isinstance(value, torch.Tensor)))
-    return [p for p, its_symbols in numbers.items() if not its_symbols or not symbols.isdisjoint(its_symbols)]
-
-
-def _symbols_of(tensor: torch.Tensor) -> set[Any]:
-    numbers = (*tensor.shape, *(tensor.stride() if tensor.layout is torch.strided else ()))
-    return set[Any]().union(*(n.node.expr.free_symbols for n in numbers if isinstance(n, torch.SymInt)))
 
 
 class EachSize:
@@ -114,7 +95,6 @@ class EachSize:
         same: SameCaptures | None = None,
     ) -> None:
         count = len(module.graph.find_nodes(op="placeholder"))
-        self._module = module
         self._sizes = tuple(sizes)
         self._others = tuple(position for position in range(count) if position not in self._sizes)
         self._trace, self._trace_ahead, self._same = trace, trace_ahead, same or SameCaptures()
@@ -142,7 +122,7 @@ class EachSize:
         """Return what runs the code at new sizes: what runs the same code already, or else what is made or traced."""
         if self._symbols.learn(sizes):
             self._samples.clear()  # they don't tell apart what is not equal now
-        code = self._with_numbers(sizes)
+        code = self._symbols.code_at(sizes)
         run = self._same.find(code, others)
         if run is not None:
             self._keep(sizes, others, run)
@@ -161,7 +141,7 @@ class EachSize:
             run, _ = self._trace_at(sizes, others)
         except Exception as error:  # whatever AOTAutograd fails on
             dynamo.tell_of_failure(error)
-            run = captured_code.eager_module(self._with_numbers(sizes))
+            run = captured_code.eager_module(self._symbols.code_at(sizes))
         self._keep(sizes, others, run)
         self._trace_ahead(run, sizes, lambda larger: self._traced_ahead(larger, others))
         return run
@@ -173,8 +153,8 @@ class EachSize:
         devices = {value.device for value in others if isinstance(value, torch.Tensor)}
         generators = torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"])
         with dynamo.counting_seconds(), generators, collecting_what_it_leaves():
-            code = self._with_numbers(sizes)
-            run, is_general = _trace_apart(code, others, self._trace, layouts or [None] * len(others))
+            code = self._symbols.code_at(sizes)
+            run, is_general = trace_apart(code, others, self._trace, layouts or [None] * len(others))
         may_make = self._templates is not None and self._templates.may_make(self)
         if is_general and may_make and len(self._samples) < MOST_SAMPLES:
             self._samples[sizes] = run
@@ -183,7 +163,7 @@ class EachSize:
 
     def _trace_larger(self, sizes: Sizes, others: Sequence[Any]) -> TracedCode | None:
         """Trace the code for sizes of which no tensors exist; None where that does not hold for all values of these."""
-        layouts = None if self._is_particular else _layouts_at(self._module, self._sizes, sizes)
+        layouts = None if self._is_particular else self._symbols.layouts_at(sizes)
         if layouts is None:
             return None
         try:
@@ -233,7 +213,7 @@ class EachSize:
         for sample in self._symbols.samples_near(sizes, list(self._samples)):
             if len(self._samples) >= enough or tried == TRIED or self._is_particular:
                 return
-            if _layouts_at(self._module, self._sizes, sample) is not None:
+            if self._symbols.layouts_at(sample) is not None:
                 tried += 1
                 self._trace_larger(sample, others)
 
@@ -246,12 +226,12 @@ class EachSize:
         varying, new = vary_alone(whole, self._symbols.with_computed(sizes))
         parts = [(those, trace.part) for those, trace in zip(varying, traces, strict=True)]
         part = self._templates.part_at(self, parts, new)
-        return traces[0].at_other_sizes(self._with_numbers(sizes), part, smaller)
+        return traces[0].at_other_sizes(self._symbols.code_at(sizes), part, smaller)
 
     def _made_smaller(self, sizes: Sizes, others: Sequence[Any]) -> tuple[Runner, list[Any]] | None:
         """Make the code run at smaller sizes that were not traced, with some of each argument; None if that fails."""
         smaller = self._symbols.smaller(sizes)
-        layouts = _layouts_at(self._module, self._sizes, smaller)
+        layouts = self._symbols.layouts_at(smaller)
         if layouts is None or smaller == sizes or smaller in self._samples:
             return None
         try:
@@ -275,9 +255,6 @@ class EachSize:
     def _keep(self, sizes: Sizes, others: Sequence[Any], run: Runner) -> None:
         self._traced[sizes, self._particulars(others)] = run
 
-    def _with_numbers(self, sizes: Sizes) -> fx.GraphModule:
-        return _with_numbers(self._module, dict(zip(self._sizes, sizes, strict=True)))
-
     def _particulars(self, others: Sequence[Any]) -> tuple[Any, ...]:
         """Return what a trace depends on beside sizes: numbers, and how tensors lie in storages that they share."""
         if not self._is_particular:
@@ -290,76 +267,6 @@ class EachSize:
         shared = [places for places in storages.values() if len(places) > 1]
         offsets = [(position, offset - places[0][1]) for places in shared for position, offset in places]
         return (*(value for value in others if not isinstance(value, torch.Tensor)), *offsets)
-
-
-def _with_numbers(module: fx.GraphModule, numbers: Mapping[int, int]) -> fx.GraphModule:
-    """Copy captured code with numbers in the place of some inputs."""
-    graph = fx.Graph()
-    inputs = list(module.graph.find_nodes(op="placeholder"))
-    values: dict[fx.Node, Any] = {
-        node: numbers[position] for position, node in enumerate(inputs) if position in numbers
-    }
-    symbols = numbers_of(inputs, numbers)
-    for node in module.graph.nodes:
-        if node not in values:
-            sizes = _numbers_at(node, symbols)
-            if sizes is None and node.op == "call_method" and isinstance(values.get(node.args[0]), int):
-                number, *others = fx.node.map_arg(node.args, values.__getitem__)
-                sizes = getattr(number, str(node.target))(*others)  # of a size that is a number now, as `__index__`
-            values[node] = graph.node_copy(node, values.__getitem__) if sizes is None else sizes
-            if node.op == "placeholder":
-                values[node]._dynamo_source = node._dynamo_source
-    copy = fx.GraphModule(module, graph)
-    copy.meta = {**module.meta, NUMBERS: symbols}
-    copy._param_name_to_source = module._param_name_to_source
-    return copy
-
-
-def _numbers_at(node: fx.Node, numbers: Mapping[Any, int]) -> Any:
-    """Return the size or the sizes that a node computes, as numbers; None where it computes something else."""
-    value = node.meta.get("example_value")
-    if node.op in ("placeholder", "output") or not isinstance(value, (torch.SymInt, torch.Size)):
-        return None
-    sizes = [value] if isinstance(value, torch.SymInt) else list(value)
-    if any(isinstance(size, torch.SymInt) and not size.node.expr.free_symbols <= numbers.keys() for size in sizes):
-        return None
-    return at_numbers(sizes, numbers)[0] if isinstance(value, torch.SymInt) else torch.Size(at_numbers(sizes, numbers))
-
-
-def _layouts_at(module: fx.GraphModule, positions: Sequence[int], sizes: Sizes) -> list[Layout | None] | None:
-    """Find how the inputs of captured code lie in memory where those at some positions are other sizes.
-
-    Returns for each input its shape and strides, None for what is the same at all sizes; None where the code is not for
-    these.
-    """
-    inputs = [node.meta.get("example_value") for node in module.graph.find_nodes(op="placeholder")]
-    values = dict[Any, int]()
-    for position, size in zip(positions, sizes, strict=True):
-        shown = inputs[position]
-        if isinstance(shown, torch.SymInt) and shown.node.expr.is_symbol:
-            environment, symbol = shown.node.shape_env, shown.node.expr
-            bounds = environment.var_to_range[symbol]
-            if not bounds.lower <= size <= bounds.upper:
-                return None
-            values[symbol] = size
-        elif int(shown) != size:
-            return None  # it turned out to be one number
-    if any(guard.expr.xreplace(values) in (False,) for guard in (environment.guards if values else ())):
-        return None  # what can't be evaluated is neither True nor False
-    tensors = [value if isinstance(value, torch.Tensor) and _symbols_of(value) else None for value in inputs]
-    return [
-        None if t is None else (tuple(at_numbers(t.shape, values)), tuple(at_numbers(t.stride(), values)))
-        for t in tensors
-    ]
-
-
-def _without_memory(mode: FakeTensorMode, value: Any, layout: Layout | None) -> Any:
-    """Return what stands for an input while code is traced, at its own size or another one."""
-    if layout is None or not isinstance(value, torch.Tensor):
-        return mode.from_tensor(value, static_shapes=True) if isinstance(value, torch.Tensor) else value
-    with mode:
-        other = torch.empty_strided(*layout, dtype=value.dtype, device=value.device, requires_grad=value.requires_grad)
-        return other if value.is_leaf else other.clone()
 
 
 def _some_of(value: Any, layout: Layout | None) -> Any:
@@ -380,20 +287,3 @@ def _some_of(value: Any, layout: Layout | None) -> Any:
         other = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device).copy_(some)
     other.requires_grad_(value.requires_grad)
     return other if value.is_leaf else other.clone()
-
-
-def _trace_apart(
-    module: fx.GraphModule, values: Sequence[Any], trace: Trace, layouts: Sequence[Layout | None]
-) -> tuple[TracedCode, bool]:
-    """Trace code after Dynamo has guarded it, each input for a layout or its own.
-
-    Returns also whether that holds for all values of the same sizes. It doesn't where AOTAutograd asks for guards: on
-    inputs that overlap, or on numbers that are no sizes.
-    """
-    shapes = ShapeEnv(specialize_zero_one=False, duck_shape=False)  # other numbers stay symbols, whatever they are
-    mode = FakeTensorMode(shape_env=shapes)
-    context = TracingContext(mode)
-    with tracing(context):
-        inputs = [_without_memory(mode, value, layout) for value, layout in zip(values, layouts, strict=True)]
-        run = trace(module, inputs)
-    return run, not context.guards_context.aotautograd_guards and not shapes.guards
