@@ -135,7 +135,7 @@ class CompiledCall(StandIn):
         return self._call(self._module, self._compiled, args, kwargs)
 
 
-def take_checkpoints(model: nn.Module) -> list[Callable[[], None]]:
+def take_compiled(model: nn.Module) -> list[Callable[[], None]]:
     """Take the compiled code out of a model that is to be planned; return what puts each of it back."""
     put_back = [run_eager(inner) for inner in compiled_inside(model)]
     for module in model.modules():

@@ -23,7 +23,7 @@ from ..errors import CaptureError
 from ..rewriting import assignments, casts, losses, pooling
 from ..rewriting.contributions import Contributions, OtherTermsError, TermCounts, casts_alone, likely_terms, sums_alone
 from ..rewriting.fusion import fuse
-from ..rewriting.joint import forward_nodes
+from ..rewriting.joint import drop_unread, forward_nodes
 from ..rewriting.kernels import FusedKernels, run_as_eager
 from ..rewriting.straight_line import compiled
 from ..torch_private import (
@@ -262,17 +262,21 @@ class _Compilation:
         return _stub_modules(self._captured)
 
     def _rewrite(self, joint: fx.GraphModule, forward_count: int) -> None:
-        """Run all passes over a joint graph, of whose outputs the forward returns so many."""
+        """Run all passes over a joint graph, of whose outputs the forward returns so many.
+
+        No pass gets operations that nothing reads.
+        """
         given = self._contributions
         joint.graph.eliminate_dead_code(lambda node: bool(node.users) or node.is_impure())
         casts.show_types_of_norms(joint)
         given.hand_over(joint, forward_count)
+        drop_unread(joint.graph)
         given.of_casts = casts.share(joint, forward_count, self._parameters, self._blocks)
         casts.leave_out(joint, forward_count, given.of_other_types)
-        assignments.gather(joint)
-        assignments.leave_out_views(joint)
-        losses.join(joint)
-        pooling.join(joint)
+        drop_unread(joint.graph)
+        for rewrite in (assignments.gather, assignments.leave_out_views, losses.join, pooling.join):
+            rewrite(joint)
+            drop_unread(joint.graph)
         if self._kernels is not None:
             fuse(joint, forward_count, self._kernels)
         joint.recompile()

@@ -1,14 +1,12 @@
 """From AOTAutograd's joint FX graph to our torch-free `Graph`, with the way back.
 
-The joint graph holds forward and backward in one trace, functionalised: buffer updates are explicit copies at the end,
-composite operators (layer norm, attention, convolution backward) stay whole, because no decomposition is asked for. A
+The joint graph is functionalised: buffer updates are explicit copies at the end, and composite operators stay whole. A
 `Captured` keeps the FX nodes beside the records made of them, by the same indices.
 
-Four rewrites happen here. Backward nodes that don't depend on an incoming gradient (detaches of saved results) sink to
-their first use: traced order would pin every such value from the start of the backward. And what random operations give
-can come back, see `replays`: they hand on the state of the generator that they drew from, and get replay nodes.
-Elementwise operations of the forward join what they finish. At the end, results of the backward take the memory of
-gradients that die as they are made, see `overwriting`.
+Backward nodes that don't depend on an incoming gradient (detaches of saved results) sink to their first use: traced
+order would pin every such value from the start of the backward. Random operations get replay nodes, see `replays`.
+Elementwise operations of the forward join what they finish, and results of the backward take the memory of gradients
+that die as they are made, see `overwriting`.
 """
 
 from __future__ import annotations

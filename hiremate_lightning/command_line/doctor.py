@@ -17,7 +17,7 @@ from torch import nn
 
 from .. import torch_private
 from ..api import get_plan, hiremate, remove_hiremate
-from ..calls.replaced import checkpointed_modules, take_checkpoints
+from ..calls.replaced import checkpointed_modules, take_compiled
 from ..calls.slots import refuse
 from ..errors import ConfigurationError, HiRemateError
 from ..integrations.any_script import Alive, Finder
@@ -262,7 +262,7 @@ class _Looking(Finder):
     words = ""  # of what was found
 
     def _plan(self, root: nn.Module, alive: Alive) -> None:
-        take_checkpoints(root)
+        take_compiled(root)
         refuse(root)
         trained = sum(p.numel() for p in root.parameters() if p.requires_grad)
         optimizers = " and ".join(sorted({type(o).__name__ for o in alive.optimizers_of(root)})) or "no optimizer yet"

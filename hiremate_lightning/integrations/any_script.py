@@ -25,7 +25,7 @@ import torch.distributed
 from torch import nn
 
 from ..api import FABRIC_WRAPPER, hiremate, inside_wrappers
-from ..calls.replaced import CompiledCall, take_checkpoints
+from ..calls.replaced import CompiledCall, take_compiled
 from ..calls.slots import is_ours, refuse
 from ..errors import ConfigurationError, HiRemateError
 from ..planning.plan import Plan
@@ -267,7 +267,7 @@ class Finder:
         return True
 
     def _plan(self, root: nn.Module, alive: Alive) -> None:
-        aside = take_checkpoints(root)
+        aside = take_compiled(root)
         hiremate(root, self._budget, target=self._target, **self._options)
         planned = targets_of(root)
         assert planned is not None, "hiremate() has just taken it over"
@@ -377,7 +377,7 @@ class Alive:
 
 
 def _may_be_planned(model: nn.Module) -> bool:
-    aside = take_checkpoints(model)
+    aside = take_compiled(model)
     try:
         refuse(model)
     except ConfigurationError:

@@ -88,8 +88,8 @@ def runner(
     elif not callable(node.target):
         raise TypeError("its target can't be called")
     else:
-        target, changed = as_eager(node)
-        args, kwargs = (*node.args[: len(node.args) - len(changed)], *changed), dict(node.kwargs)
+        target, args = as_eager(node)
+        kwargs = dict(node.kwargs)
     args, kwargs = fx.node.map_arg((args, kwargs), argument)
     _make_valid(record.op, args)
     target = course or target

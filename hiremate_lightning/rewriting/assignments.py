@@ -31,14 +31,13 @@ from .joint import (
     is_on_new_memory,
     is_view,
     lies_as,
+    note_unsettled,
     operation_of,
     register,
     replace_node,
     show_as,
     source_of,
     unsettled_among,
-    unsettles,
-    values_of,
 )
 
 aten = torch.ops.aten
@@ -114,7 +113,7 @@ def _fill(result: torch.Tensor, parts: Sequence[Any]) -> torch.Tensor:
 
 
 def gather(joint: fx.GraphModule) -> None:
-    """Rewrite a joint graph, dead code already removed, so that each assignment is one operation."""
+    """Rewrite a joint graph so that each assignment is one operation."""
     graph = joint.graph
     for node in list(graph.nodes):
         _stand_alone(node)
@@ -123,11 +122,8 @@ def gather(joint: fx.GraphModule) -> None:
         if node.target in _SCATTERS and node.users:  # without users it was a step of a later one
             _gather_steps(node)
     drop_unread(graph)
-    assignments = graph.find_nodes(op="call_function", target=assign)
-    for node in assignments:
+    for node in graph.find_nodes(op="call_function", target=assign):
         _merge_with_base(node)
-    if assignments:
-        drop_unread(graph)
 
 
 def _stand_alone(node: fx.Node) -> None:
@@ -153,8 +149,7 @@ def _copy_gradients_once(joint: fx.GraphModule) -> None:
     """
     unsettled = unsettled_among(filter(aot.is_tangent, joint.graph.find_nodes(op="placeholder")))
     for node in computations(joint):
-        if unsettles(node, unsettled):
-            unsettled.update(values_of(node))
+        note_unsettled(node, unsettled)
         if node.target is not aten.copy.default or source_of(node).target not in _EMPTY:
             continue
         source: Any = node.args[1]
@@ -270,7 +265,7 @@ _TO_THE_END = 2**63 - 1
 
 
 def leave_out_views(joint: fx.GraphModule) -> None:
-    """Make a joint graph, dead code already removed, read values where it reads views of them that show the same."""
+    """Make a joint graph read values where it reads views of them that show the same."""
     output = joint.graph.output_node()
     for node in joint.graph.nodes:
         if _only_shapes(node):
@@ -280,7 +275,6 @@ def leave_out_views(joint: fx.GraphModule) -> None:
         same = _shown_by(node)
         if same is not None and not (output in node.users and (same.op == "placeholder" or output in same.users)):
             node.replace_all_uses_with(same)
-    drop_unread(joint.graph)
 
 
 def _shown_by(node: fx.Node) -> fx.Node | None:

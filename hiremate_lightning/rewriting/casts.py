@@ -20,7 +20,7 @@ from torch import fx
 
 from ..torch_private import aot, tensor_state
 from .contributions import TermCounts, arrivals
-from .joint import drop_unread, show_as, values_of
+from .joint import show_as, values_of
 
 aten = torch.ops.aten
 
@@ -82,7 +82,6 @@ def leave_out(joint: fx.GraphModule, forward_outputs: int, positions: Sequence[i
         total = _sum(first, others)
         if gradient is not None and total is not gradient:
             gradient.replace_all_uses_with(total, delete_user_cb=lambda user: user.op == "output")
-    drop_unread(joint.graph)
 
 
 def _casts(joint: fx.GraphModule) -> list[fx.Node]:
@@ -144,7 +143,7 @@ _STATISTICS = (1, 2)  # positions among the results
 
 
 def show_types_of_norms(joint: fx.GraphModule) -> None:
-    """Correct the types in a joint graph, dead code already removed; it is changed."""
+    """Correct the types in a joint graph."""
     for target, positions in _PARAMETERS.items():
         for norm in joint.graph.find_nodes(op="call_function", target=target):
             parameters = [norm.args[position] for position in positions]

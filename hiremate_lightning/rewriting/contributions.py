@@ -24,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 from ..torch_private import aot
 from ..torch_private.hacks import replaced
 from ..torch_private.tensor_state import is_dense, storage_id, takes_other_gradients, versions_of
-from .joint import drop_unread, written_values
+from .joint import written_values
 
 aten = torch.ops.aten
 
@@ -161,7 +161,6 @@ class Contributions:
             results[forward_outputs + position] = first
             others.extend(rest)
         output.args = ((*results[: len(results) - added], *others),)
-        drop_unread(joint.graph)
 
 
 def _count_readers(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[int]:

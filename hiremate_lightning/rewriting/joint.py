@@ -11,7 +11,7 @@ import inspect
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -236,10 +236,11 @@ def unsettled_among(tangents: Iterable[fx.Node]) -> set[fx.Node]:
     return {tangent for tangent in tangents if getattr(tangent.meta.get("val"), "shape", ())}
 
 
-def unsettles(node: fx.Node, unsettled: Collection[fx.Node]) -> bool:
-    """Whether an operation's results may come with other strides than traced, where some values do."""
+def note_unsettled(node: fx.Node, unsettled: set[fx.Node]) -> None:
+    """Add an operation's results to the values that may come with other strides than traced, where they may, too."""
     reads_unsettled = any(a in unsettled for a in node.all_input_nodes)
-    return (reads_unsettled and _follows_strides(node)) or may_lie_otherwise(node)
+    if (reads_unsettled and _follows_strides(node)) or may_lie_otherwise(node):
+        unsettled.update(values_of(node))
 
 
 def _follows_strides(node: fx.Node) -> bool:

@@ -25,7 +25,7 @@ _BY_ROWS = (torch.bernoulli, "bernoulli")  # the function and the method
 
 
 def as_eager(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """Find the kernel that eager PyTorch runs for a node: a function, and its last arguments where they differ.
+    """Return what eager PyTorch runs for a node: a function, and its arguments without names.
 
     Eager's dropout on the CPU multiplies by a quotient in the input's type, in both directions. The operators that are
     captured instead multiply by a number that may be rounded otherwise, and are slower. And `bernoulli_` is captured as
@@ -35,19 +35,19 @@ def as_eager(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     arguments: Any = node.args
     if _is_dropout_on_host(node) and arguments[1] < 1:
         source, probability = arguments[:2]
-        return dropout, (probability, eager_scale(source, probability))
+        return dropout, (source, probability, eager_scale(source, probability))
     if node.target is aten.native_dropout_backward.default:
-        gradient, mask, _ = arguments
+        gradient, mask = arguments[:2]
         drop: Any = operation_of(mask)
         if _is_dropout_on_host(drop):
-            return apply_dropout_mask, (eager_scale(gradient, drop.args[1]),)
+            return apply_dropout_mask, (gradient, mask, eager_scale(gradient, drop.args[1]))
     if node.target in _COMPACT and not node.meta["val"].dim():
-        return _COMPACT[node.target], ()
+        return _COMPACT[node.target], arguments
     if node.target is aten.col2im.default:
-        return fold, ()
+        return fold, arguments
     if node.target is aten.bernoulli.p and not node.kwargs and aot.called(node) not in _BY_ROWS:
-        return draw_in_place, ()
-    return node.target, ()
+        return draw_in_place, arguments
+    return node.target, arguments
 
 
 def _plain_times(drop: fx.Node, position: int) -> int:
@@ -62,9 +62,8 @@ register(aten.native_dropout.default, Operation(plain_times=_plain_times))
 
 def run_as_eager(graph: fx.Graph) -> None:
     """Make a graph without a backward call the kernels that eager PyTorch runs."""
-    for node, (target, changed) in [(n, as_eager(n)) for n in graph.nodes if n.op == "call_function"]:
-        node.target = target
-        node.args = (*node.args[: len(node.args) - len(changed)], *changed)
+    for node, call in [(n, as_eager(n)) for n in graph.nodes if n.op == "call_function"]:
+        node.target, node.args = call
 
 
 def _compact(reduced: Any) -> Callable[..., torch.Tensor]:

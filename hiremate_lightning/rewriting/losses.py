@@ -23,7 +23,6 @@ from .joint import (
     SHAPES,
     Into,
     Operation,
-    drop_unread,
     is_part,
     register,
     replace_node,
@@ -149,15 +148,13 @@ register(
 
 
 def join(joint: fx.GraphModule) -> None:
-    """Rewrite a joint graph, dead code already removed: a cross entropy is one operation, and its gradient another."""
+    """Rewrite a joint graph: a cross entropy is one operation, and its gradient another."""
     losses = joint.graph.find_nodes(op="call_function", target=aten.nll_loss_forward.default)
     written = written_storages(joint) if losses else set()
     for forward in losses:
         backward = _derivative_of(forward)
         if backward is not None:
             _join(forward, backward, written)
-    if losses:
-        drop_unread(joint.graph)
 
 
 def _join(forward: fx.Node, backward: fx.Node, written: set[int]) -> None:

@@ -1,20 +1,13 @@
-"""Values that are overwritten: an operation computes into what dies there.
-
-Eager PyTorch holds both at that moment, what is read and what is made. Here the second takes the memory of the first,
-where nothing can tell. The kernel is that of eager, told where to write.
+"""Values that are overwritten: an operation computes into what dies there, by the kernel of eager.
 
 `overwrite` finds gradients that operations of the backward may overwrite: only memory that the backward itself has
 allocated, that no later operation reads through any tensor on it, and that no code but PyTorch's own has seen. And it
-finds values of the forward whose memory a gradient may take, such as logits that of their loss.
+finds values of the forward whose memory a gradient may take, such as logits that of their loss. `find_finishes` finds
+operations of the forward that finish what another one made, as `relu_` does. No plan is lost: to keep the value takes
+as much memory as to keep the result.
 
-`find_finishes` finds operations of the forward that finish what another one made, as `relu_` does: all that reads a
-value is one elementwise operation. Both are one node of the graph, which allocates once, and touches that memory while
-it is in the caches. No plan is lost: to keep the value takes as much memory as to keep the result, which is at least as
-useful.
-
-The trace says which tensors share memory, and with which strides they come. What runs may differ, where gradients
-arrive with other strides, and others may hold what the forward returned. So each overwriting operation looks before it
-writes, and else allocates.
+Gradients may arrive with other strides than traced, and others may hold what the forward returned. So each overwriting
+operation looks before it writes, and else allocates.
 """
 
 from __future__ import annotations
@@ -40,10 +33,10 @@ from .joint import (
     is_view,
     lies_as,
     may_lie_otherwise,
+    note_unsettled,
     operation_named,
     operation_of,
     unsettled_among,
-    unsettles,
     values_of,
 )
 
@@ -231,9 +224,8 @@ class _Search:
         self.last |= {graph.tensors[t].storage: len(graph.backward) for t in kept}
         self.barred = _seen_by_others(graph, fx_nodes) | set(spared) | set(absent)
         self.unsettled = unsettled_among(fx_values[t] for t in graph.tangents)
-        for node in (fx_nodes[index] for index in graph.backward):
-            if unsettles(node, self.unsettled):
-                self.unsettled.update(values_of(node))
+        for index in graph.backward:
+            note_unsettled(fx_nodes[index], self.unsettled)
         first: dict[int | None, int] = {}
         # Tensors on whose storage another one was there before.
         self.views = {t for t, tensor in enumerate(graph.tensors) if first.setdefault(tensor.storage, t) != t}

@@ -18,7 +18,7 @@ from torch import fx
 
 from .. import thresholds
 from ..torch_private import tensor_state
-from .joint import Operation, drop_unread, operation_of, register, replace_node, source_of, values_of
+from .joint import Operation, operation_of, register, replace_node, source_of, values_of
 from .kernels import memory_format_of, parts_of, waves
 
 aten = torch.ops.aten
@@ -82,18 +82,15 @@ def _first_elements(
 
 
 def join(joint: fx.GraphModule) -> None:
-    """Rewrite a joint graph, dead code already removed, so that max pools keep places within windows.
+    """Rewrite a joint graph so that max pools keep places within windows.
 
     Only their gradients may read the places.
     """
     for dims, (pool, backward) in _OPERATORS.items():
-        pools = joint.graph.find_nodes(op="call_function", target=pool.default)
-        for node in pools:
+        for node in joint.graph.find_nodes(op="call_function", target=pool.default):
             gradients = _gradients_of(node, backward.default, dims)
             if gradients:
                 _replace(node, gradients, _windows_of(node.args[1:], dims))
-        if pools:
-            drop_unread(joint.graph)
 
 
 def _plain_times(pool: fx.Node, position: int) -> int:

@@ -47,9 +47,8 @@ def call_of(op: str, drawn: fx.Node, inputs: Sequence[fx.Node]) -> OperatorCall:
     if op == DRAW_MASK:
         size, _, *rest = mask_arguments(drawn)
         return draw_mask_again, (inputs[-1], size, *rest), {}
-    target, changed = as_eager(drawn)
-    unchanged = drawn.args[: len(drawn.args) - len(changed)]
-    return again(target), (inputs[-1], _device(drawn), *unchanged, *changed), dict(drawn.kwargs)
+    target, args = as_eager(drawn)
+    return again(target), (inputs[-1], _device(drawn), *args), dict(drawn.kwargs)
 
 
 def generator_state(device: torch.device) -> torch.Tensor:

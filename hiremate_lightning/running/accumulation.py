@@ -1,18 +1,12 @@
 """Gradients that are added to `.grad` where they appear, and sums of gradients that several graphs share.
 
-Autograd adds each gradient to the one that a parameter has already, and frees it. A captured graph hands all of its
-gradients to autograd at once, at its end: while gradients are accumulated, two full sets of them would exist. So the
-planned backward adds them by itself, as autograd would, wherever that is all that autograd would do with them. A
-gradient that a hook is to see, or that is one of several terms, is handed on as ever.
+A captured graph hands all of its gradients to autograd at its end: while gradients are accumulated, two full sets of
+them would exist. So the planned backward adds them by itself, wherever that is all that autograd would do with them.
 
-Autograd adds up the gradients that reach a leaf in one backward, a parameter say, term by term as they arrive. A
-captured graph hands over one sum for all of its reads of the leaf. Where another graph, or another run of the same one,
-has contributed before, that is another order of additions, and gives other last bits. So where all gradients of a leaf
-come from captured graphs, and one of these gives a sum of several terms, the first runs carry their sum over to the
-next, which add their terms to it one by one, and the last run hands it to autograd.
-
-In a block of autocast a parameter is cast once, for all calls in it, and its gradients are added up before they are
-cast back. So such a sum is carried over in half precision, and the last run of the block casts it.
+Where several runs contribute to a leaf, and one of them a sum of several terms, autograd would add up in another order
+than without capture, and get other last bits. So the first runs carry their sum over to the next, which add their terms
+to it one by one, and the last run hands it to autograd. In a block of autocast, in which eager PyTorch casts a
+parameter once, such a sum is carried over in half precision, and the last run of the block casts it.
 """
 
 from __future__ import annotations

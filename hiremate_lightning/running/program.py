@@ -325,9 +325,8 @@ class _Emitter:
         """Compute a captured node by the kernel of eager PyTorch."""
         needs_layout = record.direction is Direction.BACKWARD and needs_traced_layout(node.target)
         value_of = self._laid_out if needs_layout else self._value_of
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
-        target, changed = as_eager(node)
-        args = (*args[: len(args) - len(changed)], *changed)
+        target, args = as_eager(node)
+        args, kwargs = fx.node.map_arg((args, dict(node.kwargs)), value_of)
         if node.target is aten.view.default and record.direction is Direction.BACKWARD:
             target = aten.reshape.default  # gradients come with other strides than they were traced with
         if node.target is aten._unsafe_view.default and node not in self._returned:
