@@ -51,7 +51,7 @@ class Parts:
         self.fuses = kernels is not None
         self.measures_link: Callable[[], bool] = lambda: False
         self.count = self.traced_count = 0
-        self._parts: dict[int, weakref.ref[Part]] = {}
+        self._parts: weakref.WeakValueDictionary[int, Part] = weakref.WeakValueDictionary()
         self._numbers: weakref.WeakKeyDictionary[Part, int] = weakref.WeakKeyDictionary()
         self._profiles: weakref.WeakKeyDictionary[Part, Profile] = weakref.WeakKeyDictionary()
 
@@ -71,7 +71,7 @@ class Parts:
 
     def find(self, number: int) -> Part | None:
         """Return the part with a number, None where it was dropped."""
-        return self._parts[number]()
+        return self._parts.get(number)
 
     def are_made(self, numbers: Iterable[int]) -> bool:
         """Whether some of these graphs were made from traces of other sizes."""
@@ -96,7 +96,7 @@ class Parts:
         if profile is not None:
             self._profiles[part] = profile
         self._numbers[part] = self.count
-        self._parts[self.count] = weakref.ref(part)
+        self._parts[self.count] = part
         self.count += 1
         self.traced_count += profile is None
         return part

@@ -18,6 +18,7 @@ from .recorded_step import RecordedStep
 from .step_signature import GraphNumbers, Start, StepSignature
 
 LENGTHS = (32, 16, 8, 4, 2, 1, 0)  # of what came before a step, by which it is foreseen
+SEEN = 1024  # signatures without a record that are kept, the latest ones: of new sizes there may be no end
 CERTAIN = 64  # steps that came as foreseen, one after the other, after which the next one is trusted to
 
 K = TypeVar("K", bound=Hashable)
@@ -70,45 +71,44 @@ class History:
     def __init__(self) -> None:
         self.latest: StepSignature | None = None
         self.margin_bytes = 0
-        self._signatures: dict[GraphNumbers, StepSignature] = {}  # those that were recorded last, in the order of that
+        self._recorded: dict[GraphNumbers, StepSignature] = {}  # in the order of that; some were dropped since
+        self._seen = Latest[GraphNumbers, StepSignature](SEEN)  # whose step was not recorded
         self._order = Order[StepSignature]()
         self._confusing = set[GraphNumbers]()  # first graphs of signatures that were mistaken for each other
         self._planned: tuple[StepSignature, ...] | None = None
 
     def __getitem__(self, graphs: GraphNumbers) -> StepSignature:
         """Return the signature that runs some captured graphs; it is made the first time."""
-        signature = self._signatures.get(graphs)
-        if signature is None:
-            signature = self._signatures[graphs] = StepSignature(graphs)
-        return signature
+        return self._recorded.get(graphs) or self._seen.get_or(graphs, lambda: StepSignature(graphs))
 
     def __iter__(self) -> Iterator[StepSignature]:
-        return iter(tuple(self._signatures.values()))
+        return iter((*self._recorded.values(), *self._seen.values()))
 
     @property
     def planned(self) -> tuple[StepSignature, ...]:
         """The signatures that have a plan, in the order in which they were recorded."""
         if self._planned is None:
-            self._planned = tuple(signature for signature in self._signatures.values() if signature.plan is not None)
+            self._planned = tuple(signature for signature in self._recorded.values() if signature.plan is not None)
         return self._planned
 
     @property
     def recorded(self) -> list[StepSignature]:
         """The signatures whose step was recorded, in the order of that."""
-        return [signature for signature in self._signatures.values() if signature.step is not None]
+        return [signature for signature in self._recorded.values() if signature.step is not None]
 
     @property
     def plan_count(self) -> int:
         """The number of plans, those for all sizes included."""
-        return len(self.recorded) + sum(len(signature.ladder.rungs) for signature in self)
+        return len(self.recorded) + sum(len(signature.ladder.rungs) for signature in self._recorded.values())
 
     # ---------------------------------------------------------------- what is learned of signatures
 
     def record(self, signature: StepSignature, step: RecordedStep) -> None:
         """Learn what a signature runs; where nobody knew, it comes after all others from now on."""
         if signature.step is None:
-            self._signatures[signature.graphs] = self._signatures.pop(signature.graphs, signature)
-            self._planned = None
+            self._seen.pop(signature.graphs, None)
+            self._recorded.pop(signature.graphs, None)
+            self._recorded[signature.graphs], self._planned = signature, None
         signature.step = step
 
     def install(self, signature: StepSignature, plan: Plan, programs: Mapping[int, Program]) -> None:

@@ -172,6 +172,7 @@ def test_a_first_step_above_its_budget_is_announced_once():
         (signature,) = history.planned
         planned_signatures.warn_of_first_step(signature, signature.plan.budget_bytes + 2**20)
         other = history[(*signature.graphs, 1)]
+        history.record(other, signature.recorded)
         history.install(other, signature.plan, {})
         for excess in (2**10, 2**20, 2**21):
             planned_signatures.warn_of_first_step(other, signature.plan.budget_bytes + excess)

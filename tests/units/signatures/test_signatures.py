@@ -10,15 +10,21 @@ import torch
 from torch import nn
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.signatures.history import CERTAIN, History, Order, place_in
+from hiremate_lightning.signatures.history import CERTAIN, SEEN, History, Order, place_in
 from tests.exact import quiet
 
 CRITIC, GENERATOR = (0,), (1, 2)
 PLAN = object()  # whatever it says
+STEP = SimpleNamespace(waits=False)
 
 
 def run(history, graphs):
     history.ended(history[graphs], (0, 0), is_by_plans=False)
+
+
+def plan(history, graphs):
+    history.record(history[graphs], STEP)
+    history.install(history[graphs], PLAN, {})
 
 
 def likely(history):
@@ -33,9 +39,9 @@ def alternating():
     """Two signatures that have come in turns; each was planned when the next step began."""
     history = History()
     run(history, CRITIC)
-    history.install(history[CRITIC], PLAN, {})
+    plan(history, CRITIC)
     run(history, GENERATOR)
-    history.install(history[GENERATOR], PLAN, {})
+    plan(history, GENERATOR)
     run(history, CRITIC)
     return history
 
@@ -46,9 +52,20 @@ def test_signatures_in_turns_are_foreseen_once_both_are_planned():
     assert likely(history) == GENERATOR
     run(history, GENERATOR)
     assert likely(history) == CRITIC
-    history.install(history[CRITIC], PLAN, {})
+    plan(history, CRITIC)
     run(history, CRITIC)
     assert likely(history) == GENERATOR
+
+
+def test_signatures_without_a_record_are_kept_as_long_as_they_are_late():
+    """New sizes come without end in a long run."""
+    history = alternating()
+    for number in range(3, SEEN + 10):
+        run(history, (number,))
+    assert len(list(history)) == SEEN + 2
+    assert [signature.graphs for signature in history.planned] == [CRITIC, GENERATOR]
+    assert history[SEEN + 9,].sights.count == 1
+    assert history[3,].sights.count == 0
 
 
 def test_a_dropped_signature_has_no_plan_and_keeps_its_counts():
@@ -91,7 +108,7 @@ def test_a_certain_order_tells_confused_signatures_apart():
     history, longer = alternating(), (*GENERATOR, 3)
     run(history, GENERATOR)
     run(history, longer)
-    history.install(history[longer], PLAN, {})
+    plan(history, longer)
     history.confuse(history[GENERATOR])
     run(history, GENERATOR)
     assert all_likely(history) == {GENERATOR, longer}
@@ -105,7 +122,7 @@ def test_a_signature_planned_later_joins_those_it_begins_like():
     history.confuse(history[GENERATOR])
     for graphs in (longer, shorter):
         run(history, graphs)
-        history.install(history[graphs], PLAN, {})
+        plan(history, graphs)
     assert {signature.graphs for signature in history.taken_for(history[shorter])} == {GENERATOR, longer, shorter}
     assert {signature.graphs for signature in history.taken_for(history[CRITIC])} == {CRITIC}
 
@@ -115,7 +132,7 @@ def test_a_signature_planned_later_joins_those_it_begins_like():
 )
 def test_a_step_that_leaves_out_graphs_keeps_its_place(ran, place):
     signature = History()[1, 2, 2, 3]
-    signature.step = SimpleNamespace(waits=False)
+    signature.step = STEP
     assert place_in(signature, ran) == place
 
 
