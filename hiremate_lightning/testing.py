@@ -6,22 +6,18 @@ Everything else inside of a session may change from release to release.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from torch import nn
 
 from . import thresholds
-from .capturing.capture import Captured
-from .measuring import profiling
 from .planning.plan import Plan
-from .records.costs import Machine, estimate
 from .records.schedule import Compute, Free
 from .sessions.current_step import CurrentStep
 from .sessions.modes import GivenBack, Offloaded
 from .sessions.session import Session
-from .sessions.templates import Templates
 from .targets.modules import targets_of
 
 OWN_PLAN, OTHER_PLAN, LEAST_MEMORY = "own plan", "plan of another step", "least memory"
@@ -111,13 +107,8 @@ def plan_digest(plan: Plan) -> str:
 @contextmanager
 def without_templates() -> Iterator[None]:
     """Let no step of a new size run by programs made from traces of other sizes."""
-    may_make = Templates.may_make, Templates.may_serve
-    setattr(Templates, "may_make", lambda *_, **__: False)  # noqa: B010
-    setattr(Templates, "may_serve", lambda *_: False)  # noqa: B010
-    try:
+    with changed_thresholds(makes_code=False):
         yield
-    finally:
-        Templates.may_make, Templates.may_serve = may_make  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -143,17 +134,5 @@ def fixed_costs() -> Iterator[None]:
 
     Bytes are measured as ever. Plans that depend on times are then the same on every machine, loaded or idle.
     """
-    measure_node, refine = profiling._measure_node, profiling.TimedRun.refine
-
-    def measured(
-        captured: Captured, index: int, options: profiling.ProfileOptions, announce: Callable[[str, str], None]
-    ) -> profiling.Cost | None:
-        cost = measure_node(captured, index, profiling.ProfileOptions(repeats=1, time_limit_ms=0.0), announce)
-        return cost and profiling.Cost(estimate(captured.graph, Machine()).time_ms[index], cost.workspace_bytes)
-
-    profiling._measure_node = measured
-    profiling.TimedRun.refine = lambda self, profile, graph: profile  # type: ignore[method-assign]
-    try:
+    with changed_thresholds(measures_times=False):
         yield
-    finally:
-        profiling._measure_node, profiling.TimedRun.refine = measure_node, refine  # type: ignore[method-assign]

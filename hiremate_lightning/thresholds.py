@@ -1,4 +1,4 @@
-"""Sizes, counts and shares at which the package begins to act otherwise, in one record.
+"""Sizes, counts and shares at which the package begins to act otherwise, and switches of what it does, in one record.
 
 Modules read `thresholds.current` each time, so that `testing.changed_thresholds` changes all of them in one place.
 """
@@ -36,6 +36,8 @@ class Thresholds:
     worth_templates: float = 8.0
     # Seconds after which a stage is named where no progress can be drawn, and from which on a wait is told before it.
     long_stage_s: float = 5.0
+    makes_code: bool = True  # whether code for new sizes is made from traces of a few
+    measures_times: bool = True  # whether times of operations are measured; else estimated, equal on all machines
     usual_loop_ms: float = 2.3  # of a short loop of Python on the idle core whose seconds of planning all waits are of
 
 

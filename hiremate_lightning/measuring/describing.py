@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from .. import thresholds
 from ..memory.metering import Interval
 from ..records.costs import Profile
 from ..records.graph import bytes_of
@@ -44,7 +45,7 @@ class _Described:
     def call(self, run: Run, profile: Profile) -> Call:
         """Describe a run, and the code outside before, between and after its halves."""
         record = self._record
-        if record.timed is not None:
+        if record.timed is not None and thresholds.current.measures_times:
             profile = record.timed.refine(profile, run.graph)
         if record.is_measured and record.has_memory:
             profile = as_laid_out(run.part.captured, profile, run.tangent_strides)

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from .. import thresholds
 from ..capturing.capture import Captured
 from ..memory.allocator import free_bytes, storage_bytes
 from ..memory.metering import MemoryMeter, undisturbed
@@ -170,6 +171,7 @@ def measure(
     and a message about it.
     """
     graph = captured.graph
+    options = options if thresholds.current.measures_times else ProfileOptions(repeats=1, time_limit_ms=0.0)
     costs = cache.costs_on(captured.device)
     missing = {n.key: i for i, n in enumerate(graph.nodes) if n.key not in costs and i < len(captured.fx_nodes)}
     estimates = estimate(graph, A100 if captured.device.type == "cuda" else Machine()).time_ms
@@ -179,6 +181,8 @@ def measure(
         for done, (key, index) in enumerate(missing.items()):
             progress(done, len(missing))
             measured = _measure_node(captured, index, options, announce) if can_measure else None
+            if measured is not None and not thresholds.current.measures_times:
+                measured = Cost(estimates[index], measured.workspace_bytes)
             (unmeasured if measured is None else costs)[key] = measured or Cost(estimates[index], 0)
     if missing:
         progress(len(missing), len(missing))

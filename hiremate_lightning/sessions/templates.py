@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .. import thresholds
 from ..capturing.template import CodeTemplate
 from ..housekeeping import collecting_what_it_leaves
 from ..measuring.profiling import ProfileOptions
@@ -90,8 +91,9 @@ class Templates:
 
     @property
     def _cannot_be_made(self) -> bool:
-        """Whether kernels are fused for their sizes, or programs hold the host's memory for offloaded values."""
-        return self._parts.fuses or self._model.options.offload != "off"
+        """Whether that is off, kernels are fused for their sizes, or programs hold the host's memory."""
+        is_off = not thresholds.current.makes_code
+        return is_off or self._parts.fuses or self._model.options.offload != "off"
 
     def part_at(self, code: object, samples: Sequence[tuple[Sizes, Part]], sizes: Sizes) -> Part:
         """Make a part that runs code at some sizes, from parts for others, each with all that varies there.

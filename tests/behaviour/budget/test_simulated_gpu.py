@@ -25,12 +25,12 @@ FILES = (
     "behaviour/integrations/test_strategy",
 )
 PARTS = {
-    "training": "training_under_a_plan and tight",
+    "training": "training_by_a_plan and tight",
     "loops": "script",
     "away": "test_offloaded",
     "offloading": "test_offloading",
     # a search for the largest batch takes minutes of a CPU
-    "rest": "not training_under_a_plan and not script and not largest_batch and not test_offload",
+    "rest": "not training_by_a_plan and not script and not largest_batch and not test_offload",
 }
 
 
