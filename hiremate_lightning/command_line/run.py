@@ -69,10 +69,11 @@ class OneLineParser(argparse.ArgumentParser):
         unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0]
         if unknown:
             message = self.no_option(unknown)
-        self.exit(USAGE, f"{self.prog}: {message.rstrip('.')}. See: {self.prog} --help\n")
+        ended = message if message.endswith((".", "?")) else f"{message}."
+        self.exit(USAGE, f"{self.prog}: {ended} See: {self.prog} --help\n")
 
     def no_option(self, name: str) -> str:
-        """Say that there is no such option, and what was meant."""
+        """Describe an error: an option that does not exist, and the nearest one that does."""
         known = [option for action in self._actions for option in action.option_strings]
         hint = f" {self.meant[name]}." if name in self.meant else did_you_mean(name, known)
         return f"there is no option {name!r}.{hint}{self.rest}"

@@ -307,7 +307,7 @@ def divide(root: nn.Module, mesh: Any) -> None:
 
 
 def _styles_of(root: nn.Module) -> dict[str, str]:
-    """Return how each module that is divided is, by its path, as the model's own plan names it."""
+    """Return the style in which each divided module is divided, by its path, from the model's own plan."""
     plan = getattr(root, "_tp_plan", None)
     if not plan:
         raise ConfigurationError(

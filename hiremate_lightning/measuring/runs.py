@@ -36,8 +36,8 @@ class Run:
     outputs: dict[int, tuple[Callable[[], bool], int]] = field(default_factory=dict)
     alive: tuple[int, ...] | None = None  # outputs that lived when the backward ended, None before it ends
     missing: frozenset[int] = frozenset()  # positions of the gradients of outputs that did not arrive
-    # Bytes of each gradient of an output as it arrived. An expanded gradient takes less than its shape says. Storage
-    # that several gradients share counts for the first of them.
+    # Bytes of each gradient of an output as it arrived. An expanded gradient takes less than its shape says. Storage of
+    # several gradients counts for the first one.
     tangent_bytes: tuple[int, ...] = ()
     # Strides of each gradient of an output as it arrived, None for one that did not or is sparse.
     tangent_strides: tuple[tuple[int, ...] | None, ...] = ()

@@ -1,1 +1,1 @@
-"""Proof that captured code gives the numbers of the code in eager mode."""
+"""Proof that captured code gives the numbers of eager PyTorch."""

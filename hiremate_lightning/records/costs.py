@@ -39,8 +39,7 @@ class Profile:
     """Costs by node of a graph."""
 
     time_ms: tuple[float, ...]  # milliseconds of one run
-    # Bytes needed only while the node runs, beyond its outputs; below 0 where an output takes the memory of a value
-    # that dies.
+    # Bytes that only the running node needs, beyond its outputs. Below 0 where an output takes a dying value's memory.
     workspace_bytes: tuple[int, ...]
     device: str  # where it was measured, or "estimate"
     link: Link | None = None  # how fast the device copies to the host and back; None where nothing is copied

@@ -34,7 +34,7 @@ class NoTemplateError(HiRemateError):
 
 
 class WrongTemplateError(NoTemplateError):
-    """Programs for sizes that were not traced gave other numbers than the code in eager mode."""
+    """Programs for sizes that were not traced gave other numbers than eager PyTorch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,7 @@ class Templates:
 
     @property
     def _cannot_be_made(self) -> bool:
-        """Whether that is off, kernels are fused for their sizes, or programs hold the host's memory."""
+        """Whether no code can be made for new sizes: that is switched off, kernels are fused, or plans may offload."""
         is_off = not thresholds.current.makes_code
         return is_off or self._parts.fuses or self._model.options.offload != "off"
 

@@ -46,7 +46,7 @@ OFFLOAD_BYTES_PER_MS = 3e6  # that are offloaded and brought back: on a CPU, in 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a step takes that runs eager.
+    """What an eager step takes.
 
     Attributes:
         saves_memory: Whether all that autograd saves is offloaded until the backward reads it: that takes less memory

@@ -18,7 +18,7 @@ from .recorded_step import RecordedStep
 from .step_signature import GraphNumbers, Start, StepSignature
 
 LENGTHS = (32, 16, 8, 4, 2, 1, 0)  # of what came before a step, by which it is foreseen
-SEEN = 1024  # signatures without a record that are kept, the latest ones: of new sizes there may be no end
+SEEN = 1024  # most signatures without a record that are kept: new sizes may never end
 CERTAIN = 64  # steps that came as foreseen, one after the other, after which the next one is trusted to
 
 K = TypeVar("K", bound=Hashable)
@@ -71,8 +71,8 @@ class History:
     def __init__(self) -> None:
         self.latest: StepSignature | None = None
         self.margin_bytes = 0
-        self._recorded: dict[GraphNumbers, StepSignature] = {}  # in the order of that; some were dropped since
-        self._seen = Latest[GraphNumbers, StepSignature](SEEN)  # whose step was not recorded
+        self._recorded: dict[GraphNumbers, StepSignature] = {}  # in the order in which they were recorded
+        self._seen = Latest[GraphNumbers, StepSignature](SEEN)  # without a record
         self._order = Order[StepSignature]()
         self._confusing = set[GraphNumbers]()  # first graphs of signatures that were mistaken for each other
         self._planned: tuple[StepSignature, ...] | None = None

@@ -35,7 +35,7 @@ _made_with: WeakIdKeyDictionary = WeakIdKeyDictionary()  # changes that stand-in
 
 
 def module_of(root: torch.nn.Module, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:
-    """Make a module of a graph. Its text is written where it is read or called: our programs have their own."""
+    """Make a module of a graph. PyTorch writes its code when it is first called, and keeps that for ever."""
     return _LazyGraphModule(root, graph, name)
 
 

@@ -69,7 +69,7 @@ def train(name: str, budget: str | None, half: bool, **options: str) -> tuple[li
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("budget", ["75%", "60%"], ids=["loose", "tight"])
 @pytest.mark.parametrize("name", ["gpt", "unet"])
-def test_training_by_a_plan_is_eager_within_the_budget(name, budget, half):
+def test_training_by_a_plan_equals_eager_within_the_budget(name, budget, half):
     eager, plain_peak = train(name, None, half)[:2]
     captured = train(name, "100%", half)[0]
 
@@ -235,7 +235,7 @@ def test_what_finds_no_room_on_the_host_stays_on_the_device():
 
 
 @pytest.mark.usefixtures("without_templates")
-def test_steps_of_new_sizes_offload_what_they_save():
+def test_steps_of_new_sizes_offload_within_the_budget():
     def step(model: nn.Module, length: int) -> torch.Tensor:
         model.zero_grad()
         batch = torch.randn(8, length, 32, generator=torch.Generator().manual_seed(length)).cuda()
@@ -362,7 +362,7 @@ def test_softmaxes_over_what_they_read_are_those_of_eager(classes, dim):
 
 @pytest.mark.parametrize("classes", [37, 1024, 4096, 50257])
 @pytest.mark.parametrize("reduction", [0, 1], ids=["none", "mean"])
-def test_cross_entropies_by_rows_are_those_of_eager(change_thresholds, classes, reduction):
+def test_cross_entropies_by_rows_equal_those_of_eager_pytorch(change_thresholds, classes, reduction):
     change_thresholds(part_bytes=1)
     aten, rows = torch.ops.aten, 333
     logits = torch.randn(rows, classes, device="cuda").mul(9).bfloat16()

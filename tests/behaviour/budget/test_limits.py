@@ -24,7 +24,7 @@ def test_the_budget_is_the_most_any_state_of_the_step_may_take(limits):
 
 
 @pytest.mark.parametrize(("is_share", "budget_bytes"), [(True, 280), (False, 260)])
-def test_a_share_of_another_state_has_the_new_optimizer_state(is_share, budget_bytes):
+def test_a_share_counts_optimizer_state_that_is_new(is_share, budget_bytes):
     limits = Limits(is_share=is_share).meeting(BEFORE, 180).meeting(AFTER, 200)
     with_state = Resident(180, 0, kinds=(("parameters", 100), ("optimizer state", 80)))
     assert limits.meeting(with_state, 260).budget_bytes == budget_bytes
@@ -65,7 +65,7 @@ LESS = Resident(120, 0, kept=AFTER.kept)
     ],
     ids=["as much", "more in another state", "a plan that fitted", "nothing fits, more resident", "less resident"],
 )
-def test_the_least_memory_stays_where_it_takes_as_much_as_before(limits, least_of, state, peak_bytes, is_least, stays):
+def test_a_plan_of_least_memory_stays_until_a_step_takes_more(limits, least_of, state, peak_bytes, is_least, stays):
     assert limits.with_least(least_of, 210).stays(state, peak_bytes, is_least=is_least) is stays
     assert not limits.with_least(AFTER, 210).without_least().stays(AFTER, 210, is_least=True), "the step has changed"
 

@@ -87,7 +87,7 @@ def test_without_a_plan_peaks_are_measured_and_not_compared():
         ("on_before_optimizer_step", "the optimizer's step"),
     ],
 )
-def test_an_allocation_outside_the_plan_is_announced_with_place(hook: str, where: str):
+def test_an_allocation_outside_the_plan_names_its_place(hook: str, where: str):
     with pytest.warns(HiRemateWarning, match=rf"reached .* MiB in {where}, .* above the budget\. "):
         fit(planned(), MemoryMonitor(every_n_steps=1), Spill(hook))
 

@@ -289,7 +289,7 @@ def train_beside(plain: nn.Module) -> tuple[nn.Module, list[str]]:
 
 
 @pytest.mark.parametrize("level", [logging.WARNING, logging.ERROR])
-def test_what_torch_compile_fails_on_is_eager_its_parts_planned(monkeypatch, request, level):
+def test_code_that_can_t_be_compiled_is_eager_its_parts_planned(monkeypatch, request, level):
     def fail_on_large_graphs(graph, capture):
         if len(graph.find_nodes(op="call_function", target=torch.ops.aten.gelu.default)) > 2:
             raise AssertionError("too large")
@@ -332,7 +332,7 @@ def marked(self, x: torch.Tensor) -> torch.Tensor:
     return self.body(x) * marks
 
 
-def test_what_fails_as_it_is_traced_is_eager_its_parts_planned():
+def test_code_that_fails_in_tracing_is_eager_its_parts_planned():
     model, texts = train_beside(marked())
     assert "could not capture a part of Marked, which runs without a plan: RuntimeError(" in texts[0]
     assert get_plan(model).schedule.recomputed(get_plan(model).graph)

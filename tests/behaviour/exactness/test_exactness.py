@@ -15,7 +15,7 @@ MEASURED = (3, 4)  # the first steps capture, plan and measure
 
 
 @pytest.mark.parametrize("name", EVERY_MODEL)
-def test_training_by_a_plan_is_eager_within_the_budget(name):
+def test_training_by_a_plan_equals_eager_within_the_budget(name):
     """So it is under half of what the step adds, and under the smallest budget that an error would name."""
     plain = train(build(name), STEPS)
 

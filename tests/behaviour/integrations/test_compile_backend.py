@@ -289,7 +289,7 @@ def test_a_budget_that_nothing_fits_is_refused_with_the_smallest():
         train(compiled(model := chain(1), budget="1 KiB"), model)
 
 
-def test_a_function_around_a_planned_model_is_refused_saying_how():
+def test_functions_around_planned_models_are_refused_with_advice():
     model = hiremate(chain(1), "1 GiB", verbose=False)
 
     with pytest.raises(ConfigurationError, match=r"Sequential is planned already by hiremate.*without torch\.compile"):
@@ -297,7 +297,7 @@ def test_a_function_around_a_planned_model_is_refused_saying_how():
 
 
 @pytest.mark.parametrize("backend", ["hiremate", "eager"])
-def test_a_planned_model_that_is_compiled_is_refused_saying_how(backend):
+def test_a_compiled_model_that_is_planned_is_refused_with_advice(backend):
     model = hiremate(halves(), "1 GiB", verbose=False)
 
     with pytest.raises(ConfigurationError, match=r"^A torch\.compile is around a module that is planned.*without"):

@@ -57,7 +57,7 @@ def test_signatures_in_turns_are_foreseen_once_both_are_planned():
     assert likely(history) == GENERATOR
 
 
-def test_signatures_without_a_record_are_kept_as_long_as_they_are_late():
+def test_only_the_latest_unrecorded_signatures_are_kept():
     """New sizes come without end in a long run."""
     history = alternating()
     for number in range(3, SEEN + 10):
