@@ -19,7 +19,7 @@ from ..records.step import Decisions
 from ..units import Budget, format_bytes
 from .solutions import Solutions
 from .solvers import smallest_budget
-from .solvers.base import UNLIMITED, Problem, Solution, Status, replay, replay_solution
+from .solvers.base import UNLIMITED, Problem, Solution, Status, replay_solution, with_decisions
 from .solvers.least_memory import SEARCH_S
 from .solvers.offload import least_with_offloads
 
@@ -100,8 +100,7 @@ class Room:
 
 def as_decided(problem: Problem, decided: Decisions) -> Solution:
     """Return the solution of a step in which nothing is to be chosen."""
-    simulation, ended = replay(problem, decided), "decided before"
-    return Solution(DECIDED, Status.FEASIBLE, decided, simulation.recompute_ms, simulation.peak_bytes, stopped_by=ended)
+    return with_decisions(problem, Solution(DECIDED, Status.FEASIBLE, stopped_by="decided before"), decided)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,6 @@ from .solvers.offload import least_with_offloads
 from .solvers.worker import apart, check_strategy
 
 log = logging.getLogger("hiremate_lightning")
-TIGHTENINGS = 4  # of the budget, where a strategy's own memory model was too coarse
 LEAST = "least memory at once"  # in place of a strategy's name, in a folder of plans
 ANY_GAP = 1e6  # where any schedule that fits will do
 CUT_SHORT = (
@@ -136,7 +135,7 @@ def _solve(problem: Problem, options: SessionOptions, strategy: Strategy, is_alo
     solutions = Solutions(options.cache_dir)
     if (known := solutions.read(problem, options.solver)) is not None:
         return known
-    solution = _solve_until_it_fits(problem, strategy)
+    solution = strategy(problem)
     if is_alone:
         solution = solutions.at_least(problem, solution)
     if _fits(problem, solution):
@@ -144,35 +143,6 @@ def _solve(problem: Problem, options: SessionOptions, strategy: Strategy, is_alo
             solutions.remember(problem, solution)
         solutions.write(problem, options.solver, solution)
     return solution, problem.profile
-
-
-def _solve_until_it_fits(problem: Problem, strategy: Strategy) -> Solution:
-    """Solve, with a smaller budget each time that the simulated peak exceeds it; the first bound stays the bound.
-
-    The time limit is that of all solves together. Each gets at least a second.
-    """
-    solution = first = strategy(problem)
-    tighter, left_s = problem, problem.options.time_limit_s
-    for attempt in range(TIGHTENINGS):
-        excess = replay_solution(problem, solution).peak_bytes - problem.budget_bytes if solution.is_feasible else 0
-        if excess <= 0:
-            break
-        left_s -= solution.work_s or solution.solve_s  # a strategy from elsewhere may count seconds only
-        options = replace(problem.options, time_limit_s=max(1.0, left_s))
-        step_bytes = excess << attempt  # doubled: by its own model it may have been far below the budget
-        tighter = replace(tighter, budget_bytes=tighter.budget_bytes - step_bytes, options=options)
-        solution = strategy(tighter)
-    if solution is first or not solution.is_feasible:
-        return solution
-    proven = solution.extra_ms <= first.bound_ms + problem.options.gap * problem.step_ms
-    return replace(
-        solution,
-        status=Status.OPTIMAL if proven else Status.FEASIBLE,
-        bound_ms=min(first.bound_ms, solution.extra_ms),
-        stopped_by="proof" if proven else "end of the search",
-        solve_s=first.solve_s + solution.solve_s,
-        work_s=first.work_s + solution.work_s,
-    )
 
 
 def first_solution(
@@ -199,7 +169,7 @@ def first_solution(
     smallest = _least_at_once(problem, Solutions(options.cache_dir))
     if smallest.peak_bytes <= problem.budget_bytes:
         return smallest
-    solved = _solve_until_it_fits(problem, apart(options.solver))
+    solved = apart(options.solver)(problem)
     if _fits(problem, solved):
         return solved
     beyond_bytes = free_bytes()

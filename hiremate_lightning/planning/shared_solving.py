@@ -27,7 +27,7 @@ from typing import Any
 from ..errors import ScheduleError
 from ..records.graph import Graph
 from ..records.offload import Offload
-from .solvers.base import Problem, Solution, Status, Strategy, clock_limit_s, replay_solution
+from .solvers.base import Problem, Solution, Status, Strategy, clock_limit_s, with_decisions
 
 log = logging.getLogger("hiremate_lightning")
 PATIENCE_S = 5.0  # for all ranks to plan a step for the first time: they do so at the same moment
@@ -213,18 +213,11 @@ def _checked(problem: Problem, answer: str, leader: int) -> Solution | None:
         return None
     strategy, status, rows, places = json.loads(answer)
     recompute, offloads = tuple(tuple(row) for row in rows), tuple(Offload(*place) for place in places)
-    solution = Solution(strategy, Status(status), recompute, stopped_by=f"rank {leader} solved", offloads=offloads)
+    solution = Solution(strategy, Status(status), stopped_by=f"rank {leader} solved")
     if not solution.is_feasible:
         return solution
     try:
-        simulation = replay_solution(problem, solution)
+        return with_decisions(problem, replace(solution, status=Status.FEASIBLE), recompute, offloads)
     except ScheduleError as error:
         log.info("The plan of rank %d is for another step (%s): solving alone", leader, error)
         return None
-    return replace(
-        solution,
-        status=Status.FEASIBLE,
-        recompute_ms=simulation.recompute_ms,
-        wait_ms=simulation.wait_ms,
-        peak_bytes=simulation.peak_bytes,
-    )

@@ -28,7 +28,7 @@ from ..records.costs import Profile, profile_from_json
 from ..records.offload import Offload
 from ..records.step import Decisions
 from .comparing import Curve
-from .solvers.base import Problem, Solution, Status, Strategy, replay, replay_solution
+from .solvers.base import Problem, Solution, Status, Strategy, replay_solution, with_decisions
 
 log = logging.getLogger("hiremate_lightning")
 FORMAT = 3
@@ -151,25 +151,15 @@ class Solutions:
         """
         if solution.status in (Status.OPTIMAL, Status.INFEASIBLE):
             return solution
-        best = solution
+        best, found = solution, replace(solution, status=Status.FEASIBLE, stopped_by=KNOWN_BEFORE)
         for recompute in (*_schedules(problem), *self._read_schedules(problem)):
             try:
-                replayed = replay(problem, recompute)
+                known = with_decisions(problem, found, recompute)
             except (HiRemateError, IndexError, KeyError):  # of a file that holds no schedule of this step
                 continue
-            is_better = not best.is_feasible or best.extra_ms > replayed.recompute_ms
-            if replayed.peak_bytes <= problem.budget_bytes and is_better:
-                best = replace(
-                    solution,
-                    status=Status.FEASIBLE,
-                    recompute=recompute,
-                    recompute_ms=replayed.recompute_ms,
-                    peak_bytes=replayed.peak_bytes,
-                    bound_ms=min(solution.bound_ms, replayed.recompute_ms),
-                    offloads=(),
-                    wait_ms=0.0,
-                    stopped_by=KNOWN_BEFORE,
-                )
+            is_better = not best.is_feasible or best.extra_ms > known.extra_ms
+            if known.peak_bytes <= problem.budget_bytes and is_better:
+                best = known
         return best
 
     def _read_schedules(self, problem: Problem) -> list[Decisions]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import is_
 from time import monotonic
@@ -200,6 +200,22 @@ def replay(problem: Problem, recompute: Decisions, offloads: Sequence[Offload] =
 def replay_solution(problem: Problem, solution: Solution) -> Simulation:
     """Lower the decisions of a solution and simulate them."""
     return replay(problem, solution.recompute, solution.offloads)
+
+
+def with_decisions(
+    problem: Problem, solution: Solution, recompute: Decisions, offloads: Sequence[Offload] = ()
+) -> Solution:
+    """Return a solution with other decisions, and the times and the peak that the simulator finds for them."""
+    simulation = replay(problem, recompute, offloads)
+    return replace(
+        solution,
+        recompute=recompute,
+        recompute_ms=simulation.recompute_ms,
+        peak_bytes=simulation.peak_bytes,
+        bound_ms=min(solution.bound_ms, simulation.extra_ms),
+        offloads=tuple(offloads),
+        wait_ms=simulation.wait_ms,
+    )
 
 
 # ---------------------------------------------------------------- work

@@ -9,10 +9,11 @@ values.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import product
 
 from ...records.costs import estimate
-from .base import Problem, Solution, Status, replay
+from .base import Problem, Solution, Status, with_decisions
 from .greedy import cheapest, evict, keep_more, largest, neighbours, segment_policies
 from .model import Replay, StepModel, decisions
 
@@ -116,15 +117,13 @@ def smallest_budget(problem: Problem) -> Solution:
     """
     start = time.monotonic()
     model = StepModel(problem)
-    recompute = decisions(model, find_smallest(model, problem.options.time_limit_s, problem.budget_bytes).rows)
-    simulated = replay(problem, recompute)
-    return Solution(
+    found = find_smallest(model, problem.options.time_limit_s, problem.budget_bytes)
+    solution = Solution(
         strategy="least_memory",
-        status=Status.FEASIBLE if simulated.peak_bytes <= problem.budget_bytes else Status.NOT_FOUND,
-        recompute=recompute,
-        recompute_ms=simulated.recompute_ms,
-        peak_bytes=simulated.peak_bytes,
+        status=Status.NOT_FOUND,
         stopped_by="end of the search",
         solve_s=time.monotonic() - start,
         work_s=model.work.done_s,
     )
+    solution = with_decisions(problem, solution, decisions(model, found.rows))
+    return replace(solution, status=Status.FEASIBLE) if solution.peak_bytes <= problem.budget_bytes else solution

@@ -21,7 +21,7 @@ from ...records.offload import Host, Idle, Offload, idle_storages, with_offloads
 from ...records.schedule import Schedule, keep_all, lower
 from ...records.simulation import Simulation, simulate
 from ...records.step import Decisions
-from .base import Problem, Solution, Status, Strategy
+from .base import Problem, Solution, Status, Strategy, with_decisions
 from .least_memory import smallest_budget
 from .model import StepModel
 from .turn_point import lower_bound
@@ -48,17 +48,9 @@ class Choice:
         """Time of recomputation, and of waits for copies."""
         return self.simulation.extra_ms
 
-    def instead_of(self, solution: Solution) -> Solution:
+    def instead_of(self, problem: Problem, solution: Solution) -> Solution:
         """Return a solution with these decisions in place of its own."""
-        return replace(
-            solution,
-            status=Status.FEASIBLE,
-            recompute=self.recompute,
-            recompute_ms=self.simulation.recompute_ms,
-            offloads=self.offloads,
-            wait_ms=self.simulation.wait_ms,
-            peak_bytes=self.simulation.peak_bytes,
-        )
+        return with_decisions(problem, replace(solution, status=Status.FEASIBLE), self.recompute, self.offloads)
 
 
 def fastest_choice(problem: Problem, candidates: Iterable[Decisions]) -> Choice | None:
@@ -259,7 +251,7 @@ def least_with_offloads(problem: Problem, smallest: Solution) -> Solution:
     if least is None or least >= smallest.peak_bytes:
         return smallest
     choice = fastest_choice(replace(problem, budget_bytes=least), candidates)
-    return smallest if choice is None else choice.instead_of(smallest)
+    return smallest if choice is None else choice.instead_of(problem, smallest)
 
 
 class _Improving:
@@ -280,8 +272,9 @@ class _Improving:
         if bound_ms is None or (alone.is_feasible and alone.extra_ms <= bound_ms + self._gap_ms):
             return self._proven(alone, bound_ms)
         choice = fastest_choice(self._problem, self._candidates())
-        gains = choice is not None and (not alone.is_feasible or choice.extra_ms < alone.extra_ms - self._gap_ms)
-        return self._proven(choice.instead_of(alone) if choice is not None and gains else alone, bound_ms)
+        if choice is not None and (not alone.is_feasible or choice.extra_ms < alone.extra_ms - self._gap_ms):
+            return self._proven(choice.instead_of(self._problem, alone), bound_ms)
+        return self._proven(alone, bound_ms)
 
     def _candidates(self) -> Iterator[Decisions]:
         """Yield decisions that keep more than the budget, and some of whose values are to be offloaded."""

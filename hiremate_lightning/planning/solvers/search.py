@@ -17,7 +17,7 @@ from functools import wraps
 from ...records.graph import Graph
 from ...records.schedule import keep_all
 from ...units import format_bytes
-from .base import CLOCK, Problem, Solution, Status, Strategy, replay, strategy
+from .base import CLOCK, Problem, Solution, Status, Strategy, strategy, with_decisions
 from .choices import Policy
 from .greedy import evict, keep_more, segment_policies
 from .model import Replay, StepModel, decisions
@@ -136,16 +136,8 @@ class Search:
         )
         if self.best is None or self.is_infeasible:
             return answer
-        recompute = decisions(self.model, self.best.rows)
-        simulated = replay(self.problem, recompute)
-        return replace(
-            answer,
-            status=Status.OPTIMAL if self.is_done else Status.FEASIBLE,
-            recompute=recompute,
-            recompute_ms=simulated.recompute_ms,
-            peak_bytes=simulated.peak_bytes,
-            bound_ms=min(self.bound_ms, simulated.recompute_ms),
-        )
+        answer = replace(answer, status=Status.OPTIMAL if self.is_done else Status.FEASIBLE)
+        return with_decisions(self.problem, answer, decisions(self.model, self.best.rows))
 
 
 def searching(name: str, needs_programs: bool = False) -> Callable[[Callable[[Search], None]], Strategy]:

@@ -11,7 +11,7 @@ from hiremate_lightning.out_of_memory import InfeasibleBudgetError
 from hiremate_lightning.planning import planner
 from hiremate_lightning.planning.headroom import AUTO_MARGIN, Need, Room, Short, resolve, unless_short
 from hiremate_lightning.planning.planner import first_solution, make_plan
-from hiremate_lightning.planning.solvers import base, smallest_budget
+from hiremate_lightning.planning.solvers import smallest_budget
 from hiremate_lightning.planning.solvers.base import Problem, Solution, Status, get_strategy, strategy
 from hiremate_lightning.records.simulation import simulate_plain
 from hiremate_lightning.records.step import Call, Gap, merge
@@ -192,22 +192,3 @@ def test_a_solver_is_asked_before_the_first_step_is_refused(monkeypatch):
     step = step_of(*transformer(2))
     budget = step.plain_bytes * 7 // 10
     assert first_of(step, budget).peak_bytes <= budget
-
-
-@pytest.mark.usefixtures("_own_strategies")
-def test_a_strategy_that_counts_too_little_solves_again_with_less():
-    step = step_of(*transformer(4))
-    budget = step.plain_bytes * 7 // 10
-    asked = []
-
-    @strategy("short-sighted, for a test")
-    def solve(problem):
-        asked.append(problem.budget_bytes)
-        return base.get_strategy("portfolio")(replace(problem, budget_bytes=problem.budget_bytes + 100_000))
-
-    plan = plan_of(step, budget, solver="short-sighted, for a test")
-    assert plan.planned_peak_bytes <= budget
-    assert plan.solution.strategy == "portfolio"
-    assert len(asked) > 1
-    assert asked == sorted(asked, reverse=True)
-    assert plan.solution.bound_ms <= plan.solution.recompute_ms
