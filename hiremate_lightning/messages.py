@@ -27,7 +27,7 @@ from .records.simulation import simulate
 from .reporting.report import Reporter
 from .signatures.step_signature import StepSignature, Told
 from .torch_private import dynamo
-from .units import Budget, format_bytes
+from .units import format_bytes
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -38,7 +38,6 @@ PLANNING_SHARE = 0.25  # of the time of a step, in planning alone: what goes wit
 MOST = 0.75  # of these steps
 ALL_PLANNING_SHARE = 0.5  # of the time of all of them, after as many steps that learn
 REASONS = 5  # why graphs end that a message lists, the most frequent first
-TRANSFORMS = "transforms of"  # the topic of warnings of transforms in a module, or around it
 ANEW = "made anew in each step"  # the topic of two warnings, of which the first one is shown
 CLEARLY_MORE = 1.1  # than was said of steps in which nothing fits: it is said again
 CLEARLY = 0.002  # of a budget: smaller changes are not said
@@ -47,6 +46,11 @@ BASE_S = 1.0  # the first capture of a process
 MODULE_S = 0.1  # of a module without modules in it: a BERT of 6 layers has 81, and took 9 s of an idle core
 OPERATION_S = 0.03  # of an operation as torch.compile reads it
 MOST_SLOWER = 4.0
+
+
+def transforms_in(name: str) -> str:
+    """Return the topic of warnings of transforms in a module, or around it."""
+    return f"transforms of {name}"
 
 
 class Warnings:
@@ -165,22 +169,9 @@ class Announcements(Warnings):
 
     # ---------------------------------------------------------------- captured code
 
-    def uncaptured(self, name: str, reason: str) -> None:
-        """Warn of a part of a planned module that torch.compile could not capture."""
-        topic = f"{TRANSFORMS} {name}" if dynamo.is_inside_transform(reason) else ""
-        self.say(f"torch.compile could not capture a part of {name}, which runs without a plan: {reason}", topic=topic)
-
-    def called_inside_transform(self, name: str) -> None:
-        """Warn of calls inside of a transform of torch.func."""
-        self.say(
-            f"{name} was called inside of a transform of torch.func, or of forward-mode differentiation: such calls "
-            "are not planned.",
-            topic=f"{TRANSFORMS} {name}",
-        )
-
     def has_told_of_transforms(self, name: str) -> bool:
         """Whether a warning said that transforms in a module, or around it, run without a plan."""
-        return f"{TRANSFORMS} {name}" in self._said
+        return transforms_in(name) in self._said
 
     def called_inside_backward(self, name: str) -> None:
         """Warn that a planned module was called inside of a backward."""
@@ -190,95 +181,7 @@ class Announcements(Warnings):
             "checkpoint: what is computed again is for the plan to decide."
         )
 
-    def settings_changed(self) -> None:
-        """Warn of a backward in other settings than its forward."""
-        self.say(
-            "Settings of PyTorch (autocast, torch.backends, precision, deterministic algorithms) changed between the "
-            f"forward of {self._name} and its backward: gradients may differ from those of plain PyTorch by rounding. "
-            "Put forward and backward into one `with` block."
-        )
-
-    def updates_under_checkpoint(self) -> None:
-        """Warn of buffers that plain PyTorch updates twice."""
-        self.say(
-            f"{self._name} calls torch.utils.checkpoint around code that updates buffers, as batch norms do. Plain "
-            "PyTorch runs such code twice in a step, and updates them twice; here it updates them once. Call it "
-            "without checkpoint: what is computed again is for the plan to decide."
-        )
-
-    def profiled(self) -> None:
-        """Warn that nothing can be measured while another profiler runs."""
-        self.say("Another profiler is running: peaks and code outside the plan can't be measured meanwhile.")
-
-    # ---------------------------------------------------------------- named sizes
-
-    def outside_sizes(self, where: str, size: int, ends: tuple[int, int]) -> None:
-        """Warn, once for each dimension, of a size beyond those that were named."""
-        self.say(
-            f"The size {size} of {where} is not among those named, {ends[0]} to {ends[1]}: it is planned when it "
-            "comes, and may exceed the budget once. Name it in sizes= to have it planned ahead.",
-            topic=f"outside {where}",
-        )
-
-    def sizes_look_alike(self, size: int) -> None:
-        """Warn that a named size can't be told from another one in a batch."""
-        self.say(
-            f"Two dimensions of a batch have the size {size}, and sizes= names only one of them: which is which can't "
-            "be told, so the largest size is not planned ahead from this batch. Let the first batch have different "
-            "sizes."
-        )
-
-    def size_is_fixed(self, where: str) -> None:
-        """Warn that the largest size can't be planned ahead."""
-        self.say(
-            f"The largest size can't be planned ahead ({where}): captured code has the size as a fixed number, or a "
-            "graph waits for a later step. Training goes on: that size is planned when it comes, and shares of the "
-            "budget are of the largest step so far."
-        )
-
     # ---------------------------------------------------------------- plans and budgets
-
-    def full(self, count: int) -> None:
-        """Warn that there are as many plans as allowed."""
-        self.say(
-            f"There are {count} plans already (max_plans): steps of other input shapes run by one of these "
-            "where it fits, or else at the least memory, which is slower. Each new shape may take seconds as it "
-            "first appears: pad to a few shapes, or raise max_plans."
-        )
-
-    def held(self, budget: Budget, steps: int) -> None:
-        """Warn that nothing fits the budget, and that at most so many steps run before an error says what would."""
-        self.say_over(
-            f"The budget {budget} is too small. Up to {steps} steps run at the least memory, to see what all of them "
-            "need; then an error names the budget that is enough."
-        )
-
-    def first_step(self, peak_bytes: int, excess_bytes: int) -> None:
-        """Warn, once, that the first step of another signature took more than its budget."""
-        took = f"{format_bytes(peak_bytes)}, {format_bytes(excess_bytes)} above its budget"
-        self.say(
-            f"The first step of another signature took {took}, since it had no plan yet. Other new signatures may do "
-            "so too, once each: from its second step on a signature has a plan.",
-            topic="first step",
-        )
-
-    def piece(self, peak_bytes: int, excess_bytes: int) -> None:
-        """Warn, once, that a step took more than the budget that has no backward of its own forward."""
-        self.say(
-            f"A part of an iteration took {format_bytes(peak_bytes)}, {format_bytes(excess_bytes)} above the budget, "
-            "and has no plan: it runs the backward of an earlier forward, not of its own. Name a budget that is "
-            "smaller by the excess, or call that backward before the next forward.",
-            topic="piece",
-        )
-
-    def without_gradients(self, peak_bytes: int, excess_bytes: int) -> None:
-        """Warn, once, of what is computed between calls without gradients and the next one with them."""
-        self.say(
-            f"Calls of {self._name} without gradients, and what was computed until the next call with gradients, took "
-            f"{format_bytes(peak_bytes)}, {format_bytes(excess_bytes)} above the budget. No plan can lower that: "
-            "compute a loss of many embeddings in parts, or call .eval() before calls that don't belong to training.",
-            topic="without gradients",
-        )
 
     def least(self, peak_bytes: int, budget_bytes: int, largest: str = "") -> None:
         """Warn that nothing fits the budget; name, as a sentence or "", what holds much of the peak."""
@@ -297,29 +200,6 @@ class Announcements(Warnings):
             f"{self._name} calls torch.utils.checkpoint, in whose place the plan decides what runs again. A step adds "
             f"{own} with checkpoint, and would add {without} without: shares of a budget are of the former.",
             topic="checkpointing",
-        )
-
-    def algorithms(self) -> None:
-        """Warn that what is computed again may differ in the last bits."""
-        self.say(
-            "torch.backends.cudnn.benchmark is on: convolutions that are computed again may take another algorithm "
-            "than before, and differ in the last bits. Turn it off for the same numbers bit for bit."
-        )
-
-    def returned(self) -> None:
-        """Warn that two sets of gradients are planned for."""
-        self.say(
-            "Gradients can't be accumulated in place any more: a hook sees them, another term of the loss has some "
-            "too, they are kept in a narrower type than they are computed in, or autograd.grad asks for them. From now "
-            "on plans count two sets of gradients."
-        )
-
-    def confused(self, budget_bytes: int, certain: int) -> None:
-        """Warn that a step began by the plan of another step signature."""
-        self.say(
-            "A step called other code than expected, so it began by the wrong plan: it may have taken more than its "
-            f"budget of {format_bytes(budget_bytes)}. From now on such steps begin by the plan that needs most, until "
-            f"{certain} steps in a row have come as expected."
         )
 
 
@@ -346,7 +226,10 @@ class PlanReports:
         if split := self._announcements.split():
             self._reporter.note(f"  {split}")
         if signature.is_searching:
-            self._announcements.algorithms()
+            self._announcements.say(
+                "torch.backends.cudnn.benchmark is on: convolutions that are computed again may take another algorithm "
+                "than before, and differ in the last bits. Turn it off for the same numbers bit for bit."
+            )
         if plan.planned_peak_bytes > plan.budget_bytes:
             self.say_least(signature, plan.planned_peak_bytes)
         self._announcements.checkpointing(plan)

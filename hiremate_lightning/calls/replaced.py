@@ -24,7 +24,7 @@ from ..records.graph import Graph
 from ..records.schedule import with_checkpoints
 from ..records.simulation import simulate_plain
 from ..torch_private import hooks
-from ..torch_private.compiled_by_torch import compiled_around, compiled_inside, run_eager
+from ..torch_private.compiled_by_torch import compiled_inside, run_eager
 from ..units import format_bytes
 from .slots import StandIn
 
@@ -91,32 +91,6 @@ def checkpointed_modules(root: nn.Module) -> int:
         return len(checkpointing.paths())
     finally:
         checkpointing.put_back()
-
-
-class ReplacedCompiling:
-    """What torch.compile returned for a model, or for what is around it, and runs as it was written meanwhile."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self._root = root
-        self._undo: list[Callable[[], None]] = []
-
-    def replace(self, aside: Sequence[Callable[[], None]] = ()) -> bool:
-        """Take torch.compile away from the model; return whether it was compiled.
-
-        What was taken away inside of the model already is `aside`, by what gives it back.
-        """
-        undo = [*aside, *map(run_eager, compiled_around(self._root))]
-        self._undo += undo
-        return bool(undo)
-
-    def take_over(self, other: ReplacedCompiling) -> None:
-        """Put back, from now on, what another one has replaced."""
-        self._undo, other._undo = [*self._undo, *other._undo], []
-
-    def put_back(self) -> None:
-        """Put what torch.compile returned for the model back into its place."""
-        while self._undo:
-            self._undo.pop()()
 
 
 class CompiledCall(StandIn):

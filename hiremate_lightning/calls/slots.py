@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -92,11 +92,6 @@ def slot_for(targets: Caller, name: str, module: nn.Module) -> Slot:
     """Make what stands in for the call of a module."""
     kind = HookedSlot if hooks.has_backward_hooks(module) else Slot
     return kind(targets, name, module)
-
-
-def is_ours(call: Any) -> TypeGuard[Slot]:
-    """Whether what stands in for the call of a module is ours, and not of a user who has compiled it."""
-    return isinstance(call, Slot)
 
 
 class WaitingSlots(dict[nn.Module, Slot]):

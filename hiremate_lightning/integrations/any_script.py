@@ -26,7 +26,7 @@ from torch import nn
 
 from ..api import FABRIC_WRAPPER, hiremate, inside_wrappers
 from ..calls.replaced import CompiledCall, take_compiled
-from ..calls.slots import is_ours, refuse
+from ..calls.slots import Slot, refuse
 from ..errors import ConfigurationError, HiRemateError
 from ..planning.plan import Plan
 from ..sessions.session import Session
@@ -202,7 +202,7 @@ class Finder:
         if not self._ensure_planned(module):
             return self._call_apart(own, args, kwargs)
         slot = hooks.get_call(module)
-        if is_ours(slot):
+        if isinstance(slot, Slot):
             return slot(*args, **kwargs)
         self._around.add(module)  # no need to look at it again: it calls what is planned
         return hooks.plain_call(module, *args, **kwargs)

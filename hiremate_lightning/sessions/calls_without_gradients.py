@@ -13,6 +13,7 @@ import torch
 
 from ..memory.metering import MemoryMeter
 from ..planning.plan import Plan
+from ..units import format_bytes
 from .planned_model import PlannedModel
 
 MOST_CALLS = 100  # in a row that are watched: a validation in training mode has more, and each has its events
@@ -25,7 +26,7 @@ class CallsWithoutGradients:
     """
 
     def __init__(self, model: PlannedModel) -> None:
-        self._memory, self._announcements = model.memory, model.announcements
+        self._model, self._memory = model, model.memory
         self._runs = self._calls = 0  # so far, and calls in the latest run of what was called first
         self._first = ""  # that
         self._meter: MemoryMeter | None = None
@@ -68,7 +69,13 @@ class CallsWithoutGradients:
         """
         peak_bytes, self._peak_bytes = self._peak_bytes, 0
         if plan is not None and peak_bytes > plan.budget_bytes:
-            self._announcements.without_gradients(peak_bytes, peak_bytes - plan.budget_bytes)
+            self._model.announcements.say(
+                f"Calls of {self._model.name} without gradients, and what was computed until the next call with "
+                f"gradients, took {format_bytes(peak_bytes)}, {format_bytes(peak_bytes - plan.budget_bytes)} above the "
+                "budget. No plan can lower that: compute a loss of many embeddings in parts, or call .eval() before "
+                "calls that don't belong to training.",
+                topic="without gradients",
+            )
 
     def drop(self) -> None:
         """Stop measuring a run."""

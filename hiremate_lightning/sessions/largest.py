@@ -25,7 +25,6 @@ import torch
 from ..calls.given import ModuleCall
 from ..errors import ConfigurationError, did_you_mean
 from ..measuring.resident import Resident
-from ..messages import Announcements
 from ..objects import attempt, is_of
 from ..options import NamedSize
 from ..records.expressions import Sizes
@@ -46,15 +45,15 @@ class LargestSizes:
     Args:
         named: The sizes that were named.
         parts: The captured graphs.
-        announcements: Warns.
+        say: Warns, once of each thing.
 
     Attributes:
         becomes: What sizes of the latest step become in the largest one.
     """
 
-    def __init__(self, named: Sequence[NamedSize], parts: Parts, announcements: Announcements) -> None:
+    def __init__(self, named: Sequence[NamedSize], parts: Parts, say: Callable[..., None]) -> None:
         self.becomes: Mapping[int, int] = {}
-        self._named, self._parts, self._announcements = named, parts, announcements
+        self._named, self._parts, self._say = named, parts, say
         self._wishes: dict[str, NamedSize] = {}  # those that were met in what calls were given
         self._ends: dict[str, list[tuple[int, int]]] = {}  # sizes of each argument with a named size, and the largest
         self._given: dict[str, Sizes] = {}  # shapes of all arguments
@@ -95,7 +94,11 @@ class LargestSizes:
         self._ends[named.argument][named.dimension] = size, named.most
         self._wishes[str(named)] = named
         if not named.least <= size <= named.most:
-            self._announcements.outside_sizes(str(named), size, (named.least, named.most))
+            self._say(
+                f"The size {size} of {named} is not among those named, {named.least} to {named.most}: it is planned "
+                "when it comes, and may exceed the budget once. Name it in sizes= to have it planned ahead.",
+                topic=f"outside {named}",
+            )
 
     def _choose(self) -> None:
         """Choose what becomes of each size: nothing where that can't be told."""
@@ -105,7 +108,11 @@ class LargestSizes:
         self.becomes = {size: max(mosts) for size, mosts in ends.items() if len(mosts) == 1 and max(mosts) > size}
         for size, mosts in ends.items():
             if len(mosts) > 1 and max(mosts) > size:
-                self._announcements.sizes_look_alike(size)
+                self._say(
+                    f"Two dimensions of a batch have the size {size}, and sizes= names only one of them: which is "
+                    "which can't be told, so the largest size is not planned ahead from this batch. Let the first "
+                    "batch have different sizes."
+                )
 
     def _check(self) -> None:
         """Refuse names that no call was given."""
@@ -155,7 +162,11 @@ class LargestSizes:
         )
         step = None if is_fixed or signature.recorded.waits else self._at_largest(signature.recorded, larger, resident)
         if step is None:
-            self._announcements.size_is_fixed(", ".join(self._wishes))
+            self._say(
+                f"The largest size can't be planned ahead ({', '.join(self._wishes)}): captured code has the size as a "
+                "fixed number, or a graph waits for a later step. Training goes on: that size is planned when it "
+                "comes, and shares of the budget are of the largest step so far."
+            )
             return None
         graphs = tuple(self._parts.prepare(larger[part])[0] for part in parts)
         return graphs, step, ChainMap(*(dict(self._taken[part]) for part in parts))

@@ -145,7 +145,10 @@ class PlannedSignatures:
         if self.shortage.is_held and self.shortage.is_to_be_raised:
             self._end_shortage()
         if self.shortage.is_to_be_announced:
-            self._announcements.held(self._model.options.budget, HELD_STEPS)
+            self._announcements.say_over(
+                f"The budget {self._model.options.budget} is too small. Up to {HELD_STEPS} steps run at the least "
+                "memory, to see what all of them need; then an error names the budget that is enough."
+            )
         return likely
 
     def _end_shortage(self) -> None:
@@ -211,7 +214,11 @@ class PlannedSignatures:
             returning = signature.recorded.returning(part, positions)
             if returning is not signature.step:
                 signature.step, signature.counts_on_freed_gradients = returning, True
-                self._announcements.returned()
+                self._announcements.say(
+                    "Gradients can't be accumulated in place any more: a hook sees them, another term of the loss has "
+                    "some too, they are kept in a narrower type than they are computed in, or autograd.grad asks for "
+                    "them. From now on plans count two sets of gradients."
+                )
 
     # ---------------------------------------------------------------- which signatures get a plan
 
@@ -295,7 +302,12 @@ class PlannedSignatures:
         plan = signature.own_plan
         excess_bytes = peak_bytes - max(plan.budget_bytes, plan.planned_peak_bytes)
         if excess_bytes > GUARD_BYTES and len(self.history.planned) > 1:
-            self._announcements.first_step(peak_bytes, excess_bytes)
+            took = f"{format_bytes(peak_bytes)}, {format_bytes(excess_bytes)} above its budget"
+            self._announcements.say(
+                f"The first step of another signature took {took}, since it had no plan yet. Other new signatures may "
+                "do so too, once each: from its second step on a signature has a plan.",
+                topic="first step",
+            )
 
     # ---------------------------------------------------------------- plans take over
 
@@ -468,7 +480,13 @@ class PlannedSignatures:
         budget_bytes = max((plan.budget_bytes for plan in plans), default=peak_bytes)  # a share's differ
         said_bytes = max((plan.planned_peak_bytes for plan in plans), default=0)  # where nothing fits
         if peak_bytes > max(budget_bytes, said_bytes):
-            self._announcements.piece(peak_bytes, peak_bytes - budget_bytes)
+            took = f"{format_bytes(peak_bytes)}, {format_bytes(peak_bytes - budget_bytes)} above the budget"
+            self._announcements.say(
+                f"A part of an iteration took {took}, and has no plan: it runs the backward of an earlier forward, not "
+                "of its own. Name a budget that is smaller by the excess, or call that backward before the next "
+                "forward.",
+                topic="piece",
+            )
 
     def note_proofs(self) -> None:
         """Note on all plans what is proved by now: where memory is missing, code is proved in later steps."""
@@ -487,4 +505,8 @@ class PlannedSignatures:
         plans = (expected.plan, signature.plan)
         plan = max((p for p in plans if p is not None), key=lambda plan: plan.unplanned_peak_bytes)
         if not (plan.solution.is_plain or is_by_plans):
-            self._announcements.confused(plan.budget_bytes, CERTAIN)
+            self._announcements.say(
+                "A step called other code than expected, so it began by the wrong plan: it may have taken more than "
+                f"its budget of {format_bytes(plan.budget_bytes)}. From now on such steps begin by the plan that needs "
+                f"most, until {CERTAIN} steps in a row have come as expected."
+            )

@@ -49,4 +49,8 @@ class PlannedModel:
 
     def announce_full(self) -> None:
         """Warn that there are as many plans as allowed."""
-        self.announcements.full(self.history.plan_count)
+        self.announcements.say(
+            f"There are {self.history.plan_count} plans already (max_plans): steps of other input shapes run by one of "
+            "these where it fits, or else at the least memory, which is slower. Each new shape may take seconds as it "
+            "first appears: pad to a few shapes, or raise max_plans."
+        )

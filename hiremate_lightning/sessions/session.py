@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 from ..calls.given import ModuleCall, tensors_inside
-from ..calls.replaced import ReplacedCheckpointing, ReplacedCompiling
+from ..calls.replaced import ReplacedCheckpointing
 from ..capturing.backend import capture_opaque, planning_backend
 from ..capturing.capture import Captured
 from ..errors import CaptureError
 from ..measuring.runs import Run
-from ..messages import FirstWait, modules_without_parts
+from ..messages import FirstWait, modules_without_parts, transforms_in
 from ..options import SessionOptions
 from ..out_of_memory import explain
 from ..planning.plan import Plan, describe_peak
@@ -38,7 +38,7 @@ from ..running.execution import Part
 from ..running.program import Program
 from ..signatures.step_signature import GraphNumbers
 from ..signatures.watching import WatchPolicy
-from ..torch_private import backward_pass, dynamo, tensor_state
+from ..torch_private import backward_pass, compiled_by_torch, dynamo, tensor_state
 from ..torch_private.same_captures import SameCaptures
 from ..torch_private.tensor_state import tensors_among
 from ..units import Budget
@@ -80,13 +80,12 @@ class Session:
         self._model = model = PlannedModel(root, options)
         self.root, self._name, self._announcements = root, model.name, model.announcements
         self.say, self.why_uncaptured = model.announcements.say, model.announcements.why_uncaptured
-        self.called_inside_transform = model.announcements.called_inside_transform
         self.has_told_of_transforms = model.announcements.has_told_of_transforms
         self.kernels, self.stages, self.parts, self._memory = model.kernels, model.stages, model.parts, model.memory
         self._runs = self.updates = 0
         self._runs_of_update = 0  # forwards before the latest update
         self.proofs, watching = Proofs(), WatchPolicy()
-        self.largest = LargestSizes(options.sizes, self.parts, self._announcements)
+        self.largest = LargestSizes(options.sizes, self.parts, self.say)
         self._varying = VaryingSizes(lambda: (tuple(weight.shape) for weight in root.parameters()))
         self.first_wait = FirstWait(options.cache_dir, self._memory.describe_model)
         maker = PlanMaker(model, self.proofs, self.first_wait)
@@ -96,7 +95,8 @@ class Session:
         self.eager_steps = EagerSteps(model, self.planned, self._templates)
         self.steps = Steps(model, self.planned, self.eager_steps, self._graph_programs, watching)
         self._without_gradients = CallsWithoutGradients(model)
-        self._checkpointing, self._compiling = ReplacedCheckpointing(root), ReplacedCompiling(root)
+        self._checkpointing = ReplacedCheckpointing(root)
+        self._compiled = ExitStack()  # puts what torch.compile returned back into its place
         self.planned.listeners.append(self._say_replaced)
         self._tracing = ExitStack()
         code = ProvedCode(model, self.planned, self._graph_programs, self.steps, self._tracing)
@@ -176,7 +176,7 @@ class Session:
         for optimizer in before._memory.optimizers:
             self.watch_optimizer(optimizer)
         self.listeners.extend(before.listeners[1:])  # the first one is its own
-        self._compiling.take_over(before._compiling)
+        self._compiled.enter_context(before._compiled.pop_all())
         shown, shows = before.stages.reporter, self.stages.reporter
         shows.folder, shows.more, shows.verbose = shown.folder, shown.more, shown.verbose
 
@@ -190,7 +190,10 @@ class Session:
         Args:
             aside: Give back what was taken away inside of the model already.
         """
-        if self._compiling.replace(aside):
+        given_back = [*aside, *map(compiled_by_torch.run_eager, compiled_by_torch.compiled_around(self.root))]
+        for give_back in given_back:
+            self._compiled.callback(give_back)
+        if given_back:
             self.stages.reporter.note(
                 f"HiRemate plan of {self._name}, in place of torch.compile: numbers are those of uncompiled code, and "
                 "steps may take longer; compile='inductor' plans with fused kernels. Put back when the plan goes"
@@ -228,7 +231,7 @@ class Session:
     def close(self) -> None:
         """Drop the step under way; what was replaced comes back."""
         self._checkpointing.put_back()
-        self._compiling.put_back()
+        self._compiled.close()
         self._without_gradients.drop()
         self.abandon_step()
 
@@ -245,7 +248,11 @@ class Session:
     def take_in(self, captured: Captured) -> Part:
         """Make a part of a captured graph."""
         if updates_under_checkpoint(captured.joint):
-            self._announcements.updates_under_checkpoint()
+            self.say(
+                f"{self._name} calls torch.utils.checkpoint around code that updates buffers, as batch norms do. Plain "
+                "PyTorch runs such code twice in a step, and updates them twice; here it updates them once. Call it "
+                "without checkpoint: what is computed again is for the plan to decide."
+            )
         part = self.parts.add(captured, self)
         self.largest.took(part)
         return part
@@ -266,7 +273,10 @@ class Session:
             self._tracing.enter_context(self.stages.stage("capture_s", "tracing"))
 
         def tell(reason: str) -> None:
-            self._announcements.uncaptured(name, reason)
+            self.say(
+                f"torch.compile could not capture a part of {name}, which runs without a plan: {reason}",
+                topic=transforms_in(name) if dynamo.is_inside_transform(reason) else "",
+            )
 
         try:
             sizes_vary = bool(self.largest.becomes) or self.parts.count > 0
@@ -328,7 +338,11 @@ class Session:
 
     def settings_changed(self) -> None:
         """Learn that code is computed again in other settings of PyTorch than it was computed in."""
-        self._announcements.settings_changed()
+        self.say(
+            "Settings of PyTorch (autocast, torch.backends, precision, deterministic algorithms) changed between the "
+            f"forward of {self._name} and its backward: gradients may differ from those of plain PyTorch by rounding. "
+            "Put forward and backward into one `with` block."
+        )
 
     def must_return(self, part: Part, positions: Collection[int]) -> None:
         """Learn that gradients were handed to autograd beside those that exist, where a plan may count on adding."""

@@ -21,7 +21,7 @@ class StepWatch:
     """Begins to watch steps as the policy decides."""
 
     def __init__(self, model: PlannedModel, eager_steps: EagerSteps, watching: WatchPolicy) -> None:
-        self._memory, self._history, self._announcements = model.memory, model.history, model.announcements
+        self._memory, self._history, self._say = model.memory, model.history, model.announcements.say
         self._eager_steps, self._watching = eager_steps, watching
         self._between, self._device_peak = Between(), DevicePeak()
 
@@ -114,5 +114,5 @@ class StepWatch:
         record = StepRecord(self._memory.device, step.resident, sees_frees, self._memory.root)
         self._memory.watch_releases(record, arguments)
         if not record.is_measured and not backward_pass.is_running():
-            self._announcements.profiled()
+            self._say("Another profiler is running: peaks and code outside the plan can't be measured meanwhile.")
         return record

@@ -24,6 +24,7 @@ from torch import nn
 from ..calls.given import BeforeCall
 from ..calls.slots import Slot, WaitingSlots, reason_of_others, refuse, refuse_each, slot_for
 from ..errors import HiRemateWarning, SecondDerivativeError
+from ..messages import transforms_in
 from ..sessions.session import Session
 from ..torch_private import backward_pass, dynamo, hooks, sharding, tensor_state
 from .candidates import Candidates, Target, has_weights, parts_with_weights
@@ -394,7 +395,12 @@ class Targets:
         """Report, once, a call with gradients that has no plan, inside of a transform or in eval mode."""
         if tensor_state.is_transforming():
             announced.add(self.session)
-            self.session.called_inside_transform(type(self.root).__name__)
+            kind = type(self.root).__name__
+            self.session.say(
+                f"{kind} was called inside of a transform of torch.func, or of forward-mode differentiation: such "
+                "calls are not planned.",
+                topic=transforms_in(kind),
+            )
         elif not self._warned:
             self._warned = True
             announced.add(self.session)
