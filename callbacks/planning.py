@@ -141,8 +141,8 @@ class HiRemateCallback(Callback):
         session = Session(pl_module, self.options)
         session.listeners.append(self._note)
         folders = [getattr(logger, "log_dir", None) for logger in trainer.loggers]
-        session.stages.reporter.more = calls_for(plan="callback.plan")
-        session.stages.reporter.folder = next((Path(f) for f in folders if isinstance(f, str)), None)
+        session.reporter.more = calls_for(plan="callback.plan")
+        session.reporter.folder = next((Path(f) for f in folders if isinstance(f, str)), None)
         self._targets = targets_for(pl_module, session, self.target)
         self._targets.attach()
 

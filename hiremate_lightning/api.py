@@ -117,7 +117,7 @@ def hiremate(
         if optimizer is not None:
             known.session.watch_optimizer(optimizer)
         if verbose is not True:  # what is left at its default asks for nothing
-            known.session.stages.reporter.verbose = verbose
+            known.session.reporter.verbose = verbose
         return model
     refuse(model)  # with what is around it: Fabric compiles there
     if known is not None:

@@ -275,7 +275,7 @@ class Finder:
         session = planned.session
         for optimizer in alive.optimizers_of(root):
             session.watch_optimizer(optimizer)
-        session.stages.reporter.more = self._more
+        session.reporter.more = self._more
         session.replace_compiling(aside)
         trained = Trained(_name(root), weakref.ref(session))
         session.listeners.append(trained.note)

@@ -103,7 +103,7 @@ def _begin(options: dict[str, Any], key: Key, module: fx.GraphModule) -> tuple[S
     model: CompiledModel = type(name, (CompiledModel,), {})(key)
     session = Session(model, make_options(**options))
     session.expect_wait(0, operations=sum(node.op.startswith("call") for node in module.graph.nodes))
-    session.stages.reporter.more = calls_for('options={..., "verbose": "full"}')
+    session.reporter.more = calls_for('options={..., "verbose": "full"}')
     begin(session)
     return session, model
 
@@ -118,7 +118,7 @@ class _Graph:
         self._buffers = [position for position, node in enumerate(placeholders) if "_buffers_" in node.name]
         # Where sizes are symbols, it is traced when it runs.
         self._trains = has_gradients(inputs) and any(isinstance(value, torch.SymInt) for value in inputs)
-        with session.stages.stage("capture_s", "tracing"):
+        with session.reporter.stage("tracing"):
             prove = partial(Proof, prove=session.prover.prove) if session.options.verify else None
             ahead = session.largest.trace_ahead
             backend = planning_backend(self._take_in, session.kernels, prove, trace_ahead=ahead)

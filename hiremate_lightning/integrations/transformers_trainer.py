@@ -52,7 +52,7 @@ class HiRemateTrainerCallback(TrainerCallback):
         hiremate(model, self._budget, target=self._target, optimizer=optimizer, **self._options)
         planned = targets_of(model)
         assert planned is not None, "hiremate() has just taken it over"
-        planned.session.stages.reporter.folder = Path(args.output_dir)
+        planned.session.reporter.folder = Path(args.output_dir)
         planned.session.replace_compiling()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

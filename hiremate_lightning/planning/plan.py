@@ -25,6 +25,13 @@ from .solvers.base import Problem, Solution, Status, replay_solution
 
 Numbers = Mapping[str, Any]  # of a plan, as `Plan.to_dict` names them
 
+STAGES = {  # of planning, by the names that people read: the fields of `PlanningTime`
+    "tracing": "capture_s",
+    "proving": "prove_s",
+    "compiling": "compile_s",
+    "profiling": "profile_s",
+    "solving": "solve_s",
+}
 NO_GAP = 0.0005  # of a step's time: it is written as 0.0%
 SAVES_NOTHING = 0.99  # share of the bytes that a step adds without its plan: a plan that takes more saves no memory
 
@@ -306,8 +313,7 @@ def near_words(gap: float) -> str:
 def planning_words(numbers: Numbers) -> str:
     """Describe how long planning took, stage by stage."""
     seconds = numbers["planning"]
-    stages = ("capture_s", "tracing"), ("prove_s", "proving"), ("compile_s", "compiling"), ("profile_s", "profiling")
-    taken = [(name, 1000 * seconds[field]) for field, name in (*stages, ("solve_s", "solving")) if seconds[field]]
+    taken = [(name, 1000 * seconds[field]) for name, field in STAGES.items() if seconds[field]]
     parts = ", ".join(f"{name} {format_time(time_ms)}" for name, time_ms in taken)
     return f"{format_time(1000 * sum(seconds.values()))}{': ' if parts else ''}{parts}"
 

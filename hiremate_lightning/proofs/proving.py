@@ -30,7 +30,7 @@ from ..memory.metering import unmeasured
 from ..records.costs import Profile
 from ..records.expressions import NoTemplateError, WrongTemplateError
 from ..records.step import Step
-from ..reporting.report import Stages
+from ..reporting.report import Reporter
 from ..rewriting.joint import is_collective
 from ..running.execution import Part
 from ..running.program import Program
@@ -51,7 +51,7 @@ class Proving(Protocol):
     """The session whose code is proved, as far as proofs need it."""
 
     name: str  # of the model
-    stages: Stages  # shows proving, and adds up its seconds
+    reporter: Reporter  # shows proving, and adds up its seconds
     tracing: ExitStack  # measures the capture, which has ended where code is proved
 
     @property
@@ -170,7 +170,7 @@ class Prover:
             if _may_differ_from_itself(part, arguments):
                 self._leave_unproved(proof, "it may give other numbers when it runs once more")
                 return
-        with self._session.stages.stage("prove_s", "proving"), unmeasured(device), collecting_what_it_leaves():
+        with self._session.reporter.stage("proving"), unmeasured(device), collecting_what_it_leaves():
             without = proof.next_without()
             if part is not None and program is not None:  # else it has no gradients, and always runs
                 memory = proof_memory(part.captured, self._session.costs_of(part), program, self._session.free_bytes)

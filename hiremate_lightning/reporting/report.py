@@ -25,7 +25,16 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
 from .. import thresholds
-from ..planning.plan import Plan, PlanningTime, measured_line, near_words, plan_title, planned_lines, planning_words
+from ..planning.plan import (
+    STAGES,
+    Plan,
+    PlanningTime,
+    measured_line,
+    near_words,
+    plan_title,
+    planned_lines,
+    planning_words,
+)
 from ..units import format_ratio
 from .html_report import write_html
 from .plan_summary import advice_lines
@@ -57,6 +66,7 @@ class Reporter:
         self.verbose = verbose  # "full" for the whole table of a plan
         self.folder: Path | None = None  # for the page of the plan, once it was measured; None to say what writes it
         self.more = calls_for()  # what shows more of a plan
+        self.total = PlanningTime()  # the seconds of all stages so far
         self._console = console
         self._progress: Progress | None = None
         self._tasks: list[TaskID] = []
@@ -75,11 +85,18 @@ class Reporter:
         """The console on which tables and progress are drawn."""
         return self._console or rich.get_console()
 
-    def stage(self, name: str) -> AbstractContextManager[None]:
-        """Show that a stage of planning runs, for as long as it does; its name is such as "tracing"."""
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Show that a stage of planning runs, for as long as it does; add up the seconds of each of `STAGES`."""
         LOGGER.debug(name)
-        if self.is_silent:
-            return nullcontext()
+        start, shown = time.perf_counter(), nullcontext() if self.is_silent else self._shown(name)
+        with shown:
+            yield
+        if (field := STAGES.get(name)) is not None:
+            seconds = getattr(self.total, field) + time.perf_counter() - start
+            self.total = replace(self.total, **{field: seconds})
+
+    def _shown(self, name: str) -> AbstractContextManager[None]:
         return self._drawn(name) if self.console.is_interactive else self._named_if_long(name)
 
     @contextmanager
@@ -231,23 +248,6 @@ class Reporter:
                     LOGGER.info(line)
                 elif LOGGER.level <= logging.INFO:  # not silenced, only not set up
                     Console(stderr=True, highlight=False).print(Text(line), soft_wrap=True)
-
-
-class Stages:
-    """Shows the stages of planning, and adds up the seconds of each."""
-
-    def __init__(self, reporter: Reporter) -> None:
-        self.reporter = reporter
-        self.total = PlanningTime()  # the seconds of all stages so far
-
-    @contextmanager
-    def stage(self, field: str, name: str) -> Iterator[None]:
-        """Show a stage, and count its time in a field of `PlanningTime`."""
-        start = time.perf_counter()
-        with self.reporter.stage(name):
-            yield
-        seconds = getattr(self.total, field) + time.perf_counter() - start
-        self.total = replace(self.total, **{field: seconds})
 
 
 def _bars() -> list[Any]:

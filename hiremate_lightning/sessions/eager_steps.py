@@ -42,7 +42,7 @@ class EagerSteps:
     def __init__(self, model: PlannedModel, planned: PlannedSignatures, templates: Templates) -> None:
         self.clock, self._templates = time.perf_counter, templates
         self._model, self._name, self._planned = model, model.name, planned
-        self._history, self._reporter = model.history, model.stages.reporter
+        self._history, self._reporter = model.history, model.reporter
         self._may_run_eager = not model.parts.fuses  # fused kernels give other bits than PyTorch's own
         self._note = cache(self._reporter.note)  # each text once
         self._predictions, self._offloading = EagerPredictions(), model.offloading

@@ -50,7 +50,7 @@ class GraphPrograms:
 
     def __init__(self, model: PlannedModel, maker: PlanMaker) -> None:
         self._model, self.maker = model, maker
-        self.history, self._parts, self._stages = model.history, model.parts, model.stages
+        self.history, self._parts, self._reporter = model.history, model.parts, model.reporter
         self._least: weakref.WeakKeyDictionary[Part, Program] = weakref.WeakKeyDictionary()
         self._taken_over: weakref.WeakKeyDictionary[Part, TakenOver] = weakref.WeakKeyDictionary()
         self._fits = dict[tuple[StepSignature, tuple[Schedule, ...]], bool]()  # signatures whose steps began by these
@@ -118,7 +118,7 @@ class GraphPrograms:
         """Return how a part runs by a plan for the same step at other sizes; None where none fits."""
         modes = self._taken_over.setdefault(part, TakenOver(64))
         if ran not in modes:
-            with self._stages.stage("solve_s", "solving"):
+            with self._reporter.stage("solving"):
                 before = [mode for mode in modes.values() if mode is not None]
                 modes[ran] = self._decide(step, part.captured, profile, before)
         return modes[ran]
@@ -147,7 +147,7 @@ class GraphPrograms:
         if part not in self._least:
             options, is_alone = self._model.options, runtime.process_group_store() is None
             is_checked = is_alone and options.budget.share is None and options.on_infeasible == "raise"
-            with self._stages.stage("solve_s", "solving"), collecting_what_it_leaves():
+            with self._reporter.stage("solving"), collecting_what_it_leaves():
                 captured, before = part.captured, step.resident_in(self._model.memory)
                 whole = alone(*_without_doubtful(captured, profile), captured.device)
                 outcome = first_solution(
@@ -155,7 +155,7 @@ class GraphPrograms:
                     self.maker.room(whole, before) if is_checked else Room.unlimited(options.budget),
                     options,
                     self._model.name,
-                    self._stages.reporter.solving(step_time_ms(captured.graph, profile)),
+                    self._reporter.solving(step_time_ms(captured.graph, profile)),
                     self._spare_bytes_or_announce_full,
                     self._model.offloading.host(whole, [captured]),
                 )

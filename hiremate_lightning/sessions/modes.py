@@ -142,7 +142,7 @@ class GivenBack(Eager):
             found = "was not seen" if peak_bytes is None else f"is {format_bytes(peak_bytes)}"
             text = f"The plan of {model.name} saves little memory. It stays, since the peak without it {found}."
         log.info(text)
-        model.stages.reporter.note(text)
+        model.reporter.note(text)
 
     def _exceeded(self, model: PlannedModel, took: str) -> None:
         """Let such steps run by their plan again, and warn."""

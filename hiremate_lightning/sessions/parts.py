@@ -12,7 +12,7 @@ from ..measuring.operators import without_unsteady
 from ..measuring.profiling import CostCache, ProfileOptions, measure
 from ..memory.metering import undisturbed
 from ..records.costs import Profile
-from ..reporting.report import Stages
+from ..reporting.report import Reporter
 from ..rewriting.kernels import FusedKernels
 from ..running.execution import Conductor, Part, Saved
 
@@ -21,7 +21,7 @@ class Parts:
     """Numbers the captured graphs of a session, in the order of their capture.
 
     Args:
-        stages: Shows profiling, and adds up its seconds.
+        reporter: Shows profiling, and adds up its seconds.
         cache_dir: Where to keep profiles between runs, None for nowhere.
         kernels: What compiles fused operations before they are profiled, None where nothing is fused.
         announce: Told once of each operator that can't be measured.
@@ -38,14 +38,14 @@ class Parts:
 
     def __init__(
         self,
-        stages: Stages,
+        reporter: Reporter,
         cache_dir: Path | None,
         kernels: FusedKernels | None,
         announce: Callable[[str], None],
         recomputable: Sequence[str] = (),
     ) -> None:
         self._recomputable = recomputable
-        self._stages, self._kernels, self._announce = stages, kernels, announce
+        self._reporter, self._kernels, self._announce = reporter, kernels, announce
         self._unmeasured: set[str] = set()  # operators
         self._costs = CostCache(cache_dir)
         self.fuses = kernels is not None
@@ -111,14 +111,14 @@ class Parts:
     def _measure(self, captured: Captured, options: ProfileOptions) -> Profile:
         """Compile what is fused, then measure each operation."""
         if self._kernels is not None:
-            with self._stages.stage("compile_s", "compiling"), undisturbed(captured.device):
-                self._kernels.compile(lambda done, total: self._stages.reporter.progress("kernels", done, total))
-        with self._stages.stage("profile_s", "profiling"):
+            with self._reporter.stage("compiling"), undisturbed(captured.device):
+                self._kernels.compile(lambda done, total: self._reporter.progress("kernels", done, total))
+        with self._reporter.stage("profiling"):
             profile = measure(
                 captured,
                 self._costs,
                 options,
-                progress=lambda done, total: self._stages.reporter.progress("operations", done, total),
+                progress=lambda done, total: self._reporter.progress("operations", done, total),
                 announce=self._say_unmeasured,
             )
             return replace(profile, link=self._costs.link_of(captured.device)) if self.measures_link() else profile

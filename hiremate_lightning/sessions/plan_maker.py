@@ -60,7 +60,7 @@ class PlanMaker:
 
     def __init__(self, model: PlannedModel, proofs: Proofs, first_wait: FirstWait) -> None:
         self._model, self._proofs, self._first_wait = model, proofs, first_wait
-        self._history, self._parts, self._stages = model.history, model.parts, model.stages
+        self._history, self._parts, self._reporter = model.history, model.parts, model.reporter
         self.waiting = WaitingGraphs(model.options, model.parts)
         self.state_bytes = 0
         self._auto_bytes: int | None = None  # what was free at first
@@ -132,7 +132,7 @@ class PlanMaker:
         steps = [
             replace(signature.recorded, resident=before) for signature, before in zip(concerned, residents, strict=True)
         ]
-        with self._stages.stage("solve_s", "solving"):
+        with self._reporter.stage("solving"):
             budgets = [
                 self.limits(signature, step).budget_bytes for signature, step in zip(concerned, steps, strict=True)
             ]
@@ -204,7 +204,7 @@ class PlanMaker:
         recorded, options = signature.recorded, self._model.options
         step, limits = recorded.merge(), self.limits(signature, recorded)
         recorded = signature.step = replace(recorded, limits=limits)
-        with self._stages.stage("solve_s", "solving"):
+        with self._reporter.stage("solving"):
             plan = make_plan(
                 step,
                 recorded.room(options.budget, limits.budget_bytes),
@@ -217,7 +217,7 @@ class PlanMaker:
             )
         if isinstance(plan, Short):
             return plan
-        self._first_wait.took(self._stages.total)
+        self._first_wait.took(self._reporter.total)
         try:
             return self._finish(recorded, step, plan)
         except NoTemplateError as error:
@@ -261,10 +261,10 @@ class PlanMaker:
 
     def progress(self, step: Step) -> Callable[[float, float], None] | None:
         """Return what shows how solving a step goes on."""
-        return self._stages.reporter.solving(step_time_ms(step.graph, step.profile))
+        return self._reporter.solving(step_time_ms(step.graph, step.profile))
 
     def _finish(self, recorded: RecordedStep, step: Step, plan: Plan) -> Fits:
-        plan = self.with_proofs(plan.changed(resident_parts=recorded.resident.kinds, planning=self._stages.total))
+        plan = self.with_proofs(plan.changed(resident_parts=recorded.resident.kinds, planning=self._reporter.total))
         programs = self._model.offloading.build(step, [call.captured for call in recorded.calls], plan.solution)
         return Fits(plan, {call.place: program for call, program in zip(recorded.calls, programs, strict=True)})
 

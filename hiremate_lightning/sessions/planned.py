@@ -68,7 +68,7 @@ class PlannedSignatures:
         self._model, self._name, self.history = model, model.name, model.history
         self.maker, self._memory, self._announcements = maker, model.memory, model.announcements
         self._graph_programs, self._watching, self._largest = graph_programs, watching, largest
-        self._reports = PlanReports(model.stages.reporter, model.announcements)
+        self._reports = PlanReports(model.reporter, model.announcements)
         self.listeners = self._reports.listeners
         self.shortage = Shortage()
         self._dropped: Plan | None = None  # the latest one of those that were dropped

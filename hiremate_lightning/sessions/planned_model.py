@@ -7,7 +7,7 @@ from torch import nn
 from ..measuring.resident_memory import ResidentMemory
 from ..messages import Announcements
 from ..options import SessionOptions
-from ..reporting.report import Reporter, Stages
+from ..reporting.report import Reporter
 from ..rewriting.kernels import FusedKernels
 from ..signatures.history import History
 from .offloading import Offloading
@@ -22,7 +22,7 @@ class PlannedModel:
         name: Its class.
         options: What was asked for; the budget may change.
         announcements: Warns.
-        stages: Shows the stages of planning, and counts their time.
+        reporter: Shows the stages of planning, and counts their time.
         kernels: Where fused operations are kept, None where nothing is fused.
         offloading: What may be offloaded to the host's memory.
         parts: Its captured graphs.
@@ -33,11 +33,11 @@ class PlannedModel:
     def __init__(self, root: nn.Module, options: SessionOptions) -> None:
         self.root, self.name, self.options = root, type(root).__name__, options
         self.announcements = Announcements(self.name)
-        self.stages = Stages(Reporter(options.verbose))
+        self.reporter = Reporter(options.verbose)
         self.kernels = FusedKernels(self.announcements.say) if options.compile else None
         self.offloading = Offloading(root, options, lambda: self.memory.device, self.announcements.say)
         say, recomputable = self.announcements.say, options.recomputable_operators
-        self.parts = Parts(self.stages, options.cache_dir, self.kernels, say, recomputable)
+        self.parts = Parts(self.reporter, options.cache_dir, self.kernels, say, recomputable)
         self.parts.measures_link = lambda: self.offloading.is_on
         self.memory = ResidentMemory(root, self.parts.waiting, self.parts.retained)
         self.history = History()

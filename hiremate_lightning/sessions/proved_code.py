@@ -31,7 +31,7 @@ class ProvedCode:
     ) -> None:
         self._model, self._planned = model, planned
         self._graph_programs, self._steps = graph_programs, steps
-        self.name, self.stages, self.tracing, self.say = model.name, model.stages, tracing, model.announcements.say
+        self.name, self.reporter, self.tracing, self.say = model.name, model.reporter, tracing, model.announcements.say
 
     @property
     def asked(self) -> int:

@@ -65,7 +65,7 @@ class Session:
         root: The module whose parameters and buffers are resident.
         updates: Number of updates of the weights so far; optimizers that step after the same forwards make one.
         kernels: Where fused operations are kept, None where nothing is fused.
-        stages: Shows the stages of planning, and counts their time.
+        reporter: Shows the stages of planning, and counts their time.
         parts: The captured graphs.
         largest: Foresees steps of the largest sizes.
         proofs: What is proved of captured code.
@@ -81,7 +81,7 @@ class Session:
         self.root, self._name, self._announcements = root, model.name, model.announcements
         self.say, self.why_uncaptured = model.announcements.say, model.announcements.why_uncaptured
         self.has_told_of_transforms = model.announcements.has_told_of_transforms
-        self.kernels, self.stages, self.parts, self._memory = model.kernels, model.stages, model.parts, model.memory
+        self.kernels, self.reporter, self.parts, self._memory = model.kernels, model.reporter, model.parts, model.memory
         self._runs = self.updates = 0
         self._runs_of_update = 0  # forwards before the latest update
         self.proofs, watching = Proofs(), WatchPolicy()
@@ -164,8 +164,8 @@ class Session:
 
     def expect_wait(self, modules: int, operations: int = 0) -> None:
         """Estimate the seconds of the first plan from the number of leaf modules, or of operations."""
-        if not self.stages.reporter.is_silent:
-            self.stages.reporter.expect(self._name, self.first_wait.expected_s(modules, operations))
+        if not self.reporter.is_silent:
+            self.reporter.expect(self._name, self.first_wait.expected_s(modules, operations))
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Count an optimizer's state as resident."""
@@ -177,7 +177,7 @@ class Session:
             self.watch_optimizer(optimizer)
         self.listeners.extend(before.listeners[1:])  # the first one is its own
         self._compiled.enter_context(before._compiled.pop_all())
-        shown, shows = before.stages.reporter, self.stages.reporter
+        shown, shows = before.reporter, self.reporter
         shows.folder, shows.more, shows.verbose = shown.folder, shown.more, shown.verbose
 
     def expect_batch(self, batch: Any) -> None:
@@ -194,7 +194,7 @@ class Session:
         for give_back in given_back:
             self._compiled.callback(give_back)
         if given_back:
-            self.stages.reporter.note(
+            self.reporter.note(
                 f"HiRemate plan of {self._name}, in place of torch.compile: numbers are those of uncompiled code, and "
                 "steps may take longer; compile='inductor' plans with fused kernels. Put back when the plan goes"
             )
@@ -270,7 +270,7 @@ class Session:
         if not self.parts.count:
             worker.warm_up()
             self.expect_wait(modules_without_parts(self.root))
-            self._tracing.enter_context(self.stages.stage("capture_s", "tracing"))
+            self._tracing.enter_context(self.reporter.stage("tracing"))
 
         def tell(reason: str) -> None:
             self.say(
@@ -367,7 +367,7 @@ class Session:
         """Report, once, activation checkpointing in whose place plans are."""
         text = self._checkpointing.describe(plan)
         if text is not None:
-            self.stages.reporter.note(text)
+            self.reporter.note(text)
 
     # ---------------------------------------------------------------- steps
 

@@ -60,7 +60,7 @@ class Steps:
         self._planned, self._eager_steps, self._graph_programs = planned, eager_steps, graph_programs
         self._watching, self._announcements = watching, model.announcements
         self._memory, self._parts, self._history = model.memory, model.parts, model.history
-        self._stages = model.stages
+        self._reporter = model.reporter
         self._is_passed_by = False  # by steps that ran since the latest one
         self.watch = StepWatch(model, eager_steps, watching)
 
@@ -238,7 +238,7 @@ class Steps:
             self._memory.batch = []
         if step is None:
             return
-        self._announcements.step_took(time.perf_counter() - step.began_s, self._stages.total.all_s)
+        self._announcements.step_took(time.perf_counter() - step.began_s, self._reporter.total.all_s)
         if step.is_unseen:
             self.ended = None
             step.drop()

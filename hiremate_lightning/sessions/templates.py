@@ -146,7 +146,7 @@ class Ladders:
         if share <= ladder.least_share or next(fitting, None) is not None:
             return  # what fits does so only without what has run
         log.debug("searching for the least memory at all sizes")
-        with self._model.stages.stage("solve_s", "solving"), collecting_what_it_leaves():
+        with self._model.reporter.stage("solving"), collecting_what_it_leaves():
             limits = SolveOptions(self._model.options.time_limit_s, progress=self._maker.progress(step))
             least = smallest_budget(Problem(step.graph, step.profile, limit_bytes, limits))
             leaving_some = Room(room.budget, int(HEADROOM * room.step_bytes))
@@ -165,7 +165,7 @@ class Ladders:
             or not self._model.has_place
         ):
             return False
-        with self._model.stages.stage("solve_s", "solving"), collecting_what_it_leaves():
+        with self._model.reporter.stage("solving"), collecting_what_it_leaves():
             solution = self._maker.decide(loss.step.merge(), loss.room, LIMIT_S)
         if not loss.ladder.solved(loss, solution):
             return False
@@ -174,7 +174,7 @@ class Ladders:
             f"{solution.extra_ms:.0f} ms in place of {loss.chosen.again_ms:.0f} ms in a step like the latest one."
         )
         log.info(text)
-        self._model.stages.reporter.note(text)
+        self._model.reporter.note(text)
         return True
 
     def price_ms(self, loss: Loss[RecordedStep]) -> float:

@@ -187,7 +187,7 @@ class Targets:
         joined = Targets(root, session)
         joined.number = apart[0].number
         joined.attach()
-        session.stages.reporter.note(
+        session.reporter.note(
             f"HiRemate plan of {type(root).__name__}: these models train in the same step, so that they have one plan, "
             f"with the budget {options.budget}"
         )

@@ -351,7 +351,7 @@ def test_a_second_request_may_repeat_or_name_an_optimizer():
     hiremate(model, "80%", optimizer=optimizer, verbose=False)
     session = targets_of(model).session
     assert session.options.solver == "segments"
-    assert session.stages.reporter.is_silent
+    assert session.reporter.is_silent
     train(model, steps=2)
     assert dict(get_plan(model).resident_parts)["optimizer state"] > 0
 
