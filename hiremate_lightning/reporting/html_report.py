@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import cached_property, partial
+from functools import partial
 from html import escape
 from pathlib import Path
 from platform import python_version
@@ -64,18 +63,10 @@ def write_html(plan: Plan, path: str | Path, *, curve_limit_s: float = CURVE_LIM
     return path
 
 
-@dataclass(frozen=True)
 class _Page:
-    plan: Plan
-    frontier: Curve | None
-
-    @cached_property
-    def timeline(self) -> TimelineDrawing:
-        return TimelineDrawing(self.plan, WIDTH)
-
-    @cached_property
-    def numbers(self) -> dict[str, Any]:
-        return all_numbers(self.plan)
+    def __init__(self, plan: Plan, frontier: Curve | None) -> None:
+        self.plan, self.frontier = plan, frontier
+        self.timeline, self.numbers = TimelineDrawing(plan, WIDTH), all_numbers(plan)
 
     def text(self) -> str:
         title, plan = escape(plan_title(self.plan)), self.plan

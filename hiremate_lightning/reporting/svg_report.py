@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from html import escape
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -217,35 +216,15 @@ def ticks(most: float, about: int = 5) -> list[float]:
 # ---------------------------------------------------------------- memory over time
 
 
-@dataclass(frozen=True)
 class TimelineDrawing:
     """The memory of the plain step, and of the planned one below it; the width is in pixels."""
 
-    plan: Plan
-    width: int
-
-    @cached_property
-    def runs(self) -> tuple[DrawnStep, ...]:
-        """The two steps."""
-        return plain_run(self.plan), planned_run(self.plan)
-
-    @property
-    def tops(self) -> list[int]:
-        """Upper edge of each panel, in pixels."""
-        return [TOP + row * (PANEL + GAP) for row in range(len(self.runs))]
-
-    @cached_property
-    def end_ms(self) -> float:
-        """Time at the right edge."""
-        return max(run.starts_ms[-1] for run in self.runs) or 1.0
-
-    @cached_property
-    def _peak_bytes(self) -> int:
-        return max(self.plan.resident_bytes + run.simulation.peak_bytes for run in self.runs)
-
-    @property
-    def _shows_budget(self) -> bool:
-        return self.plan.budget_bytes <= SHOWN_BUDGET * self._peak_bytes
+    def __init__(self, plan: Plan, width: int) -> None:
+        self.plan, self.width, self.runs = plan, width, (plain_run(plan), planned_run(plan))
+        self.tops = [TOP + row * (PANEL + GAP) for row in range(len(self.runs))]  # upper edges of the panels
+        self.end_ms = max(run.starts_ms[-1] for run in self.runs) or 1.0  # at the right edge
+        self._peak_bytes = max(plan.unplanned_peak_bytes, plan.planned_peak_bytes)
+        self._shows_budget = plan.budget_bytes <= SHOWN_BUDGET * self._peak_bytes
 
     def _axes(self, top: int) -> Axes:
         most_bytes = max(self._peak_bytes, self.plan.budget_bytes if self._shows_budget else 0, 1)

@@ -162,7 +162,8 @@ def test_the_timeline_is_exactly_this():
 
 
 def test_the_timeline_in_ascii_has_the_same_shape():
-    unicode, ascii_only = (timeline_text(mixed_plan(4), 60, *glyphs).plain for glyphs in ((), (ASCII,)))
+    unicode = timeline_text(mixed_plan(4), 60).plain
+    ascii_only = unicode.translate(ASCII)
     ascii_only.encode("ascii")
     assert [len(line) for line in ascii_only.splitlines()] == [len(line) for line in unicode.splitlines()]
 
@@ -213,7 +214,7 @@ def test_what_goes_to_the_host_has_its_own_mark_and_colour():
     assert "▒ goes to the host" in legend
     assert "▒" in "".join(rows)
     assert {span.style for span in drawn.spans if "▒" in drawn.plain[span.start : span.end]} == {"blue"}
-    ascii_only = timeline_text(plan, 70, ASCII).plain
+    ascii_only = timeline_text(plan, 70).plain.translate(ASCII)
     ascii_only.encode("ascii")
     assert "% goes to the host" in ascii_only
     lines = timeline_text(plan, 50).plain.splitlines()
