@@ -10,7 +10,7 @@ from statistics import median
 
 import page_tables
 
-from hiremate_lightning.reporting.svg_report import Panel, legend, open_svg
+from hiremate_lightning.reporting.svg_report import Panel, lay_out, method_keys, open_svg
 
 PERCENTS = (70, 50, 30)
 BOUND, SMALLEST = "bound", "smallest"  # a row that is no method, and a row whose budget was searched for
@@ -442,7 +442,7 @@ def picture(networks: Mapping[str, Network], rows: Sequence[Row]) -> str:
     table = in_order(networks, rows)
     columns = min(PANEL_COLUMNS, len(networks))
     width = columns * PANEL_WIDTH
-    names, top = legend(table.methods, 0, width)
+    names, top = lay_out(method_keys(table.methods), 0, width)
     height = top + math.ceil(len(networks) / columns) * PANEL_HEIGHT
     parts = []
     for index, network in enumerate(table.networks.values()):

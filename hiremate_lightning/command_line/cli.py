@@ -340,7 +340,7 @@ def _show(asked: argparse.Namespace) -> int:
         label, indent = f"{name:<{LABEL_WIDTH}}", " " * LABEL_WIDTH
         lines = textwrap.fill(words, width, initial_indent=label, subsequent_indent=indent)
         console.print(Text(lines), soft_wrap=True)
-    if (modules := rows_of(numbers)) is not None:
+    if rows := rows_of(numbers):
         console.print()
-        console.print(module_table(*modules))
+        console.print(module_table(rows))
     return OK

@@ -17,12 +17,12 @@ from typing import Any
 
 from ..errors import ConfigurationError
 from ..planning.plan import Numbers, Plan, budget_words, offload_words, peak_words, planning_words, solver_words
-from ..records.costs import as_plain
 from ..records.graph import OUTSIDE, Graph, Node, StorageKind
-from ..records.schedule import Schedule, eager_decisions, lower
+from ..records.schedule import Schedule
 from ..records.simulation import simulate
 from ..records.step import STALE_GRADIENTS
 from ..units import format_bytes, format_ratio, format_time
+from .timeline import plain_run
 
 MAX_ROWS = 12  # of modules, so that plan and prompt fit one screen
 WORTH_SAYING = 0.02  # share of the peak that an advice must save
@@ -76,8 +76,8 @@ def uses_by_module(plan: Plan) -> dict[str, ModuleUse]:
     """
     graph = plan.graph
     kept = _kept_storages(graph, plan.schedule)
-    plain, _ = as_plain(graph, plan.profile)
-    kept_plainly = _kept_storages(plain, lower(plain, eager_decisions(plain)))
+    plain = plain_run(plan)
+    kept_plainly = _kept_storages(plain.graph, plain.schedule)
     again = plan.schedule.recomputed(graph)
     repeated = {node if graph.nodes[node].replays is None else graph.nodes[node].replays for node in again}
     parts = defaultdict[str, list[ModuleUse]](list)
@@ -87,7 +87,7 @@ def uses_by_module(plan: Plan) -> dict[str, ModuleUse]:
         counted.update(storages)
         works = graph.has_work(index) and graph.nodes[index].op != OUTSIDE
         kept_bytes = sum(graph.sizes[s] for s in storages if s in kept)
-        dropped_bytes = sum(plain.sizes[s] - graph.sizes[s] * (s in kept) for s in storages if s in kept_plainly)
+        dropped_bytes = sum(plain.graph.sizes[s] - graph.sizes[s] * (s in kept) for s in storages if s in kept_plainly)
         use = ModuleUse(kept_bytes, dropped_bytes, int(works and index in repeated), int(works))
         parts[_path(graph.nodes[index])].append(use)
     for index in again:
@@ -277,13 +277,12 @@ def plan_metrics(plan: Plan, plans: int = 1) -> dict[str, float]:
     return {f"{PREFIX}{name}": float(value) for name, value in metrics.items() if value is not None}
 
 
-def rows_of(numbers: Numbers) -> tuple[list[ModuleRow], ModuleRow] | None:
-    """Read the table of modules, and its sum, back from numbers; None where they have none."""
-    rows = [
+def rows_of(numbers: Numbers) -> list[ModuleRow]:
+    """Read the rows of modules back from numbers, without their sum; files of earlier versions have none."""
+    return [
         ModuleRow(**{**row, "use": ModuleUse(**row["use"]), "shares": tuple(row["shares"])})
-        for row in numbers.get("modules", ())
+        for row in numbers.get("modules", ())[:-1]
     ]
-    return (rows[:-1], rows[-1]) if rows else None
 
 
 def read_summary(path: Path) -> dict[str, Any]:

@@ -201,6 +201,12 @@ def lay_out(entries: Iterable[tuple[str, str]], top: float, width: int) -> tuple
     return parts, y + LINE
 
 
+def _picture(title: str, width: int, parts: Iterable[str], keys: Iterable[tuple[str, str]], legend_top: float) -> str:
+    """Put a picture together, with its legend at the bottom."""
+    legend, height = lay_out(keys, legend_top, width)
+    return "\n".join([*open_svg(width, int(height), title), *parts, *legend, "</svg>\n"])
+
+
 def _budget_line(path: str) -> str:
     return _path(path, f'class="budget" stroke="{BUDGET}" stroke-width="2" stroke-dasharray="6 4"')
 
@@ -235,9 +241,8 @@ class TimelineDrawing:
         panels = [part for run, top in zip(self.runs, self.tops, strict=True) for part in self._panel(run, top)]
         axes, below = self._axes(self.tops[-1]), self.tops[-1] + PANEL
         scale, unit = (1000, "seconds") if self.end_ms >= 5000 else (1, "milliseconds")
-        legend, height = lay_out(self._legend(), below + 2 * LINE + 8, self.width)
-        opened = open_svg(self.width, int(height), f"{plan_title(self.plan)}: memory of a step")
-        return "\n".join([*opened, *panels, *axes.bottom(scale, 5, unit), *legend, "</svg>\n"])
+        title, parts = f"{plan_title(self.plan)}: memory of a step", [*panels, *axes.bottom(scale, 5, unit)]
+        return _picture(title, self.width, parts, self._legend(), below + 2 * LINE + 8)
 
     def _legend(self) -> Iterator[tuple[str, str]]:
         """Name each band that occurs, in stacking order."""
@@ -361,8 +366,7 @@ def frontier_svg(plan: Plan, frontier: Frontier, width: int) -> str:
     axes = _budget_axes(points, LEAST, (LEFT, width - BUDGET_SIDE, BUDGET_TOP, bottom))
     fastest = STROKE.format(look=f'stroke="{saved}"'), "fastest schedule found"
     keys = [fastest, PROVEN, *((mark, name) for mark, name, _ in marks)]
-    legend, height = lay_out(keys, bottom + 2 * LINE + 8, width)
-    parts = [*open_svg(width, int(height), "Extra time against budget"), *_draw_budget_axes(axes)]
+    parts = [*_draw_budget_axes(axes)]
     if axes.low <= plan.budget_bytes <= axes.high:
         parts.append(_budget_line(f"M{axes.x(plan.budget_bytes)} {BUDGET_TOP}V{bottom}"))
     if frontier.bounds:
@@ -370,7 +374,7 @@ def frontier_svg(plan: Plan, frontier: Frontier, width: int) -> str:
     parts.append(_path(axes.steps(frontier.found, "HV"), f'stroke="{saved}" fill="none" stroke-width="2"'))
     parts += [f'<circle cx="{x}" cy="{y}" r="3" fill="{saved}"/>' for x, y in map(axes.place, frontier.found)]
     parts += [_marked(mark, axes.place(point)) for mark, _, point in marks]
-    return "\n".join([*parts, *legend, "</svg>"])
+    return _picture("Extra time against budget", width, parts, keys, bottom + 2 * LINE + 8)
 
 
 @dataclass(frozen=True)
@@ -407,10 +411,10 @@ def _method_mark(index: int) -> str:
     return f'<path d="M{{x}} {{y}}{shape}" fill="{colour}"/>'
 
 
-def legend(names: Sequence[str], top: float, width: int) -> tuple[list[str], float]:
-    """Name the marks of methods, as `lay_out` does."""
+def method_keys(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Name the marks of methods, for a legend."""
     marks = [(_method_mark(index), name) for index, name in enumerate(names)]
-    return lay_out([*marks, (RING, "plain training"), PROVEN], top, width)
+    return [*marks, (RING, "plain training"), PROVEN]
 
 
 def panel_of(comparison: Comparison, methods: Sequence[str], title: str, resident_bytes: int, plain: int) -> Panel:
@@ -430,6 +434,5 @@ def panel_of(comparison: Comparison, methods: Sequence[str], title: str, residen
 def comparison_svg(panel: Panel, width: int = 760) -> str:
     """Draw one panel and its legend."""
     height = BUDGET_TOP + METHODS_HEIGHT + BUDGET_BELOW
-    names, bottom = legend([name for name, _ in panel.lines], height, width)
-    picture = open_svg(width, int(bottom), f"{panel.title}: extra time over budget")
-    return "\n".join([*picture, *panel.draw(0, 0, width, height), *names, "</svg>\n"])
+    keys, parts = method_keys([name for name, _ in panel.lines]), panel.draw(0, 0, width, height)
+    return _picture(f"{panel.title}: extra time over budget", width, parts, keys, height)

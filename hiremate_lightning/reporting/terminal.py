@@ -19,13 +19,12 @@ from typing import Any
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, OverflowMethod, RenderableType, RenderResult
 from rich.panel import Panel
-from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from ..planning.plan import Plan, plan_title
+from ..planning.plan import Numbers, Plan, plan_title
 from ..units import format_bytes, format_time
-from .plan_summary import ModuleRow, all_numbers, module_rows, summary_rows, total_row, use_cells
+from .plan_summary import ModuleRow, all_numbers, rows_of, summary_rows, total_row, use_cells
 from .timeline import TINY, Band, DrawnStep, plain_run, planned_run
 
 MAX_WIDTH = 110  # columns; wider tables are harder to read along a row
@@ -50,28 +49,28 @@ class Drawn:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         drawn = self.draw(min(options.max_width, MAX_WIDTH), options.ascii_only)
-        for text, *look in console.render(drawn, options):
-            yield Segment(text.translate(ASCII) if options.ascii_only else text, *look)
+        for segment in console.render(drawn, options):
+            yield segment._replace(text=segment.text.translate(ASCII)) if options.ascii_only else segment
 
 
 def plan_table(plan: Plan) -> RenderableType:
     """Draw a plan, as predicted and measured: its numbers, what it does to each module, and its memory over time."""
 
     def draw(width: int, is_ascii: bool) -> Panel:
-        rows, title = module_rows(plan), Text(plan_title(plan), "bold")
+        numbers = all_numbers(plan)
         timeline = timeline_text(plan, width - 4)  # within the panel's border and padding
-        shown = Group(_facts(plan, is_ascii), "", module_table(rows, total_row(rows)), "", timeline)
-        return Panel(shown, title=title, title_align="left", width=width, border_style=FAINT)
+        shown = Group(_facts(numbers, is_ascii), "", module_table(rows_of(numbers)), "", timeline)
+        return Panel(shown, title=Text(plan_title(plan), "bold"), title_align="left", width=width, border_style=FAINT)
 
     return Drawn(draw)
 
 
-def _facts(plan: Plan, is_ascii: bool) -> Table:
+def _facts(numbers: Numbers, is_ascii: bool) -> Table:
     """Put the plan's numbers under a few words."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style=FAINT, no_wrap=True)
     grid.add_column()
-    for name, words in summary_rows(all_numbers(plan), ROUNDED)[1:]:
+    for name, words in summary_rows(numbers, ROUNDED)[1:]:
         shown = Text(words)
         if name in ("peak", "time"):
             arrow = "->" if is_ascii else "→"
@@ -80,7 +79,7 @@ def _facts(plan: Plan, is_ascii: bool) -> Table:
     return grid
 
 
-def module_table(rows: Sequence[ModuleRow], total: ModuleRow) -> RenderableType:
+def module_table(rows: Sequence[ModuleRow]) -> RenderableType:
     """Draw what each module keeps, and the sum, as a table."""
 
     def draw(width: int, is_ascii: bool) -> Table:
@@ -91,7 +90,7 @@ def module_table(rows: Sequence[ModuleRow], total: ModuleRow) -> RenderableType:
         table.header_style = table.border_style = FAINT
         headers = ("module", "kept", "not kept", "recomputed", "extra", *(["share kept"] if bar_width else []))
         overflow: OverflowMethod = "crop" if is_ascii else "ellipsis"
-        for header, footer in zip(headers, _cells(total, bar_width), strict=True):
+        for header, footer in zip(headers, _cells(total_row(rows), bar_width), strict=True):
             is_words = header in ("module", "share kept")
             table.add_column(header, footer, justify="left" if is_words else "right", no_wrap=True, overflow=overflow)
         table.columns[0].ratio = 1

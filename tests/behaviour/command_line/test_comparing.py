@@ -16,7 +16,7 @@ from hiremate_lightning.planning.comparing import Comparison, Outcome, compare, 
 from hiremate_lightning.planning.solvers import Problem, Solution, Status, get_strategy
 from hiremate_lightning.planning.solvers.base import replay, strategy_names
 from hiremate_lightning.records.schedule import keep_all
-from hiremate_lightning.reporting.svg_report import comparison_svg, legend, panel_of
+from hiremate_lightning.reporting.svg_report import comparison_svg, lay_out, method_keys, panel_of
 from hiremate_lightning.units import Budget
 from tests.helpers import problem_of
 from tests.tiny import transformer
@@ -136,5 +136,7 @@ def test_a_picture_of_nothing_but_plain_training_is_drawn():
     assert panel.lines == (("a", ()),)
     ElementTree.fromstring(comparison_svg(panel))
     assert spread(50, 100) == [90, 80, 70, 60], "a picture spreads budgets up to plain training"
-    (_, one), (_, more) = (legend([f"method number {i}" for i in range(count)], 0, 760) for count in (1, 20))
+    (_, one), (_, more) = (
+        lay_out(method_keys([f"method number {i}" for i in range(count)]), 0, 760) for count in (1, 20)
+    )
     assert more >= 3 * one, "a legend takes as many rows as it needs"
