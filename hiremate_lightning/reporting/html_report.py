@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from functools import partial
 from html import escape
+from importlib.resources import files
 from pathlib import Path
 from platform import python_version
 from typing import Any
@@ -89,11 +90,11 @@ class _Page:
         return (
             f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title}</title>\n'
-            f"<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
+            f"<style>{_part('page.css')}</style>\n</head>\n<body>\n<main>\n"
             f"<header><h1>{title}</h1>{self._summary()}</header>\n" + "\n".join(sections) + "\n"
             f"<footer>{made_by} {_UNITS}</footer>\n</main>\n"
             f"{_json('plan', json.dumps(self.numbers, indent=2))}{_json('steps', json.dumps(self._steps()))}"
-            f"<script>{_SCRIPT}</script>\n</body>\n</html>\n"
+            f"<script>{_part('page.js')}</script>\n</body>\n</html>\n"
         )
 
     # ------------------------------------------------------------ what runs when
@@ -193,6 +194,11 @@ def _steps_of(run: DrawnStep, top: int) -> dict[str, Any]:
     return {"top": top, "starts": starts, "bands": [band.value for band in run.bands], "steps": steps}
 
 
+def _part(name: str) -> str:
+    """Read a part of the page that is not Python, its style or its script."""
+    return files(__package__).joinpath(name).read_text("utf-8")
+
+
 def _json(name: str, text: str) -> str:
     """Hold JSON in an element that it can't end."""
     safe = text.replace("<", "\\u003c")
@@ -260,108 +266,3 @@ _HINT = (
     '<span class="pointer">Point at the picture, or press the arrow keys in it,</span><span class="touch">Touch the '
     "picture</span> to see what runs, its source line, what is there."
 )
-_STYLE = """
-:root { color-scheme: light dark; --page: #f6f7f9; --paper: white; --ink: #22262d; --faint: #6b7280; --line: #e2e5ea;
-  --bar: #e4e6e9; --over: #b00020; }
-@media (prefers-color-scheme: dark) { :root { --page: #0e1013; --paper: #16181d; --ink: #e6e8eb; --faint: #9aa2ad;
-  --line: #2c3038; --bar: #343943; --over: #ff6b81; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
-main { max-width: 1180px; margin: 0 auto; padding: 24px 16px; }
-h1 { font-size: 24px; margin: 0; flex: 1 0 100%; overflow-wrap: anywhere; }
-#verdict, #facts { margin: 0; flex: 1 0 100%; overflow-wrap: anywhere; }
-#verdict { font-size: 17px; }
-#verdict.over { color: var(--over); font-weight: 600; }
-#facts { color: var(--faint); font-size: 13px; }
-h2 { font-size: 17px; margin: 0 0 4px; }
-header { display: flex; flex-wrap: wrap; gap: 12px; margin-bottom: 16px; }
-.card, section { background: var(--paper); border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; }
-.card { flex: 1 1 200px; }
-.card span { color: var(--faint); font-size: 13px; display: inline-block; }
-.card p { margin: 0; overflow-wrap: anywhere; }
-.card .over { color: var(--over); font-weight: 600; }
-.card span::first-letter { text-transform: uppercase; }
-section { padding: 14px; margin-bottom: 16px; }
-section > p { margin: 0 0 8px; color: var(--faint); }
-.wide { overflow-x: auto; }
-.wide svg { display: block; width: 100%; height: auto; touch-action: pan-y; }
-.narrow { display: none; max-width: 560px; }
-.touch { display: none; }
-@media (hover: none) { .touch { display: inline; } .pointer { display: none; } }
-caption { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
-@media (max-width: 800px) { .broad { display: none; } .narrow { display: block; } }
-pre { margin: 8px 0 0; font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th { text-align: left; font-weight: 500; color: var(--faint); }
-th, td { padding: 3px 18px 3px 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
-.number { text-align: right; }
-tfoot td { font-weight: 600; border-bottom: none; }
-.depth1 { padding-left: 22px; color: var(--faint); }
-.faint { color: var(--faint); }
-.bar { display: inline-block; width: 120px; height: 10px; background: var(--bar); border-radius: 2px; }
-.bar { overflow: hidden; }
-.bar:not(:only-child) { width: 14px; margin-right: 2px; }
-.bar i { display: block; height: 100%; background: #4477aa; }
-.swatch { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 8px; }
-@media (max-width: 640px) {
-  main { padding: 12px 8px; }
-  .card, section { padding: 8px 10px; }
-  .card { flex-basis: 140px; }
-  table { font-size: 13px; }
-  th, td { padding-right: 6px; white-space: normal; vertical-align: top; }
-  th { font-size: 11px; vertical-align: bottom; }
-  td { overflow-wrap: anywhere; }
-  .depth0, .depth1 { white-space: normal; overflow-wrap: anywhere; display: inline-block; min-width: 6em; }
-  .bar { width: 44px; }
-  pre { font-size: 12px; }
-}
-footer { color: var(--faint); font-size: 13px; }
-"""
-
-_SCRIPT = """
-const known = JSON.parse(document.getElementById("steps").textContent);
-const pictures = [...document.querySelectorAll("#timeline svg")], note = document.getElementById("note");
-const [picture] = pictures, lines = pictures.map(picture => {
-  const line = document.createElementNS(picture.namespaceURI, "path");
-  line.setAttribute("class", "peak"); line.setAttribute("stroke", "#22262d"); picture.append(line);
-  return line;
-});
-const columns = picture => picture.viewBox.baseVal.width - known.left - known.right;
-let run = known.runs[1], at = 0;
-function words(bytes) {
-  let unit = 0;
-  for (; bytes >= 1024 && unit < 4; unit++) bytes /= 1024;
-  const number = unit ? bytes.toFixed(Math.max(0, 2 - Math.floor(Math.log10(bytes)))) : bytes;
-  return `${number} ${["B", "KiB", "MiB", "GiB", "TiB"][unit]}`;
-}
-function show() {
-  if (!run.steps.length) return;
-  at = Math.max(0, Math.min(at, run.steps.length - 1));
-  const [index, again, total, ...sizes] = run.steps[at], [name, direction, module, source, time] = known.nodes[index];
-  const held = run.bands.map((band, i) => [band, sizes[i]]).filter(pair => pair[1]);
-  if (known.resident) held.unshift(["resident before the step", known.resident]);
-  const rows = held.map(([band, bytes]) => `${words(bytes)} ${band}`);
-  note.textContent = [`${name}, ${again ? "recomputed" : direction}, ${time}`, module, source,
-    `${words(known.resident + total)} in all`, ...rows].filter(Boolean).join("\\n");
-  note.style.minHeight = `${Math.max(parseFloat(note.style.minHeight) || 0, note.offsetHeight)}px`;
-  const share = (run.starts[at] + run.starts[at + 1]) / 2 / known.end;
-  pictures.forEach((picture, i) =>
-    lines[i].setAttribute("d", `M${known.left + share * columns(picture)} ${run.top}v${known.height}`));
-}
-function point(event) {
-  const picture = event.currentTarget;
-  const place = new DOMPoint(event.clientX, event.clientY).matrixTransform(picture.getScreenCTM().inverse());
-  run = known.runs[place.y < known.runs[1].top - 20 ? 0 : 1];
-  const time = (place.x - known.left) / columns(picture) * known.end;
-  at = run.starts.findLastIndex(start => start <= time);
-  show();
-}
-function walk(event) {
-  const step = {ArrowLeft: -1, ArrowRight: 1}[event.key];
-  if (step) { at += step; show(); event.preventDefault(); }
-}
-for (const picture of pictures) {
-  for (const kind of ["pointerdown", "pointermove"]) picture.addEventListener(kind, point);
-  picture.addEventListener("keydown", walk);
-}
-"""

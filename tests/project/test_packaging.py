@@ -74,6 +74,13 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert 'hiremate_lightning = ["py.typed"]' in PYPROJECT
 
 
+def test_files_that_are_not_python_are_installed() -> None:
+    suffixes = (".py", ".pyc", ".md")
+    names = {path.name for path in PACKAGE.rglob("*.*") if path.suffix not in suffixes}
+    assert names >= {"page.css", "page.js"}
+    assert not [name for name in names if f'"{name}"' not in PYPROJECT]
+
+
 def test_every_dependency_is_pinned_for_development() -> None:
     """PyTorch and torchvision as a pair."""
     names = set().union(*map(listed, ("dependencies", "models", "examples", "docs", "dev")))
