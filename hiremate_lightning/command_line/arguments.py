@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..errors import ConfigurationError, did_you_mean
@@ -15,7 +15,7 @@ from ..planning.solvers import get_strategy
 from ..records.costs import HALF_TYPES
 from ..reporting.svg_report import writable
 from ..units import Budget, parse_budget
-from .importing import check_factory
+from .importing import split
 
 DEVICES = ("cpu", "cuda")
 WORDS = {  # that an option takes, and the error where it is another one
@@ -28,16 +28,6 @@ WORDS = {  # that an option takes, and the error where it is another one
     "param_dtype": (HALF_TYPES, "--param-dtype must be bfloat16 or float16, found {!r}.{}"),
 }
 ABOVE_ZERO = ("time_limit", "tflops", "bandwidth", "points", "max_batch", "tp", "link", "host_link")
-# The classes of torch.optim, for misspelt names; torch itself is asked for those that are not here.
-OPTIMIZERS = (
-    *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam"),
-    *("RMSprop", "Rprop", "SGD", "SparseAdam"),
-)
-# The types of torch that inputs usually have, for misspelt names.
-TYPES = (
-    *("bfloat16", "bool", "complex64", "double", "float", "float16", "float32", "float64", "half", "int", "int16"),
-    *("int32", "int64", "int8", "long", "short", "uint8"),
-)
 _BETWEEN = re.compile(r"(?<=[A-Za-z%])\s*,\s*")  # after a unit, or "auto"; other commas group digits
 
 
@@ -112,16 +102,7 @@ def _read_input(text: str) -> Input:
             f"Can't read the input {text!r}. Expected SHAPE, SHAPE:DTYPE or NAME=SHAPE:DTYPE, "
             "such as 64x3x224x224, 8x128:int64 or input_ids=8x128:int64."
         )
-    named = Input(name, tuple(map(int, sizes)), dtype or "float32")
-    if named.dtype not in TYPES and did_you_mean(dtype, TYPES):
-        raise no_such_type(named, TYPES)
-    return named
-
-
-def no_such_type(named: Input, known: Iterable[str]) -> ConfigurationError:
-    """Return the error for an input whose type torch does not have."""
-    hint = did_you_mean(named.dtype, known)
-    return ConfigurationError(f"torch has no type {named.dtype!r}, in {str(named)!r}.{hint} Name one such as int64.")
+    return Input(name, tuple(map(int, sizes)), dtype or "float32")
 
 
 def read_counts(text: str) -> tuple[int, ...]:
@@ -171,7 +152,7 @@ def read(asked: argparse.Namespace) -> None:
         _check_step(asked)
         _check_counts(asked, given["fsdp"])
     if "factory" in given:
-        check_factory(asked.factory)
+        split(asked.factory)
 
 
 def _check_step(asked: argparse.Namespace) -> None:
@@ -180,8 +161,6 @@ def _check_step(asked: argparse.Namespace) -> None:
     if kind not in DEVICES or not (index.isdecimal() or kind == asked.device):
         hint = did_you_mean("cuda" if kind == "gpu" else kind, DEVICES)
         raise ConfigurationError(f"Can't plan for device {asked.device!r}.{hint} Choose cpu or cuda.")
-    if asked.optimizer not in ("none", *OPTIMIZERS) and (hint := did_you_mean(asked.optimizer, OPTIMIZERS)):
-        raise ConfigurationError(f"torch.optim has no optimizer {asked.optimizer!r}.{hint} Name one, or none.")
     if kind != "cuda" and getattr(asked, "offload", False):
         raise ConfigurationError(
             f"--offload puts values of a GPU into the host's memory, which device {asked.device!r} has already. "

@@ -2,7 +2,7 @@
 
 Exit codes: 0 where all went well, 1 where nothing fits the budget or a problem was found, 2 where the command line
 could not be understood, 130 after Ctrl-C. Errors take one line; `--debug` shows where they come from. What loads torch
-is imported by the commands that need it, so that help and mistakes answer at once.
+is imported by the commands that need it, so that help and mistaken options answer at once.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from ..calls.slots import refuse
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, did_you_mean
 from ..torch_private import tensor_state
-from .arguments import Input, no_such_type
+from .arguments import Input
 
 log = logging.getLogger("hiremate_lightning")
 FORMS = (
@@ -32,7 +32,9 @@ def make_input(named: Input, size: int | None) -> torch.Tensor:
     """Make an input of zeros on the default device; with another batch size where one is given."""
     dtype = getattr(torch, named.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise no_such_type(named, (name for name, value in vars(torch).items() if isinstance(value, torch.dtype)))
+        types = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
+        hint, words = did_you_mean(named.dtype, types), f"torch has no type {named.dtype!r}, in {str(named)!r}."
+        raise ConfigurationError(f"{words}{hint} Name one such as int64.")
     return torch.zeros(named.shape if size is None else (size, *named.shape[1:]), dtype=dtype)
 
 

@@ -1,4 +1,4 @@
-"""The user's code by its name: a factory, looked at before torch is loaded, then imported; packages, imported apart."""
+"""The user's code by its name: a factory, imported here; packages, imported in a process of their own."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import importlib
 import importlib.util
 import json
 import os
-import re
 import signal
 import subprocess
-import symtable
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from typing import Any
 from ..errors import ConfigurationError, did_you_mean
 
 LIMIT_S = 300.0
-_DYNAMIC = re.compile(r"\bimport \*|\b(?:exec|globals|locals|setattr|vars|__dict__|__getattr__)\b")
 _CODE = """
 import importlib, json, sys
 for name in sys.argv[1:]:
@@ -33,8 +30,8 @@ for name in sys.argv[1:]:
 """
 
 
-def _split(text: str) -> tuple[str, str]:
-    """Split "package.module:name" or "path/to/file.py:name" into place and name."""
+def split(text: str) -> tuple[str, str]:
+    """Split "package.module:name" or "path/to/file.py:name" into place and name; check that a file is there."""
     place, colon, name = text.rpartition(":")
     is_module = all(part.isidentifier() for part in place.split("."))
     if not colon or not name or not (is_module or place.endswith(".py")):
@@ -45,74 +42,31 @@ def _split(text: str) -> tuple[str, str]:
     return place, name
 
 
-def _no_such_name(place: str, path: str, name: str, known: Iterable[str]) -> ConfigurationError:
-    """Return the error for a file or module that lacks a name on a path such as "zoo.Net"."""
-    hint = did_you_mean(name, sorted(each for each in known if not each.startswith("_")))
-    return ConfigurationError(f"{place} has no {path!r}.{hint} Name a function, a class or a module object in it.")
-
-
-def _no_such_module(name: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"There is no module {name!r}. Expected PACKAGE.MODULE:NAME, importable from here, or path/to/file.py:NAME."
-    )
-
-
-# ---------------------------------------------------------------- a factory, before its file runs
-
-
-def check_factory(text: str) -> None:
-    """Check what can be seen of a factory without running its file."""
-    place, path = _split(text)
-    file = Path(place) if place.endswith(".py") else _file_of_module(place)
-    if file is None:
-        return
-    source = file.read_text(encoding="utf-8", errors="replace")
-    try:
-        symbols = symtable.symtable(source, str(file), "exec").get_symbols()
-    except SyntaxError as error:
-        raise ConfigurationError(f"Can't read {file}, line {error.lineno}: {error.msg}.") from None
-    names = [symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()]
-    name = path.partition(".")[0]
-    if name not in names and not _DYNAMIC.search(source):
-        raise _no_such_name(place, path, name, names)
-
-
-def _file_of_module(name: str) -> Path | None:
-    """Find the file of a module that lies in the working folder and in no package; None for any other module."""
-    root, _, rest = name.partition(".")
-    file = Path(f"{root}.py")
-    if file.is_file():
-        return None if rest else file
-    if not Path(root).is_dir() and root not in sys.modules and importlib.util.find_spec(root) is None:
-        raise _no_such_module(root)
-    return None
-
-
-# ---------------------------------------------------------------- its import
-
-
 def find_factory(text: str) -> Any:
     """Find what "package.module:name" or "path/to/file.py:name" stands for."""
-    place, path = _split(text)
+    place, path = split(text)
     is_file = place.endswith(".py")
     folder = str(Path(place).resolve().parent if is_file else Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)  # for good: a factory may import modules of it when it is called
-    factory = _import_file(Path(place)) if is_file else _import_module(place)
+    try:
+        factory = _import_file(Path(place)) if is_file else importlib.import_module(place)
+    except SyntaxError as error:
+        raise ConfigurationError(f"Can't read {error.filename}, line {error.lineno}: {error.msg}.") from None
+    except ModuleNotFoundError as error:
+        if is_file or error.name is None or not place.startswith(error.name):
+            raise  # an import inside of it
+        raise ConfigurationError(
+            f"There is no module {error.name!r}. Expected PACKAGE.MODULE:NAME, importable from here, or "
+            "path/to/file.py:NAME."
+        ) from None
     for name in path.split("."):
         if not hasattr(factory, name):
-            raise _no_such_name(place, path, name, vars(factory))
+            hint = did_you_mean(name, sorted(each for each in vars(factory) if not each.startswith("_")))
+            words = f"{place} has no {path!r}.{hint} Name a function, a class or a module object in it."
+            raise ConfigurationError(words)
         factory = getattr(factory, name)
     return factory
-
-
-def _import_module(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and name.startswith(error.name):
-            raise _no_such_module(error.name) from None
-        raise
 
 
 def _import_file(path: Path) -> Any:
