@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from ..errors import ConfigurationError
-from ..measuring.profiling import CostCache, measure_link
+from ..measuring.profiling import measure_link
 from ..memory.allocator import allocated_bytes, free_host_bytes
 from ..options import Objective, SessionOptions
 from ..out_of_memory import InfeasibleBudgetError
@@ -87,7 +87,7 @@ class _Work:
             return captured, captured.estimated(self.rates)
         with self.reporter.stage("profiling"):
             told = self.reporter.progress
-            return captured, captured.measured(CostCache(), lambda done, total: told("operations", done, total))
+            return captured, captured.measured(lambda done, total: told("operations", done, total))
 
     def room(self, budget: Budget, resident_bytes: int = 0, plain_bytes: int = 0) -> Room:
         """Return how many bytes a step has within a budget, which adds so many bytes to resident ones as it is."""

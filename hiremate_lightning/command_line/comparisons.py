@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..planning.comparing import Comparison, Curve, Outcome
 from ..planning.plan import Plan
 from ..records.costs import step_time_ms
 from ..reporting.terminal import plain_table
-from ..reporting.timeline import Band, band_bytes, planned_run
+from ..reporting.timeline import Band, planned_run
 from ..units import format_bytes, format_ratio, format_time
 from .offline import ACCUMULATED, OfflineStep
 from .without_device import Rates
@@ -169,13 +170,14 @@ def count_of(plan: Plan, captured: OfflineStep, rates: Rates) -> Count:
 def _peak_parts(plan: Plan, gradients_bytes: int) -> dict[str, int]:
     """Split the peak of a plan by what is in memory then, gradients of all parameters that this process keeps too."""
     step = planned_run(plan)
-    at, end, turn = step.peak_position, len(plan.planned.timeline) - 1, plan.planned.turn
-    # FSDP2 keeps shards of gradients from the backward to the end of the step: no graph knows them.
-    kept = [life for life in step.lives if life.band is Band.OUTSIDE and turn <= life.first <= at <= life.last == end]
-    shards_bytes = min(gradients_bytes, sum(life.size_bytes for life in kept))
-    bands: dict[str, int] = {band: sizes[at] for band, sizes in band_bytes(step.lives, end + 1).items()}
-    sizes = {**dict(plan.resident_parts), **bands}
-    parts_bytes = {name: sum(sizes.get(part, 0) for part in parts) for name, parts in PARTS.items()}
+    sizes, kept_bytes, end = Counter(dict(plan.resident_parts)), 0, len(plan.planned.timeline) - 1
+    for life in step.live_at_peak:
+        sizes[life.band] += life.size_bytes
+        # FSDP2 keeps shards of gradients from the backward to the end of the step: no graph knows them.
+        if life.band is Band.OUTSIDE and plan.planned.turn <= life.first and life.last == end:
+            kept_bytes += life.size_bytes
+    shards_bytes = min(gradients_bytes, kept_bytes)
+    parts_bytes = {name: sum(sizes[part] for part in parts) for name, parts in PARTS.items()}
     parts_bytes["gradients"] += shards_bytes
     parts_bytes["outside"] -= shards_bytes
     rest = plan.planned_peak_bytes - sum(parts_bytes.values())

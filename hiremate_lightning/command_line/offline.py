@@ -150,10 +150,11 @@ class OfflineStep(Conductor):
         """Put it into one graph, with estimated times."""
         return self._merge([estimate(captured.graph, rates.machine) for captured in self.captured])
 
-    def measured(self, cache: CostCache, progress: Callable[[int, int], None] = lambda done, total: None) -> Step:
+    def measured(self, progress: Callable[[int, int], None] = lambda done, total: None) -> Step:
         """Put it into one graph, with the costs of its operations measured one by one on the device, which is there."""
         if self.options.is_stand_in:
             raise ConfigurationError("There is no CUDA device here to measure on. Leave --measure out for estimates.")
+        cache = CostCache()
         return self._merge([measure(captured, cache, progress=progress) for captured in self.captured])
 
     def _merge(self, profiles: Sequence[Profile]) -> Step:
@@ -295,16 +296,15 @@ def capture_offline(workload: Workload, options: OfflineOptions, size: int | Non
         ConfigurationError: If the module, its inputs or its loss can't be used.
     """
     capture_opaque()
-    try:
+    for answers in (readings.as_in_eager, readings.as_compiled):
         try:
-            return _capture(workload, options, size, readings.as_in_eager)
-        except tensor_state.DATA_DEPENDENT:
-            return _capture(workload, options, size, readings.as_compiled)
-    except tensor_state.DATA_DEPENDENT as error:
-        raise CaptureError(
-            f"The step of {workload.name} depends on values of its tensors{place_of(error)}, which are not there "
-            "without its memory. Plan it while it trains, or give it inputs and options that don't need them."
-        ) from error
+            return _capture(workload, options, size, answers)
+        except tensor_state.DATA_DEPENDENT as error:
+            reason = error
+    raise CaptureError(
+        f"The step of {workload.name} depends on values of its tensors{place_of(reason)}, which are not there "
+        "without its memory. Plan it while it trains, or give it inputs and options that don't need them."
+    ) from reason
 
 
 def _capture(workload: Workload, options: OfflineOptions, size: int | None, answers: Callable[[], Any]) -> OfflineStep:

@@ -24,15 +24,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import ConfigurationError
 
 INTERPRETER = re.compile(r"(python|pypy)[\d.]*(\.exe)?")
 RUN = "-m hiremate_lightning.run [options]"
 LAUNCHERS = {  # how commands that only start other programs are written, and what starts these under hiremate
-    **dict.fromkeys(("torchrun", "-m torch.distributed.run"), f"torchrun [its options] {RUN}"),
-    **dict.fromkeys(("accelerate launch", "-m accelerate.commands.launch"), f"accelerate launch [its options] {RUN}"),
+    **dict.fromkeys(("torchrun", "-m torch.distributed.run"), f"torchrun [its options] {RUN} train.py ..."),
+    **dict.fromkeys(
+        ("accelerate launch", "-m accelerate.commands.launch"), f"accelerate launch [its options] {RUN} train.py ..."
+    ),
 }
 _TAKE_A_VALUE = ("-W", "-X", "--check-hash-based-pycs")  # options of the interpreter
 _TRAIN_NOTHING = re.compile(r"-m (torch\._|hiremate_lightning|pip\b)|[/\\\\](torch[/\\\\]_|hiremate_lightning[/\\\\])")
@@ -79,7 +81,7 @@ def find_script(given: Sequence[str], is_module: bool = False) -> str:
     launcher, name = launcher_of(["-m", *given] if is_module else given), given[0]
     if launcher is not None:
         raise ConfigurationError(
-            f"{launcher.name} starts programs of its own, which would have no plan. Start it so: {launcher.instead}"
+            f"{launcher} starts programs of its own, which would have no plan. Start it so: {LAUNCHERS[launcher]}"
         )
     is_package = Path(name).is_dir() and not (Path(name) / "__main__.py").exists()
     if is_module or (Path(name).exists() and not is_package):
@@ -161,33 +163,25 @@ def _wait_for_others(threads: set[threading.Thread]) -> None:
 # ---------------------------------------------------------------- the programs that it starts
 
 
-class ScriptProgram(NamedTuple):
-    """A program of Python: its script, or its module with `-m` before it, or a launcher; and what to start instead."""
-
-    name: str
-    instead: str
-
-
-def launcher_of(words: Sequence[str]) -> ScriptProgram | None:
+def launcher_of(words: Sequence[str]) -> str | None:
     """Return the launcher that the words of a command call, None where they call none."""
     text = " ".join([Path(words[0]).name, *words[1:], ""]) if words else ""
-    name = next((name for name in LAUNCHERS if text.startswith(f"{name} ")), None)
-    return None if name is None else ScriptProgram(name, f"{LAUNCHERS[name]} train.py ...")
+    return next((name for name in LAUNCHERS if text.startswith(f"{name} ")), None)
 
 
 @contextmanager
 def naming_programs(say: Callable[[str], None]) -> Iterator[None]:
     """Name, once, each Python script that is started in the block: it has no plan. The line says how it gets one."""
-    start, known, process = subprocess.Popen.__init__, set[ScriptProgram](), os.getpid()
+    start, known, process = subprocess.Popen.__init__, set[str](), os.getpid()
 
     @wraps(start)
     def init(self: Any, args: Any, *rest: Any, **kwargs: Any) -> None:
-        program = _program_of(_words_of(args), kwargs.get("env") or os.environ)
-        if program is not None and program not in known and os.getpid() == process:
+        program, instead = _program_of(_words_of(args), kwargs.get("env") or os.environ)
+        if program and program not in known and os.getpid() == process:
             known.add(program)
             say(
-                f"the script starts another program, {program.name}, which has no plan. If that trains, start it "
-                f"under hiremate instead: {program.instead}"
+                f"the script starts another program, {program}, which has no plan. If that trains, start it "
+                f"under hiremate instead: {instead}"
             )
         start(self, args, *rest, **kwargs)
 
@@ -208,22 +202,25 @@ def _words_of(arguments: Any) -> list[str]:
         return []
 
 
-def _program_of(words: list[str], environment: Mapping[str, str]) -> ScriptProgram | None:
-    """Find the script or module of Python in a command; None where there is none that might train."""
+def _program_of(words: list[str], environment: Mapping[str, str]) -> tuple[str, str]:
+    """Name the script, the module or the launcher in a command, and what to start instead; "" where none may train."""
     if words and INTERPRETER.fullmatch(Path(words[0]).name):
         index = 1  # after the options of the interpreter
         while index < len(words) and words[index].startswith("-") and words[index] not in ("-m", "-c"):
             index += 2 if words[index] in _TAKE_A_VALUE else 1
         words = words[index:]
         if not words or words[0] == "-c":
-            return None
+            return "", ""
     elif launcher_of(words) is None:
-        return None
+        return "", ""
     name = " ".join(words[:2]) if words[0] == "-m" else words[0]
     if _TRAIN_NOTHING.search(name):
-        return None
-    launched = "ACCELERATE_MIXED_PRECISION" in environment, "RANK" in environment
+        return "", ""
+    if (launcher := launcher_of(words)) is not None:
+        return launcher, LAUNCHERS[launcher]
     start = "hiremate run [options]"
-    if any(launched):
-        start = f"{'accelerate launch' if launched[0] else 'torchrun'} [its options] {RUN}"
-    return launcher_of(words) or ScriptProgram(name, f"{start} {name} ...")
+    if "ACCELERATE_MIXED_PRECISION" in environment:
+        start = f"accelerate launch [its options] {RUN}"
+    elif "RANK" in environment:
+        start = f"torchrun [its options] {RUN}"
+    return name, f"{start} {name} ..."

@@ -53,7 +53,6 @@ class CountingMeter(LiveBytes, TorchDispatchMode):
         sent: Bytes of collectives so far, see COLLECTIVES.
     """
 
-    lost_marks, is_counting = False, True  # nothing interrupts it
     supports_higher_order_operators = True
 
     def __init__(self, device: torch.device, resized: Iterable[torch.Tensor] = ()) -> None:

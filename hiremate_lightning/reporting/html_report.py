@@ -163,8 +163,8 @@ class _Page:
 
     def _peak(self) -> str:
         _, run = self.timeline.runs
-        at, node = run.peak_position, run.simulation.peak_moment.node
-        live = sorted((life for life in run.lives if life.first <= at <= life.last), key=lambda life: -life.size_bytes)
+        node = run.simulation.peak_moment.node
+        live = sorted(run.live_at_peak, key=lambda life: -life.size_bytes)
         rows = [(_swatch(colour, name), format_bytes(size)) for name, colour, size in resident_bands(self.plan)]
         cells: list[tuple[str, ...]] = [(*row, "", "", "") for row in rows]
         if workspace := self.plan.profile.workspace_bytes[node]:

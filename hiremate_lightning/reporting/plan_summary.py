@@ -174,8 +174,6 @@ class _Modules:
             self.keys[_path(node)].append(node.key or node.op)
 
     def rows(self, limit: int) -> tuple[ModuleRow, ...]:
-        if not self.uses:
-            return ()
         shown = self._fold(self._children(_Block("", (), ("",))), limit)
         while (opened := self._open_one(shown, limit)) is not None:
             shown = opened

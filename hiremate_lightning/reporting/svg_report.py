@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -336,9 +336,9 @@ def frontier_of(plan: Plan, curve: Curve) -> Frontier:
     def place(peak_bytes: int, extra_ms: float) -> Point:
         return plan.resident_bytes + peak_bytes, extra_ms / step_ms
 
-    most = max([plan.unplanned.peak_bytes, *(point.peak_bytes for point in curve.points)])
-    fastest = [place(point.peak_bytes, point.extra_ms) for point in curve.points]
-    fastest.append((max(fastest[-1][0], place(most, 0)[0]), fastest[-1][1]) if fastest else place(most, 0))
+    last = curve.points[-1]  # of the most memory
+    most = max(plan.unplanned.peak_bytes, last.peak_bytes)
+    fastest = [place(point.peak_bytes, point.extra_ms) for point in (*curve.points, replace(last, peak_bytes=most))]
     bounds, best_ms = list[Point](), 0.0
     for budget, bound_ms in () if plan.solution.offloads else reversed(curve.bounds):  # of plans that offload nothing
         best_ms = max(best_ms, bound_ms)  # a bound holds for every smaller budget too

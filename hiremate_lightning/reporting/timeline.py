@@ -167,6 +167,11 @@ class DrawnStep:
         """The operation that has the most memory."""
         return self.simulation.timeline.index(self.simulation.peak_moment)
 
+    @property
+    def live_at_peak(self) -> list[Lifetime]:
+        """Blocks that are in memory then."""
+        return [life for life in self.lives if life.first <= self.peak_position <= life.last]
+
     def is_again(self, position: int) -> bool:
         """Whether the operation at a position recomputes something."""
         node = self.plan.graph.nodes[self.simulation.timeline[position].node]

@@ -14,7 +14,6 @@ from hiremate_lightning.command_line.factory import Workload
 from hiremate_lightning.command_line.offline import OfflineOptions, capture_offline
 from hiremate_lightning.command_line.without_device import rates_of
 from hiremate_lightning.errors import CaptureError, ConfigurationError
-from hiremate_lightning.measuring.profiling import CostCache
 from hiremate_lightning.records.costs import estimate, step_time_ms
 from hiremate_lightning.records.expressions import on_line
 from hiremate_lightning.records.graph_template import GraphTemplate
@@ -245,7 +244,7 @@ class TestAGpuThatIsNotThere:
 
     def test_measuring_is_refused(self):
         with pytest.raises(ConfigurationError, match=r"no CUDA device here to measure on\. Leave --measure out"):
-            capture(mixed, device=CUDA).measured(CostCache())
+            capture(mixed, device=CUDA).measured()
 
 
 def test_half_precision_is_estimated_at_its_own_rate():
@@ -265,7 +264,7 @@ def test_rates_are_as_given():
 
 
 def test_costs_can_be_measured_where_the_device_is():
-    step = capture(mixed).measured(CostCache())
+    step = capture(mixed).measured()
 
     assert step.profile.device.startswith("cpu")
     assert step_time_ms(step.graph, step.profile) > 0
