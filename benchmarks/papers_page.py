@@ -10,7 +10,7 @@ from statistics import median
 
 import page_tables
 
-from hiremate_lightning.reporting.svg_report import Panel, lay_out, method_keys, open_svg
+from hiremate_lightning.reporting.svg_report import Panel, lay_out, methods_panel, open_svg
 
 PERCENTS = (70, 50, 30)
 BOUND, SMALLEST = "bound", "smallest"  # a row that is no method, and a row whose budget was searched for
@@ -442,12 +442,13 @@ def picture(networks: Mapping[str, Network], rows: Sequence[Row]) -> str:
     table = in_order(networks, rows)
     columns = min(PANEL_COLUMNS, len(networks))
     width = columns * PANEL_WIDTH
-    names, top = lay_out(method_keys(table.methods), 0, width)
+    panels = [_panel(table, network) for network in table.networks.values()]
+    names, top = lay_out(panels[0].keys, 0, width)
     height = top + math.ceil(len(networks) / columns) * PANEL_HEIGHT
     parts = []
-    for index, network in enumerate(table.networks.values()):
+    for index, panel in enumerate(panels):
         left, above = index % columns * PANEL_WIDTH, top + index // columns * PANEL_HEIGHT
-        parts += _panel(table, network).draw(left, above, PANEL_WIDTH, PANEL_HEIGHT)
+        parts += panel.draw(left, above, PANEL_WIDTH, PANEL_HEIGHT)
     return "\n".join([*open_svg(width, int(height), "Extra time over budget"), *names, *parts, "</svg>\n"])
 
 
@@ -458,9 +459,9 @@ def _panel(table: Table, network: Network) -> Panel:
 
     bounds = [(network.plain_bytes * p // 100, table.bound(network.name, p)) for p in sorted(PERCENTS)]
     plain = (float(network.plain_bytes), 0.0)
-    return Panel(
+    return methods_panel(
         network.name,
-        tuple((method, points(lambda r: r.budget_bytes, method)) for method in table.methods),
+        {method: points(lambda r: r.budget_bytes, method) for method in table.methods},
         (*((float(budget), extra) for budget, extra in bounds if extra is not None), plain),
         plain,
     )

@@ -32,7 +32,7 @@ from ..records.step import Step
 from ..reporting.html_report import write_html
 from ..reporting.plan_summary import all_numbers
 from ..reporting.report import Reporter
-from ..reporting.svg_report import comparison_svg, panel_of, write_svg
+from ..reporting.svg_report import panel_of, panel_svg, write_svg
 from ..reporting.terminal import Output, plan_table, write_json
 from ..running.copies import pinned_storages
 from ..sizes.size_search import BatchSizeResult, Forecast, result_table, search
@@ -271,7 +271,8 @@ def compare(asked: argparse.Namespace) -> int:
     comparison = _solved_by_each(work, problem, named, methods)
     if asked.svg is not None:
         panel = panel_of(comparison, methods, captured.name, resident_bytes, step.plain_bytes)
-        asked.svg.write_text(comparison_svg(panel), encoding="utf-8")
+        picture = panel_svg(panel, f"{panel.title}: extra time over budget")
+        asked.svg.write_text(picture, encoding="utf-8")
     done, count = len(comparison.outcomes), len(named) * len(methods)
     notes = [
         *([f"Interrupted: {done} of {count} solves are done. The rest is left out."] if done < count else []),

@@ -22,7 +22,7 @@ from ..planning.solvers.base import Problem, SolveOptions
 from ..planning.solvers.worker import apart
 from ..units import format_bytes, format_ratio, format_time
 from .plan_summary import ModuleRow, all_numbers, module_rows, node_words, summary_rows, total_row, use_cells, verdict
-from .svg_report import LEFT, PANEL, RIGHT, TimelineDrawing, frontier_of, frontier_svg, plan_file
+from .svg_report import FRONTIER_HEIGHT, LEFT, PANEL, RIGHT, TimelineDrawing, frontier_of, panel_svg, plan_file
 from .timeline import COLOURS, Band, DrawnStep, resident_bands, short_source
 
 MAX_MODULE_ROWS = 40
@@ -81,7 +81,8 @@ class _Page:
             rows = [(escape(words),) for words in plan.rounded]
             sections.append(_table("Differences by rounding", ("value",), rows, words=ROUNDED_WORDS, numbers=()))
         if self.frontier is not None:
-            draw = partial(frontier_svg, plan, frontier_of(plan, self.frontier))
+            panel, title = frontier_of(plan, self.frontier), "Extra time against budget"
+            draw = partial(panel_svg, panel, title, height=FRONTIER_HEIGHT)
             figure = f'<div class="wide" id="frontier">{_for_screens(draw)}</div>'
             words = f"This plan: {format_ratio(plan.predicted_overhead)}, {proof_words(plan.to_dict())}."
             words = "Nothing is recomputed: no plan is faster." if plan.solution.is_plain else words

@@ -8,7 +8,7 @@ the shape of their marks. Pictures are dark where the reader's screen is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -24,7 +24,7 @@ from .timeline import BUDGET, COLOURS, FAINT, INK, Band, DrawnStep, plain_run, p
 MIN_WIDTH = 480
 LEFT, RIGHT, TOP = 52, 12, 34  # pixels around a panel of memory
 PANEL, GAP = 170, 44  # pixels: height of such a panel, and from one to the next
-BUDGET_SIDE, BUDGET_TOP, BUDGET_BELOW = 16, 40, 44  # pixels to the right of, above and below a drawing over budgets
+BUDGET_SIDE, BUDGET_TOP, BUDGET_BELOW = 16, 40, 48  # pixels to the right of, above and below a drawing over budgets
 FRONTIER_HEIGHT, METHODS_HEIGHT = 260, 300  # pixels of the drawing of a plan, and of methods
 LEAST, LEAST_OF_METHODS = 0.01, 0.03  # extra time that is drawn in any case, of a plan and of methods
 SPARE = 1.06  # room around the outermost values, as a factor
@@ -54,9 +54,11 @@ METHOD_SHAPES = (
 RING = f'<circle cx="{{x}}" cy="{{y}}" r="5" class="peak" fill="none" stroke="{INK}" stroke-width="2"/>'  # plain, peaks
 DOT = f'<circle cx="{{x}}" cy="{{y}}" r="6" class="budget-key" fill="{BUDGET}"/>'
 CROSS = f'<path d="M{{x}} {{y}}m-6 -6l12 12m0 -12l-12 12" class="peak" stroke="{INK}" stroke-width="2"/>'
-STROKE = '<path d="M{{x}} {{y}}m-6 0h12" {look} stroke-width="2"/>'
+STROKE = '<path d="M{{x}} {{y}}m-6 0h12" {look}/>'
 SQUARE = '<rect x="{{x}}" y="{{y}}" transform="translate(-6 -6)" width="12" height="12" rx="2" {look}/>'
-PROVEN = STROKE.format(look=FAINT_LINE), "proven: nothing is faster"
+FOUND_DOT = f'<circle cx="{{x}}" cy="{{y}}" r="3" fill="{COLOURS[Band.SAVED]}"/>'
+FOUND_LINE = f'stroke="{COLOURS[Band.SAVED]}" fill="none" stroke-width="2"'
+PROVEN, PROVEN_LINE = "proven: nothing is faster", f'{FAINT_LINE} fill="none" stroke-width="2"'
 
 Point = tuple[float, float]  # values to the right and upwards, such as bytes and an extra time, a ratio
 
@@ -290,23 +292,66 @@ def _area(axes: Axes, floor: Sequence[int], ceiling: Sequence[int]) -> str:
 # ---------------------------------------------------------------- extra time over budget
 
 
-def _budget_axes(
-    points: Sequence[Point], least: float, edges: tuple[float, float, float, float], is_root: bool = False
-) -> Axes:
-    """Return axes of budgets and extra times; the least extra time is within in any case."""
-    budgets = [size_bytes for size_bytes, _ in points]
-    spare = (SPARE - 1) * (max(budgets) - min(budgets)) or 1
-    most = SPARE * max(least, *(extra for _, extra in points))
-    return Axes(edges, min(budgets) - spare, max(budgets) + spare, most, is_root)
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Budgets with an extra time each, and how they are drawn."""
+
+    name: str
+    points: tuple[Point, ...]  # by budget
+    mark: str = ""  # at each of them
+    look: str = ""  # of the line through them
+    order: str = ""  # of that line's level (H) and upright (V) parts; it is straight where there are none
+    end: tuple[Point, ...] = ()  # where it goes on to
+
+    @property
+    def key(self) -> str:
+        """What stands before its name in a legend."""
+        return self.mark if self.mark and not self.order else STROKE.format(look=self.look)
+
+    def draw(self, axes: Axes) -> Iterator[str]:
+        """Draw the line and the marks, of which those of methods have their names under the pointer."""
+        if self.look and self.points:
+            line = axes.steps(self.points, self.order) if self.order else axes.line([*self.points, *self.end])
+            yield _path(line, self.look)
+        for point in self.points if self.mark else ():
+            mark = _marked(self.mark, axes.place(point))
+            title = f"<title>{escape(f'{self.name}: +{100 * point[1]:.1f} %')}</title>"
+            yield mark.replace("/>", f">{title}</path>") if self.end else mark
 
 
-def _draw_budget_axes(axes: Axes) -> Iterator[str]:
-    left, _, top, _ = axes.edges
-    named = _apart(axes) if axes.is_root else [percent / 100 for percent in ticks(100 * axes.most)]
-    yield from axes.levels((extra, 100 * extra) for extra in named)
-    yield _text(left, top - 8, "extra time, %", FAINT_TEXT)
-    scale, unit = binary_unit(int(axes.high))
-    yield from axes.bottom(scale, 8, f"budget, {unit}", FAINT_TEXT)
+@dataclass(frozen=True)
+class Panel:
+    """Extra time over the budgets of one step, by series in the order of the legend; what is proven is drawn first."""
+
+    title: str  # above it
+    series: tuple[Series, ...]
+    budget_bytes: int | None = None  # of the plan that is shown; None for methods, whose extra times go up by roots
+
+    @property
+    def keys(self) -> list[tuple[str, str]]:
+        """The marks and names of the legend."""
+        return [(series.key, series.name) for series in self.series]
+
+    def draw(self, left: float, top: float, width: int, height: int) -> Iterator[str]:
+        """Draw it at a place and with a size, in pixels; the axes are within."""
+        is_root = self.budget_bytes is None
+        points = [point for series in self.series for point in series.points]
+        budgets = [size_bytes for size_bytes, _ in points]
+        spare = (SPARE - 1) * (max(budgets) - min(budgets)) or 1
+        most = SPARE * max(LEAST_OF_METHODS if is_root else LEAST, *(extra for _, extra in points))
+        edges = left + LEFT, left + width - BUDGET_SIDE, top + BUDGET_TOP, top + height - BUDGET_BELOW
+        axes = Axes(edges, min(budgets) - spare, max(budgets) + spare, most, is_root)
+        if self.title:
+            yield _text(left + LEFT, top + 16, escape(self.title), 'font-weight="600"')
+        named = _apart(axes) if is_root else [percent / 100 for percent in ticks(100 * most)]
+        yield from axes.levels((extra, 100 * extra) for extra in named)
+        yield _text(edges[0], edges[2] - 8, "extra time, %", FAINT_TEXT)
+        scale, unit = binary_unit(int(axes.high))
+        yield from axes.bottom(scale, 8, f"budget, {unit}", FAINT_TEXT)
+        if self.budget_bytes is not None and axes.low <= self.budget_bytes <= axes.high:
+            yield _budget_line(f"M{axes.x(self.budget_bytes)} {edges[2]}V{edges[3]}")
+        for series in sorted(self.series, key=lambda series: series.name != PROVEN):
+            yield from series.draw(axes)
 
 
 def _apart(axes: Axes) -> Iterator[float]:
@@ -318,18 +363,14 @@ def _apart(axes: Axes) -> Iterator[float]:
             yield extra
 
 
-@dataclass(frozen=True, slots=True)
-class Frontier:
-    """Extra time against budget: of the fastest schedules found, of what is proven, and of a plan."""
-
-    found: tuple[Point, ...]  # from the least memory to plain training
-    bounds: tuple[Point, ...]  # budgets, and the extra time below which nothing exists within them
-    planned: Point
-    measured: Point | None
+def panel_svg(panel: Panel, title: str, width: int = 760, height: int = METHODS_HEIGHT) -> str:
+    """Draw one panel with its legend; the height is that within the axes."""
+    whole = BUDGET_TOP + height + BUDGET_BELOW
+    return _picture(title, width, panel.draw(0, 0, width, whole), panel.keys, whole)
 
 
-def frontier_of(plan: Plan, curve: Curve) -> Frontier:
-    """Put a plan among the schedules that are known for other budgets of its step."""
+def frontier_of(plan: Plan, curve: Curve) -> Panel:
+    """Put a plan among the fastest schedules that are known for other budgets of its step, and what is proven."""
     curve = curve.with_solution(plan.planned.peak_bytes, plan.solution)  # its bound was proven for at least that much
     step_ms = step_time_ms(plan.graph, plan.profile) or 1.0
 
@@ -344,95 +385,38 @@ def frontier_of(plan: Plan, curve: Curve) -> Frontier:
         best_ms = max(best_ms, bound_ms)  # a bound holds for every smaller budget too
         if budget <= most:
             bounds.append(place(budget, best_ms))
-    measured = plan.measured
-    return Frontier(
-        tuple(fastest),
-        tuple(reversed(bounds)),
-        place(plan.planned.peak_bytes, plan.planned.extra_ms),
-        None if measured.peak_bytes is None or measured.overhead is None else (measured.peak_bytes, measured.overhead),
-    )
-
-
-def frontier_svg(plan: Plan, frontier: Frontier, width: int) -> str:
-    """Draw a plan among the schedules that are known for other budgets."""
-    marks = [
-        (RING, "plain training", (plan.unplanned_peak_bytes, 0.0)),
-        (DOT, "this plan, predicted", frontier.planned),
+    predicted = place(plan.planned.peak_bytes, plan.planned.extra_ms)
+    series = [
+        Series("fastest schedule found", tuple(fastest), FOUND_DOT, FOUND_LINE, "HV"),
+        Series(PROVEN, tuple(reversed(bounds)), look=PROVEN_LINE, order="VH"),
+        Series("plain training", ((plan.unplanned_peak_bytes, 0.0),), RING),
+        Series("this plan, predicted", (predicted,), DOT),
     ]
-    if frontier.measured is not None:
-        marks.append((CROSS, "this plan, measured", frontier.measured))
-    bottom, saved = BUDGET_TOP + FRONTIER_HEIGHT, COLOURS[Band.SAVED]
-    points = *frontier.found, *frontier.bounds, *(point for *_, point in marks)
-    axes = _budget_axes(points, LEAST, (LEFT, width - BUDGET_SIDE, BUDGET_TOP, bottom))
-    fastest = STROKE.format(look=f'stroke="{saved}"'), "fastest schedule found"
-    keys = [fastest, PROVEN, *((mark, name) for mark, name, _ in marks)]
-    parts = [*_draw_budget_axes(axes)]
-    if axes.low <= plan.budget_bytes <= axes.high:
-        parts.append(_budget_line(f"M{axes.x(plan.budget_bytes)} {BUDGET_TOP}V{bottom}"))
-    if frontier.bounds:
-        parts.append(_path(axes.steps(frontier.bounds, "VH"), f'{FAINT_LINE} fill="none" stroke-width="2"'))
-    parts.append(_path(axes.steps(frontier.found, "HV"), f'stroke="{saved}" fill="none" stroke-width="2"'))
-    parts += [f'<circle cx="{x}" cy="{y}" r="3" fill="{saved}"/>' for x, y in map(axes.place, frontier.found)]
-    parts += [_marked(mark, axes.place(point)) for mark, _, point in marks]
-    return _picture("Extra time against budget", width, parts, keys, bottom + 2 * LINE + 8)
+    measured = plan.measured
+    if measured.peak_bytes is not None and measured.overhead is not None:
+        series.append(Series("this plan, measured", ((measured.peak_bytes, measured.overhead),), CROSS))
+    return Panel("", tuple(series), plan.budget_bytes)
 
 
-@dataclass(frozen=True)
-class Panel:
-    """One step: what each method found, and what is proven."""
-
-    title: str  # above it
-    lines: tuple[tuple[str, tuple[Point, ...]], ...]  # of each method, in the order of the legend
-    bounds: tuple[Point, ...]  # budgets, and the extra time below which nothing exists within them
-    plain: Point
-
-    def draw(self, left: float, top: float, width: int, height: int) -> Iterator[str]:
-        """Draw it at a place and with a size, in pixels; the axes are within."""
-        points = self.plain, *self.bounds, *(point for _, points in self.lines for point in points)
-        edges = left + LEFT, left + width - BUDGET_SIDE, top + BUDGET_TOP, top + height - BUDGET_BELOW
-        axes = _budget_axes(points, LEAST_OF_METHODS, edges, is_root=True)
-        yield _text(left + LEFT, top + 16, escape(self.title), 'font-weight="600"')
-        yield from _draw_budget_axes(axes)
-        if self.bounds:
-            yield _path(axes.line(self.bounds), f'{FAINT_LINE} fill="none" stroke-width="2"')
-        for index, (name, points) in enumerate(self.lines):
-            ordered, colour = sorted(points), METHOD_COLOURS[index % len(METHOD_COLOURS)]
-            if ordered:
-                look = f'stroke="{colour}" fill="none" stroke-width="1.5" opacity="0.8"'
-                yield _path(axes.line([*ordered, self.plain]), look)
-            for size_bytes, extra in ordered:
-                title = f"<title>{escape(f'{name}: +{100 * extra:.1f} %')}</title>"
-                yield _marked(_method_mark(index), axes.place((size_bytes, extra))).replace("/>", f">{title}</path>")
-        yield _marked(RING, axes.place(self.plain))
-
-
-def _method_mark(index: int) -> str:
-    colour, shape = METHOD_COLOURS[index % len(METHOD_COLOURS)], METHOD_SHAPES[index % len(METHOD_SHAPES)]
-    return f'<path d="M{{x}} {{y}}{shape}" fill="{colour}"/>'
-
-
-def method_keys(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Name the marks of methods, for a legend."""
-    marks = [(_method_mark(index), name) for index, name in enumerate(names)]
-    return [*marks, (RING, "plain training"), PROVEN]
+def methods_panel(title: str, points: Mapping[str, Iterable[Point]], bounds: Iterable[Point], plain: Point) -> Panel:
+    """Put what each method found into a panel, with what is proven, if anything is, and plain training."""
+    series = []
+    for index, (name, found) in enumerate(points.items()):
+        colour, shape = METHOD_COLOURS[index % len(METHOD_COLOURS)], METHOD_SHAPES[index % len(METHOD_SHAPES)]
+        mark = f'<path d="M{{x}} {{y}}{shape}" fill="{colour}"/>'
+        look = f'stroke="{colour}" fill="none" stroke-width="1.5" opacity="0.8"'
+        series.append(Series(name, tuple(sorted(found)), mark, look, end=(plain,)))
+    series += [Series("plain training", (plain,), RING), Series(PROVEN, tuple(bounds), look=PROVEN_LINE)]
+    return Panel(title, tuple(series))
 
 
 def panel_of(comparison: Comparison, methods: Sequence[str], title: str, resident_bytes: int, plain: int) -> Panel:
     """Put a comparison into a panel, with the methods in the order of the legend; resident bytes are added to all."""
-
-    def fitting(method: str) -> tuple[Point, ...]:
-        outcomes = (o for o in comparison.outcomes if o.method == method and o.fits)
-        return tuple((resident_bytes + o.budget_bytes, comparison.overhead(o)) for o in outcomes)
-
+    points: dict[str, list[Point]] = {method: [] for method in methods}
+    for outcome in comparison.outcomes:
+        if outcome.fits:
+            points[outcome.method].append((resident_bytes + outcome.budget_bytes, comparison.overhead(outcome)))
     budgets = [budget for budget in reversed(comparison.budgets) if not comparison.is_impossible(budget)]
     bounds = [(resident_bytes + budget, comparison.bound_overhead(budget)) for budget in budgets]
     at_plain = (resident_bytes + plain, 0.0)
-    lines = tuple((method, fitting(method)) for method in methods)
-    return Panel(title, lines, (*bounds, at_plain) if bounds else (), at_plain)
-
-
-def comparison_svg(panel: Panel, width: int = 760) -> str:
-    """Draw one panel and its legend."""
-    height = BUDGET_TOP + METHODS_HEIGHT + BUDGET_BELOW
-    keys, parts = method_keys([name for name, _ in panel.lines]), panel.draw(0, 0, width, height)
-    return _picture(f"{panel.title}: extra time over budget", width, parts, keys, height)
+    return methods_panel(title, points, [*bounds, at_plain] if bounds else (), at_plain)

@@ -16,7 +16,7 @@ from hiremate_lightning.planning.comparing import Comparison, Outcome, compare, 
 from hiremate_lightning.planning.solvers import Problem, Solution, Status, get_strategy
 from hiremate_lightning.planning.solvers.base import replay, strategy_names
 from hiremate_lightning.records.schedule import keep_all
-from hiremate_lightning.reporting.svg_report import comparison_svg, lay_out, method_keys, panel_of
+from hiremate_lightning.reporting.svg_report import lay_out, methods_panel, panel_of, panel_svg
 from hiremate_lightning.units import Budget
 from tests.helpers import problem_of
 from tests.tiny import transformer
@@ -112,9 +112,14 @@ def test_budgets_are_read_one_by_one(text: str, expected: tuple[Budget, ...]):
 def test_the_picture_has_a_line_for_each_method():
     rows = (outcome("a", 80, 4.0), outcome("a", 50, 20.0), outcome("b", 80, 5.0), outcome("b", 50, fits=False))
     panel = panel_of(Comparison(100.0, rows, ((80, 1.0), (50, None))), ["a", "b"], "Net <3", 20, 100)
-    assert dict(panel.lines) == {"a": ((100, 0.04), (70, 0.2)), "b": ((100, 0.05),)}
-    assert panel.bounds == ((100, 0.01), (120, 0.0))
-    picture = ElementTree.fromstring(comparison_svg(panel))
+    points = {series.name: series.points for series in panel.series}
+    assert points == {
+        "a": ((70, 0.2), (100, 0.04)),
+        "b": ((100, 0.05),),
+        "plain training": ((120, 0.0),),
+        "proven: nothing is faster": ((100, 0.01), (120, 0.0)),
+    }
+    picture = ElementTree.fromstring(panel_svg(panel, "Net"))
     marks, words = (
         ["".join(e.itertext()) for e in picture.iterfind(f"{{*}}{p}")] for p in ("path/{*}title/..", "text")
     )
@@ -124,7 +129,7 @@ def test_the_picture_has_a_line_for_each_method():
 
 def test_numbers_beside_the_axis_do_not_overlap():
     rows = (outcome("a", 80, 400.0),)
-    picture = ElementTree.fromstring(comparison_svg(panel_of(Comparison(100.0, rows), ["a"], "Net", 0, 100)))
+    picture = ElementTree.fromstring(panel_svg(panel_of(Comparison(100.0, rows), ["a"], "Net", 0, 100), "Net"))
     numbers = [e for e in picture.iterfind("{*}text") if e.attrib.get("text-anchor") == "end"]
     heights = [float(e.attrib["y"]) for e in numbers]
     assert [e.text for e in numbers][:3] == ["0", "1", "10"]
@@ -133,10 +138,9 @@ def test_numbers_beside_the_axis_do_not_overlap():
 
 def test_a_picture_of_nothing_but_plain_training_is_drawn():
     panel = panel_of(Comparison(0.0), ["a"], "Net", 0, 100 * KIB)
-    assert panel.lines == (("a", ()),)
-    ElementTree.fromstring(comparison_svg(panel))
+    assert panel.series[0].points == ()
+    ElementTree.fromstring(panel_svg(panel, "Net"))
     assert spread(50, 100) == [90, 80, 70, 60], "a picture spreads budgets up to plain training"
-    (_, one), (_, more) = (
-        lay_out(method_keys([f"method number {i}" for i in range(count)]), 0, 760) for count in (1, 20)
-    )
+    panels = (methods_panel("", {f"method number {i}": () for i in range(count)}, (), (1, 0)) for count in (1, 20))
+    (_, one), (_, more) = (lay_out(panel.keys, 0, 760) for panel in panels)
     assert more >= 3 * one, "a legend takes as many rows as it needs"

@@ -11,7 +11,7 @@ import pytest
 from hiremate_lightning.planning.comparing import Curve
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.solvers.base import Problem, Solution, Status
-from hiremate_lightning.reporting.svg_report import frontier_of, frontier_svg
+from hiremate_lightning.reporting.svg_report import PROVEN, Point, frontier_of, panel_svg
 from hiremate_lightning.reporting.timeline import (
     BUDGET,
     OTHER,
@@ -86,20 +86,24 @@ def curve_of(plan: Plan) -> Curve:
     return Curve(Problem(plan.graph, plan.profile, 0), points, ((least, 5.0), (most, 0.0)))
 
 
+def points_of(plan: Plan) -> dict[str, tuple[Point, ...]]:
+    return {series.name: series.points for series in frontier_of(plan, curve_of(plan)).series}
+
+
 def test_the_frontier_falls_from_the_least_memory_to_eager():
     """The plan is on it, and bounds are below it; what was not measured is left out."""
     plan = blocks_plan(4).with_measured(peak_bytes=3 * MIB)
-    frontier = frontier_of(plan, curve_of(plan))
-    found = frontier.found
+    points = points_of(plan)
+    found, (planned,) = points["fastest schedule found"], points["this plan, predicted"]
     assert [size for size, _ in found] == sorted(size for size, _ in found)
     assert [extra for _, extra in found] == sorted((extra for _, extra in found), reverse=True)
     assert found[-1] == (plan.unplanned_peak_bytes, 0)
-    assert frontier.planned == pytest.approx((plan.planned_peak_bytes, plan.predicted_overhead))
-    assert frontier.planned in found
-    for budget, bound in frontier.bounds:
+    assert planned == pytest.approx((plan.planned_peak_bytes, plan.predicted_overhead))
+    assert planned in found
+    for budget, bound in points[PROVEN]:
         fitting = [extra for size, extra in found if size <= budget]
         assert not fitting or bound <= min(fitting) + 1e-9
-    assert frontier.measured is None
+    assert "this plan, measured" not in points
 
 
 def test_a_bound_holds_for_every_smaller_budget():
@@ -107,14 +111,13 @@ def test_a_bound_holds_for_every_smaller_budget():
     step_ms = plan.unplanned.time_ms
     proven = plan.solution.bound_ms / step_ms
     assert proven > 5.0 / step_ms  # the plan's bound is better than the one known for less memory
-    assert [extra for _, extra in frontier_of(plan, curve_of(plan)).bounds] == pytest.approx([proven, proven, 0.0])
+    assert [extra for _, extra in points_of(plan)[PROVEN]] == pytest.approx([proven, proven, 0.0])
 
 
 def test_the_picture_of_the_frontier_marks_the_plan_at_its_place():
     plan = blocks_plan(4).with_measured(peak_bytes=3 * MIB, step_ms=110.0, recompute_ms=10.0)
-    frontier = frontier_of(plan, curve_of(plan))
-    assert frontier.measured == (3 * MIB, 0.1)
-    picture = ElementTree.fromstring(frontier_svg(plan, frontier, 800))
+    assert points_of(plan)["this plan, measured"] == ((3 * MIB, 0.1),)
+    picture = ElementTree.fromstring(panel_svg(frontier_of(plan, curve_of(plan)), "Budgets", 800))
     words = ["".join(text.itertext()) for text in picture.iterfind("{*}text")]
     circles = [c.attrib for c in picture.iterfind("{*}circle") if c.attrib.get("fill") == BUDGET]
     others = [c.attrib for c in picture.iterfind("{*}circle") if c.attrib["r"] == "3"]
