@@ -117,9 +117,6 @@ def read_counts(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(int, parts)))
 
 
-# ---------------------------------------------------------------- all of them
-
-
 READERS: dict[str, Callable[[str], Any]] = {
     "budget": parse_budget,
     "budgets": read_budgets,

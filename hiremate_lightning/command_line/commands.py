@@ -140,9 +140,6 @@ class _Work:
         )
 
 
-# ---------------------------------------------------------------- plan
-
-
 def plan(asked: argparse.Namespace) -> int:
     """Plan a model under a budget, on one number of GPUs or on several."""
     work = _Work(asked)
@@ -235,9 +232,6 @@ def _plan_on_several(work: _Work) -> int:
     return 0 if any(count["fits"] for count in counts) else 1
 
 
-# ---------------------------------------------------------------- curve
-
-
 def curve(asked: argparse.Namespace) -> int:
     """Show the extra time of many budgets."""
     work = _Work(asked)
@@ -253,9 +247,6 @@ def curve(asked: argparse.Namespace) -> int:
     title = f"{captured.name}: peak memory against time; the last line is plain training"
     _answer(asked, {**numbers, "notes": work.notes(captured)}, Text(title), comparisons.curve_table(points))
     return 0
-
-
-# ---------------------------------------------------------------- compare
 
 
 def compare(asked: argparse.Namespace) -> int:
@@ -320,9 +311,6 @@ def _solved_by_each(work: _Work, problem: Problem, named: dict[int, str], method
     return Comparison(problem.step_ms, tuple(outcomes), tuple(bounds))
 
 
-# ---------------------------------------------------------------- fit
-
-
 def fit(asked: argparse.Namespace) -> int:
     """Find the largest batch within a budget, from the step at two sizes."""
     start = time.perf_counter()
@@ -333,7 +321,14 @@ def fit(asked: argparse.Namespace) -> int:
     with work.reporter.stage("solving"):
         searched = search(forecast, asked.max_batch, asked.max_overhead, Objective.LARGEST, FIT_PLANS)
         if not searched.size:
-            raise _nothing_fits(forecast, asked.max_overhead)
+            needed = forecast.enough_bytes(1, asked.max_overhead)
+            raise InfeasibleBudgetError(
+                f"Not even batch size 1 fits {format_bytes(limit_bytes)} with at most {asked.max_overhead:.0%} more "
+                f"time: that needs {format_bytes(needed, up=True)} ({needed:,} bytes). Raise the budget or "
+                "--max-overhead.",
+                budget_bytes=limit_bytes,
+                smallest_bytes=needed,
+            )
         forecast.trial(searched.size)
     result = BatchSizeResult(
         size=searched.size,
@@ -365,19 +360,6 @@ def _forecast(work: _Work, seen: Sequence[tuple[OfflineStep, Step]], limit_bytes
         raise ConfigurationError(f"The batch can't be scaled. {error}") from error
 
 
-def _nothing_fits(forecast: Forecast, accepted: float) -> InfeasibleBudgetError:
-    needed, limit = forecast.enough_bytes(1, accepted), forecast.limit_bytes
-    return InfeasibleBudgetError(
-        f"Not even batch size 1 fits {format_bytes(limit)} with at most {accepted:.0%} more time: that needs "
-        f"{format_bytes(needed, up=True)} ({needed:,} bytes). Raise the budget or --max-overhead.",
-        budget_bytes=limit,
-        smallest_bytes=needed,
-    )
-
-
-# ---------------------------------------------------------------- doctor
-
-
 def doctor(asked: argparse.Namespace) -> int:
     """Check the installation; 1 where something is wrong."""
     findings = examine(asked.factory, asked.script)
@@ -389,9 +371,6 @@ def doctor(asked: argparse.Namespace) -> int:
     )
     _answer(asked, {"ok": not is_bad, "findings": [asdict(finding) for finding in findings]}, *lines)
     return int(is_bad)
-
-
-# ---------------------------------------------------------------- output
 
 
 def _answer(asked: argparse.Namespace, numbers: dict[str, Any], *shown: RenderableType) -> None:

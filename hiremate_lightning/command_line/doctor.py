@@ -236,9 +236,6 @@ def small_plan(device: str) -> str:
     return f"peak {peak}, extra time {format_ratio(plan.predicted_overhead)}, gradients equal bit for bit"
 
 
-# ---------------------------------------------------------------- a model
-
-
 def model_finding(factory: str) -> Finding:
     """Report whether a model would be refused."""
     try:
@@ -251,9 +248,6 @@ def model_finding(factory: str) -> Finding:
     if not trained:
         return Finding(factory, Grade.BAD, f"{type(module).__name__} has no parameter to train")
     return Finding(factory, Grade.GOOD, f"{type(module).__name__}, {trained:,} parameters to train: not refused")
-
-
-# ---------------------------------------------------------------- a script
 
 
 class _Looking(Finder):

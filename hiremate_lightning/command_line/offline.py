@@ -174,8 +174,6 @@ class OfflineStep(Conductor):
                 calls[index] = replace(calls[index], graph=replace(graph, nodes=nodes))
         return calls, order
 
-    # ---------------------------------------------------------------- its capture
-
     def run(self, undo: ExitStack) -> None:
         """Run the step until it captures nothing more; its parts are compiled until the stack is undone."""
         root, options = self._call.module.train(), self.options
@@ -259,8 +257,6 @@ class OfflineStep(Conductor):
         self.gradients_bytes = self.resident[ACCUMULATED]
         if self.zero_grad != "accumulate":
             del self.resident[ACCUMULATED]
-
-    # ---------------------------------------------------------------- conductor of the parts
 
     def start(self, part: Part, arguments: Sequence[Any]) -> tuple[Program, Run]:
         """Run what keeps everything."""

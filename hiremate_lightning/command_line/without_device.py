@@ -59,7 +59,7 @@ class CountingMeter(LiveBytes, TorchDispatchMode):
         LiveBytes.__init__(self)
         TorchDispatchMode.__init__(self)
         self.sent = Counter[str]()
-        self._device = device
+        self._device, self._allocated = device, partial(allocated_bytes, device=device)
         storages = {tensor_state.storage_id(tensor): tensor.untyped_storage() for tensor in resized}
         self._resized = [(storage, storage.nbytes()) for storage in storages.values()]
         self._known = set(storages)
@@ -119,9 +119,6 @@ class CountingMeter(LiveBytes, TorchDispatchMode):
             if after != before:
                 self._resized[position] = (storage, after)
                 self.add(self._allocated(after) - self._allocated(before))
-
-    def _allocated(self, size_bytes: int) -> int:
-        return allocated_bytes(size_bytes, self._device)
 
 
 def _dense_among(values: Any) -> list[torch.Tensor]:

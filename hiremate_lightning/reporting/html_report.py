@@ -98,8 +98,6 @@ class _Page:
             f"<script>{_part('page.js')}</script>\n</body>\n</html>\n"
         )
 
-    # ------------------------------------------------------------ what runs when
-
     def _timeline(self) -> str:
         def draw(width: int) -> str:
             return TimelineDrawing(self.plan, width).text().replace("<svg ", '<svg tabindex="0" ', 1)
@@ -117,8 +115,6 @@ class _Page:
         place = {"left": LEFT, "right": RIGHT, "height": PANEL, "end": timeline.end_ms}
         runs = [_steps_of(run, top) for run, top in zip(timeline.runs, timeline.tops, strict=True)]
         return {**place, "resident": self.plan.resident_bytes, "nodes": nodes, "runs": runs}
-
-    # ------------------------------------------------------------ words and tables
 
     def _summary(self) -> str:
         """Describe in one sentence what the plan does; below it batch, device, versions and date, and its numbers."""
