@@ -23,7 +23,7 @@ from ..planning.solvers.worker import apart
 from ..units import format_bytes, format_ratio, format_time
 from .plan_summary import ModuleRow, all_numbers, module_rows, node_words, summary_rows, total_row, use_cells, verdict
 from .svg_report import FRONTIER_HEIGHT, LEFT, PANEL, RIGHT, TimelineDrawing, frontier_of, panel_svg, plan_file
-from .timeline import COLOURS, Band, DrawnStep, resident_bands, short_source
+from .timeline import COLOURS, Band, resident_bands, short_source
 
 MAX_MODULE_ROWS = 40
 MAX_BLOCKS = 12  # listed of those that are live at the peak
@@ -113,7 +113,15 @@ class _Page:
             for node, time_ms in zip(graph.nodes, self.plan.profile.time_ms, strict=True)
         ]
         place = {"left": LEFT, "right": RIGHT, "height": PANEL, "end": timeline.end_ms}
-        runs = [_steps_of(run, top) for run, top in zip(timeline.runs, timeline.tops, strict=True)]
+        runs = []
+        for run, top in zip(timeline.runs, timeline.tops, strict=True):
+            starts = [round(start, 4) for start in run.starts_ms]
+            steps = [
+                [moment.node, int(run.is_again(at)), moment.peak_bytes, *(sizes[at] for sizes in run.bands.values())]
+                for at, moment in enumerate(run.simulation.timeline)
+            ]
+            bands = [band.value for band in run.bands]
+            runs.append({"top": top, "starts": starts, "bands": bands, "steps": steps})
         return {**place, "resident": self.plan.resident_bytes, "nodes": nodes, "runs": runs}
 
     def _summary(self) -> str:
@@ -180,15 +188,6 @@ class _Page:
         header = ("what", "bytes", "made by", "module", "source")
         words = f"Peak of the planned step: {self.numbers['at']}."
         return _table("What fills the peak", header, cells, total, words, numbers=(1,))
-
-
-def _steps_of(run: DrawnStep, top: int) -> dict[str, Any]:
-    starts = [round(start, 4) for start in run.starts_ms]
-    steps = [
-        [moment.node, int(run.is_again(at)), moment.peak_bytes, *(sizes[at] for sizes in run.bands.values())]
-        for at, moment in enumerate(run.simulation.timeline)
-    ]
-    return {"top": top, "starts": starts, "bands": [band.value for band in run.bands], "steps": steps}
 
 
 def _part(name: str) -> str:

@@ -89,15 +89,15 @@ class Reporter:
     def stage(self, name: str) -> Iterator[None]:
         """Show that a stage of planning runs, for as long as it does; add up the seconds of each of `STAGES`."""
         LOGGER.debug(name)
-        start, shown = time.perf_counter(), nullcontext() if self.is_silent else self._shown(name)
+        start = time.perf_counter()
+        shown: AbstractContextManager[None] = nullcontext()
+        if not self.is_silent:
+            shown = self._drawn(name) if self.console.is_interactive else self._named_if_long(name)
         with shown:
             yield
         if (field := STAGES.get(name)) is not None:
             seconds = getattr(self.total, field) + time.perf_counter() - start
             self.total = replace(self.total, **{field: seconds})
-
-    def _shown(self, name: str) -> AbstractContextManager[None]:
-        return self._drawn(name) if self.console.is_interactive else self._named_if_long(name)
 
     @contextmanager
     def _drawn(self, name: str) -> Iterator[None]:
