@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
-from .solvers.base import Problem, Solution, Status, Strategy, get_strategy, replay, strategy_names
+from .solvers.base import Problem, Solution, Status, Strategy, get_strategy, strategy_names, with_decisions
 from .solvers.least_memory import smallest_budget
 from .solvers.model import StepModel
 from .solvers.turn_point import lower_bound
@@ -23,19 +23,13 @@ DEFAULT_POINTS = 10
 
 @dataclass(frozen=True)
 class Curve:
-    """The known solutions and bounds of a step, for any budget.
+    """The known solutions and bounds of a step, for any budget."""
 
-    Attributes:
-        problem: The step; its budget doesn't count.
-        points: Solutions, peak ascending and time descending.
-        bounds: Pairs of a budget and the proven least extra time under it, in milliseconds; budgets ascending.
-        least_bytes: Below it no schedule exists, as far as proven; 0 if nothing is.
-    """
-
-    problem: Problem
-    points: tuple[Solution, ...]
+    problem: Problem  # the step; its budget doesn't count
+    points: tuple[Solution, ...]  # solutions, peak ascending and time descending
+    # Pairs of a budget and the proven least extra time under it, in milliseconds; budgets ascending.
     bounds: tuple[tuple[int, float], ...]
-    least_bytes: int = 0
+    least_bytes: int = 0  # below it no schedule exists, as far as proven; 0 if nothing is
 
     def solution(self, budget_bytes: int) -> Solution:
         """Return the fastest known solution within a budget, with the best bound that holds for it.
@@ -48,11 +42,7 @@ class Curve:
         fitting = [point for point in self.points if point.peak_bytes <= budget_bytes]
         if not fitting:
             return Solution("curve", Status.NOT_FOUND, bound_ms=bound, stopped_by="end of the search")
-        point, gap_ms = fitting[-1], self.problem.options.gap * self.problem.step_ms
-        proven = point.extra_ms <= bound + gap_ms
-        status = Status.OPTIMAL if proven else Status.FEASIBLE
-        ended = "proof" if proven else "end of the search" if point.stopped_by == "proof" else point.stopped_by
-        return replace(point, status=status, bound_ms=min(bound, point.extra_ms), stopped_by=ended, solve_s=0.0)
+        return replace(fitting[-1], solve_s=0.0).with_bound(bound, self.problem.gap_ms)
 
     def with_solution(self, budget_bytes: int, solution: Solution) -> Curve:
         """Add the solution of one budget: its schedule, its bound, or the proof that nothing fits."""
@@ -98,17 +88,11 @@ def curve(problem: Problem, budgets: Sequence[int] = (), solve: Strategy | None 
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Solution):
-    """The solution of one method under one budget, with its time and its peak by the simulator, 0 where it has none.
+    """The solution of one method under one budget, with its time and its peak by the simulator, 0 where it has none."""
 
-    Attributes:
-        budget_bytes: Bytes that the step may add to resident ones.
-        method: Name of the strategy that was asked.
-        fits: Whether the simulated peak is within the budget.
-    """
-
-    budget_bytes: int = 0
-    method: str = ""
-    fits: bool = False
+    budget_bytes: int = 0  # bytes that the step may add to resident ones
+    method: str = ""  # name of the strategy that was asked
+    fits: bool = False  # whether the simulated peak is within the budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +169,7 @@ def proven_ms(problem: Problem) -> float | None:
 
 def outcome_of(problem: Problem, method: str, solution: Solution) -> Outcome:
     """Judge the solution of a method by the independent simulator."""
-    values = {field.name: getattr(solution, field.name) for field in fields(Solution)}
-    values |= {"recompute_ms": 0.0, "peak_bytes": 0, "budget_bytes": problem.budget_bytes, "method": method}
-    if not solution.recompute:
-        return Outcome(**values)
-    simulation = replay(problem, solution.recompute)
-    fits = simulation.peak_bytes <= problem.budget_bytes
-    values |= {"recompute_ms": simulation.recompute_ms, "peak_bytes": simulation.peak_bytes, "fits": fits}
-    return Outcome(**values)
+    judged = with_decisions(problem, solution, solution.recompute) if solution.recompute else solution
+    values = {field.name: getattr(judged, field.name) for field in fields(Solution)}
+    fits = bool(solution.recompute) and judged.peak_bytes <= problem.budget_bytes
+    return Outcome(**values, budget_bytes=problem.budget_bytes, method=method, fits=fits)

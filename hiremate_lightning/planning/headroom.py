@@ -65,19 +65,12 @@ def guard_bytes(budget_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How many bytes a step has.
+    """How many bytes a step has."""
 
-    Attributes:
-        budget: The budget as asked for.
-        budget_bytes: The same in bytes, resident bytes included.
-        resident_bytes: Bytes that exist before the step.
-        margin_bytes: Bytes of the budget to leave free, because an earlier plan was measured that much above it.
-    """
-
-    budget: Budget
-    budget_bytes: int
-    resident_bytes: int = 0
-    margin_bytes: int = 0
+    budget: Budget  # the budget as asked for
+    budget_bytes: int  # the same in bytes, resident bytes included
+    resident_bytes: int = 0  # bytes that exist before the step
+    margin_bytes: int = 0  # bytes of the budget to leave free, because an earlier plan was measured that much above it
 
     @classmethod
     def unlimited(cls, budget: Budget) -> Room:
@@ -105,31 +98,21 @@ def as_decided(problem: Problem, decided: Decisions) -> Solution:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The least memory that was found for a step.
+    """The least memory that was found for a step."""
 
-    Attributes:
-        problem: The step.
-        smallest: The solution of least memory.
-        resident_bytes: Bytes that exist before it.
-        waiting_bytes: The part of these that graphs hold which wait for a later backward, and its size in plain
-            training.
-        is_guarded: Whether to add bytes for scalars that come and go outside of the planned modules.
-        less_bytes: Bytes that another process of the training has less for the same step, within the same budget.
-    """
-
-    problem: Problem
-    smallest: Solution
-    resident_bytes: int
+    problem: Problem  # the step
+    smallest: Solution  # the solution of least memory
+    resident_bytes: int  # bytes that exist before it
+    # The part of these that graphs hold which wait for a later backward, and its size in plain training.
     waiting_bytes: tuple[int, int] = (0, 0)
-    is_guarded: bool = False
-    less_bytes: int = 0
+    is_guarded: bool = False  # whether to add bytes for scalars that come and go outside of the planned modules
+    less_bytes: int = 0  # bytes that another process of the training has less for the same step, within the same budget
 
     @property
     def peak_bytes(self) -> int:
         """Bytes allocated at its peak, resident bytes included."""
-        added_bytes = replay_solution(self.problem, self.smallest).peak_bytes
-        guard = guard_bytes(added_bytes) if self.is_guarded else 0
-        return self.resident_bytes + added_bytes + self.less_bytes + guard
+        guard = guard_bytes(self.smallest.peak_bytes) if self.is_guarded else 0
+        return self.resident_bytes + self.smallest.peak_bytes + self.less_bytes + guard
 
     @property
     def share(self) -> float:
@@ -163,21 +146,13 @@ def least_need(
 
 @dataclass(frozen=True, slots=True)
 class Short:
-    """Nothing fits the budget.
+    """Nothing fits the budget."""
 
-    Attributes:
-        needs: The needs of all steps that are to fit.
-        room: How many bytes there are.
-        target: Path of the planned module.
-        words: How to begin the sentence that names the bytes.
-        advice: What to do.
-    """
-
-    needs: tuple[Need, ...]
-    room: Room
-    target: str
-    words: str = SMALLEST
-    advice: str = ADVICE
+    needs: tuple[Need, ...]  # the needs of all steps that are to fit
+    room: Room  # how many bytes there are
+    target: str  # path of the planned module
+    words: str = SMALLEST  # how to begin the sentence that names the bytes
+    advice: str = ADVICE  # what to do
 
     @property
     def need(self) -> Need:

@@ -50,38 +50,25 @@ def fastest_that_fits(step: Step, room: Room, candidates: Iterable[Decisions]) -
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loss(Generic[T]):
-    """The time that a step loses because it runs by decisions of other sizes.
+    """The time that a step loses because it runs by decisions of other sizes."""
 
-    Attributes:
-        ladder: The decisions for its code.
-        step: The step.
-        room: How many bytes it has.
-        chosen: What it runs by.
-    """
-
-    ladder: Ladder
-    step: T
-    room: Room
-    chosen: Chosen
+    ladder: Ladder  # the decisions for its code
+    step: T  # the step
+    room: Room  # how many bytes it has
+    chosen: Chosen  # what it runs by
 
 
 @dataclass(eq=False)
 class Ladder:
-    """The decisions for the steps of one code.
+    """The decisions for the steps of one code."""
 
-    Attributes:
-        rungs: Decisions that were solved for steps that nothing fitted, or that had lost time.
-        least: Decisions of the least memory, where no others could be made, or fit; else None.
-        least_share: The largest room, as a share of what keeping everything takes, at which the least did not fit.
-        lost_ms: Time that all steps lost since the latest rung.
-        vain: Rungs in a row that saved clearly less than was estimated.
-    """
-
+    # Decisions that were solved for steps that nothing fitted, or that had lost time.
     rungs: list[Decisions] = field(default_factory=list)
-    least: Decisions | None = None
+    least: Decisions | None = None  # decisions of the least memory, where no others could be made, or fit; else None
+    # The largest room, as a share of what keeping everything takes, at which the least did not fit.
     least_share: float = 0.0
-    lost_ms: float = 0.0
-    vain: int = 0
+    lost_ms: float = 0.0  # time that all steps lost since the latest rung
+    vain: int = 0  # rungs in a row that saved clearly less than was estimated
 
     @property
     def decisions(self) -> list[Decisions]:

@@ -24,17 +24,7 @@ from .plan import Plan, PlanningTime
 from .shared_solving import agreed
 from .solutions import Solutions
 from .solvers import smallest_budget
-from .solvers.base import (
-    CLOCK,
-    Problem,
-    Solution,
-    SolveOptions,
-    Status,
-    Strategy,
-    get_strategy,
-    replay,
-    replay_solution,
-)
+from .solvers.base import CLOCK, Problem, Solution, SolveOptions, Status, Strategy, replay_solution, with_decisions
 from .solvers.offload import least_with_offloads
 from .solvers.worker import apart, check_strategy
 
@@ -95,10 +85,11 @@ def make_plan(
     less_bytes = own.budget_bytes - problem.budget_bytes
     shared_room = replace(room, budget_bytes=room.budget_bytes - less_bytes)
     profile = problem.profile
+    plain = with_decisions(problem, Solution("none", Status.OPTIMAL, stopped_by="proof"), keep_all(step.graph))
     if decided is not None:
         solution = as_decided(problem, decided)
-    elif replay(problem, keep_all(step.graph)).peak_bytes <= problem.budget_bytes:
-        solution = get_strategy("none")(problem)
+    elif plain.peak_bytes <= problem.budget_bytes:
+        solution = plain
     else:
         guarded = replace(problem, budget_bytes=shared_room.solved_bytes)
         solution, profile = _solve(guarded, options, strategy, problem is own)
@@ -166,8 +157,12 @@ def first_solution(
     log.debug("searching for a first schedule")
     limits = SolveOptions(time_limit_s=options.time_limit_s, gap=ANY_GAP, progress=progress)
     problem = Problem(step.graph, step.profile, room.step_bytes, limits, host)
-    smallest = _least_at_once(problem, Solutions(options.cache_dir))
-    if smallest.peak_bytes <= problem.budget_bytes:
+    solutions = Solutions(options.cache_dir)
+    if (known := solutions.read(problem, LEAST)) is not None:
+        return known[0]
+    smallest = smallest_budget(problem)
+    if _fits(problem, smallest):
+        solutions.write(problem, LEAST, smallest)
         return smallest
     solved = apart(options.solver)(problem)
     if _fits(problem, solved):
@@ -177,17 +172,6 @@ def first_solution(
         smallest = least_with_offloads(problem, smallest)
     if smallest.peak_bytes > beyond_bytes:
         return Short((Need(problem, smallest, room.resident_bytes),), room, target, AT_LEAST)
-    return smallest
-
-
-def _least_at_once(problem: Problem, solutions: Solutions) -> Solution:
-    """Find the schedule of least memory that is found at once, or take the one that an earlier run has left."""
-    known = solutions.read(problem, LEAST)
-    if known is not None:
-        return known[0]
-    smallest = smallest_budget(problem)
-    if _fits(problem, smallest):
-        solutions.write(problem, LEAST, smallest)
     return smallest
 
 

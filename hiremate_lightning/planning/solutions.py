@@ -39,17 +39,11 @@ _UNREADABLE = OSError, ValueError, KeyError, TypeError, IndexError, AttributeErr
 
 @dataclass
 class _Known:
-    """What is known of a step at certain costs.
+    """What is known of a step at certain costs."""
 
-    Attributes:
-        solver: The strategy that has solved it; "" for schedules from elsewhere.
-        curve: Its solutions.
-        seconds: Spent at most on each budget.
-    """
-
-    solver: str
-    curve: Curve
-    seconds: dict[int, float] = field(default_factory=dict)
+    solver: str  # the strategy that has solved it; "" for schedules from elsewhere
+    curve: Curve  # its solutions
+    seconds: dict[int, float] = field(default_factory=dict)  # spent at most on each budget
 
     def is_of(self, problem: Problem) -> bool:
         """Whether it is of the same step, whatever its times."""
@@ -102,13 +96,9 @@ def forget() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Solutions:
-    """The solutions that are known.
+    """The solutions that are known."""
 
-    Attributes:
-        folder: Folder of the files; None for no files.
-    """
-
-    folder: Path | None = None
+    folder: Path | None = None  # folder of the files; None for no files
 
     def read(self, problem: Problem, solver: str) -> tuple[Solution, Profile] | None:
         """Find the solution of a problem in the folder, and the profile that it was solved for.

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from operator import is_
 from time import monotonic
 
 from ...errors import ConfigurationError, did_you_mean
@@ -39,84 +38,62 @@ class Status(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class SolveOptions:
-    """How long and how hard to solve.
+    """How long and how hard to solve."""
 
-    Attributes:
-        time_limit_s: Seconds for all of it on an idle core, counted in `Work`; the plan's quality, never its
-            validity, depends on it.
-        gap: Relative gap of the total step time at which solving stops; differences below .005 are hardly measurable.
-        backend: MIP solver of python-mip: "HIGHS", "CBC", or "" for the first of them that works.
-        progress: Called as solving goes on, with the least recompute time found (infinite before there is one) and the
-            proven bound on it, in milliseconds.
-    """
-
+    # Seconds for all of it on an idle core, counted in `Work`; the plan's quality, never its validity, depends on it.
     time_limit_s: float = 30.0
+    # Relative gap of the total step time at which solving stops; differences below .005 are hardly measurable.
     gap: float = 0.005
-    backend: str = ""
+    backend: str = ""  # MIP solver of python-mip: "HIGHS", "CBC", or "" for the first of them that works
+    # Called as solving goes on, with the least recompute time found (infinite before there is one) and the proven bound
+    # on it, in milliseconds.
     progress: Callable[[float, float], None] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Choose what to recompute, so that the peak stays within the budget at the least time.
+    """Choose what to recompute, so that the peak stays within the budget at the least time."""
 
-    Attributes:
-        graph: The step.
-        profile: Its costs.
-        budget_bytes: Bytes that the step may add to resident ones.
-        options: Limits of the solve.
-        host: Memory of the host that values may be offloaded to; None where all stays on the device.
-    """
-
-    graph: Graph
-    profile: Profile
-    budget_bytes: int
-    options: SolveOptions = SolveOptions()
-    host: Host | None = None
+    graph: Graph  # the step
+    profile: Profile  # its costs
+    budget_bytes: int  # bytes that the step may add to resident ones
+    options: SolveOptions = SolveOptions()  # limits of the solve
+    host: Host | None = None  # memory of the host that values may be offloaded to; None where all stays on the device
 
     @property
     def step_ms(self) -> float:
         """Time of the step without recomputation."""
         return step_time_ms(self.graph, self.profile)
 
+    @property
+    def gap_ms(self) -> float:
+        """The gap at which solving stops, in milliseconds."""
+        return self.options.gap * self.step_ms
+
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """Decisions, with their costs and bounds.
+    """Decisions, with their costs and bounds."""
 
-    Attributes:
-        strategy: Name of the strategy that found them.
-        status: How the solve ended.
-        recompute: R, see `schedule.lower`; empty where none was found.
-        recompute_ms: Time of recomputation.
-        peak_bytes: Simulated peak above resident bytes, 0 where none was found.
-        bound_ms: Proven lower bound on the extra time of every schedule within the budget, 0 if none is known. Where
-            values may be offloaded, it includes the schedules in which they do.
-        stopped_by: Why solving ended, in words.
-        solve_s: Seconds taken, by the clock.
-        work_s: Seconds of work done, the same on each machine.
-        proposed_ms: For a method of a paper, the time that its own schedule recomputes, before anything was evicted
-            or kept beyond it: the fastest schedule that fits, or else the one of the smallest peak.
-        proposed_bytes: The peak of that schedule, 0 where there is none.
-        note: What the method could not serve, and the substitute that it took, in one line; empty where it served all.
-        offloads: Storages that are offloaded to the host, and when, see `records.offload`.
-        wait_ms: Time of waits for its copies.
-    """
-
-    strategy: str
-    status: Status
-    recompute: tuple[tuple[int, ...], ...] = ()
-    recompute_ms: float = 0.0
-    peak_bytes: int = 0
+    strategy: str  # name of the strategy that found them
+    status: Status  # how the solve ended
+    recompute: tuple[tuple[int, ...], ...] = ()  # R, see `schedule.lower`; empty where none was found
+    recompute_ms: float = 0.0  # time of recomputation
+    peak_bytes: int = 0  # simulated peak above resident bytes, 0 where none was found
+    # Proven lower bound on the extra time of every schedule within the budget, 0 if none is known. Where values may be
+    # offloaded, it includes the schedules in which they do.
     bound_ms: float = 0.0
-    stopped_by: str = ""
-    solve_s: float = 0.0
-    work_s: float = 0.0
+    stopped_by: str = ""  # why solving ended, in words
+    solve_s: float = 0.0  # seconds taken, by the clock
+    work_s: float = 0.0  # seconds of work done, the same on each machine
+    # For a method of a paper, the time that its own schedule recomputes, before anything was evicted or kept beyond it:
+    # the fastest schedule that fits, or else the one of the smallest peak.
     proposed_ms: float = 0.0
-    proposed_bytes: int = 0
+    proposed_bytes: int = 0  # the peak of that schedule, 0 where there is none
+    # What the method could not serve, and the substitute that it took, in one line; empty where it served all.
     note: str = ""
-    offloads: tuple[Offload, ...] = ()
-    wait_ms: float = 0.0
+    offloads: tuple[Offload, ...] = ()  # storages that are offloaded to the host, and when, see `records.offload`
+    wait_ms: float = 0.0  # time of waits for its copies
 
     @property
     def extra_ms(self) -> float:
@@ -137,6 +114,17 @@ class Solution:
         """Return the proven gap, a share of the step's time: the plan is at most so much slower than the best."""
         total = step_ms + self.extra_ms
         return max(0.0, self.extra_ms - self.bound_ms) / total if total else 0.0
+
+    def with_bound(self, bound_ms: float, gap_ms: float) -> Solution:
+        """Return a feasible solution with another bound, by which it is proven if it is within the gap of that."""
+        is_proven = self.extra_ms <= bound_ms + gap_ms
+        ended = "end of the search" if self.stopped_by in ("", "proof") else self.stopped_by
+        return replace(
+            self,
+            status=Status.OPTIMAL if is_proven else Status.FEASIBLE,
+            bound_ms=min(bound_ms, self.extra_ms),
+            stopped_by="proof" if is_proven else ended,
+        )
 
 
 # ---------------------------------------------------------------- strategies by name
@@ -182,19 +170,11 @@ def get_strategy(name: str) -> Strategy:
 
 # ---------------------------------------------------------------- replays by the simulator
 
-_latest: tuple[tuple[object, ...], tuple[Offload, ...], Simulation] | None = None
-
 
 def replay(problem: Problem, recompute: Decisions, offloads: Sequence[Offload] = ()) -> Simulation:
-    """Lower decisions and simulate them; the latest ones are not simulated again."""
-    global _latest
-    inputs, offloaded, latest = (problem.graph, problem.profile, recompute), tuple(offloads), _latest
-    if latest is not None and all(map(is_, latest[0], inputs)) and latest[1] == offloaded:
-        return latest[2]  # inputs are compared by identity: to compare thousands of nodes takes as long as a replay
-    schedule = with_offloads(problem.graph, lower(problem.graph, recompute), offloaded)
-    simulation = simulate(problem.graph, problem.profile, schedule)
-    _latest = inputs, offloaded, simulation
-    return simulation
+    """Lower decisions and simulate them."""
+    schedule = with_offloads(problem.graph, lower(problem.graph, recompute), offloads)
+    return simulate(problem.graph, problem.profile, schedule)
 
 
 def replay_solution(problem: Problem, solution: Solution) -> Simulation:

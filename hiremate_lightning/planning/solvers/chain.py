@@ -29,20 +29,13 @@ MODULE_WEIGHT = 0.8  # factor on the bytes of a cut for each level of modules th
 
 @dataclass(frozen=True, slots=True)
 class ChainLink:
-    """One link of a chain.
+    """One link of a chain."""
 
-    Attributes:
-        nodes: Its forward nodes, from a position (first) on.
-        input: Choices made before it that it, or a later link, reads in the forward.
-        tape: Choices that it makes, in order.
-        own: Those of them that its own part of the backward reads, from `begins` to before `ends`.
-    """
-
-    nodes: tuple[int, ...]
+    nodes: tuple[int, ...]  # its forward nodes, from a position (first) on
     first: int
-    input: frozenset[int]
-    tape: tuple[int, ...]
-    own: frozenset[int]
+    input: frozenset[int]  # choices made before it that it, or a later link, reads in the forward
+    tape: tuple[int, ...]  # choices that it makes, in order
+    own: frozenset[int]  # those of them that its own part of the backward reads, from `begins` to before `ends`
     begins: int
     ends: int
 
@@ -174,16 +167,10 @@ def _cheapest_cuts(works: Sequence[int], weights: Sequence[float], most: int) ->
 
 def last_needs(model: StepModel) -> dict[int, int]:
     """Return, for each choice, the last backward position that reads it or may recompute something from it."""
-    last: dict[int, int] = {}
-    seen = set[int]()
-    reads = [*model.reads, model.returned]
-    for position in reversed(range(len(reads))):
-        before = len(seen)
-        fresh = [s for s in reads[position] if s not in seen]
-        if fresh:
-            model.add_sources(seen, fresh)
-        if len(seen) > before:
-            last.update((s, position) for s in seen if s not in last)
+    last, seen = dict[int, int](), set[int]()
+    for position in reversed(range(len(model.all_reads))):
+        spread(seen, model.all_reads[position], model.sources)
+        last.update(dict.fromkeys(seen - last.keys(), position))
     return last
 
 
@@ -202,7 +189,7 @@ def policy_of(model: StepModel, spans: Mapping[int, ChainSpan]) -> Policy:
         live.difference_update(gone)
         drops.update((s, position) for s in gone if last[s] > position)
 
-    for position, reads in enumerate([*model.reads, model.returned]):
+    for position, reads in enumerate(model.all_reads):
         span = spans.get(position)
         if span is not None:
             stays = span.held | span.own

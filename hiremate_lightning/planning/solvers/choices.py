@@ -31,16 +31,12 @@ Rows = list[list[int]]  # producers recomputed before each backward position, an
 
 @dataclass(frozen=True)
 class Policy:
-    """Decisions by storage.
+    """Decisions by storage."""
 
-    Attributes:
-        kept: Choices kept through the turn.
-        drops: Pairs of choice and backward position: dropped after that position, and recomputed before its next use.
-        early: Pairs of choice and backward position: recomputed before that position, although its first use is later.
-    """
-
-    kept: frozenset[int]
+    kept: frozenset[int]  # choices kept through the turn
+    # Pairs of choice and backward position: dropped after that position, and recomputed before its next use.
     drops: frozenset[tuple[int, int]] = frozenset()
+    # Pairs of choice and backward position: recomputed before that position, although its first use is later.
     early: frozenset[tuple[int, int]] = frozenset()
 
     def distance(self, other: Policy) -> int:
@@ -251,10 +247,6 @@ class Choices:
         count = len(self.reads)
         ranges = (range(count * i // parts, count * (i + 1) // parts) for i in range(parts))
         return tuple(max(part, key=self.need_bytes.__getitem__) for part in ranges if part)
-
-    def add_sources(self, seen: set[int], choices: Iterable[int]) -> None:
-        """Add choices to those seen before, and all that recomputing them may read."""
-        spread(seen, choices, self.sources)
 
     def sources(self, storage: int) -> tuple[int, ...]:
         """Return the choices that recomputing a choice reads."""

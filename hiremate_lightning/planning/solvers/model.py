@@ -23,27 +23,18 @@ from .timeline import Lazy, Timeline, keeping_all, lazily, with_rows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replay:
-    """The peak and the time of a policy.
+    """The peak and the time of a policy."""
 
-    Attributes:
-        peak_bytes: Peak above resident bytes.
-        recompute_ms: Time of recomputation.
-        position: Position of the peak in the backward, or -1 in the forward; `node` is the node there.
-        timeline: The rows, and the choices in memory at each moment.
-        peaks: For each backward position, and the end, most bytes while its node runs or values are recomputed for it.
-        forward_position: Position of the forward's own peak, of `forward_peak` bytes.
-        lazy: The policy, with its rows before any ran in the forward's order.
-    """
-
-    peak_bytes: int
-    recompute_ms: float
-    position: int
+    peak_bytes: int  # peak above resident bytes
+    recompute_ms: float  # time of recomputation
+    position: int  # position of the peak in the backward, or -1 in the forward; `node` is the node there
     node: int
-    timeline: Timeline
+    timeline: Timeline  # the rows, and the choices in memory at each moment
+    # For each backward position, and the end, most bytes while its node runs or values are recomputed for it.
     peaks: np.ndarray
-    forward_position: int
+    forward_position: int  # position of the forward's own peak, of `forward_peak` bytes
     forward_peak: int
-    lazy: Lazy
+    lazy: Lazy  # the policy, with its rows before any ran in the forward's order
 
     @property
     def policy(self) -> Policy:

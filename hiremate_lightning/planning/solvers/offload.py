@@ -260,7 +260,6 @@ class _Improving:
     def __init__(self, problem: Problem, strategy: Strategy, alone: Solution) -> None:
         self._problem, self._strategy, self._alone = problem, strategy, alone
         self._model = StepModel(problem)
-        self._gap_ms = problem.options.gap * problem.step_ms
         self._work_s, self._solve_s = alone.work_s, alone.solve_s
 
     def answer(self) -> Solution:
@@ -269,10 +268,10 @@ class _Improving:
         bound_ms = offload_bound(self._model, self._problem.budget_bytes, work.done_s + BOUND_SHARE * limit_s)
         self._work_s += work.done_s
         alone = self._alone
-        if bound_ms is None or (alone.is_feasible and alone.extra_ms <= bound_ms + self._gap_ms):
+        if bound_ms is None or (alone.is_feasible and alone.extra_ms <= bound_ms + self._problem.gap_ms):
             return self._proven(alone, bound_ms)
         choice = fastest_choice(self._problem, self._candidates())
-        if choice is not None and (not alone.is_feasible or choice.extra_ms < alone.extra_ms - self._gap_ms):
+        if choice is not None and (not alone.is_feasible or choice.extra_ms < alone.extra_ms - self._problem.gap_ms):
             return self._proven(choice.instead_of(self._problem, alone), bound_ms)
         return self._proven(alone, bound_ms)
 
@@ -315,8 +314,4 @@ class _Improving:
         if not solution.is_feasible:
             status = Status.INFEASIBLE if bound_ms is None else Status.NOT_FOUND
             return replace(solution, status=status, bound_ms=bound_ms or 0.0)
-        proven_ms = min(bound_ms or 0.0, solution.extra_ms)
-        if solution.extra_ms <= proven_ms + self._gap_ms:
-            return replace(solution, status=Status.OPTIMAL, bound_ms=proven_ms, stopped_by="proof")
-        ended = "end of the search" if solution.stopped_by in ("", "proof") else solution.stopped_by
-        return replace(solution, status=Status.FEASIBLE, bound_ms=proven_ms, stopped_by=ended)
+        return solution.with_bound(bound_ms or 0.0, self._problem.gap_ms)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from .choices import Policy, Rows
+from .choices import Policy, Rows, spread
 from .mip_backend import UNIT, LinearProgram
 from .model import Replay, StepModel
 
@@ -76,7 +76,7 @@ class PhasedProgram:
         self._needed: list[list[int]] = [[] for _ in ends]
         seen = set(self.small)
         for phase in reversed(range(len(ends))):
-            model.add_sources(seen, self._read[phase])
+            spread(seen, self._read[phase], model.sources)
             self._needed[phase] = [s for s in model.choices if s in seen and s not in self.small]
 
     def _add_variables(self, phase: int) -> None:

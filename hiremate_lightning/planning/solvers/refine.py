@@ -85,7 +85,7 @@ def _round(
         restrict(program)
         start = ()  # the best found so far need not obey the restriction
     options, work = search.problem.options, search.model.work
-    result = solve(program.program, options, seconds, absolute_gap=search.gap_ms, start=start, work=work)
+    result = solve(program.program, options, seconds, absolute_gap=search.problem.gap_ms, start=start, work=work)
     if restrict is None:
         if result.status is Status.INFEASIBLE:
             search.is_infeasible = search.best is None
@@ -121,7 +121,7 @@ class Neighbourhoods:
                 if find != self._differing:
                     self._share *= GROWTH if result.status is Status.OPTIMAL else 1 / GROWTH
                     self._share = max(LEAST_SHARE, self._share)
-            idle = 0 if before - self._best_ms > self._search.gap_ms else idle + 1
+            idle = 0 if before - self._best_ms > self._search.problem.gap_ms else idle + 1
             self._turn_s *= GROWTH**2 if idle else 1.0
             before = self._best_ms
 
@@ -144,7 +144,7 @@ class Neighbourhoods:
         start = self._phased.start(search.best.rows)
         part = self._phased.program.with_fixed(start, set(find(start)))
         options, work = search.problem.options, search.model.work
-        result = solve(part, options, seconds, absolute_gap=search.gap_ms / 4, start=start, work=work)
+        result = solve(part, options, seconds, absolute_gap=search.problem.gap_ms / 4, start=start, work=work)
         if result.values and result.objective < self._best_ms:
             replay = search.take(self._phased.policy(result.values), REPAIRED_EXCESS, work.done_s + REPAIR_S)
             if replay.peak_bytes > search.limit:  # memory is checked there from now on

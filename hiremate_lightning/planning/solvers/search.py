@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import wraps
 
-from ...records.graph import Graph
 from ...records.schedule import keep_all
 from ...units import format_bytes
 from .base import CLOCK, Problem, Solution, Status, Strategy, strategy, with_decisions
@@ -30,25 +29,15 @@ MOST_REPAIRED = 4  # policies, those of the smallest peak
 
 @dataclass
 class Search:
-    """Collects the best policy within a budget, and the best proven bound.
+    """Collects the best policy within a budget, and the best proven bound."""
 
-    Attributes:
-        problem: The problem.
-        best: The fastest policy found that fits.
-        bound_ms: Proven lower bound on the recompute time.
-        is_infeasible: Proven: no schedule fits.
-        proposed: The best schedule of a method's own, see `Solution`.
-        notes: What the method could not serve, and the substitute that it took.
-        model: The storages of the problem, and their replay.
-    """
-
-    problem: Problem
-    best: Replay | None = None
-    bound_ms: float = 0.0
-    is_infeasible: bool = False
-    proposed: Replay | None = None
-    notes: list[str] = field(default_factory=list)
-    model: StepModel = field(init=False)
+    problem: Problem  # the problem
+    best: Replay | None = None  # the fastest policy found that fits
+    bound_ms: float = 0.0  # proven lower bound on the recompute time
+    is_infeasible: bool = False  # proven: no schedule fits
+    proposed: Replay | None = None  # the best schedule of a method's own, see `Solution`
+    notes: list[str] = field(default_factory=list)  # what the method could not serve, and the substitute that it took
+    model: StepModel = field(init=False)  # the storages of the problem, and their replay
 
     def __post_init__(self) -> None:
         self._start = time.monotonic()  # only reports read it
@@ -58,11 +47,6 @@ class Search:
     def limit(self) -> int:
         """The budget, in bytes."""
         return self.problem.budget_bytes
-
-    @property
-    def gap_ms(self) -> float:
-        """The gap at which solving stops, in milliseconds."""
-        return self.problem.options.gap * self.problem.step_ms
 
     def left_s(self) -> float:
         """Seconds of work left."""
@@ -114,7 +98,7 @@ class Search:
         """Whether the search is over: the best is proven up to the gap, or it is proven that nothing fits."""
         if self.is_infeasible:
             return True
-        return self.best is not None and self.best.recompute_ms <= self.bound_ms + self.gap_ms
+        return self.best is not None and self.best.recompute_ms <= self.bound_ms + self.problem.gap_ms
 
     def answer(self, strategy: str) -> Solution:
         """Return the solution, with the time and the peak that the independent simulator finds."""
@@ -148,8 +132,9 @@ def searching(name: str, needs_programs: bool = False) -> Callable[[Callable[[Se
         @wraps(find)
         def solve(problem: Problem) -> Solution:
             search = Search(problem)
-            if search.model.keep_all_bytes <= problem.budget_bytes:
-                return keep_everything(problem.graph, search.model.keep_all_bytes)
+            peak_bytes = search.model.keep_all_bytes
+            if peak_bytes <= problem.budget_bytes:
+                return Solution("none", Status.OPTIMAL, keep_all(problem.graph), 0.0, peak_bytes, stopped_by="proof")
             find(search)
             return search.answer(name)
 
@@ -158,19 +143,9 @@ def searching(name: str, needs_programs: bool = False) -> Callable[[Callable[[Se
     return register
 
 
-def keep_everything(graph: Graph, peak_bytes: int) -> Solution:
-    """Return the solution that recomputes nothing: nothing is faster."""
-    return Solution("none", Status.OPTIMAL, keep_all(graph), 0.0, peak_bytes, stopped_by="proof")
-
-
-@strategy("none")
-def none(problem: Problem) -> Solution:
-    """Keep everything, as plain training does; feasible where the budget allows it."""
-    peak_bytes = StepModel(problem).keep_all_bytes
-    solution = keep_everything(problem.graph, peak_bytes)
-    if peak_bytes <= problem.budget_bytes:
-        return solution
-    return replace(solution, status=Status.NOT_FOUND, stopped_by="end of the search")
+@searching("none")
+def none(search: Search) -> None:
+    """Keep everything, as plain training does; where the budget does not allow that, nothing is found."""
 
 
 # ---------------------------------------------------------------- segments

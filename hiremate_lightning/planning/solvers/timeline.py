@@ -28,27 +28,16 @@ Block = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timeline:
-    """The rows of a replay, and the bytes and times that follow from them.
+    """The rows of a replay, and the bytes and times that follow from them."""
 
-    Attributes:
-        rows: Producers recomputed before each backward position, and before the end.
-        touches: For each choice, the keys at which rows read or make it, ascending.
-        makes: For each choice, the keys at which rows make it, ascending.
-        blocks: For each choice, the spans in which it is in memory.
-        node_bytes: Bytes of choices in memory while each node of the backward runs, and at the end.
-        row_peaks: For each backward position and the end, most bytes while values are recomputed before it.
-        row_ms: For each backward position and the end, the time of recomputation before it.
-        forward_bytes: For each position of the forward, bytes while its node runs.
-    """
-
-    rows: Rows
-    touches: Mapping[int, tuple[int, ...]]
-    makes: Mapping[int, tuple[int, ...]]
-    blocks: Mapping[int, tuple[Block, ...]]
-    node_bytes: np.ndarray
-    row_peaks: np.ndarray
-    row_ms: np.ndarray
-    forward_bytes: np.ndarray
+    rows: Rows  # producers recomputed before each backward position, and before the end
+    touches: Mapping[int, tuple[int, ...]]  # for each choice, the keys at which rows read or make it, ascending
+    makes: Mapping[int, tuple[int, ...]]  # for each choice, the keys at which rows make it, ascending
+    blocks: Mapping[int, tuple[Block, ...]]  # for each choice, the spans in which it is in memory
+    node_bytes: np.ndarray  # bytes of choices in memory while each node of the backward runs, and at the end
+    row_peaks: np.ndarray  # for each backward position and the end, most bytes while values are recomputed before it
+    row_ms: np.ndarray  # for each backward position and the end, the time of recomputation before it
+    forward_bytes: np.ndarray  # for each position of the forward, bytes while its node runs
 
     @property
     def recompute_ms(self) -> float:

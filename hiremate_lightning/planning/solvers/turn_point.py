@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from .base import Status
-from .choices import Policy
+from .choices import Policy, spread
 from .mip_backend import UNIT, LinearProgram, solve
 from .model import StepModel
 from .search import Search
@@ -49,8 +49,7 @@ def _program(model: StepModel, limit_bytes: int, instant: int | None = None) -> 
     """Build (1) to (3) at the turn, or at an instant of the backward; return also the variable of each choice."""
     first = 0 if instant is None else instant
     used = [s for s in model.choices if s in model.uses and model.uses[s][-1] >= first]
-    needed = set[int]()
-    model.add_sources(needed, used)
+    needed = spread(set(), used, model.sources)
     chosen = [s for s in model.choices if s in needed]
     if instant is None:
         return keeping_program(model, chosen, used, limit_bytes)

@@ -82,29 +82,25 @@ class Worker:
         watchdog = threading.Timer(limit_s, self._process.kill)
         watchdog.daemon = True
         watchdog.start()
+        kind = READY
         try:
             _send(self._process.stdin, question)
-            while True:
+            while kind not in (ANSWER, ERROR):
                 kind, *answer = pickle.load(self._process.stdout)
                 self.is_ready = True
-                if kind == ANSWER:
-                    return answer[0]
-                if kind == ERROR:
-                    log.debug("The process of the solver raised:\n%s", answer[1])
-                    raise WorkerLostError(answer[0])
                 if kind == PROGRESS and progress is not None:
                     progress(*answer)
-        except (EOFError, OSError, pickle.UnpicklingError) as error:
+        except BaseException as error:  # Ctrl-C too: an answer still to come would be taken for the next question's
             self.close()
+            if not isinstance(error, (EOFError, OSError, pickle.UnpicklingError)):
+                raise
             raise WorkerLostError(f"the process of the solver ended with {self._process.returncode}") from error
-        except (
-            BaseException
-        ) as error:  # Ctrl-C too: an answer still to come would be taken for that of the next question
-            if not isinstance(error, WorkerLostError):
-                self.close()
-            raise
         finally:
             watchdog.cancel()
+        if kind == ERROR:
+            log.debug("The process of the solver raised:\n%s", answer[1])
+            raise WorkerLostError(answer[0])
+        return answer[0]
 
     def close(self) -> None:
         """End the process."""

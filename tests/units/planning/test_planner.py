@@ -12,7 +12,8 @@ from hiremate_lightning.planning import planner
 from hiremate_lightning.planning.headroom import AUTO_MARGIN, Need, Room, Short, resolve, unless_short
 from hiremate_lightning.planning.planner import first_solution, make_plan
 from hiremate_lightning.planning.solvers import smallest_budget
-from hiremate_lightning.planning.solvers.base import Problem, Solution, Status, get_strategy, strategy
+from hiremate_lightning.planning.solvers.base import Problem, Solution, Status, strategy, with_decisions
+from hiremate_lightning.records.schedule import keep_all
 from hiremate_lightning.records.simulation import simulate_plain
 from hiremate_lightning.records.step import Call, Gap, merge
 from hiremate_lightning.units import Budget, parse_budget
@@ -188,7 +189,10 @@ def test_a_part_that_fits_neither_the_budget_nor_the_device_is_refused():
 
 
 def test_a_solver_is_asked_before_the_first_step_is_refused(monkeypatch):
-    monkeypatch.setattr(planner, "smallest_budget", get_strategy("none"))
+    def smallest_budget(problem):
+        return with_decisions(problem, Solution("all", Status.NOT_FOUND), keep_all(problem.graph))
+
+    monkeypatch.setattr(planner, "smallest_budget", smallest_budget)
     step = step_of(*transformer(2))
     budget = step.plain_bytes * 7 // 10
     assert first_of(step, budget).peak_bytes <= budget

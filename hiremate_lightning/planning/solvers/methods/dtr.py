@@ -54,7 +54,7 @@ class DtrRun:
         if not self._forward():
             return None
         kept = set(self.live)
-        for position in range(len(self._model.reads) + 1):
+        for position in range(len(self._model.all_reads)):
             if self._model.work.is_past(self._deadline):
                 return None
             self._backward(position)
@@ -80,7 +80,7 @@ class DtrRun:
     def _backward(self, position: int) -> None:
         """Compute the missing choices of a node of the backward, and run it."""
         model = self._model
-        reads = model.reads[position] if position < len(model.reads) else model.returned
+        reads = model.all_reads[position]
         for storage in reads:
             waiting = list[int]()
             there = set(self.live)

@@ -114,21 +114,13 @@ def structural_key(graph: Graph, nodes: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """What is contracted: at first a node that allocates or joins storages, with its views.
+    """What is contracted: at first a node that allocates or joins storages, with its views."""
 
-    Attributes:
-        parts: The nodes of each group that it was made from.
-        positions: The positions of all of them.
-        size: Number of forward nodes that allocate.
-        made: Storages that it makes.
-        read: Storages that it reads and does not make.
-    """
-
-    parts: tuple[tuple[int, ...], ...]
-    positions: tuple[int, ...]
-    size: int
-    made: frozenset[int]
-    read: frozenset[int]
+    parts: tuple[tuple[int, ...], ...]  # the nodes of each group that it was made from
+    positions: tuple[int, ...]  # the positions of all of them
+    size: int  # number of forward nodes that allocate
+    made: frozenset[int]  # storages that it makes
+    read: frozenset[int]  # storages that it reads and does not make
 
     @classmethod
     def of(cls, groups: Sequence[_Group]) -> _Group:

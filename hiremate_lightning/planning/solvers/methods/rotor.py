@@ -36,18 +36,12 @@ Choices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Tape:
-    """An option of a link: the choices of its tape that are held from its last forward to its backward, and the cost.
+    """An option of a link: what of its tape is held from its last forward to its backward, and the cost."""
 
-    Attributes:
-        held: Choices that are held.
-        extra_ms: Time to recompute the others.
-        need_bytes: Most bytes in the link's part of the backward, beside its input.
-        offloaded: Choices that are offloaded on the host while later links run; only in the forward of the step.
-    """
-
-    held: frozenset[int]
-    extra_ms: float
-    need_bytes: int
+    held: frozenset[int]  # choices that are held
+    extra_ms: float  # time to recompute the others
+    need_bytes: int  # most bytes in the link's part of the backward, beside its input
+    # Choices that are offloaded on the host while later links run; only in the forward of the step.
     offloaded: frozenset[int] = frozenset()
 
 

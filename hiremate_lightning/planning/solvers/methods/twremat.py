@@ -160,7 +160,7 @@ def spans(model: StepModel, separators: list[Separator], leaf_bytes: float, gap:
     begins: dict[int, list[int]] = {}
     ends: dict[int, list[int]] = {}
     last = dict[int, int]()
-    for position, reads in enumerate([*model.reads, model.returned]):
+    for position, reads in enumerate(model.all_reads):
         for number in _on_the_way(separators, {owner[s] for s in reads if s in owner}):
             if position - last.get(number, -gap - 2) > gap + 1:
                 if number in last:
