@@ -216,7 +216,6 @@ class Work:
     def __init__(self, limit_s: float) -> None:
         self.done_s = 0.0
         self._limit_s, self._start = limit_s, monotonic()
-        self._is_cut = False
 
     def add(self, seconds: float) -> None:
         """Count seconds of work."""
@@ -237,8 +236,7 @@ class Work:
     @property
     def is_cut(self) -> bool:
         """Whether the clock has ended the search."""
-        self._is_cut = self._is_cut or self.clock_left_s <= 0
-        return self._is_cut
+        return self.clock_left_s <= 0
 
     @property
     def clock_left_s(self) -> float:

@@ -142,24 +142,19 @@ class Choices:
 
     def _collect_choices(self) -> None:
         graph, self.producer, self.needs = self.graph, dict[int, int](), dict[int, tuple[int, ...]]()
-        fixed = set[int]()
 
         def sources(storage: int) -> tuple[int, ...]:
             made_by = graph.nodes[graph.forward[self.made_at[storage]]]
-            first = next(t for t in made_by.outputs if self.storage_of[t] == storage)
-            node = graph.recomputers[first]
+            node = graph.recomputers[next(t for t in made_by.outputs if self.storage_of[t] == storage)]
             if node is None or storage in self._passed_on:  # a later call can't run nodes of an earlier one
-                fixed.add(storage)
                 return ()
             self.producer[storage] = node
-            if node not in self.needs:
-                own = set(graph.allocates[node])
-                needs = self._forward_storages(graph.nodes[node].inputs)
-                self.needs[node] = tuple(s for s in needs if s not in own)
+            needs, own = self._forward_storages(graph.nodes[node].inputs), graph.allocates[node]
+            self.needs[node] = tuple(s for s in needs if s not in own)
             return self.needs[node]
 
         self.choices = tuple(sorted(spread(set(), self.uses, sources), key=self.made_at.__getitem__))
-        self.fixed = frozenset(fixed)
+        self.fixed = frozenset(s for s in self.choices if s not in self.producer)
         self.makes: dict[int, list[int]] = {}
         for storage in self.choices:
             if storage in self.producer:

@@ -106,10 +106,6 @@ def _blocks_of(model: Choices, storage: int, touches: tuple[int, ...], makes: tu
     end_of_all = len(model.reads) << ROW | LAST
     if not (uses or touches):
         return ()
-    if not makes:  # kept
-        return ((-1, end_of_all if is_retained else max((*uses[-1:], *touches[-1:]))),)
-    if len(makes) == 1 and makes[0] <= min((*uses[:1], touches[0])) and storage not in model.viewed:
-        return ((makes[0], max((*uses[-1:], touches[-1]))),)
     blocks, begin, end = list[Block](), None, 0
     for key in sorted((*uses, *touches)):
         position = key >> ROW
