@@ -11,7 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
-from .solvers.base import Problem, Solution, Status, Strategy, get_strategy, strategy_names, with_decisions
+from .solvers.base import (
+    Problem,
+    Solution,
+    Status,
+    Strategy,
+    get_strategy,
+    keeping_everything,
+    strategy_names,
+    with_decisions,
+)
 from .solvers.least_memory import smallest_budget
 from .solvers.model import StepModel
 from .solvers.turn_point import lower_bound
@@ -67,11 +76,9 @@ def curve(problem: Problem, budgets: Sequence[int] = (), solve: Strategy | None 
     Returns:
         The curve, which includes the schedule of least memory and plain training.
     """
-    smallest = smallest_budget(problem)
-    whole_bytes = StepModel(problem).keep_all_bytes
-    smallest = replace(smallest, status=Status.FEASIBLE)
+    smallest, everything = replace(smallest_budget(problem), status=Status.FEASIBLE), keeping_everything(problem)
     solved = Curve(problem, (smallest,), ())
-    between_bytes = whole_bytes - smallest.peak_bytes
+    between_bytes = everything.peak_bytes - smallest.peak_bytes
     spread = [smallest.peak_bytes + between_bytes * i // DEFAULT_POINTS for i in range(DEFAULT_POINTS)]
     chosen = sorted(budgets) or spread
     limit_s = problem.options.time_limit_s / max(1, len(chosen))
@@ -79,8 +86,7 @@ def curve(problem: Problem, budgets: Sequence[int] = (), solve: Strategy | None 
     solve = solve or get_strategy("portfolio")
     for budget in chosen:
         solved = solved.with_solution(budget, solve(replace(problem, budget_bytes=budget, options=options)))
-    everything = get_strategy("none")(replace(problem, budget_bytes=whole_bytes))
-    return solved.with_solution(whole_bytes, everything)
+    return solved.with_solution(everything.peak_bytes, everything)
 
 
 # ---------------------------------------------------------------- several methods

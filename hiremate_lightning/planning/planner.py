@@ -16,7 +16,6 @@ from ..errors import did_you_mean
 from ..options import OPTIONS, SessionOptions
 from ..records.costs import Profile
 from ..records.offload import Host
-from ..records.schedule import keep_all
 from ..records.step import Decisions, Step
 from ..units import Budget, parse_budget
 from .headroom import AT_LEAST, Need, Room, Short, as_decided, least_need
@@ -24,7 +23,7 @@ from .plan import Plan, PlanningTime
 from .shared_solving import agreed
 from .solutions import Solutions
 from .solvers import smallest_budget
-from .solvers.base import CLOCK, Problem, Solution, SolveOptions, Status, Strategy, replay_solution, with_decisions
+from .solvers.base import CLOCK, Problem, Solution, SolveOptions, Status, Strategy, keeping_everything, replay_solution
 from .solvers.offload import least_with_offloads
 from .solvers.worker import apart, check_strategy
 
@@ -85,7 +84,7 @@ def make_plan(
     less_bytes = own.budget_bytes - problem.budget_bytes
     shared_room = replace(room, budget_bytes=room.budget_bytes - less_bytes)
     profile = problem.profile
-    plain = with_decisions(problem, Solution("none", Status.OPTIMAL, stopped_by="proof"), keep_all(step.graph))
+    plain = keeping_everything(problem)
     if decided is not None:
         solution = as_decided(problem, decided)
     elif plain.peak_bytes <= problem.budget_bytes:

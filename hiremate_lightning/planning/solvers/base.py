@@ -17,7 +17,7 @@ from ...errors import ConfigurationError, did_you_mean
 from ...records.costs import Profile, step_time_ms
 from ...records.graph import Graph
 from ...records.offload import Host, Offload, with_offloads
-from ...records.schedule import lower
+from ...records.schedule import keep_all, lower
 from ...records.simulation import Simulation, simulate
 from ...records.step import Decisions
 
@@ -196,6 +196,11 @@ def with_decisions(
         offloads=tuple(offloads),
         wait_ms=simulation.wait_ms,
     )
+
+
+def keeping_everything(problem: Problem) -> Solution:
+    """Return the solution that keeps everything, as plain training does, whatever the budget: nothing is faster."""
+    return with_decisions(problem, Solution("none", Status.OPTIMAL, stopped_by="proof"), keep_all(problem.graph))
 
 
 # ---------------------------------------------------------------- work

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import wraps
 
-from ...records.schedule import keep_all
 from ...units import format_bytes
-from .base import CLOCK, Problem, Solution, Status, Strategy, strategy, with_decisions
+from .base import CLOCK, Problem, Solution, Status, Strategy, keeping_everything, strategy, with_decisions
 from .choices import Policy
 from .greedy import evict, keep_more, segment_policies
 from .model import Replay, StepModel, decisions
@@ -132,9 +131,8 @@ def searching(name: str, needs_programs: bool = False) -> Callable[[Callable[[Se
         @wraps(find)
         def solve(problem: Problem) -> Solution:
             search = Search(problem)
-            peak_bytes = search.model.keep_all_bytes
-            if peak_bytes <= problem.budget_bytes:
-                return Solution("none", Status.OPTIMAL, keep_all(problem.graph), 0.0, peak_bytes, stopped_by="proof")
+            if search.model.keep_all_bytes <= problem.budget_bytes:
+                return keeping_everything(problem)
             find(search)
             return search.answer(name)
 
