@@ -10,7 +10,7 @@ from .. import thresholds
 from ..memory.metering import Interval
 from ..records.costs import Profile
 from ..records.graph import bytes_of
-from ..records.step import Call, Gap, GapPart, Output
+from ..records.step import Call, Gap, Output
 from .profiling import as_laid_out
 from .recording import StepRecord
 from .runs import CALLED, LEFT, OTHER, START, Event, Mark, Run
@@ -80,7 +80,7 @@ class _Described:
         stages, called_at = self._stages(run, mark, lived, died)
         before = self._between(START, Event.FORWARD.of(run.index)) or Gap()
         is_alone = not died and all(i == run.index for i, _ in lived)
-        unknown = [] if is_alone else [GapPart(tuple(lived), 0)]  # nobody knows when they die: a plan may save some
+        unknown = [] if is_alone else [Gap(alive=tuple(lived))]  # nobody knows when they die: a plan may save some
         return Call(
             graph=graph,
             profile=profile,
@@ -125,7 +125,7 @@ class _Described:
     # ---------------------------------------------------------------- memory of code outside
 
     def _gap_after_forward(
-        self, done: Mark, following: Mark, died: Iterable[Output], stages: Sequence[GapPart], called_at: int | None
+        self, done: Mark, following: Mark, died: Iterable[Output], stages: Sequence[Gap], called_at: int | None
     ) -> Gap:
         """Describe the memory of outside code after a forward, above the outputs that live on.
 
@@ -145,12 +145,12 @@ class _Described:
 
     def _stages(
         self, run: Run, following: Mark, lived: Iterable[Output], died: Iterable[Output]
-    ) -> tuple[list[GapPart], int | None]:
+    ) -> tuple[list[Gap], int | None]:
         """Divide the code outside after a forward into stages, at the deaths of outputs and the call of the backward.
 
         How many of them come before that call comes with them; no stages where a death was not seen.
         """
-        record, sizes, dead, stages = self._record, self._sizes(died), set[int](), list[GapPart]()
+        record, sizes, dead, stages = self._record, self._sizes(died), set[int](), list[Gap]()
         storage_of = {Mark(Event.RELEASED, i, t): record.runs[i].outputs[t][1] for i, t in died}
         spans = self._spans(Event.FORWARD_DONE.of(run.index), following)
         calls = [i for i, span in enumerate(spans) if span.label == CALLED]
@@ -167,7 +167,7 @@ class _Described:
             if position == called:
                 called_at = len(stages)
             if not stages or position == called or alive != stages[-1].alive:
-                stages.append(GapPart(alive, 0))
+                stages.append(Gap(alive=alive))
             freed_bytes = sum(sizes[s] for s in dead) + (0 if called_at is None else stale_bytes)
             freed_bytes += returned_bytes if position >= left else 0
             above_bytes = span.peak_bytes - spans[0].start_bytes + freed_bytes

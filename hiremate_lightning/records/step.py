@@ -10,7 +10,7 @@ call its own decisions back.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -40,6 +40,9 @@ class Gap:
     peak_bytes: int = 0  # most that lived meanwhile
     # Whether backwards of graphs of earlier steps run there, whose memory is counted nowhere here.
     has_others: bool = False
+    # Of a stage between deaths of outputs, the outputs that live meanwhile, of this call and of earlier ones. Its peak
+    # is above the bytes that live without the others, from the end of the forward on.
+    alive: tuple[Output, ...] = ()
 
     def holding(self, size_bytes: int) -> Gap:
         """Return the same code with more bytes held; with fewer where they are below 0."""
@@ -53,14 +56,6 @@ class Gap:
         """Return the same code where it takes so many times as much; bytes that are given back do not grow."""
         held_bytes = max(self.held_bytes, math.ceil(growth * self.held_bytes))
         return replace(self, held_bytes=held_bytes, peak_bytes=math.ceil(growth * self.peak_bytes))
-
-
-@dataclass(frozen=True, slots=True)
-class GapPart:
-    """Outside code after a forward, while certain outputs lived."""
-
-    alive: tuple[Output, ...]  # those outputs, of this call and of earlier ones
-    peak_bytes: int  # most bytes that lived meanwhile, above those when the forward ended, without the other outputs
 
 
 @dataclass(frozen=True)
@@ -87,7 +82,7 @@ class Call:
     is_retained: bool = False  # whether its backward frees none of its saved values, since it will run again
     # Outside code after the forward, until the last death of an output, those of earlier calls included, and until the
     # backward is called.
-    before_deaths: tuple[GapPart, ...] = ()
+    before_deaths: tuple[Gap, ...] = ()
     # How many of `before_deaths` run before the backward is called, when stale bytes are gone; None where that was not
     # seen.
     called_at: int | None = None
@@ -103,8 +98,19 @@ class Call:
     @property
     def outside_bytes(self) -> int:
         """The sum of the peaks of all outside code beside it."""
-        gaps = (self.before_forward, self.after_forward, self.before_backward, self.after_backward)
-        return sum(gap.peak_bytes for gap in gaps) + sum(stage.peak_bytes for stage in self.before_deaths)
+        gaps = (self.before_forward, *self.before_deaths, self.after_forward, self.before_backward, self.after_backward)
+        return sum(gap.peak_bytes for gap in gaps)
+
+    def with_gaps(self, change: Callable[[Gap], Gap]) -> Call:
+        """Return the call with all outside code beside it changed."""
+        return replace(
+            self,
+            before_forward=change(self.before_forward),
+            before_deaths=tuple(map(change, self.before_deaths)),
+            after_forward=change(self.after_forward),
+            before_backward=change(self.before_backward),
+            after_backward=change(self.after_backward),
+        )
 
     def at_size(self, graph: Graph, profile: Profile) -> Call | None:
         """Predict the call of the same code captured at another size; None where that is other code.
@@ -115,25 +121,8 @@ class Call:
             return None
         counts = [[math.prod(g.tensors[t].shape) for t in (*g.inputs, *g.outputs)] for g in (self.graph, graph)]
         growth = max([1.0, *(new / max(1, old) for old, new in zip(*counts, strict=True))])
-        return replace(
-            self,
-            graph=replace(graph, held=self.graph.held).like(graph),
-            profile=profile,
-            before_deaths=tuple(GapPart(s.alive, math.ceil(growth * s.peak_bytes)) for s in self.before_deaths),
-            before_forward=self.before_forward.grown(growth),
-            after_forward=self.after_forward.grown(growth),
-            before_backward=self.before_backward.grown(growth),
-            after_backward=self.after_backward.grown(growth),
-        )
-
-    def beside_others(self, size_bytes: int) -> Call:
-        """Return the call with room for the bytes that backwards of graphs of earlier steps take."""
-        return replace(
-            self,
-            after_forward=self.after_forward.taking(size_bytes),
-            before_backward=self.before_backward.taking(size_bytes),
-            after_backward=self.after_backward.taking(size_bytes),
-        )
+        grown = self.with_gaps(lambda gap: gap.grown(growth))
+        return replace(grown, graph=replace(graph, held=self.graph.held).like(graph), profile=profile)
 
     def without_gradients(self, tensors: Collection[int]) -> Call:
         """Return the call as it is where some gradients die as soon as nothing reads them."""
@@ -316,7 +305,7 @@ class _Merger:
             self.left_until = self._add_outside(Gap(), [self.tensor_at[index] + t for t in call.graph.outputs])
         for count, stage in enumerate(call.before_deaths, start=1):
             read = [self.tensor_at[c] + t for c, t in stage.alive]
-            place = self._add_outside(Gap(peak_bytes=stage.peak_bytes), read)
+            place = self._add_outside(stage, read)
             if count == call.called_at:
                 self.stale_until = place
         read = [self.tensor_at[index] + t for t in call.graph.outputs if t not in call.died]

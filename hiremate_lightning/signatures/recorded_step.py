@@ -127,7 +127,8 @@ class RecordedStep:
     def _merge(self) -> Step:
         before, calls = self.resident, [call.beside(self.resident.kept) for call in self.calls]
         if self.waits:
-            calls = holding([call.beside_others(self.others_bytes) for call in calls], self.unfinished_bytes)
+            calls = [call.with_gaps(lambda gap: gap.taking(self.others_bytes)) for call in calls]
+            calls = holding(calls, self.unfinished_bytes)
         step = merge(calls, self.order, before.stale_bytes, before.left_bytes)
         return replace(step, graph=in_blocks(step.graph, self.calls[0].captured.device))
 

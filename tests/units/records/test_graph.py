@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hiremate_lightning.records.graph import FORMAT_VERSION, Direction, Node, StorageKind, graph_from_json
-from hiremate_lightning.records.step import Call, Gap, GapPart
+from hiremate_lightning.records.step import Call, Gap
 from tests.tiny import Builder, chain, shaped, transformer
 
 
@@ -105,13 +105,13 @@ def test_json_of_another_format_is_refused(version: int | None):
 
 def test_a_step_is_foreseen_at_another_size_with_the_outside_as_it_grows():
     graph, profile = chain(3)
-    gap, stage = Gap(10, 101), GapPart((), 7)
+    gap, stage = Gap(10, 101), Gap(peak_bytes=7)
     call = Call(shaped(graph, (6, 10)), profile, before_deaths=(stage,), after_forward=gap, before_backward=gap)
 
     larger = call.at_size(shaped(graph, (6, 15)), profile)
     assert larger.graph == shaped(graph, (6, 15))
     assert (larger.after_forward, larger.before_backward, larger.before_forward) == (Gap(15, 152), Gap(15, 152), Gap())
-    assert larger.before_deaths == (GapPart((), 11),)
+    assert larger.before_deaths == (Gap(peak_bytes=11),)
 
     smaller = call.at_size(shaped(graph, (6, 5)), profile)
     assert (smaller.after_forward, smaller.before_deaths) == (gap, (stage,))

@@ -14,7 +14,7 @@ from hiremate_lightning.planning.solvers.model import StepModel, decisions
 from hiremate_lightning.records.graph import OUTSIDE, Direction, Graph, StorageKind
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.simulation import simulate, simulate_plain
-from hiremate_lightning.records.step import Call, Gap, GapPart, Step, merge
+from hiremate_lightning.records.step import Call, Gap, Step, merge
 from tests.helpers import lazy_rows, random_graph
 from tests.tiny import KB, Builder, chain, recompute_lazily
 
@@ -168,7 +168,7 @@ def test_what_is_held_outside_is_given_back_after_a_later_forward(given_bytes, s
     def live(held_bytes, given_bytes):
         first, last = two_calls(3, gap_after_first=Gap(held_bytes, held_bytes), gap_after_second=Gap(-given_bytes, 0))
         if sees_call:
-            last = replace(last, before_deaths=(GapPart((), 0),), called_at=1)
+            last = replace(last, before_deaths=(Gap(peak_bytes=0),), called_at=1)
         step = merge([first, last], [1, 0], stale_bytes)
         return live_at_the_end(step)
 
@@ -284,7 +284,7 @@ def test_stale_gradients_count_in_the_forward_and_are_gone_in_the_backward():
 
 def test_stale_gradients_are_gone_when_the_backward_is_called():
     graph, profile = chain(3)
-    call = Call(graph, profile, before_deaths=(GapPart((), 500),), after_forward=Gap(0, 2000))
+    call = Call(graph, profile, before_deaths=(Gap(peak_bytes=500),), after_forward=Gap(0, 2000))
 
     def peaks(called_at):
         step = merge([replace(call, called_at=called_at)], [0], stale_bytes=10_000)
@@ -299,7 +299,7 @@ def test_stale_gradients_are_gone_when_the_backward_is_called():
 @pytest.mark.parametrize("calls", [1, 2])
 def test_outputs_of_the_step_before_are_gone_when_the_last_forward_returns(calls):
     graph, profile = chain(3)
-    stages = (GapPart((), 500),)
+    stages = (Gap(peak_bytes=500),)
     made = [replace(c, before_deaths=stages) for c in ([Call(graph, profile)] if calls == 1 else two_calls(3))]
 
     def peaks(left_bytes):
