@@ -5,7 +5,6 @@ What a call of a module may change beside its results is kept in memory of NumPy
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..memory.metering import RandomState
 from ..objects import held_by, is_of
 from ..torch_private import tensor_state
 
@@ -58,25 +58,6 @@ def _things_in(value: Any) -> Iterator[Any]:
             yield thing
             if not is_of(thing, _WHOLE):
                 stack.extend(reversed(held_by(thing)))
-
-
-class RandomState:
-    """The generators of torch, numpy and Python at one moment."""
-
-    def __init__(self) -> None:
-        self._host = torch.get_rng_state().numpy().copy()
-        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        self._devices = [state.numpy().copy() for state in devices]
-        self._numpy = np.random.get_state()  # noqa: NPY002 - the generator that user code without its own draws from
-        self._python = random.getstate()
-
-    def restore(self) -> None:
-        """Put them back."""
-        torch.set_rng_state(torch.from_numpy(self._host))
-        if self._devices:
-            torch.cuda.set_rng_state_all([torch.from_numpy(state) for state in self._devices])
-        np.random.set_state(self._numpy)  # noqa: NPY002
-        random.setstate(self._python)
 
 
 class BeforeCall:

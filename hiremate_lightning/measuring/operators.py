@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import logging
 import operator
-import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx
 
 from ..capturing.capture import Captured
-from ..memory.metering import undisturbed
+from ..memory.metering import RandomState, undisturbed
 from ..rewriting.joint import CALLS_AN_OPERATOR, TRITON, attribute_of, is_part, name_of
 from ..rewriting.kernels import as_eager
 from ..rewriting.overwriting import Finish
@@ -268,18 +266,11 @@ def _is_steady(captured: Captured, index: int) -> bool:
     """Whether an operator gives the same numbers twice on made-up inputs, and draws none."""
     try:
         run = runner(captured, index)
-        before = _random_states(captured.device)
-        first = run()
-        return before == _random_states(captured.device) and _are_equal(first, run())
+        before, first = RandomState(), run()
+        return before == RandomState() and _are_equal(first, run())
     except Exception as error:  # a custom operator may refuse made-up inputs in any way: then it runs once
         log.debug("Could not run %s alone (%s: %s)", captured.graph.nodes[index].op, type(error).__name__, error)
         return False
-
-
-def _random_states(device: torch.device) -> tuple[Any, ...]:
-    on_device = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None
-    _, numbers, *others = np.random.get_state(legacy=True)  # noqa: NPY002  what users may draw from
-    return torch.get_rng_state().tolist(), on_device, random.getstate(), np.asarray(numbers).tolist(), others
 
 
 def _are_equal(first: Any, second: Any) -> bool:

@@ -10,6 +10,7 @@ allocator keeps. What runs beside the step under way is `unmeasured`.
 
 from __future__ import annotations
 
+import pickle
 import random
 import threading
 import time
@@ -276,6 +277,29 @@ def measure_peak(function: Callable[[], Any], device: torch.device | str = "cpu"
 # ---------------------------------------------------------------- beside the step under way
 
 
+class RandomState:
+    """The generators of torch, NumPy and Python at one moment, kept in memory that no measurement sees."""
+
+    def __init__(self) -> None:
+        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._host, *self._devices = (state.numpy().tobytes() for state in (torch.get_rng_state(), *devices))
+        self._numpy = pickle.dumps(np.random.get_state())  # noqa: NPY002  code without a generator of its own draws there
+        self._python = random.getstate()
+
+    def __eq__(self, other: object) -> bool:
+        """Whether nothing was drawn between two moments."""
+        return isinstance(other, RandomState) and vars(self) == vars(other)
+
+    def restore(self) -> None:
+        """Put them back."""
+        host, *devices = (torch.frombuffer(bytearray(s), dtype=torch.uint8) for s in (self._host, *self._devices))
+        torch.set_rng_state(host)
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+        np.random.set_state(pickle.loads(self._numpy))  # noqa: NPY002
+        random.setstate(self._python)
+
+
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
     """Restore random state, gradient mode, autocast, and a measurement of the step under way afterwards."""
@@ -285,21 +309,17 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def unmeasured(device: torch.device) -> Iterator[None]:
-    """Restore random state, that of Python and NumPy too, and a measurement of the step under way afterwards."""
+    """Restore random state, and a measurement of the step under way afterwards."""
     covering = MemoryMeter(device, is_read=False) if MemoryMeter.is_available(device) else nullcontext()
-    devices = [device] if device.type == "cuda" else []
-    with (
-        torch.cuda.device(device) if devices else nullcontext(),  # events are of the current device
-        covering,
-        tensor_state.real_mode(),
-        torch.random.fork_rng(devices=devices),
-    ):
-        of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  custom operators may draw there
+    on_device = (
+        torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    )  # events are of the current device
+    with on_device, covering, tensor_state.real_mode():
+        random_state = RandomState()
         try:
             yield
         finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)  # noqa: NPY002
+            random_state.restore()
 
 
 # ---------------------------------------------------------------- in steps that are not measured in full

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..calls.given import RandomState
 from ..errors import ConfigurationError
 from ..measuring.describing import describe
 from ..measuring.resident import Resident
 from ..measuring.resident_memory import ResidentMemory
 from ..memory.allocator import free_bytes
-from ..memory.metering import measure_peak
+from ..memory.metering import RandomState, measure_peak
 from ..options import SessionOptions
 from ..planning.headroom import resolve, unless_short
 from ..planning.plan import Plan
