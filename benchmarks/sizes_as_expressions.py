@@ -41,7 +41,7 @@ from hiremate_lightning.capturing import backend as backends
 from hiremate_lightning.capturing.absent import without_missing
 from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.housekeeping import collecting_what_it_leaves
-from hiremate_lightning.measuring.profiling import CostCache, ProfileOptions, measure
+from hiremate_lightning.measuring.profiling import CostCache, measure
 from hiremate_lightning.memory.allocator import in_blocks
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.planning.solvers import UNLIMITED, smallest_budget
@@ -275,7 +275,7 @@ class Trial:
             calls = []
             for number, ((_, part), (last, taken, _)) in enumerate(zip(traced, self.steps.calls, strict=True)):
                 captured = part.captured
-                profile = measure(captured, cache, ProfileOptions(repeats=1))
+                profile = measure(captured, cache, repeats=2)
                 graph, costs = without_missing(captured, self.steps.missing[last], profile)
                 calls.append(self._call(number, captured, in_blocks(graph, captured.device), costs, taken))
             steps.append(merge(calls, self.steps.order))

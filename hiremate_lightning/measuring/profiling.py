@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import mmap
@@ -50,23 +51,15 @@ log = logging.getLogger("hiremate_lightning")
 
 CACHE_FORMAT = 2
 SIZE_BYTES, FREE_SHARE = 40_000_000, 0.1  # most bytes of a copy, and most of the device's free memory for a copy
-REPEATS, SMALL_BYTES = 5, 4096
+COPIES, SMALL_BYTES = 5, 4096  # in each direction, and the bytes of a copy that takes nothing but the latency
+REPEATS = 8  # most timed runs of an operation; the fastest counts, since other load only ever adds
+TIME_LIMIT_MS = 10.0  # of the timed runs of an operation together, after which it is not repeated, beyond two runs
+AGREEMENT = 0.05  # most share of the fastest time between it and the next two, from which on none is repeated
 LEAST_MS = 1e-3  # no clock here resolves less
 NODES_AHEAD, HOST_MS = 100, 0.06  # nodes that the host launches ahead of a GPU, and its time for each
 MOST_IN_STEP = 4.0  # times the time alone: a longer sample has met other load
 PROBE_BYTES = 8 * 2**20
 VIEW_MS = 0.002  # time of the interpreter for a view, which runs no kernel
-
-
-@dataclass(frozen=True, slots=True)
-class ProfileOptions:
-    """How carefully to measure an operation."""
-
-    repeats: int = 8  # most timed runs; the fastest counts, since other load only ever adds
-    # Stop repeating an operation once its timed runs took this long together, after at least two runs. On a CPU the
-    # run that measures memory counts as a timed run.
-    time_limit_ms: float = 10.0
-    agreement: float = 0.05  # stop once this share of the fastest time, at most, lies between it and the next two
 
 
 class Cost(NamedTuple):
@@ -161,17 +154,16 @@ def _cuda_settings() -> str:
 def measure(
     captured: Captured,
     cache: CostCache,
-    options: ProfileOptions = ProfileOptions(),
+    repeats: int = REPEATS,
     progress: Callable[[int, int], None] = lambda done, total: None,
     announce: Callable[[str, str], None] = lambda _, why: log.info(why),
 ) -> Profile:
     """Measure each distinct operation of a captured graph once; what can't be run alone gets its analytic estimate.
 
-    Progress is the number of operations measured, and their total. What can't be run alone is announced: the operator,
-    and a message about it.
+    Repeats are the most timed runs of each. Progress is the number of operations measured, and their total. What can't
+    be run alone is announced: the operator, and a message about it.
     """
-    graph = captured.graph
-    options = options if thresholds.current.measures_times else ProfileOptions(repeats=1, time_limit_ms=0.0)
+    graph, measures_times = captured.graph, thresholds.current.measures_times
     costs = cache.costs_on(captured.device)
     missing = {n.key: i for i, n in enumerate(graph.nodes) if n.key not in costs and i < len(captured.fx_nodes)}
     estimates = estimate(graph, A100 if captured.device.type == "cuda" else Machine()).time_ms
@@ -180,10 +172,11 @@ def measure(
     with undisturbed(captured.device):
         for done, (key, index) in enumerate(missing.items()):
             progress(done, len(missing))
-            measured = _measure_node(captured, index, options, announce) if can_measure else None
-            if measured is not None and not thresholds.current.measures_times:
-                measured = Cost(estimates[index], measured.workspace_bytes)
-            (unmeasured if measured is None else costs)[key] = measured or Cost(estimates[index], 0)
+            cost = _measure_node(captured, index, repeats if measures_times else 1, announce) if can_measure else None
+            if cost is None:
+                unmeasured[key] = Cost(estimates[index], 0)
+            else:
+                costs[key] = cost if measures_times else cost._replace(time_ms=estimates[index])
     if missing:
         progress(len(missing), len(missing))
         cache.write(captured.device)
@@ -193,9 +186,7 @@ def measure(
     )
 
 
-def _measure_node(
-    captured: Captured, index: int, options: ProfileOptions, announce: Callable[[str, str], None]
-) -> Cost | None:
+def _measure_node(captured: Captured, index: int, repeats: int, announce: Callable[[str, str], None]) -> Cost | None:
     record = captured.graph.nodes[index]
     if not captured.graph.has_work(index):
         return Cost(VIEW_MS, 0)
@@ -204,7 +195,7 @@ def _measure_node(
     try:
         runs = runners(captured, index)
         used = () if record.replays is not None else _used_results(captured.fx_nodes[index])
-        costs = [_cost(run, captured.device, used, options) for run in runs]
+        costs = [_cost(run, captured.device, used, repeats) for run in runs]
         return Cost(max(cost.time_ms for cost in costs), max(cost.workspace_bytes for cost in costs))
     except Exception as error:  # any operator may refuse made-up inputs: the estimate takes its place
         reason = (str(error).strip() or "no text").splitlines()[0]
@@ -225,13 +216,18 @@ def _cost(
     run: Callable[[], Any],
     device: torch.device,
     used: Sequence[Any],
-    options: ProfileOptions,
+    repeats: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Cost:
-    """Measure the memory of an operation, then its time."""
+    """Measure the memory of an operation, then its time: on a CPU the run that shows memory counts as a timed one."""
     workspace, elapsed_ms = _workspace_bytes(run, device, used, clock)
     times = [elapsed_ms] if device.type == "cpu" else []
-    return Cost(_time_ms(run, device, options, times, clock), workspace)
+    while len(times) < repeats and (len(times) < 2 or sum(times) < TIME_LIMIT_MS):
+        times.append(_time_once_ms(run, device, clock))
+        fastest = sorted(times)[:3]
+        if len(fastest) == 3 and fastest[2] <= (1 + AGREEMENT) * fastest[0]:
+            break
+    return Cost(min(times), workspace)
 
 
 def _workspace_bytes(
@@ -279,23 +275,6 @@ def as_laid_out(captured: Captured, profile: Profile, strides: Sequence[tuple[in
     return replace(profile, workspace_bytes=tuple(workspace))
 
 
-def _time_ms(
-    run: Callable[[], Any],
-    device: torch.device,
-    options: ProfileOptions,
-    before: Sequence[float] = (),
-    clock: Callable[[], float] = time.perf_counter,
-) -> float:
-    """Return the fastest time of an operation that has run before, beside the times that it took then."""
-    times = [*before]
-    while len(times) < 2 or (len(times) < options.repeats and sum(times) < options.time_limit_ms):
-        times.append(_time_once_ms(run, device, clock))
-        fastest = sorted(times)[:3]
-        if len(fastest) == 3 and fastest[2] <= (1 + options.agreement) * fastest[0]:
-            break
-    return min(times)
-
-
 def _time_once_ms(run: Callable[[], Any], device: torch.device, clock: Callable[[], float]) -> float:
     if device.type != "cuda":
         start = clock()
@@ -337,16 +316,16 @@ class TimedRun:
     def _run(self, module: fx.GraphModule, arguments: list[Any], is_backward: bool) -> Any:
         interpreter = _TimedInterpreter(module, self._device)
         result = interpreter.boxed_run(arguments)
-        for node, elapsed_ms, fault_ms in interpreter.times():
+        for node, elapsed_ms, own_ms in interpreter.times():
             self.total_ms += elapsed_ms
             is_again = is_backward and node.meta.get("direction") is Direction.FORWARD
             if is_again or is_copying(node.target):
                 self.recompute_ms += elapsed_ms
             samples = self.samples_again if is_again else self.samples
             if "key" in node.meta:
-                samples.setdefault(node.meta["key"], []).append(max(0.0, elapsed_ms - fault_ms))
+                samples.setdefault(node.meta["key"], []).append(own_ms)
             elif "finishes" in node.meta:  # right after the operation that it finishes
-                samples[node.meta["finishes"]][-1] += max(0.0, elapsed_ms - fault_ms)
+                samples[node.meta["finishes"]][-1] += own_ms
         return result
 
     def refine(self, profile: Profile, graph: Graph) -> Profile:
@@ -388,7 +367,8 @@ class _TimedInterpreter(fx.Interpreter):
                 runtime.keep_busy(NODES_AHEAD * HOST_MS)
         faults_before, before = page_faults(), self._read_clock()
         result = super().run_node(node)
-        self._clocks.append((node, before, self._read_clock(), page_faults() - faults_before))
+        after, faults = self._read_clock(), 0 if self._on_gpu else page_faults() - faults_before
+        self._clocks.append((node, before, after, faults))
         return result
 
     def _read_clock(self) -> Any:
@@ -399,14 +379,12 @@ class _TimedInterpreter(fx.Interpreter):
         return event
 
     def times(self) -> Iterator[tuple[fx.Node, float, float]]:
-        """Return each node's milliseconds, and how many of these went into page faults."""
+        """Yield each node's milliseconds, with page faults and without them."""
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
         for node, before, after, faults in self._clocks:
-            if self._on_gpu:
-                yield node, before.elapsed_time(after), 0.0
-            else:
-                yield node, 1e3 * (after - before), faults * page_fault_ms()
+            elapsed_ms = before.elapsed_time(after) if self._on_gpu else 1e3 * (after - before)
+            yield node, elapsed_ms, max(0.0, elapsed_ms - faults * page_fault_ms()) if faults else elapsed_ms
 
 
 # ---------------------------------------------------------------- page faults
@@ -424,16 +402,14 @@ def page_fault_ms() -> float:
 
 
 def _page_fault_ms(clock: Callable[[], float] = time.perf_counter, count: Callable[[], int] = page_faults) -> float:
+    ones = b"\1" * PROBE_BYTES
     with mmap.mmap(-1, PROBE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-        touched = torch.frombuffer(memory, dtype=torch.uint8)
         clocks, faults = [clock()], count()
         for _ in range(2):
-            touched.fill_(1)
+            memory[:] = ones
             clocks.append(clock())
-        faults = count() - faults
-        del touched
-    first, again = clocks[1] - clocks[0], clocks[2] - clocks[1]
-    return max(0.0, 1e3 * (first - again) / max(1, faults))
+        first_ms, again_ms = (1e3 * (after - before) for before, after in itertools.pairwise(clocks))
+        return max(0.0, first_ms - again_ms) / max(1, count() - faults)
 
 
 # ---------------------------------------------------------------- copies to the host and back
@@ -443,8 +419,8 @@ def measure_link(device: torch.device) -> Link:
     """Return the speed of the fastest of a few copies in each direction, while as much goes in the other one."""
     with undisturbed(device):
         size = max(SMALL_BYTES, min(SIZE_BYTES, int(FREE_SHARE * free_bytes(device))))
-        latency_ms = min(min(_both_ways_ms(device, SMALL_BYTES)) for _ in range(REPEATS))
-        times = [_both_ways_ms(device, size) for _ in range(REPEATS)]
+        latency_ms = min(min(_both_ways_ms(device, SMALL_BYTES)) for _ in range(COPIES))
+        times = [_both_ways_ms(device, size) for _ in range(COPIES)]
     out_ms, in_ms = (max(LEAST_MS, min(of_one) - latency_ms) for of_one in zip(*times, strict=True))
     return Link(size / out_ms, size / in_ms, latency_ms)
 

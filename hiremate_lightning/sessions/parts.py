@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..capturing.capture import Captured
 from ..measuring.operators import without_unsteady
-from ..measuring.profiling import CostCache, ProfileOptions, measure
+from ..measuring.profiling import REPEATS, CostCache, measure
 from ..memory.metering import undisturbed
 from ..records.costs import Profile
 from ..reporting.report import Reporter
@@ -101,14 +101,14 @@ class Parts:
         self.traced_count += profile is None
         return part
 
-    def prepare(self, part: Part, options: ProfileOptions = ProfileOptions()) -> tuple[int, Profile]:
+    def prepare(self, part: Part, repeats: int = REPEATS) -> tuple[int, Profile]:
         """Return the number of a part that is about to run, and its costs, which are measured the first time."""
         if part not in self._profiles:
             part.captured = without_unsteady(part.captured, self._recomputable)
-            self._profiles[part] = self._measure(part.captured, options)
+            self._profiles[part] = self._measure(part.captured, repeats)
         return self._numbers[part], self._profiles[part]
 
-    def _measure(self, captured: Captured, options: ProfileOptions) -> Profile:
+    def _measure(self, captured: Captured, repeats: int) -> Profile:
         """Compile what is fused, then measure each operation."""
         if self._kernels is not None:
             with self._reporter.stage("compiling"), undisturbed(captured.device):
@@ -117,7 +117,7 @@ class Parts:
             profile = measure(
                 captured,
                 self._costs,
-                options,
+                repeats,
                 progress=lambda done, total: self._reporter.progress("operations", done, total),
                 announce=self._say_unmeasured,
             )

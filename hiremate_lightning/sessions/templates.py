@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from .. import thresholds
 from ..capturing.template import CodeTemplate
 from ..housekeeping import collecting_what_it_leaves
-from ..measuring.profiling import ProfileOptions
 from ..planning.headroom import Room
 from ..planning.ladder import Ladder, Loss
 from ..planning.solvers import Problem, SolveOptions, smallest_budget
@@ -34,7 +33,7 @@ from .planned_model import PlannedModel
 
 log = logging.getLogger("hiremate_lightning")
 
-OF_SAMPLES = ProfileOptions(repeats=2)  # a line through the times of all samples evens them out
+REPEATS_OF_SAMPLES = 2  # a line through the times of all samples evens them out
 FAILURES = 3  # sizes of one code that no template served, and fewer that one did: then each of its sizes is traced
 HEADROOM = 0.8  # of the room of a step that nothing fitted: larger steps may run by the same decisions
 LIMIT_S = 5.0  # for solving, while a step waits
@@ -105,7 +104,7 @@ class Templates:
         self._of(code).number = first.captured.graph.code
         template = self._templates.get(first)
         if template is None or template.sizes != sizes_before:
-            profiles = [self._parts.prepare(part, OF_SAMPLES)[1] for _, part in samples]
+            profiles = [self._parts.prepare(part, REPEATS_OF_SAMPLES)[1] for _, part in samples]
             costed = [(part.captured, profile) for (_, part), profile in zip(samples, profiles, strict=True)]
             template = self._templates[first] = CodeTemplate(costed, sizes_before)
         captured, profile = template.at(sizes)

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hiremate_lightning import hiremate
 from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.measuring import operators, profiling
-from hiremate_lightning.measuring.profiling import CostCache, ProfileOptions, TimedRun, describe_device, measure
+from hiremate_lightning.measuring.profiling import CostCache, TimedRun, describe_device, measure
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.records.costs import Profile, estimate
 from hiremate_lightning.records.schedule import lower
@@ -34,7 +34,7 @@ from tests.exact import captured_by, network
 from tests.tiny import recompute_lazily
 
 CPU = torch.device("cpu")
-QUICK = ProfileOptions(repeats=2, time_limit_ms=1.0)
+QUICK = 2  # timed runs of each operation
 ROWS, WIDTH = 256, 16
 
 
@@ -196,19 +196,16 @@ class Operation:
 
 
 def test_an_operation_is_timed_until_three_times_agree():
-    run, options = Operation(9.0, 5.0, 7.0, 5.05, 6.0, 5.09, 4.0), ProfileOptions(8, 1e9, agreement=0.02)
-    assert profiling._time_ms(run, CPU, options, clock=run.clock) == pytest.approx(5.0)
-    assert run.left_ms == [4.0]
+    """The run that shows memory counts as timed."""
+    run = Operation(0.9, 0.5, 0.7, 0.505, 0.6, 0.509, 0.4)
+    cost = profiling._cost(run, CPU, (), 8, run.clock)
+    assert (cost.time_ms, cost.workspace_bytes) == (pytest.approx(0.5), 0)
+    assert run.left_ms == [0.4]
 
 
 def test_a_slow_operation_is_timed_twice():
-    """The run that shows memory counts as timed: on a CPU one is run to see its memory, and once more."""
-    options = ProfileOptions(time_limit_ms=60.0)
     run = Operation(90.0, 80.0, 70.0)
-    assert profiling._time_ms(run, CPU, options, clock=run.clock) == pytest.approx(80.0)
-    run = Operation(90.0, 80.0, 70.0)
-    cost = profiling._cost(run, CPU, (), options, run.clock)
-    assert (cost.time_ms, cost.workspace_bytes) == (pytest.approx(80.0), 0)
+    assert profiling._cost(run, CPU, (), 8, run.clock).time_ms == pytest.approx(80.0)
     assert run.left_ms == [70.0]
 
 
