@@ -103,9 +103,9 @@ class Resizing:
         self._widths = {dim for tensor in self.graph.tensors if tensor.storage in weights for dim in tensor.shape}
         self._bytes = [np.array(graph.sizes, dtype=np.float64) for graph, _ in plain]
         self._workspaces = [np.array(profile.workspace_bytes, dtype=np.float64) for _, profile in plain]
-        self._dims: dict[Sizes, int] = {(1,) * len(samples): 0}  # each that occurs, and its number
-        self._places = self._find_places()  # by storage, numbers of its dimensions
-        self._followed = {dims: self._find_followed(dims) for dims in self._dims}
+        self._shapes = self._find_shapes()
+        dimensions = dict.fromkeys(itertools.chain.from_iterable(self._shapes.values()))
+        self._followed = {dims: self._find_followed(dims) for dims in dimensions}
 
     def at(self, sizes: Sizes) -> Bytes:
         """Bound the bytes at some sizes, given in the order of those of the samples."""
@@ -113,14 +113,14 @@ class Resizing:
         for column, size in zip(zip(*(s.sizes for s in self._samples), strict=True), sizes, strict=True):
             new_sizes.setdefault(column, []).append(size)
         ranges = {column: Bounds(min(now), max(now)) for column, now in new_sizes.items()}
-        bounds = (self._factor(dims, ranges) for dims in self._dims)
-        factors = np.array([(factor.low, factor.high) for factor in bounds])
+        factors = {dims: self._factor(dims, ranges) for dims in self._followed}
         # Measured bytes do not shrink, and grow with a power of the sizes at most.
         growth = _product(now.over(column[0]) | SAME for column, now in ranges.items())
         measured = Bounds(growth.low**MEASURED_POWER, growth.high**MEASURED_POWER)
-        scale = factors[self._places].prod(axis=1)
-        scale[self._places[:, 0] < 0] = measured.low, measured.high
-        low, high = self._bytes[0] * scale[:, 0], self._bytes[0] * scale[:, 1]
+        of_shapes = {shape: _product(factors[dims] for dims in shape) for shape in set(self._shapes.values())}
+        scales = [of_shapes[self._shapes[s]] if s in self._shapes else measured for s in range(len(self._bytes[0]))]
+        low = self._bytes[0] * [scale.low for scale in scales]
+        high = self._bytes[0] * [scale.high for scale in scales]
         least, most = self._workspaces[0] * measured.low, self._workspaces[0] * measured.high
         for sample, own, workspaces in zip(self._samples, self._bytes, self._workspaces, strict=True):
             if own.shape != high.shape or workspaces.shape != most.shape:
@@ -209,25 +209,19 @@ class Resizing:
             low, high = max(low, dim * factor.low), min(high, dim * factor.high)
         return Bounds(max(0.0, low - ROUNDED), high).over(dims[0])
 
-    # ---------------------------------------------------------------- storages
-
-    def _find_places(self) -> np.ndarray:
-        """Find for each storage the numbers of its dimensions, as many for each; -1 where they are not known."""
-        views: dict[int, int] = {}  # by storage, the tensor of most dimensions that fills it
+    def _find_shapes(self) -> dict[int, tuple[Sizes, ...]]:
+        """Find for each storage, where that is known, the dimensions of the tensor that fills it."""
         graphs = [sample.graph for sample in self._samples]
-        by_rank = sorted(enumerate(graphs[0].tensors), key=lambda pair: len(pair[1].shape), reverse=True)
-        for index, tensor in by_rank:
-            storage, own_bytes = tensor.storage, math.prod(tensor.shape) * item_bytes(tensor.dtype)
+        shapes = dict[int, tuple[Sizes, ...]]()
+        for tensors in zip(*(graph.tensors for graph in graphs), strict=False):  # those of code outside may differ
+            storage, own_bytes = tensors[0].storage, math.prod(tensors[0].shape) * item_bytes(tensors[0].dtype)
             if storage is None or storage >= self._samples[0].storages or not own_bytes:
                 continue
-            if own_bytes <= graphs[0].sizes[storage] <= 1.1 * own_bytes + 1024:  # as its allocator rounds up
-                views.setdefault(storage, index)
-        dims = {s: list(zip(*(graph.tensors[t].shape for graph in graphs), strict=True)) for s, t in views.items()}
-        places = np.full((len(self.graph.storages), max([1, *map(len, dims.values())])), -1, dtype=np.int64)
-        for storage, its_dims in dims.items():
-            numbers = [self._dims.setdefault(dim, len(self._dims)) for dim in its_dims]
-            places[storage] = numbers + [0] * (places.shape[1] - len(numbers))
-        return places
+            # Its allocator may round up. Of views the one of most dimensions tells most.
+            fills = own_bytes <= graphs[0].sizes[storage] <= 1.1 * own_bytes + 1024
+            if fills and (storage not in shapes or len(tensors[0].shape) > len(shapes[storage])):
+                shapes[storage] = tuple(zip(*(tensor.shape for tensor in tensors), strict=True))
+        return shapes
 
 
 def _near(now: Bounds, size: int) -> Bounds:
