@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from first_plan import OF_DEPTH
+from graph_files import write_step
 from zoo.models import MODELS, Built
 
 from hiremate_lightning.capturing.backend import planning_backend
@@ -101,8 +102,7 @@ def main() -> None:
         middle = time.perf_counter()
         profile = measure(captured, cache)
         end = time.perf_counter()
-        (folder / f"{name}.graph.json").write_text(captured.graph.to_json())
-        (folder / f"{name}.profile.json").write_text(profile.to_json())
+        write_step(folder, name, captured.graph, profile)
         sys.stdout.write(
             f"{name}: {len(captured.graph.forward)}+{len(captured.graph.backward)} nodes, "
             f"captured in {middle - start:.1f} s, profiled in {end - middle:.1f} s\n"

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from graph_files import read_step, write_step
 from papers_page import BOUND, PERCENTS, SMALLEST, Network, Row, picture, tables
 from provenance import commit, processor, versions
 from torch import Tensor, nn
@@ -34,8 +35,7 @@ from zoo.papers import PAPERS
 
 from hiremate_lightning.planning.comparing import Outcome, compare, methods_to_compare, proven_ms
 from hiremate_lightning.planning.solvers import Problem, SolveOptions, smallest_budget
-from hiremate_lightning.records.costs import profile_from_json, step_time_ms
-from hiremate_lightning.records.graph import graph_from_json
+from hiremate_lightning.records.costs import step_time_ms
 
 TFLOPS, GB_PER_S = 16.3, 672  # Quadro RTX 8000, single precision, by its data sheet
 RESOLUTION = 0.01  # of the plain peak, at which the search for the smallest budget ends
@@ -85,8 +85,7 @@ def capture(name: str, folder: Path) -> Network:
         step.plain_bytes,
         least.peak_bytes,
     )
-    (folder / f"{name}.graph.json").write_text(step.graph.to_json())
-    (folder / f"{name}.profile.json").write_text(step.profile.to_json())
+    write_step(folder, name, step.graph, step.profile)
     (folder / f"{name}.json").write_text(json.dumps(asdict(network)))
     return network
 
@@ -94,8 +93,7 @@ def capture(name: str, folder: Path) -> Network:
 def load(name: str, folder: Path, limit_s: float) -> tuple[Network, Problem]:
     """Read a captured step."""
     facts = json.loads((folder / f"{name}.json").read_text())
-    graph = graph_from_json((folder / f"{name}.graph.json").read_text())
-    profile = profile_from_json((folder / f"{name}.profile.json").read_text())
+    graph, profile = read_step(folder, name)
     network = Network(**{**facts, "nodes": tuple(facts["nodes"])})
     return network, Problem(graph, profile, network.plain_bytes, SolveOptions(limit_s))
 

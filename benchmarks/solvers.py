@@ -21,18 +21,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import page_tables
+from graph_files import read_step
 from provenance import provenance
 
 from hiremate_lightning.planning.solvers import Problem, SolveOptions, get_strategy, smallest_budget, strategy_names
 from hiremate_lightning.planning.solvers.model import StepModel
-from hiremate_lightning.records.costs import profile_from_json
-from hiremate_lightning.records.graph import graph_from_json
 
 
 def load(folder: Path, name: str) -> Problem:
     """Read a step; its budget is what keeping everything takes."""
-    graph = graph_from_json((folder / f"{name}.graph.json").read_text())
-    profile = profile_from_json((folder / f"{name}.profile.json").read_text())
+    graph, profile = read_step(folder, name)
     return Problem(graph, profile, StepModel(Problem(graph, profile, 0)).keep_all_bytes)
 
 

@@ -24,7 +24,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ..errors import HiRemateError
-from ..records.costs import Profile, profile_from_json
+from ..records.costs import Profile, profile_from
 from ..records.offload import Offload
 from ..records.step import Decisions
 from .comparing import Curve
@@ -217,7 +217,7 @@ def _decode(text: str, problem: Problem) -> tuple[Solution, Profile]:
     recompute = tuple(tuple(int(node) for node in row) for row in fields.pop("recompute"))
     offloads = tuple(Offload(**{name: int(place) for name, place in row.items()}) for row in fields.pop("offloads"))
     solution = Solution(**{**fields, "status": Status(fields["status"]), "recompute": recompute, "offloads": offloads})
-    profile = profile_from_json(json.dumps(data["profile"]))
+    profile = profile_from(data["profile"])
     if not len(profile.time_ms) == len(profile.workspace_bytes) == len(problem.graph.nodes):
         raise ValueError("its profile is of another graph")
     if offloads and not (problem.host is not None and problem.host.holds(problem.graph, offloads)):

@@ -6,8 +6,9 @@ operation counts, the same on every machine, for tests and for planning without 
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from .graph import OUTSIDE, Graph, Node
 
@@ -44,16 +45,11 @@ class Profile:
     device: str  # where it was measured, or "estimate"
     link: Link | None = None  # how fast the device copies to the host and back; None where nothing is copied
 
-    def to_json(self) -> str:
-        """Write the profile as JSON; `profile_from_json` reads it back, equal."""
-        return json.dumps(asdict(self), separators=(",", ":"))
 
-
-def profile_from_json(text: str) -> Profile:
-    """Read a profile written by `Profile.to_json`."""
-    data = json.loads(text)
-    link = Link(**data["link"]) if data.get("link") else None
-    return Profile(tuple(data["time_ms"]), tuple(data["workspace_bytes"]), data["device"], link)
+def profile_from(fields: Mapping[str, Any]) -> Profile:
+    """Return the profile whose fields were read from JSON."""
+    link = Link(**fields["link"]) if fields.get("link") else None
+    return Profile(tuple(fields["time_ms"]), tuple(fields["workspace_bytes"]), fields["device"], link)
 
 
 def as_plain(graph: Graph, profile: Profile) -> tuple[Graph, Profile]:

@@ -2,8 +2,7 @@
 
 A `Node` is one computation. A `Tensor` is one value. Several tensors may share one `Storage` (views, aliases): bytes
 are counted in storages, never in tensors. Everything is indexed by position: `Graph.nodes[i]`, `Graph.tensors[i]`,
-`Graph.storages[i]`, and the records refer to each other by these indices, so that a graph is hashable, comparable and
-serialisable.
+`Graph.storages[i]`, and the records refer to each other by these indices, so that a graph is hashable and comparable.
 
 The backward may recompute a forward tensor by running its recomputer: a *replay* node where its producer has one, which
 brings back what the producer gave (a dropout's output from its input and its mask, the mask from the state that the
@@ -14,15 +13,13 @@ then the tensor can only be saved.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any
 
-FORMAT_VERSION = 2
 OUTSIDE = "outside"  # op of the node that stands for code outside of captured graphs, as between forward and backward
 
 
@@ -259,29 +256,6 @@ class Graph:
     def has_work(self, index: int) -> bool:
         """Whether a node computes. A node that does not makes a view, and costs nothing."""
         return bool(self.allocates[index] or self.nodes[index].is_mutating or self.nodes[index].flops)
-
-    def to_json(self) -> str:
-        """Write the graph as JSON; `graph_from_json` reads it back, equal."""
-        return json.dumps({"format": FORMAT_VERSION, **asdict(self)}, separators=(",", ":"))
-
-
-def graph_from_json(text: str) -> Graph:
-    """Read a graph written by `Graph.to_json`.
-
-    Raises:
-        ValueError: If it was written in another format.
-    """
-    data = json.loads(text)
-    if data.pop("format", None) != FORMAT_VERSION:
-        raise ValueError(f"Not a graph of format {FORMAT_VERSION}: write it again with this version")
-
-    def freeze(record: dict[str, Any]) -> dict[str, Any]:
-        return {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
-
-    nodes = tuple(Node(**{**freeze(n), "direction": Direction(n["direction"])}) for n in data.pop("nodes"))
-    tensors = tuple(Tensor(**freeze(t)) for t in data.pop("tensors"))
-    storages = tuple(Storage(**{**s, "kind": StorageKind(s["kind"])}) for s in data.pop("storages"))
-    return Graph(nodes, tensors, storages, **freeze(data))
 
 
 def bytes_of(graph: Graph, tensors: Iterable[int]) -> int:

@@ -119,20 +119,18 @@ def staying(graph: Graph) -> set[int]:
     return {storage for storage in seen.union(others, empty) if storage is not None}
 
 
-def with_offloads(
-    graph: Graph, schedule: Schedule, offloads: Sequence[Offload], pinned: Collection[int] = ()
-) -> Schedule:
+def with_offloads(graph: Graph, schedule: Schedule, offloads: Sequence[Offload]) -> Schedule:
     """Return a schedule in which some storages are offloaded for a while.
 
     Copies begin in the order of their places, and of `offloads` at the same place. The program waits for a copy out at
-    `gone`, and for a copy in where the storage is used first. Pinned storages must stay for other reasons.
+    `gone`, and for a copy in where the storage is used first.
 
     Raises:
         ScheduleError: If a storage may not be offloaded, or not at such places.
     """
     if not offloads:
         return schedule
-    idle = {one.storage: one for one in idle_storages(graph, schedule, pinned)}
+    idle = {one.storage: one for one in idle_storages(graph, schedule)}
     forward, backward = defaultdict[int, list[Operation]](list), defaultdict[int, list[Operation]](list)
     storages = [offload.storage for offload in offloads]
     if len(set(storages)) < len(storages):

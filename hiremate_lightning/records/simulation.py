@@ -47,17 +47,6 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Copied:
-    """One copy between the device and the host."""
-
-    storage: int
-    is_out: bool  # whether it goes to the host
-    start_ms: float  # when it begins, from the start of the step
-    end_ms: float  # when it is done
-    moment: int  # number of nodes that were run before it was asked for
-
-
-@dataclass(frozen=True, slots=True)
 class Simulation:
     """The bytes and times of a schedule."""
 
@@ -69,7 +58,6 @@ class Simulation:
     recompute_ms: float  # time of the nodes that run again
     wait_ms: float = 0.0  # time that computing waits for copies
     host_bytes: int = 0  # most bytes that lie on the host at once
-    copies: tuple[Copied, ...] = ()  # copies to the host and back, in the order in which they begin in each direction
 
     @property
     def peak_moment(self) -> Moment:
@@ -253,7 +241,6 @@ class _Replay:
         self.timeline: list[Moment] = []
         self.events: list[int] = []  # for each moment, how many events of the memory come before its peak
         self.runs = [0] * len(graph.nodes)
-        self.copies: list[Copied] = []
         self.turn = self.saved_bytes = 0
         self.wait_ms = 0.0
         self._graph, self._profile = graph, profile
@@ -308,11 +295,9 @@ class _Replay:
         if link is None:
             raise ScheduleError("The schedule copies to the host, but its costs do not say how fast (Profile.link)")
         if isinstance(operation, (CopyOut, CopyIn)):
-            is_out, size_bytes = isinstance(operation, CopyOut), self._graph.sizes[storage]
-            start_ms = max(self._now_ms, self._copied_ms[kind])
-            end_ms = start_ms + (link.out_ms(size_bytes) if is_out else link.in_ms(size_bytes))
+            copy_ms = link.out_ms if isinstance(operation, CopyOut) else link.in_ms
+            end_ms = max(self._now_ms, self._copied_ms[kind]) + copy_ms(self._graph.sizes[storage])
             self._copied_ms[kind] = self._done_ms[storage, kind] = end_ms
-            self.copies.append(Copied(storage, is_out, start_ms, end_ms, len(self.timeline)))
         else:
             wait_ms = max(0.0, self._done_ms[storage, _BEFORE[kind]] - self._now_ms)
             self._now_ms += wait_ms
@@ -350,7 +335,6 @@ def simulate(graph: Graph, profile: Profile, schedule: Schedule) -> Simulation:
         recompute_ms=time_ms - step_ms,
         wait_ms=replay.wait_ms,
         host_bytes=replay.memory.host_peak_bytes,
-        copies=tuple(replay.copies),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,6 +12,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # where scripts find their neighbours
 
+import graph_files
 import graphs
 import growth
 import rival_plot
@@ -19,6 +20,9 @@ import rival_tables as tables
 import torch
 from rival_tables import Point, Row, Spread, Timing
 from torch import nn
+
+from hiremate_lightning.records.costs import Link
+from tests.tiny import chain
 
 CLOCK = "cpu_s"
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
@@ -202,3 +206,21 @@ def _is_there(name: str) -> bool:
     place = SCRIPTS / name.replace(".", "/")
     is_neighbour = place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()
     return is_neighbour or first in sys.stdlib_module_names or first in OTHER_PACKAGES.split()
+
+
+# ---------------------------------------------------------------- captured steps in files
+
+
+def test_a_step_is_read_as_it_was_written(tmp_path):
+    graph, profile = chain(3)
+    for costs in (profile, replace(profile, link=Link(1.0, 2.0, 3.0))):
+        graph_files.write_step(tmp_path, "chain", graph, costs)
+        assert graph_files.read_step(tmp_path, "chain") == (graph, costs)
+
+
+def test_a_step_in_another_format_is_refused(tmp_path):
+    graph_files.write_step(tmp_path, "chain", *chain(1))
+    path = tmp_path / "chain.graph.json"
+    path.write_text(path.read_text().replace('"format":2', '"format":3'))
+    with pytest.raises(ValueError, match=r"^Not a graph of format 2: write it again with this version$"):
+        graph_files.read_step(tmp_path, "chain")

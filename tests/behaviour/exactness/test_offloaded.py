@@ -64,7 +64,7 @@ class Puts(Conductor):
         chosen = [i for i in idle if captured.graph.sizes[i.storage] >= LEAST_BYTES and self.rng.random() < self.share]
         self.offloaded += len(chosen)
         offloads = [self.rule(i, schedule, self.rng) for i in chosen]
-        return with_offloads(captured.graph, schedule, offloads, pinned_storages(captured))
+        return with_offloads(captured.graph, schedule, offloads)
 
 
 def compiled(model: nn.Module, conductor: Conductor):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 
-from hiremate_lightning.records.graph import FORMAT_VERSION, Direction, Node, StorageKind, graph_from_json
+from hiremate_lightning.records.graph import Direction, Node, StorageKind
 from hiremate_lightning.records.step import Call, Gap
-from tests.tiny import Builder, chain, shaped, transformer
+from tests.tiny import Builder, chain, shaped
 
 
 def test_a_node_allocates_its_outputs_once_and_no_views():
@@ -80,24 +79,6 @@ def test_needed_is_what_the_backward_reads_or_returns_of_what_was_there_before_i
     a = b.op("a", (), 100)
     b.op("unread", (), 100)
     assert b.graph(gradients=(a,))[0].needed == (a,)
-
-
-def test_json_gives_an_equal_graph_back_with_what_was_derived():
-    for graph, _ in (chain(3), transformer(2)):
-        again = graph_from_json(graph.to_json())
-        assert again == graph
-        assert (again.recomputers, again.allocates, again.needed) == (graph.recomputers, graph.allocates, graph.needed)
-        assert hash(again) == hash(graph)
-
-
-@pytest.mark.parametrize("version", [FORMAT_VERSION + 1, None])
-def test_json_of_another_format_is_refused(version: int | None):
-    data = json.loads(chain(1)[0].to_json())
-    data["format"] = version
-    with pytest.raises(
-        ValueError, match=rf"^Not a graph of format {FORMAT_VERSION}: write it again with this version$"
-    ):
-        graph_from_json(json.dumps(data))
 
 
 # ---------------------------------------------------------------- the same code
