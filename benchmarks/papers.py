@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from zoo.cases import Case
 from zoo.papers import PAPERS
 
-from hiremate_lightning.planning.comparing import Outcome, compare, methods_to_compare, proven_ms
+from hiremate_lightning.planning.comparing import Outcome, methods_to_compare, outcome_of, proven_ms
 from hiremate_lightning.planning.solvers import Problem, SolveOptions, smallest_budget
 from hiremate_lightning.records.costs import step_time_ms
 
@@ -180,8 +180,7 @@ def solve_budget(network: Network, problem: Problem, percent: int, methods: list
         prove(network, percent, asked, rows)
     for method in methods:
         if not rows.knows(network, percent, method):
-            for outcome in compare(asked, [method]):
-                rows.add(rows.row_of(network, percent, outcome))
+            rows.add(rows.row_of(network, percent, outcome_of(asked, method)))
 
 
 def solve_smallest(network: Network, problem: Problem, method: str, rows: Rows) -> None:
@@ -190,7 +189,7 @@ def solve_smallest(network: Network, problem: Problem, method: str, rows: Rows) 
 
     def is_met(budget_bytes: int) -> bool:
         nonlocal best
-        (outcome,) = compare(replace(problem, budget_bytes=budget_bytes), [method])
+        outcome = outcome_of(replace(problem, budget_bytes=budget_bytes), method)
         row = rows.row_of(network, SMALLEST, outcome)
         if row.fits and (best is None or row.peak_bytes < best.peak_bytes):
             best = row

@@ -17,8 +17,7 @@ from ..measuring.profiling import measure_link
 from ..memory.allocator import allocated_bytes, free_host_bytes
 from ..options import Objective, SessionOptions
 from ..out_of_memory import InfeasibleBudgetError
-from ..planning.comparing import Comparison, Outcome, methods_to_compare, proven_ms
-from ..planning.comparing import compare as solve_by_each
+from ..planning.comparing import Comparison, Outcome, methods_to_compare, outcome_of, proven_ms
 from ..planning.comparing import curve as solve_curve
 from ..planning.headroom import Room, least_need, resolve, unless_short
 from ..planning.plan import Plan
@@ -304,7 +303,7 @@ def _solved_by_each(work: _Work, problem: Problem, named: dict[int, str], method
                 bounds.append((budget_bytes, proven_ms(asked)))
             for method in methods:
                 with work.reporter.stage(f"solving {words} by {method}"):
-                    outcomes += solve_by_each(asked, [method])
+                    outcomes.append(outcome_of(asked, method))
     except KeyboardInterrupt:
         if not outcomes:
             raise

@@ -8,7 +8,7 @@ the outcomes so far.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from .solvers.base import (
@@ -153,28 +153,18 @@ def methods_to_compare() -> tuple[str, ...]:
     return tuple(name for name in strategy_names() if name != "none")  # that is plain training
 
 
-def compare(
-    problem: Problem, methods: Sequence[str], starting: Callable[[str], None] = lambda method: None
-) -> Iterator[Outcome]:
-    """Solve a problem by one method after the other, each in a process of its own and within the time limit.
-
-    `starting` is called with each method before it starts. Each outcome is yielded as soon as it is known.
-
-    Raises:
-        ConfigurationError: If there is no method of a name.
-    """
-    for method in methods:
-        starting(method)
-        yield outcome_of(problem, method, apart(method)(problem))
-
-
 def proven_ms(problem: Problem) -> float | None:
     """Return a lower bound on the recompute time of every schedule within the budget, None where none fits."""
     return lower_bound(StepModel(problem), problem.budget_bytes, BOUND_SHARE * problem.options.time_limit_s)
 
 
-def outcome_of(problem: Problem, method: str, solution: Solution) -> Outcome:
-    """Judge the solution of a method by the independent simulator."""
+def outcome_of(problem: Problem, method: str) -> Outcome:
+    """Solve by a method, in a process of its own and within the time limit; judge that by the independent simulator.
+
+    Raises:
+        ConfigurationError: If there is no method of that name.
+    """
+    solution = apart(method)(problem)
     judged = with_decisions(problem, solution, solution.recompute) if solution.recompute else solution
     values = {field.name: getattr(judged, field.name) for field in fields(Solution)}
     fits = bool(solution.recompute) and judged.peak_bytes <= problem.budget_bytes

@@ -432,15 +432,15 @@ class TestCompare:
     @pytest.fixture
     def solves(self, monkeypatch):
         """Interrupt all solves but so many."""
-        solve, left = commands.solve_by_each, []
+        solve, left = commands.outcome_of, []
 
-        def interrupted(problem, methods):
+        def interrupted(problem, method):
             if not left:
                 raise KeyboardInterrupt
             left.pop()
-            return solve(problem, methods)
+            return solve(problem, method)
 
-        monkeypatch.setattr(commands, "solve_by_each", interrupted)
+        monkeypatch.setattr(commands, "outcome_of", interrupted)
         return left
 
     def test_an_interrupted_run_keeps_its_finished_rows(self, models, capsys, solves, tmp_path):

@@ -12,7 +12,7 @@ from hiremate_lightning.command_line.arguments import read_budgets, read_methods
 from hiremate_lightning.command_line.comparisons import spread
 from hiremate_lightning.errors import BudgetError, ConfigurationError
 from hiremate_lightning.planning import comparing
-from hiremate_lightning.planning.comparing import Comparison, Outcome, compare, methods_to_compare, proven_ms
+from hiremate_lightning.planning.comparing import Comparison, Outcome, methods_to_compare, outcome_of, proven_ms
 from hiremate_lightning.planning.solvers import Problem, Solution, Status, get_strategy
 from hiremate_lightning.planning.solvers.base import replay, strategy_names
 from hiremate_lightning.records.schedule import keep_all
@@ -40,10 +40,9 @@ def problem() -> Problem:
 
 
 def test_each_method_is_judged_by_the_simulator(problem: Problem):
-    told: list[str] = []
-    found = list(compare(problem, ["portfolio", "segments"], told.append))
-    assert [o.method for o in found] == told == ["portfolio", "segments"]
-    for o in found:
+    for method in ("portfolio", "segments"):
+        o = outcome_of(problem, method)
+        assert o.method == method
         assert o.fits
         assert 0 < o.peak_bytes <= problem.budget_bytes
         solved = get_strategy(o.method)(problem)
@@ -51,11 +50,11 @@ def test_each_method_is_judged_by_the_simulator(problem: Problem):
 
 
 def test_a_method_without_a_valid_schedule_does_not_fit(problem: Problem, monkeypatch: pytest.MonkeyPatch):
-    (found,) = compare(replace(problem, budget_bytes=1), ["segments"])
+    found = outcome_of(replace(problem, budget_bytes=1), "segments")
     assert (found.fits, found.peak_bytes, found.recompute_ms) == (False, 0, 0.0)
     boast = Solution("boaster", Status.OPTIMAL, keep_all(problem.graph), 0.0, 1, stopped_by="proof")
     monkeypatch.setattr(comparing, "apart", lambda name: lambda asked: boast)
-    (found,) = compare(problem, ["boaster"])
+    found = outcome_of(problem, "boaster")
     assert not found.fits
     assert found.peak_bytes > problem.budget_bytes
 
@@ -63,7 +62,9 @@ def test_a_method_without_a_valid_schedule_does_not_fit(problem: Problem, monkey
 def test_the_bound_is_below_what_any_method_finds(problem: Problem):
     bound_ms = proven_ms(problem)
     assert bound_ms is not None
-    assert all(bound_ms <= o.recompute_ms + 1e-6 for o in compare(problem, ["portfolio", "hilp"]))
+    assert all(
+        bound_ms <= o.recompute_ms + 1e-6 for o in (outcome_of(problem, method) for method in ("portfolio", "hilp"))
+    )
     assert proven_ms(replace(problem, budget_bytes=1)) is None, "what nothing fits is proven impossible"
 
 
