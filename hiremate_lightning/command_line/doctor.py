@@ -6,7 +6,7 @@ import copy
 import platform
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -71,14 +71,12 @@ def examine(factory: str | None = None, script: Sequence[str] = ()) -> list[Find
 # ---------------------------------------------------------------- versions
 
 
-def _version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
+    """Return the version of a package, None where it isn't installed."""
     try:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-VersionOf = Callable[[str], "str | None"]  # of a package, None where it isn't installed
 
 
 def torch_finding() -> Finding:
@@ -92,9 +90,7 @@ def torch_finding() -> Finding:
     return Finding("torch", Grade.KNOW, words)
 
 
-def packages(
-    version_of: VersionOf = _version, failures_of: Callable[[Sequence[str]], dict[str, str]] = import_failures
-) -> Iterator[Finding]:
+def packages() -> Iterator[Finding]:
     """Import each package that the package asks for, and what needs most of them: Lightning's callbacks."""
     try:
         requirements = [Requirement(line) for line in requires(PACKAGE) or []]
@@ -107,11 +103,11 @@ def packages(
     modules = {
         wanted.name: MODULES.get(wanted.name, wanted.name.replace("-", "_"))
         for wanted, _ in named
-        if version_of(wanted.name) is not None
+        if installed_version(wanted.name) is not None
     }
-    failures = failures_of([*modules.values(), CALLBACKS])
+    failures = import_failures([*modules.values(), CALLBACKS])
     for wanted, extra in named:
-        yield _package(wanted, extra, version_of(wanted.name), failures.get(modules.get(wanted.name, "")))
+        yield _package(wanted, extra, installed_version(wanted.name), failures.get(modules.get(wanted.name, "")))
     if CALLBACKS in failures:
         mending = f"mend it with: {_mending(PACKAGE)}" if len(failures) == 1 else "mend what is BAD above"
         yield Finding(CALLBACKS, Grade.BAD, f"can't be imported: {failures[CALLBACKS]}; {mending}")
@@ -158,10 +154,10 @@ KNOWN_BAD = {
 }
 
 
-def known_bad_pairs(version_of: VersionOf = _version) -> Iterator[Finding]:
+def known_bad_pairs() -> Iterator[Finding]:
     """Find pairs of versions that fail together."""
     for pair, words in KNOWN_BAD.items():
-        bounds = [(bound, version_of(bound.name) or "") for bound in map(Requirement, pair)]
+        bounds = [(bound, installed_version(bound.name) or "") for bound in map(Requirement, pair)]
         if all(installed and bound.specifier.contains(installed, prereleases=True) for bound, installed in bounds):
             yield Finding(" and ".join(f"{bound.name} {installed}" for bound, installed in bounds), Grade.KNOW, words)
 
@@ -169,9 +165,9 @@ def known_bad_pairs(version_of: VersionOf = _version) -> Iterator[Finding]:
 # ---------------------------------------------------------------- solvers and devices
 
 
-def solvers(failure_of: Callable[[str], str] = backend_failure) -> Iterator[Finding]:
+def solvers() -> Iterator[Finding]:
     """Solve a small integer program with each MIP solver, in the process that solves; planning needs one of them."""
-    failures = {name: failure_of(name) for name in BACKENDS}
+    failures = {name: backend_failure(name) for name in BACKENDS}
     lacking = Grade.BAD if all(failures.values()) else Grade.KNOW
     for name, failure in failures.items():
         mending = f"; mend it with: {MENDING}" if name == BACKENDS[0] else ""

@@ -568,24 +568,24 @@ class TestDoctor:
         with pytest.raises(RuntimeError, match="no plan was made in"):
             doctor.small_plan("cpu")
 
-    def test_packages_that_lack_or_are_too_old_are_named(self):
+    def test_packages_that_lack_or_are_too_old_are_named(self, monkeypatch):
         versions = {"accelerate": None, "timm": None, "lightning": "2.4.1"}
-
-        def version_of(name):
-            return versions.get(name, "99.0")
-
-        found = {f.name: f for f in doctor.packages(version_of, lambda names: {})}
+        monkeypatch.setattr(doctor, "installed_version", lambda name: versions.get(name, "99.0"))
+        monkeypatch.setattr(doctor, "import_failures", lambda names: {})
+        found = {f.name: f for f in doctor.packages()}
         assert found["accelerate"].verdict is Grade.BAD
         assert found["lightning"].verdict is Grade.BAD
         assert "2.4.1, but " in found["lightning"].words
         assert found["timm"].verdict is Grade.KNOW
-        assert [f.name for f in doctor.known_bad_pairs(version_of)] == ["lightning 2.4.1 and torch 99.0"]
+        assert [f.name for f in doctor.known_bad_pairs()] == ["lightning 2.4.1 and torch 99.0"]
 
-    def test_what_can_not_be_imported_is_a_problem_with_its_mending(self):
+    def test_what_can_not_be_imported_is_a_problem_with_its_mending(self, monkeypatch):
         reason = "RuntimeError: operator torchvision::nms does not exist"
         failures = dict.fromkeys(("torchvision", "accelerate", "hiremate_lightning.callbacks"), reason)
         failures["timm"] = "ModuleNotFoundError: No module named 'other'"
-        found = {f.name: f for f in doctor.packages(lambda name: "99.0", lambda names: failures)}
+        monkeypatch.setattr(doctor, "installed_version", lambda name: "99.0")
+        monkeypatch.setattr(doctor, "import_failures", lambda names: failures)
+        found = {f.name: f for f in doctor.packages()}
         fitting = f"0.{int(torch.__version__.split('.')[1]) + 15}.*"
         mending = f'mend it with: pip install --force-reinstall --no-deps "torchvision=={fitting}" from where'
         assert found["torchvision"].words.startswith(f"99.0, but can't be imported: {reason}; {mending}")
@@ -596,9 +596,10 @@ class TestDoctor:
         assert found["timm"] == doctor.Finding("timm", Grade.KNOW, other)
         assert found["rich"] == doctor.Finding("rich", Grade.GOOD, "99.0")
 
-    def test_all_that_is_called_ok_has_been_imported(self):
+    def test_all_that_is_called_ok_has_been_imported(self, monkeypatch):
         asked = []
-        findings = doctor.packages(failures_of=lambda names: asked.extend(names) or {})
+        monkeypatch.setattr(doctor, "import_failures", lambda names: asked.extend(names) or {})
+        findings = doctor.packages()
         names = [finding.name for finding in findings if finding.verdict is Grade.GOOD]
         assert {doctor.MODULES.get(name, name) for name in names} <= {*asked}
         assert {"lightning", "accelerate", "mip", "rich", "hiremate_lightning.callbacks"} <= {*asked}
@@ -634,8 +635,9 @@ class TestDoctor:
     @pytest.mark.parametrize(
         ("lost", "verdict"), [(("HIGHS",), Grade.KNOW), (("HIGHS", "CBC"), Grade.BAD)], ids=["one", "both"]
     )
-    def test_one_solver_is_enough_and_none_is_a_problem(self, lost, verdict):
-        highs, _ = doctor.solvers(lambda name: "no library" if name in lost else "")
+    def test_one_solver_is_enough_and_none_is_a_problem(self, lost, verdict, monkeypatch):
+        monkeypatch.setattr(doctor, "backend_failure", lambda name: "no library" if name in lost else "")
+        highs, _ = doctor.solvers()
         words = "no library; mend it with: pip install --force-reinstall highsbox"
         assert highs == doctor.Finding("solver HIGHS", verdict, words)
 
