@@ -44,55 +44,47 @@ class _Described:
 
     def call(self, run: Run, profile: Profile) -> Call:
         """Describe a run, and the code outside before, between and after its halves."""
-        record = self._record
+        record, place, number = self._record, self.place, self.place[run.index]
         if record.timed is not None and thresholds.current.measures_times:
             profile = record.timed.refine(profile, run.graph)
         if record.is_measured and record.has_memory:
             profile = as_laid_out(run.part.captured, profile, run.tangent_strides)
-        call, before = self._forward_call(run, profile), self.backwards.index(run)
-        gap_after = Gap()
-        if before + 1 == len(self.backwards):
-            until_end = self._between(Event.BACKWARD_DONE.of(run.index), Event.ENDED.of(run.index)) or Gap()
-            gap_after = replace(until_end, held_bytes=0)
-        outlasting = (call.graph.tangents[position] for position in run.outlasting)
-        return replace(
-            call,
-            lingering=tuple(self._lingering[run.index].items()),
-            alive=run.alive or (),
-            passed_on=run.passed_on,
-            released_bytes=run.released_bytes,
-            outlasting=tuple(t for t in outlasting if t not in call.graph.held),
-            is_retained=run.is_retained,
-            before_backward=self._gap_before_backward(before) if before else Gap(),
-            after_backward=gap_after,
-        )
-
-    def _forward_call(self, run: Run, profile: Profile) -> Call:
-        """Describe a forward, and the code outside before it and until the next one, or the first backward."""
-        record, place, number = self._record, self.place, self.place[run.index]
+        graph, profile = run.as_run(profile)
+        # The code outside after the forward runs until the next one, or until the first backward.
         following = next(iter(self.planned[number + 1 :]), None)
         mark = Event.FORWARD.of(following.index) if following else Event.BACKWARD.of(self.backwards[0].index)
-        (graph, profile), done = run.as_run(profile), Event.FORWARD_DONE.of(run.index)
+        done = Event.FORWARD_DONE.of(run.index)
         lived, stay = self._lived(run, done), self._lived(run, mark)
         died, alive = list[Output](), set(stay)
         if self._spans(done, mark) and mark in record.alive_at:  # nobody held them, and no saved value lies there
             died = [(i, t) for i, t in lived if (i, t) not in alive and not record.runs[i].saves(t)]
         stages, called_at = self._stages(run, mark, lived, died)
-        before = self._between(START, Event.FORWARD.of(run.index)) or Gap()
         is_alone = not died and all(i == run.index for i, _ in lived)
         unknown = [] if is_alone else [Gap(alive=tuple(lived))]  # nobody knows when they die: a plan may save some
+        begun = self._between(START, Event.FORWARD.of(run.index)) or Gap()
+        ended = self._between(Event.BACKWARD_DONE.of(run.index), Event.ENDED.of(run.index)) or Gap()
+        before = self.backwards.index(run)
+        outlasting = (graph.tangents[position] for position in run.outlasting)
         return Call(
             graph=graph,
             profile=profile,
             links={t: (place[r], o) for t, (r, o) in run.links.items() if r in place},
+            alive=run.alive or (),
             died=tuple(t for i, t in died if i == run.index),
+            lingering=tuple(self._lingering[run.index].items()),
             beside_after=tuple((place[i], t) for i, t in stay if i != run.index),
-            before_forward=Gap() if number else Gap(max(0, before.held_bytes), before.peak_bytes),
+            passed_on=run.passed_on,
+            released_bytes=run.released_bytes,
+            outlasting=tuple(t for t in outlasting if t not in graph.held),
+            is_retained=run.is_retained,
             before_deaths=tuple(
                 replace(stage, alive=tuple((place[i], t) for i, t in stage.alive)) for stage in stages[:-1] or unknown
             ),
             called_at=called_at,
+            before_forward=Gap() if number else Gap(max(0, begun.held_bytes), begun.peak_bytes),
             after_forward=self._gap_after_forward(done, mark, died, stages, called_at),
+            before_backward=self._gap_before_backward(before) if before else Gap(),
+            after_backward=Gap() if before + 1 < len(self.backwards) else replace(ended, held_bytes=0),
         )
 
     def _find_lingering(self, run: Run) -> dict[int, int]:

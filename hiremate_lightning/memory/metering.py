@@ -201,7 +201,7 @@ def _measured_thread(device: torch.device) -> int:
     return 0 if device.type == "cuda" else threading.get_ident()
 
 
-class _HostEvents:
+class _HostEvents(LiveBytes):
     """The host allocator's events, with marks as named ranges among them.
 
     Where nobody reads the events, they are still recorded, and not looked at: a proof has many. PyTorch keeps the size
@@ -209,18 +209,18 @@ class _HostEvents:
     """
 
     def __init__(self, give_way: Callable[[], None], is_read: bool) -> None:
-        self._live, self._give_way, self._is_read = LiveBytes(), give_way, is_read
+        super().__init__()
+        self._give_way, self._is_read = give_way, is_read
         self._marks: list[tuple[Callable[[Any], None], Any]] = []  # what to do at the event of this number
-        self.intervals = self._live.intervals
 
     def resume(self) -> None:
         runtime.start_recording(self._give_way)
 
     def mark(self, label: Any) -> None:
-        self._put(self._live.mark, label)
+        self._put(super().mark, label)
 
     def mark_release(self, label: Any) -> None:
-        self._put(self._live.mark_release, label)
+        self._put(super().mark_release, label)
 
     def _put(self, begin: Callable[[Any], None], label: Any) -> None:
         self._marks.append((begin, label))
@@ -235,7 +235,7 @@ class _HostEvents:
                 begin, label = self._marks[int(name)]
                 begin(label)
             elif size:
-                self._live.add(size)
+                self.add(size)
 
 
 class _DeviceStatistics:

@@ -141,10 +141,7 @@ class Graph:
     def reading_once(self, storages: Collection[int]) -> Graph:
         """Return the graph in which nodes that read some storages never run twice: someone else overwrites these."""
         on_them = {t for t, tensor in enumerate(self.tensors) if tensor.storage in storages}
-        nodes = tuple(
-            node if on_them.isdisjoint(node.inputs) else replace(node, reads_mutated=True) for node in self.nodes
-        )
-        return replace(self, nodes=nodes)
+        return self.running_once((), [i for i, node in enumerate(self.nodes) if not on_them.isdisjoint(node.inputs)])
 
     def running_once(self, random: Collection[int], reading: Collection[int]) -> Graph:
         """Return the graph in which nodes never run twice that draw, or may read variables which change later."""

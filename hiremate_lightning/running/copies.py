@@ -63,6 +63,10 @@ class HostMemory:
             self.size_bytes += whole_bytes
         return idle.pop()
 
+    def copy_out(self, tensor: torch.Tensor) -> Leaving:
+        """Begin to copy a tensor's storage to the host."""
+        return Leaving(tensor, self)
+
     def give(self, block: Block) -> None:
         """Take a block back, the last copy from which may still run."""
         self._idle[block.memory.nbytes, block.is_pinned].append(block)
@@ -193,15 +197,6 @@ def copy_in(parked: Parked) -> Arriving:
 def wait_in(parked: Parked, arriving: Arriving) -> torch.Tensor:
     """Wait for a storage to be back; return a tensor on it."""
     return parked.place.on(arriving.storage())
-
-
-def copying_out(host: HostMemory) -> Callable[[torch.Tensor], Leaving]:
-    """Return the function that begins to copy a tensor's storage to the host."""
-
-    def copy_out(tensor: torch.Tensor) -> Leaving:
-        return Leaving(tensor, host)
-
-    return copy_out
 
 
 def is_copying(function: object) -> bool:

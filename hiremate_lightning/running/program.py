@@ -27,7 +27,7 @@ from ..rewriting.overwriting import overwriting, traced_strides
 from ..rewriting.replays import DRAW_AGAIN, call_of, is_state, state_arguments
 from ..rewriting.straight_line import compiled
 from ..torch_private import aot, captured_code, tensor_state
-from .copies import HostMemory, copy_in, copying_out, pinned_storages, wait_in, wait_out
+from .copies import HostMemory, copy_in, pinned_storages, wait_in, wait_out
 from .saved_values import SavedValues, saved_values
 
 aten = torch.ops.aten
@@ -43,9 +43,6 @@ class Changes(NamedTuple):
     carried: frozenset[int] = frozenset()
     # Positions of its own gradients that it gives in half precision, before they are cast.
     uncast: frozenset[int] = frozenset()
-
-
-NO_CHANGES = Changes()
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ def build(captured: Captured, schedule: Schedule, host: HostMemory | None = None
     forward = _forward_module(captured, schedule, saved, host or HostMemory())
     takes = _takes(captured, schedule)
     present = Absence(overwrites={**captured.overwrites, **takes})
-    backward = _backward_module(captured, schedule, saved, present)
+    backward = _backward_module(captured, schedule, saved, present, Changes())
 
     @functools.cache
     def variant(changes: Changes, overwrites: bool = True) -> Program:
@@ -159,7 +156,7 @@ def _backward_module(
     schedule: Schedule,
     saved: Sequence[fx.Node],
     absence: Absence,
-    changes: Changes = NO_CHANGES,
+    changes: Changes,
 ) -> fx.GraphModule:
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
@@ -252,7 +249,7 @@ class _Emitter:
         host: HostMemory | None = None,
     ) -> None:
         self.values = values
-        self._copy_out = None if host is None else copying_out(host)
+        self._host = host
         self._on_the_way: dict[int, fx.Node] = {}
         self._adding = {node: own for own in sums for node in own.terms}
         self._captured, self._graph, self._absence = captured, graph, absence
@@ -272,10 +269,10 @@ class _Emitter:
         storage, call = operation.storage, self._graph.call_function
         saved = self._values_on(storage, tensors)
         if isinstance(operation, CopyOut):
-            assert self._copy_out is not None, "values are offloaded in the forward"
+            assert self._host is not None, "values are offloaded in the forward"
             all_values = self._values_on(storage, range(len(self._captured.fx_values)))
             there = next(value for value in all_values if value in self.values)
-            self._on_the_way[storage] = call(self._copy_out, (self.values[there],))
+            self._on_the_way[storage] = call(self._host.copy_out, (self.values[there],))
         elif isinstance(operation, WaitOut):
             parked = call(wait_out, (self._on_the_way.pop(storage), *(self.values[v] for v in saved)))
             parked.meta["val"] = tuple(value.meta["val"] for value in saved)  # so it is known to have parts
