@@ -223,7 +223,12 @@ def _cost(
     workspace, elapsed_ms = _workspace_bytes(run, device, used, clock)
     times = [elapsed_ms] if device.type == "cpu" else []
     while len(times) < repeats and (len(times) < 2 or sum(times) < TIME_LIMIT_MS):
-        times.append(_time_once_ms(run, device, clock))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            runtime.keep_busy()  # the device would wait for each launch, and that would count
+        start = _now(device, clock)
+        run()
+        times.append(_ms_between(start, _now(device, clock)))
         fastest = sorted(times)[:3]
         if len(fastest) == 3 and fastest[2] <= (1 + AGREEMENT) * fastest[0]:
             break
@@ -275,18 +280,23 @@ def as_laid_out(captured: Captured, profile: Profile, strides: Sequence[tuple[in
     return replace(profile, workspace_bytes=tuple(workspace))
 
 
-def _time_once_ms(run: Callable[[], Any], device: torch.device, clock: Callable[[], float]) -> float:
+# ---------------------------------------------------------------- clocks
+
+
+def _now(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> Any:
+    """Read the clock; on a GPU return an event, which its current stream reaches after all before it."""
     if device.type != "cuda":
-        start = clock()
-        run()
-        return 1e3 * (clock() - start)
-    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize(device)
-    runtime.keep_busy()  # the device would wait for each launch, and that would count
-    before.record()
-    run()
-    after.record()
-    torch.cuda.synchronize(device)
+        return clock()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _ms_between(before: Any, after: Any) -> float:
+    """Return the milliseconds between two times; on a GPU wait until the second one is reached."""
+    if isinstance(before, float):
+        return float(1e3 * (after - before))
+    after.synchronize()
     return float(before.elapsed_time(after))
 
 
@@ -365,25 +375,16 @@ class _TimedInterpreter(fx.Interpreter):
         if self._on_gpu and len(self._clocks) % NODES_AHEAD == 0:
             with torch.cuda.device(self._device):  # else the device would wait for the host, and that would count
                 runtime.keep_busy(NODES_AHEAD * HOST_MS)
-        faults_before, before = page_faults(), self._read_clock()
+        faults_before, before = page_faults(), _now(self._device)
         result = super().run_node(node)
-        after, faults = self._read_clock(), 0 if self._on_gpu else page_faults() - faults_before
+        after, faults = _now(self._device), 0 if self._on_gpu else page_faults() - faults_before
         self._clocks.append((node, before, after, faults))
         return result
 
-    def _read_clock(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
     def times(self) -> Iterator[tuple[fx.Node, float, float]]:
         """Yield each node's milliseconds, with page faults and without them."""
-        if self._on_gpu:
-            torch.cuda.synchronize(self._device)
         for node, before, after, faults in self._clocks:
-            elapsed_ms = before.elapsed_time(after) if self._on_gpu else 1e3 * (after - before)
+            elapsed_ms = _ms_between(before, after)
             yield node, elapsed_ms, max(0.0, elapsed_ms - faults * page_fault_ms()) if faults else elapsed_ms
 
 
@@ -431,16 +432,13 @@ def _both_ways_ms(device: torch.device, size_bytes: int) -> tuple[float, float]:
     on_host = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     streams = [torch.cuda.Stream(device) for _ in range(2)]
     torch.cuda.synchronize(device)
-    events = []
+    clocks = []
     pairs = zip(streams, (on_host[0], on_device[1]), (on_device[0], on_host[1]), strict=True)
     for stream, target, source in pairs:
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            before.record(stream)
+            before = _now(device)
             target.copy_(source, non_blocking=True)
-            after.record(stream)
-        events.append((before, after))
-    torch.cuda.synchronize(device)
-    out_ms, in_ms = (before.elapsed_time(after) for before, after in events)
+            clocks.append((before, _now(device)))
+    out_ms, in_ms = (_ms_between(*pair) for pair in clocks)
     return out_ms, in_ms
