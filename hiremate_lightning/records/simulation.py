@@ -11,7 +11,6 @@ program, so that only times depend on the link.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
@@ -100,7 +99,9 @@ class _Memory:
         self.block_of: dict[int, int] = {}  # live tensor -> block, -1 for one that costs nothing
         self.tensors_on: list[int] = []  # block -> number of live tensors
         self.storage_of_block: list[int] = []
-        self.events: list[tuple[int, int]] = []  # blocks, and 1 where they are allocated, -1 where freed
+        self.moments = 0  # number of nodes that have run
+        self.first: list[int] = []  # block -> first moment at which it lives
+        self.last: dict[int, int] = {}  # freed block -> last moment
         self.to_hold = set(graph.held)
         self.copied: dict[int, tuple[int, type[Copying]]] = {}  # storage on its way -> block, and its last operation
         self.not_there: set[int] = set()  # blocks whose values are offloaded, or on the way back
@@ -153,12 +154,12 @@ class _Memory:
         block = len(self.tensors_on)
         self.tensors_on.append(0)
         self.storage_of_block.append(storage)
-        self.events.append((block, 1))
+        self.first.append(self.moments)
         self.live_bytes += self.graph.sizes[storage]
         return block
 
     def _give_back(self, block: int) -> None:
-        self.events.append((block, -1))
+        self.last[block] = self.moments - 1
         self.live_bytes -= self.graph.sizes[self.storage_of_block[block]]
 
     def is_offloaded(self, tensor: int) -> bool:
@@ -239,7 +240,6 @@ class _Replay:
     def __init__(self, graph: Graph, profile: Profile) -> None:
         self.memory = _Memory(graph)
         self.timeline: list[Moment] = []
-        self.events: list[int] = []  # for each moment, how many events of the memory come before its peak
         self.runs = [0] * len(graph.nodes)
         self.turn = self.saved_bytes = 0
         self.wait_ms = 0.0
@@ -285,7 +285,7 @@ class _Replay:
         memory.define(node.outputs, node.inputs)
         peak_bytes = memory.live_bytes + self._profile.workspace_bytes[index]
         self.timeline.append(Moment(index, peak_bytes, memory.live_bytes))
-        self.events.append(len(memory.events))
+        memory.moments += 1
         self.runs[index] += 1
         self._now_ms += self._profile.time_ms[index]
 
@@ -305,15 +305,9 @@ class _Replay:
 
     def blocks(self) -> list[tuple[int, int, int]]:
         """Return the storage of each block, and the first and last moment at which it lives."""
-        storages, end = self.memory.storage_of_block, len(self.events) - 1
-        first, last = [0] * len(storages), [end] * len(storages)
-        for number, (block, sign) in enumerate(self.memory.events):
-            next_moment = bisect_right(self.events, number)
-            if sign > 0:
-                first[block] = next_moment
-            else:
-                last[block] = next_moment - 1
-        return list(zip(storages, first, last, strict=True))
+        memory, end = self.memory, self.memory.moments - 1
+        pairs = enumerate(zip(memory.storage_of_block, memory.first, strict=True))
+        return [(storage, first, memory.last.get(block, end)) for block, (storage, first) in pairs]
 
 
 def simulate(graph: Graph, profile: Profile, schedule: Schedule) -> Simulation:
