@@ -182,7 +182,7 @@ def _plan_on(work: _Work, shards: int, on_infeasible: str = "raise") -> tuple[Of
         link = Link(bytes_per_ms, bytes_per_ms, LINK_LATENCY_MS)
         if asked.measure and asked.host_link is None:
             link = measure_link(captured.options.device)
-        pinned = storages_in(step, [pinned_storages(run.part.captured) for run in captured.runs])
+        pinned = storages_in(step, [pinned_storages(run.part.captured) for run in captured.record.planned])
         size_bytes = UNLIMITED if asked.host_budget is None else asked.host_budget
         host = Host(size_bytes, pinned, has_round_blocks=True)
         linked = replace(step, profile=replace(step.profile, link=link))

@@ -127,11 +127,6 @@ class OfflineStep(Conductor):
         return tuple(part.captured for part in self.parts)
 
     @property
-    def runs(self) -> list[Run]:
-        """The runs of the step that have a backward, in the order of their forwards."""
-        return [run for run in self.record.runs if run.index in self.record.backwards]
-
-    @property
     def resident_bytes(self) -> int:
         """Bytes that exist before the step."""
         return sum(self.resident.values())
@@ -164,7 +159,7 @@ class OfflineStep(Conductor):
     def describe(self, profiles: Sequence[Profile]) -> tuple[list[Call], list[int]]:
         """Return the calls of the step, with modules by their paths in the model, and the order of the backwards."""
         calls, order = describe(self.record, dict(enumerate(profiles)))
-        for index, run in enumerate(self.runs):
+        for index, run in enumerate(self.record.planned):
             # FSDP2 reduces whole gradients before it adds their shards: those stay in the graph.
             if self.zero_grad == "accumulate" and self.options.layout.shards == 1:
                 calls[index] = calls[index].without_gradients(run.added)

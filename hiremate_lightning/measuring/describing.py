@@ -17,10 +17,7 @@ from .runs import CALLED, LEFT, OTHER, START, Event, Mark, Run
 
 
 def describe(record: StepRecord, profiles: Mapping[int, Profile]) -> tuple[list[Call], list[int]]:
-    """Describe a recorded step, with costs by number of part: its calls, and the order of their backwards.
-
-    A run without a backward is part of the outside.
-    """
+    """Describe a recorded step, with costs by number of part: its calls, and the order of their backwards."""
     described = _Described(record)
     calls = [described.call(run, profiles[run.number]) for run in described.planned]
     return calls, [described.place[run.index] for run in described.backwards]
@@ -31,7 +28,7 @@ class _Described:
 
     def __init__(self, record: StepRecord) -> None:
         self._record = record
-        self.planned = [run for run in record.runs if run.index in record.backwards]
+        self.planned = record.planned
         self.place = {run.index: position for position, run in enumerate(self.planned)}  # by index
         self.backwards = [record.runs[index] for index in dict.fromkeys(record.backwards)]  # in their order
         self._span_at = {span.label: position for position, span in enumerate(record.spans)}

@@ -96,6 +96,11 @@ class StepRecord:
         return self._ended == len(self.backwards)
 
     @property
+    def planned(self) -> list[Run]:
+        """The runs that have a backward, in the order of their forwards; those without one are part of the outside."""
+        return [run for run in self.runs if run.index in self.backwards]
+
+    @property
     def unfinished(self) -> list[Run]:
         """The runs that wait for a backward which is not part of the step."""
         return [run for run in self._waiting if run.index not in self.backwards]

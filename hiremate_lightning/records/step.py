@@ -215,13 +215,7 @@ def merge(calls: Sequence[Call], backward_order: Sequence[int], stale_bytes: int
         left_bytes: Bytes of outputs of the previous step that are freed as the last forward returns, before any code
             outside runs.
     """
-    builder = _Merger(tuple(calls), stale_bytes, left_bytes)
-    for index in range(len(calls)):
-        builder.add_forward(index)
-    for previous, index in zip((None, *backward_order), backward_order, strict=False):
-        builder.add_backward(index, previous)
-    builder.add_outside_after_backward(backward_order[-1], calls[backward_order[-1]].after_backward)
-    return builder.finish(tuple(backward_order))
+    return _Merger(tuple(calls), tuple(backward_order), stale_bytes, left_bytes).merge()
 
 
 def holding(calls: Sequence[Call], size_bytes: int) -> list[Call]:
@@ -247,8 +241,11 @@ class _Merger:
     So no call's indices depend on code outside.
     """
 
-    def __init__(self, calls: tuple[Call, ...], stale_bytes: int, left_bytes: int) -> None:
-        self.calls, self.stale_bytes, self.left_bytes = calls, stale_bytes, left_bytes
+    def __init__(
+        self, calls: tuple[Call, ...], backward_order: tuple[int, ...], stale_bytes: int, left_bytes: int
+    ) -> None:
+        self.calls, self.backward_order = calls, backward_order
+        self.stale_bytes, self.left_bytes = stale_bytes, left_bytes
         self.nodes: list[Node] = []
         self.costs: list[tuple[float, int]] = []  # of each node: its time and workspace
         self.owners: list[tuple[int, int] | None] = []  # of each node: a call, and its index there
@@ -256,9 +253,7 @@ class _Merger:
         self.storages: list[Storage] = []
         self.forward: list[int] = []
         self.backward: list[int] = []
-        self.inputs: list[int] = []
         self.held: list[int] = []
-        self.retained: list[int] = []
         self.node_at: list[int] = []  # the first node of each call
         self.tensor_at: list[int] = []  # its first tensor
         self.storage_at: list[int] = []  # its first storage
@@ -291,82 +286,85 @@ class _Merger:
         self.nodes.extend(node.behind(nodes, tensors) if index else node for node in graph.nodes)
         self.costs.extend(zip(call.profile.time_ms, call.profile.workspace_bytes, strict=True))
         self.owners.extend((index, position) for position in range(len(graph.nodes)))
-        self.inputs.extend(t + tensors for t in graph.inputs if t not in call.links)
         self.held.extend(t + tensors for t in (*call.alive, *graph.held))
-        if call.is_retained:
-            self.retained.extend(range(tensors, len(self.tensors)))
 
-    def add_forward(self, index: int) -> None:
+    def _numbers(self, outputs: Iterable[Output]) -> list[int]:
+        """Return the tensors of the step that values of calls are."""
+        return [self.tensor_at[call] + tensor for call, tensor in outputs]
+
+    def _add_forward(self, index: int) -> None:
         """Add a forward, and outside code that hands the next call the inputs that came from earlier ones."""
         call = self.calls[index]
         self.forward.extend(self.node_at[index] + n for n in call.graph.forward)
         is_last = index + 1 == len(self.calls)
         if is_last and self.left_bytes:
-            self.left_until = self._add_outside(Gap(), [self.tensor_at[index] + t for t in call.graph.outputs])
+            self.left_until = self._add_outside(Gap(), self._numbers((index, t) for t in call.graph.outputs))
         for count, stage in enumerate(call.before_deaths, start=1):
-            read = [self.tensor_at[c] + t for c, t in stage.alive]
-            place = self._add_outside(stage, read)
+            place = self._add_outside(stage, self._numbers(stage.alive))
             if count == call.called_at:
                 self.stale_until = place
-        read = [self.tensor_at[index] + t for t in call.graph.outputs if t not in call.died]
+        left = ((index, t) for t in call.graph.outputs if t not in call.died)
         stay = ((c, t) for c, t in call.beside_after if not (is_last and t in dict(self.calls[c].lingering)))
-        read += [self.tensor_at[c] + t for c, t in stay]
         links = {} if is_last else self.calls[index + 1].links
-        read += [self.tensor_at[c] + t for c, t in links.values()]
-        handed = [self.tensor_at[index + 1] + t for t in links]
+        read, handed = self._numbers((*left, *stay, *links.values())), self._numbers((index + 1, t) for t in links)
         self.after_forward.append(self._add_outside(call.after_forward, read, handed))
         if call.called_at is None:
             self.stale_until = self.after_forward[-1]
 
-    def add_backward(self, index: int, previous: int | None) -> None:
+    def _add_backward(self, index: int, previous: int | None) -> None:
         """Append a backward, and outside code that turns what the previous one passed on into its tangents."""
         call = self.calls[index]
         if previous is not None:
-            handed = [self.tensor_at[index] + t for t in call.graph.tangents]
-            self.add_outside_after_backward(previous, call.before_backward, handed)
+            handed = self._numbers((index, t) for t in call.graph.tangents)
+            self._add_outside_after_backward(previous, call.before_backward, handed)
             self.before_backward[index] = self.after_backwards[-1]
         self.spans[index] = (len(self.backward), len(call.graph.backward))
         self.backward.extend(self.node_at[index] + n for n in call.graph.backward)
 
-    def add_outside_after_backward(self, index: int, gap: Gap, handed: Sequence[int] = ()) -> None:
+    def _add_outside_after_backward(self, index: int, gap: Gap, handed: Sequence[int] = ()) -> None:
         """Add outside code that reads the gradients which a backward has left to it."""
         call = self.calls[index]
-        read = [self.tensor_at[index] + t for t in (*call.passed_on, *call.outlasting)]
+        read = self._numbers((index, t) for t in (*call.passed_on, *call.outlasting))
         self.after_backwards.append(self._add_outside(gap, read, handed, Direction.BACKWARD))
 
-    def finish(self, backward_order: tuple[int, ...]) -> Step:
-        """Add what lives from one outside node to another."""
+    def merge(self) -> Step:
+        """Add forwards and backwards in their order, and then what lives from one outside node to another."""
+        calls, order = self.calls, self.backward_order
+        for index in range(len(calls)):
+            self._add_forward(index)
+        for previous, index in zip((None, *order), order, strict=False):
+            self._add_backward(index, previous)
+        self._add_outside_after_backward(order[-1], calls[order[-1]].after_backward)
         beginning = self._add_beginning()
         self._give_back_between_forwards(beginning)
-        for index, outside in zip(backward_order, self.after_backwards, strict=True):
+        for index, outside in zip(order, self.after_backwards, strict=True):
             holders = [*reversed(self.after_forward[:index]), beginning]
-            self._give_back(self.calls[index].released_bytes, holders, outside)
+            self._give_back(calls[index].released_bytes, holders, outside)
         self._let_linger()
         self._give_back_between_backwards(beginning)
-        last, end = backward_order[0], self.calls[-1]
-        gradients = [
-            self.tensor_at[i] + t
-            for i, call in enumerate(self.calls)
-            for t in call.graph.gradients
-            if t not in call.passed_on or i == backward_order[-1]
-        ]
+        first, last, end = order[0], order[-1], len(calls) - 1
+        numbered = list(enumerate(calls))
+        gradients = self._numbers(
+            (i, t) for i, call in numbered for t in call.graph.gradients if t not in call.passed_on or i == last
+        )
+        retained = ((i, t) for i, call in numbered if call.is_retained for t in range(len(call.graph.tensors)))
         graph = Graph(
             nodes=tuple(self.nodes),
             tensors=tuple(self.tensors),
             storages=tuple(self.storages),
             forward=tuple(self.forward),
             backward=tuple(self.backward),
-            inputs=tuple(self.inputs),
-            tangents=tuple(self.tensor_at[last] + t for t in self.calls[last].graph.tangents),
-            outputs=tuple(self.tensor_at[-1] + t for t in end.graph.outputs if t not in end.died),
+            inputs=tuple(self._numbers((i, t) for i, c in numbered for t in c.graph.inputs if t not in c.links)),
+            tangents=tuple(self._numbers((first, t) for t in calls[first].graph.tangents)),
+            outputs=tuple(self._numbers((end, t) for t in calls[end].graph.outputs if t not in calls[end].died)),
             gradients=tuple(dict.fromkeys(gradients)),
             held=tuple(dict.fromkeys(self.held)),
-            retained=tuple(self.retained),
+            retained=tuple(self._numbers(retained)),
         )
         saved_bytes, (times, workspaces) = taken_bytes(graph), zip(*self.costs, strict=True)
         workspaces = tuple(size - saved_bytes.get(node, 0) for node, size in enumerate(workspaces))
-        profile = replace(self.calls[0].profile, time_ms=times, workspace_bytes=workspaces)
-        spans = tuple(self.spans[call] for call in range(len(self.calls)))
+        profile = replace(calls[0].profile, time_ms=times, workspace_bytes=workspaces)
+        spans = tuple(self.spans[call] for call in range(len(calls)))
         return Step(graph, profile, tuple(self.owners), spans, tuple(self.storage_at))
 
     def _add_beginning(self) -> int:

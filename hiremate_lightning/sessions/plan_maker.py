@@ -171,11 +171,10 @@ class PlanMaker:
     def describe(self, record: StepRecord, resident: Resident) -> RecordedStep:
         """Describe a step signature by the record of one, and by what exists before the next."""
         calls, order = describe(record, self._parts.profiles)
-        runs = [run for run in record.runs if run.index in record.backwards]
         return RecordedStep(
             calls=tuple(
                 RecordedCall(call, run.part, run.part.captured, run.index, run.parameters, run.missing, run.added)
-                for call, run in zip(calls, runs, strict=True)
+                for call, run in zip(calls, record.planned, strict=True)
             ),
             order=tuple(order),
             resident=resident,
