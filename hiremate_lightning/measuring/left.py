@@ -18,6 +18,7 @@ from .resident import INPUTS, LEFT, RETAINED, Resident
 
 Numbers = tuple[int, ...]
 Place = tuple[Numbers | None, Numbers]  # the graphs of the step before, and the identities of the parts that wait
+NOT_MEASURED = StepRecord(None)
 
 
 class LeftOutputs:
@@ -29,7 +30,7 @@ class LeftOutputs:
 
     def __init__(self, find_retained: Callable[[], dict[int, int]] = dict) -> None:
         self._find_retained = find_retained  # returns the bytes of values retained for another backward, by storage
-        self._record: StepRecord | None = None
+        self._record = NOT_MEASURED  # of the step that has ended
         self._signature: Numbers | None = None  # the signature of the step that has ended
         self._sizes_after: dict[Numbers | None, tuple[int, int]] = {}  # of outputs and inputs, by measured signature
         self._outputs_bytes = self._retained_bytes = self._inputs_bytes = 0
@@ -43,7 +44,7 @@ class LeftOutputs:
     @property
     def are_known(self) -> bool:
         """Whether the step that ended last was measured."""
-        return self._record is not None
+        return self._record.is_measured
 
     def are_some(self, present: Collection[int]) -> bool:
         """Whether outputs or retained graphs still live, even as garbage; some storages don't count."""
@@ -52,27 +53,24 @@ class LeftOutputs:
     @property
     def storages(self) -> set[int]:
         """The storages of all that is left and still lives."""
-        return {*self._find_outputs(), *self._find_inputs(), *self._find_retained()}
-
-    def _find_outputs(self) -> dict[int, int]:
-        return self._record.left_outputs() if self._record is not None else {}
+        return {*self._record.left_outputs(), *self._find_inputs(), *self._find_retained()}
 
     def _find_inputs(self) -> dict[int, int]:
-        return tensor_state.storage_sizes(self._record.left_inputs()) if self._record is not None else {}
+        return tensor_state.storage_sizes(self._record.left_inputs())
 
     def _living_bytes(self, present: Collection[int]) -> tuple[int, int]:
         """Return the bytes of outputs, and of retained graphs, that still live, without some storages."""
-        outputs = self._find_outputs()
+        outputs = self._record.left_outputs()
         return _bytes_beside(present, outputs), _bytes_beside({*present, *outputs}, self._find_retained())
 
     def watch(self, record: StepRecord) -> None:
         """Watch, in a record that begins, for the release of outputs of the step before."""
-        if self._record is not None and self._size_bytes and not self._retained_bytes:
+        if self.are_known and self._size_bytes and not self._retained_bytes:
             record.watch_left(self._record, self._size_bytes, is_stale=self._are_stale())
 
     def step_ended(self, record: StepRecord | None, signature: Numbers | None = None) -> None:
         """Store the last step, whose outputs may still exist: its record, None where it has none, and its signature."""
-        self._record = record if record is not None and record.is_measured else None
+        self._record = record if record is not None and record.is_measured else NOT_MEASURED
         self._signature = signature
 
     def add_to(self, resident: Resident) -> Resident:
@@ -108,11 +106,11 @@ class LeftOutputs:
         Whoever asks collects garbage first.
         """
         outputs_bytes, self._retained_bytes = self._living_bytes(present)
-        if self._record is None:
+        if not self.are_known:
             sizes = self._sizes_after.get(self._signature, (self._outputs_bytes, self._inputs_bytes))
             self._outputs_bytes, self._inputs_bytes = sizes
         else:
-            seen = {*present, *self._find_outputs(), *self._find_retained()}
+            seen = {*present, *self._record.left_outputs(), *self._find_retained()}
             inputs_bytes = _bytes_beside(seen, self._find_inputs())
             self._outputs_bytes, self._inputs_bytes = self._sizes_after[self._signature] = outputs_bytes, inputs_bytes
             if self._record.left_at_return is not None:
@@ -120,7 +118,7 @@ class LeftOutputs:
 
     def backward_starts(self) -> None:
         """Check whether outputs of the step before are still held after the forward."""
-        if self._retained_bytes or (self._record is not None and self._outputs_bytes):
+        if self._retained_bytes or (self.are_known and self._outputs_bytes):
             self._stay = self._living_bytes(()) != (0, 0)
 
 

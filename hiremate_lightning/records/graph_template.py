@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -18,8 +18,6 @@ from .expressions import Line, NoTemplateError, Number, Sizes, Values, exactly
 from .graph import OUTSIDE, Graph, Node, Storage, Tensor, item_bytes
 
 Costed = tuple[Graph, Profile]
-GrowingNode = tuple[Callable[..., Node], Values, Values]  # its maker, its arithmetic, bytes that eager PyTorch needs
-GROWING = ("key", "flops", "plain_bytes")
 LEAST = 2  # size of a dimension: tensors of one or no row are often handled apart
 
 
@@ -86,9 +84,13 @@ class GraphTemplate:
         sized = [(s, elements[t] * item_bytes(tensors[t].dtype)) for s, t in self._filled.items()]
         for index, size_bytes in (*sized, *((s, measured(values) or 0) for s, values in self._storages.items())):
             storages[index] = Storage(self._in_blocks(size_bytes), storages[index].kind, storages[index].plain_times)
-        for index, (make, flops, plain_bytes) in self._nodes.items():
-            key = f"{nodes[index].key} at {sizes}"
-            nodes[index] = make(key=key, flops=bounded(index, flops), plain_bytes=bounded(index, plain_bytes))
+        for index, (flops, plain_bytes) in self._nodes.items():
+            nodes[index] = replace(
+                nodes[index],
+                key=f"{nodes[index].key} at {sizes}",
+                flops=bounded(index, flops),
+                plain_bytes=bounded(index, plain_bytes),
+            )
         graph = replace(self._base, nodes=tuple(nodes), tensors=tuple(tensors), storages=tuple(storages))
         pairs = zip(self._times, _works(nodes, counts), strict=True)
         times = tuple(line.measured(work) for line, work in pairs)
@@ -168,15 +170,13 @@ class GraphTemplate:
         return all(self._in_blocks(math.prod(shape) * item_bytes(dtype)) == own for shape, own in pairs)
 
 
-def _growing_nodes(graphs: Sequence[Graph]) -> dict[int, GrowingNode]:
+def _growing_nodes(graphs: Sequence[Graph]) -> dict[int, tuple[Values, Values]]:
     """Find for each operation that grows its arithmetic, and the bytes that eager PyTorch needs for it."""
-    growing: dict[int, GrowingNode] = {}
-    for index, nodes in enumerate(zip(*(graph.nodes for graph in graphs), strict=True)):
-        if len({(node.key, node.flops, node.plain_bytes) for node in nodes}) > 1:
-            same = {f.name: getattr(nodes[0], f.name) for f in fields(nodes[0]) if f.name not in GROWING}
-            make = partial(Node, **same)  # several times as fast as `replace`
-            growing[index] = make, tuple(n.flops for n in nodes), tuple(n.plain_bytes for n in nodes)
-    return growing
+    return {
+        index: (tuple(node.flops for node in nodes), tuple(node.plain_bytes for node in nodes))
+        for index, nodes in enumerate(zip(*(graph.nodes for graph in graphs), strict=True))
+        if len({(node.key, node.flops, node.plain_bytes) for node in nodes}) > 1
+    }
 
 
 def _structure(node: Node) -> tuple[Any, ...]:

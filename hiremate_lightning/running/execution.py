@@ -85,7 +85,6 @@ class Part:
         self.ran_without, self.tried_without = set[frozenset[int]](), set[frozenset[int]]()
         self._conductor = weakref.ref(conductor)
         self._saved: weakref.WeakSet[Saved] = weakref.WeakSet()  # of forwards whose graphs live
-        self._count = len(captured.forward_outputs)
         self._takes_absent = not any(tensor_state.is_symbolic(t.meta.get("val")) for t in captured.tangents)
 
     def forward(self, arguments: list[Any]) -> list[Any]:
@@ -94,7 +93,8 @@ class Part:
         program, run = (self.trial, None) if self.trial else self.conductor.start(self, arguments)
         leaves = find_leaves(self.captured, arguments)  # the program empties the list
         results = list(self._run(program.forward, arguments))
-        outputs, saved = results[: self._count], results[self._count :]
+        count = len(self.captured.forward_outputs)
+        outputs, saved = results[:count], results[count:]
         del results
         for position in self.own:
             outputs[position] = tensor_state.unviewed(outputs[position])
@@ -149,9 +149,7 @@ class Part:
             conductor.was_overwritten(self, [storage for storage in storages if storage is not None])
         if conductor is not None and self._runs_in_other_settings(saved):
             conductor.settings_changed()
-        values.extend(tangents)
-        values.extend(totals.values())
-        values.extend(sums.values())
+        values += [*tangents, *totals.values(), *sums.values()]
         for position in program.unread:
             values[position] = None
         del tangents, totals, sums
