@@ -160,7 +160,7 @@ class _Graph:
         def trace(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, int]:
             compilation = _Compilation(lambda captured: Part(captured, self.trial.steps), None)
             run = compilation.compile(module, inputs, self.terms)
-            self.terms, self.traced[key] = compilation.terms, (run, compilation.part)
+            self.terms, self.traced[key] = compilation.contributions.terms, (run, compilation.part)
             return run, 0
 
         start = time.process_time()

@@ -11,8 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -24,16 +23,9 @@ from ..rewriting import assignments, casts, losses, pooling
 from ..rewriting.contributions import Contributions, OtherTermsError, TermCounts, casts_alone, likely_terms, sums_alone
 from ..rewriting.fusion import fuse
 from ..rewriting.joint import drop_unread, forward_nodes
-from ..rewriting.kernels import FusedKernels, run_as_eager
+from ..rewriting.kernels import FusedKernels, as_eager
 from ..rewriting.straight_line import compiled
-from ..torch_private import (
-    aot,
-    autocasting,
-    backward_pass,
-    captured_code,
-    compiled_by_torch,
-    tensor_state,
-)
+from ..torch_private import aot, autocasting, backward_pass, captured_code, compiled_by_torch, tensor_state
 from ..torch_private.eager_tracing import traced_as_eager
 from ..torch_private.same_captures import SameCaptures
 from ..torch_private.size_symbols import sizes_among
@@ -81,7 +73,10 @@ def planning_backend(
         templates: Makes parts for sizes that were not traced; None to trace each.
         same: Runs code that is captured once more by what was made of it; None for one of its own.
     """
-    same, sized = same or SameCaptures(), partial(_SizedCode, make_part, kernels, prove or _believe)
+    same = same or SameCaptures()
+
+    def proving(module: fx.GraphModule, run: Runner, part: Any, smaller: Smaller | None = None) -> Runner:
+        return run if prove is None else prove(module, run, part, smaller)
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if not captured_code.keep_modes_of_backwards(module):
@@ -102,11 +97,20 @@ def planning_backend(
                 f"Its captured code does not change {', '.join(lost)} in place as the code itself does, by a fault of "
                 "torch.compile."
             )
-        sizes = sizes_among(module, inputs)
-        code = sized(likely_terms(module), bool(sizes))
-        if not sizes:
-            return code.trace(module, inputs)
-        return EachSize(module, sizes, code.trace, trace_ahead, templates, same).run
+        sizes, terms = sizes_among(module, inputs), likely_terms(module)
+
+        def trace(module: fx.GraphModule, inputs: Sequence[Any]) -> TracedCode:
+            nonlocal terms
+            compilation = _Compilation(make_part, kernels, serves_other_sizes=bool(sizes))
+            run = compilation.compile(module, inputs, terms)
+            terms = compilation.contributions.terms  # those at the size traced last
+
+            def at_other_sizes(module: fx.GraphModule, part: Any, smaller: Smaller | None) -> Runner:
+                return proving(module, compilation.running(part, run), part, smaller)
+
+            return TracedCode(proving(module, run, compilation.part), compilation.part, at_other_sizes)
+
+        return EachSize(module, sizes, trace, trace_ahead, templates, same).run if sizes else trace(module, inputs)
 
     return backend
 
@@ -144,33 +148,6 @@ def _running_statistics(module: fx.GraphModule) -> list[int]:
     return [position for position, value in inputs if value in values and norms.issuperset(value.users)]
 
 
-def _believe(_: fx.GraphModule, run: Runner, __: Any, ___: Smaller | None) -> Runner:
-    """Prove nothing of captured code."""
-    return run
-
-
-@dataclass(eq=False)
-class _SizedCode:
-    """Captured code that is traced for definite sizes."""
-
-    make_part: MakePart
-    kernels: FusedKernels | None
-    prove: Prove
-    terms: TermCounts  # of how many terms its gradients are likely to be
-    sizes_vary: bool
-
-    def trace(self, module: fx.GraphModule, inputs: Sequence[Any]) -> TracedCode:
-        """Trace it for the sizes of some inputs; return what runs it there."""
-        compilation = _Compilation(self.make_part, self.kernels, self.sizes_vary)
-        run = compilation.compile(module, inputs, self.terms)
-        self.terms = compilation.terms  # those at the size traced last
-
-        def at_other_sizes(module: fx.GraphModule, part: Any, smaller: Smaller | None) -> Runner:
-            return self.prove(module, compilation.running(part, run), part, smaller)
-
-        return TracedCode(self.prove(module, run, compilation.part, None), compilation.part, at_other_sizes)
-
-
 class _Compilation:
     """One compilation of captured code: AOTAutograd calls partition, then forward, then backward.
 
@@ -184,13 +161,8 @@ class _Compilation:
         self._make_part, self._kernels, self._serves_other_sizes = make_part, kernels, serves_other_sizes
         self._parameters: frozenset[int] = frozenset()
         self._blocks: dict[aot.Source, int] = {}
-        self._contributions = Contributions((), {})
+        self.contributions = Contributions((), {})  # of what is traced
         self._captured: Captured | None = None
-
-    @property
-    def terms(self) -> TermCounts:
-        """Of how many terms the gradients are of what was traced."""
-        return self._contributions.terms
 
     def running(self, part: Replacement, run: Runner) -> Runner:
         """Return what runs the code at other sizes: this part in the place of the joint graph, in what runs the trace.
@@ -214,14 +186,18 @@ class _Compilation:
         """
         self._parameters = frozenset(i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter))
         backward_pass.watch()
+        self.contributions = Contributions(inputs, terms)
         while True:
             try:
                 with traced_as_eager():
-                    run = self._settled(module, inputs, terms)
+                    run = self._trace(module, inputs)
                 break
             except compiled_by_torch.NotCompiledError as missing:
                 missing.compile()
-        given, statistics, is_planned = self._contributions, _running_statistics(module), self.part is not None
+            except OtherTermsError as error:
+                log.debug("tracing again, with other terms of gradients")
+                self.contributions = Contributions(inputs, error.terms, is_settled=True)
+        given, statistics, is_planned = self.contributions, _running_statistics(module), self.part is not None
 
         def run_whole(*arguments: Any) -> Any:
             with tensor_state.changes_uncounted([arguments[position] for position in statistics]):
@@ -232,27 +208,17 @@ class _Compilation:
 
         return run_whole
 
-    def _settled(self, module: fx.GraphModule, inputs: Sequence[Any], terms: TermCounts) -> Runner:
-        """Trace code, once more where gradients turn out to be of other terms."""
-        self._contributions = Contributions(inputs, terms)
-        try:
-            return self._trace(module, inputs)
-        except OtherTermsError as error:
-            log.debug("tracing again, with other terms of gradients")
-            self._contributions = Contributions(inputs, error.terms, is_settled=True)
-            return self._trace(module, inputs)
-
     def _trace(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Runner:
         backend = aot.make_backend(
             partition=self._partition, forward=self._forward, backward=self._backward, inference=self._inference
         )
-        given, self._blocks = self._contributions, aot.outermost_autocasts(module)
+        given, self._blocks = self.contributions, aot.outermost_autocasts(module)
         with autocasting.as_found_on_error(), given.traced(module):
             run: Runner = backend(module, given.expand_traced(inputs))
         return run
 
     def _partition(self, joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
-        given = self._contributions
+        given = self.contributions
         finished = order_of_gradients(joint, num_fwd_outputs)
         self._rewrite(joint, num_fwd_outputs)
         captured = capture(joint, num_fwd_outputs, self._parameters)
@@ -266,7 +232,7 @@ class _Compilation:
 
         No pass gets operations that nothing reads.
         """
-        given = self._contributions
+        given = self.contributions
         joint.graph.eliminate_dead_code(lambda node: bool(node.users) or node.is_impure())
         casts.show_types_of_norms(joint)
         given.hand_over(joint, forward_count)
@@ -293,7 +259,8 @@ class _Compilation:
         return aot.mark_boxed(lambda arguments: part.backward(arguments))
 
     def _inference(self, module: fx.GraphModule, _: Sequence[Any]) -> aot.Boxed:
-        run_as_eager(module.graph)
+        for node, call in [(n, as_eager(n)) for n in module.graph.nodes if n.op == "call_function"]:
+            node.target, node.args = call
         return compiled(module)
 
 

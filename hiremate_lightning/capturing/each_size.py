@@ -82,7 +82,7 @@ class EachSize:
         trace: Traces code of definite sizes, given that code and inputs without memory.
         trace_ahead: Called after each trace with its result, the sizes, and what traces the code for sizes to come.
         templates: Makes parts for sizes that were not traced; None to trace each size.
-        same: Knows what runs the same code at definite sizes, whoever captured it; None for nothing.
+        same: Knows what runs the same code at definite sizes, whoever captured it.
     """
 
     def __init__(
@@ -90,14 +90,14 @@ class EachSize:
         module: fx.GraphModule,
         sizes: Sequence[int],
         trace: Trace,
-        trace_ahead: TraceAhead = lambda run, sizes, trace: None,
-        templates: TemplateSource | None = None,
-        same: SameCaptures | None = None,
+        trace_ahead: TraceAhead,
+        templates: TemplateSource | None,
+        same: SameCaptures,
     ) -> None:
         count = len(module.graph.find_nodes(op="placeholder"))
         self._sizes = tuple(sizes)
         self._others = tuple(position for position in range(count) if position not in self._sizes)
-        self._trace, self._trace_ahead, self._same = trace, trace_ahead, same or SameCaptures()
+        self._trace, self._trace_ahead, self._same = trace, trace_ahead, same
         self._is_particular = False
         self._traced = Latest[tuple[Any, ...], Runner](thresholds.current.size_traces)
         self._ahead = dict[Sizes, TracedCode]()

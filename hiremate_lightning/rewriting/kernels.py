@@ -60,12 +60,6 @@ def _plain_times(drop: fx.Node, position: int) -> int:
 register(aten.native_dropout.default, Operation(plain_times=_plain_times))
 
 
-def run_as_eager(graph: fx.Graph) -> None:
-    """Make a graph without a backward call the kernels that eager PyTorch runs."""
-    for node, call in [(n, as_eager(n)) for n in graph.nodes if n.op == "call_function"]:
-        node.target, node.args = call
-
-
 def _compact(reduced: Any) -> Callable[..., torch.Tensor]:
     def compact(*args: Any, **kwargs: Any) -> torch.Tensor:
         result: torch.Tensor = reduced(*args, **kwargs).clone()
