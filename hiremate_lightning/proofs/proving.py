@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -36,6 +36,7 @@ from ..running.execution import Part
 from ..running.program import Program
 from ..running.template import ProgramTemplate, is_proved_by_another, template_of
 from ..torch_private import autocasting, backward_pass, captured_code, tensor_state
+from ..torch_private.hacks import replaced
 from .differences import Difference, differences
 from .proof import Proof, ProofMemory, Proofs, Verdict, proof_memory
 from .segments import Observed, cut, keeping_little
@@ -119,8 +120,6 @@ class Prover:
             return
         self._prove(proof, arguments)
         proof.written, proof.rests = written, False
-        if proof.is_refused:
-            raise WrongTemplateError("Programs of sizes that were not traced fail, or give other numbers")
         if proof.is_known:
             template.proved_at(part.captured.sizes, proof.tried_without)
         elif template.is_proved_at(part.captured.sizes):  # where other gradients come; for these there is no memory
@@ -131,27 +130,22 @@ class Prover:
     def _prove_smaller(
         self, proof: Proof, part: Part, template: ProgramTemplate, program: Program, arguments: Sequence[Any]
     ) -> None:
-        """Prove code at smaller sizes, with a part of each argument; these may leave the proof open.
-
-        Raises:
-            WrongTemplateError: If it gives other numbers there.
-        """
-        smaller_code = None if proof.smaller is None else proof.smaller(arguments)
-        if smaller_code is None:
-            return
-        smaller, some = smaller_code
-        if smaller.part is None:
+        """Prove code at smaller sizes, with a part of each argument; these may leave the proof open."""
+        smaller, some = (None if proof.smaller is None else proof.smaller(arguments)) or (None, ())
+        if smaller is None or smaller.part is None:
             return
         sizes, smaller.part.ran_without = smaller.part.captured.sizes, part.ran_without
         self._prove(smaller, some, replace(template.at(sizes), protects=program.protects))
-        if smaller.is_refused:
-            raise WrongTemplateError("Programs of sizes that were not traced fail, or give other numbers")
         if smaller.is_known:
             template.proved_at(sizes, smaller.tried_without)
             proof.forward, proof.backward, proof.rounded = smaller.forward, smaller.backward, smaller.rounded
 
     def _prove(self, proof: Proof, arguments: Sequence[Any], made: Program | None = None) -> None:
-        """Prove code by the program that it is about to run by, or by one that was made for smaller sizes."""
+        """Prove code by the program that it is about to run by, or by one that was made for smaller sizes.
+
+        Raises:
+            WrongTemplateError: If code that was made from traces of other sizes fails, or gives other numbers.
+        """
         if backward_pass.is_running():
             return
         nodes = () if proof.part is None else proof.part.captured.joint.graph.nodes
@@ -176,7 +170,8 @@ class Prover:
                 memory = proof_memory(part.captured, self._session.costs_of(part), program, self._session.free_bytes)
             if memory is None or memory.has_plain or memory.has_forward:
                 proof.why_unproved = ""
-                with trying(part, program), autocasting.not_printed():
+                on_trial = [] if part is None else [(part, "trial", program)]  # without its conductor, in no step
+                with replaced(*on_trial), autocasting.not_printed():
                     self._try(proof, arguments, memory, without, needs_numbers=made is not None)
             if not proof.is_known:
                 proof.why_unproved = proof.why_unproved or "the budget leaves no memory to compute them in eager mode"
@@ -276,8 +271,7 @@ class Prover:
     def _refuse(self, proof: Proof, why: str) -> None:
         proof.refuse(self._proofs)
         if proof.part is not None and proof.part.captured.template is not None:
-            log.info("Code made from traces of other sizes does not run, since %s", why)
-            return
+            raise WrongTemplateError(f"Code made from traces of other sizes does not run, since {why}")
         self._session.say(
             f"Code of {self._session.name} runs as it was written, without a plan, since {why}. Its memory and time "
             "are those of plain PyTorch. This is a fault of torch.compile or of hiremate_lightning; please report it."
@@ -341,19 +335,6 @@ def _unused_in(proof: Proof, written: fx.GraphModule, without: frozenset[int] | 
     without = without if without is not None else next(iter(seen), None)
     positions = None if proof.part is None or without is None else unused_at(proof.part.captured, without)
     return likely_unused(written) if positions is None else lambda outputs: positions
-
-
-@contextmanager
-def trying(part: Part | None, program: Program | None) -> Iterator[None]:
-    """Let a part run by a program without its conductor, as nothing of a step, for a while."""
-    if part is None:
-        yield
-        return
-    part.trial = program
-    try:
-        yield
-    finally:
-        part.trial = None
 
 
 def _device_of(proof: Proof, arguments: Sequence[Any]) -> torch.device:

@@ -24,7 +24,7 @@ from torch import fx
 
 from ..capturing.capture import Captured
 from ..measuring.saved_offload import Files, in_file
-from ..torch_private import aot, autocasting, hooks, tensor_state
+from ..torch_private import aot, autocasting, hooks, operators, tensor_state
 from ..torch_private.aot import HigherOrderOperator
 from ..torch_private.tensor_state import TorchDispatchMode
 
@@ -64,7 +64,7 @@ class Trial:
     copies: bool = False
     files: Files | None = None  # temporary files for results on the host; None to keep these in memory
     fill: int = 255  # the byte in memory that nobody has written to
-    unused: Unused | None = None  # returns the positions of the outputs that get no gradients; None where all get some
+    unused: Unused = lambda outputs: frozenset()  # returns the positions of the outputs that get no gradients
 
     def run(
         self,
@@ -97,10 +97,12 @@ class Trial:
             with watching, torch.enable_grad(), hooks.no_saved_tensor_hooks(), keeping:
                 results = function(*given)
                 outputs = list(results) if isinstance(results, (tuple, list)) else [results]
-                ends = _ends([*self._used(outputs), *tensors]) if self.with_gradients else None
+                unused = self.unused(outputs) if self.with_gradients else ()
+                used = [value for i, value in enumerate(outputs) if i not in unused]
+                ends = _ends([*used, *tensors]) if self.with_gradients else []
                 values = {f"output {i}": self._kept(value, tensors) for i, value in enumerate(outputs)}
-                del results, outputs
-                gradients = self._gradients(leaves, ends) if ends is not None else {}
+                del results, outputs, used
+                gradients = self._gradients(leaves, ends) if self.with_gradients else {}
             with torch.no_grad():
                 for name, value in zip(self.names, given, strict=True):
                     if isinstance(value, torch.Tensor) and watching.has_changed(value):
@@ -108,10 +110,6 @@ class Trial:
                 values["the random state of cpu"] = torch.get_rng_state()
                 values |= {f"the random state of {device}": torch.cuda.get_rng_state(device) for device in devices}
         return TrialOutcome(values, gradients, watching.has_filled)
-
-    def _used(self, outputs: Sequence[Any]) -> list[Any]:
-        unused = frozenset[int]() if self.unused is None else self.unused(outputs)
-        return [value for i, value in enumerate(outputs) if i not in unused]
 
     def _given(self, position: int, value: Any) -> Any:
         is_copied = self.copies and isinstance(value, torch.Tensor) and not self.arguments[position].is_leaf
@@ -242,20 +240,15 @@ def _written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
     if isinstance(operator, HigherOrderOperator):
         return tensor_state.tensors_among((args, kwargs)) if "triton" in operator.name() else []
     places = _places_written(operator)
-    if not places:
-        return []
     return tensor_state.tensors_among([args[i] if i < len(args) else kwargs.get(name) for i, name in places])
 
 
 @functools.cache
 def _places_written(operator: Any) -> tuple[tuple[int, str], ...]:
-    """List the arguments that an operator writes to, each by its position and its name."""
-    places = []
-    for position, argument in enumerate(operator._schema.arguments):
-        is_declared = argument.alias_info is not None and argument.alias_info.is_write
-        if is_declared or argument.name in _WRITTEN_UNDECLARED:
-            places.append((position, argument.name))
-    return tuple(places)
+    """List the arguments that an operator writes to, also those that its schema does not tell of."""
+    arguments = enumerate(operator._schema.arguments)
+    undeclared = ((i, argument.name) for i, argument in arguments if argument.name in _WRITTEN_UNDECLARED)
+    return (*operators.written_arguments(operator), *undeclared)
 
 
 # ---------------------------------------------------------------- outputs without gradients

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..torch_private import aot, tensor_state
+from ..torch_private import aot, operators, tensor_state
 
 aten = torch.ops.aten
 
@@ -271,15 +271,11 @@ def has_definite_strides(value: torch.Tensor) -> bool:
 
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     """List the arguments that an operator writes to, by its schema."""
-    schema = getattr(node.target, "_schema", None)
-    if node.op != "call_function" or schema is None or not schema.is_mutable:
+    if not isinstance(node.target, aot.OpOverload):
         return []
-    written: list[fx.Node] = []
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-            written.extend(v for v in tensor_state.leaves(given) if isinstance(v, fx.Node))
-    return written
+    places = operators.written_arguments(node.target)
+    given = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in places]
+    return [value for value in tensor_state.leaves(given) if isinstance(value, fx.Node)]
 
 
 def written_values(joint: fx.GraphModule) -> list[fx.Node]:

@@ -7,6 +7,7 @@ seen, once for each form of a call. `test_operators.py` fails loudly when a name
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -115,6 +116,13 @@ def draws(function: Any) -> bool:
 def name_of(operator: Any) -> str:
     """Return the name of an operator, as "library::name"; nothing for a kernel that is no operator."""
     return str(operator._schema.name) if isinstance(operator, aot.OpOverload) else ""
+
+
+@functools.cache
+def written_arguments(operator: aot.OpOverload) -> tuple[tuple[int, str], ...]:
+    """List the arguments that an operator writes to, by its schema: each by its position and its name."""
+    arguments = enumerate(operator._schema.arguments)
+    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def has_python_code(operator: Any) -> bool:
