@@ -145,7 +145,7 @@ def values_of(node: fx.Node) -> list[fx.Node]:
     value = node.meta.get("val")
     if isinstance(value, (tuple, list, dict)):
         order: list[Any] = list(value if isinstance(value, dict) else range(len(value)))
-        return sorted((u for u in node.users if is_part(u)), key=lambda part: order.index(part.args[1]))
+        return sorted(filter(is_part, node.users), key=lambda part: order.index(part.args[1]))
     return [] if value is None else [node]
 
 
@@ -179,10 +179,7 @@ def show_as(node: fx.Node, shown: torch.Tensor) -> None:
 
 
 def drop_unread(graph: fx.Graph) -> None:
-    """Erase operations that have no effects and that nothing reads.
-
-    The pass of fx asks each node whether it has effects, which takes long.
-    """
+    """Erase operations that have no effects and that nothing reads; fx asks all nodes for effects, which takes long."""
     for node in reversed(graph.nodes):
         if not node.users and not node.is_impure():
             graph.erase_node(node)
@@ -280,10 +277,8 @@ def mutated_arguments(node: fx.Node) -> list[fx.Node]:
 
 def written_values(joint: fx.GraphModule) -> list[fx.Node]:
     """List the values that a step writes to, in the graph or after the forward."""
-    placeholders = list(joint.graph.find_nodes(op="placeholder"))
-    descriptions = tensor_state.leaves(joint.graph.output_node().meta.get("desc", ()))
     in_graph = (argument for node in joint.graph.nodes for argument in mutated_arguments(node))
-    return [*aot.overwritten_inputs(placeholders, descriptions), *in_graph]
+    return [*aot.overwritten_inputs(joint.graph), *in_graph]
 
 
 def written_storages(joint: fx.GraphModule) -> set[int]:
@@ -293,7 +288,7 @@ def written_storages(joint: fx.GraphModule) -> set[int]:
 
 def updates_under_checkpoint(joint: fx.GraphModule) -> bool:
     """Whether code inside of `torch.utils.checkpoint` changes inputs: statistics of a batch norm, for example."""
-    copies = joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    copies = joint.graph.find_nodes(op="call_function", target=aten.copy_.default)
     written = [value for to, value, *_ in (node.args for node in copies) if to.op == "placeholder"]
     return any(isinstance(value, fx.Node) and aot.checkpoint_of(operation_of(value)) is not None for value in written)
 
@@ -307,8 +302,7 @@ def forward_nodes(joint: fx.GraphModule, outputs: Sequence[Any]) -> set[fx.Node]
     forward: set[fx.Node] = set()
     stack = [n for n in outputs if isinstance(n, fx.Node)]
     for node in computations(joint):
-        schema = getattr(node.target, "_schema", None)
-        checks_values = node.op == "call_function" and schema is not None and not schema.returns
+        checks_values = isinstance(node.target, aot.OpOverload) and not node.target._schema.returns
         has_effect = bool(mutated_arguments(node)) or is_random(node, None) or checks_values
         if has_effect and node not in tangent_dependent and not aot.is_of_backward(node):
             stack.append(node)
@@ -373,7 +367,7 @@ def is_random(node: fx.Node, device: torch.device | None) -> bool:
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         if device is None or device.type != "cuda":
             return False
-        is_transposed = node.target is torch.ops.aten.convolution.default and node.args[6]
+        is_transposed = node.target is aten.convolution.default and node.args[6]
         sums_in_any_order = is_transposed and not torch.backends.cudnn.deterministic
         return bool(sums_in_any_order) or is_order_dependent_on_gpu(str(node.target))
     # Attention kernels carry the random tag even where no dropout is asked for.

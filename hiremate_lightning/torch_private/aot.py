@@ -91,10 +91,11 @@ def describe_saved() -> Any:
     return SavedForBackwardsAOTOutput(0)
 
 
-def overwritten_inputs(placeholders: Sequence[fx.Node], descriptions: Sequence[Any]) -> list[fx.Node]:
+def overwritten_inputs(graph: fx.Graph) -> list[fx.Node]:
     """List the inputs that are written to after the forward, by AOTAutograd's descriptions of the forward's outputs."""
+    descriptions = pytree.tree_leaves(graph.output_node().meta.get("desc", ()))
     written = [d.mutated_input for d in descriptions if isinstance(d, InputMutationAOTOutput)]
-    return [p for p in placeholders if p.meta.get("desc") in written]
+    return [p for p in graph.find_nodes(op="placeholder") if p.meta.get("desc") in written]
 
 
 def settle_forward(serves_other_sizes: bool) -> tuple[int, ...]:
