@@ -19,7 +19,7 @@ from torch import fx
 from ..memory.allocator import allocated_bytes
 from ..records.costs import Profile
 from ..records.graph import Graph, Node
-from ..rewriting.joint import reshaped
+from ..rewriting.nodes import reshaped
 from ..rewriting.overwriting import overwrite
 from ..torch_private import aot
 from .capture import Captured

@@ -22,8 +22,8 @@ from ..errors import CaptureError
 from ..rewriting import assignments, casts, losses, pooling
 from ..rewriting.contributions import Contributions, OtherTermsError, TermCounts, casts_alone, likely_terms, sums_alone
 from ..rewriting.fusion import fuse
-from ..rewriting.joint import drop_unread, forward_nodes
 from ..rewriting.kernels import FusedKernels, as_eager
+from ..rewriting.nodes import drop_unread, forward_nodes
 from ..rewriting.straight_line import compiled
 from ..torch_private import aot, autocasting, backward_pass, captured_code, compiled_by_torch, tensor_state
 from ..torch_private.eager_tracing import traced_as_eager

@@ -26,22 +26,7 @@ from ..memory.allocator import allocated_bytes
 from ..records.costs import Profile
 from ..records.expressions import Sizes
 from ..records.graph import Direction, Graph, Node, Storage, StorageKind, Tensor
-from ..rewriting import replays
-from ..rewriting.joint import (
-    COPIES_STORAGE,
-    computations,
-    forward_nodes,
-    is_part,
-    is_random,
-    mutated_arguments,
-    name_of,
-    operation_named,
-    planned_device,
-    sink,
-    subgraphs_of,
-    values_of,
-    written_values,
-)
+from ..rewriting import nodes, replays
 from ..rewriting.overwriting import Finish, find_finishes, overwrite
 from ..torch_private import aot, inductor, readings, tensor_state
 
@@ -177,14 +162,14 @@ class _Builder:
 
     def build(self) -> Captured:
         outputs, gradients, *_ = aot.joint_outputs(self.joint, self.num_forward)
-        self.device = planned_device(self.joint)
-        forward_set = forward_nodes(self.joint, outputs)
+        self.device = nodes.planned_device(self.joint)
+        forward_set = nodes.forward_nodes(self.joint, outputs)
         inputs, tangents = self._add_inputs()
-        written = (self.tensors[self.tensor_of[v]].storage for v in written_values(self.joint) if v in self.tensor_of)
-        overwritten = frozenset(storage for storage in written if storage is not None)
-        operations = computations(self.joint)
+        written = (self.tensor_of[value] for value in nodes.written_values(self.joint) if value in self.tensor_of)
+        overwritten = frozenset(s for t in written if (s := self.tensors[t].storage) is not None)
+        operations = nodes.computations(self.joint)
         forward_fx = [n for n in operations if n in forward_set]
-        backward_fx = sink([n for n in operations if n not in forward_set], tangents)
+        backward_fx = nodes.sink([n for n in operations if n not in forward_set], tangents)
         resident = [v for v in self.tensor_of if self.tensors[self.tensor_of[v]].storage in overwritten]
         self.finishes = find_finishes(forward_fx, outputs, resident)
         finishing = {step for finish in self.finishes.values() for step in finish.steps}
@@ -273,13 +258,13 @@ class _Builder:
         members = (node,) if finish is None else (node, *finish.steps)
         read = [self.tensor_of[a] for a in (*node.all_input_nodes, *(finish.reads if finish else ()))]
         outputs = []
-        for value in values_of(node):  # where it is finished, others read the result in its place
+        for value in nodes.values_of(node):  # where it is finished, others read the result in its place
             is_finished = finish is not None and value is finish.value
             self.tensor_of[value] = self._add_tensor(finish.result if finish and is_finished else value, index, kind)
             outputs.append(self.tensor_of[value])
-        if node.target in COPIES_STORAGE:
+        if node.target in nodes.COPIES_STORAGE:
             self._take_size(outputs[0], read[0])
-        op, operation = name_of(node.target), operation_named(node.target)
+        op, operation = nodes.name_of(node.target), nodes.operation_named(node.target)
         number = aot.checkpoint_of(node) if direction is Direction.FORWARD else None
         reads_mutated = op not in _IGNORES_WHAT_IT_UPDATES and any(self.tensors[t].storage in overwritten for t in read)
         self.nodes.append(
@@ -290,8 +275,8 @@ class _Builder:
                 inputs=tuple(dict.fromkeys(read)),
                 outputs=tuple(outputs),
                 key=", then ".join(map(work_key, members)),
-                is_random=is_random(node, self.device),
-                is_mutating=bool(mutated_arguments(node)),
+                is_random=nodes.is_random(node, self.device),
+                is_mutating=bool(nodes.mutated_arguments(node)),
                 reads_mutated=reads_mutated,
                 flops=_flops(node),
                 module=_module_path(node),
@@ -309,7 +294,7 @@ class _Builder:
     def _add_replays(self, index: int) -> None:
         """Add the nodes that bring back the results of a random node, or of a batch norm."""
         node, drawn = self.nodes[index], self.fx_nodes[index]
-        values = {v.args[1]: self.tensor_of[v] for v in drawn.users if is_part(v)}
+        values = {v.args[1]: self.tensor_of[v] for v in drawn.users if nodes.is_part(v)}
         source = self.tensor_of.get(drawn.args[0]) if drawn.args and isinstance(drawn.args[0], fx.Node) else None
         is_dropout = drawn.target is aten.native_dropout.default and drawn.args[2] is not False
         if is_dropout and set(values) == {0, 1} and source is not None:
@@ -359,7 +344,7 @@ class _Builder:
 
 def work_key(node: fx.Node) -> str:
     """Describe the work of a node: operator, and for each argument shape, strides, dtype and device, or its value."""
-    subgraphs = subgraphs_of(node)
+    subgraphs = nodes.subgraphs_of(node)
 
     def describe(value: Any) -> str:
         if isinstance(value, fx.Node) and value in subgraphs:
@@ -377,7 +362,7 @@ def work_key(node: fx.Node) -> str:
         return repr(value)
 
     arguments = [describe(a) for a in node.args] + [f"{k}={describe(v)}" for k, v in sorted(node.kwargs.items())]
-    return f"{name_of(node.target)} {' '.join(arguments)}"
+    return f"{nodes.name_of(node.target)} {' '.join(arguments)}"
 
 
 def _flops(node: fx.Node) -> int:
@@ -393,10 +378,10 @@ def _flops(node: fx.Node) -> int:
 
 def _plain_times(value: fx.Node) -> int:
     """Return how many times as large plain PyTorch holds a value."""
-    if not is_part(value):
+    if not nodes.is_part(value):
         return 1
     maker, position = cast("tuple[fx.Node, int]", value.args[:2])
-    return operation_named(maker.target).plain_times(maker, position)
+    return nodes.operation_named(maker.target).plain_times(maker, position)
 
 
 def _module_path(node: fx.Node) -> str:

@@ -22,7 +22,7 @@ from ..memory.allocator import allocated_bytes
 from ..memory.metering import LiveBytes
 from ..records.costs import A100, HALF_TYPES, Machine
 from ..records.graph import Graph
-from ..rewriting.joint import is_order_dependent_on_gpu
+from ..rewriting.nodes import is_order_dependent_on_gpu
 from ..torch_private import sharding, tensor_state
 from ..torch_private.tensor_state import TorchDispatchMode
 

@@ -19,8 +19,8 @@ from torch import fx
 
 from ..capturing.capture import Captured
 from ..memory.metering import RandomState, undisturbed
-from ..rewriting.joint import CALLS_AN_OPERATOR, TRITON, attribute_of, is_part, name_of
 from ..rewriting.kernels import as_eager
+from ..rewriting.nodes import CALLS_AN_OPERATOR, TRITON, attribute_of, is_part, name_of
 from ..rewriting.overwriting import Finish
 from ..rewriting.replays import call_of, is_state, state_arguments
 from ..torch_private import aot, operators, tensor_state

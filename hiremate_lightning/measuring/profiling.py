@@ -34,7 +34,7 @@ from ..memory.allocator import free_bytes, storage_bytes
 from ..memory.metering import MemoryMeter, undisturbed
 from ..records.costs import A100, Link, Machine, Profile, estimate
 from ..records.graph import Direction, Graph
-from ..rewriting.joint import is_collective, is_part, values_of
+from ..rewriting.nodes import is_collective, is_part, values_of
 from ..running.copies import is_copying
 from ..running.program import Program
 from ..torch_private import runtime, tensor_state

@@ -31,7 +31,7 @@ from ..records.costs import Profile
 from ..records.expressions import NoTemplateError, WrongTemplateError
 from ..records.step import Step
 from ..reporting.report import Reporter
-from ..rewriting.joint import is_collective
+from ..rewriting.nodes import is_collective
 from ..running.execution import Part
 from ..running.program import Program
 from ..running.template import ProgramTemplate, is_proved_by_another, template_of

@@ -19,26 +19,7 @@ import torch
 from torch import fx
 
 from ..torch_private import aot, tensor_state
-from .joint import (
-    SHAPES,
-    Into,
-    Operation,
-    computations,
-    drop_unread,
-    fills_memory,
-    has_definite_strides,
-    is_of_torch,
-    is_on_new_memory,
-    is_view,
-    lies_as,
-    note_unsettled,
-    operation_of,
-    register,
-    replace_node,
-    show_as,
-    source_of,
-    unsettled_among,
-)
+from . import nodes
 
 aten = torch.ops.aten
 
@@ -96,8 +77,8 @@ def assign_to_new(
     return _fill(made if value is None else made.fill_(value), parts)
 
 
-register(assign, Operation(into=Into.FIRST, keeps_nothing=True, follows_strides=True))
-register(assign_to_new, Operation(keeps_nothing=True))
+nodes.register(assign, nodes.Operation(into=nodes.Into.FIRST, keeps_nothing=True, follows_strides=True))
+nodes.register(assign_to_new, nodes.Operation(keeps_nothing=True))
 
 
 def _fill(result: torch.Tensor, parts: Sequence[Any]) -> torch.Tensor:
@@ -121,7 +102,7 @@ def gather(joint: fx.GraphModule) -> None:
     for node in reversed(list(graph.nodes)):
         if node.target in _SCATTERS and node.users:  # without users it was a step of a later one
             _gather_steps(node)
-    drop_unread(graph)
+    nodes.drop_unread(graph)
     for node in graph.find_nodes(op="call_function", target=assign):
         _merge_with_base(node)
 
@@ -135,10 +116,10 @@ def _stand_alone(node: fx.Node) -> None:
     else:
         return
     shown = node.meta["val"]
-    if not fills_memory(shown) or not _is_contiguous(node) or node.kwargs.get("pin_memory"):
+    if not nodes.fills_memory(shown) or not _is_contiguous(node) or node.kwargs.get("pin_memory"):
         return
     options = {"dtype": shown.dtype, "device": shown.device, "pin_memory": False}
-    replace_node(node, aten.full.default, (list(shown.shape), value), options)
+    nodes.replace_node(node, aten.full.default, (list(shown.shape), value), options)
 
 
 def _copy_gradients_once(joint: fx.GraphModule) -> None:
@@ -147,44 +128,47 @@ def _copy_gradients_once(joint: fx.GraphModule) -> None:
     It is traced as a copy into new memory, which is copied itself before.
     Gradients that may lie in memory otherwise than traced, as the caller's may, are copied all the same.
     """
-    unsettled = unsettled_among(filter(aot.is_tangent, joint.graph.find_nodes(op="placeholder")))
-    for node in computations(joint):
-        note_unsettled(node, unsettled)
-        if node.target is not aten.copy.default or source_of(node).target not in _EMPTY:
+    unsettled = nodes.unsettled_among(filter(aot.is_tangent, joint.graph.find_nodes(op="placeholder")))
+    for node in nodes.computations(joint):
+        nodes.note_unsettled(node, unsettled)
+        if node.target is not aten.copy.default or nodes.source_of(node).target not in _EMPTY:
             continue
         source: Any = node.args[1]
         shown, given = node.meta["val"], source.meta.get("val")
-        if not fills_memory(shown) or given is None:
+        if not nodes.fills_memory(shown) or given is None:
             continue
         if (shown.shape, shown.dtype, shown.device) != (given.shape, given.dtype, given.device):
             continue
-        is_alike = source not in unsettled and lies_as(given, shown) and has_definite_strides(shown)
+        is_alike = source not in unsettled and nodes.lies_as(given, shown) and nodes.has_definite_strides(shown)
         root = _only_read_for(node) if is_alike else None
-        is_made = root is not None and is_of_torch(operation_of(root).target) and is_on_new_memory(root)
-        if root is not None and is_made and lies_as(root.meta["val"], shown):
-            show_as(root, shown)
+        if root is not None and _is_made_by_torch(root) and nodes.lies_as(root.meta["val"], shown):
+            nodes.show_as(root, shown)
             node.replace_all_uses_with(root)
             joint.graph.erase_node(node)
         elif is_alike:
-            replace_node(node, aten.clone.default, (source,))
-        elif _is_contiguous(source_of(node)):
-            replace_node(node, aten.clone.default, (source,), {"memory_format": torch.contiguous_format})
+            nodes.replace_node(node, aten.clone.default, (source,))
+        elif _is_contiguous(nodes.source_of(node)):
+            nodes.replace_node(node, aten.clone.default, (source,), {"memory_format": torch.contiguous_format})
+
+
+def _is_made_by_torch(value: fx.Node) -> bool:
+    return nodes.is_of_torch(nodes.operation_of(value).target) and nodes.is_on_new_memory(value)
 
 
 def _only_read_for(copy: fx.Node) -> fx.Node | None:
     """Return what a copy is of before any views of it; None where something else reads that."""
     readers, node = set(copy.all_input_nodes[:1]) | {copy}, copy.all_input_nodes[-1]
     while node.users.keys() <= readers:
-        if not is_view(node.target):
+        if not nodes.is_view(node.target):
             return node
-        readers, node = {node}, source_of(node)
+        readers, node = {node}, nodes.source_of(node)
     return None
 
 
 def _gather_steps(node: fx.Node) -> None:
     """Make one operation of an assignment whose last step is this scatter."""
-    base = source_of(node)
-    if not fills_memory(base.meta.get("val")) or not fills_memory(node.meta["val"]):
+    base = nodes.source_of(node)
+    if not nodes.fills_memory(base.meta.get("val")) or not nodes.fills_memory(node.meta["val"]):
         return
     path: list[Any] = []
     scatter: Any = node
@@ -200,7 +184,7 @@ def _gather_steps(node: fx.Node) -> None:
     dtype = node.meta["val"].dtype  # the part gets a tensor that can be expanded to its shape, or a number
     while isinstance(source, fx.Node) and source.target in _NEW_VALUES and source.meta["val"].dtype == dtype:
         source = source.args[1]
-    replace_node(node, assign, (base, tuple(path), source))
+    nodes.replace_node(node, assign, (base, tuple(path), source))
 
 
 def _leads_to(source: fx.Node, scatter: fx.Node, base: fx.Node, path: Sequence[Any]) -> bool:
@@ -210,8 +194,8 @@ def _leads_to(source: fx.Node, scatter: fx.Node, base: fx.Node, path: Sequence[A
         if view.target not in _NAMES or _step(_NAMES[view.target], view.args[0], (*view.args[1:],)) != step:
             return False
         view = view.args[0]
-    is_same = is_view(view.target) and (view.target, view.args, view.kwargs) == (base.target, base.args, base.kwargs)
-    return source.users.keys() == {scatter} and (view is base or is_same)
+    is_same = (view.target, view.args, view.kwargs) == (base.target, base.args, base.kwargs)
+    return source.users.keys() == {scatter} and (view is base or (is_same and nodes.is_view(view.target)))
 
 
 def _step(name: str, source: Any, arguments: Sequence[Any]) -> tuple[str, tuple[int, ...]] | None:
@@ -236,24 +220,24 @@ def _merge_with_base(node: fx.Node) -> None:
     """
     base: Any = node.args[0]
     shown, parts = base.meta["val"], node.args[1:]
-    if base.users.keys() != {node} or not fills_memory(shown):
+    if base.users.keys() != {node} or not nodes.fills_memory(shown):
         return
     if base.target in (assign, assign_to_new):
         sources = (a for a in (*base.args, *parts) if isinstance(a, fx.Node) and a is not base.args[0])
         waiting = [t for t in (source.meta.get("val") for source in sources) if t is not None]
         if sum(t.nbytes for t in waiting) <= shown.nbytes:
-            replace_node(node, base.target, (*base.args, *parts))
+            nodes.replace_node(node, base.target, (*base.args, *parts))
     elif base.target in _EMPTY or base.target is aten.full.default:
         value = base.args[1] if base.target is aten.full.default else None
         if _is_contiguous(base) and not base.kwargs.get("pin_memory"):
             like = (shown.dtype, shown.device)
-            replace_node(node, assign_to_new, (list(shown.shape), value, like, *parts))
+            nodes.replace_node(node, assign_to_new, (list(shown.shape), value, like, *parts))
 
 
 def _is_contiguous(made: fx.Node) -> bool:
     """Whether a new tensor has the strides that `torch.empty` gives to its shape."""
     shown: torch.Tensor = made.meta["val"]
-    if made.target in _LAID_OUT_ALIKE and not has_definite_strides(shown):
+    if made.target in _LAID_OUT_ALIKE and not nodes.has_definite_strides(shown):
         return False
     return torch.empty(shown.shape, device="meta").stride() == shown.stride()
 
@@ -269,9 +253,9 @@ def leave_out_views(joint: fx.GraphModule) -> None:
     output = joint.graph.output_node()
     for node in joint.graph.nodes:
         if _only_shapes(node):
-            before = source_of(node)
-            if before.target in SHAPES and before.users.keys() == {node}:
-                node.replace_input_with(before, source_of(before))
+            before = nodes.source_of(node)
+            if before.target in nodes.SHAPES and before.users.keys() == {node}:
+                node.replace_input_with(before, nodes.source_of(before))
         same = _shown_by(node)
         if same is not None and not (output in node.users and (same.op == "placeholder" or output in same.users)):
             node.replace_all_uses_with(same)
@@ -287,7 +271,7 @@ def _shown_by(node: fx.Node) -> fx.Node | None:
     if _only_shapes(node) or (node.target is aten.expand.default and _is_definite(node.meta["val"])):
         shown = source.meta.get("val")
         return source if isinstance(shown, torch.Tensor) and shown.shape == node.meta["val"].shape else None
-    return source_of(source) if _turns_back(node, source, source.args[1:], arguments) else None
+    return nodes.source_of(source) if _turns_back(node, source, source.args[1:], arguments) else None
 
 
 def _turns_back(node: fx.Node, source: fx.Node, before: Any, after: Any) -> bool:
@@ -311,4 +295,4 @@ def _only_shapes(node: fx.Node) -> bool:
 
 
 def _is_definite(shown: torch.Tensor) -> bool:
-    return not tensor_state.is_symbolic(shown) and has_definite_strides(shown)
+    return not tensor_state.is_symbolic(shown) and nodes.has_definite_strides(shown)

@@ -20,7 +20,7 @@ from torch import fx
 
 from ..torch_private import aot, tensor_state
 from .contributions import TermCounts, arrivals
-from .joint import show_as, values_of
+from .nodes import show_as, values_of
 
 aten = torch.ops.aten
 

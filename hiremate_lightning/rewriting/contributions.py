@@ -24,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 from ..torch_private import aot
 from ..torch_private.hacks import replaced
 from ..torch_private.tensor_state import is_dense, storage_id, takes_other_gradients, versions_of
-from .joint import written_values
+from .nodes import written_values
 
 aten = torch.ops.aten
 

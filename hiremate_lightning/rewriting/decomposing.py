@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from ..torch_private import tensor_state
-from .joint import ORIGIN, drop_unread, values_of
 from .kernels import as_eager, dropout, eager_scale
+from .nodes import drop_unread, origin_of, values_of
 from .replays import draw_mask_of, mask_arguments
 
 aten = torch.ops.aten
@@ -37,7 +37,7 @@ class _Rewriting:
 
     def __init__(self, node: fx.Node) -> None:
         self.node, self.graph = node, node.graph
-        self._origin = {key: node.meta[key] for key in ORIGIN if key in node.meta}
+        self._origin = origin_of(node)
 
     def _add(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)

@@ -22,22 +22,8 @@ import torch
 from torch import fx
 
 from ..torch_private import aot, tensor_state
+from . import nodes
 from .decomposing import decompose
-from .joint import (
-    ORIGIN,
-    computations,
-    forward_nodes,
-    is_part,
-    is_random,
-    is_view,
-    mutated_arguments,
-    operation_of,
-    planned_device,
-    sink,
-    source_of,
-    values_of,
-    written_storages,
-)
 from .kernels import FusedKernels
 
 aten = torch.ops.aten
@@ -107,15 +93,15 @@ class _Fuser:
     def __init__(self, joint: fx.GraphModule, outputs: Sequence[Any], kernels: FusedKernels) -> None:
         self.joint = joint
         self.kernels = kernels
-        self.device = planned_device(joint)
+        self.device = nodes.planned_device(joint)
         tangents = [n for n in joint.graph.find_nodes(op="placeholder") if aot.is_tangent(n)]
-        self.overwritten = written_storages(joint)
-        self.transparent = {n for n in joint.graph.nodes if is_part(n) or is_view(n.target) or self._is_widening(n)}
-        operations = [n for n in computations(joint) if n not in self.transparent]
-        forward_set = forward_nodes(joint, outputs)
+        self.overwritten = nodes.written_storages(joint)
+        self.transparent = set(filter(self._is_transparent, joint.graph.nodes))
+        operations = [n for n in nodes.computations(joint) if n not in self.transparent]
+        forward_set = nodes.forward_nodes(joint, outputs)
         self.forward = [n for n in operations if n in forward_set]
-        everything = [n for n in computations(joint) if n not in forward_set]
-        self.backward = [n for n in sink(everything, tangents) if n not in self.transparent]
+        everything = [n for n in nodes.computations(joint) if n not in forward_set]
+        self.backward = [n for n in nodes.sink(everything, tangents) if n not in self.transparent]
         self.is_forward = set(self.forward)
         self.tangents_of = {tangent: frozenset([tangent]) for tangent in tangents}  # on which each value depends
         for node in joint.graph.nodes:
@@ -149,7 +135,7 @@ class _Fuser:
             return False
         if not (_is_elementwise(node) or node.target in _REDUCTIONS or node.target in _COMPOSITE):
             return False
-        if mutated_arguments(node) or is_random(node, self.device) or not node.all_input_nodes:
+        if nodes.mutated_arguments(node) or nodes.is_random(node, self.device) or not node.all_input_nodes:
             return False
         if self._reads_overwritten(node):
             return False  # it has to run where it stands
@@ -171,18 +157,20 @@ class _Fuser:
         read = tensor_state.storages_among(a.meta.get("val") for a in node.all_input_nodes)
         return not read.isdisjoint(self.overwritten)
 
-    def _is_widening(self, node: fx.Node) -> bool:
-        """Whether a node casts to a wider type: each reader does that for itself at no cost."""
+    def _is_transparent(self, node: fx.Node) -> bool:
+        """Whether a node is a part, a view, or casts to a wider type: each reader does that for itself at no cost."""
+        if nodes.is_part(node) or nodes.is_view(node.target):
+            return True
         if node.target is not aten._to_copy.default or set(node.kwargs) != {"dtype"} or self._reads_overwritten(node):
             return False
-        before, after = source_of(node).meta["val"], node.meta["val"]
+        before, after = nodes.source_of(node).meta["val"], node.meta["val"]
         is_wider: bool = after.dtype.itemsize > before.dtype.itemsize
         return is_wider and before.dtype in _FLOATS
 
     def origin(self, node: fx.Node) -> fx.Node:
         """Return the operation or input from which a value comes, through views and casts."""
         while node in self.transparent:
-            node = source_of(node)
+            node = nodes.source_of(node)
         return node
 
     def consumers(self, value: fx.Node) -> set[fx.Node]:
@@ -205,7 +193,7 @@ class _Fuser:
         groups = {self.group_of.get(c) for c in readers}
         group = groups.pop() if len(groups) == 1 else None
         can_join = group is not None and len(group.members) < MOST_MEMBERS and self._may_wait(node, group)
-        if group is None or not can_join or not all(self._can_be_internal(node, value) for value in values_of(node)):
+        if group is None or not can_join or not all(self._can_be_internal(node, v) for v in nodes.values_of(node)):
             self.group_of[node] = _Kernel([node])
             return
         group.members.insert(0, node)
@@ -243,7 +231,7 @@ class _Fuser:
     def _place_backward(self, node: fx.Node) -> None:
         """Put an operation into the group of all that reads its large results, or begin a group with it."""
         group = _Kernel([node])
-        readers = {c for v in values_of(node) if not self._is_small(node, v) for c in self.consumers(v)}
+        readers = {c for v in nodes.values_of(node) if not self._is_small(node, v) for c in self.consumers(v)}
         joined = {self.group_of.get(c) for c in readers}
         others = {g for g in joined if g is None or not self._gives_gradients_only(g.members[-1])}
         near = {self.stretch.get(c) for c in readers} == {self.stretch[node]}
@@ -264,7 +252,8 @@ class _Fuser:
 
     def _gives_gradients_only(self, last: fx.Node) -> bool:
         """Whether nothing waits for a group that ends so: sums over a batch that are the gradients of parameters."""
-        return all(self._is_small(last, v) and {c.op for c in self.consumers(v)} == {"output"} for v in values_of(last))
+        values = nodes.values_of(last)
+        return all(self._is_small(last, v) and {c.op for c in self.consumers(v)} == {"output"} for v in values)
 
 
 class _Writer:
@@ -295,7 +284,7 @@ class _Writer:
     def _place(self, node: fx.Node) -> None:
         if node in self.values:
             return
-        group = self.fuser.group_of.get(operation_of(node))
+        group = self.fuser.group_of.get(nodes.operation_of(node))
         if group is None:
             self.values[node] = self.graph.node_copy(node, self._value)
         elif not group.is_written:
@@ -304,15 +293,14 @@ class _Writer:
     def _write_group(self, group: _Kernel) -> None:
         group.is_written = True
         derived, group_of, readers = self.fuser.derived, self.fuser.group_of, self.fuser.consumers
-        inner = [v for member in group.members for v in values_of(member) if v not in derived]
+        inner = [v for member in group.members for v in nodes.values_of(member) if v not in derived]
         # Others read a result, or need it for what they derive.
         results = [v for v in inner if any(c in derived or group_of.get(c) is not group for c in readers(v))]
         module, inputs = self._body(group.members, results)
         shown = [v.meta["val"] for v in results]
         kernel = self.fuser.kernels.get(module, shown)
         node = self.graph.call_function(kernel, tuple(map(self._value, inputs)))
-        origin = group.members[-1].meta
-        node.meta = {**{k: origin[k] for k in ORIGIN if k in origin}, "val": shown[0] if len(shown) == 1 else shown}
+        node.meta = {**nodes.origin_of(group.members[-1]), "val": shown[0] if len(shown) == 1 else shown}
         for position, value in enumerate(results):
             if len(results) == 1:
                 self.values[value] = node
@@ -327,7 +315,7 @@ class _Writer:
 
         def is_computed_here(node: fx.Node) -> bool:
             while node in transparent and node.target is not aten._to_copy.default:
-                node = source_of(node)
+                node = nodes.source_of(node)
             return node in transparent or node in inside or node in derived
 
         def value_of(node: fx.Node) -> fx.Node:

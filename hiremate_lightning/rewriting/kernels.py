@@ -16,7 +16,7 @@ from torch import fx
 
 from .. import thresholds
 from ..torch_private import aot, inductor, tensor_state
-from .joint import Operation, operation_of, register
+from .nodes import Operation, operation_of, register
 
 aten = torch.ops.aten
 

@@ -19,16 +19,7 @@ from torch import fx
 
 from .. import thresholds
 from ..torch_private import tensor_state
-from .joint import (
-    SHAPES,
-    Into,
-    Operation,
-    is_part,
-    register,
-    replace_node,
-    source_of,
-    written_storages,
-)
+from . import nodes
 from .kernels import parts_of
 
 aten = torch.ops.aten
@@ -135,13 +126,13 @@ def _plain_bytes_of_gradient(gradient: fx.Node) -> int:
     return int(rows * classes * (3 * dtype.itemsize - reused))
 
 
-register(cross_entropy, Operation(plain_bytes=_plain_bytes_of_loss))
-register(
+nodes.register(cross_entropy, nodes.Operation(plain_bytes=_plain_bytes_of_loss))
+nodes.register(
     cross_entropy_gradient,
-    Operation(
+    nodes.Operation(
         plain_bytes=_plain_bytes_of_gradient,
         plain_only_reads=lambda gradient: (gradient.all_input_nodes[1],),  # the logits: it reads the logarithms instead
-        into=Into.BY_ROWS,
+        into=nodes.Into.BY_ROWS,
         keeps_nothing=True,
     ),
 )
@@ -150,7 +141,7 @@ register(
 def join(joint: fx.GraphModule) -> None:
     """Rewrite a joint graph: a cross entropy is one operation, and its gradient another."""
     losses = joint.graph.find_nodes(op="call_function", target=aten.nll_loss_forward.default)
-    written = written_storages(joint) if losses else set()
+    written = nodes.written_storages(joint) if losses else set()
     for forward in losses:
         backward = _derivative_of(forward)
         if backward is not None:
@@ -170,10 +161,10 @@ def _join(forward: fx.Node, backward: fx.Node, written: set[int]) -> None:
         return
     how = ([*shown.shape], shown.dtype)
     arriving, _, *told = backward.args
-    replace_node(gradient, cross_entropy_gradient, (arriving, logits, *told, *how, [*made.shape], made.dtype))
+    nodes.replace_node(gradient, cross_entropy_gradient, (arriving, logits, *told, *how, [*made.shape], made.dtype))
     _, target, weight, reduction, ignore_index = forward.args
     if weight is None:
-        replace_node(forward, cross_entropy, (logits, target, reduction, ignore_index, *how))
+        nodes.replace_node(forward, cross_entropy, (logits, target, reduction, ignore_index, *how))
 
 
 def _derivative_of(forward: fx.Node) -> fx.Node | None:
@@ -192,7 +183,7 @@ def _derivative_of(forward: fx.Node) -> fx.Node | None:
         return None
     (rest,) = backward.users
     _, read, *told, total = backward.args
-    is_total = isinstance(total, fx.Node) and is_part(total) and total.args == (forward, 1)
+    is_total = isinstance(total, fx.Node) and nodes.is_part(total) and total.args == (forward, 1)
     is_derivative = read is logarithms and tuple(told) == forward.args[1:] and is_total and not backward.kwargs
     is_rest = rest.target is aten._log_softmax_backward_data.default and readers == {backward, rest}
     if not is_derivative or not is_rest or rest.args != (backward, logarithms, dim, shown.dtype):
@@ -202,16 +193,16 @@ def _derivative_of(forward: fx.Node) -> fx.Node | None:
 
 def _source_of(logarithms: fx.Node) -> fx.Node:
     """Return what a loss may read: through other shapes, what was converted for it alone, or what it was given."""
-    reader, before = logarithms, source_of(logarithms)
-    while before.target in SHAPES and before.users.keys() == {reader}:
-        reader, before = before, source_of(before)
+    reader, before = logarithms, nodes.source_of(logarithms)
+    while before.target in nodes.SHAPES and before.users.keys() == {reader}:
+        reader, before = before, nodes.source_of(before)
     is_copy = before.target is aten._to_copy.default and before.kwargs.keys() <= _OPTIONS
     if is_copy and before.users.keys() == {reader}:
-        source = source_of(before)
+        source = nodes.source_of(before)
         of, shape = source.meta["val"], logarithms.meta["val"].shape
         if of.dim() > 1 and of.shape[-1] == shape[1] and not of.is_complex():
             return source
-    return source_of(logarithms)
+    return nodes.source_of(logarithms)
 
 
 def _converted(gradient: fx.Node) -> fx.Node:
@@ -221,7 +212,7 @@ def _converted(gradient: fx.Node) -> fx.Node:
         (reader,) = value.users
         if reader.target is aten._to_copy.default and reader.kwargs.keys() <= _OPTIONS:
             return reader
-        if reader.target not in SHAPES:
+        if reader.target not in nodes.SHAPES:
             break
         value = reader
     return gradient

@@ -24,21 +24,7 @@ from .. import thresholds
 from ..records.graph import Graph, StorageKind
 from ..torch_private import aot, tensor_state
 from ..torch_private.operators import schema_call
-from .joint import (
-    COPIES_STORAGE,
-    Into,
-    is_of_torch,
-    is_on_new_memory,
-    is_part,
-    is_view,
-    lies_as,
-    may_lie_otherwise,
-    note_unsettled,
-    operation_named,
-    operation_of,
-    unsettled_among,
-    values_of,
-)
+from . import nodes
 
 aten = torch.ops.aten
 
@@ -107,9 +93,9 @@ def candidates_of(node: fx.Node, unsettled: Collection[fx.Node] = ()) -> list[tu
 
     Where strides that count are unsettled, overwriting would be planned and then not done.
     """
-    target, promised = node.target, operation_named(node.target).into
-    is_first = target in _INTO_FIRST or promised is Into.FIRST
-    if not (is_first or target in _INTO or promised is Into.BY_ROWS):
+    target, promised = node.target, nodes.operation_named(node.target).into
+    is_first = target in _INTO_FIRST or promised is nodes.Into.FIRST
+    if not (is_first or target in _INTO or promised is nodes.Into.BY_ROWS):
         return []
     values: list[Any] = [a.meta.get("val") for a in node.all_input_nodes]
     is_usual = all(v.layout is torch.strided if isinstance(v, torch.Tensor) else v is not None for v in values)
@@ -130,7 +116,7 @@ def candidates_of(node: fx.Node, unsettled: Collection[fx.Node] = ()) -> list[tu
     if target in _INTO and any(a in unsettled for _, a in arguments):
         return []
     taken = arguments[:1] if is_first else arguments
-    return [(i, a) for i, a in taken if a not in unsettled and lies_as(a.meta["val"], result)]
+    return [(i, a) for i, a in taken if a not in unsettled and nodes.lies_as(a.meta["val"], result)]
 
 
 def traced_strides(node: fx.Node, dying: int) -> Strides:
@@ -223,9 +209,9 @@ class _Search:
         kept = (*graph.gradients, *graph.outputs, *graph.held)
         self.last |= {graph.tensors[t].storage: len(graph.backward) for t in kept}
         self.barred = _seen_by_others(graph, fx_nodes) | set(spared) | set(absent)
-        self.unsettled = unsettled_among(fx_values[t] for t in graph.tangents)
+        self.unsettled = nodes.unsettled_among(fx_values[t] for t in graph.tangents)
         for index in graph.backward:
-            note_unsettled(fx_nodes[index], self.unsettled)
+            nodes.note_unsettled(fx_nodes[index], self.unsettled)
         first: dict[int | None, int] = {}
         # Tensors on whose storage another one was there before.
         self.views = {t for t, tensor in enumerate(graph.tensors) if first.setdefault(tensor.storage, t) != t}
@@ -233,17 +219,17 @@ class _Search:
         self.taken: dict[int | None, int] = {}  # storage of a result -> storage that it takes
 
     def run(self) -> tuple[Graph, dict[fx.Node, int]]:
-        nodes, overwrites = list(self.graph.nodes), dict[fx.Node, int]()
+        records, overwrites = list(self.graph.nodes), dict[fx.Node, int]()
         for position, index in enumerate(self.graph.backward):
             safe = [pair for pair in self._candidates(index) if self._is_safe(position, index, pair[1])]
             if safe:
                 overwrites[self.fx_nodes[index]], dying = safe[0]
                 self._take(index, dying)
-                nodes[index] = replace(nodes[index], is_mutating=True)
+                records[index] = replace(records[index], is_mutating=True)
         tensors = tuple(replace(t, storage=self.taken.get(t.storage, t.storage)) for t in self.graph.tensors)
         sizes = (0 if i in self.taken else storage.size_bytes for i, storage in enumerate(self.graph.storages))
         storages = tuple(replace(s, size_bytes=size) for s, size in zip(self.graph.storages, sizes, strict=True))
-        return replace(self.graph, nodes=tuple(nodes), tensors=tensors, storages=storages), overwrites
+        return replace(self.graph, nodes=tuple(records), tensors=tensors, storages=storages), overwrites
 
     def takes(self, overwrites: Collection[fx.Node]) -> dict[int, int]:
         graph, takes, readers = self.graph, dict[int, int](), dict[int | None, set[int]]()
@@ -265,7 +251,7 @@ class _Search:
     def _candidates(self, index: int) -> list[tuple[int, int]]:
         """List the positions of the arguments that a node may compute into as far as these look, and the tensors."""
         node = self.fx_nodes[index]
-        if len(self.graph.allocates[index]) != 1 or may_lie_otherwise(node):
+        if len(self.graph.allocates[index]) != 1 or nodes.may_lie_otherwise(node):
             return []
         return [(place, self.tensor_of[value]) for place, value in candidates_of(node, self.unsettled)]
 
@@ -309,8 +295,8 @@ def _seen_by_others(graph: Graph, fx_nodes: Sequence[fx.Node]) -> set[int | None
     seen = set[int | None]()
     for index in graph.backward:
         node, target = graph.nodes[index], fx_nodes[index].target
-        says_all = is_of_torch(target) and not (is_view(target) and graph.allocates[index])
-        if not says_all and not operation_named(target).keeps_nothing:
+        says_all = nodes.is_of_torch(target) and not (nodes.is_view(target) and graph.allocates[index])
+        if not says_all and not nodes.operation_named(target).keeps_nothing:
             seen.update(graph.tensors[t].storage for t in (*node.inputs, *node.outputs))
     return seen
 
@@ -346,7 +332,7 @@ class Finish:
         size_bytes = value.meta["val"].untyped_storage().nbytes()
         is_small = not self.at_all_sizes and size_bytes < thresholds.current.finished_bytes
         for step in self.steps:
-            if is_small or is_view(step.target):
+            if is_small or nodes.is_view(step.target):
                 yield step, step.target, step.args
             else:
                 dying = step.args.index(value)
@@ -371,7 +357,7 @@ def find_finishes(
         if reader in outputs and is_viewed:
             return False  # the caller would get a view, which may not be changed in place as freely
         others = [a for a in reader.all_input_nodes if a is not value]
-        makers = (maker for maker in map(operation_of, others) if maker.op not in ("placeholder", "get_attr"))
+        makers = (maker for maker in map(nodes.operation_of, others) if maker.op not in ("placeholder", "get_attr"))
         return not any(a in overwritten for a in others) and all(position[m] < position[first] for m in makers)
 
     def steps_of(first: fx.Node, value: fx.Node) -> tuple[fx.Node, ...]:
@@ -379,12 +365,12 @@ def find_finishes(
         count = 0  # views behind the last operation belong to what reads them
         while len(value.users) == 1:
             (reader,) = value.users
-            if reader not in position or is_part(reader):
+            if reader not in position or nodes.is_part(reader):
                 break
             steps.append(reader)
-            is_only_view = is_view(reader.target) and reader.all_input_nodes == [value] and reader not in outputs
+            is_only_view = nodes.is_view(reader.target) and reader.all_input_nodes == [value] and reader not in outputs
             if not is_only_view:
-                if not finishes(reader, value, first, any(is_view(step.target) for step in steps[:-1])):
+                if not finishes(reader, value, first, any(nodes.is_view(step.target) for step in steps[:-1])):
                     break
                 count = len(steps)
             value = reader
@@ -394,7 +380,8 @@ def find_finishes(
     for node in operations:
         if node in taken or not _allocates(node.target):
             continue
-        fresh = (v for v in values_of(node) if is_on_new_memory(v) and not tensor_state.is_symbolic(v.meta["val"]))
+        own = filter(nodes.is_on_new_memory, nodes.values_of(node))
+        fresh = (value for value in own if not tensor_state.is_symbolic(value.meta["val"]))
         finish = next((Finish(value, steps) for value in fresh if (steps := steps_of(node, value))), None)
         if finish is not None:
             finished[node] = finish
@@ -404,5 +391,5 @@ def find_finishes(
 
 def _allocates(target: Any) -> bool:
     """Whether an operator is PyTorch's own, or stands for one, and makes new memory, of the size that a trace says."""
-    is_own = is_of_torch(target) and not is_view(target) and target not in COPIES_STORAGE
-    return is_own or operation_named(target).is_fresh
+    is_own = nodes.is_of_torch(target) and not nodes.is_view(target) and target not in nodes.COPIES_STORAGE
+    return is_own or nodes.operation_named(target).is_fresh

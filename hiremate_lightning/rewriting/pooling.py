@@ -18,8 +18,8 @@ from torch import fx
 
 from .. import thresholds
 from ..torch_private import tensor_state
-from .joint import Operation, operation_of, register, replace_node, source_of, values_of
 from .kernels import memory_format_of, parts_of, waves
+from .nodes import Operation, operation_of, register, replace_node, source_of, values_of
 
 aten = torch.ops.aten
 

@@ -18,9 +18,9 @@ import torch
 from torch import fx
 
 from ..torch_private import tensor_state
-from .joint import Operation, is_of_torch, register
 from .kernels import apply_dropout_mask, as_eager, draw_mask, eager_scale, memory_format_of, waves
 from .kernels import dropout as dropout_on_host
+from .nodes import Operation, is_of_torch, register
 
 aten = torch.ops.aten
 

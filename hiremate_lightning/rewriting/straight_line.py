@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from ..torch_private import aot, operators
-from .joint import is_part
+from .nodes import is_part
 
 
 def compiled(module: fx.GraphModule) -> aot.Boxed:

@@ -19,7 +19,7 @@ import torch
 
 from ..capturing.capture import Captured
 from ..records.offload import round_block, staying
-from ..rewriting.joint import is_collective
+from ..rewriting.nodes import is_collective
 from ..rewriting.replays import is_state
 from ..torch_private import runtime, tensor_state
 from ..units import format_bytes

@@ -21,8 +21,8 @@ from ..errors import ScheduleError
 from ..records.graph import Direction, Node
 from ..records.schedule import Compute, CopyIn, Copying, CopyOut, Free, Operation, Schedule, WaitOut
 from ..rewriting.contributions import additions
-from ..rewriting.joint import is_collective, reshaped
 from ..rewriting.kernels import as_eager, needs_traced_layout
+from ..rewriting.nodes import is_collective, reshaped
 from ..rewriting.overwriting import overwriting, traced_strides
 from ..rewriting.replays import DRAW_AGAIN, call_of, is_state, state_arguments
 from ..rewriting.straight_line import compiled

@@ -11,8 +11,8 @@ from torch import fx
 from ..capturing.capture import Captured
 from ..records.graph import StorageKind
 from ..records.schedule import Schedule
-from ..rewriting.joint import operation_named, operation_of
 from ..rewriting.kernels import as_eager
+from ..rewriting.nodes import operation_named, operation_of
 from ..torch_private import aot
 
 aten = torch.ops.aten

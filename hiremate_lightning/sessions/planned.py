@@ -26,7 +26,7 @@ from ..messages import PlanReports
 from ..out_of_memory import explain
 from ..planning.headroom import GUARD_BYTES, Short, first_short
 from ..planning.plan import Plan
-from ..rewriting.joint import may_choose_anew
+from ..rewriting.nodes import may_choose_anew
 from ..running.execution import Part
 from ..signatures.history import CERTAIN, starts_so
 from ..signatures.recorded_step import RecordedStep

@@ -32,7 +32,7 @@ from ..planning.plan import Plan, describe_peak
 from ..planning.solvers import worker
 from ..proofs.proof import Proof, Proofs
 from ..proofs.proving import Prover
-from ..rewriting.joint import updates_under_checkpoint
+from ..rewriting.nodes import updates_under_checkpoint
 from ..running.accumulation import Leaves
 from ..running.execution import Part
 from ..running.program import Program

@@ -17,7 +17,7 @@ from hiremate_lightning.capturing import absent, capture
 from hiremate_lightning.records.costs import estimate
 from hiremate_lightning.records.graph import StorageKind
 from hiremate_lightning.rewriting.assignments import assign
-from hiremate_lightning.rewriting.joint import Into, _registered, name_of
+from hiremate_lightning.rewriting.nodes import Into, _registered, name_of
 from hiremate_lightning.rewriting.overwriting import _INTO, _INTO_FIRST, _INTO_FIRST_BY_ROWS, Strides, overwriting
 from tests.behaviour.exactness.test_execution import compiled, nothing_kept
 from tests.exact import captured_by, drawn, network, simple_loop, square_error, take_steps, train_both

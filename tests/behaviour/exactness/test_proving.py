@@ -25,7 +25,7 @@ from hiremate_lightning.proofs.differences import differences
 from hiremate_lightning.proofs.trials import Trial, TrialOutcome
 from hiremate_lightning.reporting.html_report import write_html
 from hiremate_lightning.rewriting import assignments, casts, kernels, losses, pooling
-from hiremate_lightning.rewriting.joint import is_view
+from hiremate_lightning.rewriting.nodes import is_view
 from hiremate_lightning.rewriting.overwriting import Finish
 from hiremate_lightning.running import program
 from hiremate_lightning.sessions import session

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hiremate_lightning.rewriting.joint import is_collective
+from hiremate_lightning.rewriting.nodes import is_collective
 from tests.behaviour.budget.test_simulated_gpu import pytestmark as needs_the_simulated_gpu
 from tests.behaviour.processes.test_sharding import assert_equal
 from tests.processes import run_beside

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from hiremate_lightning import hiremate
 from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.records.graph import Direction, StorageKind
-from hiremate_lightning.rewriting import joint
+from hiremate_lightning.rewriting import nodes
 from tests.exact import assert_foreseen, captured_by, network, take_steps
 from tests.tiny import recompute_lazily
 
@@ -233,11 +233,11 @@ def test_the_same_model_gives_the_same_graph():
 )
 def test_collectives_and_sums_in_any_order_run_once(target, device, runs_once):
     node = torch.fx.Graph().call_function(target)
-    assert joint.is_random(node, torch.device(device)) is runs_once
+    assert nodes.is_random(node, torch.device(device)) is runs_once
 
 
 def test_what_a_gpu_sums_in_any_order_is_named_as_by_pytorch():
-    names = joint._ORDER_DEPENDENT_ON_GPU.pattern.removeprefix(r"aten\.(").removesuffix(r")\b").replace("\\", "")
+    names = nodes._ORDER_DEPENDENT_ON_GPU.pattern.removeprefix(r"aten\.(").removesuffix(r")\b").replace("\\", "")
     for name in names.split("|"):
         assert str(attrgetter(name)(torch.ops.aten)).startswith("aten.")
 
@@ -251,17 +251,17 @@ def test_transposed_convolutions_run_once_on_a_gpu_of_any_order(is_transposed, i
     torch.ops.aten.convolution.default(*arguments)
     node = torch.fx.Graph().call_function(torch.ops.aten.convolution.default, (None, None, *arguments[2:]))
     with torch.backends.cudnn.flags(deterministic=is_fixed):
-        assert joint.is_random(node, torch.device("cuda")) is runs_once
-    assert not joint.is_random(node, torch.device("cpu"))
+        assert nodes.is_random(node, torch.device("cuda")) is runs_once
+    assert not nodes.is_random(node, torch.device("cpu"))
 
 
 def test_convolutions_timed_anew_may_take_another_algorithm():
     ops = {"aten.relu.default", str(torch.ops.aten.convolution.default)}
-    assert not joint.may_choose_anew(ops, torch.device("cuda"))
+    assert not nodes.may_choose_anew(ops, torch.device("cuda"))
     with torch.backends.cudnn.flags(benchmark=True):
-        assert joint.may_choose_anew(ops, torch.device("cuda"))
-        assert not joint.may_choose_anew({"aten.relu.default"}, torch.device("cuda"))
-        assert not joint.may_choose_anew(ops, torch.device("cpu"))
+        assert nodes.may_choose_anew(ops, torch.device("cuda"))
+        assert not nodes.may_choose_anew({"aten.relu.default"}, torch.device("cuda"))
+        assert not nodes.may_choose_anew(ops, torch.device("cpu"))
 
 
 @network(lambda: {"first": nn.Linear(WIDTH, 8 * WIDTH)})

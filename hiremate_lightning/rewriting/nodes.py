@@ -75,8 +75,7 @@ COPIES_STORAGE = {
 }
 # Show the same elements in the same order.
 SHAPES = (aten.view.default, aten._unsafe_view.default)
-# What tells where a node comes from.
-ORIGIN = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack")
+_ORIGIN = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack")
 
 
 class Into(Enum):
@@ -159,6 +158,11 @@ def source_of(node: fx.Node) -> fx.Node:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     return source
+
+
+def origin_of(node: fx.Node) -> dict[str, Any]:
+    """Return the metadata that tells where a node comes from."""
+    return {key: node.meta[key] for key in _ORIGIN if key in node.meta}
 
 
 def replace_node(node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> None:

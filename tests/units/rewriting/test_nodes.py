@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hiremate_lightning.rewriting.joint import may_lie_otherwise, operation_of
+from hiremate_lightning.rewriting.nodes import may_lie_otherwise, operation_of
 from tests.exact import captured_by
 
 aten = torch.ops.aten
