@@ -73,21 +73,17 @@ def _other_term(node: fx.Node, absent: set[fx.Node]) -> fx.Node | None:
 
 
 def without_missing(captured: Captured, missing: frozenset[int], profile: Profile) -> tuple[Graph, Profile]:
-    """Return the graph of captured code, and its costs, without what gradients at some positions would have brought."""
+    """Return the graph of captured code, and its costs, without what gradients at some positions would have brought.
+
+    Nodes and tensors keep their indices; what is absent takes no memory and no time. Forward values that only absent
+    computations read are read as the backward starts: nobody knows at the forward that nothing will read them.
+    """
     if not missing:
         return captured.graph, profile
     if captured.template is not None:
         graph, profile = captured.template.without(missing, captured.sizes)
         return graph.reading_once(captured.overwritten), profile
-    return without(captured, find_absent(captured, missing), profile)
-
-
-def without(captured: Captured, absence: Absence, profile: Profile) -> tuple[Graph, Profile]:
-    """Return the graph and its costs as they are without what is absent.
-
-    Nodes and tensors keep their indices; what is absent takes no memory and no time. Forward values that only absent
-    computations read are read as the backward starts: nobody knows at the forward that nothing will read them.
-    """
+    absence = find_absent(captured, missing)
     graph, _ = _overwritten(captured, absence)
     gone = _gone(captured, absence)
     there = {

@@ -12,7 +12,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -35,19 +35,7 @@ from .each_size import EachSize, Runner, Smaller, TemplateSource, TraceAhead, Tr
 log = logging.getLogger("hiremate_lightning")
 
 
-class Replacement(Protocol):
-    """What runs in the place of a joint graph."""
-
-    own: tuple[int, ...]  # positions of outputs that are returned as tensors of their own, where the graph gives views
-
-    def forward(self, arguments: list[Any]) -> list[Any]:
-        """Run the forward: inputs in, outputs and the token out."""
-
-    def backward(self, arguments: list[Any]) -> Sequence[Any]:
-        """Run the backward: the token and tangents in, gradients out."""
-
-
-MakePart = Callable[[Captured], Replacement]
+MakePart = Callable[[Captured], Any]  # makes what runs in the place of a joint graph, a `running.execution.Part`
 Prove = Callable[[fx.GraphModule, Runner, Any, Smaller | None], Runner]
 
 
@@ -156,15 +144,15 @@ class _Compilation:
     """
 
     def __init__(self, make_part: MakePart, kernels: FusedKernels | None, serves_other_sizes: bool = False) -> None:
-        self.part: Replacement | None = None  # runs in the place of what was traced; None where nothing has a gradient
-        self._at_other_sizes: Replacement | None = None  # what runs now in the place of the part
+        self.part: Any = None  # runs in the place of what was traced; None where nothing has a gradient
+        self._at_other_sizes: Any = None  # what runs now in the place of the part
         self._make_part, self._kernels, self._serves_other_sizes = make_part, kernels, serves_other_sizes
         self._parameters: frozenset[int] = frozenset()
         self._blocks: dict[aot.Source, int] = {}
         self.contributions = Contributions((), {})  # of what is traced
         self._captured: Captured | None = None
 
-    def running(self, part: Replacement, run: Runner) -> Runner:
+    def running(self, part: Any, run: Runner) -> Runner:
         """Return what runs the code at other sizes: this part in the place of the joint graph, in what runs the trace.
 
         Its backward finds the part by what it saves.

@@ -71,11 +71,12 @@ class CodeTemplate:
 
     def at(self, sizes: Sizes) -> tuple[Captured, Profile]:
         """Return the code at some sizes, with its costs."""
-        return self._latest.get_or(sizes, lambda: self._at(sizes))
 
-    def _at(self, sizes: Sizes) -> tuple[Captured, Profile]:
-        graph, profile = self._without(NOTHING).at(sizes)
-        return replace(self.samples[0], graph=graph, template=self, sizes=sizes), profile
+        def make() -> tuple[Captured, Profile]:
+            graph, profile = self._without(NOTHING).at(sizes)
+            return replace(self.samples[0], graph=graph, template=self, sizes=sizes), profile
+
+        return self._latest.get_or(sizes, make)
 
     def without(self, missing: frozenset[int], sizes: Sizes) -> tuple[Graph, Profile]:
         """Return its graph and costs at some sizes without what some gradients of outputs would have brought.

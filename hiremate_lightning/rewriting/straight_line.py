@@ -15,7 +15,6 @@ from .nodes import is_part
 def compiled(module: fx.GraphModule) -> aot.Boxed:
     """Compile an FX graph to a function that takes its arguments in one list, which it empties."""
     writer = Writer(module)
-    writer.write()
     return aot.mark_boxed(compile_lines(writer.lines, writer.known, "arguments"))
 
 
@@ -28,17 +27,17 @@ def compile_lines(lines: Sequence[str], known: dict[str, Any], parameters: str) 
 
 
 class Writer:
-    """Writes the source of a graph, and keeps what it names."""
+    """Writes the source of a graph, and keeps what it names; `number` writes its whole numbers."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        self.module = module
+    def __init__(self, module: fx.GraphModule, number: Callable[[int], str] = repr) -> None:
+        self.module, self._number = module, number
         self.names: dict[fx.Node, str] = {}
         self.known: dict[str, Any] = {}  # what the lines name beside their own values, by name
         self.name_of_known: dict[Any, str] = {}
         self.lines: list[str] = []  # of a function whose only parameter is the list `arguments`
+        self._write()
 
-    def write(self) -> None:
-        """Write it all."""
+    def _write(self) -> None:
         dying = _last_uses(self.module.graph)
         taken = []
         for node in self.module.graph.nodes:
@@ -55,10 +54,6 @@ class Writer:
                 self.lines.append(f"del {', '.join(gone)}")
         take = [f"[{', '.join(taken)}] = arguments"] if taken else []
         self.lines = [*take, "arguments.clear()", *self.lines]
-
-    def number(self, value: int) -> str:
-        """Write a whole number."""
-        return repr(value)
 
     def _value(self, node: fx.Node) -> str:
         return self.names.setdefault(node, f"v{len(self.names)}")
@@ -87,7 +82,7 @@ class Writer:
             inner = "".join(f"{self._argument(v)}, " for v in value)
             return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
         if type(value) is int:
-            return self.number(value)
+            return self._number(value)
         if value is None or type(value) in (bool, str):
             return repr(value)
         if isinstance(value, dict):

@@ -145,24 +145,21 @@ def is_proved_by_another(captured: Captured) -> bool:
     return any(template is not None and template.is_proved_at(captured.sizes) for template in programs)
 
 
-class _WithPlaces(Writer):
-    """Writes the source of a graph with a place for each whole number."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.numbers: list[int] = []
-        self.write()
-
-    def number(self, value: int) -> str:
-        self.numbers.append(value)
-        return f"{_PLACE}{len(self.numbers) - 1}{_PLACE}"
-
-
 class _Template:
     """One source for the code of the same graph at several sizes."""
 
     def __init__(self, modules: Sequence[fx.GraphModule], sizes: Sequence[Sizes]) -> None:
-        first, *others = sources = [_WithPlaces(module) for module in modules]
+        numbers = list[list[int]]()  # of each source, each with a place there
+
+        def place(value: int) -> str:
+            numbers[-1].append(value)
+            return f"{_PLACE}{len(numbers[-1]) - 1}{_PLACE}"
+
+        def write(module: fx.GraphModule) -> Writer:
+            numbers.append([])
+            return Writer(module, place)
+
+        first, *others = [write(module) for module in modules]
         for other in others:  # the numbers in their places are all that may differ
             if first.lines != other.lines:
                 raise NoTemplateError("The same code runs other operations at other sizes")
@@ -172,7 +169,7 @@ class _Template:
                     raise NoTemplateError(f"The same code names {value!r} at one size and {known!r} at another")
         names = [f"s{dimension}" for dimension in range(len(sizes[0]))]
         text = cache(lambda values: expression_of(sizes, values).source(names))
-        texts = [text(values) for values in zip(*(source.numbers for source in sources), strict=True)]
+        texts = [text(values) for values in zip(*numbers, strict=True)]
         lines = [f"{', '.join(names)}, = sizes", *(_filled(line, texts) for line in first.lines)]
         self._run = compile_lines(lines, dict(first.known), "arguments, sizes")
 
