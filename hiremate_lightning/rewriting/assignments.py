@@ -12,7 +12,8 @@ microsecond. What is left out is the same for all sizes, so that graphs of sever
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -38,16 +39,13 @@ _DEFAULTS: dict[str, tuple[int | None, ...]] = {"slice": (0, None, None, 1), "se
 # What gives the second argument in the shape and type of the first.
 _NEW_VALUES = {aten.copy.default, aten.fill.Scalar, aten.fill.Tensor}
 
-# What makes a tensor of one number like another tensor, which it does not read: the number, or where it is given.
-_FILLED: dict[Any, int] = {
-    aten.zeros_like.default: 0,
-    aten.new_zeros.default: 0,
-    aten.zeros.default: 0,
-    aten.ones_like.default: 1,
-    aten.new_ones.default: 1,
-    aten.ones.default: 1,
+# What makes a tensor of one number, and does not read the tensor that it makes it like; and that number, by arguments.
+_FILLED: dict[Any, Callable[[Any], Any]] = {
+    **dict.fromkeys((aten.zeros_like.default, aten.new_zeros.default, aten.zeros.default), lambda arguments: 0),
+    **dict.fromkeys((aten.ones_like.default, aten.new_ones.default, aten.ones.default), lambda arguments: 1),
+    aten.full_like.default: itemgetter(1),
+    aten.new_full.default: itemgetter(2),
 }
-_FILLED_AS_GIVEN: dict[Any, int] = {aten.full_like.default: 1, aten.new_full.default: 2}
 _EMPTY = {
     aten.empty_like.default,
     aten.empty.memory_format,
@@ -55,7 +53,6 @@ _EMPTY = {
     aten.new_empty.default,
     aten.new_empty_strided.default,
 }
-
 
 # What is laid out as another tensor is. The strides of all others are those that they were traced with.
 _LAID_OUT_ALIKE = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default}
@@ -109,17 +106,12 @@ def gather(joint: fx.GraphModule) -> None:
 
 def _stand_alone(node: fx.Node) -> None:
     """Make a tensor of one number from that number alone, so that computing it again needs no other tensor."""
-    if node.target in _FILLED_AS_GIVEN:
-        value: Any = node.args[_FILLED_AS_GIVEN[node.target]]
-    elif node.target in _FILLED:
-        value = _FILLED[node.target]
-    else:
+    if node.target not in _FILLED or not nodes.fills_memory(node.meta["val"]):
         return
-    shown = node.meta["val"]
-    if not nodes.fills_memory(shown) or not _is_contiguous(node) or node.kwargs.get("pin_memory"):
-        return
-    options = {"dtype": shown.dtype, "device": shown.device, "pin_memory": False}
-    nodes.replace_node(node, aten.full.default, (list(shown.shape), value), options)
+    if _is_contiguous(node) and not node.kwargs.get("pin_memory"):
+        shown, number = node.meta["val"], _FILLED[node.target](node.args)
+        options = {"dtype": shown.dtype, "device": shown.device, "pin_memory": False}
+        nodes.replace_node(node, aten.full.default, (list(shown.shape), number), options)
 
 
 def _copy_gradients_once(joint: fx.GraphModule) -> None:

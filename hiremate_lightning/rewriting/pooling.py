@@ -141,13 +141,12 @@ def _gradients_of(pool: fx.Node, backward: Any, dims: int) -> list[fx.Node]:
         return []
     if not _gives_the_same(dims, form, shown.device, shown.dtype):
         return []
-    gradients = list(places.users)
     windows = _windows_of(pool.args[1:], dims)
     are_all = all(
         n.target is backward and not n.kwargs and n.args[1] is source and _windows_of(n.args[2:-1], dims) == windows
-        for n in gradients
+        for n in places.users
     )
-    return gradients if are_all else []
+    return list(places.users) if are_all else []
 
 
 @functools.cache
