@@ -18,8 +18,8 @@ from torch import fx
 
 from .. import thresholds
 from ..torch_private import tensor_state
+from . import nodes
 from .kernels import memory_format_of, parts_of, waves
-from .nodes import Operation, operation_of, register, replace_node, source_of, values_of
 
 aten = torch.ops.aten
 
@@ -99,11 +99,11 @@ def _plain_times(pool: fx.Node, position: int) -> int:
 
 
 def _pooled_by(gradient: fx.Node) -> tuple[fx.Node, ...]:
-    return (source_of(operation_of(gradient.all_input_nodes[1])),)  # the pool gave the places
+    return (nodes.source_of(nodes.operation_of(gradient.all_input_nodes[1])),)  # the pool gave the places
 
 
-register(max_pool, Operation(plain_times=_plain_times, is_fresh=True))
-register(max_pool_gradient, Operation(plain_reads=_pooled_by))
+nodes.register(max_pool, nodes.Operation(plain_times=_plain_times, is_fresh=True))
+nodes.register(max_pool_gradient, nodes.Operation(plain_reads=_pooled_by))
 
 
 def _replace(pool: fx.Node, gradients: Sequence[fx.Node], windows: Windows) -> None:
@@ -117,13 +117,13 @@ def _replace(pool: fx.Node, gradients: Sequence[fx.Node], windows: Windows) -> N
     pool.meta["val"] = (values, narrow)
     for gradient in gradients:
         args = (gradient.args[0], gradient.args[-1], windows, list(source.meta["val"].shape), form)
-        replace_node(gradient, max_pool_gradient, args)
-    replace_node(pool, max_pool, (source, windows, list(values.shape), form, dtype))
+        nodes.replace_node(gradient, max_pool_gradient, args)
+    nodes.replace_node(pool, max_pool, (source, windows, list(values.shape), form, dtype))
 
 
 def _places_of(pool: fx.Node) -> Any:
     """Return the places of a max pool, None where nothing reads them."""
-    return next((part for part in values_of(pool) if part.args[1] == 1), None)
+    return next((part for part in nodes.values_of(pool) if part.args[1] == 1), None)
 
 
 def _gradients_of(pool: fx.Node, backward: Any, dims: int) -> list[fx.Node]:

@@ -24,8 +24,7 @@ from hiremate_lightning.proofs import proving
 from hiremate_lightning.proofs.differences import differences
 from hiremate_lightning.proofs.trials import Trial, TrialOutcome
 from hiremate_lightning.reporting.html_report import write_html
-from hiremate_lightning.rewriting import assignments, casts, kernels, losses, pooling
-from hiremate_lightning.rewriting.nodes import is_view
+from hiremate_lightning.rewriting import assignments, casts, kernels, losses, nodes, pooling
 from hiremate_lightning.rewriting.overwriting import Finish
 from hiremate_lightning.running import program
 from hiremate_lightning.sessions import session
@@ -541,8 +540,12 @@ def scaled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def scale_what_replaces(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
     """Let a pass put operators that give wrong numbers in the place of those that it found."""
-    replace = module.replace_node
-    monkeypatch.setattr(module, "replace_node", lambda node, target, *given: replace(node, scaled(target), *given))
+    replace = nodes.replace_node
+
+    def wrong(node: Any, target: Any, *given: Any) -> None:
+        replace(node, scaled(target) if target.__module__ == module.__name__ else target, *given)
+
+    monkeypatch.setattr(nodes, "replace_node", wrong)
 
 
 def scale_what_is_made(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
@@ -574,7 +577,7 @@ def scale_what_finishes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wrong(self: Finish) -> Iterator[Any]:
         for step, target, args in calls(self):
-            yield step, target if is_view(step.target) else scaled(target), args
+            yield step, target if nodes.is_view(step.target) else scaled(target), args
 
     monkeypatch.setattr(Finish, "calls", wrong)
 
