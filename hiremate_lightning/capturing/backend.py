@@ -233,7 +233,6 @@ class _Compilation:
             drop_unread(joint.graph)
         if self._kernels is not None:
             fuse(joint, forward_count, self._kernels)
-        joint.recompile()
 
     def _forward(self, _: fx.GraphModule, __: Sequence[Any]) -> aot.Boxed:
         assert self._captured is not None, "AOTAutograd compiles a forward only after it partitioned"

@@ -97,24 +97,18 @@ class Contributions:
     @contextmanager
     def traced(self, module: fx.GraphModule) -> Iterator[None]:
         """Surround a trace: readers are counted, and inputs that nothing reads are there, as many as `expand` adds."""
-        if not self._with_gradient:
-            yield
-            return
-        added: list[fx.Node] = []
         last = next((node for node in reversed(module.graph.nodes) if node.op == "placeholder"), None)
+        added: list[fx.Node] = []
         for number in range(len(self._added)):
             last = aot.add_input(module.graph, last, f"term_{number}")
             added.append(last)
-        if added:
-            module.recompile()
         try:
             with replaced((torch.autograd, "grad", self._counting(torch.autograd.grad))):
                 yield
         finally:
             for node in added:
                 module.graph.erase_node(node)
-            if added:
-                module.recompile()
+            module.recompile()
 
     def _counting(self, grad: Callable[..., Any]) -> Callable[..., Any]:
         """Count the readers of inputs when their gradients are traced."""
