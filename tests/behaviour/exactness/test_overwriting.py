@@ -495,7 +495,7 @@ def test_a_sum_that_is_but_one_of_its_terms_is_left_alone():
 def test_graphs_lacking_gradients_overwrite_as_their_programs(missing):
     captured = captured_by(residues(), rows(0))
     found = absent.find_absent(captured, missing)
-    graph, _ = absent.without(captured, found, estimate(captured.graph))
+    graph, _ = absent.without_missing(captured, missing, estimate(captured.graph))
     shared = {n for i, n in enumerate(captured.fx_nodes) if captured.allocating.allocates[i] and not graph.allocates[i]}
     assert {n for n in shared if n not in found.values and n not in found.replaced} == set(found.overwrites)
 
