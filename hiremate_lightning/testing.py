@@ -5,7 +5,6 @@ Everything else inside of a session may change from release to release.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +13,6 @@ from torch import nn
 
 from . import thresholds
 from .planning.plan import Plan
-from .records.schedule import Compute, Free
 from .sessions.current_step import CurrentStep
 from .sessions.modes import GivenBack, Offloaded
 from .sessions.session import Session
@@ -86,36 +84,6 @@ def _ways(step: CurrentStep) -> Iterator[str]:
         yield RELEASED
     else:
         yield OFFLOADED if isinstance(step.eager, Offloaded) else EAGER
-
-
-def plan_digest(plan: Plan) -> str:
-    """Return a short digest of what a plan runs: its operations in order, and what is freed after each."""
-    schedule = plan.schedule
-    lines = []
-    for operation in (*schedule.forward, *schedule.backward):
-        match operation:
-            case Compute(node):
-                op = plan.graph.nodes[node].op.replace("_unsafe_view", "view")  # one and the same before PyTorch 2.15
-                lines.append(f"{node} {op}")
-            case Free(tensor):
-                lines.append(f"free {tensor}")
-            case copying:
-                lines.append(f"{type(copying).__name__} {copying.storage}")
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
-
-
-@contextmanager
-def without_templates() -> Iterator[None]:
-    """Let no step of a new size run by programs made from traces of other sizes."""
-    with changed_thresholds(makes_code=False):
-        yield
-
-
-@contextmanager
-def templates_at_once() -> Iterator[None]:
-    """Let steps of new sizes run by programs made from traces of other sizes before these are worth their time."""
-    with changed_thresholds(worth_templates=0.0):
-        yield
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from hiremate_lightning.memory.metering import MemoryMeter
 from hiremate_lightning.planning import solutions
 from hiremate_lightning.planning.solvers import base
 from hiremate_lightning.signatures.eager_predictions import EagerPredictions
-from hiremate_lightning.testing import changed_thresholds, templates_at_once, without_templates
+from hiremate_lightning.testing import changed_thresholds
 
 MODEL_PACKAGES = ("transformers", "timm")
 
@@ -59,14 +59,14 @@ def _quick_garbage_collection() -> None:
 @pytest.fixture(name="without_templates")
 def _without_templates() -> Iterator[None]:
     """Let steps of new sizes that do not fit as they are written offload values."""
-    with without_templates():
+    with changed_thresholds(makes_code=False):
         yield
 
 
 @pytest.fixture(name="templates_at_once")
 def _templates_at_once() -> Iterator[None]:
     """Let steps of new sizes that do not fit as they are written run by templates from the first one on."""
-    with templates_at_once():
+    with changed_thresholds(worth_templates=0.0):
         yield
 
 

@@ -60,22 +60,42 @@ def _things_in(value: Any) -> Iterator[Any]:
                 stack.extend(reversed(held_by(thing)))
 
 
-class BeforeCall:
+class KeptState:
+    """Random numbers, the buffers of a module, and the numbers of tensors, kept to be put back.
+
+    Tensors are filled again, not replaced: whoever refers to one finds it as it was.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._buffers = [(m, name, b) for m in module.modules() for name, b in m.named_buffers(recurse=False)]
+        self._random = RandomState()
+        self._numbers: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors, and a copy of each
+
+    def put_back(self) -> None:
+        """Put everything back."""
+        for module, name, buffer in self._buffers:
+            setattr(module, name, buffer)
+        with torch.no_grad():
+            for tensor, numbers in self._numbers:
+                tensor.copy_(numbers)
+        self._random.restore()
+
+
+class BeforeCall(KeptState):
     """What a call of a module finds: random numbers, buffers, and its arguments in containers of their own."""
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        super().__init__(module)
         self._arguments = tensor_state.map_leaves(lambda value: value, (args, dict(kwargs)))
-        others = [buffer for buffer in module.buffers() if not _can_be_copied(buffer)]
-        self._read = [*module.parameters(), *others, *tensors_inside(self._arguments)]
+        self._read = [*module.parameters(), *tensors_inside(self._arguments)]
+        for buffer in module.buffers():
+            if _can_be_copied(buffer):
+                memory = torch.from_numpy(np.empty(buffer.numel() * buffer.element_size(), np.uint8))
+                numbers = memory.view(buffer.dtype).reshape(buffer.shape).copy_(buffer.detach())
+                self._numbers.append((buffer, numbers))
+            else:
+                self._read.append(buffer)
         self._versions = tensor_state.versions_of(self._read)
-        self._buffers: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
-        for owner in module.modules():
-            for name, buffer in owner.named_buffers(recurse=False):
-                if _can_be_copied(buffer):
-                    memory = torch.from_numpy(np.empty(buffer.numel() * buffer.element_size(), np.uint8))
-                    values = memory.view(buffer.dtype).reshape(buffer.shape).copy_(buffer.detach())
-                    self._buffers.append((owner, name, buffer, values))
-        self._random = RandomState()
 
     @property
     def can_be_restored(self) -> bool:
@@ -84,11 +104,7 @@ class BeforeCall:
 
     def restore(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Put random numbers and buffers back; return the arguments."""
-        for owner, name, buffer, values in self._buffers:
-            setattr(owner, name, buffer)
-            with torch.no_grad():
-                buffer.copy_(values)
-        self._random.restore()
+        self.put_back()
         args, kwargs = self._arguments
         return args, kwargs
 

@@ -278,8 +278,8 @@ class SizeFinder:
     def _sample(self, size: int) -> None:
         # One rank that stops inside a step would leave the others waiting in it. Size 1 runs to find out what it needs.
         on_infeasible = "warn" if _is_distributed() or size == 1 else "raise"
-        with self._runner.trial(self._budget_bytes, on_infeasible, max_plans=0) as trial:
-            self._runner.run(size, trial)
+        with self._runner.trial(size, self._budget_bytes, on_infeasible, max_plans=0):
+            pass  # its first step is the sample
 
     def _second_size(self, first: int) -> int:
         """Choose a size that is sure to fit, even if memory grows with its square; the larger, the better it tells."""
@@ -359,8 +359,7 @@ class SizeFinder:
 
     def _holds(self, size: int) -> bool:
         """Run a size, plan it, and run it by its plan; return whether it fits. Later predictions learn from it."""
-        with self._runner.trial(self._budget_bytes, "warn", max_plans=1) as trial:
-            self._runner.run(size, trial)
+        with self._runner.trial(size, self._budget_bytes, "warn", max_plans=1) as trial:
             planned = self._trials[size] = trial_of(size, trial.plan(), self._runner.optimizer_ms)
             if not self._agree(planned.fits and self._runner.seen[size].validation_bytes <= self._budget_bytes):
                 return False

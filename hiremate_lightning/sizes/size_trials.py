@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..calls.given import KeptState
 from ..errors import ConfigurationError
 from ..measuring.describing import describe
 from ..measuring.resident import Resident
 from ..measuring.resident_memory import ResidentMemory
 from ..memory.allocator import free_bytes
-from ..memory.metering import RandomState, measure_peak
+from ..memory.metering import measure_peak
 from ..options import SessionOptions
 from ..planning.headroom import resolve, unless_short
 from ..planning.plan import Plan
-from ..records.step import Call, Step, merge
+from ..records.step import Step, merge
 from ..sessions.session import Session
 from ..targets.modules import Targets
 from ..targets.training_step import StepTarget
@@ -33,14 +34,11 @@ from ..units import Budget
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
-_Kept = dict[str, tuple[torch.Tensor | None, Any]]  # values by name: a tensor and its numbers, or anything else
 
-
-class TrainingState:
+class TrainingState(KeptState):
     """What training changes: weights, buffers, gradients, optimizers, random numbers. Kept, and put back as it was.
 
-    Copies lie in host memory, so that keeping them takes nothing of the device's. Tensors are filled again, not
-    replaced: whoever refers to one finds it as it was.
+    Copies lie in host memory, so that keeping them takes nothing of the device's.
 
     Args:
         module: Its parameters, buffers, gradients and modes are kept.
@@ -51,15 +49,13 @@ class TrainingState:
     def __init__(
         self, module: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), others: Iterable[Stateful] = ()
     ) -> None:
-        self._module = module
+        super().__init__(module)
         self._gradients = {parameter: parameter.grad for parameter in module.parameters()}
-        gradients = (gradient for gradient in self._gradients.values() if gradient is not None)
-        self._tensors = [(t, _on_host(t)) for t in (*self._gradients, *module.buffers(), *gradients)]
-        self._buffers = [(m, name, b) for m in module.modules() for name, b in m.named_buffers(recurse=False)]
+        for tensor in (*self._gradients, *module.buffers(), *self._gradients.values()):
+            self._kept(tensor)
         self._modes = {m: m.training for m in module.modules()}
-        self._random = RandomState()
         self._others = [(other, copy.deepcopy(other.state_dict())) for other in others]
-        self._optimizers: dict[torch.optim.Optimizer, tuple[dict[Any, _Kept], list[_Kept]]] = {}
+        self._optimizers: dict[torch.optim.Optimizer, tuple[dict[Any, Any], list[dict[str, Any]]]] = {}
         for optimizer in optimizers:
             self.watch(optimizer)
 
@@ -71,57 +67,44 @@ class TrainingState:
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep the state of an optimizer, before its first step; one that is kept already stays as kept."""
         if optimizer not in self._optimizers:
-            state = {parameter: _kept(values) for parameter, values in optimizer.state.items()}
-            groups = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
-            self._optimizers[optimizer] = state, [_kept(group) for group in groups]
+            state = {p: {n: self._kept(v) for n, v in values.items()} for p, values in optimizer.state.items()}
+            groups = [{n: v if n == "params" else self._kept(v) for n, v in g.items()} for g in optimizer.param_groups]
+            self._optimizers[optimizer] = state, groups
+
+    def _kept(self, value: Any) -> Any:
+        """Keep a value: the numbers of a tensor, a copy of anything else."""
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        self._numbers.append((value, value.detach().to("cpu", copy=True)))
+        return value
 
     def restore(self) -> None:
         """Put everything back."""
-        with torch.no_grad():
-            for module, name, buffer in self._buffers:
-                setattr(module, name, buffer)
-            for tensor, values in self._tensors:
-                tensor.copy_(values)
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
         for optimizer, (states, groups) in self._optimizers.items():
             optimizer.state.clear()
-            optimizer.state.update({parameter: _put_back(values) for parameter, values in states.items()})
+            optimizer.state.update({parameter: dict(values) for parameter, values in states.items()})
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
-                for name in set(group) - {"params", *settings}:
-                    del group[name]
-                group.update(_put_back(settings))
+                group.clear()
+                group.update(settings)
         for other, state_dict in self._others:
             other.load_state_dict(state_dict)
         for module, mode in self._modes.items():
             module.training = mode
-        self._random.restore()
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
-
-
-def _kept(values: Mapping[str, Any]) -> _Kept:
-    """Keep values: each tensor with a copy of its numbers, anything else as a copy of it."""
-    return {n: (v, _on_host(v)) if isinstance(v, torch.Tensor) else (None, copy.deepcopy(v)) for n, v in values.items()}
-
-
-def _put_back(kept: _Kept) -> dict[str, Any]:
-    with torch.no_grad():
-        return {n: value if tensor is None else tensor.copy_(value) for n, (tensor, value) in kept.items()}
+        self.put_back()
 
 
 class TrialSteps:
     """The steps of one size, in a session of their own.
 
     Attributes:
-        calls: What the first step ran, and the order of its backwards; None before it has ended.
-        resident: What existed after the latest step, its batch included.
+        step: The first step; None before it has ended.
+        resident: What existed after the first step, its batch included.
         plans: The plans of the session as they are made, and again as they are measured.
     """
 
-    calls: tuple[Sequence[Call], Sequence[int]] | None = None
+    step: Step | None = None
     resident: Resident
 
     def __init__(self, session: Session) -> None:
@@ -140,10 +123,10 @@ class TrialSteps:
             ConfigurationError: If the first step was no single forward and backward, or was not measured.
         """
         self._session.end_step()
+        if self.step is not None:
+            return
         self._session.expect_batch(batch)
         self.resident = self._steps.resident()
-        if self.calls is not None:
-            return
         ended = self._steps.ended
         record = None if ended is None else ended.record
         if record is None or not (record.backwards and record.is_whole) or self._steps.count > 1:
@@ -154,7 +137,7 @@ class TrialSteps:
             )
         if not record.is_measured:
             raise ConfigurationError("Another profiler is running, so memory can't be measured: stop it first.")
-        self.calls = describe(record, self._session.parts.profiles)
+        self.step = merge(*describe(record, self._session.parts.profiles), self.resident.stale_bytes)
 
     def plan(self) -> Plan:
         """Plan the first step now, instead of when the second one begins."""
@@ -231,8 +214,11 @@ class SizeRunner:
         return {n: real for n, real in sorted(self.seen.items()) if real.step.graph.difference(latest) is None}
 
     @contextmanager
-    def trial(self, budget_bytes: int, on_infeasible: str, max_plans: int) -> Iterator[TrialSteps]:
-        """Plan the module's calls by a new session, as long as the context lasts; 0 plans only record steps."""
+    def trial(self, size: int, budget_bytes: int, on_infeasible: str, max_plans: int) -> Iterator[TrialSteps]:
+        """Plan the module's calls by a new session, as long as the context lasts; 0 plans only record steps.
+
+        A first step is run and remembered, and validation after it.
+        """
         options = replace(
             self.options,
             budget=Budget(size_bytes=budget_bytes),
@@ -246,7 +232,14 @@ class SizeRunner:
         targets = self._make_targets(session)
         targets.attach()
         try:
-            yield TrialSteps(session)
+            trial = TrialSteps(session)
+            self.run(size, trial)
+            assert trial.step is not None, "step_ends() sets it or raises"
+            resident, validate = trial.resident, self.validate
+            self.fixed_bytes = resident.size_bytes - resident.batch_bytes
+            validation = 0 if validate is None else trial.peak_of(partial(validate, size), self.device)
+            self.seen[size] = RealStep(trial.step, resident.batch_bytes, validation)
+            yield trial
         finally:
             targets.detach()
             for parameter in self._root.parameters():
@@ -256,18 +249,10 @@ class SizeRunner:
                 torch.cuda.empty_cache()
 
     def run(self, size: int, trial: TrialSteps) -> None:
-        """Run a step; the first one of a trial is remembered, and validation is run after it."""
-        is_first = trial.calls is None
+        """Run a step of a trial."""
         with self._watching_optimizers():
             self._train(size, trial)
         self.steps += 1
-        if is_first:
-            assert trial.calls is not None, "step_ends() describes it or raises"
-            resident, validate = trial.resident, self.validate
-            self.fixed_bytes = resident.size_bytes - resident.batch_bytes
-            step = merge(*trial.calls, resident.stale_bytes)
-            validation = 0 if validate is None else trial.peak_of(partial(validate, size), self.device)
-            self.seen[size] = RealStep(step, resident.batch_bytes, validation)
 
     @contextmanager
     def _watching_optimizers(self) -> Iterator[None]:
