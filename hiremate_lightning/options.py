@@ -135,11 +135,7 @@ def _word_or_number(text: str) -> str | int:
 
 
 def _named_sizes(sizes: Sizes | None) -> tuple[NamedSize, ...]:
-    """Read the sizes that arguments will have.
-
-    Raises:
-        ConfigurationError: If they are not named by argument and dimension, or a range is none.
-    """
+    """Read the sizes that arguments will have; refuse what does not name argument, dimension and range."""
     named_sizes = []
     for argument, dimensions in ({} if sizes is None else _items(sizes)).items():
         for dimension, ends in _items(dimensions).items():

@@ -134,9 +134,6 @@ class _OnlyCalls:
         with torch.no_grad() if self._is_reentrant and not has_gradients else nullcontext():
             return function(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return self.replaced
-
     def __reduce__(self) -> tuple[Any, ...]:
         return (_itself, (self.replaced,))
 

@@ -18,16 +18,15 @@ WITH_COMPILE = (
     "Call it without torch.compile; with transformers' Trainer pass torch_compile=False. Or call "
     "remove_hiremate(model) and keep torch.compile(model, backend='hiremate', options={'budget': ...})."
 )
+DEEPSPEED = "DeepSpeed lays all weights into one flat tensor, and no part of such a model could be captured."
 # By names of classes: what is not installed, or not used, need not be imported.
 FOREIGN = {
     "FullyShardedDataParallel": (
         "FSDP1 flattens the parameters of each unit into one, which no plan can follow. Use fully_shard() (FSDP2) "
         "or DistributedDataParallel."
     ),
-    "DeepSpeedEngine": (  # and what inherits from it: its PipelineEngine
-        "DeepSpeed lays all weights into one flat tensor, and no part of such a model could be captured. Use "
-        "fully_shard() (FSDP2) or DistributedDataParallel."
-    ),
+    # And what inherits from it: its PipelineEngine.
+    "DeepSpeedEngine": f"{DEEPSPEED} Use fully_shard() (FSDP2) or DistributedDataParallel.",
 }
 
 
@@ -46,11 +45,8 @@ class Caller(Protocol):
 class StandIn:
     """Stands in for the call of a module as it was written. Copies and pickles of the module are as it was written."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Leave copies of a module unplanned; LightningModule copies its whole state."""
-
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave pickled modules unplanned."""
+        """Leave copies and pickles of a module unplanned; LightningModule copies its whole state."""
         return (type(None), ())
 
 
@@ -105,10 +101,7 @@ class WaitingSlots(dict[nn.Module, Slot]):
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Take the slots away during one call, and put them back after it where they are to see what is called alone.
-
-        That is after the first `watched_calls` calls, then after one in so many.
-        """
+        """Take the slots away during one call; put them back after the first `watched_calls`, then now and again."""
         self._move(from_slot=True)
         self._calls += 1
         try:
@@ -142,11 +135,7 @@ class StepSlot:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _refuse_outer_compile() -> None:
-    """Stop a torch.compile around a planned module: its graph ends here, so that the error comes as it is.
-
-    Raises:
-        ConfigurationError: Always.
-    """
+    """Refuse a torch.compile around a planned module: its graph ends here, so that the error comes as it is."""
     raise ConfigurationError(f"A torch.compile is around a module that is planned by hiremate(). {WITH_COMPILE}")
 
 
@@ -174,11 +163,7 @@ def refuse(root: nn.Module) -> None:
 
 
 def refuse_each(root: nn.Module, reason_of: Callable[[nn.Module], str | None]) -> None:
-    """Refuse a model of which any module has a reason to be refused.
-
-    Raises:
-        ConfigurationError: Names the module and says the reason.
-    """
+    """Refuse a model of which any module has a reason to be refused, by a ConfigurationError."""
     for name, module in root.named_modules():
         reason = reason_of(module)
         if reason is not None:

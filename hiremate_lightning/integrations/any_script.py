@@ -30,6 +30,7 @@ from ..calls.slots import Slot, refuse
 from ..errors import ConfigurationError, HiRemateError
 from ..planning.plan import Plan
 from ..sessions.session import Session
+from ..targets.candidates import has_weights
 from ..targets.modules import is_inside_planned, planned_module_with, targets_of
 from ..targets.together import together
 from ..targets.training_step import plans_step_of
@@ -192,7 +193,7 @@ class Finder:
         is_training = torch.is_grad_enabled() and not torch.jit.is_tracing() and not backward_pass.is_running()
         if self._has_ended or self._is_apart or not is_training or is_inside_planned():
             return own(*args, **kwargs)
-        if not _trains(module):
+        if not has_weights(module):
             is_frozen = any(True for _ in module.parameters())  # else what it calls may train, a list of layers say
             return self._call_apart(own, args, kwargs) if is_frozen else own(*args, **kwargs)
         if not module.training:
@@ -363,7 +364,7 @@ class Alive:
 
     def others_trained(self, root: nn.Module) -> list[nn.Module]:
         """List the other models that optimizers train, without those that are planned already, or can't be."""
-        tops = [top for top in self._modules if id(top) not in self._parents and _trains(top) and self.knows(top)]
+        tops = [top for top in self._modules if id(top) not in self._parents and has_weights(top) and self.knows(top)]
         own = {id(module) for module in root.modules()}
         unwrapped = {id(top): top for top in map(_unwrapped, tops)}
         others = [top for top in unwrapped.values() if own.isdisjoint(map(id, top.modules()))]
@@ -398,10 +399,6 @@ def _unwrapped(module: nn.Module) -> nn.Module:
         if inner is module:
             return module
         module = inner
-
-
-def _trains(module: nn.Module) -> bool:
-    return any(p.requires_grad for p in module.parameters())
 
 
 def _name(module: nn.Module) -> str:

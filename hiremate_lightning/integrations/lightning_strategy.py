@@ -83,11 +83,7 @@ class HiRemateStrategy(SingleDeviceStrategy):
         super().setup_environment()
 
     def _configure_launcher(self) -> None:
-        """Refuse several devices, as soon as the Trainer knows them.
-
-        Raises:
-            MisconfigurationException: If there are several.
-        """
+        """Refuse several devices, as soon as the Trainer knows them."""
         super()._configure_launcher()
         count = len(self.parallel_devices or ())
         if count > 1:

@@ -146,10 +146,12 @@ def find_max_batch_size(
             known.detach()
             stack.callback(known.attach)
         refuse(root)
+        state = TrainingState(root, [optimizer] if optimizer is not None else [], stateful)
+        stack.callback(state.restore)
         runner = SizeRunner(
             root,
             asked,
-            TrainingState(root, [optimizer] if optimizer is not None else [], stateful),
+            state,
             train,
             lambda session: Targets(root, session, target),
             None if validate is None else lambda size: validate(model, make_batch(size)),
@@ -183,7 +185,7 @@ class SizeFinder:
         self._spare_bytes = self._budget_bytes = 0  # the first by how much a prediction was wrong
 
     def find(self) -> BatchSizeResult:
-        """Search, and put back what steps change, however it ends.
+        """Search; what steps change is for the caller to put back.
 
         Raises:
             ConfigurationError: If the step can't be scaled, or takes too much overhead at size 1.
@@ -194,12 +196,9 @@ class SizeFinder:
             raise ConfigurationError("Another profiler is running, so memory can't be measured: stop it first.")
         with self._reporter.stage("searching for the size"), warnings.catch_warnings():
             warnings.simplefilter("ignore", HiRemateWarning)
-            try:
-                asked = self._runner.options.budget.size_bytes
-                self._budget_bytes = self._agree(self._runner.free_bytes() if asked is None else asked)
-                answer = self._find()
-            finally:
-                self._runner.state.restore()
+            asked = self._runner.options.budget.size_bytes
+            self._budget_bytes = self._agree(self._runner.free_bytes() if asked is None else asked)
+            answer = self._find()
         result = BatchSizeResult(
             size=answer.size,
             limited_by=answer.limit.value,

@@ -199,17 +199,11 @@ def trial_of(size: int, plan: Plan, fixed_ms: float) -> SizeTrial:
 
 @dataclass(frozen=True, slots=True)
 class FoundSize:
-    """What a search has found.
+    """What a search has found."""
 
-    Attributes:
-        size: The best size; 0 where not even 1 is accepted.
-        limit: What stands against a larger one.
-        unplanned_size: The largest size that fits without a plan; 0 for none.
-    """
-
-    size: int
-    limit: Limit
-    unplanned_size: int
+    size: int  # the best one; 0 where not even 1 is accepted
+    limit: Limit  # what stands against a larger one
+    unplanned_size: int  # the largest that fits without a plan; 0 for none
 
 
 def search(forecast: Forecast, high: int, max_overhead: float, objective: Objective, max_plans: int) -> FoundSize:

@@ -7,7 +7,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -163,49 +163,44 @@ class RealStep:
     validation_bytes: int  # peak of a validation step of that size, all that exists included; 0 where there is none
 
 
+@dataclass(eq=False)
 class SizeRunner:
     """Runs steps of chosen sizes, and remembers what they have shown.
 
-    Args:
+    Attributes:
         root: The module whose steps run.
         options: How to plan, and for which budget.
         state: What steps change.
         train: Runs a step of a size; tells the trial of the batch before and after it.
         make_targets: Takes over the calls of the module for a session.
         validate: Runs one step of validation of a size; None where there is none.
-
-    Attributes:
         seen: What has run, by size; the latest one last.
         steps: Number of real steps so far.
         fixed_bytes: Bytes that exist beside a step whatever its size, as of the latest step.
         optimizer_ms: Time of the optimizers in the latest step.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        options: SessionOptions,
-        state: TrainingState,
-        train: Callable[[int, TrialSteps], None],
-        make_targets: Callable[[Session], Targets | StepTarget],
-        validate: Callable[[int], Any] | None = None,
-    ) -> None:
-        self.options, self.state, self.validate = options, state, validate
-        self._root, self._train, self._make_targets = root, train, make_targets
-        self.seen: dict[int, RealStep] = {}
-        self.steps = self.fixed_bytes = 0
-        self.optimizer_ms = 0.0
+    root: nn.Module
+    options: SessionOptions
+    state: TrainingState
+    train: Callable[[int, TrialSteps], None]
+    make_targets: Callable[[Session], Targets | StepTarget]
+    validate: Callable[[int], Any] | None = None
+    seen: dict[int, RealStep] = field(default_factory=dict)
+    steps: int = 0
+    fixed_bytes: int = 0
+    optimizer_ms: float = 0.0
 
     @property
     def device(self) -> torch.device:
         """Where the module is."""
-        return next(self._root.parameters()).device
+        return next(self.root.parameters()).device
 
     def free_bytes(self) -> int:
         """Return the bytes that "auto" stands for: what is there, and most of what is free."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        resident = ResidentMemory(self._root).count(())
+        resident = ResidentMemory(self.root).count(())
         return resolve(Budget(), resident.size_bytes, 0, free_bytes(self.device))
 
     def alike(self) -> dict[int, RealStep]:
@@ -226,10 +221,10 @@ class SizeRunner:
             max_plans=max_plans,
             verbose=False,
         )
-        session = Session(self._root, options)
+        session = Session(self.root, options)
         for optimizer in self.state.optimizers:
             session.watch_optimizer(optimizer)
-        targets = self._make_targets(session)
+        targets = self.make_targets(session)
         targets.attach()
         try:
             trial = TrialSteps(session)
@@ -242,7 +237,7 @@ class SizeRunner:
             yield trial
         finally:
             targets.detach()
-            for parameter in self._root.parameters():
+            for parameter in self.root.parameters():
                 parameter.grad = None
             gc.collect()
             if self.device.type == "cuda":
@@ -251,7 +246,7 @@ class SizeRunner:
     def run(self, size: int, trial: TrialSteps) -> None:
         """Run a step of a trial."""
         with self._watching_optimizers():
-            self._train(size, trial)
+            self.train(size, trial)
         self.steps += 1
 
     @contextmanager

@@ -48,11 +48,7 @@ class Candidates:
         return {name: modules[name] for name in outer if f"{name}." not in paths}
 
     def refuse_others(self, asked: nn.Module, target: Target) -> None:
-        """Refuse a second request, for the root or a part of it, that names other modules than the first.
-
-        Raises:
-            ConfigurationError: If it names any.
-        """
+        """Refuse a second request, for the root or a part of it, that names other modules than the first."""
         if target is not None and set(_named(asked, target).values()) != set(self.by_path().values()):
             raise ConfigurationError(
                 f"A model that is planned keeps its targets: expected target={self._target!r} as at first, found "
@@ -77,11 +73,7 @@ def parts_with_weights(name: str, module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _named(root: nn.Module, target: str | Sequence[str]) -> dict[str, nn.Module]:
-    """Look up modules by their paths.
-
-    Raises:
-        ConfigurationError: If there is no module of that path; the text names the nearest ones.
-    """
+    """Look up modules by their paths; the error for a path that no module has names the nearest ones."""
     modules = dict(root.named_modules())
     names = [target] if isinstance(target, str | nn.Module) or not isinstance(target, Iterable) else [*target]
     for name in names:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from torch import nn
 
 from ..calls.given import BeforeCall
 from ..calls.slots import Slot, WaitingSlots, reason_of_others, refuse, refuse_each, slot_for
-from ..errors import HiRemateWarning, SecondDerivativeError
+from ..errors import SecondDerivativeError
 from ..messages import transforms_in
 from ..sessions.session import Session
 from ..torch_private import backward_pass, dynamo, hooks, sharding, tensor_state
@@ -70,14 +69,13 @@ class Targets:
         self._passed_by: set[str] = set()  # modules of which nothing was
         self._hooked: dict[str, frozenset[str]] = {}  # the kinds of hooks that were there then
         self._uncaptured = 0  # calls in a row of which nothing was captured, though something was before
-        self.is_inside = self._is_waiting = False
-        self._is_eager = False  # whether all calls run as the user wrote them, from now on
+        self.is_inside = False
+        self._is_eager = False  # whether all calls run as the user wrote them
         self.gives_way: Callable[[], None] | None = None
         self._given_up = 0  # number of functions that Dynamo gave up, when it was last looked for their modules
         self._latest_break = dynamo.latest_break()  # of what was captured before
         self._uncaptured_parts = set[nn.Module]()  # that were called inside of a planned call, and tried in vain
         self._uncaptured_kinds = set[type[nn.Module]]()
-        self._warned = False
         self._trains_others = False  # parameters that the root doesn't have
         self._hook: Any = None
         self._waiting = WaitingSlots()
@@ -88,9 +86,9 @@ class Targets:
 
     def attach(self) -> None:
         """Take over the calls of all candidates; once more for modules that were added since."""
-        _attached.add(self)
-        if self._hook is None:
+        if self not in _attached:
             self._hook = listen_to_optimizers(self.session)
+            _attached.add(self)
         self._around = self.candidates.holders()
         for name, module in (self.candidates.by_path() | self._around).items():
             is_inside = any(name == outer or name.startswith(f"{outer}." if outer else "") for outer in self.adopted)
@@ -108,7 +106,6 @@ class Targets:
                 hooks.set_call(module, None)
         if self._hook is not None:
             self._hook.remove()
-            self._hook = None
 
     @property
     def inner(self) -> set[nn.Module]:
@@ -117,7 +114,7 @@ class Targets:
 
     def call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a candidate: planned where it trains and is outermost, or is called by what can't be captured."""
-        if self._is_waiting or self._is_eager or (self.is_inside and self.session.is_eager):
+        if self._is_eager or (self.is_inside and self.session.is_eager):
             return hooks.plain_call(module, *args, **kwargs)
         if name in self._around:  # where it is sharded the step begins, before it gathers its parameters
             if torch.is_grad_enabled() and module.training and sharding.has_units(module):
@@ -131,7 +128,8 @@ class Targets:
         if self.is_inside:
             return self._call_inside(name, module, args, kwargs)
         if (joined := self._join()) is not None:
-            return joined.call(joined.path_of(module), module, args, kwargs)
+            path = next(path for path, inner in joined.root.named_modules() if inner is module)
+            return joined.call(path, module, args, kwargs)
         return self._call_outermost(name, module, args, kwargs)
 
     def _call_outermost(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -156,10 +154,6 @@ class Targets:
             if self.session.begin_call(name, (args, kwargs), module.forward):
                 return self._call_eager(module, args, kwargs)
             return self._or_eager(self._call_compiled, name, module, args, kwargs)
-
-    def path_of(self, module: nn.Module) -> str:
-        """Return the path of a module in the root."""
-        return next(str(path) for path, inner in self.root.named_modules() if inner is module)
 
     def _join(self) -> Targets | None:
         """Plan together with a model that was in the same step before, when nothing waits; None to stay as it is.
@@ -214,11 +208,11 @@ class Targets:
 
     def _call_unlearned(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module, and all that it calls, as if nothing stood in for them."""
-        self._is_waiting = True
+        self._is_eager = True
         try:
             return hooks.plain_call(module, *args, **kwargs)
         finally:
-            self._is_waiting = False
+            self._is_eager = False
 
     def _call_eager(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module as the user wrote it, and all that it calls."""
@@ -401,14 +395,12 @@ class Targets:
                 "calls are not planned.",
                 topic=transforms_in(kind),
             )
-        elif not self._warned:
-            self._warned = True
+        else:
             announced.add(self.session)
-            warnings.warn(
+            self.session.say(
                 f"{name or type(module).__name__} was called with gradients but in eval mode: such calls are not "
                 "planned. Call .train() to plan them.",
-                HiRemateWarning,
-                stacklevel=4,
+                topic="eval mode",
             )
 
     def _call_untrained(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
