@@ -89,11 +89,13 @@ class BeforeCall(KeptState):
         self._arguments = tensor_state.map_leaves(lambda value: value, (args, dict(kwargs)))
         self._read = [*module.parameters(), *tensors_inside(self._arguments)]
         for buffer in module.buffers():
-            if _can_be_copied(buffer):
-                memory = torch.from_numpy(np.empty(buffer.numel() * buffer.element_size(), np.uint8))
+            is_plain = type(buffer) is torch.Tensor and tensor_state.is_dense(buffer)
+            size_bytes = buffer.numel() * buffer.element_size() if is_plain else 0
+            if 0 < size_bytes <= MOST_BYTES:
+                memory = torch.from_numpy(np.empty(size_bytes, np.uint8))
                 numbers = memory.view(buffer.dtype).reshape(buffer.shape).copy_(buffer.detach())
                 self._numbers.append((buffer, numbers))
-            else:
+            else:  # must not change in the call
                 self._read.append(buffer)
         self._versions = tensor_state.versions_of(self._read)
 
@@ -107,10 +109,3 @@ class BeforeCall(KeptState):
         self.put_back()
         args, kwargs = self._arguments
         return args, kwargs
-
-
-def _can_be_copied(buffer: torch.Tensor) -> bool:
-    """Whether a buffer is a plain tensor with numbers, and small; others must not change in a call."""
-    if type(buffer) is not torch.Tensor or not tensor_state.is_dense(buffer):
-        return False
-    return 0 < buffer.numel() * buffer.element_size() <= MOST_BYTES
