@@ -13,7 +13,6 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -25,7 +24,7 @@ from .planning.plan import Plan, PlanningTime, plan_title
 from .records.schedule import keep_all, lower
 from .records.simulation import simulate
 from .reporting.report import Reporter
-from .signatures.step_signature import StepSignature, Told
+from .signatures.step_signature import StepSignature
 from .torch_private import dynamo
 from .units import format_bytes
 
@@ -255,41 +254,36 @@ class PlanReports:
 
     def measured(self, signature: StepSignature, plan: Plan) -> None:
         """Show what was measured of a plan, once; again where it takes more than the budget, and did not before."""
-        told = signature.told or _told(plan)
-        is_over = (plan.measured.peak_bytes or 0) > plan.budget_bytes
-        if told.measured is not plan.solution or (is_over and not told.is_over):
+        shown, signature.shown = signature.shown, plan
+        if shown is None or shown.solution is not plan.solution or (_is_over(plan) and not _is_over(shown)):
             self._reporter.measured(plan)
-        signature.told = replace(told, measured=plan.solution, is_over=is_over)
 
     def _say_why(self, signature: StepSignature, plan: Plan, is_new: bool) -> None:
-        before, now = signature.told, _told(plan)
-        if before is None:
-            signature.told = now
+        before = signature.told
+        if before is None or str(before.budget) != str(plan.budget):
+            signature.told = plan
             return
-        as_measured = replace(now, measured=before.measured, is_over=before.is_over)
-        if before.asked != now.asked:
-            signature.told = as_measured
-            return
-        why, came = _why(before, now), _more("came", dict(before.parts), dict(now.parts))
+        why, came = _why(before, plan), _more("came", dict(before.resident_parts), dict(plan.resident_parts))
         if why:
-            budgets = f"{format_bytes(before.budget_bytes)} -> {format_bytes(now.budget_bytes)}"
+            budgets = f"{format_bytes(before.budget_bytes)} -> {format_bytes(plan.budget_bytes)}"
             self._reporter.note(f"{plan_title(plan)}: budget {budgets}, since {why}")
         elif is_new and came:
             self._reporter.note(f"{plan_title(plan)} is made again, since {came}")
         if why or is_new:
-            signature.told = as_measured
+            signature.told = plan
 
 
-def _told(plan: Plan) -> Told:
-    return Told(plan.budget_bytes, str(plan.budget), plan.resident_parts)
+def _is_over(plan: Plan) -> bool:
+    """Whether a plan was measured above its budget."""
+    return (plan.measured.peak_bytes or 0) > plan.budget_bytes
 
 
-def _why(before: Told, now: Told) -> str:
+def _why(before: Plan, now: Plan) -> str:
     """Return, in words or "", why the budget is clearly another one than was told last, if that stays.
 
     Batches come and go. So does what a step adds, where something frees gradients before some steps, a validation say.
     """
-    old, new = dict(before.parts), dict(now.parts)
+    old, new = dict(before.resident_parts), dict(now.resident_parts)
     moved_bytes = (now.budget_bytes - new.pop(BATCH, 0)) - (before.budget_bytes - old.pop(BATCH, 0))
     if abs(moved_bytes) <= CLEARLY * before.budget_bytes:
         return ""

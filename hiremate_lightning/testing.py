@@ -78,8 +78,8 @@ def step_under_way(model: nn.Module) -> StepView | None:
 def _ways(step: CurrentStep) -> Iterator[str]:
     if step.eager is None:
         for forward in step.forwards:
-            is_own = forward.mode.signature is not None and forward.mode.signature.graphs == step.graphs
-            yield OWN_PLAN if is_own else OTHER_PLAN if forward.mode.is_planned else LEAST_MEMORY
+            is_own = forward.signature is not None and forward.signature.graphs == step.graphs
+            yield OWN_PLAN if is_own else OTHER_PLAN if forward.is_planned else LEAST_MEMORY
     elif isinstance(step.eager, GivenBack):
         yield RELEASED
     else:

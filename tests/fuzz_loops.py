@@ -209,8 +209,8 @@ def _counting_watched() -> Iterator[list[bool]]:
     """Note of each step that begins whether it is watched."""
     begin, found = WatchPolicy.step_begins, list[bool]()
 
-    def counted(policy: Any, expected: Any) -> Any:
-        look = begin(policy, expected)
+    def counted(policy: Any, *known: Any, **more: Any) -> Any:
+        look = begin(policy, *known, **more)
         found.append(look.is_measured or look.is_timed)
         return look
 

@@ -63,7 +63,7 @@ def operations(module: nn.Module, step: Callable[[], Any]) -> list[dict[str, Any
     known = targets_of(module)
     assert known is not None, "the module is planned"
     session = known.session
-    session.steps.end(at_once=False)
+    session.steps.end()
     with _timing_steps(session.steps.watch):
         step()
     plan, timed_step = session.plan, session.steps.current or session.steps.ended

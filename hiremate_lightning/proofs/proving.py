@@ -27,10 +27,11 @@ from ..housekeeping import collecting_what_it_leaves
 from ..measuring.operators import has_unsteady
 from ..measuring.saved_offload import Files, offloading_saved
 from ..memory.metering import unmeasured
-from ..records.costs import Profile
+from ..options import SessionOptions
 from ..records.expressions import NoTemplateError, WrongTemplateError
 from ..records.step import Step
 from ..reporting.report import Reporter
+from ..rewriting.kernels import FusedKernels
 from ..rewriting.nodes import is_collective
 from ..running.execution import Part
 from ..running.program import Program
@@ -48,39 +49,34 @@ TRIES = 3  # runs, for gradients whose memory is not there at the first one
 _NOT_PARTS = re.compile(r"_(?:modules|parameters|buffers)_")
 
 
-class Proving(Protocol):
-    """The session whose code is proved, as far as proofs need it."""
+class ProvedModel(Protocol):
+    """The model whose code is proved, as far as proofs need it."""
 
-    name: str  # of the model
+    name: str
+    options: SessionOptions
+    say: Callable[..., None]  # warns, once for each text
     reporter: Reporter  # shows proving, and adds up its seconds
     tracing: ExitStack  # measures the capture, which has ended where code is proved
-
-    @property
-    def asked(self) -> int:
-        """In how many runs code is proved."""
-
-    @property
-    def fuses(self) -> bool:
-        """Whether operations are fused."""
-
-    def say(self, text: str) -> None:
-        """Warn, once for each text."""
-
-    def program_of(self, part: Part) -> Program:
-        """Return the program by which a part is about to run."""
-
-    def costs_of(self, part: Part) -> Profile:
-        """Return the costs of the operations of a part."""
-
-    def free_bytes(self, step: Step, device: torch.device) -> int:
-        """Return the bytes that the budget of a step, and the device, leave beside existing memory."""
+    kernels: FusedKernels | None  # where fused operations are kept; None where nothing is fused
+    proofs: Proofs  # so far
 
 
 class Prover:
-    """Proves the captured code of one session, and keeps the proofs so far."""
+    """Proves the captured code of one session, and keeps the proofs so far.
 
-    def __init__(self, session: Proving, proofs: Proofs) -> None:
-        self._session, self._proofs = session, proofs
+    Args:
+        model: The model.
+        program_of: Returns the program by which a part is about to run, whose operations are measured by then.
+        free_bytes: Returns the bytes that the budget of a step, and the device, leave beside existing memory.
+    """
+
+    def __init__(
+        self,
+        model: ProvedModel,
+        program_of: Callable[[Part], Program],
+        free_bytes: Callable[[Step, torch.device], int],
+    ) -> None:
+        self._model, self._proofs, self._program_of, self._free_bytes = model, model.proofs, program_of, free_bytes
         self._has_said_unproved = False
 
     def prove(self, proof: Proof, arguments: Sequence[Any]) -> None:
@@ -103,7 +99,7 @@ class Prover:
         no memory for gradients, or a backward runs, it is enough that another schedule is proved, as for code that was
         traced.
         """
-        program = self._session.program_of(part)
+        program = self._program_of(part)
         template = template_of(part.captured, program.schedule)
         assert template is not None, "asked of code that is made from a template"
         if template.is_proved_at(part.captured.sizes, part.ran_without):
@@ -157,17 +153,18 @@ class Prover:
             self._leave_unproved(proof, f"it gets a {type(made_of_others).__name__}, a tensor that is made of others")
             return
         proof.begin()
-        self._session.tracing.close()
+        self._model.tracing.close()
         device, part, program, memory = _device_of(proof, arguments), proof.part, made, None
         if part is not None:
-            program = program or self._session.program_of(part)
+            program = program or self._program_of(part)
             if _may_differ_from_itself(part, arguments):
                 self._leave_unproved(proof, "it may give other numbers when it runs once more")
                 return
-        with self._session.reporter.stage("proving"), unmeasured(device), collecting_what_it_leaves():
+        with self._model.reporter.stage("proving"), unmeasured(device), collecting_what_it_leaves():
             without = proof.next_without()
             if part is not None and program is not None:  # else it has no gradients, and always runs
-                memory = proof_memory(part.captured, self._session.costs_of(part), program, self._session.free_bytes)
+                assert part.profile is not None, "it is measured before its program is chosen"
+                memory = proof_memory(part.captured, part.profile, program, self._free_bytes)
             if memory is None or memory.has_plain or memory.has_forward:
                 proof.why_unproved = ""
                 on_trial = [] if part is None else [(part, "trial", program)]  # without its conductor, in no step
@@ -179,7 +176,7 @@ class Prover:
 
     def _conclude(self, proof: Proof, without: frozenset[int] | None) -> None:
         """End the proof where all is known, or where it was tried often enough; other gradients may still come."""
-        asked, runs = self._session.asked, proof.runs + 1
+        asked, runs = self._model.options.verify, proof.runs + 1
         if proof.is_refused:
             proof.end()
         elif (proof.is_known and runs >= asked) or runs >= max(TRIES, asked):
@@ -198,7 +195,7 @@ class Prover:
             self._has_said_unproved = True
             log.warning(
                 "%s: %s of captured code are not proved against eager PyTorch, since %s. The plan says how much is.",
-                *(self._session.name, proof.unproved, proof.why_unproved),
+                *(self._model.name, proof.unproved, proof.why_unproved),
             )
 
     def _try(
@@ -255,7 +252,7 @@ class Prover:
             return
         proof.rounded = tuple(difference.words for difference in (*of_values, *of_gradients))
         for words in proof.rounded:
-            log.info("Captured code of %s differs by rounding: %s", self._session.name, words)
+            log.info("Captured code of %s differs by rounding: %s", self._model.name, words)
         proof.forward = Verdict.ROUNDED if of_values else Verdict.PROVED
         if with_gradients:
             proof.backward = Verdict.ROUNDED if of_gradients else Verdict.PROVED
@@ -263,7 +260,7 @@ class Prover:
 
     def _half_of(self, part: Part | None) -> torch.dtype | None:
         """Return the type of half precision that fused kernels skip, None where there are none or they skip nothing."""
-        if part is None or not self._session.fuses:
+        if part is None or self._model.kernels is None:
             return None
         dtypes = {tensor.dtype for tensor in part.captured.graph.tensors}
         return next((half for half in tensor_state.HALF_PRECISION if str(half).removeprefix("torch.") in dtypes), None)
@@ -272,8 +269,8 @@ class Prover:
         proof.refuse(self._proofs)
         if proof.part is not None and proof.part.captured.template is not None:
             raise WrongTemplateError(f"Code made from traces of other sizes does not run, since {why}")
-        self._session.say(
-            f"Code of {self._session.name} runs as it was written, without a plan, since {why}. Its memory and time "
+        self._model.say(
+            f"Code of {self._model.name} runs as it was written, without a plan, since {why}. Its memory and time "
             "are those of plain PyTorch. This is a fault of torch.compile or of hiremate_lightning; please report it."
         )
 

@@ -16,6 +16,7 @@ import torch
 
 from ..capturing.capture import Captured
 from ..errors import CaptureError, HiRemateError, SecondDerivativeError
+from ..records.costs import Profile
 from ..torch_private import aot, autocasting, backward_pass, sharding, tensor_state
 from .accumulation import Leaves, addable, existing, find_leaves, hand_on, shared_leaves
 from .program import Changes, Program
@@ -79,6 +80,8 @@ class Part:
 
     def __init__(self, captured: Captured, conductor: Conductor) -> None:
         self.captured = captured
+        self.number = 0  # in the order of capture
+        self.profile: Profile | None = None  # costs of its operations, known before it first runs in a step
         self.own: tuple[int, ...] = ()  # positions of outputs that are returned unviewed: the graph may give views
         self.trial: Program | None = None  # runs without the conductor, to see what it gives; None in a step
         # Positions of missing gradients, for each kind of backward that has run in a step, or of the program on trial.

@@ -34,12 +34,7 @@ class CallsWithoutGradients:
         self._peak_bytes = 0  # of a run that has ended, until it is compared
 
     def begins(self, name: str, arguments: Sequence[torch.Tensor]) -> None:
-        """Learn that a call begins: the first one of a run, or a further one.
-
-        Args:
-            name: Of the module that is called.
-            arguments: What it is given.
-        """
+        """Learn that a call of a module begins: the first one of a run, or a further one."""
         if self._calls:
             self._calls += name == self._first
             if self._calls > MOST_CALLS:
@@ -62,10 +57,9 @@ class CallsWithoutGradients:
             self._peak_bytes = self._existing_bytes + max(interval.peak_bytes for interval in meter.intervals)
 
     def compare(self, plan: Plan | None) -> None:
-        """Warn where a run that has ended took more than the budget of a plan.
+        """Warn where a run that has ended took more than the budget of the plan that the call with gradients begins by.
 
-        Args:
-            plan: What the call with gradients begins by: a share of its budget counts what optimizers made before.
+        A share of that budget counts what optimizers made before.
         """
         peak_bytes, self._peak_bytes = self._peak_bytes, 0
         if plan is not None and peak_bytes > plan.budget_bytes:

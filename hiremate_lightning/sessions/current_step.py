@@ -20,29 +20,23 @@ from ..signatures.eager_trial import EagerTrial
 from ..signatures.recorded_step import RecordedStep
 from ..signatures.step_signature import GraphNumbers, Start, StepSignature
 from ..signatures.watching import Look
-from .modes import ByProgram, Eager
+from .modes import Eager
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """A forward of the step.
+    """A forward of the step: a captured graph that runs by a program."""
 
-    Attributes:
-        number: Number of the captured graph.
-        captured: What runs.
-        profile: Its costs.
-        mode: How it runs.
-    """
-
-    number: int
-    captured: Captured
-    profile: Profile
-    mode: ByProgram
-
-    @property
-    def program(self) -> Program:
-        """The program that runs it."""
-        return self.mode.program
+    number: int  # number of the captured graph
+    captured: Captured  # what runs
+    profile: Profile  # its costs
+    program: Program  # the program
+    # The step signature whose own plan it runs by, None for none. Where the graph has no backward in that, the
+    # program is not part of the plan.
+    signature: StepSignature | None = None
+    is_planned: bool = True  # whether it runs by a plan, be it of another step; else at the least memory
+    # What its step loses by a plan of other sizes, where it was made from traces of other sizes; else None.
+    loss: Loss[RecordedStep] | None = None
 
     @property
     def left_bytes(self) -> int:
@@ -55,97 +49,49 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """What was taken over for the rest of a step.
+    """What was taken over for the rest of a step."""
 
-    Attributes:
-        step: The step that it was planned for, at least as large.
-        decisions: For each call.
-        loss: What it loses by them, where it was made from traces of other sizes; None where it was traced.
-    """
-
-    step: RecordedStep
-    decisions: tuple[Decisions, ...]
+    step: RecordedStep  # the step that it was planned for, at least as large
+    decisions: tuple[Decisions, ...]  # for each call
+    # What it loses by them, where it was made from traces of other sizes; None where it was traced.
     loss: Loss[RecordedStep] | None = None
 
 
 @dataclass(eq=False)
-class StepComparison:
-    """The planned signatures that run the same code as the step under way.
-
-    Attributes:
-        alike: These signatures, as far as they were compared.
-        compared: How many forwards of the step were compared with theirs.
-        followed: What was taken over from one of them; None for nothing.
-        foreseen: What the first of them runs, and the step as it is foreseen from it; None before all sizes of the step
-            are known.
-        fits_nothing: Whether it was made from traces of other sizes, and not even the least memory fits.
-    """
-
-    alike: list[StepSignature] = field(default_factory=list)
-    compared: int = 0
-    followed: Followed | None = None
-    foreseen: tuple[RecordedStep, RecordedStep] | None = None
-    fits_nothing: bool = False
-
-
-@dataclass(eq=False)
 class CurrentStep:
-    """A step from its beginning to its end.
+    """A step from its beginning to its end."""
 
-    Attributes:
-        size_bytes: Of what its first call was given.
-        waiting: How many graphs of earlier steps waited for their backward as it began.
-        foreseen: The signatures that it may be of, the likeliest first.
-        calls: What each call of a planned module was given.
-        has_backward: Whether a backward has begun.
-        is_unseen: Whether a part of it was not seen, so that nothing can be learned from it.
-        resident: What existed when it began, None where that was not counted.
-        eager: How it runs as the user wrote it; None where it runs captured.
-        expected: The signature by whose plan it begins, None for none.
-        is_unknown: Whether it is likely of a signature without a plan that runs more than the expected one: then all of
-            it runs at the least memory.
-        look: What is watched in it, None where that was not asked.
-        timing: What its whole time is taken for, None where it is not.
-        record: What is measured in it, None for nothing.
-        timed: Times of its operations, None where they are not taken.
-        forwards: Its forwards so far.
-        comparison: The planned steps that run the same code.
-        is_replanned: Whether plans were made anew since its first forward.
-        is_to_be_planned: Whether its signature gets a plan from its record, before the next step.
-        has_captured: Whether something was captured in it.
-        began_s: When it began, in seconds.
-    """
-
-    size_bytes: int = 0
-    waiting: int = 0
-    foreseen: tuple[StepSignature, ...] = ()
-    calls: list[ModuleCall] = field(default_factory=list)
-    has_backward: bool = False
-    is_unseen: bool = False
-    resident: Resident | None = None
-    eager: Eager | None = None
-    expected: StepSignature | None = None
+    start: Start = (0, 0)  # how it started
+    foreseen: tuple[StepSignature, ...] = ()  # the signatures that it may be of, the likeliest first
+    calls: list[ModuleCall] = field(default_factory=list)  # what each call of a planned module was given
+    has_backward: bool = False  # whether a backward has begun
+    is_unseen: bool = False  # whether a part of it was not seen, so that nothing can be learned from it
+    resident: Resident | None = None  # what existed when it began, None where that was not counted
+    eager: Eager | None = None  # how it runs as the user wrote it; None where it runs captured
+    expected: StepSignature | None = None  # the signature by whose plan it begins, None for none
+    # Whether it is likely of a signature without a plan that runs more than the expected one: then all of it runs at
+    # the least memory.
     is_unknown: bool = False
-    look: Look | None = None
-    timing: EagerTrial | None = None
-    record: StepRecord | None = None
-    timed: TimedRun | None = None
-    forwards: list[Forward] = field(default_factory=list)
-    comparison: StepComparison = field(default_factory=StepComparison)
-    is_replanned: bool = False
-    is_to_be_planned: bool = False
-    has_captured: bool = False
-    began_s: float = field(default_factory=time.perf_counter)
+    look: Look | None = None  # what is watched in it, None where that was not asked
+    timing: EagerTrial | None = None  # what its whole time is taken for, None where it is not
+    record: StepRecord | None = None  # what is measured in it, None for nothing
+    timed: TimedRun | None = None  # times of its operations, None where they are not taken
+    forwards: list[Forward] = field(default_factory=list)  # its forwards so far
+    # The planned signatures that run the same code, as far as it has run; listed where it runs by no own plan.
+    alike: list[StepSignature] = field(default_factory=list)
+    followed: Followed | None = None  # what was taken over from one of them; None for nothing
+    # The step as it is foreseen from the first of them; None before all its sizes are known.
+    at_sizes: RecordedStep | None = None
+    fits_nothing: bool = False  # whether it was made from traces of other sizes, and not even the least memory fits
+    is_replanned: bool = False  # whether plans were made anew since its first forward
+    is_to_be_planned: bool = False  # whether its signature gets a plan from its record, before the next step
+    has_captured: bool = False  # whether something was captured in it
+    began_s: float = field(default_factory=time.perf_counter)  # when it began, in seconds
 
     @property
     def is_watched(self) -> bool:
         """Whether anything is done in it beside running it."""
         return self.look is not None and (self.look.is_measured or self.look.is_timed)
-
-    @property
-    def start(self) -> Start:
-        """How it started."""
-        return self.size_bytes, self.waiting
 
     @property
     def is_over(self) -> bool:
@@ -174,26 +120,17 @@ class CurrentStep:
     def plans_changed(self) -> None:
         """Learn that plans were made anew: what has run, or was taken over, is of those before."""
         self.is_replanned = self.is_replanned or bool(self.forwards)
-        self.comparison.followed = None
+        self.followed = None
 
     def ran_by(self, signatures: Collection[StepSignature]) -> bool:
         """Whether it ran throughout by the plans of these signatures: its own, and those that it is taken for."""
-        chosen = {forward.mode.signature for forward in self.forwards}
+        chosen = {forward.signature for forward in self.forwards}
         return bool(chosen) and chosen <= set(signatures) and not self.is_replanned
-
-    def began_by(self, signature: StepSignature) -> bool:
-        """Whether its first forward ran by the plan of a signature."""
-        return bool(self.forwards) and self.forwards[0].mode.signature is signature
-
-    @property
-    def began_again(self) -> bool:
-        """Whether its first graph ran once more, as after a forward without a backward."""
-        return bool(self.graphs) and self.graphs[0] in self.graphs[1:]
 
     @property
     def is_by_plans(self) -> bool:
         """Whether it ran by plans throughout, be they of other signatures."""
-        return all(forward.mode.is_planned for forward in self.forwards)
+        return all(forward.is_planned for forward in self.forwards)
 
     def drop(self) -> None:
         """End its measurement, of which nothing is learned."""

@@ -18,9 +18,8 @@ from functools import cache, partial
 from .. import thresholds
 from ..calls.given import ModuleCall
 from ..memory.allocator import free_bytes
-from ..signatures.eager_predictions import EagerPredictions
+from ..signatures.eager_predictions import CapturedStep, EagerPredictions
 from ..signatures.eager_trial import EagerTrial
-from ..signatures.recorded_step import CapturedStep
 from ..signatures.step_signature import StepSignature
 from .current_step import CurrentStep
 from .modes import Eager, GivenBack, Offloaded
@@ -57,9 +56,10 @@ class EagerSteps:
         """
         for signature in self._history.planned if self._may_run_eager else ():
             if signature.given is not None:
-                self._predictions.learn(signature, signature.as_captured())
-        gainless = self._gainless_signature(step)
-        step.eager = self._mode(step, gainless)
+                self._predictions.learn(signature)
+        likely = self._history.likely(step.foreseen) if self._may_run_eager and step.calls else None
+        gainless = None if likely is None else self._gainless_signature(step, likely)
+        step.eager = self._mode(step, likely, gainless)
         if step.eager is not None and not isinstance(step.eager, GivenBack):
             self._sizes_vary = True
             self._extra_ms[tuple(step.calls)] += step.eager.prediction.extra_ms
@@ -71,7 +71,7 @@ class EagerSteps:
         step.calls.append(call)
         if step.eager is not None:
             gainless = step.eager.likely if isinstance(step.eager, GivenBack) else None
-            step.eager = self._mode(step, gainless, step.eager)
+            step.eager = self._mode(step, step.eager.likely, gainless, step.eager)
 
     def is_to_be_measured(self, eager: Eager) -> bool:
         """Whether to measure a step that runs eager."""
@@ -97,10 +97,10 @@ class EagerSteps:
 
     def learn_from_taken_over(self, step: CurrentStep, signature: StepSignature) -> None:
         """Learn of the step that ends, where it ran by the plan of another size and has none of its own."""
-        foreseen = step.comparison.foreseen
-        if foreseen is not None and signature.plan is None and self._may_run_eager:
-            planned, at_sizes = foreseen
-            self._predictions.learn_foreseen(CapturedStep.of(at_sizes, step.calls, self._history.same_code(planned)))
+        at_sizes = step.at_sizes
+        if at_sizes is not None and signature.plan is None and self._may_run_eager:
+            code = self._history.same_code(at_sizes)
+            self._predictions.learn_foreseen(CapturedStep(tuple(step.calls), code, at_sizes))
 
     def note_release(self, timing: EagerTrial) -> None:
         """Learn that the step after a timed one begins; announce where its signature runs without its plan now."""
@@ -132,65 +132,51 @@ class EagerSteps:
         is_worth_it = sum(self._extra_ms.values()) >= thresholds.current.worth_templates * planning_ms
         return is_worth_it and self._templates.may_serve(likely.step)
 
-    def _likely(self, step: CurrentStep) -> StepSignature | None:
-        """Return the signature that a step is expected to have; None where nobody knows, or no step may run eager."""
-        return self._history.likely(step.foreseen) if self._may_run_eager and step.calls else None
+    def _gainless_signature(self, step: CurrentStep, likely: StepSignature) -> StepSignature | None:
+        """Return the likely signature of this step where nothing else is called like it and its plan gains nothing.
 
-    def _gainless_signature(self, step: CurrentStep) -> StepSignature | None:
-        """Return the signature of this step where nothing else is called like it and its plan gains nothing.
-
-        At sizes that no signature has been called with, that is the likely signature, where nothing fits and it saves
-        no memory.
+        At sizes that no signature has been called with, it is returned where nothing fits and its plan saves no memory.
         """
-        likely = self._likely(step)
-        if likely is None:
-            return None
         alike = self._predictions.called_like(step.calls)
         if alike and alike != [likely]:
             return None
         eager_bytes = self._predictions.with_margin(likely.own_plan.unplanned.peak_bytes)
         free = partial(free_bytes, self._model.memory.device)
-        if not alike:
-            return likely if likely.saves_nothing(eager_bytes, free) else None
-        return likely if likely.gains_nothing(eager_bytes, free) else None
+        is_gainless = likely.gains_nothing(eager_bytes, free) if alike else likely.saves_nothing(eager_bytes, free)
+        return likely if is_gainless else None
 
-    def _mode(self, step: CurrentStep, gainless: StepSignature | None, begun: Eager | None = None) -> Eager | None:
+    def _mode(
+        self,
+        step: CurrentStep,
+        likely: StepSignature | None,
+        gainless: StepSignature | None,
+        begun: Eager | None = None,
+    ) -> Eager | None:
         """Choose how a step runs, by the first of these rules that applies; None where it runs captured.
 
         - Its plan gains nothing: eager, in turns with the plan until it is decided that all such steps run so; captured
           where a further call turns out another signature's.
-        - A signature that is called so has a plan: captured.
-        - It fits without a plan: eager, as it is or with saved values offloaded, the faster that fits.
+        - Nobody knows which signature it has: captured.
+        - A signature that is called so has a plan, which recomputes, or sizes did not vary yet: captured.
+        - It fits as it is: eager.
+        - It fits only with less memory, and capturing has become worth its time: captured.
+        - It fits with what autograd saves offloaded: eager, so.
+        - Else captured.
 
         Args:
             step: The step.
-            gainless: Its signature, where nothing else is called like it and its plan gains nothing; else None.
+            likely: The signature that it is expected to have; None where nobody knows.
+            gainless: The same, where nothing else is called like it and its plan gains nothing; else None.
             begun: How it has begun without a plan, for a further call.
         """
         if gainless is not None and (begun or gainless.trial.runs_eager(gainless.own_plan.saves_nothing)):
             return self._given_back(step, gainless)
-        return None if self._has_own_plan(step) else self._without_plan(step, begun)
-
-    def _has_own_plan(self, step: CurrentStep) -> bool:
-        """Whether a step runs by the plan of a signature called like it: that recomputes, or sizes did not vary yet."""
-        signatures = [] if self._likely(step) is None else self._predictions.called_like(step.calls)
-        recomputes = any(not signature.own_plan.solution.is_plain for signature in signatures)
-        return bool(signatures) and (recomputes or not self._sizes_vary)
-
-    def _without_plan(self, step: CurrentStep, begun: Eager | None) -> Eager | None:
-        """Return the fastest way without a plan in which the step under way fits; None where it is to be captured.
-
-        A step that fits only with less memory is captured once programs of all sizes have become worth their time.
-
-        Args:
-            step: The step.
-            begun: How it has begun, for a further call.
-        """
-        likely = self._likely(step)
         if likely is None:
             return None
-        saves_memory = None if begun is None else begun.prediction.saves_memory
-        saves_memory = False if self._predictions.called_like(step.calls) else saves_memory
+        alike = self._predictions.called_like(step.calls)
+        if alike and not (self._sizes_vary and all(signature.own_plan.solution.is_plain for signature in alike)):
+            return None
+        saves_memory = False if alike else None if begun is None else begun.prediction.saves_memory
         prediction = self._predictions.predict(step.calls, likely, self._room_bytes(), saves_memory)
         if prediction is None:
             return None

@@ -1,10 +1,14 @@
 """Which program a captured graph runs by: that of a plan, one taken over from other sizes, or that of least memory.
 
-Steps that have no plan run as was planned for the same code at other sizes, or else at the least memory.
+Steps that have no plan run as was planned for the same code at other sizes, or else at the least memory. A step whose
+code was made from traces of other sizes (`templates`) gets no plan of its own as long as something fits it: one such
+plan a size would be one a step, where nearly every size comes once. What `planning.ladder` keeps for the code serves
+all of its sizes.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
@@ -15,10 +19,11 @@ from ..capturing.capture import Captured
 from ..housekeeping import Latest, collecting_what_it_leaves
 from ..measuring.resident import Resident
 from ..memory.allocator import alone, free_bytes
-from ..planning.headroom import Room, unless_short
-from ..planning.ladder import Chosen, Loss, fastest_that_fits
+from ..planning.headroom import Room, guard_bytes, unless_short
+from ..planning.ladder import Chosen, Ladder, Loss, fastest_that_fits
 from ..planning.planner import first_solution
-from ..planning.solvers.base import Problem, replay
+from ..planning.solvers import Problem, SolveOptions, smallest_budget
+from ..planning.solvers.base import replay
 from ..records.costs import Profile, step_time_ms
 from ..records.graph import Graph
 from ..records.schedule import Schedule, keep_all, lower
@@ -26,36 +31,34 @@ from ..records.step import Decisions, Replays, Step
 from ..running.execution import Part
 from ..running.program import Program
 from ..running.template import program_of
-from ..signatures.recorded_step import foresee, no_graphs
+from ..signatures.recorded_step import RecordedStep, foresee, no_graphs
 from ..signatures.step_signature import GraphNumbers, StepSignature
 from ..torch_private import runtime
 from .current_step import CurrentStep, Followed, Forward
-from .modes import ByProgram
 from .plan_maker import PlanMaker
 from .planned_model import PlannedModel
-from .templates import Ladders
 
+log = logging.getLogger("hiremate_lightning")
+
+HEADROOM = 0.8  # of the room of a step that nothing fitted: larger steps may run by the same decisions
+LIMIT_S = 5.0  # for solving, while a step waits
+BUILT_AND_PROVED = 8.0  # times a step, that programs of other decisions take until they are built and proved
 TRACING_BYTES = 2**14  # that tracing takes for itself: states of the random generator, three deep
 
-TakenOver = Latest[GraphNumbers, ByProgram | None]  # how a part runs by other steps' plans, by what ran before
+TakenOver = Latest[GraphNumbers, Forward | None]  # how a part runs by other steps' plans, by what ran before
 
 
 class GraphPrograms:
-    """Chooses the program of each captured graph that is about to run: of its plan, of other sizes, or of least memory.
-
-    Attributes:
-        maker: Knows the budget.
-        history: The step signatures, with their plans.
-    """
+    """Chooses the program of each captured graph that is about to run."""
 
     def __init__(self, model: PlannedModel, maker: PlanMaker) -> None:
-        self._model, self.maker = model, maker
-        self.history, self._parts, self._reporter = model.history, model.parts, model.reporter
+        self._model, self._maker = model, maker
+        self._history, self._parts, self._reporter = model.history, model.parts, model.reporter
         self._least: weakref.WeakKeyDictionary[Part, Program] = weakref.WeakKeyDictionary()
         self._taken_over: weakref.WeakKeyDictionary[Part, TakenOver] = weakref.WeakKeyDictionary()
         self._fits = dict[tuple[StepSignature, tuple[Schedule, ...]], bool]()  # signatures whose steps began by these
         self._most_bytes = 0  # that were resident
-        self._replays, self._ladders = Latest[Hashable, Replays](16), Ladders(model, maker)
+        self._replays = Latest[Hashable, Replays](16)
         self._schedules = Latest[Hashable, Schedule](64)  # of decisions, for all sizes of code
 
     def forget_plans(self) -> None:
@@ -75,16 +78,7 @@ class GraphPrograms:
         self._taken_over.pop(part, None)
 
     def choose(self, step: CurrentStep, part: Part) -> Forward:
-        """Choose the program of a part that is about to run in the step under way, which gets no forward by that.
-
-        Raises:
-            InfeasibleBudgetError: If the part alone fits neither the budget nor what is free.
-        """
-        number, profile = self._parts.prepare(part)
-        return Forward(number, part.captured, profile, self._mode(step, part, number, profile))
-
-    def _mode(self, step: CurrentStep, part: Part, number: int, profile: Profile) -> ByProgram:
-        """Choose how a captured graph runs: by the first of these rules that applies.
+        """Choose how a captured graph runs that is about to, in the step under way: by the first of these rules.
 
         - The step is likely of a signature without a plan that runs more than the expected one: at the least memory.
         - The step has begun like a planned signature: by its plan. A graph that has no backward there waits for a later
@@ -92,36 +86,45 @@ class GraphPrograms:
           it was recorded.
         - Something was decided for the same step at other sizes, and fits: by that.
         - Else at the least memory.
+
+        Raises:
+            InfeasibleBudgetError: If the part alone fits neither the budget nor what is free.
         """
-        ran = (*step.graphs, number)
-        if step.is_unknown:
-            return ByProgram(self._find_least(step, part, profile), is_planned=False)
-        signature, program = self.history.choose(ran, step.expected, step.start, partial(self._fits_beside, step))
-        if signature is not None:
-            if program is None and any(unfinished is part for unfinished, _ in signature.recorded.unfinished):
-                program = self.maker.waiting.program(part)
-            return ByProgram(program or self._find_least(step, part, profile), signature)
-        taken_over = self._take_over(step, part, ran, profile)
-        return taken_over or ByProgram(self._find_least(step, part, profile), is_planned=False)
+        forward = partial(Forward, part.number, profile=self._parts.costs_of(part), captured=part.captured)
+        if not step.is_unknown:
+            ran = (*step.graphs, part.number)
+            signature, program = self._history.choose(ran, step.expected, step.start, partial(self._fits_beside, step))
+            if signature is not None:
+                if program is None and any(unfinished is part for unfinished, _ in signature.recorded.unfinished):
+                    program = self._maker.waiting.program(part)
+                return forward(program=program or self._find_least(step, part), signature=signature)
+            taken_over = self._take_over(step, part, ran)
+            if taken_over is not None:
+                return taken_over
+        return forward(program=self._find_least(step, part), is_planned=False)
 
     def step_ended(self, step: CurrentStep) -> None:
         """Learn of a step that ran captured: of the sizes of its calls, and of what it lost by other sizes' plans."""
-        if step.comparison.alike:
-            places = step.comparison.alike[0].recorded.places
+        if step.alike:
+            places = step.alike[0].recorded.places
             if all(place < len(step.forwards) for place in places):  # else it ended early, as a piece of an iteration
-                self._code(step).sizes_of_calls.note([step.forwards[place].captured for place in places])
-        losses = [loss for forward in step.forwards if (loss := forward.mode.loss) is not None]
-        if losses and self._ladders.step_ended(losses[-1]):  # it was chosen last, when most was known
-            self.forget_plans()
+                step.alike[0].of_code.sizes_of_calls.note([step.forwards[place].captured for place in places])
+        losses = [forward.loss for forward in step.forwards if forward.loss is not None]
+        if losses:
+            self._learn_loss(losses[-1])  # it was chosen last, when most was known
 
-    def _take_over(self, step: CurrentStep, part: Part, ran: GraphNumbers, profile: Profile) -> ByProgram | None:
-        """Return how a part runs by a plan for the same step at other sizes; None where none fits."""
-        modes = self._taken_over.setdefault(part, TakenOver(64))
-        if ran not in modes:
-            with self._reporter.stage("solving"):
-                before = [mode for mode in modes.values() if mode is not None]
-                modes[ran] = self._decide(step, part.captured, profile, before)
-        return modes[ran]
+    def learn_margin(self, step: CurrentStep, peak_bytes: int) -> None:
+        """Leave more room to steps of new sizes where one took more than was predicted for what it ran."""
+        at_sizes, resident = step.at_sizes, step.resident
+        if at_sizes is None or resident is None or not step.is_from_template:
+            return
+        whole, forwards = at_sizes.merge(), [step.forwards[place] for place in at_sizes.places]
+        decisions = whole.join([forward.program.schedule.decisions(forward.captured.graph) for forward in forwards])
+        predicted_bytes = resident.size_bytes + whole.peak_bytes(decisions)
+        excess_bytes = peak_bytes - predicted_bytes - guard_bytes(predicted_bytes)  # which plans leave free
+        if excess_bytes > self._history.margin_bytes:
+            self._history.margin_bytes = excess_bytes
+            self.forget_plans()
 
     def _fits_beside(self, step: CurrentStep, signature: StepSignature) -> bool:
         """Whether a step of a planned signature fits that has begun as the step under way, and goes on by its plan."""
@@ -136,7 +139,9 @@ class GraphPrograms:
             self._fits[signature, begun] = peak_bytes <= room.step_bytes
         return self._fits[signature, begun]
 
-    def _find_least(self, step: CurrentStep, part: Part, profile: Profile) -> Program:
+    # ---------------------------------------------------------------- the least memory
+
+    def _find_least(self, step: CurrentStep, part: Part) -> Program:
         """Return the program of least memory of a part.
 
         Where not even the captured part alone fits, training stops before it runs, or, if there is memory to run it
@@ -148,19 +153,20 @@ class GraphPrograms:
             options, is_alone = self._model.options, runtime.process_group_store() is None
             is_checked = is_alone and options.budget.share is None and options.on_infeasible == "raise"
             with self._reporter.stage("solving"), collecting_what_it_leaves():
-                captured, before = part.captured, step.resident_in(self._model.memory)
+                profile, captured = self._parts.costs_of(part), part.captured
                 whole = alone(*_without_doubtful(captured, profile), captured.device)
                 outcome = first_solution(
                     whole,
-                    self.maker.room(whole, before) if is_checked else Room.unlimited(options.budget),
+                    self._maker.room(whole, step.resident_in(self._model.memory))
+                    if is_checked
+                    else Room.unlimited(options.budget),
                     options,
                     self._model.name,
                     self._reporter.solving(step_time_ms(captured.graph, profile)),
                     self._spare_bytes_or_announce_full,
                     self._model.offloading.host(whole, [captured]),
                 )
-                least = unless_short(outcome)
-                (program,) = self._model.offloading.build(whole, [captured], least)
+                (program,) = self._model.offloading.build(whole, [captured], unless_short(outcome))
                 self._least[part] = replace(program, protects=True)  # see `_build`
         return self._least[part]
 
@@ -171,119 +177,151 @@ class GraphPrograms:
         self._model.announce_full()
         return 0
 
-    def _decide(
-        self, step: CurrentStep, captured: Captured, profile: Profile, before: Sequence[ByProgram]
-    ) -> ByProgram | None:
-        """Decide for the next forward of the step under way; its code has run so before, in other steps."""
-        place, seen = len(step.forwards), step.comparison
-        self._compare(step)
-        seen.alike = [signature for signature in seen.alike if signature.recorded.runs_at(place, captured)]
-        seen.compared = place + 1
-        if not seen.alike:
+    # ---------------------------------------------------------------- plans of other sizes
+
+    def _take_over(self, step: CurrentStep, part: Part, ran: GraphNumbers) -> Forward | None:
+        """Return how a part runs by a plan for the same step at other sizes; None where none fits."""
+        forwards = self._taken_over.setdefault(part, TakenOver(64))
+        if ran not in forwards:
+            with self._reporter.stage("solving"):
+                programs = [forward.program for forward in forwards.values() if forward is not None]
+                forwards[ran] = self._decide(step, part, programs)
+        return forwards[ran]
+
+    def _decide(self, step: CurrentStep, part: Part, programs: Sequence[Program]) -> Forward | None:
+        """Decide for the next forward of the step under way; its code has run by these programs in other steps."""
+        profile, captured, place = self._parts.costs_of(part), part.captured, len(step.forwards)
+        begun = [*(forward.captured for forward in step.forwards), captured]
+        step.alike = [signature for signature in self._history.planned if signature.recorded.begins_as(begun)]
+        if not step.alike:
             return None
-        first = seen.alike[0].recorded
-        if place not in first.places or not all(
-            signature.recorded.goes_on_as(first, place) for signature in seen.alike
-        ):
+        first = step.alike[0].recorded
+        if place not in first.places or not all(s.recorded.goes_on_as(first, place) for s in step.alike):
             return None  # nobody knows how the step goes on
         call = first.places.index(place)
-        if not self._was_foreseen(step, captured, call, is_last=call + 1 == len(first.calls)):
-            seen.followed = self._follow(step, captured, profile, call)
-        if seen.followed is None:
+        is_last = call + 1 == len(first.calls)
+        if not _was_foreseen(step.followed, captured, call, is_last):
+            step.followed = self._follow(step, captured, profile, call, is_last)
+        elif is_last and step.followed is not None:
+            step.at_sizes = step.followed.step
+        if step.followed is None:
             return None
-        if call + 1 == len(first.calls):
-            seen.foreseen = first, seen.followed.step
-        program = self._program_of(captured, seen.followed.decisions[call], before)
-        return ByProgram(program, loss=seen.followed.loss)
+        program = self._program_of(captured, step.followed.decisions[call], programs)
+        return Forward(part.number, captured, profile, program, loss=step.followed.loss)
 
-    def _program_of(self, captured: Captured, decisions: Decisions, before: Sequence[ByProgram]) -> Program:
-        """Return the program by decisions for a captured graph; the one that it has run by before, if any has."""
+    def _program_of(self, captured: Captured, decisions: Decisions, programs: Sequence[Program]) -> Program:
+        """Return the program by decisions for a captured graph: one that it has run by, if any is the same."""
         key = captured.template, captured.overwritten, decisions
         schedule = self._schedules.get(key) or lower(captured.graph, decisions)
-        alike = (mode.program for mode in before if mode.program.schedule == schedule)
+        alike = (program for program in programs if program.schedule == schedule)
         program = next(alike, None) or _build(captured, schedule)
         if captured.template is not None:
             self._schedules[key] = program.schedule
         return program
 
-    def _was_foreseen(self, step: CurrentStep, captured: Captured, call: int, is_last: bool) -> bool:
-        """Whether a call of the step under way is what was decided for, or smaller where more is still to come."""
-        followed = step.comparison.followed
-        if followed is None:
-            return False
-        expected = followed.step.calls[call].captured
-        if captured.template is not None and captured.template is expected.template:
-            return captured.sizes == expected.sizes
-        return not is_last and captured.graph.is_no_larger(expected.graph)  # with the last one all sizes are known
-
-    def _compare(self, step: CurrentStep) -> None:
-        """Find the planned steps that are the same code so far."""
-        seen = step.comparison
-        if not seen.compared:
-            seen.alike = list(self.history.planned)
-        for place in range(seen.compared, len(step.forwards)):
-            captured = step.forwards[place].captured
-            seen.alike = [signature for signature in seen.alike if signature.recorded.runs_at(place, captured)]
-
-    def _follow(self, step: CurrentStep, captured: Captured, profile: Profile, call: int) -> Followed | None:
+    def _follow(
+        self, step: CurrentStep, captured: Captured, profile: Profile, call: int, is_last: bool
+    ) -> Followed | None:
         """Choose, of what was decided for steps of the same code, the fastest that fits; None where none does."""
-        alike = [signature.recorded for signature in step.comparison.alike]
+        alike, is_made = [signature.recorded for signature in step.alike], captured.template is not None
         begun = [step.forwards[place] for place in alike[0].places[:call]]
         resident = step.resident_in(self._model.memory)
         calls = [*((forward.captured, forward.profile) for forward in begun), (captured, profile)]
-        to_come = self._code(step).sizes_of_calls.foresee([captured for captured, _ in calls])
+        code = step.alike[0].of_code
+        to_come = code.sizes_of_calls.foresee([captured for captured, _ in calls])
         foreseen = foresee(alike, [*calls, *to_come], resident)
         if foreseen is None:
             return None
+        if is_last:
+            step.at_sizes = foreseen
         whole = foreseen.merge().sharing([recorded.code for recorded in foreseen.calls], self._replays)
         traced_bytes = TRACING_BYTES if len(foreseen.calls) > 1 else 0  # graphs are traced while values of others live
-        room = self.maker.room(whole, resident)
+        room = self._maker.room(whole, resident)
         room = replace(room, resident_bytes=room.resident_bytes + traced_bytes)
-        room = replace(room, margin_bytes=self._margin_bytes(step, room.step_bytes, captured.template is not None))
+        room = replace(room, margin_bytes=self._margin_bytes(step, room.step_bytes, is_made))
         before = [forward.program.schedule.decisions(forward.captured.graph) for forward in begun]
-        chosen = self._choose_among(step, whole, room, before, captured.template is not None)
-        if call + 1 == len(foreseen.calls):
-            step.comparison.foreseen = alike[0], foreseen
+
+        def fastest() -> Chosen | None:
+            plans = (signature.own_plan.solution.recompute for signature in step.alike)
+            candidates = dict.fromkeys([keep_all(whole.graph), *plans, *code.ladder.decisions])
+            return fastest_that_fits(whole, room, [_going_on(whole, before, d) for d in candidates])
+
+        chosen = fastest()
+        if chosen is None and is_made:  # decisions are solved for all sizes
+            self._find_for_all_sizes(code.ladder, whole, room)
+            chosen = fastest()
+            step.fits_nothing = chosen is None
         if chosen is None:
             return None
-        loss = Loss(self._code(step).ladder, replace(foreseen, merged=no_graphs()), room, chosen)
-        return Followed(foreseen, whole.split(chosen.decisions), None if captured.template is None else loss)
+        loss = Loss(code.ladder, replace(foreseen, merged=no_graphs()), room, chosen) if is_made else None
+        return Followed(foreseen, whole.split(chosen.decisions), loss)
 
     def _margin_bytes(self, step: CurrentStep, room_bytes: int, is_made: bool) -> int:
         """Return the bytes of a room to leave free, since steps of the same code took more than was predicted."""
-        signatures = step.comparison.alike
-        margin_bytes = max(self.history.margin_bytes, *(signature.recorded.margin_bytes for signature in signatures))
+        margin_bytes = max(self._history.margin_bytes, *(signature.recorded.margin_bytes for signature in step.alike))
         excess = 0.0  # measured beyond what was predicted, over that
-        for plan in (signature.own_plan for signature in signatures if is_made):
+        for plan in (signature.own_plan for signature in step.alike if is_made):
             excess_bytes = (plan.measured.peak_bytes or 0) - plan.planned_peak_bytes
             excess = max(excess, excess_bytes / max(1, plan.planned.peak_bytes))
         return max(margin_bytes, int(room_bytes * excess / (1 + excess)))
 
-    def _choose_among(
-        self, step: CurrentStep, whole: Step, room: Room, before: Sequence[Decisions], is_made: bool
-    ) -> Chosen | None:
-        """Choose among all decisions for the code of a step, some of whose calls have run already by those in `before`.
+    # ---------------------------------------------------------------- decisions for all sizes of code
 
-        Where nothing fits code that was made from traces of other sizes, decisions are solved for all of these.
+    def _find_for_all_sizes(self, ladder: Ladder, step: Step, room: Room) -> None:
+        """Solve decisions for a step that nothing fits so far, unless the same was tried in no less room.
+
+        The ladder of its code takes them. They leave some of the room, so that somewhat larger steps may run by them.
         """
-        ladder = self._code(step).ladder
-        plans = [signature.own_plan.solution.recompute for signature in step.comparison.alike]
+        limit_bytes = room.solved_bytes
+        share = room.step_bytes / max(1, step.peak_bytes(keep_all(step.graph)))
+        fitting = (decisions for decisions in ladder.decisions if step.peak_bytes(decisions) <= limit_bytes)
+        if share <= ladder.least_share or next(fitting, None) is not None:
+            return  # what fits does so only without what has run
+        log.debug("searching for the least memory at all sizes")
+        with self._reporter.stage("solving"), collecting_what_it_leaves():
+            limits = SolveOptions(self._model.options.time_limit_s, progress=self._maker.progress(step))
+            least = smallest_budget(Problem(step.graph, step.profile, limit_bytes, limits))
+            leaving_some = Room(room.budget, int(HEADROOM * room.step_bytes))
+            if step.peak_bytes(least.recompute) < leaving_some.step_bytes and self._model.has_place:
+                ladder.rungs.append(self._maker.decide(step, leaving_some, LIMIT_S).recompute)
+                return
+        ladder.least = least.recompute
+        if step.peak_bytes(ladder.least) > limit_bytes:
+            ladder.least_share = share
 
-        def fastest() -> Chosen | None:
-            candidates = dict.fromkeys([keep_all(whole.graph), *plans, *ladder.decisions])
-            return fastest_that_fits(whole, room, [_going_on(whole, before, d) for d in candidates])
+    def _learn_loss(self, loss: Loss[RecordedStep]) -> None:
+        """Learn of a step that ran by decisions of other sizes; solve others once that pays."""
+        chosen, ladder = loss.chosen, loss.ladder
+        pays = chosen.lost_ms and ladder.note(chosen, self._price_ms(loss))
+        if not pays or not self._model.has_place:
+            return
+        with self._reporter.stage("solving"), collecting_what_it_leaves():
+            solution = self._maker.decide(loss.step.merge(), loss.room, LIMIT_S)
+        if ladder.solved(loss, solution):
+            text = (
+                f"Sizes of {self._model.name} without a plan of their own recompute less from now on: "
+                f"{solution.extra_ms:.0f} ms in place of {chosen.again_ms:.0f} ms in a step like the latest one."
+            )
+            log.info(text)
+            self._reporter.note(text)
+            self.forget_plans()
 
-        chosen = fastest()
-        if chosen is None and is_made:
-            self._ladders.find(ladder, whole, room)
-            chosen = fastest()
-            step.comparison.fits_nothing = chosen is None
-        return chosen
+    def _price_ms(self, loss: Loss[RecordedStep]) -> float:
+        """Estimate the time that other decisions take until steps run by them, from what plans of the code took."""
+        solve_s = max((signature.own_plan.solution.solve_s for signature in self._history.planned), default=0.0)
+        calls = [recorded.call for recorded in loss.step.calls]
+        step_ms = sum(step_time_ms(call.graph, call.profile) for call in calls)
+        return 1000 * solve_s + BUILT_AND_PROVED * step_ms
 
-    def _code(self, step: CurrentStep) -> StepSignature:
-        """Return the signature that stands for the code of the step under way, at whatever sizes."""
-        signature = step.comparison.alike[0]
-        return signature.code or signature
+
+def _was_foreseen(followed: Followed | None, captured: Captured, call: int, is_last: bool) -> bool:
+    """Whether a call of a step is what was decided for, or smaller where more is still to come."""
+    if followed is None:
+        return False
+    expected = followed.step.calls[call].captured
+    if captured.template is not None and captured.template is expected.template:
+        return captured.sizes == expected.sizes
+    return not is_last and captured.graph.is_no_larger(expected.graph)  # with the last one all sizes are known
 
 
 def _going_on(whole: Step, before: Sequence[Decisions], decisions: Decisions) -> Decisions:

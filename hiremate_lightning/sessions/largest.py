@@ -153,7 +153,7 @@ class LargestSizes:
             ConfigurationError: If no call was given an argument that is named.
         """
         self._check()
-        parts = [part for number in signature.graphs if (part := self._parts.find(number)) is not None]
+        parts = self._parts.numbered(signature.graphs)
         if not any(self._taken[part] for part in parts):
             return None
         larger = {part: self._larger.get(part, part) for part in parts}
@@ -168,7 +168,7 @@ class LargestSizes:
                 "comes, and shares of the budget are of the largest step so far."
             )
             return None
-        graphs = tuple(self._parts.prepare(larger[part])[0] for part in parts)
+        graphs = tuple(larger[part].number for part in parts)
         return graphs, step, ChainMap(*(dict(self._taken[part]) for part in parts))
 
     def _grows(self, part: Part) -> bool:
@@ -181,7 +181,7 @@ class LargestSizes:
     def _at_largest(
         self, recorded: RecordedStep, larger: Mapping[Part, Part], resident: Resident
     ) -> RecordedStep | None:
-        profiles = [self._parts.prepare(larger[call.part])[1] for call in recorded.calls]
+        profiles = [self._parts.costs_of(larger[call.part]) for call in recorded.calls]
         captured = [larger[call.part].captured for call in recorded.calls]
         step = foresee([recorded], list(zip(captured, profiles, strict=True)), resident)
         if step is None or not step.hands_on:

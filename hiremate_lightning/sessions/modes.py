@@ -1,8 +1,6 @@
-"""The modes in which a step, or a captured graph of one, can run.
+"""The modes in which a step can run without being captured: `EagerSteps._mode` chooses one of them, or none.
 
-A mode is chosen as a step begins, or goes on with another call: by `EagerSteps._mode` in `eager_steps.py`. A step
-that does not run eager is captured, and a mode is chosen for each of its graphs as it comes: by `GraphPrograms._mode`
-in `graph_programs.py`. Each of these two functions is the list of its rules, in their order.
+A step that does not run eager is captured, and `GraphPrograms.choose` chooses the program of each of its graphs.
 """
 
 from __future__ import annotations
@@ -14,10 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..measuring.recording import StepRecord
-from ..planning.ladder import Loss
-from ..running.program import Program
 from ..signatures.eager_predictions import EagerPredictions, Prediction
-from ..signatures.recorded_step import RecordedStep
 from ..signatures.step_signature import StepSignature
 from ..units import format_bytes
 from .offloading import Offloading
@@ -27,34 +22,11 @@ log = logging.getLogger("hiremate_lightning")
 
 
 @dataclass(frozen=True, slots=True)
-class ByProgram:
-    """A captured graph runs by a program.
-
-    Attributes:
-        program: The program.
-        signature: The step signature whose own plan it runs by, None for none. Where the graph has no backward in that,
-            the program is not part of the plan.
-        is_planned: Whether it runs by a plan, be it of another step; else at the least memory.
-        loss: What its step loses by a plan of other sizes, where it was made from traces of other sizes; else None.
-    """
-
-    program: Program
-    signature: StepSignature | None = None
-    is_planned: bool = True
-    loss: Loss[RecordedStep] | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Eager:
-    """A step runs as the user wrote it, since it fits the budget so.
+    """A step runs as the user wrote it, since it fits the budget so."""
 
-    Attributes:
-        prediction: What it takes then.
-        likely: The signature whose code it is expected to run.
-    """
-
-    prediction: Prediction
-    likely: StepSignature
+    prediction: Prediction  # what it takes then
+    likely: StepSignature  # the signature whose code it is expected to run
 
     def around(self, arguments: Any) -> AbstractContextManager[None]:
         """Surround a call of the step that is given some arguments."""
@@ -86,13 +58,9 @@ class Eager:
 
 @dataclass(frozen=True, slots=True)
 class Offloaded(Eager):
-    """A step fits where what autograd saves is offloaded until the backward reads it.
+    """A step fits where what autograd saves is offloaded until the backward reads it."""
 
-    Attributes:
-        offloading: Offloads these values.
-    """
-
-    offloading: Offloading = field(kw_only=True)
+    offloading: Offloading = field(kw_only=True)  # offloads these values
 
     @contextmanager
     def around(self, arguments: Any) -> Iterator[None]:
@@ -111,13 +79,9 @@ class Offloaded(Eager):
 
 @dataclass(frozen=True, slots=True)
 class GivenBack(Eager):
-    """A step runs as the user wrote it, since the plan of its signature, the likely one, gains nothing so far.
+    """A step runs as the user wrote it, since the plan of its signature, the likely one, gains nothing so far."""
 
-    Attributes:
-        is_at_its_sizes: Whether its calls are given what those of the planned step were.
-    """
-
-    is_at_its_sizes: bool = field(kw_only=True)
+    is_at_its_sizes: bool = field(kw_only=True)  # whether its calls are given what those of the planned step were
 
     def is_to_be_measured(self, predictions: EagerPredictions, room_bytes: int) -> bool:
         """Whether to measure it: where its plan saves no memory, until a step has shown that it takes no more."""

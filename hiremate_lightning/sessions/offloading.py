@@ -84,16 +84,15 @@ class Offloading:
         share_bytes = int(FREE_SHARE * free_host_bytes() / max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         named_bytes = self._budget.size_bytes
         if named_bytes is None:
-            size_bytes = share_bytes
-        else:
-            size_bytes = named_bytes if self._asked == "always allowed" else min(named_bytes, share_bytes)
-            if size_bytes < named_bytes:
-                self._say(
-                    f"The host has too little memory free for host_budget={format_bytes(named_bytes)}: plans "
-                    f"offload at most {format_bytes(size_bytes)}. offload='always allowed' takes as much as is named."
-                )
-        self.memory.most_bytes = size_bytes
-        return size_bytes
+            named_bytes = share_bytes
+        elif named_bytes > share_bytes and self._asked != "always allowed":
+            self._say(
+                f"The host has too little memory free for host_budget={format_bytes(named_bytes)}: plans offload at "
+                f"most {format_bytes(share_bytes)}. offload='always allowed' takes as much as is named."
+            )
+            named_bytes = share_bytes
+        self.memory.most_bytes = named_bytes
+        return named_bytes
 
     def host(self, step: Step, calls: Sequence[Captured], waits: bool = False) -> Host | None:
         """Return the memory that values of a step may be offloaded to.

@@ -11,7 +11,6 @@ from ..measuring.describing import describe
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..memory.allocator import free_bytes
-from ..messages import FirstWait
 from ..planning.headroom import GUARD_BYTES, Need, Room, Short, least_need, resolve, unless_short
 from ..planning.plan import Plan
 from ..planning.planner import make_plan
@@ -19,7 +18,6 @@ from ..planning.shared_solving import announce, shared
 from ..planning.solutions import Solutions, remembering
 from ..planning.solvers import worker
 from ..planning.solvers.base import Problem, Solution, SolveOptions, Strategy
-from ..proofs.proof import Proofs
 from ..records.costs import step_time_ms
 from ..records.expressions import NoTemplateError
 from ..records.offload import Host
@@ -39,15 +37,10 @@ log = logging.getLogger("hiremate_lightning")
 
 @dataclass(frozen=True, slots=True)
 class Fits:
-    """A plan within the budget, or of the least memory where training goes on with that.
+    """A plan within the budget, or of the least memory where training goes on with that."""
 
-    Attributes:
-        plan: The plan.
-        programs: The program for each place among the forwards of its step.
-    """
-
-    plan: Plan
-    programs: Mapping[int, Program]
+    plan: Plan  # the plan
+    programs: Mapping[int, Program]  # the program for each place among the forwards of its step
 
 
 class PlanMaker:
@@ -58,8 +51,8 @@ class PlanMaker:
         state_bytes: The most that optimizers were seen to keep.
     """
 
-    def __init__(self, model: PlannedModel, proofs: Proofs, first_wait: FirstWait) -> None:
-        self._model, self._proofs, self._first_wait = model, proofs, first_wait
+    def __init__(self, model: PlannedModel) -> None:
+        self._model = model
         self._history, self._parts, self._reporter = model.history, model.parts, model.reporter
         self.waiting = WaitingGraphs(model.options, model.parts)
         self.state_bytes = 0
@@ -123,26 +116,25 @@ class PlanMaker:
         Args:
             may_hold_more: Whether they may hold everything from now on where they held the least: budgets are others.
         """
-        concerned = [
-            signature for signature in self._history.recorded if self.waiting.concerns(signature, signature.recorded)
-        ]
-        if not concerned or (self.waiting.holds is Holds.LEAST and not may_hold_more):
+        recorded, waiting = self._history.recorded, self.waiting
+        concerned = [signature for signature in recorded if waiting.concerns(signature, signature.recorded)]
+        if not concerned or (waiting.holds is Holds.LEAST and not may_hold_more):
             return []
-        residents = (signature.recorded.resident.with_state(self.state_bytes) for signature in concerned)
-        steps = [
-            replace(signature.recorded, resident=before) for signature, before in zip(concerned, residents, strict=True)
-        ]
+
+        def fits(signature: StepSignature) -> bool:
+            """Whether it fits where all that waits beside it holds everything, with the state that there is now."""
+            step = signature.recorded
+            step = replace(step, resident=step.resident.with_state(self.state_bytes))
+            room = step.room(self._model.options.budget, self.limits(signature, step).budget_bytes)
+            return waiting.fits(signature, step, room)
+
         with self._reporter.stage("solving"):
-            budgets = [
-                self.limits(signature, step).budget_bytes for signature, step in zip(concerned, steps, strict=True)
-            ]
-            rooms = [step.room(self._model.options.budget, of) for step, of in zip(steps, budgets, strict=True)]
-            fit = all(map(self.waiting.fits, concerned, steps, rooms))
-        before, self.waiting.holds = self.waiting.holds, Holds.EVERYTHING if fit else Holds.LEAST
-        if self.waiting.holds is before:
+            holds = Holds.EVERYTHING if all(map(fits, concerned)) else Holds.LEAST
+        if waiting.holds is holds:
             return []
+        waiting.holds = holds
         for signature in concerned:
-            signature.step = self.waiting.at(signature, signature.recorded)
+            signature.step = waiting.at(signature, signature.recorded)
         return concerned
 
     def announce(self) -> None:
@@ -173,7 +165,7 @@ class PlanMaker:
         calls, order = describe(record, self._parts.profiles)
         return RecordedStep(
             calls=tuple(
-                RecordedCall(call, run.part, run.part.captured, run.index, run.parameters, run.missing, run.added)
+                RecordedCall(call, run.part, run.part.captured, run.index, run.missing, run.added)
                 for call, run in zip(calls, record.planned, strict=True)
             ),
             order=tuple(order),
@@ -216,12 +208,15 @@ class PlanMaker:
             )
         if isinstance(plan, Short):
             return plan
-        self._first_wait.took(self._reporter.total)
+        self._model.first_wait.took(self._reporter.total)
+        plan = self.with_proofs(plan.changed(resident_parts=recorded.resident.kinds, planning=self._reporter.total))
+        captured = [call.captured for call in recorded.calls]
         try:
-            return self._finish(recorded, step, plan)
+            programs = [*self._model.offloading.build(step, captured, plan.solution)]
         except NoTemplateError as error:
             log.info("A step signature of %s gets no plan of its own: %s", self._model.name, error)
             return None
+        return Fits(plan, dict(zip(recorded.places, programs, strict=True)))
 
     def short_of_all(self, shortage: Shortage) -> Short | None:
         """Return what is enough for all steps seen, with all that may come; None where all fit the budget after all."""
@@ -262,14 +257,9 @@ class PlanMaker:
         """Return what shows how solving a step goes on."""
         return self._reporter.solving(step_time_ms(step.graph, step.profile))
 
-    def _finish(self, recorded: RecordedStep, step: Step, plan: Plan) -> Fits:
-        plan = self.with_proofs(plan.changed(resident_parts=recorded.resident.kinds, planning=self._reporter.total))
-        programs = self._model.offloading.build(step, [call.captured for call in recorded.calls], plan.solution)
-        return Fits(plan, {call.place: program for call, program in zip(recorded.calls, programs, strict=True)})
-
     def with_proofs(self, plan: Plan) -> Plan:
         """Return a plan with what is proved by now; the plan itself where that is what it says."""
-        proved, rounded = self._proofs.words(), self._proofs.rounded()
+        proved, rounded = self._model.proofs.words(), self._model.proofs.rounded()
         return (
             plan if (plan.proved, plan.rounded) == (proved, rounded) else plan.changed(proved=proved, rounded=rounded)
         )
@@ -281,15 +271,3 @@ class PlanMaker:
         captured = [call.captured for call in recorded.calls]
         waits = recorded.waits or bool(recorded.decided)
         return self._model.offloading.host(recorded.merge(), captured, waits)
-
-
-def adapted_to(step: RecordedStep, plan: Plan) -> Plan:
-    """Return a plan as it is beside what exists before a step, within the budget of that."""
-    merged, resident = step.merge(), step.resident
-    return plan.changed(
-        graph=merged.graph,
-        profile=merged.profile,
-        budget_bytes=step.limits.budget_bytes,
-        resident_bytes=resident.size_bytes,
-        resident_parts=resident.kinds,
-    )

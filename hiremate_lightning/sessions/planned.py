@@ -14,7 +14,7 @@ A plan is made anew where
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,12 +32,11 @@ from ..signatures.history import CERTAIN, starts_so
 from ..signatures.recorded_step import RecordedStep
 from ..signatures.shortage import HELD_STEPS, Shortage
 from ..signatures.step_signature import StepSignature
-from ..signatures.watching import WatchPolicy
 from ..units import Budget, format_bytes
 from .current_step import CurrentStep
 from .graph_programs import GraphPrograms
-from .largest import LargestSizes, given_at
-from .plan_maker import Fits, PlanMaker, adapted_to
+from .largest import given_at
+from .plan_maker import Fits, PlanMaker
 from .planned_model import PlannedModel
 from .waiting import Holds
 
@@ -57,17 +56,10 @@ class PlannedSignatures:
         shortage: Steps that do not fit the budget, while it is found out which budget they fit.
     """
 
-    def __init__(
-        self,
-        model: PlannedModel,
-        maker: PlanMaker,
-        graph_programs: GraphPrograms,
-        watching: WatchPolicy,
-        largest: LargestSizes,
-    ) -> None:
+    def __init__(self, model: PlannedModel, maker: PlanMaker, graph_programs: GraphPrograms) -> None:
         self._model, self._name, self.history = model, model.name, model.history
         self.maker, self._memory, self._announcements = maker, model.memory, model.announcements
-        self._graph_programs, self._watching, self._largest = graph_programs, watching, largest
+        self._graph_programs = graph_programs
         self._reports = PlanReports(model.reporter, model.announcements)
         self.listeners = self._reports.listeners
         self.shortage = Shortage()
@@ -82,15 +74,22 @@ class PlannedSignatures:
         """Change the budget; steps already seen are planned anew, nothing is captured again.
 
         Raises:
-            InfeasibleBudgetError: If nothing fits it; then all is as it was.
+            InfeasibleBudgetError: If nothing fits it; it names what is enough for all steps seen. Then all is as it
+                was.
         """
         before, waiting = self._model.options, self.maker.waiting
         holds, steps = waiting.holds, {signature: signature.recorded for signature in self.history.recorded}
         self._model.options = replace(before, budget=budget)
         for signature, step in steps.items():
             signature.step = replace(step, limits=self.maker.new_limits())
+        made = dict[StepSignature, Fits | None]()
         try:
-            made = self._make_all(steps)
+            self.maker.choose_waiting(may_hold_more=True)
+            for signature in steps:
+                outcome = self.maker.make(signature)
+                if isinstance(outcome, Short):
+                    raise (self.maker.short_of_all(self.shortage) or outcome).error()
+                made[signature] = outcome
         except BaseException:  # Ctrl-C too: budgets change for all step signatures or for none
             self._model.options, waiting.holds = before, holds
             for signature, step in steps.items():
@@ -98,21 +97,6 @@ class PlannedSignatures:
             raise
         self._reports.budget_changed()
         self._install(made)
-
-    def _make_all(self, signatures: Iterable[StepSignature]) -> dict[StepSignature, Fits | None]:
-        """Make the plans of step signatures, None for those to be dropped; nothing runs by them yet.
-
-        Raises:
-            InfeasibleBudgetError: If nothing fits the budget; it names what is enough for all steps seen.
-        """
-        made = dict[StepSignature, Fits | None]()
-        self.maker.choose_waiting(may_hold_more=True)
-        for signature in signatures:
-            outcome = self.maker.make(signature)
-            if isinstance(outcome, Short):
-                raise (self.maker.short_of_all(self.shortage) or outcome).error()
-            made[signature] = outcome
-        return made
 
     def likely(self, step: CurrentStep) -> list[StepSignature]:
         """List the planned signatures by whose plan a step may begin."""
@@ -165,7 +149,7 @@ class PlannedSignatures:
         error = short.error()
         if reasons := self._announcements.why_over():
             explain(error, f"hiremate:{reasons}")
-        if named := str(self._largest):
+        if named := str(self._model.largest):
             explain(error, f"hiremate: the budget is to be enough for the largest sizes: {named}.")
         raise error
 
@@ -224,7 +208,8 @@ class PlannedSignatures:
 
     def admit(self, signature: StepSignature) -> bool:
         """Decide whether a signature without a plan gets one; warn where there are `max_plans` already."""
-        if not signature.sights.is_worth_a_plan(self._model.parts.are_made(signature.graphs)):
+        parts = self._model.parts.numbered(signature.graphs)
+        if not signature.sights.is_worth_a_plan(any(part.captured.template is not None for part in parts)):
             return False
         if not self._model.has_place:
             self._model.announce_full()
@@ -259,11 +244,14 @@ class PlannedSignatures:
         self.maker.state_bytes = max(self.maker.state_bytes, resident.state_bytes)
         is_share = self._model.options.budget.share is not None  # of the largest step, which may be this one
         short = self._plan(*ahead, signature, may_hold_more=is_share)
-        if short is not None and is_share and signature.sights.count == 1 and signature.has_dropped:
+        has_dropped = len(signature.recorded.calls) < len(signature.graphs)  # as layers are: its share says little
+        if short is not None and is_share and signature.sights.count == 1 and has_dropped:
             log.info("%s waits for larger steps: %s", self._name, short)
             signature.step = None
             return None
-        short = short or self._share_budget(*ahead, signature)
+        if is_share:  # the other step signatures have the same budget
+            others = [other for other in self.history.planned if other not in (*ahead, signature)]
+            short = short or first_short(self.check_plan(other, other.recorded.resident) for other in others)
         if short is None:
             self.warn_of_first_step(signature, record.peak_bytes or 0)
         return short
@@ -277,7 +265,7 @@ class PlannedSignatures:
 
     def _foresee_largest(self, signature: StepSignature, resident: Resident) -> list[StepSignature]:
         """Describe the largest step that runs the code of a signature; list it where it has no plan yet."""
-        foreseen = self._largest.foresee(signature, resident)
+        foreseen = self._model.largest.foresee(signature, resident)
         if foreseen is None:
             return []
         graphs, step, becomes = foreseen
@@ -297,11 +285,11 @@ class PlannedSignatures:
 
     def warn_of_first_step(self, signature: StepSignature, peak_bytes: int) -> None:
         """Warn where the first step of another signature, which no plan was made for yet, took more than its budget."""
-        if signature.plan is None:
-            return  # it could not be planned
-        plan = signature.own_plan
+        plan = signature.plan
+        if plan is None or len(self.history.planned) < 2:
+            return  # it could not be planned, or is the only one
         excess_bytes = peak_bytes - max(plan.budget_bytes, plan.planned_peak_bytes)
-        if excess_bytes > GUARD_BYTES and len(self.history.planned) > 1:
+        if excess_bytes > GUARD_BYTES:
             took = f"{format_bytes(peak_bytes)}, {format_bytes(excess_bytes)} above its budget"
             self._announcements.say(
                 f"The first step of another signature took {took}, since it had no plan yet. Other new signatures may "
@@ -332,9 +320,18 @@ class PlannedSignatures:
                 signature.sights.has_no_template = True
                 self._drop(signature)
         for signature, fits in plans.items():
-            self._take(signature, fits)
+            step, plan = signature.recorded, fits.plan
+            limits = step.limits.with_plan(plan.planned_peak_bytes + step.margin_bytes)
+            if plan.planned_peak_bytes > plan.budget_bytes:
+                limits = limits.with_least(step.resident, plan.planned_peak_bytes)
+            recomputed = {plan.graph.nodes[node].op for node in plan.schedule.recomputed(plan.graph)}
+            signature.is_searching |= may_choose_anew(recomputed, self._memory.device)
+            signature.step = replace(step, limits=limits)
+            self.history.install(signature, plan, fits.programs)
+            self._model.watching.planned(signature)
+            self._graph_programs.forget_plans()
         for signature, fits in plans.items():
-            self._reports.planned(signature, fits.plan, f"ahead: {self._largest}" if signature.is_ahead else "")
+            self._reports.planned(signature, fits.plan, f"ahead: {self._model.largest}" if signature.is_ahead else "")
         for fits in plans.values():
             self._reports.notify(fits.plan)
 
@@ -342,18 +339,6 @@ class PlannedSignatures:
         """Drop what a signature runs and its plan; the latest plan is still shown."""
         self._dropped = self.latest
         self.history.drop(signature)
-
-    def _take(self, signature: StepSignature, fits: Fits) -> None:
-        step, plan = signature.recorded, fits.plan
-        limits = step.limits.with_plan(plan.planned_peak_bytes + step.margin_bytes)
-        if plan.planned_peak_bytes > plan.budget_bytes:
-            limits = limits.with_least(step.resident, plan.planned_peak_bytes)
-        recomputed = {plan.graph.nodes[node].op for node in plan.schedule.recomputed(plan.graph)}
-        searches = may_choose_anew(recomputed, self._memory.device)
-        signature.step, signature.is_searching = replace(step, limits=limits), searches or signature.is_searching
-        self.history.install(signature, plan, fits.programs)
-        self._watching.planned(signature)
-        self._graph_programs.forget_plans()
 
     def update(self, signature: StepSignature, **measured: Any) -> None:
         """Note on the plan of a step signature what was measured."""
@@ -364,18 +349,6 @@ class PlannedSignatures:
 
     # ---------------------------------------------------------------- plans are checked, and made anew
 
-    def _has_risen(self, signature: StepSignature) -> bool:
-        """Whether the budget is another one now than that of a plan, since another signature of steps has come."""
-        if self._model.options.budget.share is None:
-            return False
-        return self.maker.limits(signature, signature.recorded).budget_bytes != signature.own_plan.budget_bytes
-
-    def _share_budget(self, *known: StepSignature) -> Short | None:
-        """Let the other step signatures have the budget too that came with some: a share is of the largest step."""
-        is_share = self._model.options.budget.share is not None
-        others = [signature for signature in self.history.planned if is_share and signature not in known]
-        return first_short(self.check_plan(signature, signature.recorded.resident) for signature in others)
-
     def check_plan(self, signature: StepSignature, resident: Resident) -> Short | None:
         """Check a plan against the memory that exists before this step; plan anew where it no longer fits.
 
@@ -385,7 +358,8 @@ class PlannedSignatures:
         plan, step = signature.own_plan, signature.recorded
         resident_now = self.maker.waiting.resident_at(resident)
         is_met = resident_now == step.resident and not signature.counts_on_freed_gradients
-        if is_met and not self._has_risen(signature):
+        is_share = self._model.options.budget.share is not None  # of all signatures that have come
+        if is_met and not (is_share and self.maker.limits(signature, step).budget_bytes != plan.budget_bytes):
             return None
         self._note_before(signature, resident)
         if self.shortage.is_held:
@@ -397,7 +371,14 @@ class PlannedSignatures:
         signature.step, signature.counts_on_freed_gradients = replace(met, limits=limits), False
         if has_more_state or (plan.measured.peak_bytes or 0) > limits.budget_bytes:
             plan = plan.with_measured(peak_bytes=None, predicted_bytes=None)  # it was measured beside other bytes
-        adapted = adapted_to(signature.recorded, plan)
+        merged, before = signature.recorded.merge(), signature.recorded.resident
+        adapted = plan.changed(
+            graph=merged.graph,
+            profile=merged.profile,
+            budget_bytes=limits.budget_bytes,
+            resident_bytes=before.size_bytes,
+            resident_parts=before.kinds,
+        )
         peak_bytes = adapted.planned_peak_bytes + met.margin_bytes
         if not limits.stays(resident_now, peak_bytes, is_least=plan.planned_peak_bytes > plan.budget_bytes):
             log.info("%s is planned anew: resident bytes are now %s", self._name, format_bytes(resident_now.size_bytes))
@@ -415,12 +396,8 @@ class PlannedSignatures:
     ) -> None:
         """Compare a measured peak with the budget; where it is over, plan with less, a few times at most.
 
-        Args:
-            signature: Of the step.
-            peak_bytes: Its peak.
-            resident: What existed before it. Where another signature was foreseen, the plan was made for something
-                else.
-            record: What it ran, where it is to be planned anew for what it has more than the step that was planned.
+        Where another signature was foreseen, the plan was made beside something else than existed. The step is planned
+        anew for what its record has more than the step that was planned.
         """
         if signature.is_searching:  # cuDNN tried its algorithms, with all the memory that these may take
             signature.is_searching = False
@@ -494,13 +471,7 @@ class PlannedSignatures:
             signature.plan = self.maker.with_proofs(signature.own_plan)
 
     def confused(self, expected: StepSignature, signature: StepSignature, is_by_plans: bool) -> None:
-        """Learn that a step turned out another signature than it began as.
-
-        Args:
-            expected: What it began as.
-            signature: What it was.
-            is_by_plans: Whether it went on by plans that fitted.
-        """
+        """Learn that a step began as one signature and turned out another, be it by plans that fitted."""
         self.history.confuse(expected)
         plans = (expected.plan, signature.plan)
         plan = max((p for p in plans if p is not None), key=lambda plan: plan.unplanned_peak_bytes)

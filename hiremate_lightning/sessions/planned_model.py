@@ -2,45 +2,40 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from torch import nn
 
 from ..measuring.resident_memory import ResidentMemory
-from ..messages import Announcements
+from ..messages import Announcements, FirstWait
 from ..options import SessionOptions
+from ..proofs.proof import Proofs
 from ..reporting.report import Reporter
 from ..rewriting.kernels import FusedKernels
 from ..signatures.history import History
+from ..signatures.watching import WatchPolicy
+from .largest import LargestSizes
 from .offloading import Offloading
 from .parts import Parts
 
 
 class PlannedModel:
-    """What the objects of one session share: options, memory, graphs, history, warnings. It decides nothing.
-
-    Attributes:
-        root: The model, whose parameters and buffers are resident.
-        name: Its class.
-        options: What was asked for; the budget may change.
-        announcements: Warns.
-        reporter: Shows the stages of planning, and counts their time.
-        kernels: Where fused operations are kept, None where nothing is fused.
-        offloading: What may be offloaded to the host's memory.
-        parts: Its captured graphs.
-        memory: What exists before its steps.
-        history: The signatures of its steps.
-    """
+    """What the objects of one session share: options, memory, graphs, history, warnings. It decides nothing."""
 
     def __init__(self, root: nn.Module, options: SessionOptions) -> None:
-        self.root, self.name, self.options = root, type(root).__name__, options
+        self.root, self.name = root, type(root).__name__
+        self.options = options  # what was asked for; the budget may change
         self.announcements = Announcements(self.name)
-        self.reporter = Reporter(options.verbose)
-        self.kernels = FusedKernels(self.announcements.say) if options.compile else None
-        self.offloading = Offloading(root, options, lambda: self.memory.device, self.announcements.say)
-        say, recomputable = self.announcements.say, options.recomputable_operators
-        self.parts = Parts(self.reporter, options.cache_dir, self.kernels, say, recomputable)
-        self.parts.measures_link = lambda: self.offloading.is_on
-        self.memory = ResidentMemory(root, self.parts.waiting, self.parts.retained)
-        self.history = History()
+        self.say = self.announcements.say  # warns, once for each text
+        self.reporter = Reporter(options.verbose)  # shows the stages of planning, and counts their time
+        self.tracing = ExitStack()  # measures a capture until it ends
+        self.kernels = FusedKernels(self.say) if options.compile else None  # where fused operations are kept
+        self.offloading = Offloading(root, options, lambda: self.memory.device, self.say)
+        self.parts = Parts(options, self.reporter, self.kernels, self.say, lambda: self.offloading.is_on)
+        self.memory = ResidentMemory(root, self.parts.waiting, self.parts.retained)  # what exists before its steps
+        self.history, self.watching, self.proofs = History(), WatchPolicy(), Proofs()
+        self.largest = LargestSizes(options.sizes, self.parts, self.say)
+        self.first_wait = FirstWait(options.cache_dir, self.memory.describe_model)
 
     @property
     def has_place(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -24,34 +24,27 @@ from ..calls.replaced import ReplacedCheckpointing
 from ..capturing.backend import capture_opaque, planning_backend
 from ..capturing.capture import Captured
 from ..errors import CaptureError
-from ..measuring.runs import Run
-from ..messages import FirstWait, modules_without_parts, transforms_in
+from ..messages import modules_without_parts, transforms_in
 from ..options import SessionOptions
-from ..out_of_memory import explain
-from ..planning.plan import Plan, describe_peak
+from ..planning.plan import Plan
 from ..planning.solvers import worker
-from ..proofs.proof import Proof, Proofs
+from ..proofs.proof import Proof
 from ..proofs.proving import Prover
 from ..rewriting.nodes import updates_under_checkpoint
-from ..running.accumulation import Leaves
 from ..running.execution import Part
-from ..running.program import Program
 from ..signatures.step_signature import GraphNumbers
-from ..signatures.watching import WatchPolicy
 from ..torch_private import backward_pass, compiled_by_torch, dynamo, tensor_state
 from ..torch_private.same_captures import SameCaptures
 from ..torch_private.tensor_state import tensors_among
 from ..units import Budget
 from .calls_without_gradients import CallsWithoutGradients
-from .current_step import CurrentStep
 from .eager_steps import EagerSteps
 from .graph_programs import GraphPrograms
-from .largest import Arguments, LargestSizes, VaryingSizes
+from .largest import Arguments, VaryingSizes
 from .modes import GivenBack
 from .plan_maker import PlanMaker
 from .planned import PlannedSignatures
 from .planned_model import PlannedModel
-from .proved_code import ProvedCode
 from .steps import Steps
 from .templates import Templates
 
@@ -71,36 +64,33 @@ class Session:
         proofs: What is proved of captured code.
         prover: Proves captured code as it first runs.
         planned: The plans, by step signature.
+        listeners: Called with each plan when it is made, and again when it has been measured.
         eager_steps: The steps that run as the user wrote them.
         steps: The step under way, and the one before it.
-        first_wait: Foresees how long it takes until the first plan.
     """
 
     def __init__(self, root: nn.Module, options: SessionOptions) -> None:
         self._model = model = PlannedModel(root, options)
         self.root, self._name, self._announcements = root, model.name, model.announcements
-        self.say, self.why_uncaptured = model.announcements.say, model.announcements.why_uncaptured
+        self.say, self.why_uncaptured = model.say, model.announcements.why_uncaptured
         self.has_told_of_transforms = model.announcements.has_told_of_transforms
         self.kernels, self.reporter, self.parts, self._memory = model.kernels, model.reporter, model.parts, model.memory
-        self._runs = self.updates = 0
+        self.largest, self.proofs = model.largest, model.proofs
+        self.updates = 0
         self._runs_of_update = 0  # forwards before the latest update
-        self.proofs, watching = Proofs(), WatchPolicy()
-        self.largest = LargestSizes(options.sizes, self.parts, self.say)
         self._varying = VaryingSizes(lambda: (tuple(weight.shape) for weight in root.parameters()))
-        self.first_wait = FirstWait(options.cache_dir, self._memory.describe_model)
-        maker = PlanMaker(model, self.proofs, self.first_wait)
-        self._graph_programs = GraphPrograms(model, maker)
-        self.planned = PlannedSignatures(model, maker, self._graph_programs, watching, self.largest)
-        self._templates = Templates(model, self.largest)
+        maker = PlanMaker(model)
+        graph_programs = GraphPrograms(model, maker)
+        self.planned = PlannedSignatures(model, maker, graph_programs)
+        self.listeners = self.planned.listeners
+        self._templates = Templates(model)
         self.eager_steps = EagerSteps(model, self.planned, self._templates)
-        self.steps = Steps(model, self.planned, self.eager_steps, self._graph_programs, watching)
+        self.steps = Steps(model, self.planned, self.eager_steps, graph_programs)
         self._without_gradients = CallsWithoutGradients(model)
         self._checkpointing = ReplacedCheckpointing(root)
         self._compiled = ExitStack()  # puts what torch.compile returned back into its place
-        self.planned.listeners.append(self._say_replaced)
-        self._tracing = ExitStack()
-        code = ProvedCode(model, self.planned, self._graph_programs, self.steps, self._tracing)
-        self.prover = Prover(code, self.proofs)
+        self.listeners.append(self._say_replaced)
+        self.prover = Prover(model, self.steps.program_of, self.steps.free_bytes)
 
     # ---------------------------------------------------------------- what others ask and tell
 
@@ -122,14 +112,9 @@ class Session:
         return self._model.options
 
     @property
-    def listeners(self) -> list[Callable[[Plan], None]]:
-        """Called with each plan when it is made, and again when it has been measured."""
-        return self.planned.listeners
-
-    @property
     def runs(self) -> int:
         """Number of forwards of captured graphs so far, those included that ran as the user wrote them."""
-        return self._runs + self.proofs.runs_eager
+        return self.steps.runs + self.proofs.runs_eager
 
     @property
     def captured_count(self) -> int:
@@ -154,18 +139,12 @@ class Session:
     @property
     def parameters_of_step(self) -> frozenset[int] | None:
         """Identities of the parameters that captured graphs have got in the step under way; None where not recorded."""
-        record = self._current.record
-        return None if record is None else frozenset(record.parameters)
-
-    @property
-    def _current(self) -> CurrentStep:
-        """The step under way; an empty one where there is none."""
-        return self.steps.under_way
+        return None if self.steps.record is None else frozenset(self.steps.record.parameters)
 
     def expect_wait(self, modules: int, operations: int = 0) -> None:
         """Estimate the seconds of the first plan from the number of leaf modules, or of operations."""
         if not self.reporter.is_silent:
-            self.reporter.expect(self._name, self.first_wait.expected_s(modules, operations))
+            self.reporter.expect(self._name, self._model.first_wait.expected_s(modules, operations))
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Count an optimizer's state as resident."""
@@ -206,7 +185,8 @@ class Session:
             InfeasibleBudgetError: If nothing fits it; then all is as it was.
         """
         self.planned.set_budget(budget)
-        self._current.plans_changed()
+        if self.steps.current is not None:
+            self.steps.current.plans_changed()
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Learn of an optimizer; what follows its step is no longer part of the training step.
@@ -218,14 +198,14 @@ class Session:
             self._without_gradients.drop()
         if is_own and self.runs > self._runs_of_update:
             self.updates, self._runs_of_update = self.updates + 1, self.runs
-        record = self._current.record
-        has_ended = is_own and not backward_pass.is_running() and record is not None and record.backwards
-        if has_ended and record is not None and not self.parts.waiting():
+        record = self.steps.record
+        goes_on = backward_pass.is_running() or bool(self.parts.waiting())
+        if is_own and record is not None and record.backwards and not goes_on:
             record.close()
 
     def abandon_step(self) -> None:
         """Drop the step under way, after an exception."""
-        self._tracing.close()
+        self._model.tracing.close()
         self.steps.fail()
 
     def close(self) -> None:
@@ -253,7 +233,7 @@ class Session:
                 "PyTorch runs such code twice in a step, and updates them twice; here it updates them once. Call it "
                 "without checkpoint: what is computed again is for the plan to decide."
             )
-        part = self.parts.add(captured, self)
+        part = self.parts.add(captured, self.steps)
         self.largest.took(part)
         return part
 
@@ -270,7 +250,7 @@ class Session:
         if not self.parts.count:
             worker.warm_up()
             self.expect_wait(modules_without_parts(self.root))
-            self._tracing.enter_context(self.reporter.stage("tracing"))
+            self._model.tracing.enter_context(self.reporter.stage("tracing"))
 
         def tell(reason: str) -> None:
             self.say(
@@ -284,7 +264,8 @@ class Session:
             capture_opaque()
             with dynamo.capturing_for_plans(tell, sizes_vary, vary):
                 yield
-            if self.proofs.runs_eager and not self._current.forwards and not is_inside:
+            step = self.steps.current
+            if self.proofs.runs_eager and not is_inside and (step is None or not step.forwards):
                 self.abandon_step()  # none of its backwards would end it
         except dynamo.CompileError as error:
             if not is_inside:
@@ -299,69 +280,7 @@ class Session:
                 self.abandon_step()
             raise
         finally:
-            self._tracing.close()
-
-    # ---------------------------------------------------------------- conductor of the parts
-
-    def start(self, part: Part, arguments: Sequence[Any]) -> tuple[Program, Run | None]:
-        """Choose the program of a forward."""
-        self._runs += 1
-        self._tracing.close()
-        step = self._current
-        self.steps.watch.forward_starts()
-        if not step.forwards:
-            self.steps.first_forward(self.parts.prepare(part)[0], arguments)
-        forward = self._graph_programs.choose(step, part)
-        step.forwards.append(forward)
-        if part.captured.template is not None:
-            step.timed = None  # operations are timed one by one: in a template these have no numbers of their own
-        program = forward.program if step.timed is None else step.timed.wrap(forward.program)
-        return program, None if step.record is None else step.record.begin(part, forward.number, program, arguments)
-
-    def forward_done(self, run: Run | None, outputs: Sequence[Any]) -> None:
-        """Note the end of a forward."""
-        step = self._current
-        if run is not None and step.record is not None:
-            step.record.forward_done(run, outputs)
-        self.steps.watch.forward_done(step)
-
-    def backward_starts(self, run: Run | None, tangents: Sequence[Any], leaves: Leaves, retains: bool) -> None:
-        """Note the start of a backward."""
-        self.steps.backward_starts()
-        if self._current.record is not None:
-            self._current.record.backward_starts(run, tangents, leaves, retains)
-
-    def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
-        """Learn of values that other code overwrites before the backward: nothing can be computed from them then."""
-        part.captured = part.captured.reading_once(storages)
-        self._graph_programs.forget_least(part)
-
-    def settings_changed(self) -> None:
-        """Learn that code is computed again in other settings of PyTorch than it was computed in."""
-        self.say(
-            "Settings of PyTorch (autocast, torch.backends, precision, deterministic algorithms) changed between the "
-            f"forward of {self._name} and its backward: gradients may differ from those of plain PyTorch by rounding. "
-            "Put forward and backward into one `with` block."
-        )
-
-    def must_return(self, part: Part, positions: Collection[int]) -> None:
-        """Learn that gradients were handed to autograd beside those that exist, where a plan may count on adding."""
-        self.planned.must_return(part, positions)
-
-    def backward_done(self, run: Run | None) -> None:
-        """Note the end of a backward."""
-        if self._current.record is not None:
-            self._current.record.backward_done(run)
-
-    def name_of(self, tensor: torch.Tensor) -> str:
-        """Return the name of a parameter or a buffer, or else describe a tensor, to begin a sentence with."""
-        named = (("Parameter", self.root.named_parameters()), ("Buffer", self.root.named_buffers()))
-        names = (f"{signature} {name!r}" for signature, own in named for name, value in own if value is tensor)
-        return next(names, f"A tensor of shape {tuple(tensor.shape)}")
-
-    def ran_out(self, error: torch.OutOfMemoryError) -> None:
-        """Note on an error what was planned and what is allocated."""
-        explain(error, f"hiremate: {describe_peak(self._name, self.plan)}{self._memory.describe()}")
+            self._model.tracing.close()
 
     def _say_replaced(self, plan: Plan) -> None:
         """Report, once, activation checkpointing in whose place plans are."""
@@ -382,32 +301,34 @@ class Session:
             self._called(arguments, call)
         return self.is_eager
 
-    def leave_to_modes(self) -> bool:
-        """Let a call run eager, unseen, where a mode around it sees each operator, and warn; return whether it does."""
-        modes = [] if backward_pass.is_running() else tensor_state.watching_modes()
-        if not modes:
+    def leaves_out(self, name: str, arguments: Arguments, is_part: bool = False) -> bool:
+        """Decide whether a call runs eager, unseen, and warn of it.
+
+        So does a call inside of a mode that sees each operator: nothing could be captured. So does one inside of a
+        backward that repeats none of its step, as a GradCache loss makes it.
+
+        Args:
+            name: The path of the module.
+            arguments: What it is given.
+            is_part: Whether it is part of a planned module: inside of a backward, that is computed again.
+        """
+        if backward_pass.is_running():
+            step = self.steps.current
+            repeats = step is not None and ModuleCall.of(name, tensors_inside(arguments)) in step.calls
+            if is_part or repeats:
+                return False
+            self._announcements.called_inside_backward(name or self._name)
+        elif modes := " and ".join(tensor_state.watching_modes()):
+            self.say(
+                f"A call of {self._name} ran without its plan, in the memory of plain PyTorch: {modes} is around it "
+                "and sees each operator, so that torch.compile captures nothing. Calls without it are planned: leave "
+                "it out, or use it in a few steps only."
+            )
+        else:
             return False
-        self._runs += 1
+        self.steps.runs += 1
         self.steps.ran_unseen()
-        self.say(
-            f"A call of {self._name} ran without its plan, in the memory of plain PyTorch: {' and '.join(modes)} is "
-            "around it and sees each operator, so that torch.compile captures nothing. Calls without it are planned: "
-            "leave it out, or use it in a few steps only."
-        )
         return True
-
-    def is_new_in_backward(self, name: str, arguments: Arguments) -> bool:
-        """Whether a call comes from inside of a backward and repeats none of its step, as a GradCache loss makes it."""
-        if not backward_pass.is_running():
-            return False
-        step = self.steps.current
-        return step is None or ModuleCall.of(name, tensors_inside(arguments)) not in step.calls
-
-    def runs_in_backward(self, name: str) -> None:
-        """Learn of such a call, which gets no plan and runs as the user wrote it."""
-        self._runs += 1
-        self.steps.ran_unseen()
-        self._announcements.called_inside_backward(name or self._name)
 
     def begin_step(self, arguments: Any) -> None:
         """Begin a step where a backward has ended the one before, or none is under way.
@@ -432,7 +353,7 @@ class Session:
 
     def end_step(self) -> None:
         """End the step under way, which has ended just now; what was learned is used when the next one begins."""
-        self.steps.end()
+        self.steps.end_at_once()
 
     def run_eager(self, arguments: Arguments, call: Callable[[], Any]) -> Any:
         """Run a call as the user wrote it, and see when its backward begins; where it fails, the step is dropped."""
@@ -444,28 +365,20 @@ class Session:
             if not backward_pass.is_running():
                 self.abandon_step()
             raise
-        self._runs += 1
-        reference = weakref.ref(self)  # autograd's graph must not keep a session alive
+        self.steps.runs += 1
+        reference = weakref.ref(self.steps)  # autograd's graph must not keep a session alive
 
         def begins(_: Any) -> None:
-            session = reference()
-            if session is not None:
-                session.eager_backward_starts()
+            steps = reference()
+            if steps is not None:
+                steps.eager_backward_starts()
 
         nodes = {tensor.grad_fn for tensor in tensors_inside(result) if tensor.grad_fn is not None}
         for node in nodes:
             node.register_prehook(begins)
-        if not nodes:
-            self._current.is_unseen = True  # nothing shows where the step ends
+        if not nodes and self.steps.current is not None:
+            self.steps.current.is_unseen = True  # nothing shows where the step ends
         return result
-
-    def eager_backward_starts(self) -> None:
-        """Note the start of a backward of a step that runs eager."""
-        if backward_pass.will_run_again():
-            self.eager_steps.graph_stays()
-        self.steps.backward_starts()
-        if self._current.record is not None:
-            self._current.record.plain_backward_starts()
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,9 +8,9 @@ from ..measuring.profiling import TimedRun
 from ..measuring.recording import StepRecord
 from ..measuring.resident_memory import LITTERED_STEPS
 from ..memory.metering import Between, DevicePeak, MemoryMeter
-from ..planning.headroom import GUARD_BYTES, guard_bytes
+from ..planning.headroom import guard_bytes
 from ..signatures.step_signature import StepSignature
-from ..signatures.watching import Expected, Look, WatchPolicy
+from ..signatures.watching import Look
 from ..torch_private import backward_pass
 from .current_step import CurrentStep
 from .eager_steps import EagerSteps
@@ -20,9 +20,9 @@ from .planned_model import PlannedModel
 class StepWatch:
     """Begins to watch steps as the policy decides."""
 
-    def __init__(self, model: PlannedModel, eager_steps: EagerSteps, watching: WatchPolicy) -> None:
-        self._memory, self._history, self._say = model.memory, model.history, model.announcements.say
-        self._eager_steps, self._watching = eager_steps, watching
+    def __init__(self, model: PlannedModel, eager_steps: EagerSteps) -> None:
+        self._memory, self._history, self._say = model.memory, model.history, model.say
+        self._eager_steps, self._watching = eager_steps, model.watching
         self._between, self._device_peak = Between(), DevicePeak()
 
     def begin(self, step: CurrentStep, arguments: list[torch.Tensor]) -> None:
@@ -33,7 +33,14 @@ class StepWatch:
             all_likely = self._history.all_likely(step.foreseen)
             step.expected = max(all_likely, key=lambda signature: signature.own_plan.unplanned_peak_bytes, default=None)
             step.is_unknown = step.expected is not None and self._history.begins_unknown(step.foreseen, step.expected)
-            step.look = self._watching.step_begins(self._expect(step))
+            step.look = self._watching.step_begins(
+                self._history.likely(step.foreseen),
+                next(iter(step.foreseen), None),
+                step.start[0],
+                is_piece=self._memory.iterations.needs_measured_steps,
+                is_free=not MemoryMeter.is_running(self._memory.device),
+                is_on_host=self._memory.device.type == "cpu",
+            )
         if step.look.is_measured:
             step.record = self._begin_record(step, arguments)
         if step.look.is_timed:
@@ -77,33 +84,6 @@ class StepWatch:
             own.allocated_bytes, own.has_grown = allocated_bytes, True
         own.has_grown = own.has_grown or peak_bytes > max(
             signature.plan.budget_bytes, signature.plan.measured.peak_bytes or 0
-        )
-
-    def _expect(self, step: CurrentStep) -> Expected:
-        """Return what is known of a step that begins."""
-        signature, foreseen = self._history.likely(step.foreseen), next(iter(step.foreseen), None)
-        if signature is None:
-            is_on_host = self._memory.device.type == "cpu"
-            return Expected(None, foreseen, step.size_bytes, is_on_host=is_on_host)
-        plan = signature.own_plan
-        predicted_bytes = plan.measured.predicted_bytes
-        higher_bytes = 0 if predicted_bytes is None else plan.planned_peak_bytes - predicted_bytes
-        may_grow = signature.recorded.outside_bytes > GUARD_BYTES
-        is_higher = higher_bytes > guard_bytes(plan.budget_bytes)  # and not by a loss that is kept
-        is_piece = self._memory.iterations.needs_measured_steps
-        has_grown = signature.watched.has_grown
-        is_any = may_grow or has_grown or is_higher or is_piece
-        is_free = is_any and not MemoryMeter.is_running(self._memory.device)
-        return Expected(
-            signature,
-            foreseen,
-            step.size_bytes,
-            has_peak=plan.measured.peak_bytes is not None,
-            has_time=plan.measured.step_ms is not None,
-            may_grow=is_free and may_grow,
-            has_grown=is_free and has_grown,
-            is_higher=is_free and is_higher,
-            is_piece=is_free and is_piece,
         )
 
     def _begin_record(self, step: CurrentStep, arguments: list[torch.Tensor]) -> StepRecord:

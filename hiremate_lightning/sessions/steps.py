@@ -1,16 +1,17 @@
-"""The life of a step: read `Steps.called`, `Steps._begin` and `Steps.end`, the rest is their detail.
+"""The life of a step: read `Steps.called`, `Steps._begin`, `Steps.start` and `Steps.end`, the rest is their detail.
 
 A call after a backward ends a step and begins the next one. What was learned from the step that has ended is used then:
 its signature is planned, likely plans are checked against the memory that exists now, the way of the new step is
-chosen, and what is watched in it. Its captured graphs choose their programs as they come (`graph_programs`), by those
-that have run so far in the step, so several step signatures (a GAN's two, another input shape) have their own plans
-side by side.
+chosen, and what is watched in it. As each captured graph of the step runs, its program is chosen (`graph_programs`), by
+those that have run so far in the step, so several step signatures (a GAN's two, another input shape) have their own
+plans side by side.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,9 +20,16 @@ from ..calls.given import ModuleCall
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..measuring.resident_memory import WATCHED_STEPS
-from ..planning.headroom import guard_bytes
+from ..measuring.runs import Run
+from ..memory.allocator import free_bytes
+from ..out_of_memory import explain
+from ..planning.plan import describe_peak
+from ..records.step import Step
+from ..running.accumulation import Leaves
+from ..running.execution import Part
+from ..running.program import Program
 from ..signatures.step_signature import StepSignature
-from ..signatures.watching import Saw, WatchPolicy
+from ..signatures.watching import Saw
 from ..torch_private import backward_pass
 from ..torch_private.tensor_state import tensors_among
 from .current_step import CurrentStep
@@ -31,38 +39,32 @@ from .modes import Eager, GivenBack
 from .planned import PlannedSignatures
 from .planned_model import PlannedModel
 from .step_watch import StepWatch
-from .templates import predicted_peak_bytes
 
 COUNTED_AGAIN = 64  # steps, after which resident bytes are counted once more
 
 
 class Steps:
-    """Begins and ends the steps of one model.
+    """Begins and ends the steps of one model, and conducts their captured graphs.
 
     Attributes:
         current: The step under way, None between two steps.
         ended: The step that ended last, until the next one begins; None where none has, or it failed.
         count: The number of steps that have begun.
+        runs: The number of forwards that have begun.
         watch: Watches steps.
     """
 
     def __init__(
-        self,
-        model: PlannedModel,
-        planned: PlannedSignatures,
-        eager_steps: EagerSteps,
-        graph_programs: GraphPrograms,
-        watching: WatchPolicy,
+        self, model: PlannedModel, planned: PlannedSignatures, eager_steps: EagerSteps, graph_programs: GraphPrograms
     ) -> None:
         self.current: CurrentStep | None = None
         self.ended: CurrentStep | None = None
-        self.count = 0
-        self._planned, self._eager_steps, self._graph_programs = planned, eager_steps, graph_programs
-        self._watching, self._announcements = watching, model.announcements
+        self.count = self.runs = 0
+        self._model, self._planned, self._eager_steps = model, planned, eager_steps
+        self._graph_programs, self._watching, self._announcements = graph_programs, model.watching, model.announcements
         self._memory, self._parts, self._history = model.memory, model.parts, model.history
-        self._reporter = model.reporter
         self._is_passed_by = False  # by steps that ran since the latest one
-        self.watch = StepWatch(model, eager_steps, watching)
+        self.watch = StepWatch(model, eager_steps)
 
     @property
     def eager(self) -> Eager | None:
@@ -70,13 +72,13 @@ class Steps:
         return None if self.current is None else self.current.eager
 
     @property
-    def under_way(self) -> CurrentStep:
-        """The step under way; an empty one where there is none."""
-        return self.current or CurrentStep()
+    def record(self) -> StepRecord | None:
+        """What is measured in the step under way; None for nothing."""
+        return None if self.current is None else self.current.record
 
     def resident(self) -> Resident:
         """Return what existed when the step began; where that was not counted, what exists now."""
-        return self.under_way.resident_in(self._memory)
+        return (self.current or CurrentStep()).resident_in(self._memory)
 
     def was_passed_by(self) -> None:
         """Learn that a step ran without its plan: its gradients were made unseen, so are not seen freed in the next."""
@@ -86,7 +88,7 @@ class Steps:
         """Learn that a call ran of which nothing is to be learned: a step before it ends, one under way is unseen."""
         self.was_passed_by()
         if self.current is not None and self.current.is_over and not backward_pass.is_running():
-            self.end(at_once=False)
+            self.end()
         elif self.current is not None:
             self.current.is_unseen = True
 
@@ -105,7 +107,7 @@ class Steps:
             call: The call, None where what is called runs no captured code itself.
         """
         if self.current is not None and (self.current.is_over or self._was_trial(self.current, call)):
-            self.end(at_once=False)
+            self.end()
         if self.current is None:
             try:
                 self._begin(tensors_among(arguments), [] if call is None else [call])
@@ -126,9 +128,8 @@ class Steps:
             self._planned.maker.announce()
         self.count += 1
         size_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in arguments)
-        waiting = len(self._parts.waiting())
-        foreseen = self._history.foresee((size_bytes, waiting))
-        step = self.current = CurrentStep(size_bytes, waiting, foreseen, calls)
+        start = size_bytes, len(self._parts.waiting())
+        step = self.current = CurrentStep(start, self._history.foresee(start), calls)
         self._memory.step_begins(arguments)
         self._announcements.step_begins(len(self._parts.retained()))
         if finished is not None or self._counts_resident(step):
@@ -157,30 +158,14 @@ class Steps:
     def _counts_resident(self, step: CurrentStep) -> bool:
         """Whether to count resident bytes now: they settle within a few steps, and counting takes time."""
         is_due = self.count < WATCHED_STEPS or self.count % COUNTED_AGAIN == 0 or self._memory.has_grown()
-        is_due = is_due or self._planned.shortage.is_held or self._history.any_counts_on_freed_gradients(step.foreseen)
+        likely = self._history.all_likely(step.foreseen)
+        is_due = is_due or self._planned.shortage.is_held or any(one.counts_on_freed_gradients for one in likely)
         return is_due or not all(map(self._was_checked, self._planned.likely(step)))
 
     def _was_checked(self, signature: StepSignature) -> bool:
         """Whether the plan of a signature was checked with as much in use: state grows, other plans retain more."""
         growths, retained_bytes = signature.checked_at
         return growths == self._memory.growths and retained_bytes >= self._memory.retained_bytes()
-
-    def first_forward(self, number: int, arguments: Sequence[Any]) -> None:
-        """Choose the signature by whose plan a step begins; check a plan that was not foreseen against what exists.
-
-        Args:
-            number: Of the captured graph that is about to run.
-            arguments: What it is given.
-        """
-        step = self.current
-        if step is None:
-            return
-        signature, _ = self._history.choose((number,), step.expected, step.start, lambda signature: True)
-        step.expected = signature or step.expected
-        if signature is not None and not self._was_checked(signature):
-            resident = step.resident or self._memory.count_before_step(tensors_among(arguments))
-            self._planned.check_plans([signature], resident)
-            self._note_checked([signature])
 
     def _note_checked(self, signatures: Iterable[StepSignature]) -> None:
         met = self._memory.growths, self._memory.retained_bytes()
@@ -208,16 +193,112 @@ class Steps:
         else:
             self._planned.note_given(signature, finished.calls)
 
-    # ---------------------------------------------------------------- the end
+    # ---------------------------------------------------------------- its captured graphs
 
-    def backward_starts(self) -> None:
-        """Learn that a backward starts."""
+    def start(self, part: Part, arguments: Sequence[Any]) -> tuple[Program, Run | None]:
+        """Choose the program of a forward."""
+        self.runs += 1
+        self._model.tracing.close()
+        step = self.current or CurrentStep()  # what runs between two steps is none of either
+        self.watch.forward_starts()
+        if self.current is not None and not step.forwards:
+            self._first_forward(step, part, arguments)
+        forward = self._graph_programs.choose(step, part)
+        step.forwards.append(forward)
+        if part.captured.template is not None:
+            step.timed = None  # operations are timed one by one: in a template these have no numbers of their own
+        program = forward.program if step.timed is None else step.timed.wrap(forward.program)
+        return program, None if step.record is None else step.record.begin(part, forward.number, program, arguments)
+
+    def _first_forward(self, step: CurrentStep, part: Part, arguments: Sequence[Any]) -> None:
+        """Choose the signature by whose plan a step begins; check a plan that was not foreseen against what exists."""
+        self._parts.costs_of(part)
+        signature, _ = self._history.choose((part.number,), step.expected, step.start, lambda signature: True)
+        step.expected = signature or step.expected
+        if signature is not None and not self._was_checked(signature):
+            resident = step.resident or self._memory.count_before_step(tensors_among(arguments))
+            self._planned.check_plans([signature], resident)
+            self._note_checked([signature])
+
+    def program_of(self, part: Part) -> Program:
+        """Return the program by which a part is about to run, for its proof."""
+        return self._graph_programs.choose(self.current or CurrentStep(), part).program
+
+    def free_bytes(self, step: Step, device: torch.device) -> int:
+        """Return the bytes that the budget of a captured step, and the device, leave beside what is there."""
+        resident = self.resident()
+        room, plan = self._planned.maker.room(step, resident), self._planned.latest
+        budget_bytes = max(room.budget_bytes, 0 if plan is None else plan.budget_bytes)
+        live_bytes = resident.size_bytes + (0 if self.current is None else self.current.live_bytes)
+        if device.type == "cuda":
+            live_bytes = max(live_bytes, torch.cuda.memory_allocated(device))
+        room = replace(room, budget_bytes=budget_bytes, resident_bytes=live_bytes)
+        return min(room.step_bytes, free_bytes(device))
+
+    def forward_done(self, run: Run | None, outputs: Sequence[Any]) -> None:
+        """Note the end of a forward."""
+        if self.current is not None:
+            if run is not None and self.current.record is not None:
+                self.current.record.forward_done(run, outputs)
+            self.watch.forward_done(self.current)
+
+    def backward_starts(self, run: Run | None, tangents: Sequence[Any], leaves: Leaves, retains: bool) -> None:
+        """Note the start of a backward."""
+        self._backward_starts()
+        if self.record is not None:
+            self.record.backward_starts(run, tangents, leaves, retains)
+
+    def eager_backward_starts(self) -> None:
+        """Note the start of a backward of a step that runs eager."""
+        if backward_pass.will_run_again():
+            self._eager_steps.graph_stays()
+        self._backward_starts()
+        if self.record is not None:
+            self.record.plain_backward_starts()
+
+    def _backward_starts(self) -> None:
         step = self.current
         self.watch.backward_starts()
         if step is None or not step.has_backward:  # there is none for a backward of one that failed, or has ended
             self._memory.backward_starts(self.count)
         if step is not None:
             step.has_backward = True
+
+    def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
+        """Learn of values that other code overwrites before the backward: nothing can be computed from them then."""
+        part.captured = part.captured.reading_once(storages)
+        self._graph_programs.forget_least(part)
+
+    def settings_changed(self) -> None:
+        """Learn that code is computed again in other settings of PyTorch than it was computed in."""
+        self._model.say(
+            "Settings of PyTorch (autocast, torch.backends, precision, deterministic algorithms) changed between the "
+            f"forward of {self._model.name} and its backward: gradients may differ from those of plain PyTorch by "
+            "rounding. Put forward and backward into one `with` block."
+        )
+
+    def must_return(self, part: Part, positions: Collection[int]) -> None:
+        """Learn that gradients were handed to autograd beside those that exist, where a plan may count on adding."""
+        self._planned.must_return(part, positions)
+
+    def backward_done(self, run: Run | None) -> None:
+        """Note the end of a backward."""
+        if self.record is not None:
+            self.record.backward_done(run)
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """Return the name of a parameter or a buffer, or else describe a tensor, to begin a sentence with."""
+        root = self._model.root
+        named = (("Parameter", root.named_parameters()), ("Buffer", root.named_buffers()))
+        names = (f"{kind} {name!r}" for kind, own in named for name, value in own if value is tensor)
+        return next(names, f"A tensor of shape {tuple(tensor.shape)}")
+
+    def ran_out(self, error: torch.OutOfMemoryError) -> None:
+        """Note on an error what was planned and what is allocated."""
+        peak = describe_peak(self._model.name, self._planned.latest)
+        explain(error, f"hiremate: {peak}{self._memory.describe()}")
+
+    # ---------------------------------------------------------------- the end
 
     def fail(self) -> None:
         """Drop the step under way, after an exception."""
@@ -227,49 +308,54 @@ class Steps:
         if step is not None:
             step.drop()
 
-    def end(self, at_once: bool = True) -> None:
+    def end_at_once(self) -> None:
+        """End the step under way, which has ended just now."""
+        self._memory.batch = []
+        if self.record is not None:
+            self.record.close()
+        self.end()
+
+    def end(self) -> None:
         """End the step under way, and its measurement; what was learned is used when the next one begins.
 
-        Args:
-            at_once: Whether it has ended just now, or some time before the next one.
+        Where it has ended some time before, the batch is that of the next step.
         """
         step, self.current = self.current, None
-        if at_once:  # else it is the batch of the next step
-            self._memory.batch = []
         if step is None:
             return
-        self._announcements.step_took(time.perf_counter() - step.began_s, self._reporter.total.all_s)
+        self._announcements.step_took(time.perf_counter() - step.began_s, self._model.reporter.total.all_s)
         if step.is_unseen:
             self.ended = None
             step.drop()
         elif step.eager is not None:
-            self._end_eager(step, step.eager, at_once)
+            self._end_eager(step, step.eager)
         elif step.forwards or step.record is not None:
-            self._end_captured(step, at_once)
+            self._end_captured(step)
 
-    def _end_eager(self, step: CurrentStep, eager: Eager, at_once: bool) -> None:
+    def _end_eager(self, step: CurrentStep, eager: Eager) -> None:
         self.ended = step
         if isinstance(eager, GivenBack):
             self._history.note(eager.likely, step.start)
         self._memory.step_ended(step.record, eager.likely.graphs)
         if step.record is not None:
-            step.record.close(at_once)
+            step.record.close(at_once=False)
         self._eager_steps.ended(step, eager)
 
-    def _end_captured(self, step: CurrentStep, at_once: bool) -> None:
+    def _end_captured(self, step: CurrentStep) -> None:
         captured_nothing = self._announcements.step_ended(self._parts.traced_count)
         step.has_captured = not captured_nothing
         self.ended, signature, expected, record = step, self._history[step.graphs], step.expected, step.record
         is_own = step.ran_by(self._history.taken_for(signature))
         self._history.ended(signature, step.start, step.is_by_plans)
-        signature.sights.fits_nothing = signature.sights.fits_nothing or step.comparison.fits_nothing
+        signature.sights.fits_nothing = signature.sights.fits_nothing or step.fits_nothing
         self._eager_steps.learn_from_taken_over(step, signature)
-        is_other = not is_own and expected is not None and expected is not signature and step.began_by(expected)
-        if is_other and expected is not None and (signature.plan is not None or not step.began_again):
-            self._planned.confused(expected, signature, step.is_by_plans)
+        if expected is not None and step.forwards and step.forwards[0].signature is expected is not signature:
+            began_again = step.graphs[0] in step.graphs[1:]  # as after a forward without a backward
+            if not is_own and (signature.plan is not None or not began_again):
+                self._planned.confused(expected, signature, step.is_by_plans)
         self._memory.step_ended(record, signature.graphs, step.has_captured)
         if record is not None:
-            record.close(at_once)
+            record.close(at_once=False)
         self._graph_programs.step_ended(step)
         saw = self._learn_from(step, signature, is_own)
         if step.look is not None:
@@ -278,16 +364,6 @@ class Steps:
         self.watch.ended(step, signature)
         if is_missed and self._planned.admit(signature):
             self._watching.missed(signature)
-
-    def _learn_margin(self, step: CurrentStep, record: StepRecord) -> None:
-        """Leave more room to steps of new sizes where one took more than was predicted for the plan that it ran by."""
-        predicted_bytes = None if step.has_captured else predicted_peak_bytes(step)
-        if predicted_bytes is None or record.peak_bytes is None:
-            return
-        excess_bytes = record.peak_bytes - predicted_bytes - guard_bytes(predicted_bytes)  # which plans leave free
-        if excess_bytes > self._history.margin_bytes:
-            self._history.margin_bytes = excess_bytes
-            self._graph_programs.forget_plans()
 
     def _learn_from(self, step: CurrentStep, signature: StepSignature, is_own: bool) -> Saw:
         """Keep the record of a step to plan its signature, or compare its peak or time with those of its plan.
@@ -306,7 +382,8 @@ class Steps:
         self._planned.see_backwards(signature, record)
         if signature.plan is None:
             if record.backwards:
-                self._learn_margin(step, record)
+                if record.peak_bytes is not None and not step.has_captured:
+                    self._graph_programs.learn_margin(step, record.peak_bytes)
                 record.timed = step.timed
                 step.is_to_be_planned = self._planned.admit(signature)
                 self._watching.found(signature)

@@ -149,14 +149,12 @@ class WaitingGraphs:
         graphs = self._graphs.setdefault(part, {})
         waiting = graphs.get(holds)
         if waiting is None or waiting.captured.graph is not part.captured.graph:
-            captured, (_, profile) = part.captured, self._parts.prepare(part)
-            everything = holds is Holds.EVERYTHING
-            decisions = keep_all(captured.graph) if everything else self._least(captured, profile)
+            profile, captured = self._parts.costs_of(part), part.captured
+            decisions = keep_all(captured.graph)
+            if holds is Holds.LEAST:  # as a step of its own
+                step = alone(captured.graph, profile, captured.device)
+                options = SolveOptions(time_limit_s=self._options.time_limit_s)
+                least = smallest_budget(Problem(step.graph, step.profile, UNLIMITED, options))
+                (decisions,) = step.split(least.recompute)
             waiting = graphs[holds] = _Waiting(captured, profile, decisions)
         return waiting
-
-    def _least(self, captured: Captured, profile: Profile) -> Decisions:
-        """Decide, for a graph as a step of its own, what to compute again so that it takes the least memory."""
-        step = alone(captured.graph, profile, captured.device)
-        options = SolveOptions(time_limit_s=self._options.time_limit_s)
-        return step.split(smallest_budget(Problem(step.graph, step.profile, UNLIMITED, options)).recompute)[0]

@@ -11,8 +11,8 @@ much shows the first eager step, which must be small enough that it fits in any 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 from typing import Any
@@ -23,10 +23,10 @@ from ..measuring.saved_offload import LEAST_OFFLOAD
 from ..records.costs import as_plain
 from ..records.graph import OUTSIDE, bytes_of
 from ..records.offload import can_be_offloaded
-from ..records.resizing import Resizing
+from ..records.resizing import Resizing, Sample
 from ..records.schedule import eager_decisions, lower
 from ..records.simulation import Allocations, allocations
-from .recorded_step import CapturedStep
+from .recorded_step import RecordedStep
 from .step_signature import StepSignature
 
 UNMEASURED_RATIO = 1.3  # of what grows with the sizes in eager PyTorch to the same in the captured graph
@@ -46,20 +46,14 @@ OFFLOAD_BYTES_PER_MS = 3e6  # that are offloaded and brought back: on a CPU, in 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What an eager step takes.
+    """What an eager step takes."""
 
-    Attributes:
-        saves_memory: Whether all that autograd saves is offloaded until the backward reads it: that takes less memory
-            than plain PyTorch, and more time.
-        added_bytes: What it adds to the resident bytes at its peak, at most.
-        captured_bytes: At most that much the captured graph would take of it.
-        offloaded_bytes: What it offloads, at most.
-    """
-
+    # Whether all that autograd saves is offloaded until the backward reads it: that takes less memory than plain
+    # PyTorch, and more time.
     saves_memory: bool
-    added_bytes: int
-    captured_bytes: int
-    offloaded_bytes: int = 0
+    added_bytes: int  # what it adds to the resident bytes at its peak, at most
+    captured_bytes: int  # at most that much the captured graph would take of it
+    offloaded_bytes: int = 0  # what it offloads, at most
 
     @property
     def extra_ms(self) -> float:
@@ -67,44 +61,60 @@ class Prediction:
         return self.offloaded_bytes / OFFLOAD_BYTES_PER_MS
 
 
+@dataclass(frozen=True, eq=False)
+class CapturedStep:
+    """A step that was captured."""
+
+    calls: tuple[ModuleCall, ...]  # what each call of a planned module was given in it, in order
+    code: StepSignature  # stands for its code: equal for all steps that run the same code, at whatever sizes
+    step: RecordedStep  # what it ran
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Bytes of all its values."""
+        return self.step.bytes_from(0)
+
+    def takes_as(self, other: CapturedStep) -> bool:
+        """Whether it takes what another description of the same step tells."""
+        is_same = self.calls == other.calls and self.step.calls is other.step.calls
+        return is_same and (self.step.margin_bytes, self.step.state) == (other.step.margin_bytes, other.step.state)
+
+    def sample(self, count: int) -> Sample:
+        """Return the step as one graph, whose inputs are what its first calls were given."""
+        merged, storages = self.step.merge(), sum(len(call.call.graph.storages) for call in self.step.calls)
+        return Sample(_shapes(self.calls[:count]), merged.graph, merged.profile, storages)
+
+
 @dataclass(frozen=True, slots=True)
 class _Takes:
-    """What captured code takes at some sizes.
+    """What captured code takes at some sizes."""
 
-    Attributes:
-        peaks: Its peak, bounded from below and from above.
-        growing: What of these grows with the sizes: in eager PyTorch it is larger.
-        offloaded_bytes: What is offloaded, at most.
-    """
-
-    peaks: tuple[int, int]
-    growing: tuple[int, int]
-    offloaded_bytes: int
+    peaks: tuple[int, int]  # its peak, bounded from below and from above
+    growing: tuple[int, int]  # what of these grows with the sizes: in eager PyTorch it is larger
+    offloaded_bytes: int  # what is offloaded, at most
 
 
 class _EagerCode:
     """Steps of the same code, as far as their first calls tell them apart.
 
     Attributes:
+        offload: The storages that can be offloaded.
         margin_bytes: By how much such a step was measured above what was predicted.
         unmeasured_ratio: The ratio of what grows with the sizes in eager PyTorch to the same here, as long as none was
             measured.
     """
 
     def __init__(self, steps: Sequence[CapturedStep], count: int) -> None:
-        base, self._is_on_host = steps[0].sample, steps[0].is_on_host
-        self._resizing = Resizing([replace(step.sample, shapes=_shapes(step.calls[:count])) for step in steps])
+        samples = [step.sample(count) for step in steps]
+        base, self._resizing = samples[0], Resizing(samples)
+        # Of a CPU, files that were offloaded lie in its own memory.
+        self._is_on_host = steps[0].step.calls[0].captured.device.type == "cpu"
         self._gradient_bytes = bytes_of(self._resizing.graph, self._resizing.graph.gradients)
-        self._offload = sorted(can_be_offloaded(self._resizing.graph, base.storages))
+        self.offload = sorted(can_be_offloaded(self._resizing.graph, base.storages))
         self._graph, _ = as_plain(base.graph, base.profile)
         draws = any(node.is_random and node.op not in (OUTSIDE, COUNTED_DRAW) for node in base.graph.nodes)
         self.unmeasured_ratio = RANDOM_RATIO if draws else UNMEASURED_RATIO
-        self.margin_bytes = max(step.margin_bytes for step in steps)
-
-    @property
-    def ways(self) -> tuple[bool, ...]:
-        """Whether it may run saving memory, for each way to run it, the fastest first."""
-        return (False, True) if self._offload else (False,)
+        self.margin_bytes = max(captured.step.margin_bytes for captured in steps)
 
     @cached_property
     def _eager(self) -> Allocations:
@@ -113,12 +123,12 @@ class _EagerCode:
     @cached_property
     def _offloading(self) -> Allocations:
         schedule = lower(self._graph, eager_decisions(self._graph))
-        return allocations(self._graph, schedule, self._offload, () if self._is_on_host else self._offload)
+        return allocations(self._graph, schedule, self.offload, () if self._is_on_host else self.offload)
 
     def at(self, sizes: tuple[int, ...], saves: bool) -> _Takes:
         """Return what it takes at some sizes, where it saves memory or not."""
         bounds, allocated = self._resizing.at(sizes), self._offloading if saves else self._eager
-        offloaded = bounds.high[self._offload if saves else []]
+        offloaded = bounds.high[self.offload if saves else []]
         low = allocated.peak_bytes(bounds.low, bounds.low_workspaces)
         high = allocated.peak_bytes(bounds.high, bounds.high_workspaces)
         high += int(offloaded[offloaded < LEAST_OFFLOAD].sum())  # what is too small to be offloaded stays
@@ -139,21 +149,21 @@ class EagerPredictions:
     """Predicts what eager steps take at sizes that were not planned, and corrects that by what is measured."""
 
     def __init__(self) -> None:
-        self._learned: list[StepSignature] = []  # the signatures whose steps predictions are made from
+        self._learned: dict[StepSignature, CapturedStep] = {}  # that predictions are made from
         self._foreseen = deque[CapturedStep](maxlen=SAMPLES)
-        self._codes: dict[tuple[Hashable, int], tuple[tuple[CapturedStep, ...], _EagerCode]] = {}
+        self._codes: dict[tuple[StepSignature, int], tuple[tuple[CapturedStep, ...], _EagerCode]] = {}
         self._predicted = Latest[tuple[object, ...], Prediction | None](1024)
         self._measured: dict[bool, list[_Measured]] = {}  # by whether they saved memory
         self._largest_bytes: dict[bool, int] = {}  # that were measured, likewise
         self._tries = 0
         self._ratios: dict[tuple[bool, float], float] = {}
 
-    def learn(self, signature: StepSignature, step: CapturedStep) -> None:
-        """Learn what a step signature takes."""
-        if signature.captured is None:
-            self._learned.append(signature)
-        if signature.captured is not step:
-            signature.captured = step
+    def learn(self, signature: StepSignature) -> None:
+        """Learn what a planned step signature takes, where that is not known yet."""
+        known = self._learned.get(signature)
+        step = CapturedStep(signature.given or (), signature.of_code, signature.recorded)
+        if known is None or not step.takes_as(known):
+            self._learned[signature] = step
             self._forget_predictions()
 
     def learn_foreseen(self, step: CapturedStep) -> None:
@@ -170,8 +180,8 @@ class EagerPredictions:
     def called_like(self, calls: Sequence[ModuleCall]) -> list[StepSignature]:
         """List the planned signatures whose first calls were given exactly what these are given."""
         given, count = tuple(calls), len(calls)
-        pairs = ((signature, signature.captured) for signature in self._learned if signature.plan is not None)
-        return [signature for signature, step in pairs if step is not None and step.calls[:count] == given]
+        planned = ((signature, step) for signature, step in self._learned.items() if signature.plan is not None)
+        return [signature for signature, step in planned if step.calls[:count] == given]
 
     def predict(
         self, calls: Sequence[ModuleCall], likely: StepSignature, room_bytes: int, saves_memory: bool | None = None
@@ -196,7 +206,8 @@ class EagerPredictions:
         codes = self._codes_called(calls, likely)
         if not codes:
             return None
-        for saves in codes[0].ways if saves_memory is None else (saves_memory,):
+        ways = (False, True) if codes[0].offload else (False,)
+        for saves in ways if saves_memory is None else (saves_memory,):
             predictions = [self._takes(code, _sizes(calls), saves) for code in codes]  # other code may come instead
             most = max(predictions, key=lambda prediction: prediction.added_bytes)
             if most.added_bytes <= room_bytes:
@@ -219,21 +230,20 @@ class EagerPredictions:
         A step with an empty input tells nothing of what follows from its size.
         """
         form, count, sizes = _form(calls), len(calls), _sizes(calls)
-        steps_of = dict[Hashable, list[CapturedStep]]()
-        learned = (signature.captured for signature in self._learned if signature.captured is not None)
-        for step in (*learned, *self._foreseen):
+        steps_of = dict[StepSignature, list[CapturedStep]]()
+        for step in (*self._learned.values(), *self._foreseen):
             begun = step.calls[:count]
             if _form(begun) == form and all(
                 known or not size for known, size in zip(_sizes(begun), sizes, strict=True)
             ):
                 steps_of.setdefault(step.code, []).append(step)
-        first = likely if likely.captured is None else likely.captured.code
+        first = self._learned[likely].code if likely in self._learned else likely
         if first not in steps_of:
             return []
         codes = [first, *(code for code in steps_of if code != first)]
         return [self._code(code, _some_of(steps_of[code]), count) for code in codes]
 
-    def _code(self, code: Hashable, steps: tuple[CapturedStep, ...], count: int) -> _EagerCode:
+    def _code(self, code: StepSignature, steps: tuple[CapturedStep, ...], count: int) -> _EagerCode:
         read = self._codes.get((code, count))
         if read is None or read[0] != steps:
             self._codes[code, count] = read = steps, _EagerCode(steps, count)
@@ -249,14 +259,7 @@ class EagerPredictions:
     def measured(
         self, calls: Sequence[ModuleCall], likely: StepSignature, prediction: Prediction, added_bytes: int | None
     ) -> None:
-        """Learn how much more eager PyTorch takes than the captured graph.
-
-        Args:
-            calls: What the calls of the step were given.
-            likely: The signature whose code it was expected to run.
-            prediction: What was predicted.
-            added_bytes: What it added at its peak; None where the measurement did not see all.
-        """
+        """Learn what a step added at its peak that was predicted; None where the measurement did not see all."""
         self._tries += 1
         saves = prediction.saves_memory
         if added_bytes is not None:

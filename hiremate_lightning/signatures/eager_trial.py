@@ -21,21 +21,15 @@ TRIES = 4  # eager steps to measure in a row, until one shows its peak
 
 @dataclass
 class EagerTrial:
-    """Times a step signature with and without its plan, and decides whether that is given back.
+    """Times a step signature with and without its plan, and decides whether that is given back."""
 
-    Attributes:
-        planned_steps: How many ran by the plan, unwatched.
-        seconds: By whether the step ran eager, the seconds of each.
-        began: When the latest step began whose time is taken, in seconds, and whether it runs eager.
-        is_given_back: Whether they run eager from now on, None before that is decided.
-        tries: How many eager ones were measured that did not show their peak.
-    """
-
-    planned_steps: int = 0
+    planned_steps: int = 0  # how many ran by the plan, unwatched
+    # By whether the step ran eager, the seconds of each.
     seconds: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
+    # When the latest step began whose time is taken, in seconds, and whether it runs eager.
     began: tuple[float, bool] = 0.0, False
-    is_given_back: bool | None = None
-    tries: int = 0
+    is_given_back: bool | None = None  # whether they run eager from now on, None before that is decided
+    tries: int = 0  # how many eager ones were measured that did not show their peak
 
     def runs_eager(self, saves_nothing: bool) -> bool:
         """Whether the next step, whose plan gains nothing, is to run eager.
@@ -60,8 +54,7 @@ class EagerTrial:
     def next_begins(self, now_s: float) -> float | None:
         """Learn that the step after one that was timed begins.
 
-        Returns:
-            The time of the plan over that without it, where it is given back from now on; else None.
+        Return the time of the plan over that without it, where it is given back from now on; else None.
         """
         began_s, is_eager = self.began
         self.seconds[is_eager].append(now_s - began_s)
@@ -73,14 +66,9 @@ class EagerTrial:
         return ratio if self.is_given_back else None
 
     def measured(self, peak_bytes: int | None, plan_bytes: int) -> bool | None:
-        """Learn what an eager step takes whose plan does not fit, and takes so much.
+        """Learn the peak of an eager step whose plan does not fit, None where the measurement did not see all.
 
-        Args:
-            peak_bytes: The peak of the eager step, None where the measurement did not see all.
-            plan_bytes: The peak of its plan.
-
-        Returns:
-            Whether such steps run eager from now on; None as long as no eager step has shown its peak.
+        Return whether such steps run eager from now on; None as long as no eager step has shown its peak.
         """
         self.tries += 1
         if peak_bytes is not None or self.tries == TRIES:

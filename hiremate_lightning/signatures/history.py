@@ -75,7 +75,6 @@ class History:
         self._seen = Latest[GraphNumbers, StepSignature](SEEN)  # without a record
         self._order = Order[StepSignature]()
         self._confusing = set[GraphNumbers]()  # first graphs of signatures that were mistaken for each other
-        self._planned: tuple[StepSignature, ...] | None = None
 
     def __getitem__(self, graphs: GraphNumbers) -> StepSignature:
         """Return the signature that runs some captured graphs; it is made the first time."""
@@ -85,11 +84,9 @@ class History:
         return iter((*self._recorded.values(), *self._seen.values()))
 
     @property
-    def planned(self) -> tuple[StepSignature, ...]:
+    def planned(self) -> list[StepSignature]:
         """The signatures that have a plan, in the order in which they were recorded."""
-        if self._planned is None:
-            self._planned = tuple(signature for signature in self._recorded.values() if signature.plan is not None)
-        return self._planned
+        return [signature for signature in self._recorded.values() if signature.plan is not None]
 
     @property
     def recorded(self) -> list[StepSignature]:
@@ -108,19 +105,20 @@ class History:
         if signature.step is None:
             self._seen.pop(signature.graphs, None)
             self._recorded.pop(signature.graphs, None)
-            self._recorded[signature.graphs], self._planned = signature, None
+            self._recorded[signature.graphs] = signature
         signature.step = step
 
     def install(self, signature: StepSignature, plan: Plan, programs: Mapping[int, Program]) -> None:
         """Take the plan of a signature and its programs; where it is its first, such a step has just ended."""
         if signature.plan is None:
-            self.latest, self._planned = signature, None
+            self.latest = signature
         signature.plan, signature.programs = plan, programs
 
     def drop(self, signature: StepSignature) -> None:
         """Drop what a signature runs and its plan: its next step is recorded anew."""
-        signature.forget_step()
-        self.latest, self._planned = None if self.latest is signature else self.latest, None
+        signature.step, signature.plan, signature.programs = None, None, {}
+        if self.latest is signature:
+            self.latest = None
 
     def ended(self, signature: StepSignature, start: Start, is_by_plans: bool) -> None:
         """Learn of a step that ran captured, how it started, and whether it ran by plans throughout."""
@@ -149,13 +147,11 @@ class History:
         """Return the planned signature that a step is likely to be of; None where nothing has a plan."""
         return next((signature for signature in foreseen if signature.plan is not None), self.latest)
 
-    def all_likely(self, foreseen: Iterable[StepSignature]) -> tuple[StepSignature, ...]:
-        """Return the planned signatures by whose plan a step may run: none before there is one."""
+    def all_likely(self, foreseen: Iterable[StepSignature]) -> list[StepSignature]:
+        """List the planned signatures by whose plan a step may run: none before there is one."""
         likely = self.likely(foreseen)
-        if likely is None:
-            return ()
-        signatures = self.taken_for(likely)
-        return tuple(signature for signature in self.planned if signature in signatures)
+        taken_for = frozenset[StepSignature]() if likely is None else self.taken_for(likely)
+        return [signature for signature in self.planned if signature in taken_for]
 
     def taken_for(self, signature: StepSignature) -> frozenset[StepSignature]:
         """Return the signatures by whose plans a step of a signature may begin, itself included."""
@@ -203,10 +199,6 @@ class History:
         )
         signature = next((signature for signature in reversed(by_need) if fits(signature)), None)
         return signature, None if signature is None else signature.programs.get(len(ran) - 1)
-
-    def any_counts_on_freed_gradients(self, foreseen: Iterable[StepSignature]) -> bool:
-        """Whether a step of these signatures may run by a plan that counts on gradients to die which do not."""
-        return any(signature.counts_on_freed_gradients for signature in self.all_likely(foreseen))
 
     # ---------------------------------------------------------------- what they run
 

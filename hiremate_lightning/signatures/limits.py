@@ -16,22 +16,15 @@ WORTH_A_PLAN = 0.05  # of what a step may add: where the budget rises by more, i
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The budgets of steps of one signature, and where nothing fits them, by the gradients that exist before a step.
+    """The budgets of steps of one signature, and where nothing fits them, by the gradients that exist before a step."""
 
-    Attributes:
-        is_share: Whether the budget is a share of what a step adds to what exists.
-        budgets: The budget in each state that was seen.
-        of_others: The largest budget of the other step signatures, which all have where budgets are shares.
-        least: Where nothing fits: bytes that existed, and the least peak found.
-        state_bytes: Bytes of optimizers' state before the latest step.
-        of_plan: The budget that the latest plan was made for, and its peak, without optimizers' state.
-    """
-
-    is_share: bool
-    budgets: Mapping[GradientState, int] = field(default_factory=dict)
-    of_others: int = 0
+    is_share: bool  # whether the budget is a share of what a step adds to what exists
+    budgets: Mapping[GradientState, int] = field(default_factory=dict)  # the budget in each state that was seen
+    of_others: int = 0  # the largest budget of the other step signatures, which all have where budgets are shares
+    # Where nothing fits: bytes that existed, and the least peak found.
     least: Mapping[GradientState, tuple[int, int]] = field(default_factory=dict)
-    state_bytes: int = 0
+    state_bytes: int = 0  # bytes of optimizers' state before the latest step
+    # The budget that the latest plan was made for, and its peak, without optimizers' state.
     of_plan: tuple[int, int] = (0, 0)
 
     @property

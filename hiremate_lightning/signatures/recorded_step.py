@@ -1,12 +1,11 @@
-"""What a step signature runs, as the record of one such step shows it, and as predictions of eager steps need it."""
+"""What a step signature runs, as the record of one such step shows it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache
 
-from ..calls.given import ModuleCall
 from ..capturing.absent import without_missing
 from ..capturing.capture import Captured
 from ..housekeeping import Latest
@@ -16,7 +15,6 @@ from ..planning.headroom import Room
 from ..planning.solvers.base import Strategy
 from ..records.costs import Profile
 from ..records.graph import Graph, StorageKind
-from ..records.resizing import Sample
 from ..records.schedule import Schedule
 from ..records.step import Call, Decisions, Step, holding, merge
 from ..running.execution import Part
@@ -31,24 +29,14 @@ def no_graphs() -> Latest[object, Step]:
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """One call of a recorded step.
+    """One call of a recorded step."""
 
-    Attributes:
-        call: What it runs, forward and backward, and what runs outside around it.
-        part: Its part.
-        captured: What of the part it runs.
-        place: Its place among all forwards of the step.
-        parameters: Identities of the parameters among its tensors.
-        missing: Positions of the gradients of outputs that don't arrive.
-        added: Gradients that are only added to those of parameters, with the parameters' storages.
-    """
-
-    call: Call
-    part: Part
-    captured: Captured
-    place: int
-    parameters: Mapping[int, int]
-    missing: frozenset[int]
+    call: Call  # what it runs, forward and backward, and what runs outside around it
+    part: Part  # its part
+    captured: Captured  # what of the part it runs
+    place: int  # its place among all forwards of the step
+    missing: frozenset[int]  # positions of the gradients of outputs that don't arrive
+    # Gradients that are only added to those of parameters, with the parameters' storages.
     added: Mapping[int, frozenset[int]]
 
     @property
@@ -68,40 +56,28 @@ class RecordedCall:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A step as it was recorded, and what a plan of it has to keep to.
+    """A step as it was recorded, and what a plan of it has to keep to."""
 
-    Attributes:
-        calls: Its calls that have a backward, in the order of their forwards.
-        order: Order of the backwards.
-        resident: What existed when it began, as planned.
-        solve: What solves it, and remembers.
-        limits: Its budgets.
-        margin_bytes: Bytes of the budget that its plan leaves free: by how much an earlier plan was measured above its
-            prediction, none where no plan leaves that much.
-        corrections: How often it was planned again for such a margin.
-        keeps_on_device: Whether nothing is offloaded to the host, since a plan by which it did was measured above the
-            budget, and no margin was enough.
-        unfinished: Its forwards whose backward is not part of it, and the schedules by which these ran.
-        unfinished_bytes: Bytes that unfinished forwards save beyond what they saved when the step was recorded.
-        others_bytes: What the backwards of graphs of earlier steps take that run in it.
-        is_provisional: Whether its next step takes less than the recorded one, by forwards whose backward never comes.
-        decided: For each call, what it computes again, where that is not to be chosen.
-        merged: The graphs that its calls were put into, by what existed before the step.
-    """
-
-    calls: tuple[RecordedCall, ...]
-    order: tuple[int, ...]
-    resident: Resident
-    solve: Strategy
-    limits: Limits
+    calls: tuple[RecordedCall, ...]  # its calls that have a backward, in the order of their forwards
+    order: tuple[int, ...]  # order of the backwards
+    resident: Resident  # what existed when it began, as planned
+    solve: Strategy  # what solves it, and remembers
+    limits: Limits  # its budgets
+    # Bytes of the budget that its plan leaves free: by how much an earlier plan was measured above its prediction,
+    # none where no plan leaves that much.
     margin_bytes: int = 0
-    corrections: int = 0
+    corrections: int = 0  # how often it was planned again for such a margin
+    # Whether nothing is offloaded to the host, since a plan by which it did was measured above the budget, and no
+    # margin was enough.
     keeps_on_device: bool = False
+    # Its forwards whose backward is not part of it, and the schedules by which these ran.
     unfinished: tuple[tuple[Part, Schedule], ...] = ()
-    unfinished_bytes: int = 0
-    others_bytes: int = 0
+    unfinished_bytes: int = 0  # bytes that unfinished forwards save beyond what they saved when the step was recorded
+    others_bytes: int = 0  # what the backwards of graphs of earlier steps take that run in it
+    # Whether its next step takes less than the recorded one, by forwards whose backward never comes.
     is_provisional: bool = False
-    decided: tuple[Decisions, ...] = ()
+    decided: tuple[Decisions, ...] = ()  # for each call, what it computes again, where that is not to be chosen
+    # The graphs that its calls were put into, by what existed before the step.
     merged: Latest[object, Step] = field(default_factory=no_graphs, compare=False, repr=False)
 
     @property
@@ -118,11 +94,16 @@ class RecordedStep:
         """Return how many bytes it has within a budget."""
         return Room(budget, budget_bytes, self.resident.size_bytes, self.margin_bytes)
 
+    @property
+    def state(self) -> tuple[object, ...]:
+        """What changes the graph of its calls from step to step."""
+        before = self.resident
+        held = self.waits, self.unfinished_bytes, self.others_bytes
+        return before.kept, before.stale_bytes, before.left_bytes, *held
+
     def merge(self) -> Step:
         """Put it into one graph, as allocated."""
-        before, held = self.resident, (self.waits, self.unfinished_bytes, self.others_bytes)
-        state = before.kept, before.stale_bytes, before.left_bytes, *held
-        return self.merged.get_or(state, self._merge)
+        return self.merged.get_or(self.state, self._merge)
 
     def _merge(self) -> Step:
         before, calls = self.resident, [call.beside(self.resident.kept) for call in self.calls]
@@ -132,13 +113,10 @@ class RecordedStep:
         step = merge(calls, self.order, before.stale_bytes, before.left_bytes)
         return replace(step, graph=in_blocks(step.graph, self.calls[0].captured.device))
 
-    def runs_at(self, place: int, captured: Captured) -> bool:
-        """Whether the code of its forward at a place is that captured, at whatever size.
-
-        Of forwards without a backward nothing is known.
-        """
-        at_place = next((call for call in self.calls if call.place == place), None)
-        return place < self.calls[-1].place if at_place is None else at_place.runs(captured)
+    def begins_as(self, captured: Sequence[Captured]) -> bool:
+        """Whether its first forwards run this code, at whatever sizes; of those without a backward nothing is known."""
+        begun = (call for call in self.calls if call.place < len(captured))
+        return len(captured) <= self.calls[-1].place + 1 and all(call.runs(captured[call.place]) for call in begun)
 
     def goes_on_as(self, other: RecordedStep, place: int) -> bool:
         """Whether it is the same code as another step from a place on."""
@@ -154,13 +132,8 @@ class RecordedStep:
     ) -> RecordedStep | None:
         """Foresee the step from its first calls at other sizes; the others take what they take here.
 
-        Args:
-            begun: What these calls run, of the same code as here.
-            as_run: Returns the graph of one of them, and its costs, without what these missing gradients would bring.
-            resident: What exists before the step.
-
-        Returns:
-            The step; None where what remains of a call without what is missing is other code.
+        `as_run` returns the graph of one of these calls, and its costs, without what these missing gradients would
+        bring. The step is None where what remains of a call without that is other code.
         """
         calls = list(self.calls)
         for index, captured in enumerate(begun):
@@ -244,44 +217,3 @@ def foresee(
     at_sizes = (step.at_sizes(codes, as_run, resident) for step in steps)
     foreseen = [step for step in at_sizes if step is not None]
     return max(foreseen, key=lambda step: step.outside_bytes, default=None)
-
-
-@dataclass(frozen=True, eq=False)
-class CapturedStep:
-    """A step that was captured, as predictions of eager steps need it (`eager_predictions`).
-
-    Attributes:
-        calls: What each call of a planned module was given in it, in order.
-        code: Stands for its code: equal for all steps that run the same code, at whatever sizes.
-        total_bytes: Bytes of all its values.
-        margin_bytes: By how much it was measured above what was predicted.
-        is_on_host: Whether it ran on a CPU, which reads what was offloaded in the memory of its files.
-        read: Returns the step, its inputs left out.
-        source: What it was made from: where that changes, it is made anew.
-    """
-
-    calls: tuple[ModuleCall, ...]
-    code: Hashable
-    total_bytes: int
-    margin_bytes: int
-    is_on_host: bool
-    read: Callable[[], Sample]
-    source: tuple[object, ...] = ()
-
-    @staticmethod
-    def of(
-        step: RecordedStep, calls: Sequence[ModuleCall], code: Hashable, source: tuple[object, ...] = ()
-    ) -> CapturedStep:
-        """Describe a recorded step; the other arguments are fields of the description."""
-
-        def read() -> Sample:
-            merged, storages = step.merge(), sum(len(call.call.graph.storages) for call in step.calls)
-            return Sample((), merged.graph, merged.profile, storages)
-
-        is_on_host = step.calls[0].captured.device.type == "cpu"
-        return CapturedStep(tuple(calls), code, step.bytes_from(0), step.margin_bytes, is_on_host, read, source)
-
-    @cached_property
-    def sample(self) -> Sample:
-        """The step."""
-        return self.read()

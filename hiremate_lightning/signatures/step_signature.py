@@ -18,10 +18,9 @@ from ..capturing.template import SizesOfCalls
 from ..measuring.resident import GradientState, Resident
 from ..planning.ladder import Ladder
 from ..planning.plan import Plan
-from ..planning.solvers.base import Solution
 from ..running.program import Program
 from .eager_trial import EagerTrial
-from .recorded_step import CapturedStep, RecordedStep
+from .recorded_step import RecordedStep
 
 GraphNumbers = tuple[int, ...]  # of the captured graphs that a step runs forward, in order
 Start = tuple[int, int]  # of a step: bytes of its arguments, and how many graphs of earlier steps wait then
@@ -40,52 +39,28 @@ class Reason(Enum):
 
 @dataclass
 class Watched:
-    """What was watched of the steps of one signature (`watching`).
+    """What was watched of the steps of one signature (`watching`)."""
 
-    Attributes:
-        looks: How often they were watched, by reason.
-        steps: Steps so far.
-        higher: Steps for which more was predicted than for measured ones.
-        has_grown: Whether a step was seen to take more outside of its plan than measured ones.
-        allocated_bytes: The most that was seen to be allocated between the forwards and the backward of one of them;
-            None before one was measured.
-    """
-
-    looks: Counter[Reason] = field(default_factory=Counter)
-    steps: int = 0
-    higher: int = 0
-    has_grown: bool = False
+    looks: Counter[Reason] = field(default_factory=Counter)  # how often they were watched, by reason
+    steps: int = 0  # steps so far
+    higher: int = 0  # steps for which more was predicted than for measured ones
+    has_grown: bool = False  # whether a step was seen to take more outside of its plan than measured ones
+    # The most that was seen to be allocated between the forwards and the backward of one of them; None before one was
+    # measured.
     allocated_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class Told:
-    """What a user was told last of a step signature (`messages.PlanReports`)."""
-
-    budget_bytes: int
-    asked: str
-    parts: tuple[tuple[str, int], ...]
-    measured: Solution | None = None
-    is_over: bool = False
 
 
 @dataclass
 class Sights:
-    """How the steps of one signature have come.
+    """How the steps of one signature have come."""
 
-    Attributes:
-        count: How often.
-        is_by_plans: Whether every forward of some step ran by a plan, of this or another signature.
-        fits_nothing: Whether some step was made from traces of other sizes, and not even the least memory fitted.
-        has_no_template: Whether traces of other sizes do not tell the programs of a plan of it: it gets none.
-        waited: How many graphs of earlier steps waited for their backward as steps began.
-    """
-
-    count: int = 0
-    is_by_plans: bool = False
+    count: int = 0  # how often
+    is_by_plans: bool = False  # whether every forward of some step ran by a plan, of this or another signature
+    # Whether some step was made from traces of other sizes, and not even the least memory fitted.
     fits_nothing: bool = False
+    # Whether traces of other sizes do not tell the programs of a plan of it: it gets none.
     has_no_template: bool = False
-    waited: frozenset[int] = frozenset()
+    waited: frozenset[int] = frozenset()  # how many graphs of earlier steps waited for their backward as steps began
 
     def is_worth_a_plan(self, is_made: bool) -> bool:
         """Whether steps have come so that a plan of their own may pay.
@@ -101,51 +76,42 @@ class Sights:
 
 @dataclass(eq=False, slots=True)
 class StepSignature:
-    """One step signature.
+    """One step signature."""
 
-    Attributes:
-        graphs: The captured graphs that it runs forward, in order: no other signature has the same.
-        step: What it runs, as it was recorded; None before that, and where it is to be recorded anew.
-        given: What each call of a planned module is given in it; None before it is planned.
-        code: The first signature that runs the same code, at whatever sizes; None before it is planned.
-        largest: The signature that was foreseen from it at the largest sizes, and what its sizes become there.
-        before: What existed before its steps, by the state of the gradients.
-        checked_at: How often the memory before steps had grown, and what was retained, as its plan was checked last.
-        plan: Its plan, None before there is one.
-        programs: The program for each place in its sequence of forwards.
-        is_ahead: Whether it is planned ahead of its first step, at the largest sizes.
-        counts_on_freed_gradients: Whether its plan counts gradients as freed that stay allocated.
-        is_searching: Whether its next step is the first in which cuDNN chooses algorithms.
-        backwards_vary: Whether some of its steps have other backwards than others.
-        sights: How its steps have come.
-        watched: What was watched of them.
-        trial: What they take with and without the plan.
-        captured: Its step as predictions of eager steps need it; None before these know it.
-        told: What a user was told last of it; None for nothing.
-        ladder: Where it is the first signature of its code, decisions for all sizes of that.
-        sizes_of_calls: Where it is that signature, the sizes of the calls of its steps.
-    """
-
-    graphs: GraphNumbers
+    graphs: GraphNumbers  # the captured graphs that it runs forward, in order: no other signature has the same
+    # What it runs, as it was recorded; None before that, and where it is to be recorded anew.
     step: RecordedStep | None = None
+    # What each call of a planned module is given in it; None before it is planned.
     given: tuple[ModuleCall, ...] | None = None
+    # The first signature that runs the same code, at whatever sizes; None before it is planned.
     code: StepSignature | None = None
+    # The signature that was foreseen from it at the largest sizes, and what its sizes become there.
     largest: tuple[StepSignature, Mapping[int, int]] | None = None
+    # What existed before its steps, by the state of the gradients.
     before: Mapping[GradientState, Resident] = field(default_factory=dict)
+    # How often the memory before steps had grown, and what was retained, as its plan was checked last.
     checked_at: tuple[int, int] = (0, 0)
-    plan: Plan | None = None
+    plan: Plan | None = None  # its plan, None before there is one
+    # The program for each place in its sequence of forwards.
     programs: Mapping[int, Program] = field(default_factory=dict)
-    is_ahead: bool = False
-    counts_on_freed_gradients: bool = False
-    is_searching: bool = False
-    backwards_vary: bool = False
-    sights: Sights = field(default_factory=Sights)
-    watched: Watched = field(default_factory=Watched)
-    trial: EagerTrial = field(default_factory=EagerTrial)
-    captured: CapturedStep | None = None
-    told: Told | None = None
+    is_ahead: bool = False  # whether it is planned ahead of its first step, at the largest sizes
+    counts_on_freed_gradients: bool = False  # whether its plan counts gradients as freed that stay allocated
+    is_searching: bool = False  # whether its next step is the first in which cuDNN chooses algorithms
+    backwards_vary: bool = False  # whether some of its steps have other backwards than others
+    sights: Sights = field(default_factory=Sights)  # how its steps have come
+    watched: Watched = field(default_factory=Watched)  # what was watched of them
+    trial: EagerTrial = field(default_factory=EagerTrial)  # what they take with and without the plan
+    told: Plan | None = None  # the plan that a user was told of last, as it was then; None for nothing
+    shown: Plan | None = None  # the plan whose measurement was shown last, as it was then; None for none
+    # Where it is the first signature of its code, decisions for all sizes of that.
     ladder: Ladder = field(default_factory=Ladder)
+    # Where it is that signature, the sizes of the calls of its steps.
     sizes_of_calls: SizesOfCalls = field(default_factory=SizesOfCalls)
+
+    @property
+    def of_code(self) -> StepSignature:
+        """The signature that stands for its code, at whatever sizes."""
+        return self.code or self
 
     @property
     def recorded(self) -> RecordedStep:
@@ -158,14 +124,6 @@ class StepSignature:
         """Its plan, where it has one."""
         assert self.plan is not None, "asked of signatures that have a plan"
         return self.plan
-
-    def as_captured(self) -> CapturedStep:
-        """Describe its step as predictions need it, where it is planned; as before, if nothing was learned since."""
-        step, before, calls = self.recorded, self.recorded.resident, self.given or ()
-        source = id(step.calls), step.margin_bytes, (before.kept, before.stale_bytes, before.left_bytes), calls
-        if self.captured is None or self.captured.source != source:
-            return CapturedStep.of(step, calls, self.code or self, source)
-        return self.captured
 
     def gains_nothing(self, eager_bytes: int, free_bytes: Callable[[], int]) -> bool:
         """Whether it needs no plan, as was measured and timed: that recomputes nothing, and its steps fit without it.
@@ -189,12 +147,3 @@ class StepSignature:
         if not self.own_plan.saves_nothing or self.recorded.waits:
             return False
         return self.trial.is_given_back is not None or eager_bytes - self.own_plan.planned.peak_bytes < free_bytes()
-
-    @property
-    def has_dropped(self) -> bool:
-        """Whether forwards of the recorded step have no backward, as those of dropped layers: its share says little."""
-        return len(self.recorded.calls) < len(self.graphs)
-
-    def forget_step(self) -> None:
-        """Forget what it runs, and its plan: both are to come anew."""
-        self.step, self.plan, self.programs = None, None, {}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ..housekeeping import Latest
+from ..planning.headroom import GUARD_BYTES, guard_bytes
 from .step_signature import Reason, StepSignature, Watched
 
 OFTEN = 2  # steps that came before one is measured for a higher prediction: gradients may be left to a step by chance
@@ -28,15 +29,10 @@ class Saw(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LookSchedule:
-    """When to look for a reason.
+    """When to look for a reason."""
 
-    Attributes:
-        at_once: Looks that it gets at once.
-        first: Steps of the signature after which it gets the next one, then twice as many, and so on.
-    """
-
-    at_once: int
-    first: int = 64
+    at_once: int  # looks that it gets at once
+    first: int = 64  # steps of the signature after which it gets the next one, then twice as many, and so on
 
     def is_due(self, looks: int, steps: int) -> bool:
         """Whether there is another look after so many looks and steps."""
@@ -56,48 +52,12 @@ OF_NEW_PLAN = 2  # looks at the peak and the time of a plan, at once
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
-    """What is known of a step that begins.
-
-    Attributes:
-        signature: The planned signature that it is likely to be of, None where nothing has a plan.
-        foreseen: The signature that it is likely to be of, planned or not; None where nothing like it came before.
-        size_bytes: Of what it is called with.
-        has_peak: Whether the peak of its plan was measured.
-        has_time: Whether its plan was timed.
-        may_grow: Whether code outside of its plan takes memory, which may come to be more.
-        has_grown: Whether code outside of its plan was seen to allocate more than in measured steps.
-        is_higher: Whether more is predicted for it than for the steps of its plan whose peaks were measured.
-        is_piece: Whether graphs wait in its iteration, and what that makes beside them was not seen.
-        is_on_host: Whether it runs on the CPU, where its operations can be timed while its memory is measured: a GPU's
-            events would count how long it waits for the host.
-    """
-
-    signature: StepSignature | None
-    foreseen: StepSignature | None
-    size_bytes: int
-    has_peak: bool = False
-    has_time: bool = False
-    may_grow: bool = False
-    has_grown: bool = False
-    is_higher: bool = False
-    is_piece: bool = False
-    is_on_host: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Look:
-    """What is watched in a step.
+    """What is watched in a step."""
 
-    Attributes:
-        reason: Why, None for no reason.
-        is_measured: Whether its memory is measured.
-        is_timed: Whether its operations are timed.
-    """
-
-    reason: Reason | None = None
-    is_measured: bool = False
-    is_timed: bool = False
+    reason: Reason | None = None  # why, None for no reason
+    is_measured: bool = False  # whether its memory is measured
+    is_timed: bool = False  # whether its operations are timed
 
 
 class WatchPolicy:
@@ -111,33 +71,29 @@ class WatchPolicy:
         self._unseen: tuple[StepSignature, Reason | None] | None = None  # of a look that saw no frees
         self._left_in_a_row = 0
 
-    # ---------------------------------------------------------------- the decision
+    def step_begins(
+        self,
+        likely: StepSignature | None,
+        foreseen: StepSignature | None,
+        size_bytes: int,
+        is_piece: bool = False,
+        is_free: bool = True,
+        is_on_host: bool = False,
+    ) -> Look:
+        """Decide about a step that begins now.
 
-    def reason(self, expected: Expected) -> Reason | None:
-        """Find why to watch the step that begins, None for no reason."""
-        own = self._of(expected.signature)
-        is_larger = expected.size_bytes > self._largest_bytes
-        if expected.signature is None or is_larger or expected.foreseen in self._missed:
-            return Reason.PLAN
-        if not expected.has_peak or (expected.is_higher and own.higher >= OFTEN):
-            return Reason.PEAK
-        if expected.is_piece:
-            return Reason.ITERATION
-        if not expected.has_time:
-            return Reason.TIME
-        if expected.has_grown:
-            return Reason.GROWN
-        return Reason.AGAIN if expected.may_grow else None
-
-    # ---------------------------------------------------------------- what it learns
-
-    def _of(self, signature: StepSignature | None) -> Watched:
-        return self._without_plans if signature is None else signature.watched
-
-    def step_begins(self, expected: Expected) -> Look:
-        """Decide about a step that begins now."""
-        reason = self.reason(expected)
-        own = self._of(expected.foreseen if reason is Reason.PLAN else expected.signature)
+        Args:
+            likely: The planned signature that it is likely to be of, None where nothing has a plan.
+            foreseen: The signature that it is likely to be of, planned or not; None where nothing like it came before.
+            size_bytes: Of what it is called with.
+            is_piece: Whether graphs wait in its iteration, and what that makes beside them was not seen.
+            is_free: Whether nobody measures already.
+            is_on_host: Whether it runs on the CPU, where its operations can be timed while its memory is measured: a
+                GPU's events would count how long it waits for the host.
+        """
+        is_new = size_bytes > self._largest_bytes or foreseen in self._missed
+        reason = Reason.PLAN if likely is None or is_new else _reason(likely, is_piece, is_free)
+        own = self._of(foreseen if reason is Reason.PLAN else likely)
         is_any_left = reason is not Reason.PLAN or TO_PLAN.is_due(self._looks_to_plan, self._count)
         if reason is not None and is_any_left and SCHEDULES[reason].is_due(own.looks[reason], own.steps):
             own.looks[reason] += 1
@@ -146,19 +102,16 @@ class WatchPolicy:
         else:
             reason = None if self._unseen is None else self._unseen[1]
             is_measured = self._unseen is not None
-        self._of(expected.signature).higher += expected.is_higher
-        self._largest_bytes = max(self._largest_bytes, expected.size_bytes)
-        is_first = is_measured and expected.signature is None
-        return Look(reason, is_measured, reason is Reason.TIME or (is_first and expected.is_on_host))
+        if likely is not None and is_free:
+            likely.watched.higher += _is_higher(likely)
+        self._largest_bytes = max(self._largest_bytes, size_bytes)
+        return Look(reason, is_measured, reason is Reason.TIME or (is_measured and likely is None and is_on_host))
+
+    def _of(self, signature: StepSignature | None) -> Watched:
+        return self._without_plans if signature is None else signature.watched
 
     def step_ended(self, look: Look, signature: StepSignature, saw: Saw = Saw.NOTHING) -> None:
-        """Learn that a step has ended; of one that failed nothing is learned.
-
-        Args:
-            look: What was watched in it.
-            signature: What it was.
-            saw: What came of measuring it.
-        """
+        """Learn that a step has ended, and what came of measuring it; of one that failed nothing is learned."""
         self._count += 1
         signature.watched.steps += 1
         if saw is Saw.PEAK:
@@ -173,7 +126,7 @@ class WatchPolicy:
 
     def planned(self, signature: StepSignature) -> None:
         """Learn that a step signature has another plan, whose peak and time are to be seen."""
-        looks = self._of(signature).looks
+        looks = signature.watched.looks
         for reason in (Reason.PEAK, Reason.TIME):
             looks[reason] = min(looks[reason], SCHEDULES[reason].at_once - OF_NEW_PLAN)
 
@@ -184,3 +137,24 @@ class WatchPolicy:
     def found(self, signature: StepSignature) -> None:
         """Learn that a step was measured whose signature has no plan."""
         self._missed.pop(signature, None)
+
+
+def _reason(signature: StepSignature, is_piece: bool, is_free: bool) -> Reason | None:
+    """Find why to watch a step that is likely of a planned signature, None for no reason."""
+    measured, own = signature.own_plan.measured, signature.watched
+    if measured.peak_bytes is None or (is_free and own.higher >= OFTEN and _is_higher(signature)):
+        return Reason.PEAK
+    if is_piece and is_free:
+        return Reason.ITERATION
+    if measured.step_ms is None:
+        return Reason.TIME
+    if own.has_grown and is_free:
+        return Reason.GROWN
+    return Reason.AGAIN if is_free and signature.recorded.outside_bytes > GUARD_BYTES else None
+
+
+def _is_higher(signature: StepSignature) -> bool:
+    """Whether clearly more is predicted for steps of a signature than for those whose peaks were measured."""
+    plan, predicted_bytes = signature.own_plan, signature.own_plan.measured.predicted_bytes
+    higher_bytes = 0 if predicted_bytes is None else plan.planned_peak_bytes - predicted_bytes
+    return higher_bytes > guard_bytes(plan.budget_bytes)  # and not by a loss that is kept

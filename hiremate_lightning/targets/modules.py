@@ -134,10 +134,7 @@ class Targets:
 
     def _call_outermost(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a candidate that trains, in no other one: by a plan, but where that can't be or gains nothing."""
-        if self.session.leave_to_modes():
-            return self._call_unlearned(module, args, kwargs)
-        if module not in self._waiting and self.session.is_new_in_backward(name, (args, kwargs)):
-            self.session.runs_in_backward(name)
+        if self.session.leaves_out(name, (args, kwargs), is_part=module in self._waiting):
             return self._call_unlearned(module, args, kwargs)
         if name not in self.adopted and sharding.has_units_below(module):
             self._passed_by.add(name)

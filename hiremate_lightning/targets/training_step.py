@@ -63,7 +63,7 @@ class StepTarget:
             self._hook = None
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or self.session.leave_to_modes():
+        if not torch.is_grad_enabled() or self.session.leaves_out(self.METHOD, (args, kwargs)):
             return self._eager(*args, **kwargs)
         if self.session.begin_call(self.METHOD, (args, kwargs), self._eager):
             return self.session.run_eager((args, kwargs), partial(self._eager, *args, **kwargs))

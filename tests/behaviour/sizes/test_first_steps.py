@@ -136,7 +136,7 @@ def test_all_programs_of_a_step_are_of_one_plan(monkeypatch):
         step(model, length)
         chosen += session_of(model).steps.current.forwards
     assert len(chosen) == 8
-    assert all(forward.mode.is_planned for forward in chosen)
+    assert all(forward.is_planned for forward in chosen)
     for one, other in zip(chosen[:3], chosen[4:7], strict=True):
         rows = [f.program.schedule.decisions(f.captured.graph) for f in (one, other)]
         assert rows[0] == rows[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,16 +13,15 @@ from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.calls.given import ModuleCall
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.records.graph import StorageKind
-from hiremate_lightning.records.resizing import Sample
 from hiremate_lightning.signatures.eager_predictions import (
     NEAR,
     ROUNDING,
     TRIES,
     UNMEASURED_RATIO,
     UNMEASURED_WAY_RATIO,
+    CapturedStep,
     EagerPredictions,
 )
-from hiremate_lightning.signatures.recorded_step import CapturedStep
 from hiremate_lightning.signatures.step_signature import StepSignature
 from hiremate_lightning.targets.modules import targets_of
 from tests.exact import simple_loop, take_steps, train_both
@@ -55,16 +55,23 @@ def captured(
     for tensor in reversed(kept[1:]):
         gradient = b.op(f"grad{tensor}", (gradient, tensor), 8, backward=True)
     graph, profile = b.graph(outputs=(out,), gradients=(gradient,))
-    sample = Sample((), graph, profile, len(graph.storages))
-    return CapturedStep((call(rows, length),), code, times * rows * length, margin_bytes, True, lambda: sample)
+    recorded = SimpleNamespace(
+        calls=[
+            SimpleNamespace(call=SimpleNamespace(graph=graph), captured=SimpleNamespace(device=torch.device("cpu")))
+        ],
+        merge=lambda: SimpleNamespace(graph=graph, profile=profile),
+        bytes_from=lambda first: times * rows * length,
+        margin_bytes=margin_bytes,
+    )
+    return CapturedStep((call(rows, length),), code, recorded)
 
 
 def known(*steps: CapturedStep) -> EagerPredictions:
     """Make predictions from captured steps: one of SIGNATURE, one of OTHER, and more."""
     plain, more = EagerPredictions(), (StepSignature((number,)) for number in range(2, len(steps)))
-    SIGNATURE.captured = OTHER.captured = None
     for signature, step in zip((SIGNATURE, OTHER, *more), steps, strict=False):
-        plain.learn(signature, step)
+        signature.given, signature.code, signature.step = step.calls, step.code, step.step
+        plain.learn(signature)
     return plain
 
 

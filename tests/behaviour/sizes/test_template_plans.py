@@ -7,7 +7,7 @@ import torch
 
 from hiremate_lightning import HiRemateWarning, InfeasibleBudgetError
 from hiremate_lightning.records.expressions import NoTemplateError
-from hiremate_lightning.sessions import offloading, templates
+from hiremate_lightning.sessions import graph_programs, offloading
 from hiremate_lightning.testing import is_from_template, session_of, step_under_way
 from tests.behaviour.sizes.test_templates import FIRST, LONG, SHORT, Training, budget_of, train_alike, trainings
 from tests.exact import Log, differing
@@ -50,7 +50,7 @@ def test_larger_sizes_run_by_decisions_made_once(planning_log):
 
 def test_steps_that_lose_time_get_faster_decisions(monkeypatch: pytest.MonkeyPatch):
     """Solving costs nothing here, so any loss is worth it; all stays exact and within the budget."""
-    monkeypatch.setattr(templates.Ladders, "price_ms", lambda self, loss: 0.0)
+    monkeypatch.setattr(graph_programs.GraphPrograms, "_price_ms", lambda self, loss: 0.0)
     plain, planned, added_bytes = with_code()
     for length in [*LONGER, *LONGER]:
         train_alike(plain, planned, length)

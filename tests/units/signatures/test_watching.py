@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from itertools import cycle, islice
+from types import SimpleNamespace
 
 import pytest
 
+from hiremate_lightning.planning.headroom import GUARD_BYTES
 from hiremate_lightning.signatures.history import History, Order
-from hiremate_lightning.signatures.step_signature import Reason
-from hiremate_lightning.signatures.watching import IN_A_ROW, TO_PLAN, Expected, Look, LookSchedule, Saw, WatchPolicy
+from hiremate_lightning.signatures.step_signature import Reason, StepSignature
+from hiremate_lightning.signatures.watching import IN_A_ROW, TO_PLAN, Look, LookSchedule, Saw, WatchPolicy
 
 SIGNATURE, OTHER, SIZE = (0,), (1,), 100
-SETTLED = {"has_peak": True, "has_time": True}
+
+
+def planned(
+    signature: StepSignature | None,
+    has_peak: bool = True,
+    has_time: bool = True,
+    may_grow: bool = False,
+    has_grown: bool | None = None,
+    is_higher: bool = False,
+) -> StepSignature | None:
+    """Give a signature a plan of which so much was measured, and code outside of it that may grow."""
+    if signature is not None:
+        peak_bytes, step_ms = 0 if has_peak else None, 1.0 if has_time else None
+        measured = SimpleNamespace(peak_bytes=peak_bytes, step_ms=step_ms, predicted_bytes=0)
+        signature.plan = SimpleNamespace(measured=measured, budget_bytes=0, planned_peak_bytes=int(is_higher))
+        signature.step = SimpleNamespace(outside_bytes=2 * GUARD_BYTES * may_grow)
+        signature.watched.has_grown = signature.watched.has_grown if has_grown is None else has_grown
+    return signature
 
 
 class Training:
@@ -30,7 +48,7 @@ class Training:
     def step(self, signature: tuple[int, ...], size_bytes: int = SIZE) -> Look:
         foreseen = [*self.order.foresee(size_bytes)]
         likely = next((k for k in foreseen if k in self.planned), next(reversed(self.planned), None))
-        look = self.policy.step_begins(self._expect(likely, size_bytes, next(iter(foreseen), None)))
+        look = self._begin(likely, size_bytes, next(iter(foreseen), None))
         self.policy.step_ended(look, self.history[signature], self._learn(signature, look))
         self.order.note(signature, size_bytes)
         return look
@@ -40,11 +58,10 @@ class Training:
         watched = [self.step(signature) for signature in signatures]
         return [index for index, watch in enumerate(watched, start=1) if watch.is_measured]
 
-    def _expect(self, signature: tuple[int, ...] | None, size_bytes: int, foreseen: tuple[int, ...] | None) -> Expected:
+    def _begin(self, signature: tuple[int, ...] | None, size_bytes: int, foreseen: tuple[int, ...] | None) -> Look:
         has_peak, has_time = self.planned.get(signature, (False, False))
-        seen = [graphs and self.history[graphs] for graphs in (signature, foreseen)]
-        has_grown = seen[0] is not None and seen[0].watched.has_grown
-        return Expected(*seen, size_bytes, has_peak, has_time, may_grow=self._may_grow, has_grown=has_grown)
+        likely, first = (graphs and self.history[graphs] for graphs in (signature, foreseen))
+        return self.policy.step_begins(planned(likely, has_peak, has_time, self._may_grow), first, size_bytes)
 
     def _learn(self, signature: tuple[int, ...], look: Look) -> Saw:
         sees_frees = self._sees_frees or self._was_measured
@@ -68,37 +85,31 @@ class Training:
         return Saw.PEAK
 
 
-def among(history: History, expected: Expected) -> Expected:
-    """Return what is expected of a step with the signatures of a history, in place of their graphs."""
-    signature, foreseen = (graphs and history[graphs] for graphs in (expected.signature, expected.foreseen))
-    return replace(expected, signature=signature, foreseen=foreseen)
-
-
 @pytest.mark.parametrize(
-    ("expected", "reason"),
+    ("known", "foreseen", "size_bytes", "reason"),
     [
-        (Expected(None, None, SIZE), Reason.PLAN),  # nothing has a plan
-        (Expected(SIGNATURE, SIGNATURE, 2 * SIZE), Reason.PLAN),  # larger than any step before
-        (Expected(SIGNATURE, OTHER, SIZE, **SETTLED), Reason.PLAN),  # missed before
-        (Expected(SIGNATURE, SIGNATURE, SIZE), Reason.PEAK),
-        (Expected(SIGNATURE, SIGNATURE, SIZE, has_peak=True), Reason.TIME),
-        (Expected(SIGNATURE, SIGNATURE, SIZE, **SETTLED), None),
-        (Expected(SIGNATURE, SIGNATURE, SIZE, **SETTLED, has_grown=True), Reason.GROWN),
-        (Expected(SIGNATURE, SIGNATURE, SIZE, **SETTLED, may_grow=True), Reason.AGAIN),
+        (None, None, SIZE, Reason.PLAN),  # nothing has a plan
+        ({}, SIGNATURE, 2 * SIZE, Reason.PLAN),  # larger than any step before
+        ({}, OTHER, SIZE, Reason.PLAN),  # missed before
+        ({"has_peak": False, "has_time": False}, SIGNATURE, SIZE, Reason.PEAK),
+        ({"has_time": False}, SIGNATURE, SIZE, Reason.TIME),
+        ({}, SIGNATURE, SIZE, None),
+        ({"has_grown": True}, SIGNATURE, SIZE, Reason.GROWN),
+        ({"may_grow": True}, SIGNATURE, SIZE, Reason.AGAIN),
     ],
 )
-def test_each_step_has_its_reason_to_be_watched(expected, reason):
+def test_each_step_has_its_reason_to_be_watched(known, foreseen, size_bytes, reason):
     policy, history = WatchPolicy(), History()
-    expected = among(history, expected)
+    signature = history[SIGNATURE]
     for _ in range(8):
-        look = policy.step_begins(among(history, Expected(SIGNATURE, SIGNATURE, SIZE, **SETTLED)))
-        policy.step_ended(look, history[SIGNATURE])
+        look = policy.step_begins(planned(signature), signature, SIZE)
+        policy.step_ended(look, signature)
     policy.missed(history[OTHER])
-    assert policy.reason(expected) is reason
-    assert policy.reason(expected) is reason, "a query changes nothing"
+    likely = None if known is None else planned(signature, **known)
+    expected = likely, foreseen and history[foreseen], size_bytes
     is_timed = reason is Reason.TIME
     is_measured = reason is not None and not is_timed
-    assert policy.step_begins(expected) == Look(reason, is_measured, is_timed)
+    assert policy.step_begins(*expected) == Look(reason, is_measured, is_timed)
 
 
 def test_a_schedule_has_looks_at_once_and_then_at_doubled_steps():
@@ -183,17 +194,16 @@ def test_growth_that_comes_again_is_measured_ever_more_rarely():
 
 def test_what_failed_is_not_counted():
     policy = WatchPolicy()
-    policy.step_begins(Expected(None, None, SIZE))  # and does not end
-    assert policy.step_begins(Expected(None, None, SIZE)).is_measured
+    policy.step_begins(None, None, SIZE)  # and does not end
+    assert policy.step_begins(None, None, SIZE).is_measured
 
 
 def test_a_state_of_a_higher_peak_is_measured_at_its_third_step():
     policy, signature = WatchPolicy(), History()[SIGNATURE]
-    policy.step_ended(policy.step_begins(Expected(signature, signature, SIZE)), signature, Saw.PEAK)
-    higher = Expected(signature, signature, SIZE, **SETTLED, is_higher=True)
+    policy.step_ended(policy.step_begins(planned(signature, has_peak=False), signature, SIZE), signature, Saw.PEAK)
     found = []
     for _ in range(3):
-        look = policy.step_begins(higher)
+        look = policy.step_begins(planned(signature, is_higher=True), signature, SIZE)
         found.append((look.is_measured, look.is_timed))
         policy.step_ended(look, signature)
     assert found == [(False, False), (False, False), (True, False)]
