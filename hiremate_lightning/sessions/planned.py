@@ -102,30 +102,25 @@ class PlannedSignatures:
         """List the planned signatures by whose plan a step may begin."""
         return [signature for signature in self.history.all_likely(step.foreseen) if starts_so(signature, step.start)]
 
-    def meet(
-        self, finished: StepRecord | None, resident: Resident, before: Resident | None, step: CurrentStep
-    ) -> list[StepSignature]:
+    def meet(self, finished: CurrentStep | None, resident: Resident, step: CurrentStep) -> None:
         """Plan the step that has ended, if any, and check each likely plan against the memory before the next.
 
         Args:
-            finished: The record of the step that has ended, None where it is not to be planned.
+            finished: The step that has ended, None where it is not to be planned.
             resident: What exists.
-            before: What existed before the step that has ended: other graphs may have waited than now.
             step: The step that begins.
-
-        Returns:
-            The signatures whose plans were checked.
 
         Raises:
             InfeasibleBudgetError: If nothing fits the budget and all was seen that may need more; it names what is
                 enough for all steps seen.
         """
+        self._graph_programs.note_resident(resident)
         self.shortage.begin_step(resident, self._memory)
-        if finished is not None:
+        if finished is not None and finished.record is not None:
+            before = finished.resident and finished.resident.with_state(resident.state_bytes)
             with collecting_what_it_leaves():
-                self._hold(self.learn(finished, resident, before and before.with_state(resident.state_bytes)))
-        likely = self.likely(step)
-        self.check_plans(likely, resident)
+                self._hold(self.learn(finished.record, resident, before))
+        self.check_plans(self.likely(step), resident)
         if self.shortage.is_held and self.shortage.is_to_be_raised:
             self._end_shortage()
         if self.shortage.is_to_be_announced:
@@ -133,7 +128,12 @@ class PlannedSignatures:
                 f"The budget {self._model.options.budget} is too small. Up to {HELD_STEPS} steps run at the least "
                 "memory, to see what all of them need; then an error names the budget that is enough."
             )
-        return likely
+        if finished is not None:
+            signature = self.history[finished.graphs]
+            if signature.plan is None:
+                self._model.watching.missed(signature)
+            else:
+                self._note_given(signature, finished.calls)
 
     def _end_shortage(self) -> None:
         """Plan all step signatures anew, where what needed more than the budget has gone.
@@ -170,6 +170,13 @@ class PlannedSignatures:
         self.maker.state_bytes = max(self.maker.state_bytes, resident.state_bytes)
         short = self._plan(*alike) if alike or has_more_state else None
         self._hold(short or first_short(self.check_plan(signature, resident) for signature in signatures))
+        for signature in signatures:
+            signature.checked_at = self._memory.growths, self._memory.retained_bytes()
+
+    def was_checked(self, signature: StepSignature) -> bool:
+        """Whether the plan of a signature was checked with as much in use: state grows, other plans retain more."""
+        growths, retained_bytes = signature.checked_at
+        return growths == self._memory.growths and retained_bytes >= self._memory.retained_bytes()
 
     def _hold(self, short: Short | None) -> None:
         """Let training go on where a step does not fit, until it is known what all of its steps need."""
@@ -244,8 +251,8 @@ class PlannedSignatures:
         self.maker.state_bytes = max(self.maker.state_bytes, resident.state_bytes)
         is_share = self._model.options.budget.share is not None  # of the largest step, which may be this one
         short = self._plan(*ahead, signature, may_hold_more=is_share)
-        has_dropped = len(signature.recorded.calls) < len(signature.graphs)  # as layers are: its share says little
-        if short is not None and is_share and signature.sights.count == 1 and has_dropped:
+        is_first = short is not None and is_share and signature.sights.count == 1
+        if is_first and len(signature.recorded.calls) < len(signature.graphs):  # layers were dropped
             log.info("%s waits for larger steps: %s", self._name, short)
             signature.step = None
             return None
@@ -256,7 +263,7 @@ class PlannedSignatures:
             self.warn_of_first_step(signature, record.peak_bytes or 0)
         return short
 
-    def note_given(self, signature: StepSignature, calls: Sequence[ModuleCall]) -> None:
+    def _note_given(self, signature: StepSignature, calls: Sequence[ModuleCall]) -> None:
         """Learn what calls of a signature with a plan are given: steps of other sizes are predicted from it."""
         signature.given, signature.code = tuple(calls), self.history.same_code(signature.recorded)
         if signature.largest is not None:

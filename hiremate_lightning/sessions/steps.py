@@ -10,7 +10,7 @@ plans side by side.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -100,12 +100,7 @@ class Steps:
     # ---------------------------------------------------------------- the life of a step
 
     def called(self, arguments: Any, call: ModuleCall | None = None) -> None:
-        """Learn of a call of a planned module, or of what is around it: it may begin a step.
-
-        Args:
-            arguments: What it is given.
-            call: The call, None where what is called runs no captured code itself.
-        """
+        """Learn of a call of a planned module, or of what is around it and runs no captured code itself."""
         if self.current is not None and (self.current.is_over or self._was_trial(self.current, call)):
             self.end()
         if self.current is None:
@@ -133,7 +128,10 @@ class Steps:
         self._memory.step_begins(arguments)
         self._announcements.step_begins(len(self._parts.retained()))
         if finished is not None or self._counts_resident(step):
-            self._meet(finished, step, arguments)
+            if finished is not None:
+                self._memory.collect_garbage()
+            step.resident = self._memory.count_before_step(arguments)
+            self._planned.meet(finished, step.resident, step)
         if before is not None and before.timing is not None:
             self._eager_steps.note_release(before.timing)
         gainless = self._eager_steps.step_begins(step)
@@ -160,38 +158,7 @@ class Steps:
         is_due = self.count < WATCHED_STEPS or self.count % COUNTED_AGAIN == 0 or self._memory.has_grown()
         likely = self._history.all_likely(step.foreseen)
         is_due = is_due or self._planned.shortage.is_held or any(one.counts_on_freed_gradients for one in likely)
-        return is_due or not all(map(self._was_checked, self._planned.likely(step)))
-
-    def _was_checked(self, signature: StepSignature) -> bool:
-        """Whether the plan of a signature was checked with as much in use: state grows, other plans retain more."""
-        growths, retained_bytes = signature.checked_at
-        return growths == self._memory.growths and retained_bytes >= self._memory.retained_bytes()
-
-    def _note_checked(self, signatures: Iterable[StepSignature]) -> None:
-        met = self._memory.growths, self._memory.retained_bytes()
-        for signature in signatures:
-            signature.checked_at = met
-
-    def _meet(self, finished: CurrentStep | None, step: CurrentStep, arguments: list[torch.Tensor]) -> None:
-        """Count what exists, plan the step that has ended, and check plans against the memory that exists now.
-
-        Raises:
-            InfeasibleBudgetError: If nothing fits the budget; it says what could not be captured.
-        """
-        if finished is not None:
-            self._memory.collect_garbage()
-        resident = step.resident = self._memory.count_before_step(arguments)
-        self._graph_programs.note_resident(resident)
-        record = None if finished is None else finished.record
-        before = None if finished is None else finished.resident
-        self._note_checked(self._planned.meet(record, resident, before, step))
-        if finished is None:
-            return
-        signature = self._history[finished.graphs]
-        if signature.plan is None:
-            self._watching.missed(signature)
-        else:
-            self._planned.note_given(signature, finished.calls)
+        return is_due or not all(map(self._planned.was_checked, self._planned.likely(step)))
 
     # ---------------------------------------------------------------- its captured graphs
 
@@ -215,10 +182,9 @@ class Steps:
         self._parts.costs_of(part)
         signature, _ = self._history.choose((part.number,), step.expected, step.start, lambda signature: True)
         step.expected = signature or step.expected
-        if signature is not None and not self._was_checked(signature):
+        if signature is not None and not self._planned.was_checked(signature):
             resident = step.resident or self._memory.count_before_step(tensors_among(arguments))
             self._planned.check_plans([signature], resident)
-            self._note_checked([signature])
 
     def program_of(self, part: Part) -> Program:
         """Return the program by which a part is about to run, for its proof."""
