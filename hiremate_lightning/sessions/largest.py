@@ -40,19 +40,10 @@ Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 class LargestSizes:
-    """The largest sizes of the steps of one model.
-
-    Args:
-        named: The sizes that were named.
-        parts: The captured graphs.
-        say: Warns, once of each thing.
-
-    Attributes:
-        becomes: What sizes of the latest step become in the largest one.
-    """
+    """The largest sizes of the steps of one model, whose user named some."""
 
     def __init__(self, named: Sequence[NamedSize], parts: Parts, say: Callable[..., None]) -> None:
-        self.becomes: Mapping[int, int] = {}
+        self.becomes: Mapping[int, int] = {}  # what sizes of the latest step become in the largest one
         self._named, self._parts, self._say = named, parts, say
         self._wishes: dict[str, NamedSize] = {}  # those that were met in what calls were given
         self._ends: dict[str, list[tuple[int, int]]] = {}  # sizes of each argument with a named size, and the largest
@@ -197,9 +188,8 @@ class LargestSizes:
 class VaryingSizes:
     """The sizes of the latest call of a model that differ from call to call, once three calls have differed.
 
-    Args:
-        weights: Returns the shapes of the model's weights. A dimension that always has a size that varies elsewhere
-            can't be told from that one: such a size is left out.
+    A dimension of a weight that always has a size that varies elsewhere can't be told from that one: such a size is
+    left out.
     """
 
     def __init__(self, weights: Callable[[], Iterable[Sizes]]) -> None:

@@ -44,16 +44,6 @@ class Offloading:
     In steps of new sizes that run without a plan, what autograd saves is offloaded where they fit in no other way: to
     temporary files, or from a GPU to the host's memory. Files are kept for the next such step, until such steps run by
     plans. Once there was no room, no further step without a plan is offloaded.
-
-    Args:
-        root: The model.
-        options: What was asked for.
-        device: Returns the device of the model.
-        say: Warns, once for each text.
-
-    Attributes:
-        memory: The blocks of the host that values lie in.
-        files: Kept for the next step without a plan.
     """
 
     def __init__(
@@ -61,7 +51,8 @@ class Offloading:
     ) -> None:
         self._asked, self._budget, self._fuses = options.offload, options.host_budget, options.compile is not None
         self._root, self._device, self._say = root, device, say
-        self.memory, self.files = HostMemory(), Files()
+        self.memory = HostMemory()  # the blocks of the host that values lie in
+        self.files = Files()  # kept for the next step without a plan
         self._takes_saved = not sharding.has_units(root)
 
     # ---------------------------------------------------------------- values of plans
@@ -97,12 +88,8 @@ class Offloading:
     def host(self, step: Step, calls: Sequence[Captured], waits: bool = False) -> Host | None:
         """Return the memory that values of a step may be offloaded to.
 
-        None where all stays on the device: why is announced where `offload` was asked for.
-
-        Args:
-            step: The step.
-            calls: What its calls run.
-            waits: Whether graphs wait for a later backward, before the step or after it.
+        None where all stays on the device, as where graphs wait for a later backward, before the step or after it: why
+        is announced where `offload` was asked for.
         """
         if self._asked == "off":
             return None

@@ -66,12 +66,7 @@ class PlanMaker:
         """Return how many bytes a step has; a share is of the largest step that is known.
 
         A share is of what plain training adds, graphs that wait for their backward included. All step signatures have
-        the largest budget of any.
-
-        Args:
-            step: The step.
-            resident: What exists before it.
-            signature: Its signature, None where that is not known yet.
+        the largest budget of any. That of this step is None where it is not known yet.
         """
         budget_bytes = max(self._own_budget_bytes(step, resident, signature), self._others_budget_bytes(signature))
         return Room(self._model.options.budget, budget_bytes, resident.size_bytes)
@@ -113,8 +108,7 @@ class PlanMaker:
     def choose_waiting(self, may_hold_more: bool) -> list[StepSignature]:
         """Choose what graphs that wait hold; return the step signatures that are to be planned anew for that.
 
-        Args:
-            may_hold_more: Whether they may hold everything from now on where they held the least: budgets are others.
+        Where budgets are others, they may hold more: everything where they held the least.
         """
         recorded, waiting = self._history.recorded, self.waiting
         concerned = [signature for signature in recorded if waiting.concerns(signature, signature.recorded)]
@@ -241,13 +235,7 @@ class PlanMaker:
         return replace(need, waiting_bytes=waiting_bytes, is_guarded=True, less_bytes=less_bytes)
 
     def decide(self, step: Step, room: Room, limit_s: float) -> Solution:
-        """Solve a step that gets no plan of its own; where nothing fits, find its least memory.
-
-        Args:
-            step: The merged step.
-            room: How many bytes it has.
-            limit_s: Seconds for solving, at most; fewer where the options ask for fewer.
-        """
+        """Solve a step that gets no plan of its own, in few seconds; where nothing fits, find its least memory."""
         options = self._model.options
         options = replace(options, on_infeasible="warn", time_limit_s=min(limit_s, options.time_limit_s))
         plan = make_plan(step, room, options, self._model.name, progress=self.progress(step))

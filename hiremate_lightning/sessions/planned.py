@@ -227,12 +227,7 @@ class PlannedSignatures:
 
         It is planned beside what exists now, as before the next step of a loop of one signature: gradients may exist by
         now, and outputs. Where graphs wait, the next step is another piece of the iteration: what existed before this
-        one counts.
-
-        Args:
-            record: What the step ran.
-            resident: What exists now.
-            before: What existed before the step, with the state that optimizers have now; None where that is not known.
+        one counts, where it is known, with the state that optimizers have now.
 
         Returns:
             What the step needs, where nothing fits the budget.

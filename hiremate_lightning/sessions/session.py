@@ -166,8 +166,7 @@ class Session:
     def replace_compiling(self, aside: Sequence[Callable[[], None]] = ()) -> None:
         """Run the model as it was written where a script handed it to torch.compile, and report that.
 
-        Args:
-            aside: Give back what was taken away inside of the model already.
+        What was taken away inside of the model already is given back by functions.
         """
         given_back = [*aside, *map(compiled_by_torch.run_eager, compiled_by_torch.compiled_around(self.root))]
         for give_back in given_back:
@@ -305,12 +304,8 @@ class Session:
         """Decide whether a call runs eager, unseen, and warn of it.
 
         So does a call inside of a mode that sees each operator: nothing could be captured. So does one inside of a
-        backward that repeats none of its step, as a GradCache loss makes it.
-
-        Args:
-            name: The path of the module.
-            arguments: What it is given.
-            is_part: Whether it is part of a planned module: inside of a backward, that is computed again.
+        backward that repeats none of its step, as a GradCache loss makes it; parts of a planned module are computed
+        again there.
         """
         if backward_pass.is_running():
             step = self.steps.current

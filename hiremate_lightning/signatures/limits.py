@@ -42,11 +42,8 @@ class Limits:
 
         A share is of what a step adds to what exists. Where gradients don't exist yet that gives fewer bytes, though
         more is added, and the bytes of the other states are there all the same. So they are where an optimizer has made
-        its state since a step of another state was seen: it exists before all of them from then on.
-
-        Args:
-            resident: What exists before the step.
-            own_bytes: The budget in this state alone, resident bytes included.
+        its state since a step of another state was seen: it exists before all of them from then on. The step's own
+        budget is that in its state alone, resident bytes included.
         """
         more_bytes = resident.state_bytes - self.state_bytes if self.is_share else 0
         budgets = {kept: size_bytes + more_bytes for kept, size_bytes in self.budgets.items()}
