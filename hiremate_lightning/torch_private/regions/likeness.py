@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.guards import GuardBuilder, make_dupe_guard
-from torch._dynamo.source import AttrSource, NNModuleSource, TypeSource
+from torch._dynamo.source import NNModuleSource, TypeSource
 from torch._guards import ChainedSource, Guard, Source
 
 from ..same_captures import CODE, VALUES, NotShownError, expect, facts_of, is_plain
@@ -150,8 +150,6 @@ class Likeness:
         holds = _COMPARISONS.get(kind)
         if holds is None:
             raise NotShownError(f"{kind} is not compared")
-        if kind == "HASATTR" and "attr" not in details and isinstance(source, AttrSource):  # PyTorch before 2.13
-            details, source = {"attr": source.member}, source.base
         for name in _UNREAD & details.keys():
             del details[name]
         one, other = self.value_of(source), self.value_of(self.other_of(source))

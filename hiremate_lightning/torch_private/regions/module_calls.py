@@ -13,12 +13,10 @@ import torch
 from torch import fx
 from torch._C._dynamo.guards import GlobalStateGuard
 from torch._dynamo.guards import uninteresting_files
-from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import ConstantVariable, TupleVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
-from torch._guards import Source
 
 from ..same_captures import expect, facts_of
 from .likeness import equal
@@ -37,7 +35,6 @@ class TracedCall:
     """
 
     module: UnspecializedNNModuleVariable
-    source: Source
     tx: Any
     arguments: tuple[Any, ...]
     named: dict[str, Any]
@@ -59,22 +56,7 @@ class TracedCall:
             frames.append(caller)
         lines = tuple(frame.frame_summary() for frame in frames[::-1] if not frame.is_co_filename_from_nn_modules())
         blocks = tuple(entry.with_context for frame in frames for entry in frame.block_stack if entry.with_context)
-        return cls(module, module.source, tx, tuple(arguments), dict(named), lines, blocks, GlobalStateGuard())
-
-    def leaves_like(self, other: TracedCall) -> Leaves:
-        """Compare what a later call gets, and the modes that it comes under; return its leaves."""
-        is_same = len(self.blocks) == len(other.blocks) and all(map(operator.is_, self.blocks, other.blocks))
-        expect(is_same and self.modes.check(), "other modes")
-        expect(len(self.arguments) == len(other.arguments) and [*self.named] == [*other.named], "other arguments")
-        leaves, known = Leaves(), other.tx.output.side_effects
-        for one, another in zip(self.values, other.values, strict=True):
-            leaves.compare(one, another, known)
-        return leaves
-
-    @property
-    def values(self) -> tuple[Any, ...]:
-        """What the module is called with, one after the other."""
-        return *self.arguments, *self.named.values()
+        return cls(module, tx, tuple(arguments), dict(named), lines, blocks, GlobalStateGuard())
 
     def stack_text(self) -> str:
         """Write the lines as Dynamo begins the stack of each node with them."""
@@ -83,41 +65,51 @@ class TracedCall:
 
 
 class Leaves:
-    """Two trees of values that Dynamo traces, one of each call, compared leaf by leaf.
+    """What two calls get, compared leaf by leaf, and the modes that they come under.
 
     Attributes:
-        nodes: The nodes of the other tree's tensors by the one's.
+        nodes: The nodes of a later call's tensors by those of the earlier one.
+        variables: What Dynamo has for these tensors, by the same nodes.
+
+    Raises:
+        NotShownError: The calls are not shown to be alike.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, call: TracedCall, later: TracedCall) -> None:
         self.nodes: dict[fx.Node, fx.Node] = {}
         self.variables: dict[fx.Node, Any] = {}
         self._back: dict[fx.Node, fx.Node] = {}
+        self._known = later.tx.output.side_effects
+        is_same = len(call.blocks) == len(later.blocks) and all(map(operator.is_, call.blocks, later.blocks))
+        expect(is_same and call.modes.check(), "other modes")
+        expect(len(call.arguments) == len(later.arguments) and [*call.named] == [*later.named], "other arguments")
+        values, later_values = ((*each.arguments, *each.named.values()) for each in (call, later))
+        for one, other in zip(values, later_values, strict=True):
+            self._compare(one, other)
 
-    def compare(self, one: Any, other: Any, known: SideEffects) -> None:
-        """Compare a value that one call got with that of the other call at the same place."""
+    def _compare(self, one: Any, other: Any) -> None:
         if isinstance(one, LazyVariableTracker) and not one.is_realized():
             expect(one.source is not None and one.source == other.source, "an argument that is not read")
             return
         one, other = realized(one), realized(other)
         expect(type(one) is type(other), "an argument of another kind")
         if type(one) is TensorVariable:
-            self._pair(one, other, known)
+            self._compare_tensors(one, other)
         elif type(one) is TupleVariable:
             expect(len(one.items) == len(other.items), "an argument of another length")
             for inner, other_inner in zip(one.items, other.items, strict=True):
-                self.compare(inner, other_inner, known)
+                self._compare(inner, other_inner)
         elif type(one) is SymNodeVariable:
             expect(str(one.sym_num) == str(other.sym_num), "a number that varies")
             self._pair_nodes(one, other)
         else:
             expect(is_constant(one) and equal(one.value, other.value), "an argument")
 
-    def _pair(self, one: Any, other: Any, known: SideEffects) -> None:
+    def _compare_tensors(self, one: Any, other: Any) -> None:
         facts = [facts_of(variable.proxy.node.meta["example_value"]) for variable in (one, other)]
         expect(facts[0] == facts[1], "a tensor of another kind")
         expect(one.source == other.source, "a tensor that comes from elsewhere")
-        expect(not any(map(known.has_pending_mutation, (one, other))), "a tensor with attributes")
+        expect(not any(map(self._known.has_pending_mutation, (one, other))), "a tensor with attributes")
         self._pair_nodes(one, other)
 
     def _pair_nodes(self, one: Any, other: Any) -> None:

@@ -28,12 +28,7 @@ _KNOWN_OF_NODES = frozenset(  # a node of which more is known has a mark that is
     ("example_value", "stack_trace", "nn_module_stack", "source_fn_stack", "creation_timestamp")
 )
 _WITH_MORE_INSIDE = HigherOrderOperator, types.MethodType, functools.partial
-_NUMBER_AT_END = re.compile(r"_\d+$")
 _MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\[(['\"])([^'\"\]]+)\1\]")
-
-
-class CopyError(Exception):
-    """A copy failed on its way, or turned out other than its trace; what was added can't be taken back."""
 
 
 @dataclass(eq=False)
@@ -42,6 +37,7 @@ class Trace:
 
     Attributes:
         changes_before: How often something was changed before it.
+        aliases: The sources of what was reached from two places so far: that of the second one, and the first one's.
     """
 
     call: TracedCall
@@ -49,103 +45,85 @@ class Trace:
     nodes: list[fx.Node]
     inputs: list[fx.Node]
     changes_before: int
+    aliases: Sequence[tuple[Source, Source]]
 
     def __post_init__(self) -> None:
         self.depth = len(self.call.tx.nn_module_stack)
         values = [value for value in values_in(self.result) if type(value) is TensorVariable]
         self.returned = frozenset(value.as_proxy().node for value in values)
-        self._read: Read | None = None
 
-    def read(self, aliases: Sequence[tuple[Source, Source]] = ()) -> Read:
-        """List what was read of the module, with the first list of what was reached from two places that is given."""
-        if self._read is None:
-            self._read = Read(self.call.tx.output, self.call.source, aliases)
-        return self._read
+    @functools.cached_property
+    def read(self) -> Read:
+        """What was read of the module; listed when another call is first compared with it."""
+        return Read(self.call.tx.output, self.call.module.source, self.aliases)
 
-    def copy_for(self, other: TracedCall, aliases: Sequence[tuple[Source, Source]]) -> Any:
-        """Return what another call returns, with the nodes for it in the graph.
 
-        Raises:
-            NotShownError: That call is not shown to be alike; nothing was added.
-            CopyError: It failed when some of it was added.
-        """
-        leaves = self.call.leaves_like(other)
-        is_new_or_given = all(node in leaves.nodes or node.op != "placeholder" for node in self.returned)
+class Copy:
+    """The nodes of a trace, to be added once more for another call.
+
+    Raises:
+        NotShownError: That call is not shown to be alike; nothing was added.
+    """
+
+    def __init__(self, trace: Trace, call: TracedCall) -> None:
+        self._trace, self._tx, self._output = trace, call.tx, call.tx.output
+        self._leaves = Leaves(trace.call, call)
+        is_new_or_given = all(node in self._leaves.nodes or node.op != "placeholder" for node in trace.returned)
         expect(is_new_or_given, "a result that is a parameter")
-        likeness = Likeness(other.tx.output, self.read(aliases), other.source)
-        inputs = self._inputs(likeness, leaves)
-        try:
-            return Copy(self, other, leaves, likeness, inputs).make()
-        except Exception as error:  # whatever it is: what was added can't be taken back
-            raise CopyError(self.call.module.value_type.__name__) from error
+        self._likeness = Likeness(self._output, trace.read, call.module.source)
+        self._inputs = self._sources_of_inputs()
+        calls = trace.call, call
+        # As Dynamo names modules where it says which modules a node is in.
+        self._names = [_MEMBER.sub(r".\2", each.module.get_nn_module_stack_source().name) for each in calls]
+        self._lines = [each.stack_text() for each in calls]
+        self._others = dict(self._leaves.nodes)
+        self._returned: dict[fx.Node, Any] = {}
 
-    def _inputs(self, likeness: Likeness, leaves: Leaves) -> dict[fx.Node, Source | None]:
+    def _sources_of_inputs(self) -> dict[fx.Node, Source | None]:
         """List the inputs that the nodes read, in order, each with its source in the other module, None for itself."""
-        own, sources = set(self.nodes), dict[fx.Node, Source | None]()
-        used = (use for node in self.nodes for use in node.all_input_nodes if use not in own)
-        for node in dict.fromkeys((*self.inputs, *used)):
-            if node in leaves.nodes:
+        trace, sources = self._trace, dict[fx.Node, Source | None]()
+        known, read = {*trace.nodes, *self._leaves.nodes}, trace.read
+        used = (use for node in trace.nodes for use in node.all_input_nodes)
+        for node in dict.fromkeys((*trace.inputs, *used)):
+            if node in known:
                 continue
             expect(node.op == "placeholder", "a value from outside")
             source = node.meta["grapharg"].source if "grapharg" in node.meta else None
-            if source is None or not self.read().has(source):
+            if source is None or not read.has(source):
                 sources[node] = None
                 continue
             value = node.meta["example_value"]
             is_static = isinstance(value, torch.Tensor) and not value._has_symbolic_sizes_strides
-            is_itself = source in self.read().tensors and not isinstance(source, (FloatTensorSource, NumpyTensorSource))
+            is_itself = source in read.tensors and not isinstance(source, (FloatTensorSource, NumpyTensorSource))
             expect(is_static and is_itself, "an input of the module that varies")
-            sources[node] = other = likeness.other_of(source)
-            likeness.value_of(other)
+            sources[node] = other = self._likeness.other_of(source)
+            self._likeness.value_of(other)
         return sources
 
-
-@dataclass(eq=False)
-class Copy:
-    """The nodes of a trace, added once more for another call."""
-
-    trace: Trace
-    call: TracedCall
-    leaves: Leaves
-    likeness: Likeness
-    inputs: dict[fx.Node, Source | None]
-
-    def __post_init__(self) -> None:
-        self._tx, self._output = self.call.tx, self.call.tx.output
-        calls = self.trace.call, self.call
-        # As Dynamo names modules where it says which modules a node is in.
-        self._names = [_MEMBER.sub(r".\2", call.module.get_nn_module_stack_source().name) for call in calls]
-        self._lines = [call.stack_text() for call in calls]
-        self._others: dict[fx.Node, fx.Node] = dict(self.leaves.nodes)
-        self._returned: dict[fx.Node, Any] = {}
-
     def make(self) -> Any:
-        """Add the inputs, the guards and the nodes; return what the call returns."""
-        for node, source in self.inputs.items():
+        """Add the inputs, the guards and the nodes; return what the call returns. Where that fails, some are added."""
+        for node, source in self._inputs.items():
             self._others[node] = node if source is None else self._input(node, source)
-        for guard in self.likeness.guards:
+        for guard in self._likeness.guards:
             self._output.guards.add(guard, collect_debug_stack=False)
-        self._output.guard_on_key_order.update(map(self.likeness.other_of, self.trace.read().in_order))
-        for node in self.trace.nodes:
-            copy = self._others[node] = self._node(node)
-            self._value(node, copy)
-        return self._result(self.trace.result)
+        self._output.guard_on_key_order.update(map(self._likeness.other_of, self._trace.read.in_order))
+        for node in self._trace.nodes:
+            self._others[node] = self._node(node)
+        return self._result(self._trace.result)
 
     def _input(self, node: fx.Node, source: Source) -> fx.Node:
         count = len(self._output.placeholders)
-        variable = VariableBuilder(self._tx, source)(self.likeness.value_of(source))
+        variable = VariableBuilder(self._tx, source)(self._likeness.value_of(source))
         added: fx.Node = variable.as_proxy().node
         if len(self._output.placeholders) > count and "nn_module_stack" in node.meta:
             added.meta["nn_module_stack"] = self._stack(node)
         return added
 
     def _node(self, node: fx.Node) -> fx.Node:
+        """Add a node, and set what it gives as any trace does."""
         tracer = self._output.current_tracer
         arguments, named = fx.map_arg((node.args, node.kwargs), self._others.__getitem__)
-        made = node.meta.get("source_fn_stack")
-        names = made[-1][0] if made else node.name, node.name  # it was made with the first, and stored with the second
-        first, last = (_NUMBER_AT_END.sub("", name) for name in names)
-        added: fx.Node = tracer.create_node(node.op, node.target, arguments, named, first, node.type)
+        added: fx.Node = tracer.create_node(node.op, node.target, arguments, named, type_expr=node.type)
         own = ("example_value", "creation_timestamp")
         added.meta.update({key: value for key, value in node.meta.items() if key not in own})
         if "nn_module_stack" in node.meta:
@@ -157,21 +135,16 @@ class Copy:
         if "source_fn_stack" in node.meta:
             *outer, (_, target) = node.meta["source_fn_stack"]
             added.meta["source_fn_stack"] = [*outer, (added.name, target)]
-        if first != last:
-            added._rename(last)
-        return added
-
-    def _value(self, node: fx.Node, added: fx.Node) -> None:
-        """Set what a copied node gives, as any trace does."""
-        if node in self.trace.returned:
-            self._returned[node] = wrap_fx_proxy(self._tx, fx.Proxy(added, self._output.current_tracer))
+        if node in self._trace.returned:
+            self._returned[node] = wrap_fx_proxy(self._tx, fx.Proxy(added, tracer))
         else:
             set_example_value(added, get_fake_value(added, self._tx))
         expect(_facts(added.meta["example_value"]) == _facts(node.meta["example_value"]), f"{added.name} is another")
+        return added
 
     def _stack(self, node: fx.Node) -> dict[str, Any]:
         """Return the modules that the copy of a node is in, by their names."""
-        inner = list(node.meta["nn_module_stack"].values())[self.trace.depth :]
+        inner = list(node.meta["nn_module_stack"].values())[self._trace.depth :]
         return dict(self._tx.nn_module_stack) | {(other := self._renamed(name)): (other, kind) for name, kind in inner}
 
     def _renamed(self, name: str) -> str:
@@ -186,7 +159,8 @@ class Copy:
         if is_constant(variable):
             return ConstantVariable.create(variable.value)
         node = variable.as_proxy().node
-        return self.leaves.variables[node] if node in self.leaves.variables else self._returned[node]
+        variables = self._leaves.variables
+        return variables[node] if node in variables else self._returned[node]
 
 
 def _facts(value: Any) -> Any:

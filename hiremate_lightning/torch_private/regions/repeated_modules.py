@@ -36,7 +36,7 @@ from torch._guards import Source
 from ..hacks import instead_of
 from ..same_captures import NotShownError, expect, is_plain
 from .module_calls import TracedCall, note_unseen, realized, unseen
-from .module_traces import CopyError, Trace, can_be_copied, nodes_after
+from .module_traces import Copy, Trace, can_be_copied, nodes_after
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -68,17 +68,20 @@ class _Traces:
         for trace in self._by_class[kind]:
             try:
                 expect(not self._may_be_read(trace.changes_before), "something was changed")
-                result = trace.copy_for(call, self.aliases)
-                log.debug("copying the trace of a %s", kind.__name__)
-                return result
+                copy = Copy(trace, call)
             except TorchDynamoException:
                 raise
-            except CopyError as error:
-                _traced_whole.add(call.tx.output.root_tx.f_code)
-                log.debug("%s is captured again, without copies", error, exc_info=True)
-                raise UnspecializeRestartAnalysis(restart_reason="a copy of a module's trace failed") from error
             except Exception as error:  # what is compared is code of torch and of users: what fails isn't alike
                 log.debug("%s is traced: %s", kind.__name__, error)
+                continue
+            try:
+                result = copy.make()
+            except Exception as error:  # or the copy turned out another: what was added can't be taken back
+                _traced_whole.add(call.tx.output.root_tx.f_code)
+                log.debug("%s is captured again, without copies", kind.__name__, exc_info=True)
+                raise UnspecializeRestartAnalysis(restart_reason="a copy of a module's trace failed") from error
+            log.debug("copying the trace of a %s", kind.__name__)
+            return result
         return self._trace(call, run)
 
     def _trace(self, call: TracedCall, run: Callable[[], Any]) -> Any:
@@ -88,7 +91,8 @@ class _Traces:
         nodes, inputs = nodes_after(last), output.placeholders[inputs_before:]
         is_pure = hidden_before == self._hidden() and not self._may_be_read(changes_before)
         if is_pure and can_be_copied(nodes, result):
-            self._by_class[type(call.module.value)].appendleft(Trace(call, result, nodes, inputs, changes_before))
+            trace = Trace(call, result, nodes, inputs, changes_before, self.aliases)
+            self._by_class[type(call.module.value)].appendleft(trace)
         return result
 
     def _may_be_read(self, since: int) -> bool:
@@ -142,11 +146,14 @@ def _change(check: Any, known: SideEffects, item: Any) -> Any:
     return check(known, item)
 
 
-@instead_of(*(f"torch._dynamo.variables.{of}.invoke_and_store_as_constant" for of in ("functions", "nn_module")))
-def _store_as_constant(store: Any, tx: Any, *arguments: Any, **named: Any) -> Any:
-    """Note that a function runs now, whose result is a constant from then on: nothing guards what it reads."""
+@instead_of(
+    *(f"torch._dynamo.variables.{of}.invoke_and_store_as_constant" for of in ("functions", "nn_module")),
+    "torch._dynamo.variables.builtin.BuiltinVariable.call_id",
+)
+def _read_unguarded(run: Any, *arguments: Any, **named: Any) -> Any:
+    """Note that code asks for an `id`, or runs a function now whose result is a constant from then on."""
     note_unseen()
-    return store(tx, *arguments, **named)
+    return run(*arguments, **named)
 
 
 @instead_of(*(f"torch._dynamo.variables.{of}.vt_identity_compare" for of in ("object_protocol", "builtin")))
@@ -175,13 +182,6 @@ def _look_up(look_up: Any, variable: Any, *arguments: Any, **named: Any) -> Any:
     return look_up(variable, *arguments, **named)
 
 
-@instead_of("torch._dynamo.variables.builtin.BuiltinVariable.call_id")
-def _call_id(call: Any, variable: Any, tx: Any, *arguments: Any) -> Any:
-    """Note that code asks for the `id` of something."""
-    note_unseen()
-    return call(variable, tx, *arguments)
-
-
 @instead_of("torch._dynamo.variables.builder.VariableBuilder.__call__")
 def _build(build: Any, builder: Any, value: Any) -> Any:
     """Note that something is reached from a second place."""
@@ -193,7 +193,7 @@ def _build(build: Any, builder: Any, value: Any) -> Any:
     return build(builder, value)
 
 
-_STAND_INS = _call_or_copy, _change, _store_as_constant, _identify, _look_up, _call_id, _build
+_STAND_INS = _call_or_copy, _change, _read_unguarded, _identify, _look_up, _build
 
 
 def _traces_of(output: Any) -> _Traces:
