@@ -27,7 +27,7 @@ from . import aot, autocasting, tensor_state
 from .hacks import instead_of
 
 log = logging.getLogger("hiremate_lightning")
-Rewrite = Callable[[fx.Graph, fx.Node, fx.GraphModule], None]
+Rewrite = Callable[[fx.Graph, fx.Node, dict[str, fx.GraphModule]], None]
 _APPLY = torch.ops.higher_order.autograd_function_apply
 _BANS = torch._C._autograd._saved_tensors_hooks_disable, torch._C._autograd._saved_tensors_hooks_enable
 _SET_MODE = torch._C._set_grad_enabled
@@ -41,25 +41,29 @@ def module_of(root: torch.nn.Module, graph: fx.Graph, name: str = "GraphModule")
 
 def eager_module(module: fx.GraphModule) -> fx.GraphModule:
     """Make captured code call checkpoint as the user's code does."""
-    return _rewritten(module, _checkpoint)
+    return _rewritten(module, (tag_activation_checkpoint,), _checkpoint)
 
 
 def without_checkpoints(module: fx.GraphModule) -> fx.GraphModule:
     """Put checkpointed code in the place of its calls, so that its values are kept."""
-    return _rewritten(module, _inline)
+    return _rewritten(module, (tag_activation_checkpoint,), _inline)
 
 
-def _rewritten(module: fx.GraphModule, rewrite: Rewrite) -> fx.GraphModule:
-    """Copy code, and code inside of it, with other calls where that checkpoints anything."""
+def without_bans(module: fx.GraphModule) -> fx.GraphModule:
+    """Leave out that a transform bans hooks on what is saved."""
+    return _rewritten(module, _BANS, lambda graph, call, _: graph.erase_node(call))
+
+
+def _rewritten(module: fx.GraphModule, functions: Sequence[Any], rewrite: Rewrite) -> fx.GraphModule:
+    """Copy code, and code inside of it, with other calls where that calls any of some functions."""
     inner = {name: child for name, child in module.named_children() if isinstance(child, fx.GraphModule)}
-    replaced = {name: _rewritten(child, rewrite) for name, child in inner.items()}
-    is_called = bool(module.graph.find_nodes(op="call_function", target=tag_activation_checkpoint))
-    if not is_called and all(replaced[name] is child for name, child in inner.items()):
+    replaced = {name: _rewritten(child, functions, rewrite) for name, child in inner.items()}
+    if replaced == inner and not any(node.target in functions for node in module.graph.nodes):
         return module
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    for node in graph.find_nodes(op="call_function", target=tag_activation_checkpoint):
-        rewrite(graph, node, replaced[str(_body(node).target)])
+    for call in [node for node in graph.nodes if node.target in functions]:
+        rewrite(graph, call, replaced)
     copy = module_of(module, graph)
     copy.meta = dict(module.meta)
     for name in replaced.keys() & dict(copy.named_children()).keys():
@@ -67,27 +71,22 @@ def _rewritten(module: fx.GraphModule, rewrite: Rewrite) -> fx.GraphModule:
     return copy
 
 
-def _body(call: fx.Node) -> fx.Node:
-    """Return the node that stands for the code that a call checkpoints."""
-    body = call.args[0]
-    assert isinstance(body, fx.Node), "Dynamo hands over the body as an attribute"
-    return body
-
-
-def _checkpoint(_: fx.Graph, call: fx.Node, __: fx.GraphModule) -> None:
+def _checkpoint(_: fx.Graph, call: fx.Node, __: dict[str, fx.GraphModule]) -> None:
     # The user's code does not pass buffers as arguments.
     names = [a.name if isinstance(a, fx.Node) and a.op == "placeholder" else "" for a in call.args[1:]]
     call.target = _checkpointed
     call.kwargs = call.kwargs | {"buffers": tuple(i for i, name in enumerate(names) if "_buffers_" in name)}
 
 
-def _inline(graph: fx.Graph, call: fx.Node, body: fx.GraphModule) -> None:
+def _inline(graph: fx.Graph, call: fx.Node, bodies: dict[str, fx.GraphModule]) -> None:
     """Put the nodes of a body in the place of a call."""
+    name = str(cast(fx.Node, call.args[0]).target)  # Dynamo hands over the body as an attribute
+    body = bodies[name]
     values = dict(zip(body.graph.find_nodes(op="placeholder"), call.args[1:], strict=True))
     with graph.inserting_before(call):
         results = cast(Sequence[fx.Node], graph.graph_copy(body.graph, values))
         for node in body.graph.find_nodes(op="get_attr"):
-            values[node].target = f"{_body(call).target}.{node.target}"
+            values[node].target = f"{name}.{node.target}"
     for user in list(call.users):
         assert user.target is operator.getitem, "Dynamo takes apart what a call returns"
         user.replace_all_uses_with(results[cast(int, user.args[1])])
@@ -140,19 +139,6 @@ def keep_modes_of_backwards(code: fx.GraphModule) -> bool:
             backward.graph.erase_node(node)
         backward.recompile()
     return True
-
-
-def without_bans(module: fx.GraphModule) -> fx.GraphModule:
-    """Copy captured code in which a transform bans hooks on what is saved, and leave that out."""
-    if not module.graph.find_nodes(op="call_function", target=_BANS[0]):
-        return module
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    for node in [node for node in graph.nodes if node.target in _BANS]:
-        graph.erase_node(node)
-    copy = module_of(module, graph)
-    copy.meta = dict(module.meta)
-    return copy
 
 
 # ---------------------------------------------------------------- changes in place

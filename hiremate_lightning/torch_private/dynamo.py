@@ -154,8 +154,8 @@ def _capture_in_turn(sizes_vary: bool, code: types.CodeType, *arguments: Any, **
     on code that it captured before, that may be for a fraction that varies.
     """
     fractions_vary = code not in _without_fractions
-    ways: list[tuple[Callable[..., Any], bool]] = [(_always_static, True)] if fractions_vary else []
-    if not fractions_vary or code in _captured:
+    ways: list[tuple[Callable[..., Any], bool]] = [(_always_static, fractions_vary)]
+    if fractions_vary and code in _captured:
         ways.append((_always_static, False))
     if sizes_vary and code not in _without_symbols:
         ways.insert(0, (_has_static_shape, fractions_vary))

@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes as real_mode
 from torch.utils._pytree import tree_leaves as leaves
@@ -141,12 +140,6 @@ def is_batched(value: Any) -> bool:
 def is_transforming() -> bool:
     """Whether a transform of torch.func (grad, vmap) or forward-mode differentiation is under way."""
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
-
-
-def settings() -> tuple[Any, ...]:
-    """Describe what beside autocast decides how PyTorch computes: modes, backends, precision."""
-    modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
-    return (*map(id, modes), *kernel_settings(), torch.get_default_dtype())
 
 
 def watching_modes() -> list[str]:

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -187,14 +187,13 @@ class Likeness:
 
     def _compare_links(self, source: Source) -> None:
         """Compare a value, and each that it was reached through."""
-        for link in _links(source):
-            if link in self._compared:
+        while source not in self._compared:
+            self._compared.add(source)
+            if source == self._read.root or not isinstance(source, ChainedSource):
                 return
-            self._compared.add(link)
-            if link == self._read.root or not isinstance(link, ChainedSource):
-                return
-            if not isinstance(link, NNModuleSource):
-                self._compare(link)
+            if not isinstance(source, NNModuleSource):
+                self._compare(source)
+            source = source.base
 
     def _compare(self, source: Source) -> None:
         one, other = self._or_missing(source), self._or_missing(self.other_of(source))
@@ -220,13 +219,6 @@ class Likeness:
         if other is not one and other in self._known:
             named = self._known[other].source
             expect(named is not None and named.name == self.other_of(source).name, f"{source.name} is known elsewhere")
-
-
-def _links(source: Source) -> Iterator[Source]:
-    yield source
-    while isinstance(source, ChainedSource):
-        source = source.base
-        yield source
 
 
 def _compare_modules(one: torch.nn.Module, other: torch.nn.Module, name: str) -> None:

@@ -33,7 +33,7 @@ from torch._dynamo.variables.nn_module import UnspecializedBuiltinNNModuleVariab
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import Source
 
-from ..hacks import instead_of
+from ..hacks import instead_of, replaced
 from ..same_captures import NotShownError, expect, is_plain
 from .module_calls import TracedCall, note_unseen, realized, unseen
 from .module_traces import Copy, Trace, can_be_copied, nodes_after
@@ -197,25 +197,18 @@ _STAND_INS = _call_or_copy, _change, _read_unguarded, _identify, _look_up, _buil
 
 
 def _traces_of(output: Any) -> _Traces:
-    for traces in reversed(_state.traces):
-        if traces.output is output:
-            return traces  # type: ignore[no-any-return]
-    _state.traces.append(_Traces(output))
-    return _traces_of(output)
+    traces: _Traces = _state.traces.setdefault(id(output), _Traces(output))  # which keeps it, and so its identity
+    return traces
 
 
 @contextmanager
 def copied() -> Iterator[None]:
     """Have what is traced meanwhile traced once for modules that are alike."""
-    before, _state.traces = _state.traces, []
-    try:
-        with ExitStack() as in_place:
-            for stand_in in _STAND_INS:
-                in_place.enter_context(stand_in())
-            yield
-    finally:
-        _state.traces = before
+    with replaced((_state, "traces", {})), ExitStack() as in_place:
+        for stand_in in _STAND_INS:
+            in_place.enter_context(stand_in())
+        yield
 
 
-_state = types.SimpleNamespace(traces=[])
+_state = types.SimpleNamespace(traces={})
 _traced_whole: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code of which a copy failed

@@ -14,8 +14,6 @@ import torch
 import torchgen
 from torch import fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from hiremate_lightning import hiremate, remove_hiremate, torch_private
 from hiremate_lightning.command_line.without_device import CountingMeter
@@ -559,24 +557,22 @@ def test_an_error_ends_the_transforms_that_were_entered_before_it(entered):
 SETTINGS = {
     "attention": lambda: sdpa_kernel(SDPBackend.MATH),
     "cuDNN": lambda: torch.backends.cudnn.flags(deterministic=True),
-    "functions": TorchFunctionMode,
-    "operators": lambda: FlopCounterMode(display=False),
 }
 
 
 @pytest.mark.parametrize("block", SETTINGS)
 def test_settings_show_what_computes_otherwise(block):
-    before = tensor_state.settings()
+    before = tensor_state.kernel_settings()
     with SETTINGS[block]():
-        assert tensor_state.settings() != before
-    assert tensor_state.settings() == before
+        assert tensor_state.kernel_settings() != before
+    assert tensor_state.kernel_settings() == before
 
 
 def test_settings_show_the_precision_of_products():
-    before, found = tensor_state.settings(), torch.get_float32_matmul_precision()
+    before, found = tensor_state.kernel_settings(), torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
-        assert tensor_state.settings() != before
+        assert tensor_state.kernel_settings() != before
     finally:
         torch.set_float32_matmul_precision(found)
 
