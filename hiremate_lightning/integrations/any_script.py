@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..api import FABRIC_WRAPPER, hiremate, inside_wrappers
 from ..calls.replaced import CompiledCall, take_compiled
@@ -151,7 +152,7 @@ class Finder:
             return self.call(module, partial(hooks.plain_call, module), args, kwargs)
 
         seeing = ExitStack()
-        seeing.callback(hooks.on_optimizer_step(self._stepped).remove)
+        seeing.callback(register_optimizer_step_post_hook(self._stepped).remove)
         seeing.callback(hooks.on_compile_in_place(self._compiled_in_place))
         hooks.set_call_of_all(call)
         seeing.callback(hooks.set_call_of_all, None)
@@ -294,7 +295,7 @@ class Finder:
 
     # ---------------------------------------------------------------- optimizers
 
-    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Note an update of weights; a dry run ends where all is measured, or can't be in a few steps."""
         self._optimizers.add(optimizer)
         self.seen.updates += 1

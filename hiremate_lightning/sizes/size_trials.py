@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..calls.given import KeptState
 from ..errors import ConfigurationError
@@ -28,7 +29,6 @@ from ..records.step import Step, merge
 from ..sessions.session import Session
 from ..targets.modules import Targets
 from ..targets.training_step import StepTarget
-from ..torch_private import hooks
 from ..units import Budget
 
 if TYPE_CHECKING:
@@ -255,15 +255,15 @@ class SizeRunner:
         self.optimizer_ms = 0.0
         began_ms: dict[torch.optim.Optimizer, float] = {}
 
-        def before(optimizer: torch.optim.Optimizer) -> None:
+        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             self.state.watch(optimizer)
             began_ms[optimizer] = self._now_ms()
 
-        def after(optimizer: torch.optim.Optimizer) -> None:
+        def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if optimizer in began_ms:
                 self.optimizer_ms += self._now_ms() - began_ms.pop(optimizer)
 
-        handles = (hooks.before_optimizer_step(before), hooks.on_optimizer_step(after))
+        handles = (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after))
         try:
             yield
         finally:

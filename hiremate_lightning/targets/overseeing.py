@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..calls.slots import WITH_COMPILE
 from ..errors import CaptureError
@@ -28,7 +29,7 @@ def listen_to_optimizers(session: Session) -> Any:
     reference = weakref.ref(session)  # the hook is global, and must not keep the session alive
     runs_before: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
-    def stepped(optimizer: torch.optim.Optimizer) -> None:
+    def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         session = reference()
         if session is not None:
             session.optimizer_stepped(optimizer)
@@ -38,7 +39,7 @@ def listen_to_optimizers(session: Session) -> Any:
                     session.say(f"{type(session.root).__name__} {UNPLANNED}")
             runs_before[optimizer] = session.runs
 
-    handle = hooks.on_optimizer_step(stepped)
+    handle = register_optimizer_step_post_hook(stepped)
     weakref.finalize(session, handle.remove)
     return handle
 
@@ -61,13 +62,13 @@ def leaving_no_trace() -> Iterator[None]:
 @contextmanager
 def without_labels(session: Session, module: nn.Module) -> Iterator[None]:
     """Take a profiler's labels away from inside of a planned module, where they would end captured graphs; say so."""
-    labels = hooks.inner_labels(module)
-    if labels:
-        session.say(
-            "Modules inside of planned ones have no names in the profile: the hooks of Lightning's PyTorchProfiler, "
-            "which would end captured graphs, are left out there. PyTorchProfiler(record_module_names=False) sets none."
-        )
-    with hooks.without(labels):
+    with hooks.without_labels(module) as has_labels:
+        if has_labels:
+            session.say(
+                "Modules inside of planned ones have no names in the profile: the hooks of Lightning's "
+                "PyTorchProfiler, which would end captured graphs, are left out there. "
+                "PyTorchProfiler(record_module_names=False) sets none."
+            )
         yield
 
 

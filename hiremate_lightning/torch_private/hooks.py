@@ -1,4 +1,4 @@
-"""Where code of ours runs without a trace in a model: in the place of a module's call, beside an optimizer's step.
+"""Where code of ours runs without a trace in a model: in the place of a module's call, and of hooks around it.
 
 The slot that `nn.Module.compile` uses is the only way to take over a call that keeps state_dict, deepcopy and pickle as
 they are. Hooks on what autograd saves give way here, to captured code and to transforms of `torch.func`.
@@ -13,7 +13,6 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .hacks import instead_of
 
@@ -97,48 +96,31 @@ def kinds_in(module: torch.nn.Module) -> frozenset[str]:
     return frozenset(kind for kind in _CALLED if shared[f"_global{kind}"] or any(own.get(kind) for own in inner))
 
 
-def inner_labels(module: torch.nn.Module) -> list[tuple[dict[int, Any], dict[int, Any]]]:
-    """List the hooks below a module that only name it in the records of a profiler: Lightning's PyTorchProfiler's.
+@contextmanager
+def without_labels(module: torch.nn.Module) -> Iterator[bool]:
+    """Remove, for a while, the hooks below a module that only name it in the records of a profiler; yield if any do.
 
-    They come with the very dictionaries in which modules keep hooks.
+    They are those of Lightning's PyTorchProfiler, which puts them on all modules. Their labels would end graphs.
     """
     first = next(module.children(), None)
-    if first is None or not _labels(first._forward_pre_hooks):
-        return []  # it puts them on all modules
-    inner = (part for part in module.modules() if part is not module)
-    kept = (own for part in inner for own in (part._forward_pre_hooks, part._forward_hooks))
-    return [(own, labels) for own in kept if (labels := _labels(own))]
-
-
-def _labels(own: dict[int, Any]) -> dict[int, Any]:
-    """Return those of a module's hooks that only label it."""
-    owners = {number: getattr(getattr(hook, "func", None), "__self__", None) for number, hook in own.items()}
-    return {number: own[number] for number, owner in owners.items() if type(owner).__name__ == "RegisterRecordFunction"}
-
-
-@contextmanager
-def without(labelled: list[tuple[dict[int, Any], dict[int, Any]]]) -> Iterator[None]:
-    """Remove hooks for a while: their labels would end captured graphs."""
-    before = [dict(own) for own, _ in labelled]
-    for own, labels in labelled:
-        for number in labels:
-            del own[number]
+    has_labels = first is not None and any(map(_is_label, first._forward_pre_hooks.values()))
+    inner = [part for part in module.modules() if part is not module] if has_labels else []
+    tables = [table for part in inner for table in (part._forward_pre_hooks, part._forward_hooks)]
+    before = [dict(table) for table in tables]
+    for table, all_hooks in zip(tables, before, strict=True):
+        for number, hook in all_hooks.items():
+            if _is_label(hook):
+                del table[number]
     try:
-        yield
+        yield has_labels
     finally:
-        for (own, _), hooks in zip(labelled, before, strict=True):
-            own.clear()
-            own.update(hooks)
+        for table, all_hooks in zip(tables, before, strict=True):
+            table.clear()
+            table.update(all_hooks)
 
 
-def on_optimizer_step(hook: Callable[[torch.optim.Optimizer], None]) -> Any:
-    """Call a function after each step of any optimizer; the handle that is returned removes it."""
-    return register_optimizer_step_post_hook(lambda optimizer, args, kwargs: hook(optimizer))
-
-
-def before_optimizer_step(hook: Callable[[torch.optim.Optimizer], None]) -> Any:
-    """Call a function before each step of any optimizer; the handle that is returned removes it."""
-    return register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: hook(optimizer))
+def _is_label(hook: Any) -> bool:
+    return type(getattr(getattr(hook, "func", None), "__self__", None)).__name__ == "RegisterRecordFunction"
 
 
 def no_saved_tensor_hooks() -> AbstractContextManager[None]:

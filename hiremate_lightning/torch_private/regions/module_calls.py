@@ -15,7 +15,6 @@ from torch._C._dynamo.guards import GlobalStateGuard
 from torch._dynamo.guards import uninteresting_files
 from torch._dynamo.variables import ConstantVariable, TupleVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
-from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
 from ..same_captures import expect, facts_of
@@ -29,12 +28,13 @@ class TracedCall:
     The line that calls it is none of that: code that asks who called it is not traced.
 
     Attributes:
+        module: What Dynamo has for it, with a source.
         lines: The line that calls, and those which called that code, as texts of stacks begin with them.
         blocks: The `with` blocks that all these are in.
         modes: What torch computes with: gradients, autocast, determinism.
     """
 
-    module: UnspecializedNNModuleVariable
+    module: Any
     tx: Any
     arguments: tuple[Any, ...]
     named: dict[str, Any]

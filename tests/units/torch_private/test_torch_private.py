@@ -205,17 +205,6 @@ def test_an_error_leaves_no_ban_on_hooks():
     assert torch._C._autograd._saved_tensors_hooks_is_enabled()
 
 
-def test_an_optimizer_step_is_heard_until_the_handle_is_removed():
-    heard = []
-    weight = nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    handle = hooks.on_optimizer_step(heard.append)
-    optimizer.step()
-    handle.remove()
-    optimizer.step()
-    assert heard == [optimizer]
-
-
 def captured_inputs(function, calls):
     """Compile a function as plans do, call it, and give the inputs of each captured graph."""
     seen = []
