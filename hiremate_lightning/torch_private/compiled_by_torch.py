@@ -16,28 +16,24 @@ import inspect
 import operator
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
-from torch._dynamo.symbolic_convert import InliningInstructionTranslator
-from torch._dynamo.variables.functions import UserFunctionVariable, WrapperUserFunctionVariable
+from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
 from . import autocasting, readings
-from .hacks import replaced
+from .hacks import instead_of
 from .inductor import KernelCall, KernelOperation, NotCompiledError, context_of, end_graph_at, ended
 
 __all__ = ["NotCompiledError"]
 
 _MARK = "hiremate_user_compiled"
-_inline = WrapperUserFunctionVariable.call_function
-_inline_call: Any = InliningInstructionTranslator.inline_call
-_inline_call = _inline_call.__func__
 _WRAPPERS = "torch._dynamo.eval_frame"  # the module whose functions run in the place of what is compiled
 
 
@@ -115,23 +111,27 @@ def under_way() -> list[Any]:
 # ---------------------------------------------------------------- what Dynamo reads
 
 
-def _call_function(variable: Any, tracer: Any, arguments: list[Any], named: dict[str, Any]) -> Any:
-    """Read through a wrapper; mark what is captured of it where torch.compile made it, end the graph at TorchScript."""
-    if isinstance(variable.wrapper_obj, torch.jit.ScriptFunction):
-        name = str(variable.wrapper_obj.name)
+@instead_of("torch._dynamo.variables.functions.WrapperUserFunctionVariable.call_function")
+def functions(inline: Any, variable: Any, tracer: Any, *arguments: Any) -> Any:
+    """Read through a wrapper; mark what is captured of it where torch.compile made it, end the graph at TorchScript.
+
+    Each call of a compiled function is one operation; without that its numbers are those of eager PyTorch.
+    """
+    wrapper = variable.wrapper_obj
+    if isinstance(wrapper, torch.jit.ScriptFunction):
+        name = str(wrapper.name)
         readings.end_graph(
             f"{name} is TorchScript", "it runs as its author scripted it, outside of captured graphs", name
         )
-    if hasattr(variable.wrapper_obj, "cache_info"):
-        return readings.call_cached(_inline, variable, tracer, arguments, named)
-    if variable.attr_to_trace != "_torchdynamo_inline" or not _is_compiled(variable.wrapper_obj):
-        return _inline(variable, tracer, arguments, named)
-    return _marked(tracer, variable.wrapper_obj, lambda: _inline(variable, tracer, arguments, named))
+    if hasattr(wrapper, "cache_info"):
+        return readings.call_cached(inline, variable, tracer, *arguments)
+    is_compiled = variable.attr_to_trace == "_torchdynamo_inline" and _is_compiled(wrapper)
+    read = partial(inline, variable, tracer, *arguments)
+    return _marked(tracer, wrapper, read) if is_compiled else read()
 
 
-def _call_inline(
-    cls: Any, parent: Any, function: Any, arguments: list[Any], named: dict[str, Any], **options: Any
-) -> Any:
+@instead_of("torch._dynamo.symbolic_convert.InliningInstructionTranslator.inline_call")
+def methods(inline: Any, parent: Any, function: Any, arguments: list[Any], *others: Any, **options: Any) -> Any:
     """Read through a function; mark what is captured of a method that was compiled in its class."""
     owner: type | None = None
     first = arguments[0] if arguments and isinstance(function, UserFunctionVariable) else None
@@ -141,20 +141,9 @@ def _call_inline(
     elif isinstance(first, UserDefinedObjectVariable):
         owner = first.python_type()
     wrapper: Any = None if owner is None else inspect.getattr_static(owner, function.get_name(), None)
-    if not _is_compiled(wrapper) or wrapper._torchdynamo_orig_callable is not function.get_function():
-        return _inline_call(cls, parent, function, arguments, named, **options)
-    return _marked(parent, wrapper, lambda: _inline_call(cls, parent, function, arguments, named, **options))
-
-
-def marked() -> AbstractContextManager[None]:
-    """Mark what is captured of functions that their author compiled, for a while: each call is one operation.
-
-    Without it their numbers are those of eager PyTorch, not of the author's kernels.
-    """
-    return replaced(
-        (WrapperUserFunctionVariable, "call_function", _call_function),
-        (InliningInstructionTranslator, "inline_call", classmethod(_call_inline)),  # type: ignore[arg-type]
-    )
+    is_method = _is_compiled(wrapper) and wrapper._torchdynamo_orig_callable is function.get_function()
+    read = partial(inline, parent, function, arguments, *others, **options)
+    return _marked(parent, wrapper, read) if is_method else read()
 
 
 def is_authors(compiler: Any) -> bool:

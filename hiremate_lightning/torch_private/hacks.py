@@ -66,7 +66,7 @@ HACKS = (
     Hack("foreign code", "readings.functions_of_numpy, readings.methods_of_arrays"),
     Hack("own generators", "readings.generators"),
     Hack("messages once", "readings.messages, tensor_state.without_log_of_fakes", mends=False),
-    Hack("user compiled", "compiled_by_torch.marked"),
+    Hack("user compiled", "compiled_by_torch.functions, compiled_by_torch.methods"),
     Hack("lengths of tuples", "readings.lengths"),
     Hack("ranges of steps", "readings.ranges", mends=False, checked=_SINCE_2_13),
     Hack("names of classes", "readings.names", mends=False, checked=_SINCE_2_13),
@@ -171,17 +171,12 @@ def instead_of(*places: str) -> Callable[[Callable[..., Any]], Callable[[], Abst
     def decorate(function: Callable[..., Any]) -> Callable[[], AbstractContextManager[None]]:
         @functools.cache
         def stand_ins() -> tuple[StandIn, ...]:
-            return tuple(_standing_in(place, function) for place in places)
+            owners = [(pkgutil.resolve_name(path), name) for path, _, name in (p.rpartition(".") for p in places)]
+            return tuple((owner, name, around(getattr(owner, name), function)) for owner, name in owners)
 
         return functools.wraps(function)(lambda: replaced(*stand_ins()))
 
     return decorate
-
-
-def _standing_in(place: str, function: Callable[..., Any]) -> StandIn:
-    owner_path, _, name = place.rpartition(".")
-    owner = pkgutil.resolve_name(owner_path)
-    return owner, name, around(getattr(owner, name), function)
 
 
 def around(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -213,11 +213,11 @@ class UserKernels:
     results: tuple[_Layout, ...]
     returned: tuple[int, ...]
     outputs: tuple[int, ...]
-    differentiable: tuple[int, ...] = ()
-    saved: tuple[_View, ...] = ()
-    tangents: tuple[tuple[int, ...], ...] = ()
-    gradients: tuple[_Layout, ...] = ()
-    gradient_of: tuple[int | None, ...] = ()
+    differentiable: tuple[int, ...]
+    saved: tuple[_View, ...]
+    tangents: tuple[tuple[int, ...], ...]
+    gradients: tuple[_Layout, ...]
+    gradient_of: tuple[int | None, ...]
 
     def outputs_among(self, results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """List the function's outputs."""
@@ -346,40 +346,34 @@ class _Maker:
     def _try(self) -> UserKernels:
         """Run the kernels on made-up inputs, to see how what they hand on lies in memory."""
         inputs = [_empty(layout).zero_() for layout, _ in self._shown]
-        forward = self._made[0][1]
+        (_, forward), *backwards = self._made
         given = list(forward(list(inputs)))
         views, returned = _find(inputs, given)
         count = len(self._meta.output_info)
-        expect(all(not view.is_input and view.layout is None for view in views[:count]), "results of its own")
+        outputs, saved = views[:count], views[count:]
+        expect(all(not view.is_input and view.layout is None for view in outputs), "results of its own")
+        differentiable = tuple(at for at, info in enumerate(self._meta.output_info) if info.requires_grad)
+        backward, tangents, gradients = None, list[torch.Tensor](), list[torch.Tensor | None]()
+        for source, backward in backwards:  # one, or none
+            read = [node.meta["val"] for node in source.graph.find_nodes(op="placeholder")]
+            expect(len(read) == len(saved) + len(differentiable), "a backward that reads only tensors")
+            tangents = [_empty(layout_of(value)).zero_() for value in read[len(saved) :]]
+            gradients = list(backward([*given[count:], *tangents]))
+        there = [at for at, gradient in enumerate(gradients) if gradient is not None]
         texts = [*(module.code for module, _ in self._made), repr(self._shown), repr(self._call.autocast)]
         digest = hashlib.sha256("".join(texts).encode()).hexdigest()[:12]
-        kernels = UserKernels(
+        return UserKernels(
             name=f"{self._call.function.__name__}_{digest}",
             function=self._call.name,
             forward=forward,
-            backward=None,
+            backward=backward,
             results=tuple(layout_of(given[position]) for position in returned),
             returned=returned,
-            outputs=tuple(view.position for view in views[:count]),
-        )
-        return self._with_backward(kernels, given, views[count:]) if self._has_gradients else kernels
-
-    def _with_backward(self, kernels: UserKernels, given: list[torch.Tensor], saved: tuple[_View, ...]) -> UserKernels:
-        source, backward = self._made[1]
-        differentiable = tuple(at for at, info in enumerate(self._meta.output_info) if info.requires_grad)
-        read = [node.meta["val"] for node in source.graph.find_nodes(op="placeholder")]
-        expect(len(read) == len(saved) + len(differentiable), "a backward that reads only tensors")
-        strides = tuple(tuple(map(int, value.stride())) for value in read[len(saved) :])
-        tangents = [_empty(layout_of(value)).zero_() for value in read[len(saved) :]]
-        gradients = backward([*given[len(self._meta.output_info) :], *tangents])
-        there = [at for at, gradient in enumerate(gradients) if gradient is not None]
-        return replace(
-            kernels,
-            backward=backward,
+            outputs=tuple(view.position for view in outputs),
             differentiable=differentiable,
             saved=saved,
-            tangents=strides,
-            gradients=tuple(layout_of(gradients[at]) for at in there),
+            tangents=tuple(tangent.stride() for tangent in tangents),
+            gradients=tuple(layout_of(gradient) for gradient in gradients if gradient is not None),
             gradient_of=tuple(there.index(at) if at in there else None for at in range(len(self._shown))),
         )
 
