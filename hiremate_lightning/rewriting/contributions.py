@@ -21,7 +21,7 @@ import torch
 from torch import fx
 from torch.autograd.graph import get_gradient_edge
 
-from ..torch_private import aot
+from ..torch_private import aot, backward_pass
 from ..torch_private.hacks import replaced
 from ..torch_private.tensor_state import is_dense, storage_id, takes_other_gradients, versions_of
 from .nodes import written_values
@@ -159,17 +159,8 @@ class Contributions:
 
 def _count_readers(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[int]:
     """Count the places from which a gradient comes to each input, on the way back from outputs."""
-    edges = [(edge.node, edge.output_nr) for edge in map(get_gradient_edge, outputs)]
-    reached, seen = Counter(edges), {node for node, _ in edges}
-    stack = list(seen)
-    while stack:
-        for node, number in stack.pop().next_functions:
-            if node is not None:
-                reached[node, number] += 1
-                if node not in seen:
-                    seen.add(node)
-                    stack.append(node)
-    return [reached[edge.node, edge.output_nr] for edge in map(get_gradient_edge, inputs)]
+    edges = backward_pass.edges_from(outputs)
+    return [edges[edge.node, edge.output_nr] for edge in map(get_gradient_edge, inputs)]
 
 
 def additions(total: Any, count: int) -> list[tuple[fx.Node, fx.Node]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context, ContextVar
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+Edge = tuple[Node, int]  # of autograd's graph: a node, and the number of one of its inputs
 _told = weakref.WeakSet[Any]()
 _running: ContextVar[_Running | None] = ContextVar("hiremate_running_backward", default=None)
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -26,34 +27,24 @@ class _Running:
 
     Attributes:
         roots: What it begins with; nothing any more when it has ended.
-        edges: How many edges lead to each node, None before they were counted.
-        accumulating: The nodes that add to the `.grad` of leaves, by identity of the leaf; filled as edges are counted.
+        edges: How often each edge is followed, None before that was counted.
+        accumulating: The edges that add to the `.grad` of leaves, by identity of the leaf; filled as edges are counted.
         notes: What others note about it until it ends.
     """
 
     def __init__(self, roots: Sequence[torch.Tensor | GradientEdge], creates_graph: bool) -> None:
         self.roots = tuple(roots)
         self.creates_graph = creates_graph
-        self.edges: Counter[Node] | None = None
-        self.accumulating: dict[int, Node] = {}
+        self.edges: Counter[Edge] | None = None
+        self.accumulating: dict[int, Edge] = {}
         self.notes: dict[str, Any] = {}
 
-    def count_edges(self) -> Counter[Node]:
+    def count_edges(self) -> Counter[Edge]:
         """Follow all edges from the roots, once."""
         if self.edges is None:
-            nodes = [r.node if isinstance(r, GradientEdge) else get_gradient_edge(r).node for r in self.roots]
-            self.edges, seen = Counter(nodes), set(nodes)
-            while nodes:
-                reached = nodes.pop()
-                if type(reached) is _AccumulateGrad:
-                    self.accumulating[id(reached.variable)] = reached  # type: ignore[attr-defined]
-                for node, _ in reached.next_functions:
-                    if node is None:
-                        continue
-                    self.edges[node] += 1
-                    if node not in seen:
-                        seen.add(node)
-                        nodes.append(node)
+            self.edges = edges_from(self.roots)
+            leaves: Any = [edge for edge in self.edges if type(edge[0]) is _AccumulateGrad]
+            self.accumulating = {id(node.variable): (node, number) for node, number in leaves}
         return self.edges
 
     def end(self) -> None:
@@ -61,6 +52,22 @@ class _Running:
         self.roots, self.edges = (), Counter()
         self.accumulating.clear()
         self.notes.clear()
+
+
+def edges_from(roots: Iterable[torch.Tensor | GradientEdge]) -> Counter[Edge]:
+    """Count how often autograd follows each edge of its graph on the way back from some tensors or edges."""
+    first = [root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in roots]
+    edges = Counter((edge.node, edge.output_nr) for edge in first)
+    seen = {node for node, _ in edges}
+    ahead = list(seen)
+    while ahead:
+        for node, number in ahead.pop().next_functions:
+            if node is not None:
+                edges[node, number] += 1
+                if node not in seen:
+                    seen.add(node)
+                    ahead.append(node)
+    return edges
 
 
 def watch() -> None:
@@ -113,7 +120,7 @@ def taking_one(leaves: Mapping[int, torch.Tensor]) -> frozenset[int]:
         for key, leaf in leaves.items()
         if leaf.requires_grad and not has_hooks(leaf) and id(leaf) in running.accumulating
     }
-    return frozenset(key for key, node in usual.items() if edges[node] == 1 and _will_run(node, if_returned=False))
+    return frozenset(key for key, edge in usual.items() if edges[edge] == 1 and _will_run(edge, if_returned=False))
 
 
 def has_hooks(leaf: torch.Tensor) -> bool:
@@ -121,10 +128,10 @@ def has_hooks(leaf: torch.Tensor) -> bool:
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
 
 
-def _will_run(accumulating: Node, if_returned: bool) -> bool:
+def _will_run(accumulating: Edge, if_returned: bool) -> bool:
     """Whether the running backward will add to the `.grad` of a leaf; `if_returned` where it returns the gradient."""
     try:
-        return bool(torch._C._will_engine_execute_node(accumulating))
+        return bool(torch._C._will_engine_execute_node(accumulating[0]))
     except RuntimeError:  # autograd.grad() asks for the gradient of a leaf: it is returned, not added
         return if_returned
 
@@ -140,14 +147,14 @@ def terms_to(leaf: torch.Tensor) -> int:
     running = _current()
     if running is None:
         return 0
-    edges, node = running.count_edges(), running.accumulating.get(id(leaf))
-    return 0 if node is None or not _will_run(node, if_returned=True) else edges[node]
+    edges, edge = running.count_edges(), running.accumulating.get(id(leaf))
+    return 0 if edge is None or not _will_run(edge, if_returned=True) else edges[edge]
 
 
 def saved_by_captured() -> Iterator[torch.Tensor]:
     """List what code that AOTAutograd has captured saved for the running backward, and that is not freed yet."""
     running = _current()
-    for node in () if running is None else running.count_edges():
+    for node in set() if running is None else {node for node, _ in running.count_edges()}:
         if node.name() == "CompiledFunctionBackward":
             with suppress(RuntimeError):  # it has run, and they are freed
                 yield from node.saved_tensors  # type: ignore[attr-defined]
