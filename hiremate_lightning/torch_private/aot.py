@@ -190,11 +190,10 @@ def let_gradients_be_absent(token: torch.Tensor) -> None:
     token.takes_absent = True  # type: ignore[attr-defined]
 
 
+@functools.cache
 def _heed_tokens() -> None:
-    """Check the tokens that AOTAutograd saves in a forward, and nothing that other functions save."""
+    """Check, from now on, the tokens that AOTAutograd saves in a forward, and nothing that other functions save."""
     save = FunctionCtx.save_for_backward
-    if hasattr(save, "__wrapped__"):
-        return
 
     @functools.wraps(save)
     def save_and_look(context: Any, *tensors: Any) -> None:

@@ -70,11 +70,10 @@ def edges_from(roots: Iterable[torch.Tensor | GradientEdge]) -> Counter[Edge]:
     return edges
 
 
+@functools.cache
 def watch() -> None:
     """Remember the roots of each backward from now on."""
     original = torch.autograd._engine_run_backward
-    if hasattr(original, "hiremate"):
-        return
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # captured code may take gradients between its graphs
     @functools.wraps(original)
@@ -97,7 +96,6 @@ def watch() -> None:
             _running.reset(token)
             running.end()
 
-    run.hiremate = True
     setattr(torch.autograd, "_engine_run_backward", run)  # noqa: B010  mypy takes it for a function that stays
 
 

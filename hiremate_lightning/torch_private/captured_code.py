@@ -154,8 +154,9 @@ def lost_changes(written: fx.GraphModule) -> list[str]:
     """
     inputs = list(written.graph.find_nodes(op="placeholder"))
     shown = [node.meta.get("example_value") for node in inputs]
-    made_with = [_made_with.get(value, 0) if isinstance(value, torch.Tensor) else 0 for value in shown]
-    counts = [_changes_of(value) - changes for value, changes in zip(shown, made_with, strict=True)]
+    counts = [
+        _changes_of(value) - _made_with.get(value, 0) if isinstance(value, torch.Tensor) else 0 for value in shown
+    ]
     if not any(counts):
         return []
     try:

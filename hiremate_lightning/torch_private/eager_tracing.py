@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from . import hacks, tensor_state
-from .hacks import Stage, around, instead_of, replaced_entries
+from .hacks import Stage, StandIn, around, instead_of, replaced, replaced_entries
 
 
 @contextmanager
@@ -75,23 +75,16 @@ def eager_kernels() -> AbstractContextManager[None]:
     return _with_kernels({op: {key: own.get(op) for key in _IMPLICIT} for op in (*operators, *own)})
 
 
-@contextmanager
-def _with_kernels(kernels: Mapping[OpOverload, Mapping[DispatchKey, Callable[..., Any] | None]]) -> Iterator[None]:
+def _with_kernels(
+    kernels: Mapping[OpOverload, Mapping[DispatchKey, Callable[..., Any] | None]],
+) -> AbstractContextManager[None]:
     """Put other Python kernels of operators in place for a while; None for none."""
-    before: dict[OpOverload, dict[Any, Any]] = {op: dict(op.py_kernels) for op in kernels}
-    try:
-        for op, others in kernels.items():
-            _set_kernels(op, {key: kernel for key, kernel in {**before[op], **others}.items() if kernel is not None})
-        yield
-    finally:
-        for op, own in before.items():
-            _set_kernels(op, own)
-
-
-def _set_kernels(op: OpOverload, kernels: Mapping[Any, Any]) -> None:
-    op.py_kernels.clear()
-    op.py_kernels.update(kernels)
-    op._dispatch_cache.clear()
+    stand_ins: list[StandIn] = []
+    for op, others in kernels.items():
+        every = {**op.py_kernels, **others}
+        stand_ins.append((op, "py_kernels", {key: kernel for key, kernel in every.items() if kernel is not None}))
+        stand_ins.append((op, "_dispatch_cache", {}))
+    return replaced(*stand_ins)
 
 
 def _eager_dropout(input: torch.Tensor, p: float, train: bool | None) -> torch.Tensor:
@@ -247,11 +240,8 @@ def sums_at_once() -> Iterator[None]:
     torch finds it, where windows don't come as `Tensor.unfold` gives them, by tracing one addition for each place of a
     window: a minute for windows of a thousand samples.
     """
-    # Where the first one has an entry, torch has a rule of its own, or this is on already.
-    tables = () if FOLD in meta_table else (meta_table, op_implementations_dict)
-    with ExitStack() as in_place:
-        for table in tables:
-            in_place.enter_context(replaced_entries(table, {FOLD: _empty_sum}))
+    rule = {FOLD: _empty_sum}
+    with replaced_entries(meta_table, rule), replaced_entries(op_implementations_dict, rule):
         yield
 
 

@@ -11,7 +11,6 @@ import functools
 import importlib
 import logging
 import pkgutil
-import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -85,7 +84,7 @@ HACKS = (
     Hack("same captures", "", mends=False),
 )
 _BY_NAME = {hack.name: hack for hack in HACKS}
-_torch = types.SimpleNamespace(release=".".join(torch.__version__.split(".")[:2]))
+RELEASE = ".".join(torch.__version__.split(".")[:2])
 _off = set[str]()  # switched off
 _missing = dict[str, str]()  # off on this release, and why
 
@@ -93,12 +92,12 @@ _missing = dict[str, str]()  # off on this release, and why
 def is_on(name: str) -> bool:
     """Whether a hack is in use."""
     hack = _BY_NAME[name]
-    return (hack.mends or _torch.release in hack.checked) and name not in _off and name not in _missing
+    return (hack.mends or RELEASE in hack.checked) and name not in _off and name not in _missing
 
 
 def is_tried() -> bool:
     """Whether this release of torch is one that all was checked on."""
-    return _torch.release in CHECKED_VERSIONS
+    return RELEASE in CHECKED_VERSIONS
 
 
 def off() -> list[Hack]:
@@ -115,19 +114,6 @@ def without(*names: str) -> Iterator[None]:
         yield
     finally:
         _off.difference_update(switched)
-
-
-@contextmanager
-def as_on(release: str) -> Iterator[None]:
-    """Take torch for another release for a while."""
-    before, missing = _torch.release, dict(_missing)
-    _torch.release = release
-    try:
-        yield
-    finally:
-        _torch.release = before
-        _missing.clear()
-        _missing.update(missing)
 
 
 @contextmanager
@@ -149,7 +135,7 @@ def _enter(in_place: ExitStack, hack: Hack) -> None:
                 own.enter_context(getattr(importlib.import_module(f".{module}", __package__), name)())
             in_place.enter_context(own.pop_all())
     except Exception as error:  # whatever another release has moved or renamed
-        if _torch.release in hack.checked:
+        if RELEASE in hack.checked:
             raise
         _missing[hack.name] = f"{type(error).__name__}: {error}"
         log.debug("torch %s is used without the hack %r", torch.__version__, hack.name, exc_info=True)

@@ -144,7 +144,8 @@ class KernelOperation:
             results: tuple[torch.Tensor, ...] = self._module(*inputs)
             return results
         if kernels.backward is None or not torch.is_grad_enabled():
-            return kernels.outputs_among(torch.ops.hiremate.run_compiled(inputs, kernels.name))
+            given = torch.ops.hiremate.run_compiled(inputs, kernels.name)
+            return tuple(given[at] for at in kernels.outputs)
         outputs: tuple[torch.Tensor, ...] = _Differentiated.apply(kernels, *inputs)  # type: ignore[no-untyped-call]
         return outputs
 
@@ -219,10 +220,6 @@ class UserKernels:
     gradients: tuple[_Layout, ...]
     gradient_of: tuple[int | None, ...]
 
-    def outputs_among(self, results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """List the function's outputs."""
-        return tuple(results[position] for position in self.outputs)
-
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the forward."""
         given = self.forward(list(inputs))
@@ -257,7 +254,7 @@ class _Differentiated(torch.autograd.Function):
         results = torch.ops.hiremate.run_compiled(inputs, kernels.name)
         ctx.kernels = kernels
         ctx.save_for_backward(*(inputs[at] if is_input else results[at] for is_input, at in kernels.kept))
-        outputs = kernels.outputs_among(results)
+        outputs = tuple(results[at] for at in kernels.outputs)
         ctx.mark_non_differentiable(*(o for at, o in enumerate(outputs) if at not in kernels.differentiable))
         return outputs
 

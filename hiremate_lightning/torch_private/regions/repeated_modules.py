@@ -35,8 +35,7 @@ from torch._guards import Source
 
 from ..hacks import instead_of, replaced
 from ..same_captures import NotShownError, expect, is_plain
-from .module_calls import TracedCall, note_unseen, realized, unseen
-from .module_traces import Copy, Trace, can_be_copied, nodes_after
+from .module_traces import Copy, Trace, TracedCall, can_be_copied, nodes_after, note_unseen, realized, unseen
 
 log = logging.getLogger("hiremate_lightning")
 

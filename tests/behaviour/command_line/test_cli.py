@@ -23,10 +23,10 @@ from hiremate_lightning.errors import ConfigurationError
 from hiremate_lightning.planning.solvers import Solution, Status, worker
 from hiremate_lightning.reporting.html_report import write_html
 from hiremate_lightning.reporting.timeline import COLOURS, Band
-from hiremate_lightning.torch_private import hacks
 from hiremate_lightning.units import format_bytes
 from tests.processes import run_python
 from tests.tiny import blocks_plan
+from tests.units.torch_private.test_hacks import as_on
 
 MODELS = """
 import torch
@@ -626,7 +626,7 @@ class TestDoctor:
         assert result.stderr.count("\n") == 1
 
     def test_a_torch_that_was_not_tried_is_told(self):
-        with hacks.as_on("9.9"):
+        with as_on("9.9"):
             found = doctor.torch_finding()
         assert found.verdict is Grade.KNOW
         assert "was not tried (only 2.11, " in found.words

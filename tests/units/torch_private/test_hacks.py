@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,11 @@ from tests.training import assert_equal, build, train
 
 NAMES = [hack.name for hack in HACKS]
 ON_HERE = [hack for hack in HACKS if hacks.is_on(hack.name)]
+
+
+def as_on(release: str) -> AbstractContextManager[None]:
+    """Take torch for another release for a while."""
+    return hacks.replaced((hacks, "RELEASE", release), (hacks, "_missing", {}))
 
 
 def trains_within(name: str, budget: float) -> None:
@@ -35,7 +42,7 @@ def test_without_any_hack_training_is_right_and_in_budget(name):
 
 
 def test_on_a_release_that_nobody_tried_it_is_right_too():
-    with hacks.as_on("9.9"):
+    with as_on("9.9"):
         assert {hack.name for hack in hacks.off()} == {hack.name for hack in HACKS if not hack.mends}
         trains_within("gpt", 0.8)
 
@@ -71,7 +78,7 @@ def test_hacks_have_their_names_in_this_release():
 def test_a_name_that_an_untried_release_lacks_is_off(monkeypatch):
     """What replaces it does not fail a capture."""
     monkeypatch.delattr(torch._dynamo.output_graph.OutputGraph, "remove_tensorify_specialized_graphargs")
-    with hacks.as_on("9.9"):
+    with as_on("9.9"):
         with hacks.applied(Stage.CAPTURING):
             assert "unread numbers" in {hack.name for hack in hacks.off()}
         assert hacks.is_on("own generators")
@@ -81,7 +88,7 @@ def test_a_name_that_an_untried_release_lacks_is_off(monkeypatch):
 
 @pytest.mark.filterwarnings("default::hiremate_lightning.HiRemateWarning")
 def test_no_warning_tells_of_a_hack_that_is_off(recwarn):
-    with hacks.as_on("9.9"):
+    with as_on("9.9"):
         module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)))
         hiremate(module, "100%", verbose=False)
         module(torch.ones(4, 8)).sum().backward()
