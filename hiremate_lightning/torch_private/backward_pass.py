@@ -105,10 +105,7 @@ def tell(listener: Any) -> None:
 
 
 def taking_one(leaves: Mapping[int, torch.Tensor]) -> frozenset[int]:
-    """List the leaves with which the running backward does nothing but add one gradient, from one place, to `.grad`.
-
-    None where that is not known: a backward that was not called from Python, or before `watch`.
-    """
+    """List the leaves with which the running backward does nothing but add one gradient, from one place, to `.grad`."""
     running = _current()
     if running is None:
         return frozenset()

@@ -154,35 +154,28 @@ def lost_changes(written: fx.GraphModule) -> list[str]:
     """
     inputs = list(written.graph.find_nodes(op="placeholder"))
     shown = [node.meta.get("example_value") for node in inputs]
-    counts = [
-        _changes_of(value) - _made_with.get(value, 0) if isinstance(value, torch.Tensor) else 0 for value in shown
-    ]
+    counts = list(map(_changes_of, shown))
     if not any(counts):
         return []
     try:
         with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True), torch.no_grad():
             new = [_with_numbers(value) for value in shown]
-            changes_before = [_changes_of(value) for value in new]
             fx.Interpreter(written).run(*new)
-        again = [_changes_of(value) - changes for value, changes in zip(new, changes_before, strict=True)]
     except Exception as error:  # whatever needs a number, or a gradient
         log.debug("Changes in place could not be counted again: %s", error)
         return []
     is_simple = not any(isinstance(node.target, aot.HigherOrderOperator) for node in written.graph.nodes)
     storages = [tensor_state.storage_id(value) if tensor_state.is_dense(value) else None for value in shown]
-    of_storage = Counter[int | None]()
-    for storage, count in zip(storages, again, strict=True):
-        of_storage[storage] += count
-    pairs = zip(inputs, counts, (of_storage[storage] for storage in storages), strict=True)
+    again = Counter[int | None]()
+    for storage, value in zip(storages, new, strict=True):
+        again[storage] += _changes_of(value)
+    pairs = zip(inputs, counts, (again[storage] for storage in storages), strict=True)
     return [str(node.target) for node, before, now in pairs if before and (not now or (is_simple and now < before))]
 
 
 @instead_of("torch._dynamo.variables.builder.wrap_to_fake_tensor_and_record")
 def noted(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Make a stand-in, and note how many changes it counts already: one where another stand-in has its memory.
-
-    Without it code whose inputs share memory may run eager.
-    """
+    """Note how many changes a stand-in counts already, where another one has its memory; else code may run eager."""
     stand_in = make(*arguments, **options)
     if isinstance(stand_in, torch.Tensor) and stand_in not in _made_with:
         _made_with[stand_in] = _changes_of(stand_in)
@@ -190,7 +183,10 @@ def noted(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 
 def _changes_of(value: Any) -> int:
-    return tensor_state.versions_of([value])[0] if isinstance(value, torch.Tensor) else 0
+    if not isinstance(value, torch.Tensor):
+        return 0
+    made_with: int = _made_with.get(value, 0)
+    return tensor_state.versions_of([value])[0] - made_with
 
 
 def _with_numbers(value: Any) -> Any:

@@ -1,7 +1,5 @@
 """What users compiled: what `torch.compile` returned, whose calls are under way, and how it stays compiled in a plan.
 
-`torch.compile(module)` returns a module around the first one, whose `forward` is the compiled call.
-
 Dynamo reads through functions that their author compiled as through any other. What it captures of such a call is
 marked, then cut out of its graph (`cut_out`), and compiled as the author's torch.compile does it, into the same
 kernels: see `inductor`. To all that follows each call is one custom operator: measured, kept or computed again.
@@ -90,10 +88,7 @@ def is_compiled_by(compiled: nn.Module, backend: Callable[..., Any]) -> bool:
 
 
 def under_way() -> list[Any]:
-    """List the functions and modules whose compiled calls are under way, innermost first.
-
-    Only the frames of these calls know: a backend is given a graph, and not what the graph is of.
-    """
+    """List the functions and modules whose compiled calls are under way, innermost first: only their frames know."""
     owners: list[Any] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -119,10 +114,8 @@ def functions(inline: Any, variable: Any, tracer: Any, *arguments: Any) -> Any:
     """
     wrapper = variable.wrapper_obj
     if isinstance(wrapper, torch.jit.ScriptFunction):
-        name = str(wrapper.name)
-        readings.end_graph(
-            f"{name} is TorchScript", "it runs as its author scripted it, outside of captured graphs", name
-        )
+        explanation = "it runs as its author scripted it, outside of captured graphs"
+        readings.end_graph(f"{wrapper.name} is TorchScript", explanation)
     if hasattr(wrapper, "cache_info"):
         return readings.call_cached(inline, variable, tracer, *arguments)
     is_compiled = variable.attr_to_trace == "_torchdynamo_inline" and _is_compiled(wrapper)
@@ -165,9 +158,8 @@ def _marked(tracer: Any, function: Any, inline: Callable[[], Any]) -> Any:
             return inline()
     reason = _why_apart(function, context, backend)
     if reason:
-        name = function.__name__
         explanation = f"it stays as it is compiled, outside of captured graphs, since {reason}"
-        readings.end_graph(f"{name} is compiled by its author", explanation, name)
+        readings.end_graph(f"{function.__name__} is compiled by its author", explanation)
     before = set(tracer.output.graph.nodes)
     call = KernelCall(function, autocasting.settings(), torch.is_autocast_cache_enabled())
     with readings.as_compiled():

@@ -79,15 +79,10 @@ _LOOKS = re.compile(r"POP_JUMP_(FORWARD_|BACKWARD_)?IF_(TRUE|FALSE)|UNARY_NOT") 
 
 
 class _Computation:
-    """The operations that compute a tensor from its `needed` nodes, copied: Dynamo's graph is not kept.
-
-    Attributes:
-        symbols: The symbolic sizes that the tensor depends on.
-        writes: Whether it is computed by changes in place.
-    """
+    """The operations that compute a tensor from its `needed` nodes, copied: Dynamo's graph is not kept."""
 
     def __init__(self, result: fx.Node, needed: set[fx.Node]) -> None:
-        self.writes = _expect_unchanged(result.graph, needed)
+        self.writes = _expect_unchanged(result.graph, needed)  # whether it is computed by changes in place
         graph, numbers, copies = fx.Graph(), dict[Any, fx.Node](), dict[fx.Node, Any]()
         nodes = [node for node in result.graph.nodes if node in needed]
         inputs = [node for node in nodes if node.op == "placeholder"]
@@ -113,7 +108,7 @@ class _Computation:
         self._shapes = [list(map(size_of, value.shape)) for node in nodes for value in _tensors_of(node)]
         sizes = (size for shape in self._shapes for size in shape if not isinstance(size, int))
         symbols = (expression.free_symbols for expression in (*self._numbers, *sizes))
-        self.symbols = sorted(set[Any]().union(*symbols), key=str)
+        self.symbols = sorted(set[Any]().union(*symbols), key=str)  # the symbolic sizes that the tensor depends on
 
     def at(self, *given: Any) -> torch.Tensor:
         """Compute the tensor, unless one is too large, for given values of the symbols, and then of the inputs."""

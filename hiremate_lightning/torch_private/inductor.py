@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,11 +45,7 @@ _Shown = tuple[tuple[_Layout, bool], ...]  # of inputs, and whether each gets a 
 
 
 def compile_graph(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Compiled:
-    """Compile a graph of ATen operators that changes none of its inputs, for inputs like these.
-
-    Returns:
-        A function that takes the inputs in a list.
-    """
+    """Compile a graph of ATen operators that changes none of its inputs, for inputs like these, given in a list."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch._inductor import config
@@ -102,27 +99,21 @@ def end_graph_at(function: Any) -> None:
 
 
 class NotCompiledError(Exception):
-    """A compiled function was traced with inputs for which there are no kernels yet; make them, and trace again."""
+    """A compiled function was traced with inputs for which there are no kernels yet: `compile`, and trace again."""
 
     def __init__(self, operation: KernelOperation, shown: _Shown) -> None:
         super().__init__(f"{operation.name} is not compiled yet")
-        self.operation, self.shown = operation, shown
-
-    def compile(self) -> None:
-        """Make the kernels, outside of all tracing."""
-        self.operation.compile(self.shown)
+        self.compile = partial(operation.compile, shown)
 
 
 class KernelOperation:
-    """A call of a compiled function, as one operation of a captured graph.
+    """A call of a compiled function, and what it computes, as one operation of a captured graph.
 
-    Args:
-        call: The call.
-        module: What it computes.
+    Attributes:
         calls_modules: Whether modules are called in it, beside the one that calls it.
     """
 
-    def __init__(self, call: KernelCall, module: fx.GraphModule, calls_modules: bool = False) -> None:
+    def __init__(self, call: KernelCall, module: fx.GraphModule, calls_modules: bool) -> None:
         self.name, self.calls_modules = call.name, calls_modules
         self.__name__ = f"compiled_{call.function.__name__}"
         self._call, self._module = call, module

@@ -50,14 +50,15 @@ EXACT = frozenset(
     zeros zeros_like
     """.split()  # noqa: SIM905 - a word a line is sixty lines
 )
+_ROUNDS = "NumPy may round otherwise than torch in its place"
 _CONVERTS = 3  # of the flags of a value in a string: by !s, !r or !a
 _NAMES = ("__module__", "__name__", "__qualname__")
 _VARIABLES = "torch._dynamo.variables"
 
 
-def end_graph(title: str, explanation: str, context: str = "") -> None:
+def end_graph(title: str, explanation: str) -> None:
     """End Dynamo's graph at what it reads now."""
-    unimplemented(gb_type=title, context=context, explanation=explanation, hints=[])
+    unimplemented(gb_type=title, context="", explanation=explanation, hints=[])
 
 
 # ---------------------------------------------------------------- logs, generators, checkpoints
@@ -80,12 +81,12 @@ def messages(read: Any, variable: Any, tracer: Any, name: str, values: list[Any]
 
 
 @instead_of(f"{_VARIABLES}.misc.RandomVariable.call_method")
-def generators(read: Any, variable: Any, tracer: Any, name: str, *arguments: Any) -> Any:
+def generators(read: Any, variable: Any, tracer: Any, *arguments: Any) -> Any:
     """End a graph where a generator is asked that lives longer than the call: it would draw what it drew at capture."""
     if variable.source is not None:
         explanation = "it draws outside of captured graphs, as it goes on from call to call"
-        end_graph("A generator of random numbers that outlives the call", explanation, name)
-    return read(variable, tracer, name, *arguments)
+        end_graph("A generator of random numbers that outlives the call", explanation)
+    return read(variable, tracer, *arguments)
 
 
 @instead_of(f"{_VARIABLES}.higher_order_ops.CheckpointHigherOrderVariable._call_function")
@@ -169,7 +170,8 @@ def call_cached(inline: Callable[..., Any], variable: Any, tracer: Any, *argumen
     added = [node for node in tracer.output.graph.nodes if node not in before]
     is_drawn = any(draws(node.target) for node in added if node.op in ("call_function", "call_method"))
     if is_drawn or _changes(tracer) != changes:
-        _leave(variable.get_name(), "its results are cached, and it draws random numbers or changes something")
+        reason = "its results are cached, and it draws random numbers or changes something"
+        end_graph(f"{variable.get_name()} runs as it is", reason)
     return result
 
 
@@ -185,7 +187,7 @@ def functions_of_numpy(read: Any, variable: Any, *arguments: Any) -> Any:
     """End a graph at a function of NumPy that torch would round otherwise."""
     name = getattr(variable.value, "__name__", "")
     if not isinstance(variable.value, type) and name not in EXACT:
-        _leave(f"numpy.{name}", "NumPy may round otherwise than torch in its place")
+        end_graph(f"numpy.{name} runs as it is", _ROUNDS)
     return read(variable, *arguments)
 
 
@@ -193,12 +195,8 @@ def functions_of_numpy(read: Any, variable: Any, *arguments: Any) -> Any:
 def methods_of_arrays(read: Any, variable: Any, tracer: Any, name: str, *arguments: Any) -> Any:
     """End a graph at a method of an array that torch would round otherwise."""
     if not name.startswith("__") and name not in EXACT:
-        _leave(f"ndarray.{name}", "NumPy may round otherwise than torch in its place")
+        end_graph(f"ndarray.{name} runs as it is", _ROUNDS)
     return read(variable, tracer, name, *arguments)
-
-
-def _leave(name: str, reason: str) -> None:
-    end_graph(f"{name} runs as it is", reason, name)
 
 
 # ---------------------------------------------------------------- guards

@@ -52,11 +52,8 @@ def process_group_store() -> tuple[Any, int, int] | None:
     group = torch.distributed
     if not group.is_available() or not group.is_initialized() or group.get_world_size() == 1:
         return None
-    return (
-        group.PrefixStore("hiremate", group.distributed_c10d._get_default_store()),
-        group.get_rank(),
-        group.get_world_size(),
-    )
+    store = group.PrefixStore("hiremate", group.distributed_c10d._get_default_store())
+    return store, group.get_rank(), group.get_world_size()
 
 
 # ---------------------------------------------------------------- events of the host's allocator
@@ -68,10 +65,7 @@ def profiler_is_running() -> bool:
 
 
 def start_recording(give_way: Callable[[], None]) -> None:
-    """Begin to record.
-
-    When another profiler begins in this thread meanwhile, `give_way` has to end the recording, or that fails.
-    """
+    """Begin to record; when another profiler begins in this thread meanwhile, `give_way` has to end the recording."""
     _watch_others()
     _giving_way[threading.get_ident()] = give_way
     level = _log_level()
@@ -104,11 +98,10 @@ def stop_recording() -> list[tuple[str, int]]:
                 events.append((event, "", event.cpu_memory_usage()))
             elif kind == "push" and (name := event.name()).startswith(MARK):
                 events.append((event, name.removeprefix(MARK), 0))
-    if not events:
-        return []
-    first = events[0][0]
-    timed = [(first.cpu_elapsed_us(event), name, size) for event, name, size in events]
-    return [(name, size) for _, name, size in sorted(timed, key=lambda e: e[0])]
+    if events:
+        first = events[0][0]
+        events.sort(key=lambda event: float(first.cpu_elapsed_us(event[0])))
+    return [(name, size) for _, name, size in events]
 
 
 def drop_recording() -> None:

@@ -1,14 +1,11 @@
 """What is the same of captured code, and what was made of the same graph before.
 
-Descriptions are equal where constants, tensors and graphs are. What can't be described is like nothing else.
-
 A layer that is called late, as where layers are left out at random, is captured apart from the layers before it, though
 its graph is theirs. And code may change in its first call what it then asks for: transformers' heads for classification
 write into the configuration which loss to compute. What was made of the first graph runs the second one too.
 
 What is compared is all that a trace by AOTAutograd depends on: operations and constants of the graph, inputs by kind,
-layout, and what memory they share, and the settings of torch. Where inputs come from does not count, and symbols for
-sizes count by their place. Where AOTAutograd asked for guards of its own, nothing is kept.
+layout, and what memory they share, and the settings of torch. What can't be described is like nothing else.
 """
 
 from __future__ import annotations
@@ -79,12 +76,7 @@ def size_of(number: Any) -> Any:
 
 
 def facts_of(tensor: torch.Tensor, size: Callable[[Any], Any] = size_of) -> tuple[Any, ...]:
-    """List what code can ask of a tensor without reading its values.
-
-    Args:
-        tensor: The tensor.
-        size: Describes one of its sizes, strides or offsets.
-    """
+    """List what code can ask of a tensor without reading its values; `size` describes a size, stride or offset."""
     expect(tensor.layout is torch.strided, "a tensor that is not strided")
     where = type(tensor), tensor.dtype, tensor.device, tensor.dim()
     numbers = tuple(map(size, (*tensor.size(), *tensor.stride(), tensor.storage_offset())))

@@ -82,11 +82,7 @@ def shards(root: nn.Module) -> list[torch.Tensor]:
 
 
 def buffers_between_units(root: nn.Module) -> list[torch.Tensor]:
-    """List what FSDP2 holds beside parameters and their gradients.
-
-    That is the result of the latest all-gather in a forward, inputs of reduce-scatters under way, and gradients that
-    wait for one, in the type that they are reduced in.
-    """
+    """List what FSDP2 holds beside parameters and gradients: what is gathered, reduced, or waits to be reduced."""
     held = [p.unsharded_accumulated_grad for p in _parameters(root)]
     contexts = {id(group.comm_ctx): group.comm_ctx for group in _groups(root)}
     for group in _groups(root):

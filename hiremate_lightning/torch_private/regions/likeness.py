@@ -36,11 +36,7 @@ def unwrapped(source: Source) -> Source:
 
 
 class Read:
-    """What Dynamo has read of a module by the end of a traced call: its guards, and the tables whose order counts.
-
-    Attributes:
-        aliases: The sources of what was reached from two places: that of the second one, and the first one's.
-    """
+    """What Dynamo has read of a module by the end of a traced call: its guards, and the tables whose order counts."""
 
     def __init__(self, output: Any, source: Source, aliases: Sequence[tuple[Source, Source]]) -> None:
         self.root = unwrapped(source)
@@ -121,14 +117,11 @@ class Likeness:
         if source == self._read.root or not isinstance(source, ChainedSource):
             return None
         if source not in self._shared:
-            own = source if self._is_same_object(source) else None
-            self._shared[source] = self._shared_at(unwrapped(source.base)) or own
+            value = self._or_missing(source)
+            is_known = isinstance(source, TypeSource) or (not is_plain(value) and value in self._known)
+            is_same = is_known and value is self._or_missing(self.other_of(source))
+            self._shared[source] = self._shared_at(unwrapped(source.base)) or (source if is_same else None)
         return self._shared[source]
-
-    def _is_same_object(self, source: Source) -> bool:
-        value = self._or_missing(source)
-        is_known = isinstance(source, TypeSource) or (not is_plain(value) and value in self._known)
-        return is_known and value is self._or_missing(self.other_of(source))
 
     def _or_missing(self, source: Source) -> Any:
         try:

@@ -11,7 +11,6 @@ import re
 import traceback
 import types
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._guards import Source
 from torch._ops import HigherOrderOperator
 
-from ..same_captures import expect, facts_of, is_plain
+from ..same_captures import VALUES, expect, facts_of, is_plain
 from .likeness import Likeness, Read, equal
 
 FEWEST_NODES = 4  # in a trace: less is traced as fast as it is compared
@@ -38,9 +37,8 @@ _WITH_MORE_INSIDE = HigherOrderOperator, types.MethodType, functools.partial
 _MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\[(['\"])([^'\"\]]+)\1\]")
 
 
-@dataclass(frozen=True)
 class TracedCall:
-    """A call of a module, and what it depends on beside the module and what it gets.
+    """A call of a module that Dynamo is about to trace, and what it depends on beside the module and what it gets.
 
     The line that calls it is none of that: code that asks who called it is not traced.
 
@@ -49,19 +47,12 @@ class TracedCall:
         lines: The line that calls, and those which called that code, as texts of stacks begin with them.
         blocks: The `with` blocks that all these are in.
         modes: What torch computes with: gradients, autocast, determinism.
+
+    Raises:
+        NotShownError: It depends on more than is compared.
     """
 
-    module: Any
-    tx: Any
-    arguments: tuple[Any, ...]
-    named: dict[str, Any]
-    lines: tuple[traceback.FrameSummary, ...]
-    blocks: tuple[Any, ...]
-    modes: GlobalStateGuard
-
-    @classmethod
-    def of(cls, module: Any, tx: Any, arguments: list[Any], named: dict[str, Any]) -> TracedCall:
-        """Look at a call that Dynamo is about to trace, and that depends on nothing but what is compared."""
+    def __init__(self, module: Any, tx: Any, arguments: list[Any], named: dict[str, Any]) -> None:
         expect(tx.output.current_tracer.parent is None, "in a function of its own")
         expect(torch._C._functorch.peek_interpreter_stack() is None, "within torch.func")
         modes = tx.symbolic_torch_function_state
@@ -71,9 +62,10 @@ class TracedCall:
         frames = [tx]
         while (caller := getattr(frames[-1], "parent", None)) is not None:
             frames.append(caller)
-        lines = tuple(frame.frame_summary() for frame in frames[::-1] if not frame.is_co_filename_from_nn_modules())
-        blocks = tuple(entry.with_context for frame in frames for entry in frame.block_stack if entry.with_context)
-        return cls(module, tx, tuple(arguments), dict(named), lines, blocks, GlobalStateGuard())
+        self.module, self.tx, self.arguments, self.named = module, tx, tuple(arguments), dict(named)
+        self.lines = [frame.frame_summary() for frame in frames[::-1] if not frame.is_co_filename_from_nn_modules()]
+        self.blocks = [entry.with_context for frame in frames for entry in frame.block_stack if entry.with_context]
+        self.modes = GlobalStateGuard()
 
     def stack_text(self) -> str:
         """Write the lines as Dynamo begins the stack of each node with them."""
@@ -145,8 +137,7 @@ def realized(variable: Any) -> Any:
 
 def is_constant(variable: Any) -> bool:
     """Whether a value is a plain constant."""
-    plain = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
-    return type(variable) is ConstantVariable and isinstance(variable.value, plain)
+    return type(variable) is ConstantVariable and isinstance(variable.value, VALUES)
 
 
 def values_in(result: Any) -> Iterator[Any]:
@@ -159,25 +150,27 @@ def values_in(result: Any) -> Iterator[Any]:
         yield result
 
 
-@dataclass(eq=False)
 class Trace:
     """A traced call of a module, and what it added to Dynamo's graph: nodes and inputs, in order.
 
     Attributes:
         changes_before: How often something was changed before it.
-        aliases: The sources of what was reached from two places so far: that of the second one, and the first one's.
+        aliases: What was reached from two places in the graph so far: the source of the second one, and the first's.
     """
 
-    call: TracedCall
-    result: Any
-    nodes: list[fx.Node]
-    inputs: list[fx.Node]
-    changes_before: int
-    aliases: Sequence[tuple[Source, Source]]
-
-    def __post_init__(self) -> None:
-        self.depth = len(self.call.tx.nn_module_stack)
-        values = [value for value in values_in(self.result) if type(value) is TensorVariable]
+    def __init__(
+        self,
+        call: TracedCall,
+        result: Any,
+        nodes: list[fx.Node],
+        inputs: list[fx.Node],
+        changes_before: int,
+        aliases: Sequence[tuple[Source, Source]],
+    ) -> None:
+        self.call, self.result, self.nodes, self.inputs = call, result, nodes, inputs
+        self.changes_before, self.aliases = changes_before, aliases
+        self.depth = len(call.tx.nn_module_stack)
+        values = [value for value in values_in(result) if type(value) is TensorVariable]
         self.returned = frozenset(value.as_proxy().node for value in values)
 
     @functools.cached_property
@@ -301,13 +294,10 @@ def _facts(value: Any) -> Any:
 
 
 def nodes_after(node: fx.Node) -> list[fx.Node]:
-    """List the nodes that were added to the graph since a node was its last one, without the inputs.
-
-    Inputs stand before all else: in a graph that had nothing else yet, they come after its last node, too.
-    """
+    """List the nodes that were added to the graph since a node was its last one, without the inputs."""
     nodes: list[fx.Node] = []
     while (node := node.next).op != "root":
-        if node.op != "placeholder":
+        if node.op != "placeholder":  # which come after its last node in a graph that had nothing else yet
             nodes.append(node)
     return nodes
 

@@ -1,17 +1,15 @@
-"""One trace for modules that are alike: what Dynamo traced of one is copied for the next.
+"""One trace for modules that are alike, as the blocks of a transformer: what Dynamo traced of one is copied for others.
 
-A deep network calls modules of one class again and again: the blocks of a transformer, the stages of a ResNet. Here a
-call of a module leaves a `Trace`: the nodes that it added to the graph, what it was called with and what it returned. A
-later call gets copies of these nodes where all of this holds:
+A call of a module leaves a `Trace`. A later call gets copies of its nodes where all of this holds:
 
 * Dynamo would read the same of the module, see `Likeness`, and what is guarded is guarded for this one too.
 * It is called with tensors of the same kind and with the same constants, under the same modes and `with` blocks.
 * The traced call changed nothing that it did not make but tensors, by operations that are in the graph, drew no random
   number in Python, and nothing that it could read was changed since.
 
-Any other call is traced as it is. Where a copy turns out other than what it was copied from, all is traced anew without
-copies. The graph and its guards are those that Dynamo makes without all this: the same nodes, in the same order. Only
-the modules that a copied node is in are keyed by their names, not by their ids.
+The graph and its guards are those that Dynamo makes without all this: the same nodes, in the same order. Only the
+modules that a copied node is in are keyed by their names, not by their ids. Where a copy turns out other than what it
+was copied from, all is traced anew without copies.
 """
 
 from __future__ import annotations
@@ -48,17 +46,12 @@ def _is_new(item: Any) -> bool:
 
 
 class _Traces:
-    """The traces of calls of modules in one graph, and what was changed since it was begun.
-
-    Attributes:
-        changed: What the traced code has changed that is not of the graph: attributes, lists, globals.
-        aliases: The sources of what was reached from two places: that of the second one, and the first one's.
-    """
+    """The traces of calls of modules in one graph, and what was changed since it was begun."""
 
     def __init__(self, output: Any) -> None:
         self.output = output
-        self.changed: list[Any] = []
-        self.aliases: list[tuple[Source, Source]] = []
+        self.changed: list[Any] = []  # by the traced code, that is not of the graph: attributes, lists, globals
+        self.aliases: list[tuple[Source, Source]] = []  # of what was reached twice: the second place, and the first
         self._by_class: defaultdict[type, deque[Trace]] = defaultdict(lambda: deque(maxlen=_MOST_TRACES))
 
     def call(self, call: TracedCall, run: Callable[[], Any]) -> Any:
@@ -130,7 +123,7 @@ def _call_or_copy(call: Any, module: Any, tx: Any, arguments: list[Any], named: 
     if not is_plain or is_whole or module.source is None or not module.value._modules:
         return run()
     try:
-        traced = TracedCall.of(module, tx, arguments, named)
+        traced = TracedCall(module, tx, arguments, named)
     except NotShownError:
         return run()
     return _traces_of(tx.output).call(traced, run)
