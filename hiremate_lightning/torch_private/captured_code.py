@@ -127,13 +127,10 @@ def keep_modes_of_backwards(code: fx.GraphModule) -> bool:
     outer = [module for module in code.modules() if isinstance(module, fx.GraphModule)]
     calls = [(module, node) for module in outer for node in module.graph.find_nodes(op="call_function", target=_APPLY)]
     for module, call in calls:
-        body = call.args[1]
-        assert isinstance(body, fx.Node), "Dynamo hands over both bodies as attributes"
+        body = cast(fx.Node, call.args[1])  # Dynamo hands over both bodies as attributes
         backward: Any = module.get_submodule(str(body.target))
         changes = backward.graph.find_nodes(op="call_function", target=_SET_MODE)
-        if not changes:
-            continue
-        if [node.args for node in changes] != [(False,), (True,)]:  # off as it begins, on as it ends
+        if changes and [node.args for node in changes] != [(False,), (True,)]:  # off as it begins, on as it ends
             return False
         for node in changes:
             backward.graph.erase_node(node)

@@ -84,9 +84,6 @@ def is_compiled_by(compiled: nn.Module, backend: Callable[..., Any]) -> bool:
     return getattr(innermost, "compiler_fn", innermost) is backend
 
 
-# ---------------------------------------------------------------- calls
-
-
 def under_way() -> list[Any]:
     """List the functions and modules whose compiled calls are under way, innermost first: only their frames know."""
     owners: list[Any] = []

@@ -201,7 +201,7 @@ def _is_plain(value: torch.Tensor) -> bool:
 
 
 def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    return [value for value in tensor_state.leaves([_value_of(node)]) if isinstance(value, torch.Tensor)]
+    return tensor_state.tensors_among(_value_of(node))
 
 
 def _expect_unchanged(graph: fx.Graph, needed: set[fx.Node]) -> bool:

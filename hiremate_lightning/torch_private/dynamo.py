@@ -81,13 +81,9 @@ def capturing_for_plans(
         with counting_seconds(), answers():
             return _capture_in_turn(sizes_vary, code, *arguments, **options)
 
-    before = convert_frame._compile, _innermost.hear
-    convert_frame._compile, _innermost.hear = capture_planned, hear
-    try:
-        with hacks.applied(Stage.CALLING), ExitStack() as hearing:
-            yield
-    finally:
-        convert_frame._compile, _innermost.hear = before
+    stand_ins = (convert_frame, "_compile", capture_planned), (_innermost, "hear", hear)
+    with replaced(*stand_ins), hacks.applied(Stage.CALLING), ExitStack() as hearing:
+        yield
 
 
 @contextmanager

@@ -147,7 +147,7 @@ class KernelOperation:
         Where that fails while Dynamo captures, its graph is to end at the function; later the function is read through.
         """
         try:
-            self._compiled[shown] = kernels = _Maker(self._call, self._module, shown).make()
+            self._compiled[shown] = kernels = _make_kernels(self._call, self._module, shown)
             _kernels[kernels.name] = kernels
         except Exception:  # whatever a compiler may fail with: the function meets it, or not, as it runs by itself
             log.debug("%s is no single operation", self.name, exc_info=True)
@@ -278,92 +278,84 @@ torch.library.register_fake(
 )
 
 
-class _Maker:
-    """Compiles what a function computes as its author's torch.compile does, and takes the kernels from there."""
+def _make_kernels(call: KernelCall, module: fx.GraphModule, shown: _Shown) -> UserKernels:
+    """Compile what a function computes as its author's torch.compile does, and take the kernels from there."""
+    devices = {device.index or 0 for (*_, device), _ in shown if device.type == "cuda"}
+    with tensor_state.real_mode(), torch.random.fork_rng(devices=devices):
+        made, results = _compile(call, module, shown)
+        with torch.no_grad():
+            return _try(call, shown, made, results)
 
-    def __init__(self, call: KernelCall, module: fx.GraphModule, shown: _Shown) -> None:
-        self._call, self._module, self._shown = call, module, shown
-        self._has_gradients = any(gets_one for _, gets_one in shown)
-        self._made: list[tuple[fx.GraphModule, Any]] = []  # the forward, and the backward where there is one
-        self._meta: Any = None
 
-    def make(self) -> UserKernels:
-        devices = {device.index or 0 for (*_, device), _ in self._shown if device.type == "cuda"}
-        with tensor_state.real_mode(), torch.random.fork_rng(devices=devices):
-            self._compile()
-            self._check()
-            with torch.no_grad():
-                return self._try()
+def _compile(call: KernelCall, module: fx.GraphModule, shown: _Shown) -> tuple[list[tuple[fx.GraphModule, Any]], Any]:
+    """Compile a forward, and a backward where there is one; return them, and what AOTAutograd knows of the results.
 
-    def _compile(self) -> None:
-        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    What it does more for than call kernels is refused: writes to arguments, views, other effects.
+    """
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-        def inner(module: fx.GraphModule, *arguments: Any, **options: Any) -> Any:
-            made = compile_fx_inner(module, *arguments, **options)
-            self._made.append((module, made))
-            self._meta = self._meta or TracingContext.get().fw_metadata
-            return made
+    made, metas = list[tuple[fx.GraphModule, Any]](), list[Any]()
 
-        backend = innermost_backend(context_of(self._call.function).callback)
-        settings = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
-        mode = FakeTensorMode()
-        with mode:
-            inputs = [_empty(layout).requires_grad_(gets_one) for layout, gets_one in self._shown]
-        module = fx.GraphModule(self._module, fx.Graph())
-        module.graph.output(module.graph.graph_copy(self._module.graph, {}))
-        module.recompile()
-        with (
-            tracing(TracingContext(mode)),
-            functorch_config.patch(settings),
-            ExitStack() as autocasts,
-            torch.set_grad_enabled(self._has_gradients),
-        ):
-            for kind, is_on, dtype in self._call.autocast:
-                autocasts.enter_context(torch.autocast(kind, dtype, is_on, self._call.remembers))
-            compile_fx(module, inputs, inner_compile=inner, config_patches=backend.config)  # type: ignore[attr-defined]
+    def inner(module: fx.GraphModule, *arguments: Any, **options: Any) -> Any:
+        made.append((module, compile_fx_inner(module, *arguments, **options)))
+        metas.append(TracingContext.get().fw_metadata)
+        return made[-1][1]
 
-    def _check(self) -> None:
-        """Refuse what AOTAutograd does more for than call kernels: writes to arguments, views, other effects."""
-        meta, own = self._meta, (OutputType.non_alias, OutputType.unsafe_view_alias)
-        does_more = meta.num_mutated_inp_runtime_indices or meta.num_intermediate_bases or meta.tokens
-        gives_new = all(info.output_type in own for info in meta.output_info)
-        expect(
-            len(self._made) == 1 + self._has_gradients and not does_more and gives_new, "a function of kernels alone"
-        )
+    backend = innermost_backend(context_of(call.function).callback)
+    settings = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
+    has_gradients = any(gets_one for _, gets_one in shown)
+    mode, graph = FakeTensorMode(), fx.Graph()
+    with mode:
+        inputs = [_empty(layout).requires_grad_(gets_one) for layout, gets_one in shown]
+    graph.output(graph.graph_copy(module.graph, {}))
+    copy = fx.GraphModule(module, graph)
+    with (
+        tracing(TracingContext(mode)),
+        functorch_config.patch(settings),
+        ExitStack() as autocasts,
+        torch.set_grad_enabled(has_gradients),
+    ):
+        for kind, is_on, dtype in call.autocast:
+            autocasts.enter_context(torch.autocast(kind, dtype, is_on, call.remembers))
+        compile_fx(copy, inputs, inner_compile=inner, config_patches=backend.config)  # type: ignore[attr-defined]
+    meta, own = metas[0], (OutputType.non_alias, OutputType.unsafe_view_alias)
+    does_more = meta.num_mutated_inp_runtime_indices or meta.num_intermediate_bases or meta.tokens
+    gives_new = all(info.output_type in own for info in meta.output_info)
+    expect(len(made) == 1 + has_gradients and not does_more and gives_new, "a function of kernels alone")
+    return made, meta.output_info
 
-    def _try(self) -> UserKernels:
-        """Run the kernels on made-up inputs, to see how what they hand on lies in memory."""
-        inputs = [_empty(layout).zero_() for layout, _ in self._shown]
-        (_, forward), *backwards = self._made
-        given = list(forward(list(inputs)))
-        views, returned = _find(inputs, given)
-        count = len(self._meta.output_info)
-        outputs, saved = views[:count], views[count:]
-        expect(all(not view.is_input and view.layout is None for view in outputs), "results of its own")
-        differentiable = tuple(at for at, info in enumerate(self._meta.output_info) if info.requires_grad)
-        backward, tangents, gradients = None, list[torch.Tensor](), list[torch.Tensor | None]()
-        for source, backward in backwards:  # one, or none
-            read = [node.meta["val"] for node in source.graph.find_nodes(op="placeholder")]
-            expect(len(read) == len(saved) + len(differentiable), "a backward that reads only tensors")
-            tangents = [_empty(layout_of(value)).zero_() for value in read[len(saved) :]]
-            gradients = list(backward([*given[count:], *tangents]))
-        there = [at for at, gradient in enumerate(gradients) if gradient is not None]
-        texts = [*(module.code for module, _ in self._made), repr(self._shown), repr(self._call.autocast)]
-        digest = hashlib.sha256("".join(texts).encode()).hexdigest()[:12]
-        return UserKernels(
-            name=f"{self._call.function.__name__}_{digest}",
-            function=self._call.name,
-            forward=forward,
-            backward=backward,
-            results=tuple(layout_of(given[position]) for position in returned),
-            returned=returned,
-            outputs=tuple(view.position for view in outputs),
-            differentiable=differentiable,
-            saved=saved,
-            tangents=tuple(tangent.stride() for tangent in tangents),
-            gradients=tuple(layout_of(gradient) for gradient in gradients if gradient is not None),
-            gradient_of=tuple(there.index(at) if at in there else None for at in range(len(self._shown))),
-        )
+
+def _try(call: KernelCall, shown: _Shown, made: list[tuple[fx.GraphModule, Any]], results: Any) -> UserKernels:
+    """Run the kernels on made-up inputs, to see how what they hand on lies in memory."""
+    inputs = [_empty(layout).zero_() for layout, _ in shown]
+    (_, forward), *backwards = made
+    given = list(forward(list(inputs)))
+    views, returned = _find(inputs, given)
+    outputs, saved = views[: len(results)], views[len(results) :]
+    expect(all(not view.is_input and view.layout is None for view in outputs), "results of its own")
+    differentiable = tuple(at for at, info in enumerate(results) if info.requires_grad)
+    backward, tangents, gradients = None, list[torch.Tensor](), list[torch.Tensor | None]()
+    for source, backward in backwards:  # one, or none
+        read = [node.meta["val"] for node in source.graph.find_nodes(op="placeholder")]
+        expect(len(read) == len(saved) + len(differentiable), "a backward that reads only tensors")
+        tangents = [_empty(layout_of(value)).zero_() for value in read[len(saved) :]]
+        gradients = list(backward([*given[len(results) :], *tangents]))
+    there = [at for at, gradient in enumerate(gradients) if gradient is not None]
+    texts = [*(module.code for module, _ in made), repr(shown), repr(call.autocast)]
+    return UserKernels(
+        name=f"{call.function.__name__}_{hashlib.sha256(''.join(texts).encode()).hexdigest()[:12]}",
+        function=call.name,
+        forward=forward,
+        backward=backward,
+        results=tuple(layout_of(given[position]) for position in returned),
+        returned=returned,
+        outputs=tuple(view.position for view in outputs),
+        differentiable=differentiable,
+        saved=saved,
+        tangents=tuple(tangent.stride() for tangent in tangents),
+        gradients=tuple(layout_of(gradient) for gradient in gradients if gradient is not None),
+        gradient_of=tuple(there.index(at) if at in there else None for at in range(len(shown))),
+    )
 
 
 def _find(inputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> tuple[tuple[_View, ...], tuple[int, ...]]:

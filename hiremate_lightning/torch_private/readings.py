@@ -111,9 +111,6 @@ def _without_gradients(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
 
 
-# ---------------------------------------------------------------- gradients
-
-
 @instead_of("torch._dynamo._trace_wrapped_higher_order_op.autograd_function_backward_rewritten")
 def backwards(_: Any, backward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the backward of an autograd function to get contiguous gradients, as Dynamo does; but some may be None.
@@ -199,9 +196,6 @@ def methods_of_arrays(read: Any, variable: Any, tracer: Any, name: str, *argumen
     return read(variable, tracer, name, *arguments)
 
 
-# ---------------------------------------------------------------- guards
-
-
 @instead_of("torch._dynamo.guards.GuardBuilder.SEQUENCE_LENGTH")
 def lengths(guard_length: Any, builder: Any, guard: Any) -> None:
     """Guard on how many items a tuple holds; its class may say otherwise, or nothing, by a `__len__` of its own.
@@ -216,9 +210,6 @@ def lengths(guard_length: Any, builder: Any, guard: Any) -> None:
     builder.TYPE_MATCH(guard)
     told = [f"tuple.__len__({guard.name}) == {length}"]
     builder.get_guard_manager(guard).add_lambda_guard(lambda v: tuple.__len__(v) == length, told, guard.user_stack)
-
-
-# ---------------------------------------------------------------- changes in place
 
 
 @instead_of("torch._dynamo.variables.torch.TorchInGraphFunctionVariable.call_function")

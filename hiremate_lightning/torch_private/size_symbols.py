@@ -211,9 +211,6 @@ def _computed(module: fx.GraphModule) -> list[Any]:
     return [*sorted(sums, key=str), *sorted(computed, key=str)]  # rows of strided convolutions are `(s - 1) // 2 + 1`
 
 
-# ---------------------------------------------------------------- traces
-
-
 def _without_memory(mode: FakeTensorMode, value: Any, layout: Layout | None) -> Any:
     """Return what stands for an input while code is traced, at its own size or another one."""
     if layout is None or not isinstance(value, torch.Tensor):
