@@ -161,11 +161,7 @@ def returning_the_right_values(
 
 @instead_of("torch._functorch._aot_autograd.runtime_wrappers._FirstInvocationContext.__init__")
 def not_looking_for_aliases(_: Any, context: Any) -> None:
-    """Keep what is traced meanwhile from checking, at its first run, whether custom operators return their inputs.
-
-    AOTAutograd looks by a mode that refuses every subclass of tensors, those too that only carry metadata with them.
-    Without it such code fails when it runs first, and then runs eager.
-    """
+    """Keep what is traced meanwhile from looking for aliases at its first run, which fails on subclasses."""
     context._is_first = False
 
 
@@ -183,10 +179,7 @@ def taking_gradients_with_metadata(process: Callable[..., Any], gradient: Any, m
 
 
 def let_gradients_be_absent(token: torch.Tensor) -> None:
-    """Ask that the backward that gets this token be called with None for gradients that never came, not with zeros.
-
-    To be called in a forward that a backend of `make_backend` runs, which saves the token.
-    """
+    """Let the backward that gets this token, which a captured forward saves, get None for gradients that never came."""
     token.takes_absent = True  # type: ignore[attr-defined]
 
 
@@ -277,10 +270,7 @@ def inputs_with_gradients(joint: fx.GraphModule, forward_outputs: int) -> list[t
 
 
 def output_position(tangent: fx.Node) -> int | None:
-    """Return the position, among the outputs of the captured function, of that to which a gradient belongs.
-
-    None where it belongs to anything else: an input that is changed, or what several outputs are views of.
-    """
+    """Return the position of the output whose gradient this is; None for changed inputs, and bases of views."""
     description = tangent.meta.get("desc")
     output = description.output if isinstance(description, TangentAOTInput) else None
     return output.idx if isinstance(output, PlainAOTOutput) else None

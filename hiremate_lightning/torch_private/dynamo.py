@@ -373,10 +373,7 @@ def forget_compiled(function: Callable[..., Any]) -> None:
 
 
 def try_again() -> None:
-    """Let Dynamo capture what it gave up for good, as it does with code in which something is raised while it traces.
-
-    What it captured before stays. Code that it gives up again costs the time to trace it.
-    """
+    """Let Dynamo capture again what it gave up for good, as code in which something is raised while it is traced."""
     for seen in tuple(input_codes.seen):
         code = seen()
         if code is not None:

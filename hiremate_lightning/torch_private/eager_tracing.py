@@ -43,10 +43,7 @@ def traced_as_eager() -> Iterator[None]:
 
 @instead_of("torch._functorch._aot_autograd.runtime_wrappers.compute_overlapping_inputs")
 def guarded_overlaps(find: Callable[..., Any], config: Any, inputs: list[Any], of_one_storage: list[int]) -> set[int]:
-    """Guard on which inputs of a storage overlap, where some are written to; torch does so only for symbolic sizes.
-
-    Without it inputs that overlapped once are taken to overlap for ever.
-    """
+    """Guard on which inputs of a storage overlap, where some are written to; else that is taken to stay so."""
     overlapping: set[int] = find(config, inputs, of_one_storage)
     sources, context = config.aot_autograd_arg_pos_to_source, TracingContext.try_get()
     if sources and context is not None and len(of_one_storage) > 1:
@@ -61,10 +58,7 @@ _IMPLICIT = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
 
 
 def eager_kernels() -> AbstractContextManager[None]:
-    """Remove the Python decompositions of some operators from the dispatcher for a while.
-
-    Without it the proof sees other numbers, and that code runs eager.
-    """
+    """Remove Python decompositions of some operators for a while: they give other numbers, and code runs eager."""
     # The decompositions of these give other numbers: products fold otherwise, resizing rounds.
     packets = [aten.dropout, aten.matmul, aten.hardshrink, aten.softshrink, aten.stft, aten.istft]
     packets += [getattr(aten, name) for name in dir(aten) if name.startswith(("upsample_", "_upsample_"))]
@@ -125,10 +119,7 @@ def _eager_gru_cell(
 
 @contextmanager
 def eager_strides() -> Iterator[None]:
-    """Correct the strides, and the types, of results of norms that torch takes for those of an input.
-
-    Without it the proof sees other numbers, and that code runs eager; so it is without the strides of dimensions of 1.
-    """
+    """Correct strides and types of norms' results for a while: else the proof fails, and code runs eager."""
     sources = {  # the argument whose memory format the first result has on the CPU; None: contiguous, on all devices
         aten._native_batch_norm_legit_functional.default: 0,
         aten._native_batch_norm_legit.default: 0,
@@ -163,10 +154,7 @@ def _precise(decomposition: Callable[..., Any], source: torch.Tensor, *args: Any
 
 @contextmanager
 def eager_strides_of_one() -> Iterator[None]:
-    """Set the strides of dimensions of size 1 to those that kernels return.
-
-    No element is found by them, but kernels tell by them whether images are channels-last: for a batch of one.
-    """
+    """Set strides of dimensions of size 1 as kernels do, which tell by them whether a batch of one is channels-last."""
     operators = aten.view.default, aten._unsafe_view.default
     views = {op: around(op_implementations_dict[op], _view_as_kernels_do) for op in operators}
     with_numbers = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
@@ -211,10 +199,7 @@ def _strided(position: int | None, decomposition: Callable[..., Any], *args: Any
 
 
 def byte_targets() -> AbstractContextManager[None]:
-    """Trace losses of classes that are given as bytes, for a while, by the shapes that classes of integers have.
-
-    The kernels of `nll_loss` take bytes, torch's tracing of these doesn't: without it such code runs uncaptured.
-    """
+    """Trace losses of classes given as bytes like those of integers, for a while; else such code runs uncaptured."""
     classes_at = {aten.nll_loss_forward.default: 1, aten.nll_loss_backward.default: 2}
     stand_ins = {op: around(decomposition_table[op], partial(_with_integers, at)) for op, at in classes_at.items()}
     return replaced_entries(decomposition_table, stand_ins)

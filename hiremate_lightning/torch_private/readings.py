@@ -66,10 +66,7 @@ def end_graph(title: str, explanation: str) -> None:
 
 @instead_of(f"{_VARIABLES}.misc.LoggingLoggerVariable.call_method")
 def messages(read: Any, variable: Any, tracer: Any, name: str, values: list[Any], named: dict[str, Any]) -> Any:
-    """Log at capture what is logged once (transformers' `logger.warning_once`); drop what the logger does not show.
-
-    Without it graphs end at these.
-    """
+    """Log at capture what is logged once, and drop what the logger does not show; else graphs end at these."""
     level = getattr(logging, name.upper(), None)
     is_constant = all(value.is_python_constant() for value in (*values, *named.values()))
     if name.endswith("_once") and is_constant:
@@ -113,10 +110,7 @@ def _without_gradients(function: Callable[..., Any], *arguments: Any) -> Any:
 
 @instead_of("torch._dynamo._trace_wrapped_higher_order_op.autograd_function_backward_rewritten")
 def backwards(_: Any, backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the backward of an autograd function to get contiguous gradients, as Dynamo does; but some may be None.
-
-    Without it such code runs uncaptured.
-    """
+    """Make gradients contiguous before a backward, as Dynamo does; where some are None, it runs uncaptured else."""
 
     def run(ctx: Any, *gradients: Any) -> Any:
         return backward(ctx, *[g if g is None else g.contiguous() for g in gradients])
@@ -198,10 +192,7 @@ def methods_of_arrays(read: Any, variable: Any, tracer: Any, name: str, *argumen
 
 @instead_of("torch._dynamo.guards.GuardBuilder.SEQUENCE_LENGTH")
 def lengths(guard_length: Any, builder: Any, guard: Any) -> None:
-    """Guard on how many items a tuple holds; its class may say otherwise, or nothing, by a `__len__` of its own.
-
-    Without it such code is captured anew in each call, or runs uncaptured.
-    """
+    """Guard on how many items a tuple holds, whatever its `__len__` says; else code is captured in each call."""
     value = builder.get(guard)
     if not isinstance(value, tuple) or type(value).__len__ is tuple.__len__:
         guard_length(builder, guard)
@@ -353,10 +344,7 @@ def ranges(call: Any, variable: Any, tracer: Any, arguments: list[VariableTracke
 
 @instead_of(f"{_VARIABLES}.builtin.GetAttrBuiltinVariable.call_function")
 def names(read: Any, variable: Any, tracer: Any, arguments: list[Any], named: Any) -> Any:
-    """Read the name of a class or function of torch, or of its module, which Dynamo 2.13 takes for no string.
-
-    It ends graphs where code asks what such a name begins with, as peft's DoRA does.
-    """
+    """Read the names of classes and functions of torch and of their modules, where 2.13 ends graphs (peft's DoRA)."""
     asked, name, *others = arguments
     is_of_torch = isinstance(asked, TorchInGraphFunctionVariable)
     if is_of_torch and not others and name.is_python_constant():

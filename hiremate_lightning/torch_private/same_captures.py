@@ -21,7 +21,7 @@ from torch import fx
 from torch._guards import TracingContext
 
 from . import autocasting, hacks, tensor_state
-from .size_symbols import NUMBERS
+from .size_symbols import NUMBERS, expressions_in, values_in
 
 Runner = Callable[..., Any]
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -131,7 +131,7 @@ def _key(module: fx.GraphModule, inputs: Sequence[Any]) -> Hashable:
     symbols = _Symbols(module.meta.get(NUMBERS, {}))
     try:
         described_inputs = symbols.inputs(inputs)
-        symbols.expect_to_cover(tensor_state.leaves([node.meta.get("example_value") for node in numbers]))
+        symbols.expect_to_cover(values_in(module))
         return settings, described_inputs, described_nodes(numbers, numbers)
     except NotShownError:
         return None
@@ -153,11 +153,9 @@ class _Symbols:
 
     def expect_to_cover(self, values: Sequence[Any]) -> None:
         """Expect sizes of values to be made of the symbols of the inputs alone: a trace may ask what others are."""
-        sizes = [*values, *(size for value in values if tensor_state.is_symbolic(value) for size in value.shape)]
-        symbolic = [size for size in sizes if isinstance(size, torch.SymInt)]
         known = self._places.keys() | self._numbers
         expect(not any(isinstance(value, _NO_SIZES) for value in values), "a number that is no size")
-        expect(all(size.node.expr.free_symbols <= known for size in symbolic), "a size that no input has")
+        expect(all(size.free_symbols <= known for size in expressions_in(values)), "a size that no input has")
 
     def inputs(self, inputs: Sequence[Any]) -> Hashable:
         """Describe inputs, and what memory they share."""

@@ -134,10 +134,7 @@ def _parameters(root: nn.Module) -> Iterator[Any]:
 
 @instead_of("torch._dynamo.backends.distributed.DDPOptimizer")
 def smallest_buckets(optimizer: Callable[..., Any], bucket_bytes_cap: int, **options: Any) -> Any:
-    """Split graphs by buckets of 1 MiB at least: DDPOptimizer fails on smaller ones (`bucket_cap_mb`).
-
-    Without it such code runs uncaptured.
-    """
+    """Split graphs by buckets of 1 MiB at least: on smaller ones DDPOptimizer fails, and such code runs uncaptured."""
     least = torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
     return optimizer(bucket_bytes_cap=max(bucket_bytes_cap, least), **options)
 

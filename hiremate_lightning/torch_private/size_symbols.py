@@ -38,8 +38,8 @@ def sizes_among(module: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
     numbers = {i: value.node.expr.free_symbols for i, value in enumerate(inputs) if isinstance(value, torch.SymInt)}
     if not numbers:
         return []
-    shown = [value for value in _shown_in(module) if isinstance(value, torch.Tensor)]
-    symbols = set[Any]().union(*(size.free_symbols for size in _expressions_in(shown)))
+    shown = [value for value in values_in(module) if isinstance(value, torch.Tensor)]
+    symbols = set[Any]().union(*(size.free_symbols for size in expressions_in(shown)))
     return [p for p, its_symbols in numbers.items() if not its_symbols or not symbols.isdisjoint(its_symbols)]
 
 
@@ -152,7 +152,7 @@ class SizeSymbols:
             return None  # what can't be evaluated is neither True nor False
         return [
             (tuple(at_numbers(value.shape, values)), tuple(at_numbers(value.stride(), values)))
-            if isinstance(value, torch.Tensor) and any(size.free_symbols for size in _expressions_in([value]))
+            if isinstance(value, torch.Tensor) and any(size.free_symbols for size in expressions_in([value]))
             else None
             for value in inputs
         ]
@@ -193,11 +193,12 @@ def _numbers_at(node: fx.Node, numbers: Mapping[Any, int]) -> Any:
     return at_numbers(sizes, numbers)[0] if isinstance(value, torch.SymInt) else torch.Size(at_numbers(sizes, numbers))
 
 
-def _shown_in(module: fx.GraphModule) -> list[Any]:
+def values_in(module: fx.GraphModule) -> list[Any]:
+    """List what Dynamo shows for the nodes of captured code, without containers."""
     return tensor_state.leaves([node.meta.get("example_value") for node in module.graph.nodes])
 
 
-def _expressions_in(values: Sequence[Any]) -> set[Any]:
+def expressions_in(values: Sequence[Any]) -> set[Any]:
     """Return the expressions of numbers, and of the sizes and strides of tensors."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     numbers = [n for t in tensors for n in (*t.shape, *(t.stride() if t.layout is torch.strided else ()))]
@@ -205,7 +206,7 @@ def _expressions_in(values: Sequence[Any]) -> set[Any]:
 
 
 def _computed(module: fx.GraphModule) -> list[Any]:
-    expressions = _expressions_in(_shown_in(module))
+    expressions = expressions_in(values_in(module))
     sums = {expression for expression in expressions if expression.is_Add and expression.has(Application)}
     computed = set[Any]().union(*(expression.atoms(Application) for expression in expressions))
     return [*sorted(sums, key=str), *sorted(computed, key=str)]  # rows of strided convolutions are `(s - 1) // 2 + 1`
