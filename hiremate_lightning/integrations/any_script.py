@@ -393,10 +393,10 @@ def _may_be_planned(model: nn.Module) -> bool:
 def _unwrapped(module: nn.Module) -> nn.Module:
     """Find the module that the script's author wrote, inside of what is wrapped around it for training."""
     while True:
-        inner = inside_wrappers(module)
+        inner: nn.Module = inside_wrappers(module)
         if isinstance(inner, nn.DataParallel) and len(inner.device_ids or ()) < 2:
             inner = inner.module
-        inner = compiled_by_torch.inside_compiled(inner) or inner
+        inner = compiled_by_torch.original(inner)
         if inner is module:
             return module
         module = inner

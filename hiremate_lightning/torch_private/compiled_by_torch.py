@@ -45,11 +45,6 @@ def original(compiled: Any) -> Any:
     return compiled
 
 
-def inside_compiled(module: nn.Module) -> nn.Module | None:
-    """Return the module that was handed to torch.compile, None where this is not what torch.compile returned."""
-    return module._orig_mod if isinstance(module, OptimizedModule) else None
-
-
 def compiled_around(module: nn.Module) -> list[nn.Module]:
     """List what torch.compile returned for a module, for parts of it, or for what is wrapped around it."""
     own = set(map(id, module.modules()))
@@ -64,16 +59,14 @@ def compiled_inside(module: nn.Module) -> list[nn.Module]:
 
 def runs_eager(module: nn.Module) -> bool:
     """Whether this is what torch.compile returned, and it calls the module itself for now."""
-    inner = inside_compiled(module)
-    return inner is not None and getattr(vars(module).get("forward"), "__self__", None) is inner
+    inner = getattr(vars(module).get("forward"), "__self__", None)
+    return isinstance(module, OptimizedModule) and inner is module._orig_mod
 
 
-def run_eager(compiled: nn.Module) -> Callable[[], None]:
+def run_eager(compiled: Any) -> Callable[[], None]:
     """Make what torch.compile returned call the module itself; return a function that undoes that."""
-    before: Any = compiled.forward
-    inner = inside_compiled(compiled)
-    assert inner is not None, "torch.compile returned it"
-    compiled.forward = inner.__call__
+    before = compiled.forward
+    compiled.forward = compiled._orig_mod.__call__
     return lambda: setattr(compiled, "forward", before)
 
 

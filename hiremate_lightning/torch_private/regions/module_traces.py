@@ -73,61 +73,6 @@ class TracedCall:
         return "".join(traceback.StackSummary.from_list(shown).format())
 
 
-class Leaves:
-    """What two calls get, compared leaf by leaf, and the modes that they come under.
-
-    Attributes:
-        nodes: The nodes of a later call's tensors by those of the earlier one.
-        variables: What Dynamo has for these tensors, by the same nodes.
-
-    Raises:
-        NotShownError: The calls are not shown to be alike.
-    """
-
-    def __init__(self, call: TracedCall, later: TracedCall) -> None:
-        self.nodes: dict[fx.Node, fx.Node] = {}
-        self.variables: dict[fx.Node, Any] = {}
-        self._back: dict[fx.Node, fx.Node] = {}
-        self._known = later.tx.output.side_effects
-        is_same = len(call.blocks) == len(later.blocks) and all(map(operator.is_, call.blocks, later.blocks))
-        expect(is_same and call.modes.check(), "other modes")
-        expect(len(call.arguments) == len(later.arguments) and [*call.named] == [*later.named], "other arguments")
-        values, later_values = ((*each.arguments, *each.named.values()) for each in (call, later))
-        for one, other in zip(values, later_values, strict=True):
-            self._compare(one, other)
-
-    def _compare(self, one: Any, other: Any) -> None:
-        if isinstance(one, LazyVariableTracker) and not one.is_realized():
-            expect(one.source is not None and one.source == other.source, "an argument that is not read")
-            return
-        one, other = realized(one), realized(other)
-        expect(type(one) is type(other), "an argument of another kind")
-        if type(one) is TensorVariable:
-            self._compare_tensors(one, other)
-        elif type(one) is TupleVariable:
-            expect(len(one.items) == len(other.items), "an argument of another length")
-            for inner, other_inner in zip(one.items, other.items, strict=True):
-                self._compare(inner, other_inner)
-        elif type(one) is SymNodeVariable:
-            expect(str(one.sym_num) == str(other.sym_num), "a number that varies")
-            self._pair_nodes(one, other)
-        else:
-            expect(is_constant(one) and equal(one.value, other.value), "an argument")
-
-    def _compare_tensors(self, one: Any, other: Any) -> None:
-        facts = [facts_of(variable.proxy.node.meta["example_value"]) for variable in (one, other)]
-        expect(facts[0] == facts[1], "a tensor of another kind")
-        expect(one.source == other.source, "a tensor that comes from elsewhere")
-        expect(not any(map(self._known.has_pending_mutation, (one, other))), "a tensor with attributes")
-        self._pair_nodes(one, other)
-
-    def _pair_nodes(self, one: Any, other: Any) -> None:
-        node, other_node = one.as_proxy().node, other.as_proxy().node
-        pair = self.nodes.setdefault(node, other_node), self._back.setdefault(other_node, node)
-        expect(pair == (other_node, node), "an argument that is another one too")
-        self.variables[node] = other
-
-
 def realized(variable: Any) -> Any:
     """Return what Dynamo makes of a value, where it puts that off."""
     while isinstance(variable, LazyVariableTracker):
@@ -188,22 +133,57 @@ class Copy:
 
     def __init__(self, trace: Trace, call: TracedCall) -> None:
         self._trace, self._tx, self._output = trace, call.tx, call.tx.output
-        self._leaves = Leaves(trace.call, call)
-        is_new_or_given = all(node in self._leaves.nodes or node.op != "placeholder" for node in trace.returned)
+        self._others: dict[fx.Node, fx.Node] = {}  # nodes of this call by those of the trace: those it is called with
+        self._back: dict[fx.Node, fx.Node] = {}
+        self._variables: dict[fx.Node, Any] = {}  # what Dynamo has for what this call gets and returns
+        one, calls = trace.call, (trace.call, call)
+        is_same = len(one.blocks) == len(call.blocks) and all(map(operator.is_, one.blocks, call.blocks))
+        expect(is_same and one.modes.check(), "other modes")
+        expect(len(one.arguments) == len(call.arguments) and [*one.named] == [*call.named], "other arguments")
+        for pair in zip(*((*each.arguments, *each.named.values()) for each in calls), strict=True):
+            self._compare(*pair)
+        is_new_or_given = all(node in self._others or node.op != "placeholder" for node in trace.returned)
         expect(is_new_or_given, "a result that is a parameter")
         self._likeness = Likeness(self._output, trace.read, call.module.source)
         self._inputs = self._sources_of_inputs()
-        calls = trace.call, call
         # As Dynamo names modules where it says which modules a node is in.
         self._names = [_MEMBER.sub(r".\2", each.module.get_nn_module_stack_source().name) for each in calls]
         self._lines = [each.stack_text() for each in calls]
-        self._others = dict(self._leaves.nodes)
-        self._returned: dict[fx.Node, Any] = {}
+
+    def _compare(self, one: Any, other: Any) -> None:
+        """Compare what the traced call got with what this one gets at the same place."""
+        if isinstance(one, LazyVariableTracker) and not one.is_realized():
+            expect(one.source is not None and one.source == other.source, "an argument that is not read")
+            return
+        one, other = realized(one), realized(other)
+        expect(type(one) is type(other), "an argument of another kind")
+        if type(one) is TupleVariable:
+            expect(len(one.items) == len(other.items), "an argument of another length")
+            for pair in zip(one.items, other.items, strict=True):
+                self._compare(*pair)
+        elif type(one) is TensorVariable:
+            facts = [facts_of(variable.proxy.node.meta["example_value"]) for variable in (one, other)]
+            expect(facts[0] == facts[1], "a tensor of another kind")
+            expect(one.source == other.source, "a tensor that comes from elsewhere")
+            changed = self._output.side_effects.has_pending_mutation
+            expect(not any(map(changed, (one, other))), "a tensor with attributes")
+            self._pair(one, other)
+        elif type(one) is SymNodeVariable:
+            expect(str(one.sym_num) == str(other.sym_num), "a number that varies")
+            self._pair(one, other)
+        else:
+            expect(is_constant(one) and equal(one.value, other.value), "an argument")
+
+    def _pair(self, one: Any, other: Any) -> None:
+        node, other_node = one.as_proxy().node, other.as_proxy().node
+        pair = self._others.setdefault(node, other_node), self._back.setdefault(other_node, node)
+        expect(pair == (other_node, node), "an argument that is another one too")
+        self._variables[node] = other
 
     def _sources_of_inputs(self) -> dict[fx.Node, Source | None]:
         """List the inputs that the nodes read, in order, each with its source in the other module, None for itself."""
         trace, sources = self._trace, dict[fx.Node, Source | None]()
-        known, read = {*trace.nodes, *self._leaves.nodes}, trace.read
+        known, read = {*trace.nodes, *self._others}, trace.read
         used = (use for node in trace.nodes for use in node.all_input_nodes)
         for node in dict.fromkeys((*trace.inputs, *used)):
             if node in known:
@@ -257,7 +237,7 @@ class Copy:
             *outer, (_, target) = node.meta["source_fn_stack"]
             added.meta["source_fn_stack"] = [*outer, (added.name, target)]
         if node in self._trace.returned:
-            self._returned[node] = wrap_fx_proxy(self._tx, fx.Proxy(added, tracer))
+            self._variables[node] = wrap_fx_proxy(self._tx, fx.Proxy(added, tracer))
         else:
             set_example_value(added, get_fake_value(added, self._tx))
         expect(_facts(added.meta["example_value"]) == _facts(node.meta["example_value"]), f"{added.name} is another")
@@ -279,9 +259,7 @@ class Copy:
             return TupleVariable([self._result(item) for item in variable.items])
         if is_constant(variable):
             return ConstantVariable.create(variable.value)
-        node = variable.as_proxy().node
-        variables = self._leaves.variables
-        return variables[node] if node in variables else self._returned[node]
+        return self._variables[variable.as_proxy().node]
 
 
 def _facts(value: Any) -> Any:

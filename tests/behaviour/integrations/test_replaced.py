@@ -151,8 +151,8 @@ def test_what_torch_compile_returned_runs_as_written_for_a_while():
     compiled = torch.compile(model, backend="eager")
     ours = torch.compile(nn.Sequential(model), backend="hiremate", options={"budget": "50%"})
     assert {*compiled_by_torch.compiled_around(model)} == {compiled, ours}
-    assert compiled_by_torch.inside_compiled(compiled) is model
-    assert compiled_by_torch.inside_compiled(model) is None
+    assert compiled_by_torch.original(compiled) is model
+    assert compiled_by_torch.original(model) is model
     from hiremate_lightning.integrations.compile_backend import hiremate as backend
 
     assert [compiled_by_torch.is_compiled_by(module, backend) for module in (compiled, ours)] == [False, True]
