@@ -1,7 +1,4 @@
-"""The innermost backward that runs in this thread: what it will do, and when it has ended.
-
-Checked on the torch versions in `CHECKED_VERSIONS`; `test_backward_pass.py` fails loudly when a name moves.
-"""
+"""The innermost backward that runs in this thread: what it will do, and when it has ended."""
 
 from __future__ import annotations
 

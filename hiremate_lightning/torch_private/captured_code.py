@@ -2,8 +2,6 @@
 
 Dynamo captures a call of `torch.utils.checkpoint` as an operator that only serves to be traced. Run by itself it
 computes again with other random numbers than before, and so gives wrong gradients behind a dropout.
-
-Changes in place that Dynamo has seen are counted, and compared with those that its graph makes.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ Dynamo reads through functions that their author compiled as through any other. 
 marked, then cut out of its graph (`cut_out`), and compiled as the author's torch.compile does it, into the same
 kernels: see `inductor`. To all that follows each call is one custom operator: measured, kept or computed again.
 What can't be one operation ends the graph, and runs as it does without a plan: see `_why_apart`.
-`test_user_compiled.py` fails loudly where a name moves.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Inductor: what it compiles of a small graph, and of functions that their author compiled.
+"""Inductor: what it compiles of a small graph, and of functions that their author compiled (see `compiled_by_torch`).
 
 Inductor is loaded when it is first used: that takes a second, and warns of what PyTorch itself has deprecated.
 
-See `compiled_by_torch` for how captured code comes to functions that their author compiled. AOTAutograd and Inductor
-are called as the author's torch.compile calls them: with the same options and the same partition into forward and
-backward. What a function gives is kept apart from what only its backward reads, which may be views of the former, or of
-inputs. Checked on the torch versions in `CHECKED_VERSIONS`; `test_fusion.py` fails loudly when a name moves.
+AOTAutograd and Inductor are called as the author's torch.compile calls them: with the same options and the same
+partition into forward and backward. What a function gives is kept apart from what only its backward reads, which may be
+views of the former, or of inputs.
 """
 
 from __future__ import annotations

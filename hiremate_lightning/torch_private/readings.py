@@ -1,7 +1,5 @@
 """Code that Dynamo reads otherwise than eager PyTorch runs it: most functions here stand in for one of Dynamo's.
 
-Many of them end a graph, or guard, where numbers might become others.
-
 Code that asks whether it is compiled hears no, as in plain PyTorch: it may compute something else then. torch, this
 package and a few files of others ask only to be traceable: they get Dynamo's answer, yes. So does what its author
 compiled, as in plain PyTorch. Some code also asks whether it is captured in a CUDA graph. Planned code never is.

@@ -1,8 +1,7 @@
 """What devices, allocators and process groups have and do not show; and the host allocator's events.
 
 Events are recorded by the older of torch's two profilers: the newer one writes into freed memory where it stops inside
-an operation that began while it ran. Names of operators are not recorded: they would be ten of the sixteen events of an
-addition. `test_metering.py` fails loudly when a name moves.
+an operation that began while it ran. Names of operators are not recorded: they would be ten of sixteen events.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What FSDP2 (`fully_shard`) keeps about the modules that it shards, and what DDP has to do with captured code.
 
-Each unit lends its modules whole parameters, plain tensors, while it runs; between steps they have DTensors. A whole
-parameter is the same tensor at every use: its storage is resized to nothing in between.
+Each unit lends its modules whole parameters while it runs, the same tensors at every use; their storages are resized to
+nothing in between, and the modules have DTensors.
 
 DistributedDataParallel fills its buckets anew after the first backward, in the order in which that made the gradients.
 Three processes or more add up a gradient in an order that depends on its place in its bucket. A captured graph hands

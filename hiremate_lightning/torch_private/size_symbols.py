@@ -2,7 +2,6 @@
 
 Numbers in captured code are sums and products of these symbols, which a few samples tell, and quotients, rests and
 extremes (`s // 2`, `Mod(s, 8)`, `Min(70, s)`), which no samples could. Those count as sizes of their own.
-What tells symbols apart is private; `test_torch_private.py` says on which versions of torch this was checked.
 """
 
 from __future__ import annotations
@@ -31,15 +30,13 @@ T = TypeVar("T")
 
 
 def sizes_among(module: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
-    """List the positions of the inputs of captured code that are numbers on which sizes of its tensors depend.
-
-    Among them are sizes that turned out to be one number each, as those of a picture that is interpolated.
-    """
+    """List the positions of the inputs of captured code that are numbers on which sizes of its tensors depend."""
     numbers = {i: value.node.expr.free_symbols for i, value in enumerate(inputs) if isinstance(value, torch.SymInt)}
     if not numbers:
         return []
     shown = [value for value in values_in(module) if isinstance(value, torch.Tensor)]
     symbols = set[Any]().union(*(size.free_symbols for size in expressions_in(shown)))
+    # Those without symbols turned out to be one number each, as the sizes of a picture that is interpolated do.
     return [p for p, its_symbols in numbers.items() if not its_symbols or not symbols.isdisjoint(its_symbols)]
 
 
@@ -188,7 +185,7 @@ def _numbers_at(node: fx.Node, numbers: Mapping[Any, int]) -> Any:
     if node.op in ("placeholder", "output") or not isinstance(value, (torch.SymInt, torch.Size)):
         return None
     sizes = [value] if isinstance(value, torch.SymInt) else list(value)
-    if any(isinstance(size, torch.SymInt) and not size.node.expr.free_symbols <= numbers.keys() for size in sizes):
+    if any(not size.free_symbols <= numbers.keys() for size in expressions_in(sizes)):
         return None
     return at_numbers(sizes, numbers)[0] if isinstance(value, torch.SymInt) else torch.Size(at_numbers(sizes, numbers))
 

@@ -1,9 +1,8 @@
 """Whether what Dynamo read of one module, as it traced it, is the same of another one.
 
-Dynamo guards all that it reads: a trace holds for any call in which its guards hold. So it holds for another module
-too where all guards on the one and on what it reaches hold for the other, and are guarded there as well. A guard knows
-a value by its source, as in `L['self'].layers[0].norm.eps`; the same of another module has the source that begins with
-that module's. Guards of a kind that isn't known here hold for nothing else.
+Dynamo guards all that it reads. So a trace holds for another module too where all guards on the one and on what it
+reaches hold for the other, and are guarded there as well. A guard knows a value by its source, as in
+`L['self'].layers[0].norm.eps`; the same of another module has the source that begins with that module's.
 """
 
 from __future__ import annotations
