@@ -287,9 +287,6 @@ def input_position(placeholder: fx.Node) -> int | None:
     return description.idx if isinstance(description, PlainAOTInput) else None
 
 
-# ---------------------------------------------------------------- results with nodes of their own
-
-
 class _OwnNode(torch.autograd.Function):
     """Hands a gradient on as it is, None too. The result is the same tensor, with another node."""
 

@@ -24,30 +24,28 @@ class _Running:
 
     Attributes:
         roots: What it begins with; nothing any more when it has ended.
-        edges: How often each edge is followed, None before that was counted.
-        accumulating: The edges that add to the `.grad` of leaves, by identity of the leaf; filled as edges are counted.
         notes: What others note about it until it ends.
     """
 
     def __init__(self, roots: Sequence[torch.Tensor | GradientEdge], creates_graph: bool) -> None:
         self.roots = tuple(roots)
         self.creates_graph = creates_graph
-        self.edges: Counter[Edge] | None = None
-        self.accumulating: dict[int, Edge] = {}
         self.notes: dict[str, Any] = {}
 
-    def count_edges(self) -> Counter[Edge]:
-        """Follow all edges from the roots, once."""
-        if self.edges is None:
-            self.edges = edges_from(self.roots)
-            leaves: Any = [edge for edge in self.edges if type(edge[0]) is _AccumulateGrad]
-            self.accumulating = {id(node.variable): (node, number) for node, number in leaves}
-        return self.edges
+    @functools.cached_property
+    def edges(self) -> Counter[Edge]:
+        """How often each edge is followed from the roots."""
+        return edges_from(self.roots)
+
+    @functools.cached_property
+    def accumulating(self) -> dict[int, Edge]:
+        """The edges that add to the `.grad` of leaves, by identity of the leaf."""
+        leaves: Any = [edge for edge in self.edges if type(edge[0]) is _AccumulateGrad]
+        return {id(node.variable): (node, number) for node, number in leaves}
 
     def end(self) -> None:
         """Drop the graph: autograd's threads keep this object."""
-        self.roots, self.edges = (), Counter()
-        self.accumulating.clear()
+        self.roots, self.edges, self.accumulating = (), Counter(), {}
         self.notes.clear()
 
 
@@ -55,8 +53,8 @@ def edges_from(roots: Iterable[torch.Tensor | GradientEdge]) -> Counter[Edge]:
     """Count how often autograd follows each edge of its graph on the way back from some tensors or edges."""
     first = [root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in roots]
     edges = Counter((edge.node, edge.output_nr) for edge in first)
-    seen = {node for node, _ in edges}
-    ahead = list(seen)
+    ahead = list(dict.fromkeys(edge.node for edge in first))
+    seen = set(ahead)
     while ahead:
         for node, number in ahead.pop().next_functions:
             if node is not None:
@@ -106,13 +104,13 @@ def taking_one(leaves: Mapping[int, torch.Tensor]) -> frozenset[int]:
     running = _current()
     if running is None:
         return frozenset()
-    edges = running.count_edges()
     usual = {
         key: running.accumulating[id(leaf)]
         for key, leaf in leaves.items()
         if leaf.requires_grad and not has_hooks(leaf) and id(leaf) in running.accumulating
     }
-    return frozenset(key for key, edge in usual.items() if edges[edge] == 1 and _will_run(edge, if_returned=False))
+    once = {key: edge for key, edge in usual.items() if running.edges[edge] == 1}
+    return frozenset(key for key, edge in once.items() if _will_run(edge, if_returned=False))
 
 
 def has_hooks(leaf: torch.Tensor) -> bool:
@@ -139,14 +137,14 @@ def terms_to(leaf: torch.Tensor) -> int:
     running = _current()
     if running is None:
         return 0
-    edges, edge = running.count_edges(), running.accumulating.get(id(leaf))
-    return 0 if edge is None or not _will_run(edge, if_returned=True) else edges[edge]
+    edge = running.accumulating.get(id(leaf))
+    return 0 if edge is None or not _will_run(edge, if_returned=True) else running.edges[edge]
 
 
 def saved_by_captured() -> Iterator[torch.Tensor]:
     """List what code that AOTAutograd has captured saved for the running backward, and that is not freed yet."""
     running = _current()
-    for node in set() if running is None else {node for node, _ in running.count_edges()}:
+    for node in () if running is None else dict.fromkeys(node for node, _ in running.edges):
         if node.name() == "CompiledFunctionBackward":
             with suppress(RuntimeError):  # it has run, and they are freed
                 yield from node.saved_tensors  # type: ignore[attr-defined]

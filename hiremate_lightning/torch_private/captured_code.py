@@ -136,9 +136,6 @@ def keep_modes_of_backwards(code: fx.GraphModule) -> bool:
     return True
 
 
-# ---------------------------------------------------------------- changes in place
-
-
 def lost_changes(written: fx.GraphModule) -> list[str]:
     """List the inputs of captured code that the user's code changes in place more often than the captured code does.
 
