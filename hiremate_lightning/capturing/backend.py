@@ -74,7 +74,12 @@ def planning_backend(
             )
         for operation in compiled_by_torch.cut_out(module):
             if operation.calls_modules:
-                say(compiled_by_torch.opaque_words(operation.name))
+                say(
+                    f"Nothing inside of {operation.name} is planned: its author compiled it, with the modules that it "
+                    "calls, and it stays compiled. Each of its calls is one operation, whose results are kept or "
+                    "computed again as a whole. To plan what is inside, leave @torch.compile off it, or compile only "
+                    "functions that it calls."
+                )
         return autocasting.leaving_as_found(module, same.run_of(run_in_place, module, inputs))
 
     def run_in_place(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -252,9 +252,10 @@ class Session:
             self._model.tracing.enter_context(self.reporter.stage("tracing"))
 
         def tell(reason: str) -> None:
+            is_inside_transform = "Tensor(lvl=" in reason  # as torch.func writes tensors with their level
             self.say(
                 f"torch.compile could not capture a part of {name}, which runs without a plan: {reason}",
-                topic=transforms_in(name) if dynamo.is_inside_transform(reason) else "",
+                topic=transforms_in(name) if is_inside_transform else "",
             )
 
         try:

@@ -219,12 +219,3 @@ def _cut(module: fx.GraphModule, call: KernelCall, nodes: list[fx.Node]) -> Kern
     for node in reversed(nodes):
         module.graph.erase_node(node)
     return operation
-
-
-def opaque_words(name: str) -> str:
-    """Warn that a compiled function calls modules, and what that costs."""
-    return (
-        f"Nothing inside of {name} is planned: its author compiled it, with the modules that it calls, and it stays "
-        "compiled. Each of its calls is one operation, whose results are kept or computed again as a whole. To plan "
-        "what is inside, leave @torch.compile off it, or compile only functions that it calls."
-    )

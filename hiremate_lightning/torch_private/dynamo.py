@@ -313,11 +313,6 @@ def reason_of(error: CompileError) -> str:
     return f"{type(cause).__name__}: {cause}{place}"
 
 
-def is_inside_transform(reason: str) -> bool:
-    """Whether Dynamo failed inside of a transform of torch.func, where tensors are written with their level."""
-    return "Tensor(lvl=" in reason
-
-
 def graph_breaks() -> Counter[str]:
     """Count what has ended graphs in this process: torch.compile's reasons in brief, with their places in the code."""
     breaks, placed = Counter[str](), set[str]()

@@ -111,8 +111,7 @@ class SameCaptures:
 
     def find(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Runner | None:
         """Return what was made of the same code before; None where nothing was."""
-        key = _key(module, inputs)
-        return None if key is None else self._runs.get(key)
+        return self._runs.get(_key(module, inputs))
 
     def keep(self, module: fx.GraphModule, inputs: Sequence[Any], run: Runner) -> None:
         """Learn what was made of code."""
@@ -128,11 +127,8 @@ def _key(module: fx.GraphModule, inputs: Sequence[Any]) -> Hashable:
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled()
     settings = (*modes, *autocasting.settings(), *tensor_state.kernel_settings(), torch.get_default_dtype())
     numbers = {node: number for number, node in enumerate(module.graph.nodes)}
-    symbols = _Symbols(module.meta.get(NUMBERS, {}))
     try:
-        described_inputs = symbols.inputs(inputs)
-        symbols.expect_to_cover(values_in(module))
-        return settings, described_inputs, described_nodes(numbers, numbers)
+        return settings, _described_inputs(module, inputs), described_nodes(numbers, numbers)
     except NotShownError:
         return None
 
@@ -144,38 +140,31 @@ def _guards() -> tuple[int, int]:
     return of_code, 0 if shapes is None else len(shapes.guards)
 
 
-class _Symbols:
-    """The symbols for sizes of one capture, by their place among its inputs; some of them may be numbers now."""
+def _described_inputs(module: fx.GraphModule, inputs: Sequence[Any]) -> Hashable:
+    """Describe inputs, and what memory they share; symbols for sizes by their place, with what they may be."""
+    places = dict[Any, Any]()
 
-    def __init__(self, numbers: Mapping[Any, int]) -> None:
-        self._numbers = numbers.keys()
-        self._places: dict[Any, Any] = {}
-
-    def expect_to_cover(self, values: Sequence[Any]) -> None:
-        """Expect sizes of values to be made of the symbols of the inputs alone: a trace may ask what others are."""
-        known = self._places.keys() | self._numbers
-        expect(not any(isinstance(value, _NO_SIZES) for value in values), "a number that is no size")
-        expect(all(size.free_symbols <= known for size in expressions_in(values)), "a size that no input has")
-
-    def inputs(self, inputs: Sequence[Any]) -> Hashable:
-        """Describe inputs, and what memory they share."""
-        tensors = [value for value in inputs if not isinstance(value, torch.SymInt)]
-        expect(all(map(tensor_state.is_dense, tensors)), "an input that is no dense tensor")
-        storages = dict[int, int]()
-        shared = tuple(storages.setdefault(tensor_state.storage_id(t), len(storages)) for t in tensors)
-        return tuple(self._input(value) for value in inputs), shared
-
-    def _input(self, value: Any) -> Hashable:
-        if isinstance(value, torch.SymInt):
-            return torch.SymInt, self._number(value)
-        return isinstance(value, torch.nn.Parameter), *facts_of(value, self._number)
-
-    def _number(self, number: Any) -> Hashable:
-        """Return a number, or what it is made of: symbols by their place, with what they may be."""
+    def described_size(number: Any) -> Hashable:
         if not isinstance(number, torch.SymInt):
             return int(number)
         expression, ranges = number.node.expr, number.node.shape_env.var_to_range
         symbols = sorted(expression.free_symbols, key=str)
         for symbol in symbols:
-            self._places.setdefault(symbol, sympy.Symbol(f"s{len(self._places)}", integer=True))
-        return expression.xreplace(self._places), *((ranges[s].lower, ranges[s].upper) for s in symbols)
+            places.setdefault(symbol, sympy.Symbol(f"s{len(places)}", integer=True))
+        return expression.xreplace(places), *((ranges[s].lower, ranges[s].upper) for s in symbols)
+
+    tensors = [value for value in inputs if not isinstance(value, torch.SymInt)]
+    expect(all(map(tensor_state.is_dense, tensors)), "an input that is no dense tensor")
+    storages = dict[int, int]()
+    shared = tuple(storages.setdefault(tensor_state.storage_id(t), len(storages)) for t in tensors)
+    facts = tuple(
+        described_size(value)
+        if isinstance(value, torch.SymInt)
+        else (isinstance(value, torch.nn.Parameter), *facts_of(value, described_size))
+        for value in inputs
+    )
+    # A trace may ask what other symbols are; those of code at definite sizes are numbers now.
+    values, known = values_in(module), places.keys() | module.meta.get(NUMBERS, {}).keys()
+    expect(not any(isinstance(value, _NO_SIZES) for value in values), "a number that is no size")
+    expect(all(size.free_symbols <= known for size in expressions_in(values)), "a size that no input has")
+    return facts, shared
