@@ -139,10 +139,10 @@ def keep_modes_of_backwards(code: fx.GraphModule) -> bool:
 def lost_changes(written: fx.GraphModule) -> list[str]:
     """List the inputs of captured code that the user's code changes in place more often than the captured code does.
 
-    Dynamo runs each operation on stand-ins without memory as it reads it, and these count their changes. Later it drops
+    Dynamo runs each operation on stand-ins without memory as it reads it, which count their changes, and drops later
     what it takes for unread. So its graph is run on new stand-ins, which must count as many. They have numbers for
-    sizes: where an operation has no rule for symbols, it would turn Dynamo's into numbers too. Inputs that share memory
-    count each other's changes for Dynamo, and the new ones do not: their counts are added up.
+    sizes, since some operations turn symbols into numbers. Stand-ins of inputs that share memory count each other's
+    changes, and the new ones do not: their counts are added up.
     """
     inputs = list(written.graph.find_nodes(op="placeholder"))
     shown = [node.meta.get("example_value") for node in inputs]

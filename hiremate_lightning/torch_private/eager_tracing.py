@@ -220,11 +220,7 @@ SMALLEST = 1e-11  # of the squares' sum, below which eager PyTorch divides by no
 
 @contextmanager
 def sums_at_once() -> Iterator[None]:
-    """Trace sums of windows by their shape, for a while.
-
-    torch finds it, where windows don't come as `Tensor.unfold` gives them, by tracing one addition for each place of a
-    window: a minute for windows of a thousand samples.
-    """
+    """Trace sums of windows by their shape, for a while, where torch traces an addition for each of their places."""
     rule = {FOLD: _empty_sum}
     with replaced_entries(meta_table, rule), replaced_entries(op_implementations_dict, rule):
         yield
@@ -247,11 +243,7 @@ def istft(
     length: int | None = None,
     return_complex: bool = False,
 ) -> torch.Tensor:
-    """Do what PyTorch's `istft` does, by its operators in its order; its check of the windows is one of the graph.
-
-    PyTorch's Python version adds up the windows' squares by other operators; the C++ looks at their sum, which ends a
-    graph.
-    """
+    """Do what PyTorch's `istft` does, by its operators in its order; its check of the windows is in the graph."""
     hop_length = n_fft // 4 if hop_length is None else hop_length
     win_length = n_fft if win_length is None else win_length
     spectra = torch.view_as_real(input.resolve_conj())

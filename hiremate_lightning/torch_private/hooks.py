@@ -49,8 +49,7 @@ def set_call_of_all(call: Callable[..., Any] | None) -> None:
 def on_compile_in_place(stand_in: Callable[[torch.nn.Module, Any, Any, Any], Any]) -> Callable[[], None]:
     """Let a function choose what stands in for the call of a module that is compiled in place (`module.compile()`).
 
-    It is given the module, what stood in for its call before, its compiled call, and the backend asked for. What is
-    returned ends that.
+    It gets the module, what stood in before, its compiled call, and the backend. What is returned ends that.
     """
     compile_in_place = torch.nn.Module.compile
 

@@ -85,11 +85,7 @@ def facts_of(tensor: torch.Tensor, size: Callable[[Any], Any] = size_of) -> tupl
 
 
 class SameCaptures:
-    """What runs in the place of captured code, by what was captured, as long as something else holds it.
-
-    Args:
-        tell: Called where code is captured once more and runs by what was made before.
-    """
+    """What runs in the place of captured code, as long as something else holds it; `tell` hears where it runs again."""
 
     def __init__(self, tell: Callable[[], None] = lambda: None) -> None:
         self._tell = tell

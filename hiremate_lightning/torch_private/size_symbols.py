@@ -41,12 +41,7 @@ def sizes_among(module: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
 
 
 class SizeSymbols:
-    """The symbols for the sizes of captured code.
-
-    Args:
-        module: The code.
-        positions: Those of its inputs that are sizes.
-    """
+    """The symbols for the sizes of captured code, which are its inputs at some positions."""
 
     def __init__(self, module: fx.GraphModule, positions: Sequence[int]) -> None:
         self._module, self._positions = module, tuple(positions)
@@ -76,8 +71,7 @@ class SizeSymbols:
     def learn(self, sizes: Sizes) -> bool:
         """Learn the sizes of a call; return whether some differ that were equal in all calls before.
 
-        What was always equal stays equal in all that is made up: keys and values, a text and its mask. Kernels of
-        PyTorch may read and write beyond their memory where it is not.
+        Where sizes that were made up differ so, as those of keys and values, kernels may write beyond their memory.
         """
         pairs = list(zip(self._groups, sizes, strict=True))
         before, self._groups = self._groups, tuple(map(pairs.index, pairs))
@@ -95,13 +89,9 @@ class SizeSymbols:
         return self._of_groups(numbers, sizes)
 
     def samples_near(self, sizes: Sizes, taken: Sequence[Sizes]) -> Iterator[Sizes]:
-        """Yield sizes to trace the code at, each unlike all others of its dimension and of other dimensions.
+        """Yield sizes near real ones to trace the code at, unlike those taken and those of other dimensions.
 
         Odd ones come first, then even ones. Sizes that were equal in all calls are equal.
-
-        Args:
-            sizes: Real ones, learned before.
-            taken: Sizes that were traced.
         """
         used = {number for sample in (*taken, sizes) for number in sample}
         for multiple, round_ in itertools.product(MULTIPLES, range(len(SHARES))):
