@@ -162,12 +162,11 @@ def _empty(layout: _Layout) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _View:
-    """Where a tensor that kernels hand on is found: in an input, or in a result, of the forward's operator.
+    """Where a tensor that kernels hand on is found, by position among inputs and results of the forward's operator.
 
     Its layout is size, strides, and offset beyond that of what it is found in; None where it is that itself.
     """
 
-    is_input: bool
     position: int
     layout: tuple[tuple[int, ...], tuple[int, ...], int] | None
 
@@ -216,15 +215,15 @@ class UserKernels:
         return [given[position] for position in self.returned]
 
     @property
-    def kept(self) -> list[tuple[bool, int]]:
-        """Inputs and results that the backward reads, each once."""
-        return list(dict.fromkeys((view.is_input, view.position) for view in self.saved))
+    def kept(self) -> list[int]:
+        """Positions of inputs and results that the backward reads, each once."""
+        return list(dict.fromkeys(view.position for view in self.saved))
 
     def run_backward(self, kept: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the backward."""
         assert self.backward is not None, "what has gradients has a backward"
         there = dict(zip(self.kept, kept, strict=True))
-        arguments = [view.of(there[view.is_input, view.position]) for view in self.saved]
+        arguments = [view.of(there[view.position]) for view in self.saved]
         for tangent, strides in zip(tangents, self.tangents, strict=True):
             arguments.append(tensor_state.with_strides(tangent, strides))
         taken = {tensor_state.storage_id(a) for a in (*arguments, *tangents)}
@@ -243,7 +242,7 @@ class _Differentiated(torch.autograd.Function):
     def forward(ctx: Any, kernels: UserKernels, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         results = torch.ops.hiremate.run_compiled(inputs, kernels.name)
         ctx.kernels = kernels
-        ctx.save_for_backward(*(inputs[at] if is_input else results[at] for is_input, at in kernels.kept))
+        ctx.save_for_backward(*((*inputs, *results)[at] for at in kernels.kept))
         outputs = tuple(results[at] for at in kernels.outputs)
         ctx.mark_non_differentiable(*(o for at, o in enumerate(outputs) if at not in kernels.differentiable))
         return outputs
@@ -331,7 +330,8 @@ def _try(call: KernelCall, shown: _Shown, made: list[tuple[fx.GraphModule, Any]]
     given = list(forward(list(inputs)))
     views, returned = _find(inputs, given)
     outputs, saved = views[: len(results)], views[len(results) :]
-    expect(all(not view.is_input and view.layout is None for view in outputs), "results of its own")
+    is_own = all(view.position >= len(inputs) and view.layout is None for view in outputs)
+    expect(is_own, "results of its own")
     differentiable = tuple(at for at, info in enumerate(results) if info.requires_grad)
     backward, tangents, gradients = None, list[torch.Tensor](), list[torch.Tensor | None]()
     for source, backward in backwards:  # one, or none
@@ -348,7 +348,7 @@ def _try(call: KernelCall, shown: _Shown, made: list[tuple[fx.GraphModule, Any]]
         backward=backward,
         results=tuple(layout_of(given[position]) for position in returned),
         returned=returned,
-        outputs=tuple(view.position for view in outputs),
+        outputs=tuple(view.position - len(inputs) for view in outputs),
         differentiable=differentiable,
         saved=saved,
         tangents=tuple(tangent.stride() for tangent in tangents),
@@ -359,15 +359,15 @@ def _try(call: KernelCall, shown: _Shown, made: list[tuple[fx.GraphModule, Any]]
 
 def _find(inputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> tuple[tuple[_View, ...], tuple[int, ...]]:
     """Find where tensors that kernels hand on lie, and which of them are the first in memory of their own."""
-    sources = {tensor_state.storage_id(tensor): (True, at, tensor) for at, tensor in enumerate(inputs)}
+    sources = {tensor_state.storage_id(tensor): (at, tensor) for at, tensor in enumerate(inputs)}
     views, returned = list[_View](), list[int]()
     for at, tensor in enumerate(given):
         storage = tensor_state.storage_id(tensor)
         if storage not in sources:
-            sources[storage] = False, len(returned), tensor
+            sources[storage] = len(inputs) + len(returned), tensor
             returned.append(at)
-        is_input, position, source = sources[storage]
+        position, source = sources[storage]
         offset = int(tensor.storage_offset()) - int(source.storage_offset())
         is_same = (layout_of(tensor), offset) == (layout_of(source), 0)
-        views.append(_View(is_input, position, None if is_same else (*layout_of(tensor)[:2], offset)))
+        views.append(_View(position, None if is_same else (*layout_of(tensor)[:2], offset)))
     return tuple(views), tuple(returned)
