@@ -167,10 +167,7 @@ def not_looking_for_aliases(_: Any, context: Any) -> None:
 
 @instead_of("torch._functorch._aot_autograd.runtime_wrappers.AOTDispatchAutograd.process_runtime_tangent")
 def taking_gradients_with_metadata(process: Callable[..., Any], gradient: Any, meta: Any, *others: Any) -> Any:
-    """Make backwards traced meanwhile accept gradients of a class that only carries metadata.
-
-    AOTAutograd refuses those where it expects a plain tensor: the class has to say how it becomes one.
-    """
+    """Make backwards traced meanwhile take gradients of a class that only carries metadata for plain ones."""
     kind = type(gradient)
     if kind is not torch.Tensor and isinstance(gradient, torch.Tensor) and isinstance(meta, PlainTensorMeta):
         carries = kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__

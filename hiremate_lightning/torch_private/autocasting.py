@@ -63,14 +63,8 @@ def as_found_on_error() -> Iterator[None]:
 def leaving_as_found(module: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap what runs in the place of captured code, so that an error in it leaves all as it was before."""
     entering = torch.amp.autocast_mode._enter_autocast, torch._C._autograd._saved_tensors_hooks_disable
-    if not any(module.graph.find_nodes(op="call_function", target=target) for target in entering):
-        return run
-
-    def run_and_leave(*arguments: Any) -> Any:
-        with as_found_on_error():
-            return run(*arguments)
-
-    return run_and_leave
+    is_entered = any(module.graph.find_nodes(op="call_function", target=target) for target in entering)
+    return as_found_on_error()(run) if is_entered else run
 
 
 def _end_transforms(depth: int) -> None:
@@ -97,11 +91,8 @@ BLOCK = "hiremate block"  # in the metadata of a cast that a block of autocast r
 
 
 def block(kind: str) -> object | None:
-    """Return what stands for the outermost open block of autocast, in which casts are remembered; None outside of one.
-
-    AOTAutograd leaves autocast for what it calls; the block is open all the same.
-    """
-    cast = _remembered_cast(kind) if open_blocks() else None
+    """Return what stands for the outermost open block of autocast, in which casts are remembered; None outside one."""
+    cast = _remembered_cast(kind) if open_blocks() else None  # AOTAutograd leaves autocast, and the block stays open
     return None if cast is None else cast.metadata.setdefault(BLOCK, object())
 
 

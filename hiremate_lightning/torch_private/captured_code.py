@@ -28,7 +28,6 @@ log = logging.getLogger("hiremate_lightning")
 Rewrite = Callable[[fx.Graph, fx.Node, dict[str, fx.GraphModule]], None]
 _APPLY = torch.ops.higher_order.autograd_function_apply
 _BANS = torch._C._autograd._saved_tensors_hooks_disable, torch._C._autograd._saved_tensors_hooks_enable
-_SET_MODE = torch._C._set_grad_enabled
 _made_with: WeakIdKeyDictionary = WeakIdKeyDictionary()  # changes that stand-ins for inputs were made with
 
 
@@ -127,7 +126,7 @@ def keep_modes_of_backwards(code: fx.GraphModule) -> bool:
     for module, call in calls:
         body = cast(fx.Node, call.args[1])  # Dynamo hands over both bodies as attributes
         backward: Any = module.get_submodule(str(body.target))
-        changes = backward.graph.find_nodes(op="call_function", target=_SET_MODE)
+        changes = backward.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
         if changes and [node.args for node in changes] != [(False,), (True,)]:  # off as it begins, on as it ends
             return False
         for node in changes:
@@ -177,8 +176,7 @@ def noted(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 def _changes_of(value: Any) -> int:
     if not isinstance(value, torch.Tensor):
         return 0
-    made_with: int = _made_with.get(value, 0)
-    return tensor_state.versions_of([value])[0] - made_with
+    return tensor_state.versions_of([value])[0] - int(_made_with.get(value, 0))
 
 
 def _with_numbers(value: Any) -> Any:

@@ -92,9 +92,6 @@ def under_way() -> list[Any]:
     return owners
 
 
-# ---------------------------------------------------------------- what Dynamo reads
-
-
 @instead_of("torch._dynamo.variables.functions.WrapperUserFunctionVariable.call_function")
 def functions(inline: Any, variable: Any, tracer: Any, *arguments: Any) -> Any:
     """Read through a wrapper; mark what is captured of it where torch.compile made it, end the graph at TorchScript.
@@ -168,9 +165,6 @@ def _why_apart(function: Any, context: Any, backend: Any) -> str:
     if backend.config.get("triton.cudagraphs"):
         return "it runs in CUDA graphs"
     return "it is compiled with dynamic=True" if context._dynamic else ""
-
-
-# ---------------------------------------------------------------- what is cut out
 
 
 def cut_out(module: fx.GraphModule) -> list[KernelOperation]:

@@ -98,8 +98,7 @@ def counting_seconds() -> Iterator[None]:
 
 def capturing_s() -> float:
     """Return the seconds that captures and traces took in this process."""
-    seconds: float = _seconds.capturing
-    return seconds
+    return float(_seconds.capturing)
 
 
 def _marked(sizes: Iterable[int]) -> AbstractContextManager[Any]:

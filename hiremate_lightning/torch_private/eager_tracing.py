@@ -140,11 +140,7 @@ def eager_strides() -> Iterator[None]:
 
 
 def _precise(decomposition: Callable[..., Any], source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Convert mean and deviation of a batch norm of half precision to the type that the CPU's kernel returns.
-
-    With parameters in single precision, as under autocast, it keeps them in that. What is traced is what is profiled:
-    to recompute from statistics of the other type takes other memory.
-    """
+    """Keep mean and deviation of a batch norm in single precision where the CPU's kernel does: they take memory."""
     first, mean, deviation, *others = decomposition(source, *args, **kwargs)
     parameters = (a for a in args[:4] if isinstance(a, torch.Tensor))
     if first.device.type == "cpu" and any(p.dtype != source.dtype for p in parameters):
@@ -210,8 +206,6 @@ def _with_integers(position: int, decomposition: Callable[..., Any], *args: Any,
         args = (*args[:position], args[position].long(), *args[position + 1 :])
     return decomposition(*args, **kwargs)
 
-
-# ---------------------------------------------------------------- windows that are added up, as `torch.istft` does
 
 FOLD = aten.unfold_backward.default
 BY_ROOT_OF_LENGTH, BY_LENGTH = 1, 2  # how at::native::fft_norm_mode numbers the norms of an inverse transform

@@ -95,11 +95,6 @@ def is_on(name: str) -> bool:
     return (hack.mends or RELEASE in hack.checked) and name not in _off and name not in _missing
 
 
-def is_tried() -> bool:
-    """Whether this release of torch is one that all was checked on."""
-    return RELEASE in CHECKED_VERSIONS
-
-
 def off() -> list[Hack]:
     """List the hacks that are not in use."""
     return [hack for hack in HACKS if not is_on(hack.name)]
@@ -148,11 +143,7 @@ StandIn = tuple[Any, str, Any]  # for an attribute: its owner, its name, and wha
 
 
 def instead_of(*places: str) -> Callable[[Callable[..., Any]], Callable[[], AbstractContextManager[None]]]:
-    """Make a function one that stands in, for a while, for functions of torch, which it gets before the arguments.
-
-    Args:
-        places: Those of torch's functions, such as "torch.module.Class.method"; looked up at the first use.
-    """
+    """Make a function stand in, for a while, for those of torch at some places: it gets each before the arguments."""
 
     def decorate(function: Callable[..., Any]) -> Callable[[], AbstractContextManager[None]]:
         @functools.cache

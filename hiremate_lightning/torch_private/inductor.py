@@ -63,9 +63,6 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Com
     return compiled
 
 
-# ---------------------------------------------------------------- functions that their author compiled
-
-
 @dataclass(frozen=True, eq=False)
 class KernelCall:
     """A call of what torch.compile gave an author, as Dynamo captured it, with the settings of autocast around it."""

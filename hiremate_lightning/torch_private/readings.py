@@ -301,10 +301,7 @@ def _shows_a_tensor(stack: list[VariableTracker]) -> bool:
 
 @functools.cache
 def _range_to_a_size() -> Any:
-    """Make the class of a range in steps to a size that varies: its items are those of a range to a number.
-
-    Copies that Dynamo makes of it may end at that number.
-    """
+    """Make the class of a range in steps to a size that varies: its items are those of a range to a number."""
 
     class RangeToASize(variables.RangeVariable):
         def __init__(self, items: list[VariableTracker], size: VariableTracker | None = None, **kwargs: Any) -> None:

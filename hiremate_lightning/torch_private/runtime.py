@@ -85,10 +85,7 @@ def mark(name: str) -> None:
 
 
 def stop_recording() -> list[tuple[str, int]]:
-    """End the recording; return its events in order of time.
-
-    They are ("", bytes) for each allocation (above 0) and release (below 0), and (name, 0) for each `mark`.
-    """
+    """Return the events in order: ("", bytes) where memory is allocated or released (below 0), (name, 0) at marks."""
     events: list[tuple[Any, str, int]] = []
     for thread in _end():
         for event in thread:

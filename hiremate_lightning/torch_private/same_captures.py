@@ -27,7 +27,6 @@ Runner = Callable[..., Any]
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 VALUES = (type(None), bool, int, float, complex, str, bytes, *_OF_TORCH)
 CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.CodeType)
-_NO_SIZES = (torch.SymFloat, torch.SymBool)
 
 
 class NotShownError(Exception):
@@ -161,6 +160,6 @@ def _described_inputs(module: fx.GraphModule, inputs: Sequence[Any]) -> Hashable
     )
     # A trace may ask what other symbols are; those of code at definite sizes are numbers now.
     values, known = values_in(module), places.keys() | module.meta.get(NUMBERS, {}).keys()
-    expect(not any(isinstance(value, _NO_SIZES) for value in values), "a number that is no size")
+    expect(not any(isinstance(value, (torch.SymFloat, torch.SymBool)) for value in values), "a number that is no size")
     expect(all(size.free_symbols <= known for size in expressions_in(values)), "a size that no input has")
     return facts, shared

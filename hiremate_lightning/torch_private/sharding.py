@@ -95,13 +95,11 @@ def buffers_between_units(root: nn.Module) -> list[torch.Tensor]:
 
 
 def casts_gradients(operator: Any, args: Sequence[Any], device: torch.device) -> bool:
-    """Whether an operator casts gradients of mixed types before FSDP2 reduces them: since 2.15, unseen by modes.
-
-    The kernel of a GPU reads bfloat16 beside single precision as it is.
-    """
+    """Whether an operator casts gradients of mixed types before FSDP2 reduces them: since 2.15, unseen by modes."""
     if operator.name() != "fsdp::chunk_cat_mixed_dtype":
         return False
     types = {gradient.dtype for gradient in args[0]}
+    # The kernel of a GPU reads bfloat16 beside single precision as it is.
     return len(types) > 1 and (device.type == "cpu" or types != {torch.bfloat16, torch.float32})
 
 

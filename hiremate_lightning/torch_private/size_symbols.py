@@ -116,8 +116,6 @@ class SizeSymbols:
         """Return the numbers of the symbols."""
         return {s: size for s, size in zip(self._symbols, sizes, strict=True) if s is not None}
 
-    # ---------------------------------------------------------------- the code at definite sizes
-
     def layouts_at(self, sizes: Sizes) -> list[Layout | None] | None:
         """Find how the inputs of the code lie in memory at other sizes.
 

@@ -284,10 +284,7 @@ def at_release(tensor: torch.Tensor, function: Callable[[], None]) -> Callable[[
 
 
 def plain_tensors_of_python() -> list[torch.Tensor]:
-    """List dense tensors that are Python objects, without subclasses, and without what transforms put in their place.
-
-    What stands for a tensor within torch.func or is_grads_batched has no storage.
-    """
+    """List dense tensors that are Python objects, without subclasses and what transforms put in their place."""
     kinds = torch.Tensor, torch.nn.Parameter  # each object refers to its class
     tensors = [thing for thing in gc.get_referrers(*kinds) if type(thing) in kinds]
     own = [t for t in tensors if not (torch._C._functorch.is_functorch_wrapped_tensor(t) or is_batched(t))]

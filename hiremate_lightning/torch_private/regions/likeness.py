@@ -73,9 +73,8 @@ class Likeness:
         self._shared: dict[Source, Source | None] = {}
         self._guarded_as_shared: set[Source] = set()
         self._compared: set[Source] = set()
-        self._pairs: dict[int, int] = {}
-        self._paired: dict[int, int] = {}
-        self._held: list[Any] = []  # what is numbered by id above
+        self._pairs: dict[int, tuple[Any, Any]] = {}  # of what was compared, by the identity of the one
+        self._paired: dict[int, tuple[Any, Any]] = {}  # and of the other
         self.guards: list[Guard] = []
         self._compare(read.root)
         for guard in read.guards:
@@ -94,8 +93,7 @@ class Likeness:
     def other_of(self, source: Source) -> Source:
         """Return where a value comes from in the other module, by where it comes from in the one."""
         if source not in self._others:
-            if not isinstance(source, ChainedSource):
-                raise NotShownError(f"{source.name} is not of the module")
+            expect(isinstance(source, ChainedSource), f"{source.name} is not of the module")
             changed = {
                 field.name: self._placed(value)
                 for field in dataclasses.fields(source)
@@ -135,17 +133,13 @@ class Likeness:
         if (shared := self._shared_at(source)) is not None:
             self._add_shared(shared)
             return
-        kind, details = guard.create_fn_name(), dict(getattr(guard.create_fn, "keywords", {}))
+        kind, keywords = guard.create_fn_name(), getattr(guard.create_fn, "keywords", {})
         if kind == "DUPLICATE_INPUT":
-            self._add_duplicate(guard, details["source_b"])
+            self._add_duplicate(guard, keywords["source_b"])
             return
-        holds = _COMPARISONS.get(kind)
-        if holds is None:
-            raise NotShownError(f"{kind} is not compared")
-        for name in _UNREAD & details.keys():
-            del details[name]
+        details = {name: value for name, value in keywords.items() if name not in _UNREAD}
         one, other = self.value_of(source), self.value_of(self.other_of(source))
-        expect(holds(one, other, **details), f"{kind} of {source.name}")
+        expect(kind in _COMPARISONS and _COMPARISONS[kind](one, other, **details), f"{kind} of {source.name}")
         if kind != "TENSOR_MATCH":  # which follows where the other tensor is taken for an input
             self._list(self.other_of(guard.originating_source), guard.create_fn, guard)
 
@@ -199,9 +193,8 @@ class Likeness:
 
     def _pair(self, one: Any, other: Any, source: Source) -> None:
         """Compare which values are the same objects, and that none was changed by the traced code."""
-        self._held += (one, other)
-        pair = self._pairs.setdefault(id(one), id(other)), self._paired.setdefault(id(other), id(one))
-        expect(pair == (id(other), id(one)), f"{source.name} is another's too")
+        pairs = self._pairs.setdefault(id(one), (one, other)), self._paired.setdefault(id(other), (one, other))
+        expect(pairs[0][1] is other and pairs[1][0] is one, f"{source.name} is another's too")
         for value in (one, other):
             if value in self._known:
                 variable, known = self._known[value], self._known
