@@ -97,11 +97,8 @@ def kinds_in(module: torch.nn.Module) -> frozenset[str]:
 
 @contextmanager
 def without_labels(module: torch.nn.Module) -> Iterator[bool]:
-    """Remove, for a while, the hooks below a module that only name it in the records of a profiler; yield if any do.
-
-    They are those of Lightning's PyTorchProfiler, which puts them on all modules. Their labels would end graphs.
-    """
-    first = next(module.children(), None)
+    """Remove hooks below a module that only name it in Lightning's profile and would end graphs; yield if any do."""
+    first = next(module.children(), None)  # the profiler puts them on all modules
     has_labels = first is not None and any(map(_is_label, first._forward_pre_hooks.values()))
     inner = [part for part in module.modules() if part is not module] if has_labels else []
     tables = [table for part in inner for table in (part._forward_pre_hooks, part._forward_hooks)]
@@ -143,9 +140,6 @@ def _without_saved_tensor_hooks(ignores_ban: bool, is_hidden: Callable[[Any], bo
 @instead_of("torch.autograd.graph.disable_saved_tensors_hooks")
 @contextmanager
 def giving_way_to_transforms(disable: Callable[[str], Any], error_message: str) -> Iterator[None]:
-    """Remove the hooks that save memory while a transform of `torch.func` runs: its saved tensors stay in memory.
-
-    All others stay, so that such a transform refuses them as it always does.
-    """
+    """Remove hooks that save memory while a transform of `torch.func` runs, which refuses all others as ever."""
     with _without_saved_tensor_hooks(True, lambda hooks: hooks[0].__module__ == _SAVING), disable(error_message):
         yield
