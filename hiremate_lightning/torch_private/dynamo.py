@@ -367,7 +367,7 @@ def forget_compiled(function: Callable[..., Any]) -> None:
 
 
 def try_again() -> None:
-    """Let Dynamo capture again what it gave up for good, as code in which something is raised while it is traced."""
+    """Let Dynamo capture again what it gave up for good, as it gives up code in which something is raised."""
     for seen in tuple(input_codes.seen):
         code = seen()
         if code is not None:

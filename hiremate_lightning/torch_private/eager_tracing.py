@@ -43,7 +43,7 @@ def traced_as_eager() -> Iterator[None]:
 
 @instead_of("torch._functorch._aot_autograd.runtime_wrappers.compute_overlapping_inputs")
 def guarded_overlaps(find: Callable[..., Any], config: Any, inputs: list[Any], of_one_storage: list[int]) -> set[int]:
-    """Guard on which inputs of a storage overlap, where some are written to; else that is taken to stay so."""
+    """Guard on which inputs of a storage overlap, where some are written to: else these are taken to always do."""
     overlapping: set[int] = find(config, inputs, of_one_storage)
     sources, context = config.aot_autograd_arg_pos_to_source, TracingContext.try_get()
     if sources and context is not None and len(of_one_storage) > 1:
@@ -58,7 +58,7 @@ _IMPLICIT = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
 
 
 def eager_kernels() -> AbstractContextManager[None]:
-    """Remove Python decompositions of some operators for a while: they give other numbers, and code runs eager."""
+    """Remove Python decompositions of some operators for a while: by their other numbers code would run eager."""
     # The decompositions of these give other numbers: products fold otherwise, resizing rounds.
     packets = [aten.dropout, aten.matmul, aten.hardshrink, aten.softshrink, aten.stft, aten.istft]
     packets += [getattr(aten, name) for name in dir(aten) if name.startswith(("upsample_", "_upsample_"))]
@@ -140,7 +140,7 @@ def eager_strides() -> Iterator[None]:
 
 
 def _precise(decomposition: Callable[..., Any], source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Keep mean and deviation of a batch norm in single precision where the CPU's kernel does: they take memory."""
+    """Keep mean and deviation of a batch norm in single precision where the CPU's kernel does: profiles count them."""
     first, mean, deviation, *others = decomposition(source, *args, **kwargs)
     parameters = (a for a in args[:4] if isinstance(a, torch.Tensor))
     if first.device.type == "cpu" and any(p.dtype != source.dtype for p in parameters):
@@ -237,7 +237,7 @@ def istft(
     length: int | None = None,
     return_complex: bool = False,
 ) -> torch.Tensor:
-    """Do what PyTorch's `istft` does, by its operators in its order; its check of the windows is in the graph."""
+    """Do what PyTorch's C++ `istft` does, but check the windows in the graph, where that looks at their sum."""
     hop_length = n_fft // 4 if hop_length is None else hop_length
     win_length = n_fft if win_length is None else win_length
     spectra = torch.view_as_real(input.resolve_conj())
