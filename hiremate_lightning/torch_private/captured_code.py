@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule as module_of  # whose code is written when it is first called
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
@@ -24,16 +24,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from . import aot, autocasting, tensor_state
 from .hacks import instead_of
 
+__all__ = ["module_of"]
+
 log = logging.getLogger("hiremate_lightning")
 Rewrite = Callable[[fx.Graph, fx.Node, dict[str, fx.GraphModule]], None]
 _APPLY = torch.ops.higher_order.autograd_function_apply
 _BANS = torch._C._autograd._saved_tensors_hooks_disable, torch._C._autograd._saved_tensors_hooks_enable
 _made_with: WeakIdKeyDictionary = WeakIdKeyDictionary()  # changes that stand-ins for inputs were made with
-
-
-def module_of(root: torch.nn.Module, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:
-    """Make a module of a graph. PyTorch writes its code when it is first called, and keeps that for ever."""
-    return _LazyGraphModule(root, graph, name)
 
 
 def eager_module(module: fx.GraphModule) -> fx.GraphModule:

@@ -22,6 +22,7 @@ from torch.autograd import profiler
 MARK = "hiremate:"  # begins the names of marks among those of operators
 # Ends a recording, and makes no Python objects of its events: that takes longer than recording them.
 _UNREAD: Any = torch._C._autograd._ProfilerDisableOptions(True, False)  # type: ignore[attr-defined]
+profiler_is_running: Callable[[], bool] = torch.autograd._profiler_enabled  # any of torch's, in this thread
 _ERROR = 2  # of the levels at which torch's C++ code logs
 _levels: list[int] = []  # those that were set before events were recorded
 _giving_way: dict[int, Callable[[], None]] = {}  # by thread that is recorded
@@ -56,11 +57,6 @@ def process_group_store() -> tuple[Any, int, int] | None:
 
 
 # ---------------------------------------------------------------- events of the host's allocator
-
-
-def profiler_is_running() -> bool:
-    """Whether any of torch's profilers records this thread."""
-    return bool(torch.autograd._profiler_enabled())
 
 
 def start_recording(give_way: Callable[[], None]) -> None:
