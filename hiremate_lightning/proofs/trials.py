@@ -83,13 +83,16 @@ class Trial:
             for i, a in enumerate(self.arguments)
             if isinstance(a, torch.Tensor)
         }
-        given = [self._given(i, leaves.get(i, a)) for i, a in enumerate(self.arguments)]
+        given = [leaves.get(i, a) for i, a in enumerate(self.arguments)]
+        if self.copies:
+            given = [v.clone() if i in leaves and not self.arguments[i].is_leaf else v for i, v in enumerate(given)]
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
         devices = sorted({t.device for t in tensors if t.device.type == "cuda"}, key=str)
         watching = _Watching([*tensors, *self.constants], tell, self.fill)
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=devices))
-            stack.callback(_forget_casts, {t.device.type for t in tensors})
+            for kind in filter(torch.is_autocast_enabled, {t.device.type for t in tensors}):
+                stack.callback(autocasting.forget_casts, kind)  # of inputs: they would live to the end of the forward
             stack.enter_context(autocasting.as_found_on_error())
             stack.callback(watching.restore)
             dropping = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
@@ -110,10 +113,6 @@ class Trial:
                 values["the random state of cpu"] = torch.get_rng_state()
                 values |= {f"the random state of {device}": torch.cuda.get_rng_state(device) for device in devices}
         return TrialOutcome(values, gradients, watching.has_filled)
-
-    def _given(self, position: int, value: Any) -> Any:
-        is_copied = self.copies and isinstance(value, torch.Tensor) and not self.arguments[position].is_leaf
-        return value.clone() if is_copied else value
 
     def _gradients(self, leaves: dict[int, torch.Tensor], ends: Sequence[torch.Tensor]) -> dict[str, Any]:
         """Compute gradients of the leaves, for drawn gradients of the results that lead to the ends."""
@@ -176,12 +175,6 @@ class _End(torch.autograd.Function):
     def backward(ctx: Any, _: torch.Tensor) -> Any:
         generator = torch.Generator(ctx.device).manual_seed(SEED)  # the same for each run, and none of the user's
         return torch.empty_like(ctx.shape, device=ctx.device).normal_(generator=generator)
-
-
-def _forget_casts(device_types: set[str]) -> None:
-    """Forget the casts that autocast remembers of the inputs of a trial: they would live to the end of the forward."""
-    for kind in filter(torch.is_autocast_enabled, device_types):
-        autocasting.forget_casts(kind)
 
 
 class _Watching(TorchDispatchMode):

@@ -271,26 +271,26 @@ class _Writer:
                 self.values[node] = self.graph.node_copy(node)
         for node in (*self.fuser.forward, *self.fuser.backward):
             group = self.fuser.group_of.get(node)
-            if group is None or node is group.members[-1]:
-                self._place(node)
+            if group is None:
+                self._value(node)
+            elif node is group.members[-1]:
+                self._write_group(group)
         output = old.output_node()
         self.graph.output(fx.node.map_arg(output.args[0], self._value)).meta = output.meta
         return self.graph
 
     def _value(self, node: fx.Node) -> fx.Node:
-        self._place(node)
+        if node not in self.values:
+            group = self.fuser.group_of.get(nodes.operation_of(node))
+            if group is None:
+                self.values[node] = self.graph.node_copy(node, self._value)
+            else:
+                self._write_group(group)
         return self.values[node]
 
-    def _place(self, node: fx.Node) -> None:
-        if node in self.values:
-            return
-        group = self.fuser.group_of.get(nodes.operation_of(node))
-        if group is None:
-            self.values[node] = self.graph.node_copy(node, self._value)
-        elif not group.is_written:
-            self._write_group(group)
-
     def _write_group(self, group: _Kernel) -> None:
+        if group.is_written:
+            return
         group.is_written = True
         derived, group_of, readers = self.fuser.derived, self.fuser.group_of, self.fuser.consumers
         inner = [v for member in group.members for v in nodes.values_of(member) if v not in derived]
