@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch import fx
 
 from ..capturing.capture import Captured
 from ..measuring.saved_offload import Files, in_file
+from ..rewriting.nodes import reached
 from ..torch_private import aot, autocasting, hooks, operators, tensor_state
 from ..torch_private.aot import HigherOrderOperator
 from ..torch_private.tensor_state import TorchDispatchMode
@@ -263,19 +265,9 @@ def likely_unused(written: fx.GraphModule) -> Unused:
             return frozenset()
         own = {i for i, value in enumerate(outputs) if isinstance(value, torch.Tensor) and value.grad_fn is not None}
         for loss in (i for i in sorted(own) if outputs[i].dim() == 0):
-            others, sources = own - {loss}, _sources(returned[loss])
+            others, sources = own - {loss}, reached([returned[loss]], attrgetter("all_input_nodes"))
             if all(returned[other] in sources for other in others):
                 return frozenset(others)
         return frozenset()
 
     return guess
-
-
-def _sources(value: fx.Node) -> set[fx.Node]:
-    """List a value and all that it is computed from."""
-    sources, open_ends = {value}, [value]
-    while open_ends:
-        new = set(open_ends.pop().all_input_nodes) - sources
-        sources |= new
-        open_ends.extend(new)
-    return sources

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -189,6 +190,17 @@ def drop_unread(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def reached(begin: Iterable[fx.Node], along: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """List nodes and all that is reached from them, along their users or what they read."""
+    nodes, stack = set[fx.Node](), list(begin)
+    while stack:
+        node = stack.pop()
+        if node not in nodes:
+            nodes.add(node)
+            stack.extend(along(node))
+    return nodes
+
+
 def reshaped(node: fx.Node) -> fx.Node | None:
     """Return the value that a node copies into another shape, as `reshape` is traced; None for other nodes."""
     copied: Any = node.args[0] if node.target is aten._unsafe_view.default else None
@@ -299,23 +311,14 @@ def updates_under_checkpoint(joint: fx.GraphModule) -> bool:
 
 def forward_nodes(joint: fx.GraphModule, outputs: Sequence[Any]) -> set[fx.Node]:
     """Find what must run in the forward: what its outputs need, and what has effects that plain training has there."""
-    tangent_dependent: set[fx.Node] = set()
-    for node in joint.graph.nodes:
-        if aot.is_tangent(node) or any(a in tangent_dependent for a in node.all_input_nodes):
-            tangent_dependent.add(node)
-    forward: set[fx.Node] = set()
-    stack = [n for n in outputs if isinstance(n, fx.Node)]
+    of_tangents = reached(filter(aot.is_tangent, joint.graph.nodes), attrgetter("users"))
+    roots = [n for n in outputs if isinstance(n, fx.Node)]
     for node in computations(joint):
         checks_values = isinstance(node.target, aot.OpOverload) and not node.target._schema.returns
         has_effect = bool(mutated_arguments(node)) or is_random(node, None) or checks_values
-        if has_effect and node not in tangent_dependent and not aot.is_of_backward(node):
-            stack.append(node)
-    while stack:
-        node = stack.pop()
-        if node not in forward:
-            forward.add(node)
-            stack.extend(node.all_input_nodes)
-    return forward
+        if has_effect and node not in of_tangents and not aot.is_of_backward(node):
+            roots.append(node)
+    return reached(roots, attrgetter("all_input_nodes"))
 
 
 def sink(backward: list[fx.Node], tangents: Sequence[fx.Node]) -> list[fx.Node]:
@@ -323,11 +326,7 @@ def sink(backward: list[fx.Node], tangents: Sequence[fx.Node]) -> list[fx.Node]:
 
     Nodes that depend on gradients, draw random numbers or write to something keep their order.
     """
-    members = set(backward)
-    dependent = set(tangents)
-    for node in backward:
-        if any(operation_of(a) in dependent for a in node.all_input_nodes):
-            dependent.add(node)
+    members, dependent = set(backward), reached(tangents, attrgetter("users"))
     order: dict[fx.Node, None] = {}
 
     def place(root: fx.Node) -> None:
@@ -404,7 +403,7 @@ def subgraphs_of(node: fx.Node) -> dict[fx.Node, fx.GraphModule]:
 def attribute_of(node: fx.Node) -> Any:
     """Return the constant, or the graph, that a `get_attr` stands for; None where nothing owns its graph."""
     owner = node.graph.owning_module
-    return None if owner is None else operator.attrgetter(str(node.target))(owner)
+    return None if owner is None else attrgetter(str(node.target))(owner)
 
 
 def name_of(target: Any) -> str:
