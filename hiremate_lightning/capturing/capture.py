@@ -163,13 +163,10 @@ class _Builder:
     def build(self) -> Captured:
         outputs, gradients, *_ = aot.joint_outputs(self.joint, self.num_forward)
         self.device = nodes.planned_device(self.joint)
-        forward_set = nodes.forward_nodes(self.joint, outputs)
         inputs, tangents = self._add_inputs()
         written = (self.tensor_of[value] for value in nodes.written_values(self.joint) if value in self.tensor_of)
         overwritten = frozenset(s for t in written if (s := self.tensors[t].storage) is not None)
-        operations = nodes.computations(self.joint)
-        forward_fx = [n for n in operations if n in forward_set]
-        backward_fx = nodes.sink([n for n in operations if n not in forward_set], tangents)
+        forward_fx, backward_fx = nodes.halves(self.joint, outputs)
         resident = [v for v in self.tensor_of if self.tensors[self.tensor_of[v]].storage in overwritten]
         self.finishes = find_finishes(forward_fx, outputs, resident)
         finishing = {step for finish in self.finishes.values() for step in finish.steps}

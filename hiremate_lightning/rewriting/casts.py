@@ -71,10 +71,9 @@ def leave_out(joint: fx.GraphModule, forward_outputs: int, positions: Sequence[i
     """
     if not positions:
         return
-    written = {node.meta.get("seq_nr") for node in _casts(joint) if not node.meta.get("autograd_backward")}
-    added = {
-        node for node in _casts(joint) if node.meta.get("autograd_backward") and node.meta["seq_nr"] not in written
-    }
+    casts = _casts(joint)
+    written = {cast.meta.get("seq_nr") for cast in casts if not cast.meta.get("autograd_backward")}
+    added = {c for c in casts if c.meta.get("autograd_backward") and c.meta["seq_nr"] not in written}
     gradients = [gradient for _, gradient in aot.inputs_with_gradients(joint, forward_outputs)]
     for gradient in (gradients[position] for position in positions):
         arrived: list[Any] = arrivals(gradient) or [(gradient, gradient)]

@@ -94,20 +94,17 @@ class _Fuser:
         self.joint = joint
         self.kernels = kernels
         self.device = nodes.planned_device(joint)
-        tangents = [n for n in joint.graph.find_nodes(op="placeholder") if aot.is_tangent(n)]
         self.overwritten = nodes.written_storages(joint)
         self.transparent = set(filter(self._is_transparent, joint.graph.nodes))
-        operations = [n for n in nodes.computations(joint) if n not in self.transparent]
-        forward_set = nodes.forward_nodes(joint, outputs)
-        self.forward = [n for n in operations if n in forward_set]
-        everything = [n for n in nodes.computations(joint) if n not in forward_set]
-        self.backward = [n for n in nodes.sink(everything, tangents) if n not in self.transparent]
+        halves = nodes.halves(joint, outputs)
+        self.forward, self.backward = ([n for n in half if n not in self.transparent] for half in halves)
         self.is_forward = set(self.forward)
-        self.tangents_of = {tangent: frozenset([tangent]) for tangent in tangents}  # on which each value depends
+        # The gradients of outputs on which each value depends.
+        self.tangents_of = {n: frozenset([n]) for n in joint.graph.find_nodes(op="placeholder") if aot.is_tangent(n)}
         for node in joint.graph.nodes:
             if node not in self.tangents_of:
                 self.tangents_of[node] = frozenset().union(*(self.tangents_of[a] for a in node.all_input_nodes))
-        self.fusible = {n for n in operations if self._is_fusible(n)}
+        self.fusible = {n for n in (*self.forward, *self.backward) if self._is_fusible(n)}
         self.group_of: dict[fx.Node, _Kernel] = {}
         self.derived: set[fx.Node] = set()  # internal values that backward operations compute for themselves
         self.position = {n: i for i, n in enumerate((*self.forward, *self.backward))}

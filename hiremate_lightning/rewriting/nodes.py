@@ -321,12 +321,15 @@ def forward_nodes(joint: fx.GraphModule, outputs: Sequence[Any]) -> set[fx.Node]
     return reached(roots, attrgetter("all_input_nodes"))
 
 
-def sink(backward: list[fx.Node], tangents: Sequence[fx.Node]) -> list[fx.Node]:
-    """Reorder the backward so that nodes independent of the incoming gradients run just before their first use.
+def halves(joint: fx.GraphModule, outputs: Sequence[Any]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """List what computes in the forward, which returns some outputs, and in the backward, in the order of each.
 
-    Nodes that depend on gradients, draw random numbers or write to something keep their order.
+    In the backward, nodes that depend on gradients, draw random numbers or write to something keep their order. Others
+    sink: they run just before their first use.
     """
-    members, dependent = set(backward), reached(tangents, attrgetter("users"))
+    of_forward, operations = forward_nodes(joint, outputs), computations(joint)
+    backward = [node for node in operations if node not in of_forward]
+    members, dependent = set(backward), reached(filter(aot.is_tangent, joint.graph.nodes), attrgetter("users"))
     order: dict[fx.Node, None] = {}
 
     def place(root: fx.Node) -> None:
@@ -343,7 +346,7 @@ def sink(backward: list[fx.Node], tangents: Sequence[fx.Node]) -> list[fx.Node]:
     anchored = [n for n in backward if n in dependent or mutated_arguments(n) or is_random(n, None)]
     for node in (*anchored, *backward):
         place(node)
-    return list(order)
+    return [node for node in operations if node in of_forward], list(order)
 
 
 def is_order_dependent_on_gpu(op: str) -> bool:
