@@ -158,10 +158,7 @@ class _Compilation:
         self._captured: Captured | None = None
 
     def running(self, part: Any, run: Runner) -> Runner:
-        """Return what runs the code at other sizes: this part in the place of the joint graph, in what runs the trace.
-
-        Its backward finds the part by what it saves.
-        """
+        """Return what runs the code at other sizes, by another part, which the backward finds by what it saves."""
 
         def run_part(*arguments: Any) -> Any:
             self._at_other_sizes = part
@@ -173,10 +170,7 @@ class _Compilation:
         return run_part
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any], terms: TermCounts) -> Runner:
-        """Trace captured code; what is returned hands it an input for each term of a gradient.
-
-        Each of its results has a node of its own in autograd's graph.
-        """
+        """Trace captured code; return what runs it, and gives each of its results a node of autograd's graph."""
         self._parameters = frozenset(i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter))
         backward_pass.watch()
         self.contributions = Contributions(inputs, terms)
@@ -221,10 +215,7 @@ class _Compilation:
         return _stub_modules(self._captured)
 
     def _rewrite(self, joint: fx.GraphModule, forward_count: int) -> None:
-        """Run all passes over a joint graph, of whose outputs the forward returns so many.
-
-        No pass gets operations that nothing reads.
-        """
+        """Run all passes over a joint graph, whose forward returns so many outputs; none gets unread operations."""
         given = self.contributions
         joint.graph.eliminate_dead_code(lambda node: bool(node.users) or node.is_impure())
         casts.show_types_of_norms(joint)

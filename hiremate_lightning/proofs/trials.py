@@ -163,10 +163,7 @@ def _ends(results: Sequence[Any]) -> list[torch.Tensor]:
 
 
 class _End(torch.autograd.Function):
-    """A number that a result leads to, and whose backward draws the gradient of the result.
-
-    Autograd frees such a gradient as soon as it was read, as in training; one that is handed to it stays to the end.
-    """
+    """A number whose backward draws the gradient of a result: autograd frees that once it was read, as in training."""
 
     @staticmethod
     def forward(ctx: Any, result: torch.Tensor) -> torch.Tensor:

@@ -56,10 +56,7 @@ class _Rewriting:
         return self._add(aten._to_copy.default, source, dtype=torch.float32) if is_short else source
 
     def _statistics(self, source: fx.Node, dims: list[int], epsilon: float) -> tuple[fx.Node, fx.Node, list[fx.Node]]:
-        """Return variance and mean over some dimensions, which stay with size 1, and the operations from there.
-
-        The last of these is the inverse deviation.
-        """
+        """Return variance and mean over some dimensions, and the operations from there to the inverse deviation."""
         both = self._add(aten.var_mean.correction, source, dims, correction=0, keepdim=True)
         variance, mean = self._part(both, 0), self._part(both, 1)
         shifted = self._add(aten.add.Scalar, variance, epsilon)

@@ -149,10 +149,7 @@ def join(joint: fx.GraphModule) -> None:
 
 
 def _join(forward: fx.Node, backward: fx.Node, written: set[int]) -> None:
-    """Make a loss and its gradient read the logits, where all lies in order.
-
-    Not where the step writes to the memory of the logits: the backward could not read them any more.
-    """
+    """Make a loss and its gradient read the logits, where all lies in order and the step does not overwrite them."""
     logarithms: Any = forward.args[0]
     logits, gradient = _source_of(logarithms), _converted(next(iter(backward.users)))
     read, shown, made = (node.meta["val"] for node in (logits, logarithms, gradient))
@@ -168,10 +165,7 @@ def _join(forward: fx.Node, backward: fx.Node, written: set[int]) -> None:
 
 
 def _derivative_of(forward: fx.Node) -> fx.Node | None:
-    """Return the derivative of a large loss, by logarithms that only these two and the rest of the derivative read.
-
-    None where what lies around the loss has another form.
-    """
+    """Return the derivative of a large loss, where only these two and what follows it read the logarithms."""
     logarithms: Any = forward.args[0]
     shown = logarithms.meta.get("val")
     if logarithms.target is not aten._log_softmax.default or forward.kwargs or tensor_state.is_symbolic(shown):

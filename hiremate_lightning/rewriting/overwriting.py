@@ -288,10 +288,7 @@ class _Search:
 
 
 def _seen_by_others(graph: Graph, fx_nodes: Sequence[fx.Node]) -> set[int | None]:
-    """List the storages read or made by what may keep them, or hand on its input as its result: unlike PyTorch's own.
-
-    PyTorch's operators say in their schema which results lie on an input's memory; others are not trusted to.
-    """
+    """List the storages read or made by what may keep them, or hand them on: what no schema of PyTorch's tells of."""
     seen = set[int | None]()
     for index in graph.backward:
         node, target = graph.nodes[index], fx_nodes[index].target

@@ -82,10 +82,7 @@ def _first_elements(
 
 
 def join(joint: fx.GraphModule) -> None:
-    """Rewrite a joint graph so that max pools keep places within windows.
-
-    Only their gradients may read the places.
-    """
+    """Rewrite a joint graph: max pools keep places within windows, where their gradients alone read these."""
     for dims, (pool, backward) in _OPERATORS.items():
         for node in joint.graph.find_nodes(op="call_function", target=pool.default):
             gradients = _gradients_of(node, backward.default, dims)

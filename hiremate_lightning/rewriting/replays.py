@@ -122,10 +122,7 @@ def can_draw_again(node: fx.Node) -> bool:
 def draw_mask_of(
     size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, probability: float
 ) -> torch.Tensor:
-    """Draw the mask of a dropout whose input looks like this, as `kernels.dropout` does.
-
-    CUDA's kernel draws only while it applies the mask.
-    """
+    """Draw the mask of a dropout whose input looks like this; CUDA's kernel draws only while it applies the mask."""
     if device.type == "cuda":
         source = torch.empty_strided(size, strides, dtype=dtype, device=device)
         return torch.native_dropout(source, probability, train=True)[1]
