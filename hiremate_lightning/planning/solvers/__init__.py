@@ -1,10 +1,8 @@
 """Strategies: each takes a `Problem` and gives a `Solution`."""
 
-from . import methods
+from . import methods, portfolio
 from .base import UNLIMITED, Problem, Solution, SolveOptions, Status, get_strategy, replay, strategy_names
 from .least_memory import smallest_budget
-from .portfolio import portfolio
-from .search import none
 from .turn_point import lower_bound
 
 __all__ = [
@@ -16,7 +14,6 @@ __all__ = [
     "get_strategy",
     "lower_bound",
     "methods",
-    "none",
     "portfolio",
     "replay",
     "smallest_budget",

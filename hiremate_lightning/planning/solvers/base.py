@@ -134,16 +134,11 @@ _STRATEGIES: dict[str, Strategy] = {}
 _NEED_PROGRAMS: set[str] = set()
 
 
-def strategy(name: str, needs_programs: bool = False) -> Callable[[Strategy], Strategy]:
+def register(name: str, strategy: Strategy, needs_programs: bool = False) -> None:
     """Register a strategy under a name, and whether it solves mixed-integer or linear programs."""
-
-    def register(function: Strategy) -> Strategy:
-        _STRATEGIES[name] = function
-        if needs_programs:
-            _NEED_PROGRAMS.add(name)
-        return function
-
-    return register
+    _STRATEGIES[name] = strategy
+    if needs_programs:
+        _NEED_PROGRAMS.add(name)
 
 
 def strategy_names() -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from .greedy import keep_more, segment_policies
 from .least_memory import find_smallest
 from .refine import refine
-from .search import Search, searching, try_segments
+from .search import Search, strategy, try_segments
 from .turn_point import prove, roundings
 
 CLOSE = 0.02  # of the step's time: a start so near the bound needs no other
@@ -19,7 +19,7 @@ SMALLEST_SHARE = 0.4  # of the time that is left: for the least memory
 REFINE_SHARE = 0.85  # of the time limit, where no proof ends it earlier
 
 
-@searching("portfolio", needs_programs=True)
+@strategy("portfolio", needs_programs=True)
 def portfolio(search: Search) -> None:
     """Refine the phased model from the best start at hand; the best of all by replay."""
     model = search.model

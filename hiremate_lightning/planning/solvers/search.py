@@ -12,10 +12,10 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from typing import TypeVar
 
 from ...units import format_bytes
-from .base import CLOCK, Problem, Solution, Status, Strategy, keeping_everything, strategy, with_decisions
+from .base import CLOCK, Problem, Solution, Status, keeping_everything, register, with_decisions
 from .choices import Policy
 from .greedy import evict, keep_more, segment_policies
 from .model import Replay, StepModel, decisions
@@ -99,7 +99,7 @@ class Search:
             return True
         return self.best is not None and self.best.recompute_ms <= self.bound_ms + self.problem.gap_ms
 
-    def answer(self, strategy: str) -> Solution:
+    def answer(self, name: str) -> Solution:
         """Return the solution, with the time and the peak that the independent simulator finds."""
         stopped_by = "time limit" if self.left_s() <= 0 else "end of the search"
         if self.is_done:
@@ -107,7 +107,7 @@ class Search:
         elif self.model.work.is_cut:
             stopped_by = CLOCK
         answer = Solution(
-            strategy=strategy,
+            strategy=name,
             status=Status.INFEASIBLE if self.is_infeasible else Status.NOT_FOUND,
             bound_ms=self.bound_ms,
             stopped_by=stopped_by,
@@ -123,25 +123,32 @@ class Search:
         return with_decisions(self.problem, answer, decisions(self.model, self.best.rows))
 
 
-def searching(name: str, needs_programs: bool = False) -> Callable[[Callable[[Search], None]], Strategy]:
-    """Register a search as a strategy: it answers with the best it has found, or at once where everything fits."""
+Find = TypeVar("Find", bound=Callable[[Search], Iterator[Policy] | None])
 
-    def register(find: Callable[[Search], None]) -> Strategy:
-        @strategy(name, needs_programs)
-        @wraps(find)
+
+def strategy(name: str, needs_programs: bool = False) -> Callable[[Find], Find]:
+    """Register what finds schedules as a strategy; where everything fits, it is not asked.
+
+    It may offer them to the search, or, as the method of a paper does, yield policies, which are carried out here.
+    """
+
+    def add(find: Find) -> Find:
         def solve(problem: Problem) -> Solution:
             search = Search(problem)
             if search.model.keep_all_bytes <= problem.budget_bytes:
                 return keeping_everything(problem)
-            find(search)
+            proposed = find(search)
+            if proposed is not None:
+                _carry_out(search, proposed, name)
             return search.answer(name)
 
-        return solve
+        register(name, solve, needs_programs)
+        return find
 
-    return register
+    return add
 
 
-@searching("none")
+@strategy("none")
 def none(search: Search) -> None:
     """Keep everything, as plain training does; where the budget does not allow that, nothing is found."""
 
@@ -167,7 +174,7 @@ def try_evictions(search: Search, deadline: float) -> None:
         search.repair(policy, deadline)
 
 
-@searching("segments")
+@strategy("segments")
 def segments(search: Search) -> None:
     """Fill up segmentations, then evict from each; needs no mixed-integer programs."""
     try_segments(search, search.within(0.5))
@@ -176,31 +183,20 @@ def segments(search: Search) -> None:
 
 # ---------------------------------------------------------------- the methods of the papers
 
-Method = Callable[[Search], Iterator[Policy]]
+
+def _carry_out(search: Search, proposed: Iterator[Policy], name: str) -> None:
+    """Offer each policy; repair the nearest where none fits, and fill up the best."""
+    passing = _take(search, proposed)
+    if search.best is None and not search.is_infeasible:
+        _repair(search, passing[:MOST_REPAIRED], name)
+    if search.best is not None and not search.is_done:
+        search.fill(search.best, search.within(FILL_SHARE))
 
 
-def method(name: str, needs_programs: bool = False) -> Callable[[Method], Method]:
-    """Register a generator of policies as a strategy, see `searching`."""
-
-    def register(propose: Method) -> Method:
-        @searching(name, needs_programs)
-        @wraps(propose)
-        def find(search: Search) -> None:
-            passing = _take(search, propose)
-            if search.best is None and not search.is_infeasible:
-                _repair(search, passing[:MOST_REPAIRED], name)
-            if search.best is not None and not search.is_done:
-                search.fill(search.best, search.within(FILL_SHARE))
-
-        return propose
-
-    return register
-
-
-def _take(search: Search, propose: Method) -> list[Replay]:
+def _take(search: Search, proposed: Iterator[Policy]) -> list[Replay]:
     """Offer each policy, and note the best; return those that pass the budget, the smallest peak first."""
     passing, seen, deadline_s = list[Replay](), set[Policy](), (1 - PROPOSING_SHARE) * search.left_s()
-    for policy in propose(search):
+    for policy in proposed:
         if policy not in seen:
             seen.add(policy)
             replayed = search.take(policy, 0.0, 0.0)

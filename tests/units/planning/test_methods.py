@@ -21,7 +21,7 @@ from hiremate_lightning.planning.solvers import Solution, get_strategy, strategy
 from hiremate_lightning.planning.solvers.chain import ChainBytes, ChainLink, ChainSpan, links, policy_of
 from hiremate_lightning.planning.solvers.methods import chen, dtr, min_memory, rockmate, rotor, twremat
 from hiremate_lightning.planning.solvers.model import StepModel
-from hiremate_lightning.planning.solvers.search import Search, method
+from hiremate_lightning.planning.solvers.search import Search, strategy
 from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.graph import Graph, StorageKind
 from tests.helpers import lazy_frontier, problem_of, random_graph
@@ -99,7 +99,7 @@ def test_where_no_schedule_of_a_method_fits_the_repair_is_told():
 
 @pytest.mark.usefixtures("_own_strategies")
 def test_a_method_that_proposes_nothing_says_what_was_taken_instead():
-    method("mute, for a test")(lambda search: iter(()))
+    strategy("mute, for a test")(lambda search: iter(()))
     solution, _ = solved("mute, for a test", chain(12, KB), 60)
     assert solution.is_feasible
     assert solution.proposed_bytes == 0

@@ -12,7 +12,7 @@ from hiremate_lightning.planning import planner
 from hiremate_lightning.planning.headroom import AUTO_MARGIN, Need, Room, Short, resolve, unless_short
 from hiremate_lightning.planning.planner import first_solution, make_plan
 from hiremate_lightning.planning.solvers import smallest_budget
-from hiremate_lightning.planning.solvers.base import Problem, Solution, Status, strategy, with_decisions
+from hiremate_lightning.planning.solvers.base import Problem, Solution, Status, register, with_decisions
 from hiremate_lightning.records.schedule import keep_all
 from hiremate_lightning.records.simulation import simulate_plain
 from hiremate_lightning.records.step import Call, Gap, merge
@@ -164,9 +164,7 @@ def test_a_strategy_that_lies_about_its_peak_is_not_believed():
     step = step_of(*transformer(2))
     nothing = ((),) * (len(step.graph.backward) + 1)
 
-    @strategy("a liar, for a test")
-    def lie(problem):
-        return Solution("liar", Status.OPTIMAL, nothing, peak_bytes=0)
+    register("a liar, for a test", lambda problem: Solution("liar", Status.OPTIMAL, nothing, peak_bytes=0))
 
     budget = step.plain_bytes - 1
     plan = plan_of(step, budget, solver="a liar, for a test")

@@ -28,8 +28,6 @@ from hiremate_lightning.planning.solvers import (
     Status,
     get_strategy,
     lower_bound,
-    none,
-    portfolio,
     replay,
     smallest_budget,
     strategy_names,
@@ -45,6 +43,7 @@ from hiremate_lightning.records.schedule import keep_all, lower
 from tests.helpers import lazy_frontier, problem_of, random_graph, random_policy, retaining
 from tests.tiny import KB, chain, transformer
 
+portfolio, none = get_strategy("portfolio"), get_strategy("none")
 LAZY = (smallest_budget, none)  # they recompute each value just before a use
 EVERY = strategy_names()
 SEEDS = range(24)  # graphs small enough for the exhaustive search
@@ -475,10 +474,10 @@ def test_the_same_problem_gives_the_same_plan(name: str):
 
 SCRIPT = """
 import zlib
-from hiremate_lightning.planning.solvers import portfolio, smallest_budget
+from hiremate_lightning.planning.solvers import get_strategy, smallest_budget
 from tests.helpers import problem_of
 from tests.tiny import transformer
-for solve in (portfolio, smallest_budget):
+for solve in (get_strategy("portfolio"), smallest_budget):
     print(zlib.crc32(repr(solve(problem_of(transformer(4), 2_600_000)).recompute).encode()))
 """
 

@@ -18,7 +18,7 @@ from hiremate_lightning import ConfigurationError, HiRemateWarning, hiremate
 from hiremate_lightning.callbacks import HiRemateBatchSizeFinder, HiRemateCallback
 from hiremate_lightning.integrations.accelerate import prepare_hiremate
 from hiremate_lightning.planning.solvers import Problem, SolveOptions, Status, get_strategy, worker
-from hiremate_lightning.planning.solvers.base import Solution, strategy
+from hiremate_lightning.planning.solvers.base import Solution, register
 from hiremate_lightning.planning.solvers.model import StepModel
 from hiremate_lightning.planning.solvers.worker import Worker, WorkerLostError, apart, backend_failures, check_strategy
 from tests.tiny import transformer
@@ -168,9 +168,7 @@ def test_a_worker_serves_problems_until_an_interrupt_ends_it(own_worker):
 
 @pytest.mark.usefixtures("_own_strategies")
 def test_strategies_of_others_run_in_place():
-    @strategy("mine")
-    def mine(problem):
-        return Solution("mine", Status.NOT_FOUND, stopped_by=str(os.getpid()))
+    register("mine", lambda problem: Solution("mine", Status.NOT_FOUND, stopped_by=str(os.getpid())))
 
     assert apart("mine")(problem_at(80)).stopped_by == str(os.getpid())
 

@@ -17,14 +17,14 @@ from ..choices import Policy
 from ..mip_backend import solve
 from ..phases import Checks, PhasedProgram
 from ..refine import refine
-from ..search import Search, method
+from ..search import Search, strategy
 
 MOST_INSTANTS = 24  # of the relaxation that is rounded
 SLACK = 0.1  # of the budget that the relaxation leaves free, so that its rounding fits
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
-@method("checkmate", needs_programs=True)
+@strategy("checkmate", needs_programs=True)
 def propose(search: Search) -> Iterator[Policy]:
     """Propose the rounded relaxation, then the solution of the program with every position checked."""
     yield from rounded(search)
@@ -38,7 +38,7 @@ def propose(search: Search) -> Iterator[Policy]:
         yield search.best.policy
 
 
-@method("checkmate_lp", needs_programs=True)
+@strategy("checkmate_lp", needs_programs=True)
 def rounded(search: Search) -> Iterator[Policy]:
     """Propose the relaxation rounded at several thresholds, solved with some budget left free."""
     program = PhasedProgram(search.model, int((1 - SLACK) * search.limit), Checks(search.model.neediest(MOST_INSTANTS)))

@@ -16,13 +16,13 @@ from itertools import pairwise
 
 from ..choices import Policy, lives_of
 from ..model import StepModel
-from ..search import Search, method
+from ..search import Search, strategy
 
 ROOT_TWO = math.sqrt(2.0)
 SEARCHED = 6  # segment sizes on either side of the best guess
 
 
-@method("chen")
+@strategy("chen")
 def propose(search: Search) -> Iterator[Policy]:
     """Propose sqrt(n) segments of equal length, then segments of equal bytes."""
     model, forward = search.model, search.model.graph.forward

@@ -16,14 +16,14 @@ from collections.abc import Container, Iterable, Iterator
 from ..chain import last_needs
 from ..choices import Policy, spread
 from ..model import StepModel
-from ..search import PROPOSING_SHARE, Search, method
+from ..search import PROPOSING_SHARE, Search, strategy
 
 WORKING_BUDGETS = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6)  # of the real one, until a schedule fits
 LEAST_STALENESS_MS = 1e-6
 SCORED_TIMES = 2  # work of scoring a value, in operations that are gone through
 
 
-@method("dtr")
+@strategy("dtr")
 def propose(search: Search) -> Iterator[Policy]:
     """Propose the heuristic's schedule under the budget, and under smaller budgets until one fits."""
     deadline = search.within(PROPOSING_SHARE)

@@ -22,7 +22,7 @@ from ..choices import Policy
 from ..model import StepModel
 from ..phases import PhasedProgram
 from ..refine import Restriction, refine
-from ..search import Search, method, try_segments
+from ..search import Search, strategy, try_segments
 from ..turn_point import options_of, prove
 
 MAX_NODES = 20  # of a cluster; HiRemate's M_l
@@ -77,7 +77,7 @@ def restriction(options: Sequence[tuple[list[int], Frontier]]) -> Restriction:
     return restrict
 
 
-@method("hilp", needs_programs=True)
+@strategy("hilp", needs_programs=True)
 def propose(search: Search) -> Iterator[Policy]:
     """Propose the best choice among the options of clusters; say so where segments are faster."""
     if not prove(search):

@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 
 from ..chain import ChainBytes, ChainLink, ChainSpan, chains_of, policy_of
 from ..choices import Policy
-from ..search import Search, method
+from ..search import Search, strategy
 
 LENGTHS = (2000, 100, 50, 24, 12, 6)  # of the chains that are tried
 
@@ -73,7 +73,7 @@ class _Window:
         return self._numbers[self._rising[-1]]
 
 
-@method("min_memory")
+@strategy("min_memory")
 def propose(search: Search) -> Iterator[Policy]:
     """Propose the checkpoints of least peak, of chains of several lengths."""
     model = search.model

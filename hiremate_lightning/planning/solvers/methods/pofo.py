@@ -19,7 +19,7 @@ from ..chain import ChainBytes, chains_of, policy_of
 from ..choices import Policy
 from ..model import decisions
 from ..offload import PROPOSALS
-from ..search import Search, method
+from ..search import Search, strategy
 from .rotor import LENGTHS, Table, Tape, Tapes, over_chains, whole_tapes
 
 NAME = "POFO"
@@ -28,7 +28,7 @@ PRICES = (0.0, 0.25, 0.5, 1.0)  # of a byte that is offloaded, in the time that 
 LIMIT_SHARE = 0.3  # of the time limit, for all of these
 
 
-@method("pofo")
+@strategy("pofo")
 def propose(search: Search) -> Iterator[Policy]:
     """Propose the persistent schedules of least time for chains, in which all stays on the device."""
     return over_chains(search, NAME, whole_tapes)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from ..chain import ChainBytes
 from ..choices import Policy
 from ..model import StepModel
-from ..search import Search, method
+from ..search import Search, strategy
 from ..turn_point import options_of
 from .hilp import structural_key
 from .rotor import Tape, Tapes, over_chains
@@ -56,7 +56,7 @@ def _measured(model: StepModel, sizes: ChainBytes, number: int, held: frozenset[
     return Tape(held, replayed.recompute_ms, need)
 
 
-@method("rockmate", needs_programs=True)
+@strategy("rockmate", needs_programs=True)
 def propose(search: Search) -> Iterator[Policy]:
     """Propose the best sequences of options of blocks."""
     return over_chains(search, "Rockmate", options_of_blocks, LENGTHS)

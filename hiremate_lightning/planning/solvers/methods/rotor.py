@@ -23,7 +23,7 @@ import numpy.typing as npt
 from ..chain import ChainBytes, ChainLink, ChainSpan, chains_of, policy_of
 from ..choices import Policy
 from ..model import StepModel
-from ..search import Search, method
+from ..search import Search, strategy
 
 LENGTHS = (50, 24, 36, 16, 10, 6)  # of the chains that are tried
 SLOTS = 500  # of memory in the table
@@ -209,7 +209,7 @@ def _under_budgets(search: Search, sizes: ChainBytes, tapes: Tapes) -> Iterator[
             return
 
 
-@method("rotor")
+@strategy("rotor")
 def propose(search: Search) -> Iterator[Policy]:
     """Propose the persistent schedules of least time for chains."""
     return over_chains(search, "Rotor", whole_tapes)

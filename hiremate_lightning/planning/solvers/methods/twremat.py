@@ -19,7 +19,7 @@ from itertools import combinations
 from ..chain import ChainSpan, policy_of
 from ..choices import Policy
 from ..model import StepModel
-from ..search import Search, method
+from ..search import Search, strategy
 
 LEAF_STEPS = 16  # leaf sizes that are tried
 LEAF_FACTOR = 0.7  # from one to the next
@@ -38,7 +38,7 @@ class Separator:
     below: frozenset[int]
 
 
-@method("twremat")
+@strategy("twremat")
 def propose(search: Search) -> Iterator[Policy]:
     """Propose the schedules of some sizes of leaves, by bisection between those that fit and those that don't."""
     model = search.model
