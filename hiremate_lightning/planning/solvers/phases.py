@@ -11,13 +11,11 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from .choices import Policy, Rows, spread
 from .mip_backend import UNIT, LinearProgram
 from .model import Replay, StepModel
 
-SMALL_SHARE = 0.0005  # of the budget: values that together stay below it are kept without being modelled
 EARLY_PARTS = 10  # of the backward: an instant to begin with is in the first of them
 PARTS, MOST_ADDED = 8, 2  # positions checked from one round on: so many, and so far apart
 
@@ -39,14 +37,11 @@ class Checks:
 class PhasedProgram:
     """The program for given checks, with the variables of S[t, d] (held) and R[t, k] (run)."""
 
-    def __init__(self, model: StepModel, limit_bytes: int, checks: Checks, small_share: float = SMALL_SHARE) -> None:
+    def __init__(self, model: StepModel, limit_bytes: int, checks: Checks) -> None:
         self.model, self.limit, self.checks = model, limit_bytes, checks
         self.program = LinearProgram()
         self.held: dict[tuple[int, int], int] = {}
         self.run: dict[tuple[int, int], int] = {}
-        by_size = sorted(model.choices, key=lambda s: (model.sizes[s], s))
-        totals = zip(by_size, accumulate(model.sizes[s] for s in by_size), strict=True)
-        self.small = frozenset(s for s, total in totals if total <= small_share * limit_bytes)
         self._through: dict[tuple[int, int], int] = {}  # variable of H[d], by those of S[t+1, d] and R[t, p(d)]
         self._starts = (-1, *checks.instants)
         self._collect_needs()
@@ -70,22 +65,19 @@ class PhasedProgram:
         for phase, (start, end) in enumerate(zip(self._starts, ends, strict=True)):
             phase_of[start + 1 : end + 1] = [phase] * (end - start)
         for storage in model.choices:
-            if storage not in self.small:
-                for phase in sorted({phase_of[use] for use in model.uses.get(storage, ())}):
-                    self._read[phase].append(storage)
+            for phase in sorted({phase_of[use] for use in model.uses.get(storage, ())}):
+                self._read[phase].append(storage)
         self._needed: list[list[int]] = [[] for _ in ends]
-        seen = set(self.small)
+        seen = set[int]()
         for phase in reversed(range(len(ends))):
             spread(seen, self._read[phase], model.sources)
-            self._needed[phase] = [s for s in model.choices if s in seen and s not in self.small]
+            self._needed[phase] = [s for s in model.choices if s in seen]
 
     def _add_variables(self, phase: int) -> None:
         model = self.model
-        read_at_instant = model.reads[self.checks.instants[phase - 1]] if phase > 0 else ()
-        operands = [s for s in read_at_instant if s not in self.small]
-        forced = set(operands)
+        operands = model.reads[self.checks.instants[phase - 1]] if phase > 0 else ()
         for storage in dict.fromkeys([*self._needed[phase], *operands]):
-            self.held[phase, storage] = self.program.variable(0.0, lower=float(storage in forced))
+            self.held[phase, storage] = self.program.variable(0.0, lower=float(storage in operands))
         for node in dict.fromkeys(model.producer[s] for s in self._needed[phase] if s in model.producer):
             self.run[phase, node] = self.program.variable(model.cost_ms[node])
 
@@ -105,7 +97,7 @@ class PhasedProgram:
         makers = dict.fromkeys(self.model.producer.get(s, -1) for s in self._needed[phase])
         for node in makers:
             inputs = self.model.needs[node] if (phase, node) in self.run else ()
-            for storage in (s for s in inputs if s not in self.small):
+            for storage in inputs:
                 terms = [*self._there(phase, storage), (self.run[phase, node], -1.0)]
                 self.program.row(f"2_{phase}_{node}_{storage}", terms, lower=0.0)
         for storage in self.model.choices:
@@ -145,7 +137,7 @@ class PhasedProgram:
             terms = defaultdict[int, float](float, {run: model.transient[node] / UNIT})
             for storage in model.choices:
                 variable = run if storage in own else self._held_through(phase, storage)
-                if storage not in self.small and variable is not None:
+                if variable is not None:
                     terms[variable] += model.sizes[storage] / UNIT
             limit = (self.limit - model.live_gradients[position]) / UNIT
             self.program.row(f"9_{position}_{node}", list(terms.items()), upper=limit)
@@ -166,7 +158,7 @@ class PhasedProgram:
         """Read a solution: the values kept, those dropped after an instant, those made for a later phase."""
         model, last = self.model, self.phases - 1
         is_held = {key: values[variable] >= threshold for key, variable in self.held.items()}
-        kept = {s for s in model.choices if s in model.fixed or s in self.small or is_held.get((0, s))}
+        kept = {s for s in model.choices if s in model.fixed or is_held.get((0, s))}
         drops, early = set[tuple[int, int]](), set[tuple[int, int]]()
         for phase, instant in enumerate(self.checks.instants, start=1):
             for storage in self._needed[phase]:

@@ -133,7 +133,7 @@ class Neighbourhoods:
     def _check(self, checks: Checks) -> None:
         search = self._search
         self._checks = checks
-        self._phased = PhasedProgram(search.model, search.limit, checks, small_share=0.0)
+        self._phased = PhasedProgram(search.model, search.limit, checks)
         program, options, work = self._phased.program, search.problem.options, search.model.work
         self._relaxed = solve(program, options, search.left_s(), relax=True, work=work).values
 

@@ -328,7 +328,7 @@ def whole_program(model: StepModel, limit: int) -> PhasedProgram:
     """Make the program that checks memory at every instant, and while any value is recomputed."""
     pairs = frozenset((position, node) for position in range(len(model.reads) + 1) for node in model.makes)
     positions = tuple(range(len(model.reads)))
-    return PhasedProgram(model, limit, Checks(positions, rows=pairs), small_share=0.0)
+    return PhasedProgram(model, limit, Checks(positions, rows=pairs))
 
 
 @settings(derandomize=True, deadline=None, max_examples=150)
