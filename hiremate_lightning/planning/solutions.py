@@ -47,10 +47,8 @@ class _Known:
 
     def is_of(self, problem: Problem) -> bool:
         """Whether it is of the same step, whatever its times."""
-        own = self.curve.problem
-        return own.profile.workspace_bytes == problem.profile.workspace_bytes and (
-            own.graph is problem.graph or own.graph == problem.graph
-        )
+        own, workspace_bytes = self.curve.problem, problem.profile.workspace_bytes
+        return own.profile.workspace_bytes == workspace_bytes and own.graph == problem.graph
 
 
 _memory: deque[_Known] = deque(maxlen=STEPS)

@@ -43,7 +43,7 @@ class DtrRun:
         self._model, self._limit, self._deadline = model, limit_bytes, deadline
         self._last_need = last_needs(self._model)
         self._near = EvictedNeighbours(self._model)
-        self.live, self.evicted = set[int](), self._near.evicted
+        self.live = set[int]()
         self._live_bytes, self._clock_ms = 0, 0.0
         self._read_ms: dict[int, float] = {}
         self._read_at: dict[int, int] = {}
