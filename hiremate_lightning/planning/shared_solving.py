@@ -156,7 +156,7 @@ class SharedSolving:
         return solution and replace(solution, solve_s=time.perf_counter() - start)
 
     def _next_answer(self, key: str) -> str:
-        """Name the answer to the next solve of the agreed problem: one with a tighter budget may follow."""
+        """Name the answer to the next solve of the agreed problem: one with another budget may follow."""
         return f"{key}/answer{self._store.add(f'{key}/solves{self._rank}', 1)}"
 
     def _are_there(self, keys: Callable[[], list[str]], limit_s: float) -> bool:

@@ -214,25 +214,16 @@ def _compute(model: StepModel, wanted: Iterable[int], live: set[int]) -> None:
 
 
 class ChainBytes:
-    """Bytes of a chain's values, and of its operations as they run.
-
-    Attributes:
-        chain: The links.
-        tape: Bytes of each link's tape.
-        own: Bytes of the own values of each link.
-        rest: For each link, most bytes in its part of the backward that no decision changes.
-        start: For each link, bytes that no decision changes just before its part of the backward.
-        forward: For each link, most bytes beside choices as it runs in the forward.
-        again: For each link, most bytes beside choices as it runs again.
-    """
+    """Bytes of a chain's values, and of its operations as they run: one number for each link."""
 
     def __init__(self, model: StepModel, chain: Sequence[ChainLink]) -> None:
         self._model, self.chain = model, chain
         last, sizes = last_needs(model), model.sizes
         fixed_after = alive_bytes(((0, last.get(s, 0), sizes[s]) for s in model.fixed), len(model.reads) + 1)
         gradients = [size + fixed_after[p] for p, size in enumerate(model.gradients)]
-        self.tape = [self.of(link.tape) for link in chain]
-        self.own = [self.of(link.own) for link in chain]
+        self.tape = [self.of(link.tape) for link in chain]  # bytes of its tape
+        self.own = [self.of(link.own) for link in chain]  # bytes of its own values
+        # Bytes that no decision changes: the most of them in its part of the backward, and those just before that.
         self.rest = [max(gradients[link.begins : link.ends], default=0) for link in chain]
         self.start = [model.live_gradients[link.begins] + fixed_after[link.begins] for link in chain]
         free = (s for s in model.choices if s not in model.fixed)
@@ -243,6 +234,7 @@ class ChainBytes:
             kept[model.made_at[storage]] += sizes[storage]
         fixed_before = accumulate(kept)
         self._forward = [rest + fixed for rest, fixed in zip(model.forward_rest, fixed_before, strict=False)]
+        # Most bytes beside choices as it runs in the forward, and as it runs again.
         self.forward = [max(self._forward[link.first :][: len(link.nodes)], default=0) for link in chain]
         self.again = [max((model.transient[n] for n in link.nodes_for(model, link.tape)), default=0) for link in chain]
 

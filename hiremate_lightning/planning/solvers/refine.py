@@ -40,12 +40,8 @@ def refine(
 ) -> None:
     """Run rounds until proof, time limit, or no more places to check, for a search to receive the solutions.
 
-    Args:
-        search: The search.
-        checks: Where memory is checked in the first round; few places by default.
-        restrict: Adds rows to each program; the bounds of a restricted program are not taken.
-        has_neighbourhoods: Whether to improve the best schedule in neighbourhoods, between rounds that take long.
-        reserve_s: Seconds of work to leave for others.
+    The first round checks memory in few places by default. `restrict` adds rows to each program, whose bounds are not
+    taken then. Neighbourhoods improve the best schedule between rounds that take long. Seconds of work may be reserved.
     """
     checks = checks or first_checks(search.model)
     neighbourhoods = Neighbourhoods(search)

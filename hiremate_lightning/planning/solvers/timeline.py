@@ -127,16 +127,11 @@ def _blocks_of(model: Choices, storage: int, touches: tuple[int, ...], makes: tu
 
 
 class _Change:
-    """The change of bytes where blocks change.
-
-    Attributes:
-        rows: Positions whose rows must be counted again.
-        backward: Pairs of a position of the backward and the bytes that come or go there.
-        forward: The same of the forward.
-    """
+    """The change of bytes where blocks change."""
 
     def __init__(self, model: Choices, rows: Iterable[int]) -> None:
-        self._model, self.rows = model, set(rows)
+        self._model, self.rows = model, set(rows)  # positions whose rows must be counted again
+        # Pairs of a position of the backward, or of the forward, and the bytes that come or go there.
         self.backward, self.forward = list[tuple[int, int]](), list[tuple[int, int]]()
 
     def replace(self, storage: int, old: tuple[Block, ...], new: tuple[Block, ...]) -> None:

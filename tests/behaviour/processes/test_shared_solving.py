@@ -154,7 +154,7 @@ def test_a_budget_too_small_for_one_rank_is_an_error_on_all(ranks, rank):
 
 
 def test_ranks_that_solve_several_times_do_so_together(store):
-    """As where the memory model of a strategy is coarse: each takes a tighter budget, and the same answer."""
+    """As where the first solve finds nothing, and another budget follows: each takes the same answers."""
     ranks = [Rank(rank, store, solver="segments") for rank in range(2)]
     step = merge([Call(*transformer(4))], [0])
 

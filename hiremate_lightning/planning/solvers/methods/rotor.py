@@ -56,14 +56,7 @@ def whole_tapes(search: Search, sizes: ChainBytes) -> Tapes:
 
 
 class Table:
-    """C(s, t, m) of a chain, and which choice it comes from.
-
-    Attributes:
-        chain: The links.
-        tapes: The options of each.
-        cost: By s and t, the least time for each number of slots.
-        choice: By s and t, for each number of slots: q to restart from the input of q, -1 - o to hold tape o of s.
-    """
+    """C(s, t, m) of a chain, and which choice it comes from."""
 
     def __init__(self, model: StepModel, sizes: ChainBytes, tapes: Tapes, budget_bytes: int) -> None:
         self.chain, self.tapes = sizes.chain, tapes
@@ -74,7 +67,8 @@ class Table:
         if budget_bytes > SLOTS * unit:
             unit = -(-budget_bytes // SLOTS)
         self._unit, self._count = unit, max(0, budget_bytes // unit)  # bytes of a slot, and number of slots
-        self.cost: dict[tuple[int, int], Array] = {}
+        self.cost: dict[tuple[int, int], Array] = {}  # by s and t, the least time for each number of slots
+        # By s and t, for each number of slots: q to restart from the input of q, -1 - o to hold option o of s.
         self.choice: dict[tuple[int, int], Choices] = {}
         self._memory = np.arange(self._count + 1)
         for s in reversed(range(len(self.chain))):
