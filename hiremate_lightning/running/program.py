@@ -140,10 +140,10 @@ def _unread(module: fx.GraphModule) -> tuple[int, ...]:
 def _forward_module(
     captured: Captured, schedule: Schedule, saved: Sequence[fx.Node], host: HostMemory
 ) -> fx.GraphModule:
-    graph = fx.Graph()
-    values = {p: graph.node_copy(p) for p in captured.placeholders}
-    _copy_constants(captured, graph, values)
-    _Emitter(captured, graph, values, host=host).emit(schedule.forward, schedule.saved)
+    emitter = _Emitter(captured, host=host)
+    values, graph = emitter.values, emitter.graph
+    emitter.take(captured.placeholders)
+    emitter.emit(schedule.forward, schedule.saved)
     outputs = [values[v] if isinstance(v, fx.Node) else v for v in captured.forward_outputs]
     graph.output((*outputs, *(values[v] for v in saved)))
     for state in [node for node in graph.nodes if is_state(node) and not node.users]:  # nothing is drawn from it again
@@ -158,19 +158,17 @@ def _backward_module(
     absence: Absence,
     changes: Changes,
 ) -> fx.GraphModule:
-    graph = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    for value in (*saved, *captured.tangents):
-        values[value] = _placeholder(graph, value.name, value)
     gradients = captured.backward_outputs
-    totals = {p: _placeholder(graph, f"total_{p}", gradients[p]) for p in sorted(changes.added)}
-    sums = [_Sum(captured, p, graph, is_cast=p not in changes.uncast) for p in sorted(changes.carried)]
     halves = {gradients[p]: gradients[p].args[0] for p in changes.uncast - changes.carried}
     absence = replace(absence, replaced={**absence.replaced, **halves})
-    _copy_constants(captured, graph, values)
-    _Emitter(captured, graph, values, absence, sums).emit(schedule.backward, schedule.saved)
+    emitter = _Emitter(captured, absence)
+    graph = emitter.graph
+    emitter.take((*saved, *captured.tangents))
+    totals = {p: _placeholder(graph, f"total_{p}", gradients[p]) for p in sorted(changes.added)}
+    sums = [_Sum(captured, p, graph, is_cast=p not in changes.uncast) for p in sorted(changes.carried)]
+    emitter.emit(schedule.backward, schedule.saved, sums)
     there = (v if isinstance(v, fx.Node) and v not in absence.values else None for v in gradients)
-    results = [None if v is None else values[v] for v in there]
+    results = [None if v is None else emitter.values[v] for v in there]
     for position, total in totals.items():
         gradient = results[position]
         if gradient is not None:  # added as soon as it is there: the generated code frees it then
@@ -188,12 +186,6 @@ def _placeholder(graph: fx.Graph, name: str, shown: fx.Node) -> fx.Node:
     added = graph.placeholder(name)
     added.meta = {"val": shown.meta.get("val")}
     return added
-
-
-def _copy_constants(captured: Captured, graph: fx.Graph, values: dict[fx.Node, fx.Node]) -> None:
-    for node in captured.joint.graph.find_nodes(op="get_attr"):
-        if node not in values:
-            values[node] = graph.node_copy(node)
 
 
 class _Sum:
@@ -234,29 +226,30 @@ class _Sum:
 
 
 class _Emitter:
-    """Appends the operations of one half of a schedule to a graph; generated code frees by itself, after the last use.
+    """Makes a graph of one half of a schedule; generated code frees by itself, after the last use.
 
     Captured values have others in their place there: from the wait for a copy out to that for the copy in, a `Parked`.
     """
 
-    def __init__(
-        self,
-        captured: Captured,
-        graph: fx.Graph,
-        values: dict[fx.Node, fx.Node],
-        absence: Absence = NOTHING,
-        sums: Sequence[_Sum] = (),
-        host: HostMemory | None = None,
-    ) -> None:
-        self.values = values
-        self._host = host
+    def __init__(self, captured: Captured, absence: Absence = NOTHING, host: HostMemory | None = None) -> None:
+        self.graph = fx.Graph()
+        self.values: dict[fx.Node, fx.Node] = {}
+        self._captured, self._absence, self._host = captured, absence, host
         self._on_the_way: dict[int, fx.Node] = {}
-        self._adding = {node: own for own in sums for node in own.terms}
-        self._captured, self._graph, self._absence = captured, graph, absence
+        self._adding: dict[fx.Node, _Sum] = {}
         self._returned = {*captured.forward_outputs, *captured.backward_outputs}
 
-    def emit(self, operations: Sequence[Operation], saved: Sequence[int]) -> None:
-        """Append operations, in their order, of a schedule that saves some tensors."""
+    def take(self, values: Iterable[fx.Node]) -> None:
+        """Take captured values as inputs."""
+        for value in values:
+            self.values[value] = _placeholder(self.graph, value.name, value)
+
+    def emit(self, operations: Sequence[Operation], saved: Sequence[int], sums: Sequence[_Sum] = ()) -> None:
+        """Append operations, in their order, of a schedule that saves some tensors; some go on with sums."""
+        self._adding = {node: own for own in sums for node in own.terms}
+        for node in self._captured.joint.graph.find_nodes(op="get_attr"):
+            if node not in self.values:
+                self.values[node] = self.graph.node_copy(node)
         for operation in operations:
             if isinstance(operation, Compute):
                 if operation.node < len(self._captured.fx_nodes):
@@ -266,7 +259,7 @@ class _Emitter:
 
     def _move(self, operation: Copying, tensors: Sequence[int]) -> None:
         """Append a copy to the host or back, or the wait for one."""
-        storage, call = operation.storage, self._graph.call_function
+        storage, call = operation.storage, self.graph.call_function
         saved = self._values_on(storage, tensors)
         if isinstance(operation, CopyOut):
             assert self._host is not None, "values are offloaded in the forward"
@@ -309,7 +302,7 @@ class _Emitter:
         """Compute the results of a captured node again, by another operation."""
         function, args, kwargs = call_of(record.op, node, [self._captured.fx_values[t] for t in record.inputs])
         args, kwargs = fx.node.map_arg((args, kwargs), self._value_of)
-        copy = self._graph.call_function(function, args, kwargs)
+        copy = self.graph.call_function(function, args, kwargs)
         copy.meta |= {"direction": record.direction, "key": record.key}
         outputs = self._outputs(record, node)
         if record.op == DRAW_AGAIN:
@@ -336,9 +329,9 @@ class _Emitter:
             target, args = aten.reshape.default, (self._value_of(read), node.args[1])
         outputs = self._outputs(record, node)
         for state in filter(is_state, outputs):
-            self.values[state] = copied = self._graph.node_copy(state)
+            self.values[state] = copied = self.graph.node_copy(state)
             copied.args = state_arguments(state, node, self._value_of)
-        copy = self._graph.create_node(node.op, target, args, kwargs, node.name, node.type)
+        copy = self.graph.create_node(node.op, target, args, kwargs, node.name, node.type)
         copy.meta = {**node.meta, "direction": record.direction, "key": record.key}
         self._hand_on(node, copy, [v for v in outputs if not is_state(v)])
         self._finish(node, outputs, copy)
@@ -349,7 +342,7 @@ class _Emitter:
             return self.values[value]
         shown: torch.Tensor = value.meta["val"]
         size = tuple(tensor_state.int_hint(s) for s in shown.shape)
-        return self._graph.call_function(torch.zeros, (size,), {"dtype": shown.dtype, "device": shown.device})
+        return self.graph.call_function(torch.zeros, (size,), {"dtype": shown.dtype, "device": shown.device})
 
     def _laid_out(self, value: fx.Node) -> fx.Node:
         """Return a value with the strides that it was traced with."""
@@ -357,7 +350,7 @@ class _Emitter:
         if not isinstance(shown, torch.Tensor):
             return self._value_of(value)
         strides = tuple(tensor_state.int_hint(s) for s in shown.stride())
-        return self._graph.call_function(tensor_state.with_strides, (self._value_of(value), strides))
+        return self.graph.call_function(tensor_state.with_strides, (self._value_of(value), strides))
 
     def _outputs(self, record: Node, node: fx.Node) -> list[fx.Node]:
         """List the results of an operation; for a result that is finished later, the unfinished one."""
@@ -371,7 +364,7 @@ class _Emitter:
             if value is node:
                 self.values[value] = copy
             else:
-                part = self._graph.call_function(operator.getitem, (copy, value.args[1]))
+                part = self.graph.call_function(operator.getitem, (copy, value.args[1]))
                 part.meta = value.meta
                 self.values[value] = part
 
@@ -382,5 +375,5 @@ class _Emitter:
             return
         for step, target, args in finish.calls():
             args, kwargs = fx.node.map_arg((args, dict(step.kwargs)), self.values.__getitem__)
-            self.values[step] = copy = self._graph.call_function(target, args, kwargs)
+            self.values[step] = copy = self.graph.call_function(target, args, kwargs)
             copy.meta = {**step.meta, "direction": made.meta["direction"], "finishes": made.meta["key"]}
