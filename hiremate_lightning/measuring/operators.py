@@ -191,12 +191,10 @@ def made_up(value: Any, device: torch.device | None = None) -> Any:
 def _drawn(made: torch.Tensor) -> torch.Tensor:
     """Draw some numbers and repeat them through a whole tensor: to draw each one takes longer than most kernels."""
     flat = made.as_strided((made.untyped_storage().nbytes() // made.itemsize,), (1,), 0)
-    flat[:DRAWN].uniform_()
-    there, count = DRAWN, flat.numel()
-    while there < count:
-        more = min(there, count - there)
-        flat[there : there + more].copy_(flat[:more])
-        there += more
+    drawn = flat.new_empty(DRAWN).uniform_()
+    whole = flat.numel() // DRAWN * DRAWN
+    flat[:whole].view(-1, DRAWN).copy_(drawn)
+    flat[whole:].copy_(drawn[: flat.numel() - whole])
     return made
 
 
