@@ -103,8 +103,8 @@ class _Memory:
         self.first: list[int] = []  # block -> first moment at which it lives
         self.last: dict[int, int] = {}  # freed block -> last moment
         self.to_hold = set(graph.held)
-        self.copied: dict[int, tuple[int, type[Copying]]] = {}  # storage on its way -> block, and its last operation
-        self.not_there: set[int] = set()  # blocks whose values are offloaded, or on the way back
+        # storage on its way -> block, and its last operation
+        self.copied: dict[int | None, tuple[int, type[Copying]]] = {}
         self.host_bytes = self.host_peak_bytes = 0
 
     def retain(self, tensors: Iterable[int]) -> None:
@@ -117,14 +117,13 @@ class _Memory:
         for tensor in tensors:
             if tensor not in self.block_of:
                 raise ScheduleError(f"{why} {self.graph.tensors[tensor].name!r}, which is not in memory")
-            if self.block_of[tensor] in self.not_there:
+            if self.copied and self.is_offloaded(tensor):
                 raise ScheduleError(f"{why} {self.graph.tensors[tensor].name!r}, which is offloaded")
 
     def check_unchanged(self, tensors: tuple[int, ...], why: str) -> None:
         """Refuse to change tensors that are being copied."""
-        leaving = {block for block, done in self.copied.values() if done is CopyOut}
-        for tensor in tensors if leaving else ():
-            if self.block_of[tensor] in leaving:
+        for tensor in tensors:
+            if self._last_copying(tensor) is CopyOut:
                 raise ScheduleError(f"{why} {self.graph.tensors[tensor].name!r}, which is being copied out")
 
     def define(self, outputs: tuple[int, ...], inputs: tuple[int, ...]) -> None:
@@ -163,8 +162,13 @@ class _Memory:
         self.live_bytes -= self.graph.sizes[self.storage_of_block[block]]
 
     def is_offloaded(self, tensor: int) -> bool:
-        """Whether a tensor is on the host, and nowhere else."""
-        return self.block_of.get(tensor) in self.not_there
+        """Whether a tensor is on the host or on the way back, and not on the device."""
+        return self._last_copying(tensor) in (WaitOut, CopyIn)
+
+    def _last_copying(self, tensor: int) -> type[Copying] | None:
+        """Return the last operation that has brought a tensor's block on its way; None for others."""
+        block, last = self.copied.get(self.graph.tensors[tensor].storage, (None, None))
+        return last if self.block_of.get(tensor) == block else None
 
     def free(self, tensor: int) -> None:
         self.check_live((tensor,), "The schedule frees")
@@ -194,30 +198,26 @@ class _Memory:
         elif isinstance(operation, WaitOut):
             if self.tensors_on[block] != len(self._tensors_on(block)):
                 raise ScheduleError(f"{self._name(storage)!r} can't be offloaded: it is held to the end of the step")
-            self.not_there.add(block)
             self._give_back(block)
         elif isinstance(operation, CopyIn):
             block = self._move(block)
         else:
-            self.not_there.remove(block)
             self.host_bytes -= self.graph.sizes[storage]
             del self.copied[storage]
             return
         self.copied[storage] = block, type(operation)
 
     def _move(self, block: int) -> int:
-        """Put the tensors of a block that is offloaded on a new one, which is not there yet."""
+        """Put the tensors of a block that is offloaded on a new one."""
         tensors, new = self._tensors_on(block), self._allocate(self.storage_of_block[block])
         self.block_of.update(dict.fromkeys(tensors, new))
         self.tensors_on[new], self.tensors_on[block] = self.tensors_on[block], 0
-        self.not_there.remove(block)
-        self.not_there.add(new)
         return new
 
     def _tensors_on(self, block: int) -> list[int]:
         return [tensor for tensor, other in self.block_of.items() if other == block]
 
-    def _name(self, storage: int) -> str:
+    def _name(self, storage: int | None) -> str:
         return next(tensor.name for tensor in self.graph.tensors if tensor.storage == storage)
 
     def check_copied(self, why: str, *done: type[Copying]) -> None:
