@@ -109,10 +109,9 @@ class Resizing:
 
     def at(self, sizes: Sizes) -> Bytes:
         """Bound the bytes at some sizes, given in the order of those of the samples."""
-        new_sizes: dict[Sizes, list[int]] = {}  # by those of the samples: what was equal in all may differ now
+        ranges: dict[Sizes, Bounds] = {}  # by the sizes of the samples: what was equal in all may differ now
         for column, size in zip(zip(*(s.sizes for s in self._samples), strict=True), sizes, strict=True):
-            new_sizes.setdefault(column, []).append(size)
-        ranges = {column: Bounds(min(now), max(now)) for column, now in new_sizes.items()}
+            ranges[column] = ranges.get(column, Bounds(size, size)) | Bounds(size, size)
         factors = {dims: self._factor(dims, ranges) for dims in self._followed}
         # Measured bytes do not shrink, and grow with a power of the sizes at most.
         growth = _product(now.over(column[0]) | SAME for column, now in ranges.items())
