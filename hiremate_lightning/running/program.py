@@ -74,31 +74,27 @@ def build(captured: Captured, schedule: Schedule, host: HostMemory | None = None
     _check(captured, schedule)
     saved = tuple(captured.fx_values[t] for t in schedule.saved)
     forward = _forward_module(captured, schedule, saved, host or HostMemory())
-    takes = _takes(captured, schedule)
-    present = Absence(overwrites={**captured.overwrites, **takes})
-    backward = _backward_module(captured, schedule, saved, present, Changes())
+    run_forward, takes, facts = compiled(forward), _takes(captured, schedule), saved_values(captured, schedule)
 
     @functools.cache
     def variant(changes: Changes, overwrites: bool = True) -> Program:
-        absence = find_absent(captured, changes.missing) if changes.missing else present
+        absence = find_absent(captured, changes.missing) if changes.missing else Absence(overwrites=captured.overwrites)
         absence = replace(absence, overwrites={**absence.overwrites, **takes} if overwrites else {})
-        module = _backward_module(captured, schedule, saved, absence, changes)
+        backward = _backward_module(captured, schedule, saved, absence, changes)
         if changes.missing:
-            module.graph.eliminate_dead_code()
-        backward = compiled(module)
-        return replace(program, backward=backward, backward_module=module, unread=_unread(module))
+            backward.graph.eliminate_dead_code()
+        return Program(
+            schedule=schedule,
+            forward=run_forward,
+            backward=compiled(backward),
+            forward_module=forward,
+            backward_module=backward,
+            unread=_unread(backward),
+            saved=facts,
+            variant=variant,
+        )
 
-    program = Program(
-        schedule=schedule,
-        forward=compiled(forward),
-        backward=compiled(backward),
-        forward_module=forward,
-        backward_module=backward,
-        unread=_unread(backward),
-        saved=saved_values(captured, schedule),
-        variant=variant,
-    )
-    return program
+    return variant(Changes())
 
 
 def _check(captured: Captured, schedule: Schedule) -> None:

@@ -59,8 +59,7 @@ class ProgramTemplate:
         if any((p.schedule, p.saved, p.unread) != (first.schedule, first.saved, first.unread) for p in self._programs):
             raise NoTemplateError(f"The same decisions are other schedules at the sizes {sizes}")
         self._forward = _Template([program.forward_module for program in self._programs], sizes)
-        self._backward = _Template([program.backward_module for program in self._programs], sizes)
-        self._variants: dict[Changes, tuple[Program, _Template]] = {}
+        self._variants = {Changes(): self._variant_of_samples(Changes(), overwrites=True)}
 
     def is_proved_at(self, sizes: Sizes, without: Collection[frozenset[int]] = ()) -> bool:
         """Whether its programs are taken to give eager PyTorch's bits at some sizes, where some gradients don't come.
@@ -91,10 +90,10 @@ class ProgramTemplate:
                 except NoTemplateError:  # samples differ in what may be overwritten
                     self._variants[changes] = self._variant_of_samples(changes, overwrites=False)
             program, template = self._variants[changes]
-            return replace(program, backward=template.at(sizes))
+            return replace(program, forward=forward, backward=template.at(sizes), variant=variant)
 
-        forward, backward = self._forward.at(sizes), self._backward.at(sizes)
-        return replace(self._programs[0], forward=forward, backward=backward, variant=variant)
+        forward = self._forward.at(sizes)
+        return variant(Changes())
 
     def _variant_of_samples(self, changes: Changes, overwrites: bool) -> tuple[Program, _Template]:
         programs = [program.variant(changes, overwrites) for program in self._programs]
