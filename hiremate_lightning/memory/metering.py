@@ -311,10 +311,8 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 def unmeasured(device: torch.device) -> Iterator[None]:
     """Restore random state, and a measurement of the step under way afterwards."""
     covering = MemoryMeter(device, is_read=False) if MemoryMeter.is_available(device) else nullcontext()
-    on_device = (
-        torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-    )  # events are of the current device
-    with on_device, covering, tensor_state.real_mode():
+    current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()  # events are of the current device
+    with current, covering, tensor_state.real_mode():
         random_state = RandomState()
         try:
             yield
