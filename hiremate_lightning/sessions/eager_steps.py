@@ -8,7 +8,6 @@ them are worth their time (`offloading`). And steps whose plan gains nothing and
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from collections import defaultdict
@@ -27,7 +26,6 @@ from .planned import PlannedSignatures
 from .planned_model import PlannedModel
 from .templates import Templates
 
-log = logging.getLogger("hiremate_lightning")
 SIMILAR = 2.0  # of the bytes of a step whose plan saves none: up to so many more, steps of its code save none either
 
 
@@ -110,8 +108,7 @@ class EagerSteps:
                 f"A plan of {self._name} recomputes nothing and takes {ratio:.2f} times as long as the code without "
                 "it: such steps run without it from now on."
             )
-            log.info(text)
-            self._reporter.note(text)
+            self._model.tell(text)
 
     def _room_bytes(self) -> int:
         """Return what a step may add to the resident bytes; any, where the budget is what plain training takes."""

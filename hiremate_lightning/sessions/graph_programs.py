@@ -302,8 +302,7 @@ class GraphPrograms:
                 f"Sizes of {self._model.name} without a plan of their own recompute less from now on: "
                 f"{solution.extra_ms:.0f} ms in place of {chosen.again_ms:.0f} ms in a step like the latest one."
             )
-            log.info(text)
-            self._reporter.note(text)
+            self._model.tell(text)
             self.forget_plans()
 
     def _price_ms(self, loss: Loss[RecordedStep]) -> float:

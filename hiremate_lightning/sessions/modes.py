@@ -5,7 +5,6 @@ A step that does not run eager is captured, and `GraphPrograms.choose` chooses t
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -17,8 +16,6 @@ from ..signatures.step_signature import StepSignature
 from ..units import format_bytes
 from .offloading import Offloading
 from .planned_model import PlannedModel
-
-log = logging.getLogger("hiremate_lightning")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +102,7 @@ class GivenBack(Eager):
         if not is_given_back:
             found = "was not seen" if peak_bytes is None else f"is {format_bytes(peak_bytes)}"
             text = f"The plan of {model.name} saves little memory. It stays, since the peak without it {found}."
-        log.info(text)
-        model.reporter.note(text)
+        model.tell(text)
 
     def _exceeded(self, model: PlannedModel, took: str) -> None:
         """Let such steps run by their plan again, and warn."""

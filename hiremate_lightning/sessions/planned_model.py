@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 
 from torch import nn
@@ -17,6 +18,8 @@ from ..signatures.watching import WatchPolicy
 from .largest import LargestSizes
 from .offloading import Offloading
 from .parts import Parts
+
+log = logging.getLogger("hiremate_lightning")
 
 
 class PlannedModel:
@@ -36,6 +39,11 @@ class PlannedModel:
         self.history, self.watching, self.proofs = History(), WatchPolicy(), Proofs()
         self.largest = LargestSizes(options.sizes, self.parts, self.say)
         self.first_wait = FirstWait(options.cache_dir, self.memory.describe_model)
+
+    def tell(self, text: str) -> None:
+        """Log how steps run from now on, and show it."""
+        log.info(text)
+        self.reporter.note(text)
 
     @property
     def has_place(self) -> bool:

@@ -8,7 +8,6 @@ peak against the prediction, and in one more step its time.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -47,8 +46,6 @@ from .planned import PlannedSignatures
 from .planned_model import PlannedModel
 from .steps import Steps
 from .templates import Templates
-
-log = logging.getLogger("hiremate_lightning")
 
 
 class Session:

@@ -8,8 +8,7 @@ turns out another is told apart: what was measured in it says nothing about a pl
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ..housekeeping import Latest
 from ..planning.plan import Plan
@@ -21,15 +20,13 @@ LENGTHS = (32, 16, 8, 4, 2, 1, 0)  # of what came before a step, by which it is 
 SEEN = 1024  # most signatures without a record that are kept: new sizes may never end
 CERTAIN = 64  # steps that came as foreseen, one after the other, after which the next one is trusted to
 
-K = TypeVar("K", bound=Hashable)
 
-
-class Order(Generic[K]):
+class Order:
     """The order of step signatures: what came after the latest ones, the last time, for a step that starts so."""
 
     def __init__(self) -> None:
-        self._recent: deque[K] = deque(maxlen=LENGTHS[0])
-        self._followers = Latest[tuple[Hashable, ...], K](4096)  # by start and the latest signatures, few or many
+        self._recent: deque[StepSignature] = deque(maxlen=LENGTHS[0])
+        self._followers = Latest[tuple[object, ...], StepSignature](4096)  # by start and the latest signatures
         self._in_a_row = 0  # that came as foreseen
 
     @property
@@ -37,21 +34,21 @@ class Order(Generic[K]):
         """Whether the latest steps came as foreseen, so many that the next one is trusted to."""
         return self._in_a_row >= CERTAIN
 
-    def _contexts(self, start: Hashable) -> Iterator[tuple[Hashable, ...]]:
+    def _contexts(self, start: Start) -> Iterator[tuple[object, ...]]:
         """List what a step may be foreseen by: the longest sequence of signatures before it first, its start last."""
         recent = tuple(self._recent)
         for length in LENGTHS:
             if length <= len(recent):
                 yield start, *recent[len(recent) - length :]
 
-    def foresee(self, start: Hashable) -> Iterator[K]:
+    def foresee(self, start: Start) -> Iterator[StepSignature]:
         """List the signatures that a step may be of, the likeliest first; nothing where none has started so."""
         return self._following(self._contexts(start))
 
-    def _following(self, contexts: Iterable[tuple[Hashable, ...]]) -> Iterator[K]:
+    def _following(self, contexts: Iterable[tuple[object, ...]]) -> Iterator[StepSignature]:
         return (signature for context in contexts if (signature := self._followers.get(context)) is not None)
 
-    def note(self, signature: K, start: Hashable) -> None:
+    def note(self, signature: StepSignature, start: Start) -> None:
         """Learn of a step that has ended."""
         contexts = tuple(self._contexts(start))
         self._in_a_row = self._in_a_row + 1 if signature == next(self._following(contexts), None) else 0
@@ -73,7 +70,7 @@ class History:
         self.margin_bytes = 0
         self._recorded: dict[GraphNumbers, StepSignature] = {}  # in the order in which they were recorded
         self._seen = Latest[GraphNumbers, StepSignature](SEEN)  # without a record
-        self._order = Order[StepSignature]()
+        self._order = Order()
         self._confusing = set[GraphNumbers]()  # first graphs of signatures that were mistaken for each other
 
     def __getitem__(self, graphs: GraphNumbers) -> StepSignature:
@@ -182,8 +179,8 @@ class History:
         Returns:
             The signature, None where no planned one begins so; and the program, None where the graph has no backward.
         """
-        is_begun = expected is not None and expected.plan is not None and expected.graphs[:1] == ran[:1]
-        if expected is not None and is_begun and starts_so(expected, start):
+        is_planned = expected is not None and expected.plan is not None
+        if expected is not None and is_planned and expected.graphs[:1] == ran[:1] and starts_so(expected, start):
             place = len(ran) - 1 if expected.graphs[: len(ran)] == ran else place_in(expected, ran)
             if place is not None:
                 return expected, expected.programs.get(place)
