@@ -401,11 +401,11 @@ def frontier_of(plan: Plan, curve: Curve) -> Panel:
 def methods_panel(title: str, points: Mapping[str, Iterable[Point]], bounds: Iterable[Point], plain: Point) -> Panel:
     """Put what each method found into a panel, with what is proven, if anything is, and plain training."""
     series = []
-    for index, (name, found) in enumerate(points.items()):
+    for index, (name, fitting) in enumerate(points.items()):
         colour, shape = METHOD_COLOURS[index % len(METHOD_COLOURS)], METHOD_SHAPES[index % len(METHOD_SHAPES)]
         mark = f'<path d="M{{x}} {{y}}{shape}" fill="{colour}"/>'
         look = f'stroke="{colour}" fill="none" stroke-width="1.5" opacity="0.8"'
-        series.append(Series(name, tuple(sorted(found)), mark, look, end=(plain,)))
+        series.append(Series(name, tuple(sorted(fitting)), mark, look, end=(plain,)))
     series += [Series("plain training", (plain,), RING), Series(PROVEN, tuple(bounds), look=PROVEN_LINE)]
     return Panel(title, tuple(series))
 
