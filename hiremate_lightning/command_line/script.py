@@ -172,16 +172,16 @@ def launcher_of(words: Sequence[str]) -> str | None:
 @contextmanager
 def naming_programs(say: Callable[[str], None]) -> Iterator[None]:
     """Name, once, each Python script that is started in the block: it has no plan. The line says how it gets one."""
-    start, known, process = subprocess.Popen.__init__, set[str](), os.getpid()
+    start, known, process = subprocess.Popen.__init__, set[tuple[str, str]](), os.getpid()
 
     @wraps(start)
     def init(self: Any, args: Any, *rest: Any, **kwargs: Any) -> None:
-        program, instead = _program_of(_words_of(args), kwargs.get("env") or os.environ)
-        if program and program not in known and os.getpid() == process:
+        program = _program_of(_words_of(args), kwargs.get("env") or os.environ)
+        if program is not None and program not in known and os.getpid() == process:
             known.add(program)
             say(
-                f"the script starts another program, {program}, which has no plan. If that trains, start it "
-                f"under hiremate instead: {instead}"
+                f"the script starts another program, {program[0]}, which has no plan. If that trains, start it "
+                f"under hiremate instead: {program[1]}"
             )
         start(self, args, *rest, **kwargs)
 
@@ -202,20 +202,20 @@ def _words_of(arguments: Any) -> list[str]:
         return []
 
 
-def _program_of(words: list[str], environment: Mapping[str, str]) -> tuple[str, str]:
-    """Name the script, the module or the launcher in a command, and what to start instead; "" where none may train."""
+def _program_of(words: list[str], environment: Mapping[str, str]) -> tuple[str, str] | None:
+    """Name the script, module or launcher in a command, and what to start instead; None where none may train."""
     if words and INTERPRETER.fullmatch(Path(words[0]).name):
         index = 1  # after the options of the interpreter
         while index < len(words) and words[index].startswith("-") and words[index] not in ("-m", "-c"):
             index += 2 if words[index] in _TAKE_A_VALUE else 1
         words = words[index:]
         if not words or words[0] == "-c":
-            return "", ""
+            return None
     elif launcher_of(words) is None:
-        return "", ""
+        return None
     name = " ".join(words[:2]) if words[0] == "-m" else words[0]
     if _TRAIN_NOTHING.search(name):
-        return "", ""
+        return None
     if (launcher := launcher_of(words)) is not None:
         return launcher, LAUNCHERS[launcher]
     start = "hiremate run [options]"
