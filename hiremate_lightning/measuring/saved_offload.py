@@ -108,9 +108,10 @@ class SavedOffload(torch.autograd.graph.saved_tensors_hooks):
         host: HostMemory | None = None,
         on_full: Callable[[OSError | MemoryError], None] | None = None,
         files: Files | None = None,
+        must_offload: bool = False,
     ) -> None:
         super().__init__(self._put, lambda get: get())
-        self._given, self._on_full = given, on_full
+        self._given, self._on_full, self._must_offload = given, on_full, must_offload
         self._host, self._files = host or HostMemory(), files or Files()
         # By storage: its version, whether it lives, and what returns its copy.
         self._copies: dict[int, tuple[int, Callable[[], bool], Callable[[], torch.UntypedStorage]]] = {}
@@ -124,6 +125,8 @@ class SavedOffload(torch.autograd.graph.saved_tensors_hooks):
         """Offload a tensor, where that is worth it; return the function that gets it."""
         (version,) = tensor_state.versions_of([tensor])
         stays = partial(_unchanged, tensor, version)
+        if self._must_offload and tensor_state.is_transforming():
+            raise RuntimeError("what a transform of torch.func saves can't be offloaded")
         is_plain = tensor_state.is_dense(tensor) and not tensor_state.has_parts(tensor)
         if not is_plain or tensor_state.is_transforming() or tensor.is_conj() or tensor.is_neg():
             return stays
@@ -171,7 +174,7 @@ def offloading_saved(function: Callable[..., Any], constants: Sequence[torch.Ten
     """Wrap a function so that tensors which autograd saves in it are offloaded: neither arguments nor constants."""
 
     def run(*arguments: Any) -> Any:
-        with SavedOffload(tensor_state.storages_among((*arguments, *constants))):
+        with SavedOffload(tensor_state.storages_among((*arguments, *constants)), must_offload=True):
             return function(*arguments)
 
     return run

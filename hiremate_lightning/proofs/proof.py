@@ -12,10 +12,10 @@ import torch
 from torch import fx
 
 from ..capturing.capture import Captured
-from ..measuring.saved_offload import HAS_FILES
+from ..measuring.saved_offload import HAS_FILES, LEAST_OFFLOAD
 from ..memory.allocator import alone, in_blocks
-from ..records.costs import Profile
-from ..records.graph import StorageKind, bytes_of
+from ..records.costs import Profile, as_plain
+from ..records.graph import Graph, StorageKind, bytes_of
 from ..records.simulation import forward_peak_bytes, simulate, simulate_plain
 from ..records.step import Step
 from ..running.execution import Part
@@ -178,6 +178,7 @@ class ProofMemory:
 
     plain_bytes: int  # of a plain forward and backward
     beside_bytes: int  # of gradients on their way, and of operators while they run, in a plain backward
+    saved_bytes: int  # of what a plain backward reads, where it was offloaded: small values, and those of one operation
     forward_bytes: int  # of a plain forward without gradients
     own_bytes: int  # of the captured forward and backward
     own_forward_bytes: int  # of the captured forward
@@ -203,16 +204,11 @@ class ProofMemory:
         return max(self.forward_bytes, self.own_forward_bytes + self.changed_bytes) <= self.free_bytes
 
     @property
-    def values_bytes(self) -> int:
-        """Bytes that values of the forward may take in a backward that runs segment by segment; 0 where it can't."""
-        if self.own_bytes + self.changed_bytes > self.free_bytes:
-            return 0
-        return max(0, self.free_bytes - self.beside_bytes - self.changed_bytes)
-
-    @property
-    def offloaded_bytes(self) -> int:
-        """Bytes that saved values may take, in the forward too, where others are offloaded; 0 where they can't be."""
-        return max(0, min(self.values_bytes, self.free_bytes - self.forward_bytes)) if self.can_offload else 0
+    def has_offloaded(self) -> bool:
+        """Whether a plain backward fits where what autograd saves is offloaded."""
+        beside_bytes = max(self.beside_bytes + self.changed_bytes, self.forward_bytes)
+        needed_bytes = max(self.saved_bytes + beside_bytes, self.own_bytes + self.changed_bytes)
+        return self.can_offload and needed_bytes <= self.free_bytes
 
 
 def proof_memory(
@@ -226,6 +222,7 @@ def proof_memory(
     without_activations = replace(graph, storages=tuple(storages), gradients=())
     return ProofMemory(
         plain_bytes=step.plain_bytes,
+        saved_bytes=_offloaded_bytes(as_plain(graph, profile)[0]),
         beside_bytes=simulate_plain(without_activations, profile).peak_bytes,
         forward_bytes=forward_peak_bytes(graph, profile),
         own_bytes=own.peak_bytes,
@@ -235,3 +232,12 @@ def proof_memory(
         free_bytes=max(free_bytes(step, captured.device), own.peak_bytes),  # the step takes them in any case
         can_offload=HAS_FILES or captured.device.type != "cpu",
     )
+
+
+def _offloaded_bytes(graph: Graph) -> int:
+    """Return the bytes that saved values take while others are offloaded: small ones, and those that one node reads."""
+    read = [{graph.tensors[t].storage for t in graph.nodes[index].inputs} for index in graph.backward]
+    sizes = {i: s.size_bytes for i, s in enumerate(graph.storages) if s.kind is StorageKind.ACTIVATION}
+    saved = [{s: sizes[s] for s in storages if s is not None and s in sizes} for storages in read]
+    small = {s: size for of_node in saved for s, size in of_node.items() if size < LEAST_OFFLOAD}
+    return sum(small.values()) + max((sum(of_node.values()) for of_node in saved), default=0)

@@ -2,9 +2,9 @@
 
 Nobody sees what a capture loses: its graph is all that there is. So each captured code is compared once with the code
 that Dynamo has read, which runs by PyTorch's own operators: the forward, and the backward where its memory is free,
-plainly or segment by segment. Both run on the same inputs, which stay as they were, and must give the same bits. Where
-a step brings gradients of other outputs than was guessed, the next run proves that backward too. Code that gives other
-bits runs as the user wrote it from then on. So does code whose capture fails when it first runs.
+plainly or with what autograd saves offloaded. Both run on the same inputs, which stay as they were, and must give the
+same bits. Where a step brings gradients of other outputs than was guessed, the next run proves that backward too. Code
+that gives other bits runs as the user wrote it from then on. So does code whose capture fails when it first runs.
 
 Differences by rounding are known, see `docs/limits.md`: they are listed, and the code runs as planned.
 """
@@ -40,7 +40,6 @@ from ..torch_private import autocasting, backward_pass, captured_code, tensor_st
 from ..torch_private.hacks import replaced
 from .differences import Difference, differences
 from .proof import Proof, ProofMemory, Proofs, Verdict, proof_memory
-from .segments import Observed, cut, keeping_little
 from .trials import Trial, TrialOutcome, Unused, likely_unused, unused_at
 
 log = logging.getLogger("hiremate_lightning")
@@ -278,52 +277,29 @@ class Prover:
 def _run_written(
     proof: Proof, written: fx.GraphModule, memory: ProofMemory | None, trial: Trial
 ) -> tuple[Trial, TrialOutcome]:
-    """Run code in eager mode, with gradients where they fit; return the trial that did so."""
-    is_plain = memory is not None and memory.has_plain
-    if not is_plain and captured_code.takes_gradients(written):  # by itself: it needs what it saves
-        trial = replace(trial, with_gradients=proof.part is not None)
-        return _first_outcome(trial, offloading_saved(written), keeps_all=True)
-    if memory is None or is_plain or proof.backward is not Verdict.UNKNOWN:
+    """Run code in eager mode, with gradients where they fit: what autograd saves is offloaded where it does not fit."""
+    if memory is not None and memory.has_plain:
         return _first_outcome(trial, written)
-    return _outcome_in_little_memory(proof, trial, written, memory)
-
-
-def _outcome_in_little_memory(
-    proof: Proof, trial: Trial, written: fx.GraphModule, memory: ProofMemory
-) -> tuple[Trial, TrialOutcome]:
-    """Run code in eager mode without gradients; then, where they fit so, with these in little memory."""
-    observed = Observed(written)
-    trial, expected = _first_outcome(trial, observed, tell=observed.wrote)
-    in_segments = cut(written, observed, memory.values_bytes, memory.can_offload)
-    ways = (in_segments, keeping_little(written, observed, memory.offloaded_bytes))
-    for run in (way for way in ways if way is not None):
+    fits = memory is not None and memory.has_offloaded and proof.backward is Verdict.UNKNOWN
+    if fits or captured_code.takes_gradients(written):  # by itself: it needs what it saves
+        offloading = offloading_saved(written, trial.constants)
         try:
-            outcome = replace(trial, with_gradients=True).run(run)
-        except Exception as error:  # whatever the user's code may raise when it runs twice; no room for files
+            return _first_outcome(replace(trial, with_gradients=proof.part is not None), offloading, keeps_all=True)
+        except Exception as error:  # whatever the user's code may raise; no room for files
             proof.why_unproved = f"it fails when it runs in little memory: {error}"
-            continue
-        of_values, _ = differences(expected, outcome)
-        if all(difference.is_rounding for difference in of_values):  # kernels that add in any order round otherwise
-            return replace(trial, with_gradients=True), outcome
-        proof.why_unproved = "it gives other numbers when it runs in little memory"
-    return trial, expected
+    return _first_outcome(trial, written)
 
 
-def _first_outcome(
-    trial: Trial,
-    written: Callable[..., Any],
-    keeps_all: bool = False,
-    tell: Callable[[torch.Tensor], None] = lambda tensor: None,
-) -> tuple[Trial, TrialOutcome]:
+def _first_outcome(trial: Trial, written: Callable[..., Any], keeps_all: bool = False) -> tuple[Trial, TrialOutcome]:
     """Run code in eager mode; where it changes an input in place that needs a gradient, on copies of these."""
     keeps_nothing = not (trial.with_gradients or keeps_all)
     try:
-        return trial, trial.run(written, keeps_nothing, tell)
+        return trial, trial.run(written, keeps_nothing)
     except RuntimeError as error:
         if "leaf" not in str(error):
             raise
     trial = replace(trial, copies=True)
-    return trial, trial.run(written, keeps_nothing, tell)
+    return trial, trial.run(written, keeps_nothing)
 
 
 def _unused_in(proof: Proof, written: fx.GraphModule, without: frozenset[int] | None) -> Unused:

@@ -68,17 +68,11 @@ class Trial:
     fill: int = 255  # the byte in memory that nobody has written to
     unused: Unused = lambda outputs: frozenset()  # returns the positions of the outputs that get no gradients
 
-    def run(
-        self,
-        function: Callable[..., Any],
-        keeps_nothing: bool = False,
-        tell: Callable[[torch.Tensor], None] = lambda tensor: None,
-    ) -> TrialOutcome:
+    def run(self, function: Callable[..., Any], keeps_nothing: bool = False) -> TrialOutcome:
         """Run code on the inputs, and leave them and the generators as they were found.
 
         The tensors that the code gets are no parameters: neither hooks nor `.grad` nor optimizers see them. Where it
-        keeps nothing, autograd drops what it would keep for a backward, and operators are those of training. `tell`
-        gets each dense tensor that an operator may be about to write to.
+        keeps nothing, autograd drops what it would keep for a backward, and operators are those of training.
         """
         leaves = {
             i: tensor_state.apart(a).requires_grad_(a.requires_grad)
@@ -90,7 +84,7 @@ class Trial:
             given = [v.clone() if i in leaves and not self.arguments[i].is_leaf else v for i, v in enumerate(given)]
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
         devices = sorted({t.device for t in tensors if t.device.type == "cuda"}, key=str)
-        watching = _Watching([*tensors, *self.constants], tell, self.fill)
+        watching = _Watching([*tensors, *self.constants], self.fill)
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=devices))
             for kind in filter(torch.is_autocast_enabled, {t.device.type for t in tensors}):
@@ -183,11 +177,11 @@ class _Watching(TorchDispatchMode):
     each byte makes NaN of floating-point numbers.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor], tell: Callable[[torch.Tensor], None], fill: int) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor], fill: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.supports_higher_order_operators = True
         self.has_filled = False  # whether there was any unwritten memory
-        self._tell, self._byte = tell, fill
+        self._byte = fill
         self._watched = {tensor_state.storage_id(t): t for t in tensors if t.layout is torch.strided}
         self._copies: dict[int, torch.Tensor] = {}
 
@@ -199,7 +193,6 @@ class _Watching(TorchDispatchMode):
         for tensor in _written(operator, args, kwargs):
             if tensor.layout is torch.strided:
                 self._copy(tensor)
-                self._tell(tensor)
         result = operator(*args, **kwargs)
         if getattr(operator, "overloadpacket", None) in _UNWRITTEN and tensor_state.is_dense(result):
             self.has_filled |= result.numel() > 0

@@ -1,4 +1,4 @@
-"""Code that runs segment by segment gives the bits of a plain run, in less memory."""
+"""Code whose saved values are offloaded gives the bits of a plain run, in less memory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hiremate_lightning.measuring.saved_offload import Files
+from hiremate_lightning.measuring.saved_offload import Files, offloading_saved
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.proofs.differences import differences
-from hiremate_lightning.proofs.segments import Observed, cut
 from hiremate_lightning.proofs.trials import Trial, TrialOutcome
 from tests.exact import network
 
@@ -77,69 +76,34 @@ def captured(make: Callable[[], nn.Module]) -> tuple[torch.fx.GraphModule, Trial
     return module, Trial(inputs, names, with_gradients=True)
 
 
-def in_segments(
-    module: torch.fx.GraphModule, trial: Trial, free_bytes: int, can_offload: bool = True
-) -> Callable[..., Any] | None:
-    observed = Observed(module)
-    Trial(trial.arguments, trial.names).run(observed, keeps_nothing=True, tell=observed.wrote)
-    return cut(module, observed, free_bytes, can_offload)
+def offloaded(module: torch.fx.GraphModule) -> Callable[..., Any]:
+    return offloading_saved(module, [*module.parameters(), *module.buffers()])
 
 
 @pytest.mark.parametrize("make", [make_plain, make_with_state, make_with_autocast, make_with_vmap])
-def test_code_in_segments_gives_the_bits_of_a_plain_run(make):
+def test_code_that_offloads_gives_the_bits_of_a_plain_run(make):
     module, trial = captured(make)
-    plain = trial.run(module)
-    segmented = in_segments(module, trial, 3 * DEPTH * ROWS * WIDTH * 4)
-    assert segmented is not None
-    found = trial.run(segmented)
-    assert found.values.keys() == plain.values.keys()
-    assert found.gradients.keys() == plain.gradients.keys()
-    assert all(torch.equal(found.values[name], value) for name, value in plain.values.items())
-    compared = {name for name, value in plain.gradients.items() if value is not None}
-    assert all(torch.equal(found.gradients[name], plain.gradients[name]) for name in compared)
-    assert all(found.gradients[name] is None for name in plain.gradients.keys() - compared)
-    assert len(compared) >= 2 * DEPTH
-
-
-def test_code_in_segments_takes_no_more_than_it_may():
-    module, trial = captured(make_plain)
-    plain_bytes = measure_peak(lambda: trial.run(module))
-    block_bytes = ROWS * WIDTH * 4
-    segmented = in_segments(module, trial, free_bytes := plain_bytes // 2, can_offload=False)
-    assert segmented is not None
-    gradients = sum(a.nbytes for a in trial.arguments if a.requires_grad)
-    assert measure_peak(lambda: trial.run(segmented)) <= free_bytes + gradients + 3 * block_bytes < plain_bytes
-    assert in_segments(module, trial, block_bytes) is None
+    assert differences(trial.run(module), trial.run(offloaded(module))) == ([], [])
 
 
 @pytest.mark.parametrize("make", [make_plain, make_with_state, make_with_autocast])
-def test_values_between_segments_are_moved_to_files(make):
+def test_saved_values_are_moved_to_files(make):
     code, trial = captured(make)
-    plain, block_bytes = trial.run(code), ROWS * WIDTH * 4
-    segmented = in_segments(code, trial, LEAST_BLOCKS * block_bytes)
-    assert segmented is not None
-    found = list[TrialOutcome]()
+    plain, block_bytes, found = trial.run(code), ROWS * WIDTH * 4, list[TrialOutcome]()
     in_files = replace(trial, files=Files())
-    peak_bytes = measure_peak(lambda: found.append(in_files.run(segmented)))
+    peak_bytes = measure_peak(lambda: found.append(in_files.run(offloaded(code))))
     assert peak_bytes <= (LEAST_BLOCKS + GRADIENT_BLOCKS) * block_bytes
     assert differences(plain, found[0]) == ([], [])
-
-
-def test_nothing_is_cut_that_fits_only_by_offloading():
-    code, trial = captured(make_plain)
-    assert in_segments(code, trial, LEAST_BLOCKS * ROWS * WIDTH * 4, can_offload=False) is None
 
 
 def test_files_go_with_the_graph_that_needs_them():
     """PyTorch counts their release: while a step is measured it would pass for memory that the step gives back."""
     code, trial = captured(make_plain)
     block_bytes = ROWS * WIDTH * 4
-    segmented = in_segments(code, trial, LEAST_BLOCKS * block_bytes)
-    assert segmented is not None
     gc.disable()
     try:
         with MemoryMeter(torch.device("cpu")) as meter:
-            replace(trial, files=Files()).run(segmented)
+            replace(trial, files=Files()).run(offloaded(code))
             meter.mark("end")
     finally:
         gc.enable()
