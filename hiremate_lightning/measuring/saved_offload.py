@@ -11,7 +11,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -19,7 +19,6 @@ from ..running.copies import HostMemory, Leaving, Place
 from ..running.execution import CHANGED
 from ..torch_private import tensor_state
 
-HAS_FILES = hasattr(os, "posix_fallocate")  # without it a write to a full disk ends the process
 LEAST_FILE = 2**20  # bytes
 GROWTH = 0.25  # share of the bytes of all files that another file has at least
 LEAST_OFFLOAD = 2**14  # bytes
@@ -62,8 +61,18 @@ def _forget_all() -> None:
         files.forget()
 
 
-if HAS_FILES:
+if hasattr(os, "register_at_fork"):  # not on Windows, where no process forks
     os.register_at_fork(before=_forget_all)
+
+
+def _reserve(file: IO[bytes], size_bytes: int) -> None:
+    """Reserve a file's room: where a disk is full, a write to a file's memory would end the process."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, size_bytes)
+        return
+    for _ in range(-(-size_bytes // LEAST_FILE)):
+        file.write(bytes(LEAST_FILE))
+    file.flush()
 
 
 class _File:
@@ -72,7 +81,7 @@ class _File:
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         with tempfile.TemporaryFile() as file:
-            os.posix_fallocate(file.fileno(), 0, size_bytes)
+            _reserve(file, size_bytes)
             self._memory = mmap.mmap(file.fileno(), size_bytes)
         self._end = 0  # of the last value
         self._live = list[Callable[[], bool]]()  # of each value
@@ -130,8 +139,6 @@ class SavedOffload(torch.autograd.graph.saved_tensors_hooks):
         is_plain = tensor_state.is_dense(tensor) and not tensor_state.has_parts(tensor)
         if not is_plain or tensor_state.is_transforming() or tensor.is_conj() or tensor.is_neg():
             return stays
-        if tensor.device.type == "cpu" and not HAS_FILES:
-            return stays
         storage = tensor_state.storage_id(tensor)
         if storage in self._given or tensor.untyped_storage().nbytes() < LEAST_OFFLOAD:
             return stays
@@ -187,6 +194,6 @@ def in_file(value: torch.Tensor, files: Files) -> torch.Tensor:
         OSError: If the disk has no room for another file.
     """
     on_host = value.device.type == "cpu" and value.layout is torch.strided
-    if not on_host or value.nbytes < LEAST_OFFLOAD or not HAS_FILES:
+    if not on_host or value.nbytes < LEAST_OFFLOAD:
         return value
     return files.take(value.nbytes).view(value.dtype).view(value.shape).copy_(value)

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from ..capturing.capture import Captured
-from ..measuring.saved_offload import HAS_FILES, LEAST_OFFLOAD
+from ..measuring.saved_offload import LEAST_OFFLOAD
 from ..memory.allocator import alone, in_blocks
 from ..records.costs import Profile, as_plain
 from ..records.graph import Graph, StorageKind, bytes_of
@@ -185,7 +185,6 @@ class ProofMemory:
     changed_bytes: int  # of copies of what the code changes in place
     kept_bytes: int  # of one run's results, which wait for those of another run; 0 where they are not in device memory
     free_bytes: int  # free for all of this
-    can_offload: bool = True  # whether values can be offloaded
 
     @property
     def needs_files(self) -> bool:
@@ -208,7 +207,7 @@ class ProofMemory:
         """Whether a plain backward fits where what autograd saves is offloaded."""
         beside_bytes = max(self.beside_bytes + self.changed_bytes, self.forward_bytes)
         needed_bytes = max(self.saved_bytes + beside_bytes, self.own_bytes + self.changed_bytes)
-        return self.can_offload and needed_bytes <= self.free_bytes
+        return needed_bytes <= self.free_bytes
 
 
 def proof_memory(
@@ -230,7 +229,6 @@ def proof_memory(
         changed_bytes=2 * bytes_of(graph, captured.mutated),
         kept_bytes=bytes_of(graph, (*graph.outputs, *graph.gradients)) if captured.device.type == "cpu" else 0,
         free_bytes=max(free_bytes(step, captured.device), own.peak_bytes),  # the step takes them in any case
-        can_offload=HAS_FILES or captured.device.type != "cpu",
     )
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..calls.given import tensors_inside
 from ..capturing.capture import Captured
-from ..measuring.saved_offload import HAS_FILES, Files, SavedOffload
+from ..measuring.saved_offload import Files, SavedOffload
 from ..memory.allocator import free_host_bytes
 from ..options import SessionOptions
 from ..planning.solvers.base import Solution
@@ -115,7 +115,7 @@ class Offloading:
         free_bytes = free_host_bytes()
         if self._device().type == "cpu":
             disk_bytes = shutil.disk_usage(tempfile.gettempdir()).free + self.files.size_bytes
-            return HAS_FILES and size_bytes <= int(FREE_SHARE * min(free_bytes, disk_bytes))
+            return size_bytes <= int(FREE_SHARE * min(free_bytes, disk_bytes))
         room_bytes, most_bytes = int(FREE_SHARE * (free_bytes + self.memory.size_bytes)), self.memory.most_bytes
         return size_bytes <= min(room_bytes, most_bytes or room_bytes) // MOST_ROUNDING
 

@@ -7,9 +7,7 @@ import os
 import pytest
 import torch
 
-from hiremate_lightning.measuring.saved_offload import HAS_FILES, LEAST_FILE, Files
-
-pytestmark = pytest.mark.skipif(not HAS_FILES, reason="there are no files to reserve here")
+from hiremate_lightning.measuring.saved_offload import LEAST_FILE, Files
 
 
 def test_memory_is_used_again_when_nobody_holds_it():
@@ -19,6 +17,13 @@ def test_memory_is_used_again_when_nobody_holds_it():
     del values
     assert files.take(20_000).data_ptr() == first
     assert files.size_bytes == LEAST_FILE
+
+
+def test_files_hold_values_where_no_call_reserves_room(monkeypatch):
+    """As on macOS and Windows."""
+    monkeypatch.delattr(os, "posix_fallocate")
+    values = [Files().take(size).fill_(7) for size in (10_000, LEAST_FILE + 1)]
+    assert all(bool((value == 7).all()) for value in values)
 
 
 def test_memory_that_a_view_holds_is_not_used_again():
