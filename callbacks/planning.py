@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from hiremate_lightning.calls.slots import DEEPSPEED
 from hiremate_lightning.options import OPTIONS, Sizes
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.planner import make_options
@@ -24,7 +23,10 @@ from hiremate_lightning.targets.training_step import StepTarget
 
 UNSUPPORTED_STRATEGIES = {
     "FSDPStrategy": "FSDP1 flattens the parameters of each unit. Use ModelParallelStrategy or strategy='ddp'.",
-    "DeepSpeedStrategy": f"{DEEPSPEED} Use ModelParallelStrategy or strategy='ddp'.",
+    "DeepSpeedStrategy": (
+        "DeepSpeed lays all weights into one flat tensor, and no part of such a model could be captured. Use "
+        "ModelParallelStrategy or strategy='ddp'."
+    ),
     "SingleDeviceXLAStrategy": "XLA decides on memory itself. Train on CUDA or on the CPU.",
     "XLAStrategy": "XLA decides on memory itself. Train on CUDA or on the CPU.",
 }

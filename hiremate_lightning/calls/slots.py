@@ -18,15 +18,16 @@ WITH_COMPILE = (
     "Call it without torch.compile; with transformers' Trainer pass torch_compile=False. Or call "
     "remove_hiremate(model) and keep torch.compile(model, backend='hiremate', options={'budget': ...})."
 )
-DEEPSPEED = "DeepSpeed lays all weights into one flat tensor, and no part of such a model could be captured."
 # By names of classes: what is not installed, or not used, need not be imported.
 FOREIGN = {
     "FullyShardedDataParallel": (
         "FSDP1 flattens the parameters of each unit into one, which no plan can follow. Use fully_shard() (FSDP2) "
         "or DistributedDataParallel."
     ),
-    # And what inherits from it: its PipelineEngine.
-    "DeepSpeedEngine": f"{DEEPSPEED} Use fully_shard() (FSDP2) or DistributedDataParallel.",
+    "DeepSpeedEngine": (  # and what inherits from it: its PipelineEngine
+        "DeepSpeed lays all weights into one flat tensor, and no part of such a model could be captured. Use "
+        "fully_shard() (FSDP2) or DistributedDataParallel."
+    ),
 }
 
 

@@ -33,8 +33,8 @@ def make_input(named: Input, size: int | None) -> torch.Tensor:
     dtype = getattr(torch, named.dtype, None)
     if not isinstance(dtype, torch.dtype):
         types = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
-        hint, words = did_you_mean(named.dtype, types), f"torch has no type {named.dtype!r}, in {str(named)!r}."
-        raise ConfigurationError(f"{words}{hint} Name one such as int64.")
+        hint = did_you_mean(named.dtype, types)
+        raise ConfigurationError(f"torch has no type {named.dtype!r}, in {str(named)!r}.{hint} Name one such as int64.")
     return torch.zeros(named.shape if size is None else (size, *named.shape[1:]), dtype=dtype)
 
 

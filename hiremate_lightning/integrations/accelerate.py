@@ -15,7 +15,6 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from ..api import hiremate, remove_hiremate
-from ..calls.slots import DEEPSPEED
 from ..errors import BudgetError, ConfigurationError
 from ..options import ENVIRONMENT_BUDGET
 from ..planning.plan import Plan
@@ -27,7 +26,10 @@ from ..targets.modules import targets_of
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 REASONS = {
     "FSDP": "FSDP1 flattens the parameters of each unit. Set fsdp_version: 2, or launch with --multi_gpu (DDP).",
-    "DEEPSPEED": f"{DEEPSPEED} Launch with FSDP and fsdp_version: 2, or with --multi_gpu (DDP).",
+    "DEEPSPEED": (
+        "DeepSpeed lays all weights into one flat tensor, and no part of such a model could be captured. Launch with "
+        "FSDP and fsdp_version: 2, or with --multi_gpu (DDP)."
+    ),
     "MEGATRON_LM": "Megatron-LM splits and recomputes layers itself. Launch with --multi_gpu (DDP) instead.",
     "XLA": "XLA decides on memory itself. Train on CUDA devices or on the CPU.",
 }

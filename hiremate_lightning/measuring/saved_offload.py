@@ -106,9 +106,10 @@ class _File:
 
 
 class SavedOffload(torch.autograd.graph.saved_tensors_hooks):
-    """Offloads the tensors that autograd saves for a backward, each storage once; those given and small ones stay.
+    """Offloads the tensors that autograd saves for a backward, each storage once; those given stay.
 
-    Where memory or disk is full, `on_full` is called and the value stays; without it, the error is raised.
+    Small ones stay too, and so does a value for which memory or disk is full: `on_full` is called then. Without it
+    small ones are offloaded, and the error is raised.
     """
 
     def __init__(
@@ -117,10 +118,9 @@ class SavedOffload(torch.autograd.graph.saved_tensors_hooks):
         host: HostMemory | None = None,
         on_full: Callable[[OSError | MemoryError], None] | None = None,
         files: Files | None = None,
-        must_offload: bool = False,
     ) -> None:
         super().__init__(self._put, lambda get: get())
-        self._given, self._on_full, self._must_offload = given, on_full, must_offload
+        self._given, self._on_full = given, on_full
         self._host, self._files = host or HostMemory(), files or Files()
         # By storage: its version, whether it lives, and what returns its copy.
         self._copies: dict[int, tuple[int, Callable[[], bool], Callable[[], torch.UntypedStorage]]] = {}
@@ -134,13 +134,12 @@ class SavedOffload(torch.autograd.graph.saved_tensors_hooks):
         """Offload a tensor, where that is worth it; return the function that gets it."""
         (version,) = tensor_state.versions_of([tensor])
         stays = partial(_unchanged, tensor, version)
-        if self._must_offload and tensor_state.is_transforming():
-            raise RuntimeError("what a transform of torch.func saves can't be offloaded")
         is_plain = tensor_state.is_dense(tensor) and not tensor_state.has_parts(tensor)
         if not is_plain or tensor_state.is_transforming() or tensor.is_conj() or tensor.is_neg():
             return stays
         storage = tensor_state.storage_id(tensor)
-        if storage in self._given or tensor.untyped_storage().nbytes() < LEAST_OFFLOAD:
+        least_bytes = 1 if self._on_full is None else LEAST_OFFLOAD
+        if storage in self._given or tensor.untyped_storage().nbytes() < least_bytes:
             return stays
         try:
             get, place = self._copy(storage, tensor, version), Place(tensor)
@@ -181,7 +180,7 @@ def offloading_saved(function: Callable[..., Any], constants: Sequence[torch.Ten
     """Wrap a function so that tensors which autograd saves in it are offloaded: neither arguments nor constants."""
 
     def run(*arguments: Any) -> Any:
-        with SavedOffload(tensor_state.storages_among((*arguments, *constants)), must_offload=True):
+        with SavedOffload(tensor_state.storages_among((*arguments, *constants))):
             return function(*arguments)
 
     return run

@@ -12,7 +12,6 @@ import torch
 from torch import fx
 
 from ..capturing.capture import Captured
-from ..measuring.saved_offload import LEAST_OFFLOAD
 from ..memory.allocator import alone, in_blocks
 from ..records.costs import Profile, as_plain
 from ..records.graph import Graph, StorageKind, bytes_of
@@ -178,7 +177,7 @@ class ProofMemory:
 
     plain_bytes: int  # of a plain forward and backward
     beside_bytes: int  # of gradients on their way, and of operators while they run, in a plain backward
-    saved_bytes: int  # of what a plain backward reads, where it was offloaded: small values, and those of one operation
+    saved_bytes: int  # of what one operation of a plain backward reads, which was offloaded until then
     forward_bytes: int  # of a plain forward without gradients
     own_bytes: int  # of the captured forward and backward
     own_forward_bytes: int  # of the captured forward
@@ -233,9 +232,7 @@ def proof_memory(
 
 
 def _offloaded_bytes(graph: Graph) -> int:
-    """Return the bytes that saved values take while others are offloaded: small ones, and those that one node reads."""
+    """Return the most bytes that saved values take while others are offloaded: those that one node reads."""
     read = [{graph.tensors[t].storage for t in graph.nodes[index].inputs} for index in graph.backward]
     sizes = {i: s.size_bytes for i, s in enumerate(graph.storages) if s.kind is StorageKind.ACTIVATION}
-    saved = [{s: sizes[s] for s in storages if s is not None and s in sizes} for storages in read]
-    small = {s: size for of_node in saved for s, size in of_node.items() if size < LEAST_OFFLOAD}
-    return sum(small.values()) + max((sum(of_node.values()) for of_node in saved), default=0)
+    return max((sum(sizes.get(s, 0) for s in storages if s is not None) for storages in read), default=0)

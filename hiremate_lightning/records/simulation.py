@@ -318,15 +318,14 @@ def simulate(graph: Graph, profile: Profile, schedule: Schedule) -> Simulation:
             runs again; if a node of the step doesn't run, or a gradient isn't there at the end.
     """
     replay = _replay(graph, profile, schedule)
-    time_ms = sum(count * profile.time_ms[index] for index, count in enumerate(replay.runs))
-    step_ms = sum(profile.time_ms[index] for index in (*graph.forward, *graph.backward))
+    once = {*graph.forward, *graph.backward}
     return Simulation(
         timeline=tuple(replay.timeline),
         turn=replay.turn,
         peak_bytes=max((moment.peak_bytes for moment in replay.timeline), default=0),
         saved_bytes=replay.saved_bytes,
-        time_ms=time_ms + replay.wait_ms,
-        recompute_ms=time_ms - step_ms,
+        time_ms=sum(count * profile.time_ms[n] for n, count in enumerate(replay.runs)) + replay.wait_ms,
+        recompute_ms=sum((count - (n in once)) * profile.time_ms[n] for n, count in enumerate(replay.runs)),
         wait_ms=replay.wait_ms,
         host_bytes=replay.memory.host_peak_bytes,
     )

@@ -40,8 +40,8 @@ RECOMPUTE_MS = {70: 2.3, 50: 5.3}  # by per cent of the memory of keeping everyt
 PLANS = """
 import gc
 from hiremate_lightning.planning.plan import Plan
-plans = [found for found in gc.get_objects() if isinstance(found, Plan)]
-print("PLANS", len(plans), "OPTIMAL", all(plan.solution.status.value == "optimal" for plan in plans))
+solutions = {id(found.solution): found.solution for found in gc.get_objects() if isinstance(found, Plan)}
+print("PLANS", len(solutions), "OPTIMAL", all(found.status.value == "optimal" for found in solutions.values()))
 """
 TRAINING = """
 import torch

@@ -221,8 +221,8 @@ def test_code_that_takes_gradients_by_itself_is_proved():
     assert re.fullmatch(r"forward (\d) of \1 graphs?, gradients (\d) of \2", words), words
 
 
-def test_gradients_of_code_inside_of_vmap_need_the_memory_of_a_plain_step():
-    """Tensors of a vmap have no memory of their own, so that they can't be offloaded."""
+def test_code_inside_of_vmap_is_proved_in_little_memory():
+    """Autograd saves what lies below a vmap, which has memory of its own."""
 
     def make() -> nn.Module:
         torch.manual_seed(1)
@@ -235,9 +235,7 @@ def test_gradients_of_code_inside_of_vmap_need_the_memory_of_a_plain_step():
 
     found = hiremate(make(), "60%", verbose=False)
     assert not differing(act(found), act(make()))
-    assert (
-        targets_of(found).session.proofs.words().startswith("forward 1 of 1 graph, gradients 0 of 1; not more, since")
-    )
+    assert targets_of(found).session.proofs.words() == "forward 1 of 1 graph, gradients 1 of 1"
 
 
 @pytest.mark.parametrize("budget", ["60%", "1 KiB"])
