@@ -66,7 +66,7 @@ def live_at_the_end(step):
 
 def test_keeping_everything_takes_no_extra_time_to_the_last_bit():
     """Nodes stand call by call, and run in another order: sums of times may differ with that."""
-    step = merge(two_calls())
+    step = merge(two_calls(), (1, 0))
     times = tuple(0.1 * (n + 1) for n in range(len(step.graph.nodes)))
     assert simulated(replace(step, profile=replace(step.profile, time_ms=times))).recompute_ms == 0.0
 
