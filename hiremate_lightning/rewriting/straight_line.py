@@ -70,8 +70,7 @@ class Writer:
         arguments += [f"{name}={self._argument(a)}" for name, a in node.kwargs.items()]
         if node.op == "call_method":
             return f"{arguments[0]}.{node.target}({', '.join(arguments[1:])})"
-        is_module = node.op == "call_module"
-        target = self.module.get_submodule(str(node.target)) if is_module else operators.schema_call(node.target)
+        target = self.module.get_submodule(str(node.target)) if node.op == "call_module" else operators.shortest(node)
         if target not in self.name_of_known:
             self.name_of_known[target] = self._constant(target)
         return f"{self.name_of_known[target]}({', '.join(arguments)})"

@@ -27,6 +27,7 @@ class StepWatch:
 
     def begin(self, step: CurrentStep, arguments: list[torch.Tensor]) -> None:
         """Choose by whose plan a step begins, and begin to watch it."""
+        device = self._memory.device
         if step.eager is not None:
             step.look = Look(is_measured=self._eager_steps.is_to_be_measured(step.eager))
         else:
@@ -38,16 +39,16 @@ class StepWatch:
                 next(iter(step.foreseen), None),
                 step.start[0],
                 is_piece=self._memory.iterations.needs_measured_steps,
-                is_free=not MemoryMeter.is_running(self._memory.device),
-                is_on_host=self._memory.device.type == "cpu",
+                is_free=not MemoryMeter.is_running(device),
+                is_on_host=device.type == "cpu",
             )
         if step.look.is_measured:
             step.record = self._begin_record(step, arguments)
         if step.look.is_timed:
-            step.timed = TimedRun(self._memory.device)
+            step.timed = TimedRun(device)
         peak_bytes = None if step.expected is None or step.is_watched else step.expected.own_plan.measured.peak_bytes
-        if peak_bytes is not None and self._memory.device.type == "cuda":
-            self._device_peak.begin(self._memory.device, peak_bytes)
+        if peak_bytes is not None and device.type == "cuda":
+            self._device_peak.begin(device, peak_bytes)
 
     # ---------------------------------------------------------------- what steps take outside of their plan
 

@@ -12,6 +12,7 @@ from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.rewriting.kernels import apply_dropout_mask
 from hiremate_lightning.running.execution import Part
 from hiremate_lightning.running.program import build
+from hiremate_lightning.torch_private.operators import shortest
 from tests.exact import network
 from tests.tiny import recompute_lazily
 
@@ -144,7 +145,7 @@ def test_keeping_nothing_keeps_less_than_keeping_all():
     assert held(nothing_kept) < held(keep_all)
 
 
-def test_stages_run_in_order_and_save_what_the_schedule_saves():
+def test_a_backward_calls_operators_by_their_shortest_way():
     """The conductor hears of each stage in order, and a program saves what its schedule saves."""
     model, x = make()
     call, conductor = compiled(model, keep_all)
@@ -152,6 +153,11 @@ def test_stages_run_in_order_and_save_what_the_schedule_saves():
     assert conductor.heard == ["start", "forward done run", "backward starts run", "backward done run"]
 
     captured = conductor.parts[0].captured
+    module = build(captured, lower(captured.graph, keep_all(captured.graph))).backward_module
+    products = module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    assert len(products) > 1
+    assert all(shortest(product) is torch.mm for product in products)
+
     program = build(captured, lower(captured.graph, nothing_kept(captured.graph)))
     assert program.saved.names == tuple(captured.graph.tensors[t].name for t in program.schedule.saved)
     positions = {*program.saved.returned, *program.saved.views, *(position for position, _ in program.saved.watched)}
