@@ -122,8 +122,9 @@ class SavedOffload(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(self._put, lambda get: get())
         self._given, self._on_full = given, on_full
         self._host, self._files = host or HostMemory(), files or Files()
-        # By storage: its version, whether it lives, and what returns its copy.
-        self._copies: dict[int, tuple[int, Callable[[], bool], Callable[[], torch.UntypedStorage]]] = {}
+        # By storage, and place in it of what has a version of its own, as parts of `unsafe_chunk` do: that version,
+        # whether the storage lives, and what returns its copy.
+        self._copies: dict[tuple[int, int], tuple[int, Callable[[], bool], Callable[[], torch.UntypedStorage]]] = {}
 
     def __exit__(self, *raised: object) -> None:
         """Stop offloading, and forget all copies: the hooks refer to themselves, so they die late."""
@@ -152,8 +153,10 @@ class SavedOffload(torch.autograd.graph.saved_tensors_hooks):
 
     def _copy(self, storage: int, tensor: torch.Tensor, version: int) -> Callable[[], torch.UntypedStorage]:
         """Copy a storage, unless it was copied as it is; return the function that gets the copy."""
-        if storage in self._copies:
-            copied, lives, get = self._copies[storage]
+        versioned = tensor if tensor._base is None else tensor._base
+        key = storage, versioned.storage_offset()
+        if key in self._copies:
+            copied, lives, get = self._copies[key]
             if version == copied and lives():
                 return get
         if tensor.device.type == "cpu":
@@ -163,7 +166,7 @@ class SavedOffload(torch.autograd.graph.saved_tensors_hooks):
             leaving = Leaving(tensor, self._host)
             leaving.wait()  # later operations may change the storage in place
             get = leaving.storage
-        self._copies[storage] = version, tensor_state.watch_storage(tensor), get
+        self._copies[key] = version, tensor_state.watch_storage(tensor), get
         return get
 
 

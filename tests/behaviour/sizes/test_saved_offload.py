@@ -162,6 +162,19 @@ def test_values_changed_after_they_were_saved_are_as_saved():
     assert torch.equal(found, plain.cos() - (plain + 1).sin())
 
 
+def test_parts_with_versions_of_their_own_are_as_saved():
+    """As the gates of a GRU's cell: parts of one storage, each changed in place."""
+    x = torch.randn(2, LEAST_OFFLOAD, requires_grad=True)
+
+    def act() -> Tensor:
+        first, second = (x * 1).unsafe_chunk(2)
+        return torch.autograd.grad((first.sigmoid_() * second.tanh_()).sum(), x)[0]
+
+    expected = act()
+    with SavedOffload(set()):
+        assert torch.equal(act(), expected)
+
+
 def test_a_change_in_place_of_what_stays_is_the_error_of_pytorch():
     weight, small = torch.randn(LEAST_OFFLOAD, requires_grad=True), torch.randn(8, requires_grad=True)
     for changed, given in ((weight, {weight.untyped_storage()._cdata}), (small, set())):
