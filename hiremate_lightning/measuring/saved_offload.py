@@ -154,7 +154,7 @@ class SavedOffload(torch.autograd.graph.saved_tensors_hooks):
     def _copy(self, storage: int, tensor: torch.Tensor, version: int) -> Callable[[], torch.UntypedStorage]:
         """Copy a storage, unless it was copied as it is; return the function that gets the copy."""
         versioned = tensor if tensor._base is None else tensor._base
-        key = storage, versioned.storage_offset()
+        key = storage, int(versioned.storage_offset())
         if key in self._copies:
             copied, lives, get = self._copies[key]
             if version == copied and lives():
