@@ -122,8 +122,7 @@ class SavedOffload(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(self._put, lambda get: get())
         self._given, self._on_full = given, on_full
         self._host, self._files = host or HostMemory(), files or Files()
-        # By storage, and place in it of what has a version of its own, as parts of `unsafe_chunk` do: that version,
-        # whether the storage lives, and what returns its copy.
+        # By storage, and where the part with a version begins: that version, whether it lives, what returns its copy.
         self._copies: dict[tuple[int, int], tuple[int, Callable[[], bool], Callable[[], torch.UntypedStorage]]] = {}
 
     def __exit__(self, *raised: object) -> None:
@@ -153,8 +152,7 @@ class SavedOffload(torch.autograd.graph.saved_tensors_hooks):
 
     def _copy(self, storage: int, tensor: torch.Tensor, version: int) -> Callable[[], torch.UntypedStorage]:
         """Copy a storage, unless it was copied as it is; return the function that gets the copy."""
-        versioned = tensor if tensor._base is None else tensor._base
-        key = storage, int(versioned.storage_offset())
+        key = storage, tensor_state.versioned_at(tensor)
         if key in self._copies:
             copied, lives, get = self._copies[key]
             if version == copied and lives():

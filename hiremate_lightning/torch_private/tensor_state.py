@@ -126,6 +126,14 @@ def versions_of(tensors: Sequence[torch.Tensor | None]) -> list[int]:
         return [-1 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
 
 
+def versioned_at(tensor: torch.Tensor) -> int:
+    """Return the first element of the part of a storage whose in-place changes a tensor counts.
+
+    A view counts those of its base. Each of the parts that `unsafe_chunk` returns counts its own.
+    """
+    return int((tensor if tensor._base is None else tensor._base).storage_offset())
+
+
 def are_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are dense, and of one shape and device."""
     same = (tensor.shape, tensor.device) == (other.shape, other.device)
@@ -156,13 +164,6 @@ def kernel_settings() -> tuple[Any, ...]:
     backends = torch.backends.mkldnn.enabled, cudnn.enabled, cudnn.benchmark, cudnn.deterministic
     precision = [find_precision(*of) for of in product(("cuda", "mkldnn"), ("matmul", "conv", "rnn"))]
     return (*kernels, *others, *backends, *precision, torch.get_deterministic_debug_mode())
-
-
-def untransformed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that a transform (torch.func) has put another one in the place of; any other as it is."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
 
 
 def changes_uncounted(tensors: Sequence[torch.Tensor]) -> Any:

@@ -130,7 +130,7 @@ def test_on_real_models_the_size_is_over_twice_that_of_eager(name):
     assert resident + measure_peak(lambda: case.step(case.model, plain)) > result.budget_bytes
 
 
-def test_the_size_fits_the_budget_and_a_larger_one_does_not(capfd, tmp_path: Path):
+def test_the_largest_size_fits_and_a_larger_one_does_not(capfd, tmp_path: Path):
     """The search says so, and its result is saved with its curve."""
     torch.manual_seed(0)
     case = layers()

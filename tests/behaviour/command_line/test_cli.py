@@ -579,7 +579,7 @@ class TestDoctor:
         assert found["timm"].verdict is Grade.KNOW
         assert [f.name for f in doctor.known_bad_pairs()] == ["lightning 2.4.1 and torch 99.0"]
 
-    def test_what_can_not_be_imported_is_a_problem_with_its_mending(self, monkeypatch):
+    def test_a_failed_import_is_a_problem_with_advice(self, monkeypatch):
         reason = "RuntimeError: operator torchvision::nms does not exist"
         failures = dict.fromkeys(("torchvision", "accelerate", "hiremate_lightning.callbacks"), reason)
         failures["timm"] = "ModuleNotFoundError: No module named 'other'"
@@ -635,7 +635,7 @@ class TestDoctor:
     @pytest.mark.parametrize(
         ("lost", "verdict"), [(("HIGHS",), Grade.KNOW), (("HIGHS", "CBC"), Grade.BAD)], ids=["one", "both"]
     )
-    def test_one_solver_is_enough_and_none_is_a_problem(self, lost, verdict, monkeypatch):
+    def test_one_solver_suffices_and_none_is_a_problem(self, lost, verdict, monkeypatch):
         monkeypatch.setattr(doctor, "backend_failure", lambda name: "no library" if name in lost else "")
         highs, _ = doctor.solvers()
         words = "no library; mend it with: pip install --force-reinstall highsbox"

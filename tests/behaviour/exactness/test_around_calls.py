@@ -289,7 +289,7 @@ def train_beside(plain: nn.Module) -> tuple[nn.Module, list[str]]:
 
 
 @pytest.mark.parametrize("level", [logging.WARNING, logging.ERROR])
-def test_code_that_can_t_be_compiled_is_eager_its_parts_planned(monkeypatch, request, level):
+def test_parts_of_code_that_cannot_be_compiled_are_planned(monkeypatch, request, level):
     def fail_on_large_graphs(graph, capture):
         if len(graph.find_nodes(op="call_function", target=torch.ops.aten.gelu.default)) > 2:
             raise AssertionError("too large")

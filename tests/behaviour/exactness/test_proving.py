@@ -239,7 +239,7 @@ def test_code_inside_of_vmap_is_proved_in_little_memory():
 
 
 @pytest.mark.parametrize("budget", ["60%", "1 KiB"])
-def test_wrong_gradients_are_seen_where_no_plain_backward_fits(scaled_gradients, budget):
+def test_wrong_gradients_are_seen_in_little_memory(scaled_gradients, budget):
     """What autograd saves is offloaded, in the least memory too."""
 
     def make() -> nn.Module:

@@ -24,7 +24,7 @@ def planned(
     has_grown: bool | None = None,
     is_higher: bool = False,
 ) -> StepSignature | None:
-    """Give a signature a plan of which so much was measured, and code outside of it that may grow."""
+    """Give a signature a measured plan, and uncaptured code that may grow."""
     if signature is not None:
         peak_bytes, step_ms = 0 if has_peak else None, 1.0 if has_time else None
         measured = SimpleNamespace(peak_bytes=peak_bytes, step_ms=step_ms, predicted_bytes=0)
