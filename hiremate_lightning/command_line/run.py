@@ -159,7 +159,7 @@ def _run(asked: argparse.Namespace, command: Sequence[str], ends_process: bool) 
     numbers = asked.json if asked.json in (None, "-") else str(Path(asked.json).absolute())
     process = os.getpid()
     try:
-        with finder.in_place(), script.naming_programs(_write_line):
+        with finder.in_place():
             script.run_script(command, bool(asked.module), ends_process)
         return 0
     except HiRemateError:

@@ -1,8 +1,7 @@
 """A script, run as `python` runs it: what is `__main__`, `sys.argv` and `sys.path` to it, and when it has ended.
 
-Programs that the script starts have no plan, and a line says so. Launchers start such programs (`torchrun`,
-`accelerate launch`), and so do commands that call one (`trl sft`, `axolotl train`): what they start is to run under
-hiremate, not they. Workers of torch.multiprocessing start in another way, and are not seen here.
+Programs that the script starts have no plan. Launchers only start such programs (`torchrun`, `accelerate launch`): what
+they start is to run under hiremate, not they.
 """
 
 from __future__ import annotations
@@ -10,21 +9,15 @@ from __future__ import annotations
 import builtins
 import concurrent.futures.thread
 import io
-import os
 import re
 import runpy
-import shlex
 import shutil
-import subprocess
 import sys
 import threading
 import types
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import wraps
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ..errors import ConfigurationError
 
@@ -36,8 +29,6 @@ LAUNCHERS = {  # how commands that only start other programs are written, and wh
         ("accelerate launch", "-m accelerate.commands.launch"), f"accelerate launch [its options] {RUN} train.py ..."
     ),
 }
-_TAKE_A_VALUE = ("-W", "-X", "--check-hash-based-pycs")  # options of the interpreter
-_TRAIN_NOTHING = re.compile(r"-m (torch\._|hiremate_lightning|pip\b)|[/\\\\](torch[/\\\\]_|hiremate_lightning[/\\\\])")
 
 
 def run_script(given: Sequence[str], is_module: bool, ends_process: bool = False) -> None:
@@ -106,6 +97,12 @@ def find_script(given: Sequence[str], is_module: bool = False) -> str:
     )
 
 
+def launcher_of(words: Sequence[str]) -> str | None:
+    """Return the launcher that the words of a command call, None where they call none."""
+    text = " ".join([Path(words[0]).name, *words[1:], ""]) if words else ""
+    return next((name for name in LAUNCHERS if text.startswith(f"{name} ")), None)
+
+
 def _of_file(name: str) -> tuple[types.CodeType, types.ModuleType]:
     """Read the code of a script, and make the module to run it in; runpy would change the name in `sys.argv`."""
     path, module = str(Path(name).absolute()), types.ModuleType("__main__")
@@ -158,69 +155,3 @@ def _wait_for_others(threads: set[threading.Thread]) -> None:
     while started := [t for t in threading.enumerate() if t not in threads and not t.daemon]:
         started[0].join()
         threads.add(started[0])
-
-
-# ---------------------------------------------------------------- the programs that it starts
-
-
-def launcher_of(words: Sequence[str]) -> str | None:
-    """Return the launcher that the words of a command call, None where they call none."""
-    text = " ".join([Path(words[0]).name, *words[1:], ""]) if words else ""
-    return next((name for name in LAUNCHERS if text.startswith(f"{name} ")), None)
-
-
-@contextmanager
-def naming_programs(say: Callable[[str], None]) -> Iterator[None]:
-    """Name, once, each Python script that is started in the block: it has no plan. The line says how it gets one."""
-    start, known, process = subprocess.Popen.__init__, set[tuple[str, str]](), os.getpid()
-
-    @wraps(start)
-    def init(self: Any, args: Any, *rest: Any, **kwargs: Any) -> None:
-        program = _program_of(_words_of(args), kwargs.get("env") or os.environ)
-        if program is not None and program not in known and os.getpid() == process:
-            known.add(program)
-            say(
-                f"the script starts another program, {program[0]}, which has no plan. If that trains, start it "
-                f"under hiremate instead: {program[1]}"
-            )
-        start(self, args, *rest, **kwargs)
-
-    subprocess.Popen.__init__ = init  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        subprocess.Popen.__init__ = start  # type: ignore[method-assign]
-
-
-def _words_of(arguments: Any) -> list[str]:
-    """List the words of a command, given as a list or as one line for a shell."""
-    try:
-        if isinstance(arguments, str):
-            return shlex.split(arguments)
-        return [os.fsdecode(word) for word in ([arguments] if isinstance(arguments, bytes | Path) else arguments)]
-    except (TypeError, ValueError):  # Popen says what is wrong with them
-        return []
-
-
-def _program_of(words: list[str], environment: Mapping[str, str]) -> tuple[str, str] | None:
-    """Name the script, module or launcher in a command, and what to start instead; None where none may train."""
-    if words and INTERPRETER.fullmatch(Path(words[0]).name):
-        index = 1  # after the options of the interpreter
-        while index < len(words) and words[index].startswith("-") and words[index] not in ("-m", "-c"):
-            index += 2 if words[index] in _TAKE_A_VALUE else 1
-        words = words[index:]
-        if not words or words[0] == "-c":
-            return None
-    elif launcher_of(words) is None:
-        return None
-    name = " ".join(words[:2]) if words[0] == "-m" else words[0]
-    if _TRAIN_NOTHING.search(name):
-        return None
-    if (launcher := launcher_of(words)) is not None:
-        return launcher, LAUNCHERS[launcher]
-    start = "hiremate run [options]"
-    if "ACCELERATE_MIXED_PRECISION" in environment:
-        start = f"accelerate launch [its options] {RUN}"
-    elif "RANK" in environment:
-        start = f"torchrun [its options] {RUN}"
-    return name, f"{start} {name} ..."

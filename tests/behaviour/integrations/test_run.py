@@ -9,7 +9,6 @@ import json
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -344,36 +343,6 @@ def test_commands_that_are_scripts_of_python_are_found(capsys, monkeypatch, tmp_
     ):
         assert run(*given) == 2
         assert words in capsys.readouterr().err
-
-
-def test_programs_that_a_script_starts_are_named(capsys):
-    """Once each, when they start; not what compiles and what workers of multiprocessing run."""
-    write("other.py", "")
-    write(
-        "train.py",
-        """
-    import os, subprocess, sys
-
-    def start(*words, **environment):
-        subprocess.run([sys.executable, *words], env=os.environ | environment, check=True)
-
-    start("-c", "")
-    start("-I", "-X", "dev", "other.py")
-    start("-I", "-X", "dev", "other.py")
-    start("other.py", "3", RANK="0")
-    start("-m", "this", ACCELERATE_MIXED_PRECISION="no")
-    subprocess.run("python other.py", shell=True, stderr=subprocess.DEVNULL)
-    """,
-    )
-    start = subprocess.Popen.__init__
-    assert run("train.py") == 0
-    assert subprocess.Popen.__init__ is start
-    told = [line for line in capsys.readouterr().err.splitlines() if "starts another program" in line]
-    assert [line.rpartition("under hiremate instead: ")[2] for line in told] == [
-        "hiremate run [options] other.py ...",
-        "torchrun [its options] -m hiremate_lightning.run [options] other.py ...",
-        "accelerate launch [its options] -m hiremate_lightning.run [options] -m this ...",
-    ]
 
 
 def test_classes_of_the_script_are_saved_and_loaded_whole():
