@@ -10,8 +10,7 @@ import pytest
 from torch import fx
 
 from hiremate_lightning.capturing import backend
-from hiremate_lightning.capturing.absent import Absence
-from hiremate_lightning.capturing.capture import Captured
+from hiremate_lightning.capturing.capture import Absence, Captured
 from hiremate_lightning.running import program
 
 

@@ -9,8 +9,7 @@ computation none of whose gradients has arrived is left out, and of a sum the ot
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -22,23 +21,22 @@ from ..records.graph import Graph, Node
 from ..rewriting.nodes import reshaped
 from ..rewriting.overwriting import overwrite
 from ..torch_private import aot
-from .capture import Captured
-
-
-@dataclass(frozen=True)
-class Absence:
-    """What is absent from a backward."""
-
-    values: frozenset[fx.Node] = frozenset()  # that nobody computes
-    replaced: Mapping[fx.Node, fx.Node] = field(default_factory=dict)  # by sums with an absent term, the other term
-    overwrites: Mapping[fx.Node, int] = field(default_factory=dict)  # for what overwrites a gradient even so, as usual
-
+from .capture import Absence, Captured
 
 NOTHING = Absence()
 
 
 def find_absent(captured: Captured, missing: frozenset[int]) -> Absence:
-    """Find what is absent where gradients of outputs have not arrived, of which `missing` lists the positions."""
+    """Return what is absent where gradients of outputs have not arrived, of which `missing` lists the positions.
+
+    It is found once for each of them: the proof, the records, the plan and the program that it runs by all ask for it.
+    """
+    if missing not in captured.absences:
+        captured.absences[missing] = _find(captured, missing)
+    return captured.absences[missing]
+
+
+def _find(captured: Captured, missing: frozenset[int]) -> Absence:
     tangents = captured.tangents
     absent = {tangents[position] for position in missing}
     dependent, replaced = set(tangents), dict[fx.Node, fx.Node]()
@@ -57,7 +55,8 @@ def find_absent(captured: Captured, missing: frozenset[int]) -> Absence:
             elif (other := _other_term(node, absent)) is not None:
                 replaced[node] = other
     absence = Absence(frozenset(absent), replaced)
-    return replace(absence, overwrites=_overwritten(captured, absence)[1])
+    graph, overwrites = _overwritten(captured, absence)
+    return replace(absence, overwrites=overwrites, graph=graph)
 
 
 def _other_term(node: fx.Node, absent: set[fx.Node]) -> fx.Node | None:
@@ -84,7 +83,8 @@ def without_missing(captured: Captured, missing: frozenset[int], profile: Profil
         graph, profile = captured.template.without(missing, captured.sizes)
         return graph.reading_once(captured.overwritten), profile
     absence = find_absent(captured, missing)
-    graph, _ = _overwritten(captured, absence)
+    assert absence.graph is not None, "something is missing"
+    graph = absence.graph
     gone = _gone(captured, absence)
     there = {
         t.storage

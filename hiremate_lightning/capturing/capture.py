@@ -62,6 +62,16 @@ class Template(Protocol):
 
 
 @dataclass(frozen=True)
+class Absence:
+    """What is absent from a backward."""
+
+    values: frozenset[fx.Node] = frozenset()  # that nobody computes
+    replaced: Mapping[fx.Node, fx.Node] = field(default_factory=dict)  # by sums with an absent term, the other term
+    overwrites: Mapping[fx.Node, int] = field(default_factory=dict)  # for what overwrites a gradient even so, as usual
+    graph: Graph | None = None  # in which sums are their other term; None where nothing is absent
+
+
+@dataclass(frozen=True)
 class Captured:
     """A captured part of the training step."""
 
@@ -86,6 +96,8 @@ class Captured:
     finished: tuple[int, ...] = ()  # positions of the inputs with gradients, in the order in which eager finishes these
     template: Template | None = None  # what it is made from where it was not traced: then only `graph` is of its sizes
     sizes: Sizes = ()  # where it is made from a template
+    # What `absent` has found where gradients of outputs are missing, by their positions.
+    absences: dict[frozenset[int], Absence] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def reading_once(self, storages: Collection[int]) -> Captured:
         """Return the same where what reads some storages of the graph is never run twice: others overwrite them."""

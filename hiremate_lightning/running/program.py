@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from ..capturing.absent import NOTHING, Absence, find_absent
-from ..capturing.capture import Captured
+from ..capturing.absent import NOTHING, find_absent
+from ..capturing.capture import Absence, Captured
 from ..errors import ScheduleError
 from ..records.graph import Direction, Node
 from ..records.schedule import Compute, CopyIn, Copying, CopyOut, Free, Operation, Schedule, WaitOut
