@@ -36,6 +36,7 @@ class Thresholds:
     worth_templates: float = 8.0
     # Seconds after which a stage is named where no progress can be drawn, and from which on a wait is told before it.
     long_stage_s: float = 5.0
+    gives_back: bool = True  # whether steps whose plan recomputes nothing run as the user wrote them where they fit
     makes_code: bool = True  # whether code for new sizes is made from traces of a few
     measures_times: bool = True  # whether times of operations are measured; else estimated, equal on all machines
     usual_loop_ms: float = 2.3  # of a short loop of Python on the idle core whose seconds of planning all waits are of

@@ -16,7 +16,6 @@ from ..planning.ladder import Loss
 from ..records.costs import Profile
 from ..records.step import Decisions
 from ..running.program import Program
-from ..signatures.eager_trial import EagerTrial
 from ..signatures.recorded_step import RecordedStep
 from ..signatures.step_signature import GraphNumbers, Start, StepSignature
 from ..signatures.watching import Look
@@ -73,7 +72,6 @@ class CurrentStep:
     # the least memory.
     is_unknown: bool = False
     look: Look | None = None  # what is watched in it, None where that was not asked
-    timing: EagerTrial | None = None  # what its whole time is taken for, None where it is not
     record: StepRecord | None = None  # what is measured in it, None for nothing
     timed: TimedRun | None = None  # times of its operations, None where they are not taken
     forwards: list[Forward] = field(default_factory=list)  # its forwards so far

@@ -1,15 +1,13 @@
-"""Steps that run as the user wrote them, though their model is planned: where that fits, and is as fast.
+"""Steps that run as the user wrote them, though their model is planned: where that fits.
 
 There are three cases. Steps of sizes that were never seen, which to capture would take seconds
 (`signatures.eager_predictions`). Those of them that fit only where what autograd saves is offloaded, until plans for
-them are worth their time (`offloading`). And steps whose plan gains nothing and is slower than eager PyTorch
-(`signatures.eager_trial`).
+them are worth their time (`offloading`). And steps whose plan gains nothing (`StepSignature.gains_nothing`).
 """
 
 from __future__ import annotations
 
 import sys
-import time
 from collections import defaultdict
 from dataclasses import replace
 from functools import cache, partial
@@ -18,7 +16,6 @@ from .. import thresholds
 from ..calls.given import ModuleCall
 from ..memory.allocator import free_bytes
 from ..signatures.eager_predictions import CapturedStep, EagerPredictions
-from ..signatures.eager_trial import EagerTrial
 from ..signatures.step_signature import StepSignature
 from .current_step import CurrentStep
 from .modes import Eager, GivenBack, Offloaded
@@ -30,39 +27,31 @@ SIMILAR = 2.0  # of the bytes of a step whose plan saves none: up to so many mor
 
 
 class EagerSteps:
-    """Decides which steps run as the user wrote them, and learns from those that do.
-
-    Attributes:
-        clock: Tells the seconds, by which step signatures are timed with and without their plans.
-    """
+    """Decides which steps run as the user wrote them, and learns from those that do."""
 
     def __init__(self, model: PlannedModel, planned: PlannedSignatures, templates: Templates) -> None:
-        self.clock, self._templates = time.perf_counter, templates
-        self._model, self._name, self._planned = model, model.name, planned
-        self._history, self._reporter = model.history, model.reporter
+        self._model, self._planned, self._templates = model, planned, templates
+        self._history = model.history
         self._may_run_eager = not model.parts.fuses  # fused kernels give other bits than PyTorch's own
-        self._note = cache(self._reporter.note)  # each text once
+        self._tell = cache(model.tell)  # each text once
         self._predictions, self._offloading = EagerPredictions(), model.offloading
         self._sizes_vary = False  # whether any step ran eager since its sizes were not known
         self._extra_ms = defaultdict[tuple[ModuleCall, ...], float](float)  # spent on saving memory so far, by calls
 
-    def step_begins(self, step: CurrentStep) -> StepSignature | None:
-        """Choose how a step runs that begins with some calls.
-
-        Returns:
-            The signature of the step, where its plan gains nothing; else None.
-        """
+    def step_begins(self, step: CurrentStep) -> None:
+        """Choose how a step runs that begins with some calls."""
         for signature in self._history.planned if self._may_run_eager else ():
             if signature.given is not None:
                 self._predictions.learn(signature)
         likely = self._history.likely(step.foreseen) if self._may_run_eager and step.calls else None
         gainless = None if likely is None else self._gainless_signature(step, likely)
         step.eager = self._mode(step, likely, gainless)
-        if step.eager is not None and not isinstance(step.eager, GivenBack):
+        if step.eager is None:
+            return
+        if not isinstance(step.eager, GivenBack):
             self._sizes_vary = True
             self._extra_ms[tuple(step.calls)] += step.eager.prediction.extra_ms
-            self._note(step.eager.describe())
-        return gainless
+        self._tell(step.eager.describe())
 
     def called(self, step: CurrentStep, call: ModuleCall) -> None:
         """Learn of a further call of the step under way: if it does not fit as it is, it is captured."""
@@ -91,7 +80,7 @@ class EagerSteps:
         What such a graph holds in the steps that follow, nobody sees.
         """
         self._may_run_eager = False
-        self._note("Steps that retain a graph run by plans from now on, which count what it holds.")
+        self._tell("Steps that retain a graph run by plans from now on, which count what it holds.")
 
     def learn_from_taken_over(self, step: CurrentStep, signature: StepSignature) -> None:
         """Learn of the step that ends, where it ran by the plan of another size and has none of its own."""
@@ -99,16 +88,6 @@ class EagerSteps:
         if at_sizes is not None and signature.plan is None and self._may_run_eager:
             code = self._history.same_code(at_sizes)
             self._predictions.learn_foreseen(CapturedStep(tuple(step.calls), code, at_sizes))
-
-    def note_release(self, timing: EagerTrial) -> None:
-        """Learn that the step after a timed one begins; announce where its signature runs without its plan now."""
-        ratio = timing.next_begins(self.clock())
-        if ratio is not None:
-            text = (
-                f"A plan of {self._name} recomputes nothing and takes {ratio:.2f} times as long as the code without "
-                "it: such steps run without it from now on."
-            )
-            self._model.tell(text)
 
     def _room_bytes(self) -> int:
         """Return what a step may add to the resident bytes; any, where the budget is what plain training takes."""
@@ -151,8 +130,7 @@ class EagerSteps:
     ) -> Eager | None:
         """Choose how a step runs, by the first of these rules that applies; None where it runs captured.
 
-        - Its plan gains nothing: eager, in turns with the plan until it is decided that all such steps run so; captured
-          where a further call turns out another signature's.
+        - Its plan gains nothing: eager; captured where a further call turns out another signature's.
         - Nobody knows which signature it has: captured.
         - A signature that is called so has a plan, which recomputes, or sizes did not vary yet: captured.
         - It fits as it is: eager.
@@ -166,7 +144,7 @@ class EagerSteps:
             gainless: The same, where nothing else is called like it and its plan gains nothing; else None.
             begun: How it has begun without a plan, for a further call.
         """
-        if gainless is not None and (begun or gainless.trial.runs_eager(gainless.own_plan.saves_nothing)):
+        if gainless is not None:
             return self._given_back(step, gainless)
         if likely is None:
             return None
@@ -190,7 +168,7 @@ class EagerSteps:
         alike = self._predictions.called_like(step.calls)
         if alike and signature not in alike:
             return None
-        is_known = not alike and signature.trial.is_given_back
+        is_known = not alike and signature.is_given_back
         prediction = self._predictions.predict(step.calls, signature, sys.maxsize, saves_memory=False)
         if prediction is None:
             return None

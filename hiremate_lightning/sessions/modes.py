@@ -76,36 +76,40 @@ class Offloaded(Eager):
 
 @dataclass(frozen=True, slots=True)
 class GivenBack(Eager):
-    """A step runs as the user wrote it, since the plan of its signature, the likely one, gains nothing so far."""
+    """A step runs as the user wrote it, since the plan of its signature, the likely one, gains nothing."""
 
     is_at_its_sizes: bool = field(kw_only=True)  # whether its calls are given what those of the planned step were
+
+    def describe(self) -> str:
+        """Describe such steps for the user."""
+        return "Steps whose plan recomputes nothing, or saves no memory, run without it where they can."
 
     def is_to_be_measured(self, predictions: EagerPredictions, room_bytes: int) -> bool:
         """Whether to measure it: where its plan saves no memory, until a step has shown that it takes no more."""
         if self.likely.own_plan.saves_nothing:
-            return self.likely.trial.is_given_back is None
+            return self.likely.is_given_back is None
         return Eager.is_to_be_measured(self, predictions, room_bytes)
 
     def ended(self, model: PlannedModel, record: StepRecord, budget_bytes: int | None) -> None:
         """Learn whether the plan stays: one that saves no memory does where the step took more than by the plan."""
-        plan, trial, peak_bytes = self.likely.own_plan, self.likely.trial, record.peak_bytes
+        plan, peak_bytes = self.likely.own_plan, record.peak_bytes
         if not plan.saves_nothing:
             Eager.ended(self, model, record, budget_bytes)
             return
         plan_bytes = record.resident.existing_bytes + self.prediction.captured_bytes
         if self.is_at_its_sizes:
             plan_bytes = plan.measured.peak_bytes or plan.planned_peak_bytes
-        is_given_back = trial.measured(peak_bytes, plan_bytes)
-        if is_given_back is None:
+        self.likely.ran_without_plan(peak_bytes, plan_bytes)
+        if self.likely.is_given_back is None:
             return
         text = f"A plan of {model.name} saves no memory: such steps run without it from now on."
-        if not is_given_back:
+        if not self.likely.is_given_back:
             found = "was not seen" if peak_bytes is None else f"is {format_bytes(peak_bytes)}"
             text = f"The plan of {model.name} saves little memory. It stays, since the peak without it {found}."
         model.tell(text)
 
     def _exceeded(self, model: PlannedModel, took: str) -> None:
         """Let such steps run by their plan again, and warn."""
-        self.likely.trial.is_given_back = False
+        self.likely.is_given_back = False
         text = "A step without its plan took more than the budget: such steps run by their plan again."
         model.announcements.say(text, took)

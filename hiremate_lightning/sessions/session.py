@@ -130,7 +130,7 @@ class Session:
 
     @property
     def is_given_back(self) -> bool:
-        """Whether the step under way runs eager though its signature has a plan: that gains nothing, or is timed."""
+        """Whether the step under way runs eager though its signature has a plan: that gains nothing."""
         return isinstance(self.steps.eager, GivenBack)
 
     @property

@@ -132,13 +132,8 @@ class Steps:
                 self._memory.collect_garbage()
             step.resident = self._memory.count_before_step(arguments)
             self._planned.meet(finished, step.resident, step)
-        if before is not None and before.timing is not None:
-            self._eager_steps.note_release(before.timing)
-        gainless = self._eager_steps.step_begins(step)
+        self._eager_steps.step_begins(step)
         self.watch.begin(step, arguments)
-        is_eager, now_s = step.eager is not None, self._eager_steps.clock()
-        if gainless is not None and gainless.trial.step_begins(is_eager, step.is_watched, now_s):
-            step.timing = gainless.trial
 
     # ---------------------------------------------------------------- the beginning, in detail
 

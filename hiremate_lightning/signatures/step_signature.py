@@ -13,14 +13,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from .. import thresholds
 from ..calls.given import ModuleCall
 from ..capturing.template import SizesOfCalls
 from ..measuring.resident import GradientState, Resident
 from ..planning.ladder import Ladder
 from ..planning.plan import Plan
 from ..running.program import Program
-from .eager_trial import EagerTrial
 from .recorded_step import RecordedStep
+
+TRIES = 4  # eager steps to measure in a row, until one shows its peak
 
 GraphNumbers = tuple[int, ...]  # of the captured graphs that a step runs forward, in order
 Start = tuple[int, int]  # of a step: bytes of its arguments, and how many graphs of earlier steps wait then
@@ -100,7 +102,10 @@ class StepSignature:
     backwards_vary: bool = False  # whether some of its steps have other backwards than others
     sights: Sights = field(default_factory=Sights)  # how its steps have come
     watched: Watched = field(default_factory=Watched)  # what was watched of them
-    trial: EagerTrial = field(default_factory=EagerTrial)  # what they take with and without the plan
+    # Whether an eager step has shown that all may run without the plan, which gains nothing, as that took no more
+    # memory. None before one has shown its peak.
+    is_given_back: bool | None = None
+    eager_tries: int = 0  # how many eager ones were measured that did not show their peak
     told: Plan | None = None  # the plan that a user was told of last, as it was then; None for nothing
     shown: Plan | None = None  # the plan whose measurement was shown last, as it was then; None for none
     # Where it is the first signature of its code, decisions for all sizes of that.
@@ -126,7 +131,7 @@ class StepSignature:
         return self.plan
 
     def gains_nothing(self, eager_bytes: int, free_bytes: Callable[[], int]) -> bool:
-        """Whether it needs no plan, as was measured and timed: that recomputes nothing, and its steps fit without it.
+        """Whether it needs no plan, once that was measured: it recomputes nothing, and steps fit without it.
 
         So it is too where nothing fits and the plan saves no memory. `eager_bytes` are what a step adds without the
         plan, `free_bytes` returns what the device could still hand out.
@@ -136,8 +141,9 @@ class StepSignature:
             return False
         if plan.planned_peak_bytes > plan.budget_bytes:
             return self.saves_nothing(eager_bytes, free_bytes)
-        room = replace(plan.room, margin_bytes=step.margin_bytes)
-        return plan.solution.is_plain and (plan.budget.is_whole or eager_bytes <= room.step_bytes)
+        if self.is_given_back is False or not (plan.solution.is_plain and thresholds.current.gives_back):
+            return False
+        return plan.budget.is_whole or eager_bytes <= replace(plan.room, margin_bytes=step.margin_bytes).step_bytes
 
     def saves_nothing(self, eager_bytes: int, free_bytes: Callable[[], int]) -> bool:
         """Whether nothing fits, its plan saves no memory, and the device has memory to run without it.
@@ -146,4 +152,17 @@ class StepSignature:
         """
         if not self.own_plan.saves_nothing or self.recorded.waits:
             return False
-        return self.trial.is_given_back is not None or eager_bytes - self.own_plan.planned.peak_bytes < free_bytes()
+        if self.is_given_back is not None:
+            return self.is_given_back
+        return eager_bytes - self.own_plan.planned.peak_bytes < free_bytes()
+
+    def ran_without_plan(self, peak_bytes: int | None, plan_bytes: int) -> None:
+        """Learn the peak of an eager step whose plan saves no memory, None where the measurement did not see all.
+
+        `plan_bytes` are what a step takes by the plan. If more was taken without it, the plan stays; so it does where
+        several steps have not shown their peak.
+        """
+        self.eager_tries += 1
+        if peak_bytes is not None or self.eager_tries == TRIES:
+            most_bytes = thresholds.current.released_peak * plan_bytes
+            self.is_given_back = peak_bytes is not None and peak_bytes <= most_bytes

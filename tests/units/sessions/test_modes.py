@@ -11,7 +11,6 @@ from hiremate_lightning.sessions.current_step import CurrentStep
 from hiremate_lightning.sessions.eager_steps import EagerSteps
 from hiremate_lightning.sessions.modes import Eager, GivenBack, Offloaded
 from hiremate_lightning.signatures.eager_predictions import Prediction
-from hiremate_lightning.signatures.eager_trial import EagerTrial
 from hiremate_lightning.signatures.step_signature import StepSignature
 
 SIGNATURE = StepSignature((0,))
@@ -34,7 +33,6 @@ class Predictions:
 def choose(
     fits: bool | None = PLAIN,
     is_gainless: bool = False,
-    runs_eager: bool = True,
     has_own_plan: bool = False,
     is_begun: bool = False,
     is_known: bool = True,
@@ -51,7 +49,6 @@ def choose(
         _offloading=SimpleNamespace(has_room=lambda size_bytes: has_room, files=files),
     )
     steps._given_back = partial(EagerSteps._given_back, steps)
-    SIGNATURE.trial = EagerTrial(is_given_back=runs_eager)
     SIGNATURE.plan = SimpleNamespace(saves_nothing=False, unplanned=SimpleNamespace(peak_bytes=10))
     begun = GivenBack(Prediction(PLAIN, 10, 10), SIGNATURE, is_at_its_sizes=True) if is_begun else None
     gainless = SIGNATURE if is_gainless else None
@@ -69,8 +66,7 @@ def choose(
         ({"fits": OFFLOADED, "has_room": False}, type(None)),
         ({"has_own_plan": True}, type(None)),
         ({"has_own_plan": True, "is_gainless": True}, GivenBack),  # the plan gains nothing
-        ({"has_own_plan": True, "is_gainless": True, "runs_eager": False}, type(None)),  # it is timed in turns
-        ({"has_own_plan": True, "is_gainless": True, "is_begun": True, "runs_eager": False}, GivenBack),
+        ({"has_own_plan": True, "is_gainless": True, "is_begun": True}, GivenBack),
         ({"is_gainless": True, "is_begun": True, "fits": None}, type(None)),  # a further call is another signature's
     ],
 )
