@@ -27,10 +27,10 @@ from ..rewriting.nodes import drop_unread, forward_nodes
 from ..rewriting.straight_line import compiled
 from ..torch_private import aot, autocasting, backward_pass, captured_code, compiled_by_torch, tensor_state
 from ..torch_private.eager_tracing import traced_as_eager
-from ..torch_private.same_captures import SameCaptures
 from ..torch_private.size_symbols import sizes_among
 from .capture import Captured, capture, order_of_gradients
 from .each_size import EachSize, Runner, Smaller, TemplateSource, TraceAhead, TracedCode
+from .same_captures import SameCaptures
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -153,7 +153,7 @@ class _Compilation:
         self._at_other_sizes: Any = None  # what runs now in the place of the part
         self._make_part, self._kernels, self._serves_other_sizes = make_part, kernels, serves_other_sizes
         self._parameters: frozenset[int] = frozenset()
-        self._blocks: dict[aot.Source, int] = {}
+        self._blocks: dict[casts.Source, int] = {}
         self.contributions = Contributions((), {})  # of what is traced
         self._captured: Captured | None = None
 
@@ -199,7 +199,7 @@ class _Compilation:
         backend = aot.make_backend(
             partition=self._partition, forward=self._forward, backward=self._backward, inference=self._inference
         )
-        given, self._blocks = self.contributions, aot.outermost_autocasts(module)
+        given, self._blocks = self.contributions, casts.outermost_autocasts(module)
         with autocasting.as_found_on_error(), given.traced(module):
             run: Runner = backend(module, given.expand_traced(inputs))
         return run

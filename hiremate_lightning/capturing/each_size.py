@@ -21,8 +21,8 @@ from .. import thresholds
 from ..housekeeping import Latest, collecting_what_it_leaves
 from ..records.expressions import LEAST_SAMPLES, LEAST_SAMPLES_OF_TWO_TERMS, NoTemplateError, Sizes, vary_alone
 from ..torch_private import captured_code, dynamo, tensor_state
-from ..torch_private.same_captures import SameCaptures
 from ..torch_private.size_symbols import Layout, SizeSymbols, trace_apart
+from .same_captures import SameCaptures
 
 log = logging.getLogger("hiremate_lightning")
 MOST_SAMPLES = 6  # of code, of which the latest traced size may be one

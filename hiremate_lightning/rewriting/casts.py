@@ -18,19 +18,52 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..torch_private import aot, tensor_state
+from ..torch_private import aot, autocasting, tensor_state
 from .contributions import TermCounts, arrivals
 from .nodes import show_as, values_of
 
 aten = torch.ops.aten
 
+Source = tuple[int, str]  # of a traced node: the graph of the captured node that made it, and the name of that node
+BLOCK_AROUND = 0  # the number of the block of autocast around the call
+_CASTS_BY_HAND = tuple(("call_method", name) for name in ("to", "type", "type_as", "bfloat16", "half"))
+
+
+def outermost_autocasts(module: fx.GraphModule) -> dict[Source, int]:
+    """Number the blocks of autocast that are within no other, by the nodes in them that run where casts are remembered.
+
+    Only the block around the call is number `BLOCK_AROUND`. The body of a call, of `torch.utils.checkpoint` say, runs
+    where it is called; Dynamo makes one for each call.
+    """
+    blocks, outside, number = dict[Source, int](), autocasting.open_blocks(), BLOCK_AROUND
+    remembers = [torch.is_autocast_cache_enabled()]  # in each open block, the innermost last
+
+    def walk(code: fx.GraphModule) -> None:
+        nonlocal number
+        for node in code.graph.nodes:
+            is_inside = outside + len(remembers) > 1
+            if node.target is autocasting.ENTER:
+                number += not is_inside
+                remembers.append(remembers[-1] if node.args[-1] is None else node.args[-1])
+            elif node.target is autocasting.LEAVE:
+                remembers.pop()
+            elif is_inside and remembers[-1] and (node.op, node.target) not in _CASTS_BY_HAND:
+                blocks[id(code.graph), node.name] = number
+            names = [str(value.target) for value in node.all_input_nodes if value.op == "get_attr"]
+            for body in (getattr(code, name, None) for name in names):
+                if isinstance(body, fx.GraphModule):  # the code that an operator is called with
+                    walk(body)
+
+    walk(module)
+    return blocks
+
 
 def share(
-    joint: fx.GraphModule, forward_outputs: int, parameters: Collection[int], blocks: Mapping[aot.Source, int]
+    joint: fx.GraphModule, forward_outputs: int, parameters: Collection[int], blocks: Mapping[Source, int]
 ) -> TermCounts:
     """Cast each parameter once in a block of autocast, and add up its gradients in that type.
 
-    Parameters are positions among the inputs, blocks those of `aot.outermost_autocasts`.
+    Parameters are positions among the inputs, blocks those of `outermost_autocasts`.
 
     Returns:
         Of how many terms gradients in that type are, by position of the parameter, where it is cast in the block around
@@ -59,7 +92,7 @@ def share(
                 for cast in others:
                     cast.replace_all_uses_with(first)
                     joint.graph.erase_node(cast)
-        if len(primal.users) == 1 and [block for _, block in casts] == [aot.BLOCK_AROUND]:
+        if len(primal.users) == 1 and [block for _, block in casts] == [BLOCK_AROUND]:
             cast_around[position] = sum(map(len, casts.values()))
     return cast_around
 
@@ -87,13 +120,13 @@ def _casts(joint: fx.GraphModule) -> list[fx.Node]:
     return list(joint.graph.find_nodes(op="call_function", target=aten._to_copy.default))
 
 
-def _block_of(node: fx.Node, blocks: Mapping[aot.Source, int]) -> int | None:
+def _block_of(node: fx.Node, blocks: Mapping[Source, int]) -> int | None:
     """Return the block of autocast that made a node to cast a parameter, None for any other node."""
     is_cast = node.target is aten._to_copy.default and set(node.kwargs) == {"dtype"} and "seq_nr" in node.meta
     if not is_cast or node.kwargs["dtype"] not in tensor_state.HALF_PRECISION:
         return None
-    source = aot.source_of(node)
-    return None if source is None else blocks.get(source)
+    made_by = node.meta.get("from_node")
+    return blocks.get((made_by[-1].graph_id, made_by[-1].name)) if made_by else None
 
 
 def _add_up_before_casting(terms: Sequence[fx.Node], total: fx.Node) -> bool:
@@ -137,6 +170,7 @@ _PARAMETERS = {
     aten.native_group_norm.default: (1, 2),
     aten.native_batch_norm.default: (1, 2, 3, 4),
     aten._native_batch_norm_legit_functional.default: (1, 2, 3, 4),
+    aten._native_batch_norm_legit.no_stats: (1, 2),
 }
 _STATISTICS = (1, 2)  # positions among the results
 

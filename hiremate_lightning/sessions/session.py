@@ -22,6 +22,7 @@ from ..calls.given import ModuleCall, tensors_inside
 from ..calls.replaced import ReplacedCheckpointing
 from ..capturing.backend import capture_opaque, planning_backend
 from ..capturing.capture import Captured
+from ..capturing.same_captures import SameCaptures
 from ..errors import CaptureError
 from ..messages import modules_without_parts, transforms_in
 from ..options import SessionOptions
@@ -33,7 +34,6 @@ from ..rewriting.nodes import updates_under_checkpoint
 from ..running.execution import Part
 from ..signatures.step_signature import GraphNumbers
 from ..torch_private import backward_pass, compiled_by_torch, dynamo, tensor_state
-from ..torch_private.same_captures import SameCaptures
 from ..torch_private.tensor_state import tensors_among
 from ..units import Budget
 from .calls_without_gradients import CallsWithoutGradients

@@ -31,7 +31,6 @@ from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
-from . import autocasting
 from .hacks import instead_of
 from .tensor_state import changes_uncounted, plain
 
@@ -193,48 +192,6 @@ def _heed_tokens() -> None:
             context.set_materialize_grads(False)
 
     setattr(FunctionCtx, "save_for_backward", save_and_look)  # noqa: B010  a method can't be assigned
-
-
-Source = tuple[int, str]  # of a traced node: the graph of the captured node that made it, and the name of that node
-
-
-def source_of(node: fx.Node) -> Source | None:
-    """Return the captured node that made a traced one, None where that is not known."""
-    made_by = node.meta.get("from_node")
-    return (made_by[-1].graph_id, made_by[-1].name) if made_by else None
-
-
-BLOCK_AROUND = 0
-_CASTS_BY_HAND = tuple(("call_method", name) for name in ("to", "type", "type_as", "bfloat16", "half"))
-
-
-def outermost_autocasts(module: fx.GraphModule) -> dict[Source, int]:
-    """Number the blocks of autocast that are within no other, by the nodes in them that run where casts are remembered.
-
-    Only the block around the call is number `BLOCK_AROUND`. The body of a call, of `torch.utils.checkpoint` say, runs
-    where it is called; Dynamo makes one for each call.
-    """
-    blocks, outside, number = dict[Source, int](), autocasting.open_blocks(), BLOCK_AROUND
-    remembers = [torch.is_autocast_cache_enabled()]  # in each open block, the innermost last
-
-    def walk(code: fx.GraphModule) -> None:
-        nonlocal number
-        for node in code.graph.nodes:
-            is_inside = outside + len(remembers) > 1
-            if node.target is torch.amp.autocast_mode._enter_autocast:
-                number += not is_inside
-                remembers.append(remembers[-1] if node.args[-1] is None else node.args[-1])
-            elif node.target is torch.amp.autocast_mode._exit_autocast:
-                remembers.pop()
-            elif is_inside and remembers[-1] and (node.op, node.target) not in _CASTS_BY_HAND:
-                blocks[id(code.graph), node.name] = number
-            names = [str(value.target) for value in node.all_input_nodes if value.op == "get_attr"]
-            for body in (getattr(code, name, None) for name in names):
-                if isinstance(body, fx.GraphModule):  # the code that an operator is called with
-                    walk(body)
-
-    walk(module)
-    return blocks
 
 
 def mark_boxed(function: Boxed) -> Boxed:

@@ -27,6 +27,7 @@ log = logging.getLogger("hiremate_lightning")
 DEVICE_TYPES = ("cpu", "cuda")
 
 
+ENTER, LEAVE = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast  # a block, in a graph
 is_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 disabled: Any = torch._C._DisableAutocast  # for a block
 
@@ -62,7 +63,7 @@ def as_found_on_error() -> Iterator[None]:
 
 def leaving_as_found(module: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap what runs in the place of captured code, so that an error in it leaves all as it was before."""
-    entering = torch.amp.autocast_mode._enter_autocast, torch._C._autograd._saved_tensors_hooks_disable
+    entering = ENTER, torch._C._autograd._saved_tensors_hooks_disable
     is_entered = any(module.graph.find_nodes(op="call_function", target=target) for target in entering)
     return as_found_on_error()(run) if is_entered else run
 

@@ -41,9 +41,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import thresholds
 from . import tensor_state
+from .facts import expect, size_of
 from .hacks import StandIn, around, replaced
 from .regions.module_traces import note_unseen, realized
-from .same_captures import expect, size_of
 from .tensor_state import storage_id, storages_among
 
 log = logging.getLogger("hiremate_lightning")

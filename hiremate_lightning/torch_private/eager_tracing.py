@@ -129,23 +129,12 @@ def eager_strides() -> Iterator[None]:
         aten._log_softmax_backward_data.default: None,
     }
     stand_ins = {op: around(decomposition_table[op], partial(_strided, at)) for op, at in sources.items()}
-    for op in (aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats):
-        stand_ins[op] = around(stand_ins[op], _precise)
     FakeTensorMode.cache_clear()  # it holds results by arguments, whoever computed them
     try:
         with replaced_entries(decomposition_table, stand_ins):
             yield
     finally:
         FakeTensorMode.cache_clear()
-
-
-def _precise(decomposition: Callable[..., Any], source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Keep mean and deviation of a batch norm in single precision where the CPU's kernel does: profiles count them."""
-    first, mean, deviation, *others = decomposition(source, *args, **kwargs)
-    parameters = (a for a in args[:4] if isinstance(a, torch.Tensor))
-    if first.device.type == "cpu" and any(p.dtype != source.dtype for p in parameters):
-        mean, deviation = mean.float(), deviation.float()
-    return (first, mean, deviation, *others)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from . import tensor_state
-from .same_captures import expect
+from .facts import expect
 from .tensor_state import layout_of
 
 Compiled = Callable[[list[Any]], Sequence[torch.Tensor]]

@@ -19,7 +19,7 @@ from torch._dynamo.guards import GuardBuilder, make_dupe_guard
 from torch._dynamo.source import NNModuleSource, TypeSource
 from torch._guards import ChainedSource, Guard, Source
 
-from ..same_captures import CODE, VALUES, NotShownError, expect, facts_of, is_plain
+from ..facts import CODE, VALUES, NotShownError, expect, facts_of, is_plain
 
 _UNGUARDED = (inspect.Signature, inspect.Parameter)  # Dynamo takes these for what never changes
 _HOOKS = tuple(name for name in vars(torch.nn.Module()) if name.endswith("_hooks"))

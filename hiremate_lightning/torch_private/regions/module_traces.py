@@ -26,7 +26,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._guards import Source
 from torch._ops import HigherOrderOperator
 
-from ..same_captures import VALUES, expect, facts_of, is_plain
+from ..facts import VALUES, expect, facts_of, is_plain
 from .likeness import Likeness, Read, equal
 
 FEWEST_NODES = 4  # in a trace: less is traced as fast as it is compared

@@ -31,8 +31,8 @@ from torch._dynamo.variables.nn_module import UnspecializedBuiltinNNModuleVariab
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import Source
 
+from ..facts import NotShownError, expect, is_plain
 from ..hacks import instead_of, replaced
-from ..same_captures import NotShownError, expect, is_plain
 from .module_traces import Copy, Trace, TracedCall, can_be_copied, nodes_after, note_unseen, realized, unseen
 
 log = logging.getLogger("hiremate_lightning")

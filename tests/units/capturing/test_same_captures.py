@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hiremate_lightning.torch_private.same_captures import SameCaptures
+from hiremate_lightning.capturing.same_captures import SameCaptures
 
 
 class Captures:

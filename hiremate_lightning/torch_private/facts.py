@@ -1,0 +1,77 @@
+"""Constants, tensors and graphs as values that can be compared; what can't be described is like nothing else."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext
+
+_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+VALUES = (type(None), bool, int, float, complex, str, bytes, *_OF_TORCH)
+CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.CodeType)
+
+
+class NotShownError(Exception):
+    """Something is not shown to hold: that two things are alike, or what a value is."""
+
+
+def expect(is_shown: bool, what: str) -> None:
+    """Raise `NotShownError` where something is not shown."""
+    if not is_shown:
+        raise NotShownError(what)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a constant or code."""
+    return isinstance(value, (*VALUES, type(...), *CODE))
+
+
+def described(value: Any, numbers: Mapping[fx.Node, int]) -> Hashable:
+    """Describe an argument of a node, with numbers for nodes: `-0.0` is not `0.0`, and True and 1.0 are not 1."""
+    if isinstance(value, fx.Node):
+        return fx.Node, numbers[value]
+    if isinstance(value, (tuple, list)):
+        kind = tuple if isinstance(value, torch.Size) else type(value)
+        return kind, tuple(described(v, numbers) for v in value)
+    if isinstance(value, dict):
+        return type(value), tuple((described(k, numbers), described(v, numbers)) for k, v in value.items())
+    if isinstance(value, slice):
+        return slice, tuple(described(v, numbers) for v in (value.start, value.stop, value.step))
+    expect(is_plain(value), "an argument that is no plain value")
+    return type(value), repr(value) if isinstance(value, (float, complex)) else value
+
+
+def described_nodes(nodes: Iterable[fx.Node], numbers: Mapping[fx.Node, int]) -> Hashable:
+    """Describe nodes of a graph that has neither tensors nor code of its own."""
+    rows = []
+    for node in nodes:
+        expect(node.op not in ("get_attr", "call_module"), "tensors and code that a graph holds")
+        target = None if node.op in ("placeholder", "output") else node.target
+        rows.append((node.op, target, described(node.args, numbers), described(node.kwargs, numbers)))
+    return tuple(rows)
+
+
+def size_of(number: Any) -> Any:
+    """Return a size as a number, or as an expression of symbols."""
+    return number.node.expr if isinstance(number, torch.SymInt) else number
+
+
+def facts_of(tensor: torch.Tensor, size: Callable[[Any], Any] = size_of) -> tuple[Any, ...]:
+    """List what code can ask of a tensor without reading its values; `size` describes a size, stride or offset."""
+    expect(tensor.layout is torch.strided, "a tensor that is not strided")
+    where = type(tensor), tensor.dtype, tensor.device, tensor.dim()
+    numbers = tuple(map(size, (*tensor.size(), *tensor.stride(), tensor.storage_offset())))
+    state = tensor.requires_grad, tensor.is_inference(), tensor.is_conj(), tensor.is_neg()
+    return *where, *numbers, *state, str(torch._C._dispatch_keys(tensor)), tensor.is_leaf, tensor._is_view()
+
+
+def guard_counts() -> tuple[int, int]:
+    """Count the guards that AOTAutograd asks for, and those on sizes, of what is captured now."""
+    context = TracingContext.try_get()
+    shapes = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
+    of_code = 0 if context is None else len(context.guards_context.aotautograd_guards)
+    return of_code, 0 if shapes is None else len(shapes.guards)
