@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -31,16 +32,40 @@ FOREIGN = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Called:
+    """A call of a module, by its path in the model, with what it is given."""
+
+    path: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """All that it is given."""
+        return self.args, self.kwargs
+
+    @property
+    def name(self) -> str:
+        """What messages call the module: its path, or the class of the model itself."""
+        return self.path or type(self.module).__name__
+
+    def run(self) -> Any:
+        """Call the module as if nothing stood in for it."""
+        return hooks.plain_call(self.module, *self.args, **self.kwargs)
+
+
 class Caller(Protocol):
     """Takes over the calls of modules."""
 
     is_inside: bool  # whether one of these calls is under way
 
-    def call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, called: Called) -> Any:
         """Call a module, planned or not."""
 
-    def call_copy(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a copy of a module of that name, which is not planned."""
+    def call_copy(self, called: Called) -> Any:
+        """Call a copy of the module of that path, which is not planned."""
 
 
 class StandIn:
@@ -54,8 +79,8 @@ class StandIn:
 class Slot(StandIn):
     """Stands in for the call of one module, and hands its calls to who takes them."""
 
-    def __init__(self, targets: Caller, name: str, module: nn.Module) -> None:
-        self.targets, self._name, self._module = targets, name, module
+    def __init__(self, targets: Caller, path: str, module: nn.Module) -> None:
+        self.targets, self._path, self._module = targets, path, module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, planned where it is to be."""
@@ -68,8 +93,8 @@ class Slot(StandIn):
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = hooks.called_module()
         if module is None or module is self._module:
-            return self.targets.call(self._name, self._module, args, kwargs)
-        return self.targets.call_copy(self._name, module, args, kwargs)
+            return self.targets.call(Called(self._path, self._module, args, kwargs))
+        return self.targets.call_copy(Called(self._path, module, args, kwargs))
 
 
 class HookedSlot(Slot):
@@ -85,10 +110,10 @@ class HookedSlot(Slot):
         return self._call(args, kwargs)
 
 
-def slot_for(targets: Caller, name: str, module: nn.Module) -> Slot:
+def slot_for(targets: Caller, path: str, module: nn.Module) -> Slot:
     """Make what stands in for the call of a module."""
     kind = HookedSlot if hooks.has_backward_hooks(module) else Slot
-    return kind(targets, name, module)
+    return kind(targets, path, module)
 
 
 class WaitingSlots(dict[nn.Module, Slot]):

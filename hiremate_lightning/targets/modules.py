@@ -14,14 +14,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..calls.given import BeforeCall
-from ..calls.slots import Slot, WaitingSlots, reason_of_others, refuse, refuse_each, slot_for
+from ..calls.slots import Called, Slot, WaitingSlots, reason_of_others, refuse, refuse_each, slot_for
 from ..errors import SecondDerivativeError
 from ..messages import transforms_in
 from ..sessions.session import Session
@@ -112,45 +112,47 @@ class Targets:
         """The modules that are planned as parts of adopted ones."""
         return {inner for adopted in self.adopted.values() for inner in adopted.modules()}
 
-    def call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, called: Called) -> Any:
         """Call a candidate: planned where it trains and is outermost, or is called by what can't be captured."""
+        module = called.module
         if self._is_eager or (self.is_inside and self.session.is_eager):
-            return hooks.plain_call(module, *args, **kwargs)
-        if name in self._around:  # where it is sharded the step begins, before it gathers its parameters
+            return called.run()
+        if called.path in self._around:  # where it is sharded the step begins, before it gathers its parameters
             if torch.is_grad_enabled() and module.training and sharding.has_units(module):
-                self.session.begin_step((args, kwargs))
-            return hooks.plain_call(module, *args, **kwargs)
-        if not self._trains(module, (args, kwargs)):
-            return self._call_untrained(name, module, args, kwargs)
+                self.session.begin_step(called.arguments)
+            return called.run()
+        if not self._trains(called):
+            return self._call_untrained(called)
         if tensor_state.is_transforming() or not module.training:
-            self._say_untrained(name, module)
-            return self._call_untrained(name, module, args, kwargs)
+            self._say_untrained(called)
+            return self._call_untrained(called)
         if self.is_inside:
-            return self._call_inside(name, module, args, kwargs)
+            return self._call_inside(called)
         if (joined := self._join()) is not None:
             path = next(path for path, inner in joined.root.named_modules() if inner is module)
-            return joined.call(path, module, args, kwargs)
-        return self._call_outermost(name, module, args, kwargs)
+            return joined.call(replace(called, path=path))
+        return self._call_outermost(called)
 
-    def _call_outermost(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_outermost(self, called: Called) -> Any:
         """Call a candidate that trains, in no other one: by a plan, but where that can't be or gains nothing."""
-        if self.session.leaves_out(name, (args, kwargs), is_part=module in self._waiting):
-            return self._call_unlearned(module, args, kwargs)
-        if name not in self.adopted and sharding.has_units_below(module):
-            self._passed_by.add(name)
-        self._take_back(name, module)
-        if name in self._passed_by:  # what it runs before the first planned part belongs to the step
-            if self.session.begin_call(name, (args, kwargs), module.forward) and self.session.is_given_back:
-                return self._call_eager(module, args, kwargs)
-            return self._or_eager(self._call_passed_by, name, module, args, kwargs)
-        if name not in self.adopted:
+        path, module = called.path, called.module
+        if self.session.leaves_out(path, called.arguments, is_part=module in self._waiting):
+            return self._call_unlearned(called)
+        if path not in self.adopted and sharding.has_units_below(module):
+            self._passed_by.add(path)
+        self._take_back(called)
+        if path in self._passed_by:  # what it runs before the first planned part belongs to the step
+            if self.session.begin_call(path, called.arguments, module.forward) and self.session.is_given_back:
+                return self._call_eager(called)
+            return self._or_eager(self._call_passed_by, called)
+        if path not in self.adopted:
             if module in self._waiting and backward_pass.is_running():
-                return hooks.plain_call(module, *args, **kwargs)  # a part of a planned call is computed again
-            self._adopt(name, module)
+                return called.run()  # a part of a planned call is computed again
+            self._adopt(called)
         with self._waiting.away():
-            if self.session.begin_call(name, (args, kwargs), module.forward):
-                return self._call_eager(module, args, kwargs)
-            return self._or_eager(self._call_compiled, name, module, args, kwargs)
+            if self.session.begin_call(path, called.arguments, module.forward):
+                return self._call_eager(called)
+            return self._or_eager(self._call_compiled, called)
 
     def _join(self) -> Targets | None:
         """Plan together with a model that was in the same step before, when nothing waits; None to stay as it is.
@@ -192,94 +194,91 @@ class Targets:
             return False
         return options_together(self.session.options, other.session.options) is not None
 
-    def call_copy(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_copy(self, called: Called) -> Any:
         """Call a copy of a candidate as the user wrote it: its weights are its own."""
-        if torch.is_grad_enabled() and has_weights(module):
+        if torch.is_grad_enabled() and has_weights(called.module):
             self.session.say(
-                f"A copy of {name or type(module).__name__} was called that shares its attributes, as learn2learn's "
+                f"A copy of {called.name} was called that shares its attributes, as learn2learn's "
                 "clone makes it: copies run without a plan, in the memory of plain PyTorch. Call the model itself, "
                 "with torch.func.functional_call for other weights.",
                 topic="copies",
             )
-        return hooks.plain_call(module, *args, **kwargs)
+        return called.run()
 
-    def _call_unlearned(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_unlearned(self, called: Called) -> Any:
         """Call a module, and all that it calls, as if nothing stood in for them."""
         self._is_eager = True
         try:
-            return hooks.plain_call(module, *args, **kwargs)
+            return called.run()
         finally:
             self._is_eager = False
 
-    def _call_eager(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_eager(self, called: Called) -> Any:
         """Call a module as the user wrote it, and all that it calls."""
         self.is_inside = True
         try:
-            return self.session.run_eager((args, kwargs), partial(hooks.plain_call, module, *args, **kwargs))
+            return self.session.run_eager(called.arguments, called.run)
         finally:
             self.is_inside = False
 
-    def _or_eager(
-        self, call: Callable[..., Any], name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _or_eager(self, call: Callable[[Called], Any], called: Called) -> Any:
         """Call a module; where it trains on a gradient through captured code, call the model as eager from then on.
 
         Only the gradient shows this, when a part of the forward has run. So the forward is called once more.
         """
-        before = None if self.session.captured_count else BeforeCall(module, args, kwargs)
+        before = None if self.session.captured_count else BeforeCall(called.module, called.args, called.kwargs)
         try:
-            return call(name, module, args, kwargs)
+            return call(called)
         except SecondDerivativeError:
             if before is None or backward_pass.is_running() or not before.can_be_restored:
                 raise
         self.session.abandon_step()
         self._is_eager = True
         announced.add(self.session)
-        where = name or type(module).__name__
         self.session.say(
-            f"{where} runs without a plan: it trains on a gradient that it takes in its forward (create_graph=True), "
-            f"and torch.compile can't capture all that is between.{self.session.why_uncaptured()}"
+            f"{called.name} runs without a plan: it trains on a gradient that it takes in its forward "
+            f"(create_graph=True), and torch.compile can't capture all that is between.{self.session.why_uncaptured()}"
         )
         args, kwargs = before.restore()
-        return hooks.plain_call(module, *args, **kwargs)
+        return replace(called, args=args, kwargs=kwargs).run()
 
-    def _call_compiled(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before = self.session.runs
-        calling = self.session.calling(name or type(self.root).__name__)
+    def _call_compiled(self, called: Called) -> Any:
+        path, module, before = called.path, called.module, self.session.runs
+        calling = self.session.calling(called.name)
         with leaving_no_trace(), calling, without_labels(self.session, module), self._in_place(module):
-            result = hooks.plain_call(module, *args, **kwargs)
+            result = called.run()
         if self.session.runs != before:
-            self._captured.add(name)
+            self._captured.add(path)
             self._uncaptured = 0
             self._plan_what_given_up_code_calls(module)
-            self._plan_what_new_forwards_call(name, module)
-        elif name in self._captured and requires_gradient(result):
+            self._plan_what_new_forwards_call(called)
+        elif path in self._captured and requires_gradient(result):
             self._uncaptured += 1
             is_due = self._uncaptured.bit_count() == 1  # after 1, 2, 4, 8 such calls: what is in the way may be gone
             if is_due and not classes_with_code(result):
                 self._compiler.forget(module)
-            check_captured(self.session, name or type(module).__name__, result)
-        elif not self._plan_parts_of(name, module, result):
-            check_captured(self.session, name or type(module).__name__, result)
+            check_captured(self.session, called.name, result)
+        elif not self._plan_parts_of(called, result):
+            check_captured(self.session, called.name, result)
         return result
 
-    def _call_passed_by(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_passed_by(self, called: Called) -> Any:
         """Call a module whose parts are planned in its place; where none could be, and none is left to try, refuse."""
         before = len(self._passed_by)
-        result = hooks.plain_call(module, *args, **kwargs)
-        if module is self.root and not self.session.captured_count and len(self._passed_by) == before:
-            check_captured(self.session, name or type(module).__name__, result)
+        result = called.run()
+        if called.module is self.root and not self.session.captured_count and len(self._passed_by) == before:
+            check_captured(self.session, called.name, result)
         return result
 
-    def _call_inside(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_inside(self, called: Called) -> Any:
         """Call a candidate inside of a planned call, where that is not captured: it becomes a graph of its own."""
-        before = self.session.runs
+        before, module = self.session.runs, called.module
         with self._in_place(module):
-            result = hooks.plain_call(module, *args, **kwargs)
+            result = called.run()
         if self.session.runs == before and requires_gradient(result):
             hooks.set_call(module, None)
             self._uncaptured_parts.add(module)
-            self._say_uncaptured(name, type(module))
+            self._say_uncaptured(called.path, type(module))
         return result
 
     def _say_uncaptured(self, name: str, kind: type[nn.Module]) -> None:
@@ -309,23 +308,22 @@ class Targets:
                 where = paths[outer] or type(outer).__name__
                 self._say_split(f"{where} was not captured", type(outer))
 
-    def _plan_what_new_forwards_call(self, name: str, module: nn.Module) -> None:
+    def _plan_what_new_forwards_call(self, called: Called) -> None:
         """Plan the parts of a module that gets a forward of its own for each call, from the next step on.
 
         Each of them would be captured anew; what it wraps around the module's class's forward runs as it is.
         """
-        if self._compiler.replaced[module] < REPLACED:
+        if self._compiler.replaced[called.module] < REPLACED:
             return
-        parts = parts_with_weights(name, module)
+        parts = parts_with_weights(called.path, called.module)
         if parts:
-            where = name or type(module).__name__
             self.session.say(
-                f"{where} gets another forward again and again, which is captured anew each time; from the next step "
-                "on its parts are planned."
+                f"{called.name} gets another forward again and again, which is captured anew each time; from the next "
+                "step on its parts are planned."
             )
-            self._plan_instead(name, module, parts)
+            self._plan_instead(called, parts)
 
-    def _plan_parts_of(self, name: str, module: nn.Module, result: Any) -> bool:
+    def _plan_parts_of(self, called: Called, result: Any) -> bool:
         """Plan the parts of a module of which nothing was captured, from the next step on.
 
         Dynamo gives up on a forward that breaks the graph in a loop, say; that of a torch.nn.Sequential is one.
@@ -335,18 +333,17 @@ class Targets:
         """
         if not requires_gradient(result):
             return True
-        parts = parts_with_weights(name, module)
-        where = name or type(module).__name__
+        parts, module = parts_with_weights(called.path, called.module), called.module
         if parts:
-            if not self.session.has_told_of_transforms(where):  # there parts may be called, too, and get no plan
-                self._say_split(f"Nothing of {where} was captured", type(module))
+            if not self.session.has_told_of_transforms(called.name):  # there parts may be called, too, and get no plan
+                self._say_split(f"Nothing of {called.name} was captured", type(module))
         elif self._passed_by or self.candidates.has_others_than(module):
-            self._say_uncaptured(where, type(module))
+            self._say_uncaptured(called.name, type(module))
         else:
             return False
         if parts or self.session.captured_count:
             announced.add(self.session)
-        self._plan_instead(name, module, parts)
+        self._plan_instead(called, parts)
         return True
 
     def _say_split(self, what: str, kind: type[nn.Module]) -> None:
@@ -354,38 +351,38 @@ class Targets:
         text = f"{what} as a whole; from the next step on its parts are planned.{self.session.why_uncaptured()}"
         self.session.say(text, topic=f"split {kind.__qualname__}")
 
-    def _plan_instead(self, name: str, module: nn.Module, parts: Mapping[str, nn.Module]) -> None:
+    def _plan_instead(self, called: Called, parts: Mapping[str, nn.Module]) -> None:
         """Pass by a module, and plan what is below it."""
         if parts:
             self.session.abandon_step()
-        self._passed_by.add(name)
-        self._hooked.setdefault(name, hooks.kinds_in(module))
-        self.adopted.pop(name, None)
+        self._passed_by.add(called.path)
+        self._hooked.setdefault(called.path, hooks.kinds_in(called.module))
+        self.adopted.pop(called.path, None)
         for path, part in parts.items():
             if hooks.get_call(part) is None:
                 hooks.set_call(part, slot_for(self, path, part))
 
-    def _take_back(self, name: str, module: nn.Module) -> None:
+    def _take_back(self, called: Called) -> None:
         """Plan a module as a whole again, once, when hooks that kept it in parts, such as a debugger's, have gone."""
-        hooked = self._hooked.get(name)
-        if not hooked or hooked <= hooks.kinds_in(module):
+        hooked = self._hooked.get(called.path)
+        if not hooked or hooked <= hooks.kinds_in(called.module):
             return
-        self._hooked[name] = frozenset()
-        self._passed_by.discard(name)
-        self._compiler.forget(module)
-        inner = set(module.modules())
+        self._hooked[called.path] = frozenset()
+        self._passed_by.discard(called.path)
+        self._compiler.forget(called.module)
+        inner = set(called.module.modules())
         self.adopted = {path: part for path, part in self.adopted.items() if part not in inner}
 
-    def _trains(self, module: nn.Module, arguments: Any) -> bool:
+    def _trains(self, called: Called) -> bool:
         """Whether gradients go through a call to what trains, whatever the mode of the module."""
-        if not torch.is_grad_enabled() or isinstance(module, torch.jit.ScriptModule):
+        if not torch.is_grad_enabled() or isinstance(called.module, torch.jit.ScriptModule):
             return False
-        return has_weights(module) or (module is self.root and self._is_reached(arguments))
+        return has_weights(called.module) or (called.module is self.root and self._is_reached(called))
 
-    def _say_untrained(self, name: str, module: nn.Module) -> None:
+    def _say_untrained(self, called: Called) -> None:
         """Report, once, a call with gradients that has no plan, inside of a transform or in eval mode."""
+        announced.add(self.session)
         if tensor_state.is_transforming():
-            announced.add(self.session)
             kind = type(self.root).__name__
             self.session.say(
                 f"{kind} was called inside of a transform of torch.func, or of forward-mode differentiation: such "
@@ -393,35 +390,34 @@ class Targets:
                 topic=transforms_in(kind),
             )
         else:
-            announced.add(self.session)
             self.session.say(
-                f"{name or type(module).__name__} was called with gradients but in eval mode: such calls are not "
+                f"{called.name} was called with gradients but in eval mode: such calls are not "
                 "planned. Call .train() to plan them.",
                 topic="eval mode",
             )
 
-    def _call_untrained(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_untrained(self, called: Called) -> Any:
         """Call a candidate without a plan; a call of training without gradients is watched.
 
         Inside of a transform tensors have no memory.
         """
         is_outermost = not (torch.is_grad_enabled() or self.is_inside or tensor_state.is_transforming())
-        if is_outermost and module.training and has_weights(module):
-            self.session.begin_without_gradients(name, (args, kwargs))
-        result = hooks.plain_call(module, *args, **kwargs)
-        if module is self.root:
-            self._learn_of_others_weights((args, kwargs), result)
+        if is_outermost and called.module.training and has_weights(called.module):
+            self.session.begin_without_gradients(called.path, called.arguments)
+        result = called.run()
+        if called.module is self.root:
+            self._learn_of_others_weights(called, result)
         return result
 
-    def _is_reached(self, arguments: Any) -> bool:
+    def _is_reached(self, called: Called) -> bool:
         """Whether gradients go through the root, though it may have no weights."""
-        return self._trains_others or requires_gradient(arguments)
+        return self._trains_others or requires_gradient(called.arguments)
 
-    def _learn_of_others_weights(self, arguments: Any, result: Any) -> None:
+    def _learn_of_others_weights(self, called: Called, result: Any) -> None:
         """Plan from the next call on what trains without having trained parameters: it can't be seen before it ran."""
         if not (self.root.training and requires_gradient(result)) or has_weights(self.root):
             return
-        if not self._is_reached(arguments):
+        if not self._is_reached(called):
             self._trains_others = True
             self.session.say(
                 f"{type(self.root).__name__} needs gradients, but none of its parameters does, as where layers are in "
@@ -429,13 +425,13 @@ class Targets:
                 "layers part of a module."
             )
 
-    def _adopt(self, name: str, module: nn.Module) -> None:
+    def _adopt(self, called: Called) -> None:
         """Plan a module's calls from now on; of its submodules, those that are called alone keep their slots."""
         refuse_each(self.root, reason_of_others)  # what came after this was attached
-        self.adopted[name] = module
-        self._waiting.pop(module, None)
+        self.adopted[called.path] = called.module
+        self._waiting.pop(called.module, None)
         adopted = set(map(id, self.adopted.values()))
-        for inner in module.modules():
+        for inner in called.module.modules():
             slot = hooks.get_call(inner)
             if id(inner) not in adopted and isinstance(slot, Slot):
                 self._waiting[inner] = slot
