@@ -1,4 +1,4 @@
-"""What keeps the host's memory small: a store that is bounded, and garbage collected in known spans.
+"""What is kept, and for how long: files of JSON, a store that is bounded, and garbage collected in known spans.
 
 A full collection looks at all objects, a million where PyTorch's compiler and a package of models are imported. Tracing
 and planning leave many cycles; what is made in a known span can be collected without that.
@@ -7,9 +7,17 @@ and planning leave many cycles; what is made in a known span can be collected wi
 from __future__ import annotations
 
 import gc
+import json
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .errors import HiRemateError
+
+log = logging.getLogger("hiremate_lightning")
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -32,6 +40,37 @@ class Latest(dict[K, V]):
         """Return the value of a key, made where there is none: it is the latest one then."""
         self[key] = value = self[key] if key in self else make()
         return value
+
+
+@dataclass(frozen=True, slots=True)
+class JsonFile:
+    """A file that later runs read again. One that is spoilt, or can't be written, is no error: a warning says so."""
+
+    path: Path | None  # None for no file
+    ignored: str  # the warning where it can't be read, with places for its path and the reason
+    lost: str  # the warning where it can't be written, with the same places
+
+    def read(self, decode: Callable[[Any], V]) -> V | None:
+        """Read and decode it; None where it is not there, or is spoilt."""
+        if self.path is None or not self.path.is_file():
+            return None
+        try:
+            return decode(json.loads(self.path.read_text()))
+        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, HiRemateError) as error:
+            log.warning(self.ignored, self.path, error)
+            return None
+
+    def write(self, data: object) -> None:
+        """Write it whole, in the place of what it held."""
+        if self.path is None:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial = self.path.with_suffix(".partial")
+            partial.write_text(json.dumps(data))
+            partial.replace(self.path)
+        except OSError as error:
+            log.warning(self.lost, self.path, error)
 
 
 @contextmanager

@@ -168,7 +168,7 @@ def _plan_on(work: _Work, shards: int, on_infeasible: str = "raise") -> tuple[Of
     asked, (captured, step) = work.asked, work.capture(shards=shards)
     room = work.room(asked.budget, captured.resident_bytes, step.plain_bytes)
 
-    def solve(step: Step, on_infeasible: str, host: Host | None = None) -> Plan:
+    def solve(step: Step, on_infeasible: str, host: Host = Host(0)) -> Plan:
         options = SessionOptions(time_limit_s=asked.time_limit, on_infeasible=on_infeasible, solver=asked.solver)
         progress = work.reporter.solving(step_time_ms(step.graph, step.profile))
         made = unless_short(make_plan(step, room, options, captured.name, progress=progress, host=host))

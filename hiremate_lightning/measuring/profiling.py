@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import json
 import logging
 import mmap
 import time
@@ -30,6 +29,7 @@ from torch import fx
 
 from .. import thresholds
 from ..capturing.capture import Captured
+from ..housekeeping import JsonFile
 from ..memory.allocator import free_bytes, storage_bytes
 from ..memory.metering import MemoryMeter, undisturbed
 from ..records.costs import A100, Link, Machine, Profile, estimate
@@ -84,7 +84,7 @@ class CostCache:
         """Return the known costs of a device; costs that are added to them are kept."""
         name = describe_device(device)
         if name not in self._costs:
-            self._costs[name] = self._read(name)
+            self._costs[name] = self._file(name).read(lambda data: self._decode(data, name)) or {}
         return self._costs[name]
 
     def link_of(self, device: torch.device) -> Link:
@@ -98,36 +98,26 @@ class CostCache:
 
     def write(self, device: torch.device) -> None:
         """Keep the costs of a device on disk."""
-        if self.folder is None:
-            return
         name = describe_device(device)
-        rows, path = dict(sorted(self._costs[name].items())), self._path(name)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(".partial")
-            link = asdict(self._links[name]) if name in self._links else None
-            partial.write_text(json.dumps({"format": CACHE_FORMAT, "device": name, "costs": rows, "link": link}))
-            partial.replace(path)
-        except OSError as error:
-            log.warning("Could not keep the profile in %s (%s); the next run measures again", path, error)
+        rows, link = dict(sorted(self._costs[name].items())), self._links.get(name)
+        data = {"format": CACHE_FORMAT, "device": name, "costs": rows, "link": None if link is None else asdict(link)}
+        self._file(name).write(data)
 
-    def _path(self, name: str) -> Path:
-        assert self.folder is not None
-        return self.folder / f"profile-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
+    def _file(self, name: str) -> JsonFile:
+        digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+        return JsonFile(
+            None if self.folder is None else self.folder / f"profile-{digest}.json",
+            "Ignored the profile in %s: %s",
+            "Could not keep the profile in %s (%s); the next run measures again",
+        )
 
-    def _read(self, name: str) -> dict[str, Cost]:
-        if self.folder is None or not self._path(name).is_file():
-            return {}
-        try:
-            data = json.loads(self._path(name).read_text())
-            if data["format"] != CACHE_FORMAT or data["device"] != name:
-                raise ValueError("it was written for another version or device")
-            if data.get("link"):
-                self._links[name] = Link(**data["link"])
-            return {key: Cost(float(time_ms), int(size)) for key, (time_ms, size) in data["costs"].items()}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            log.warning("Ignored the profile in %s: %s", self._path(name), error)
-            return {}
+    def _decode(self, data: Any, name: str) -> dict[str, Cost]:
+        """Decode a file: the costs of a device by operation, and its link."""
+        if data["format"] != CACHE_FORMAT or data["device"] != name:
+            raise ValueError("it was written for another version or device")
+        if data.get("link"):
+            self._links[name] = Link(**data["link"])
+        return {key: Cost(float(time_ms), int(size)) for key, (time_ms, size) in data["costs"].items()}
 
 
 def describe_device(device: torch.device) -> str:

@@ -19,7 +19,7 @@ from ..records.step import Decisions
 from ..units import Budget, format_bytes
 from .solutions import Solutions
 from .solvers import smallest_budget
-from .solvers.base import UNLIMITED, Problem, Solution, Status, replay_solution, with_decisions
+from .solvers.base import Problem, Solution, Status, replay_solution, with_decisions
 from .solvers.least_memory import SEARCH_S
 from .solvers.offload import least_with_offloads
 
@@ -71,11 +71,6 @@ class Room:
     budget_bytes: int  # the same in bytes, resident bytes included
     resident_bytes: int = 0  # bytes that exist before the step
     margin_bytes: int = 0  # bytes of the budget to leave free, because an earlier plan was measured that much above it
-
-    @classmethod
-    def unlimited(cls, budget: Budget) -> Room:
-        """Return the room of a step whose budget in bytes is not known from what was seen so far."""
-        return cls(budget, UNLIMITED)
 
     @property
     def step_bytes(self) -> int:

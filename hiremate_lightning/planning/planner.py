@@ -64,7 +64,7 @@ def make_plan(
     solve: Strategy | None = None,
     progress: Callable[[float, float], None] | None = None,
     decided: Decisions | None = None,
-    host: Host | None = None,
+    host: Host = Host(0),
 ) -> Plan | Short:
     """Solve a merged step under a budget.
 
@@ -79,7 +79,7 @@ def make_plan(
     start = time.perf_counter()
     strategy = solve or apart(options.solver)
     limits = SolveOptions(time_limit_s=options.time_limit_s, progress=progress)
-    own = Problem(step.graph, step.profile, room.step_bytes, limits, None if decided is not None else host)
+    own = Problem(step.graph, step.profile, room.step_bytes, limits, host if decided is None else Host(0))
     problem = agreed(own, strategy)
     less_bytes = own.budget_bytes - problem.budget_bytes
     shared_room = replace(room, budget_bytes=room.budget_bytes - less_bytes)
@@ -93,7 +93,11 @@ def make_plan(
         guarded = replace(problem, budget_bytes=shared_room.solved_bytes)
         solution, profile = _solve(guarded, options, strategy, problem is own)
     if not _fits(problem, solution):
-        solution = solution if decided is not None else _least_memory(problem, solution)
+        if decided is None:
+            smallest = smallest_budget(problem)
+            if smallest.peak_bytes > problem.budget_bytes:
+                smallest = least_with_offloads(problem, smallest)
+            solution = replace(smallest, stopped_by=solution.stopped_by or smallest.stopped_by)
         if solution.peak_bytes > problem.budget_bytes and options.on_infeasible == "raise":
             need = least_need(problem, room.resident_bytes, decided, Solutions(options.cache_dir))
             if need.smallest.peak_bytes > problem.budget_bytes:
@@ -142,7 +146,7 @@ def first_solution(
     target: str,
     progress: Callable[[float, float], None] | None = None,
     free_bytes: Callable[[], int] = lambda: 0,
-    host: Host | None = None,
+    host: Host = Host(0),
 ) -> Solution | Short:
     """Find how to run a captured part for the first time.
 
@@ -177,13 +181,6 @@ def first_solution(
 def _fits(problem: Problem, solution: Solution) -> bool:
     """Whether a solution fits by the independent simulator: the strategy's own claim doesn't count."""
     return solution.is_feasible and replay_solution(problem, solution).peak_bytes <= problem.budget_bytes
-
-
-def _least_memory(problem: Problem, failed: Solution) -> Solution:
-    smallest = smallest_budget(problem)
-    if smallest.peak_bytes > problem.budget_bytes:
-        smallest = least_with_offloads(problem, smallest)
-    return replace(smallest, stopped_by=failed.stopped_by or smallest.stopped_by)
 
 
 def _fastest_within_its_peak(

@@ -26,7 +26,7 @@ from typing import Any
 
 from ..errors import ScheduleError
 from ..records.graph import Graph
-from ..records.offload import Offload
+from ..records.offload import Host, Offload
 from .solvers.base import Problem, Solution, Status, Strategy, clock_limit_s, with_decisions
 
 log = logging.getLogger("hiremate_lightning")
@@ -173,7 +173,7 @@ def _needs(problem: Problem) -> list[int]:
     """List the numbers in which ranks may differ: the budget, the host and the link to it, workspaces, storages."""
     host, link = problem.host, problem.profile.link
     of_host = [0, 0, 0]  # where all stays on the device
-    if host is not None and link is not None:
+    if link is not None:
         of_host = [host.size_bytes, int(link.out_bytes_per_ms), int(link.in_bytes_per_ms)]
     sizes = (storage.size_bytes for storage in problem.graph.storages)
     return [problem.budget_bytes, *of_host, *problem.profile.workspace_bytes, *sizes]
@@ -187,8 +187,8 @@ def _meeting(problem: Problem, needs: Sequence[Sequence[int]]) -> Problem:
     pairs = zip(problem.graph.storages, most[count:], strict=True)
     graph = replace(problem.graph, storages=tuple(replace(storage, size_bytes=size) for storage, size in pairs))
     profile, host = replace(problem.profile, workspace_bytes=tuple(most[:count])), problem.host
-    if host is None or profile.link is None or not host_bytes:
-        host = None
+    if profile.link is None or not host_bytes:
+        host = Host(0)
     else:
         out_bytes_per_ms, in_bytes_per_ms = map(float, speeds)
         link = replace(profile.link, out_bytes_per_ms=out_bytes_per_ms, in_bytes_per_ms=in_bytes_per_ms)

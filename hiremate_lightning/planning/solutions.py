@@ -14,7 +14,6 @@ latest schedules of the step, whatever their budgets.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import threading
 from collections import deque
@@ -22,8 +21,10 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from ..errors import HiRemateError
+from ..housekeeping import JsonFile
 from ..records.costs import Profile, profile_from
 from ..records.offload import Offload
 from ..records.step import Decisions
@@ -34,7 +35,6 @@ log = logging.getLogger("hiremate_lightning")
 FORMAT = 3
 STEPS, SCHEDULES = 16, 8  # the latest steps at certain costs, and in a folder the latest schedules of each
 KNOWN_BEFORE = "found before"  # why a search ended with such a schedule
-_UNREADABLE = OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, HiRemateError  # of a spoilt file
 
 
 @dataclass
@@ -101,26 +101,19 @@ class Solutions:
     def read(self, problem: Problem, solver: str) -> tuple[Solution, Profile] | None:
         """Find the solution of a problem in the folder, and the profile that it was solved for.
 
-        A file that can't be read, was written by another version or for another step, or holds a schedule that does
-        not fit, is ignored with a warning.
+        A file of another version or step is ignored, and one that holds a schedule that does not fit.
         """
-        path = self._path("plan", solver, problem.budget_bytes, _host_of(problem), problem.graph)
-        if path is None or not path.is_file():
+        file = self._plan_file(problem, solver)
+        known = file.read(lambda data: _decode(data, problem))
+        if known is not None and known[1].workspace_bytes != problem.profile.workspace_bytes:
+            log.info("The plan in %s is for other memory costs: solving again", file.path)
             return None
-        try:
-            solution, profile = _decode(path.read_text(), problem)
-        except _UNREADABLE as error:
-            log.warning("Ignored the plan in %s: %s", path, error)
-            return None
-        if profile.workspace_bytes != problem.profile.workspace_bytes:
-            log.info("The plan in %s is for other memory costs: solving again", path)
-            return None
-        return solution, profile
+        return known
 
     def write(self, problem: Problem, solver: str, solution: Solution) -> None:
         """Keep the solution of a problem in the folder."""
         data = {"format": FORMAT, "solution": asdict(solution), "profile": asdict(problem.profile)}
-        _write(self._path("plan", solver, problem.budget_bytes, _host_of(problem), problem.graph), data)
+        self._plan_file(problem, solver).write(data)
 
     def remember(self, problem: Problem, solution: Solution) -> None:
         """Keep the schedule of a step for later searches, under any budget."""
@@ -130,7 +123,7 @@ class Solutions:
         before = self._read_schedules(problem)
         fresh = [recompute for recompute in _schedules(problem) if recompute not in before]
         if fresh:
-            _write(self._schedules_path(problem), [*before, *fresh][-SCHEDULES:])
+            self._schedules_file(problem).write([*before, *fresh][-SCHEDULES:])
 
     def at_least(self, problem: Problem, solution: Solution) -> Solution:
         """Return a solution, or a known schedule in its place, where that is faster and fits, or alone fits.
@@ -152,22 +145,23 @@ class Solutions:
 
     def _read_schedules(self, problem: Problem) -> list[Decisions]:
         """List the schedules of a step in the folder; nobody has checked them."""
-        path = self._schedules_path(problem)
-        try:
-            data = json.loads(path.read_text()) if path is not None and path.is_file() else []
-            return [tuple(tuple(int(node) for node in row) for row in recompute) for recompute in data]
-        except (OSError, ValueError, TypeError) as error:
-            log.warning("Ignored the plan in %s: %s", path, error)
-            return []
+        return self._schedules_file(problem).read(lambda data: [*map(_rows, data)]) or []
 
-    def _schedules_path(self, problem: Problem) -> Path | None:
-        return self._path("found", problem.graph, problem.profile.workspace_bytes)
+    def _schedules_file(self, problem: Problem) -> JsonFile:
+        return self._file("found", problem.graph, problem.profile.workspace_bytes)
 
-    def _path(self, kind: str, *said: object) -> Path | None:
-        if self.folder is None:
-            return None
-        name = hashlib.sha256(repr((FORMAT, package_version(), *said)).encode()).hexdigest()[:32]
-        return self.folder / f"{kind}-{name}.json"
+    def _plan_file(self, problem: Problem, solver: str) -> JsonFile:
+        host = problem.host.size_bytes and (problem.host.size_bytes, problem.profile.link)
+        return self._file("plan", solver, problem.budget_bytes, host, problem.graph)
+
+    def _file(self, kind: str, *said: object) -> JsonFile:
+        path = None
+        if self.folder is not None:
+            name = hashlib.sha256(repr((FORMAT, package_version(), *said)).encode()).hexdigest()[:32]
+            path = self.folder / f"{kind}-{name}.json"
+        return JsonFile(
+            path, "Ignored the plan in %s: %s", "Could not keep the plan in %s (%s); the next run solves again"
+        )
 
 
 def _schedules(problem: Problem) -> list[Decisions]:
@@ -175,22 +169,6 @@ def _schedules(problem: Problem) -> list[Decisions]:
     with _lock:
         curves = [known.curve for known in _memory if known.is_of(problem)]
     return list(dict.fromkeys(point.recompute for curve in curves for point in curve.points if not point.offloads))
-
-
-def _host_of(problem: Problem) -> object:
-    return problem.host and (problem.host.size_bytes, problem.profile.link)
-
-
-def _write(path: Path | None, data: object) -> None:
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(data))
-        partial.replace(path)
-    except OSError as error:
-        log.warning("Could not keep the plan in %s (%s); the next run solves again", path, error)
 
 
 def package_version() -> str:
@@ -201,24 +179,27 @@ def package_version() -> str:
         return "from a checkout"
 
 
-def _decode(text: str, problem: Problem) -> tuple[Solution, Profile]:
-    """Read a file.
+def _rows(data: Any) -> Decisions:
+    return tuple(tuple(int(node) for node in row) for row in data)
+
+
+def _decode(data: Any, problem: Problem) -> tuple[Solution, Profile]:
+    """Decode the contents of a file.
 
     Raises:
         ValueError: If it is of another format, or its schedule is not valid or does not fit. A file with other contents
             raises other errors.
     """
-    data = json.loads(text)
     if data["format"] != FORMAT:
         raise ValueError("it was written by another version")
     fields = data["solution"]
-    recompute = tuple(tuple(int(node) for node in row) for row in fields.pop("recompute"))
+    recompute = _rows(fields.pop("recompute"))
     offloads = tuple(Offload(**{name: int(place) for name, place in row.items()}) for row in fields.pop("offloads"))
     solution = Solution(**{**fields, "status": Status(fields["status"]), "recompute": recompute, "offloads": offloads})
     profile = profile_from(data["profile"])
     if not len(profile.time_ms) == len(profile.workspace_bytes) == len(problem.graph.nodes):
         raise ValueError("its profile is of another graph")
-    if offloads and not (problem.host is not None and problem.host.holds(problem.graph, offloads)):
+    if not problem.host.holds(problem.graph, offloads):
         raise ValueError("it puts more in the host's memory than there is")
     peak_bytes = replay_solution(Problem(problem.graph, profile, problem.budget_bytes), solution).peak_bytes
     if peak_bytes > problem.budget_bytes or peak_bytes != solution.peak_bytes:

@@ -22,7 +22,7 @@ from ..memory.allocator import alone, free_bytes
 from ..planning.headroom import Room, guard_bytes, unless_short
 from ..planning.ladder import Chosen, Ladder, Loss, fastest_that_fits
 from ..planning.planner import first_solution
-from ..planning.solvers import Problem, SolveOptions, smallest_budget
+from ..planning.solvers import UNLIMITED, Problem, SolveOptions, smallest_budget
 from ..planning.solvers.base import replay
 from ..records.costs import Profile, step_time_ms
 from ..records.graph import Graph
@@ -159,7 +159,7 @@ class GraphPrograms:
                     whole,
                     self._maker.room(whole, step.resident_in(self._model.memory))
                     if is_checked
-                    else Room.unlimited(options.budget),
+                    else Room(options.budget, UNLIMITED),
                     options,
                     self._model.name,
                     self._reporter.solving(step_time_ms(captured.graph, profile)),

@@ -85,17 +85,17 @@ class Offloading:
         self.memory.most_bytes = named_bytes
         return named_bytes
 
-    def host(self, step: Step, calls: Sequence[Captured], waits: bool = False) -> Host | None:
+    def host(self, step: Step, calls: Sequence[Captured], waits: bool = False) -> Host:
         """Return the memory that values of a step may be offloaded to.
 
-        None where all stays on the device, as where graphs wait for a later backward, before the step or after it: why
-        is announced where `offload` was asked for.
+        It has no bytes where all stays on the device, as where graphs wait for a later backward, before the step or
+        after it: why is announced where `offload` was asked for.
         """
         if self._asked == "off":
-            return None
+            return Host(0)
         if why := self._why_not(waits):
             self._say(NOTHING.format(asked=repr(self._asked), why=why))
-            return None
+            return Host(0)
         stay = storages_in(step, [pinned_storages(call) for call in calls])
         return Host(self.host_bytes, stay, has_round_blocks=True)
 

@@ -252,10 +252,10 @@ class PlanMaker:
             plan if (plan.proved, plan.rounded) == (proved, rounded) else plan.changed(proved=proved, rounded=rounded)
         )
 
-    def host(self, recorded: RecordedStep) -> Host | None:
-        """Return the memory of the host that values may be offloaded to; None where all stays on the device."""
+    def host(self, recorded: RecordedStep) -> Host:
+        """Return the memory of the host that values may be offloaded to."""
         if recorded.keeps_on_device:
-            return None
+            return Host(0)
         captured = [call.captured for call in recorded.calls]
         waits = recorded.waits or bool(recorded.decided)
         return self._model.offloading.host(recorded.merge(), captured, waits)

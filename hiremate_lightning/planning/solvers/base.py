@@ -58,7 +58,7 @@ class Problem:
     profile: Profile  # its costs
     budget_bytes: int  # bytes that the step may add to resident ones
     options: SolveOptions = SolveOptions()  # limits of the solve
-    host: Host | None = None  # memory of the host that values may be offloaded to; None where all stays on the device
+    host: Host = Host(0)  # memory of the host that values may be offloaded to
 
     @property
     def step_ms(self) -> float:

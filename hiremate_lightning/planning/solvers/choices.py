@@ -177,14 +177,12 @@ class Choices:
             assert storage is not None
             self.pins.setdefault(storage, []).append((made[tensor], position))
         reads = [*(self.graph.nodes[n].inputs for n in self.graph.backward), self.graph.gradients]
-        self.seen_from = [self._views_read(tensors, made) for tensors in reads]
+        self.seen_from: list[dict[int, int]] = []
+        for tensors in reads:
+            direct = {self.storage_of[t] for t in tensors if t not in made}
+            viewed = {self.storage_of[t]: made[t] for t in tensors if t in made}
+            self.seen_from.append({s: at for s, at in viewed.items() if s is not None and s not in direct})
         self.viewed = frozenset(storage for seen in self.seen_from for storage in seen)
-
-    def _views_read(self, tensors: tuple[int, ...], made: dict[int, int]) -> dict[int, int]:
-        """Find the storages read only through views that the backward made, and the positions of these."""
-        direct = {self.storage_of[t] for t in tensors if t not in made}
-        viewed = {self.storage_of[t]: made[t] for t in tensors if t in made}
-        return {s: position for s, position in viewed.items() if s is not None and s not in direct}
 
     def _measure_the_rest(self) -> None:
         """Measure the bytes that no decision changes, by replaying plain training with all choices of size zero."""

@@ -222,8 +222,12 @@ class SolverMeter:
         """Solve a program; it ends at the limit of work, or after so many seconds by the clock."""
         seconds = max(LEAST_S, clock_left_s)
         library = _library() if model.solver_name.upper() == "HIGHS" else None
-        if library is None:
-            return self._by_nodes(model, seconds)
+        if library is None:  # its work is not known: it counts as the limit where it does not end by itself
+            nodes = {} if self._is_linear else {"max_nodes": max(1, self.most_iterations() // NODE_ITERATIONS)}
+            status = model.optimize(max_seconds=seconds, **nodes)
+            if status not in (mip.OptimizationStatus.OPTIMAL, mip.OptimizationStatus.INFEASIBLE):
+                self.work_s = self._limit_s
+            return status
         if self._is_linear:
             model.max_iter = self.most_iterations()
             status = model.optimize(max_seconds=seconds)
@@ -237,14 +241,6 @@ class SolverMeter:
     def most_iterations(self) -> int:
         """Return the iterations that the limit of work is enough for."""
         return min(max(1, int((self._limit_s - self._fixed_s) / self._iteration_s)), MOST_ITERATIONS)
-
-    def _by_nodes(self, model: mip.Model, seconds: float) -> mip.OptimizationStatus:
-        """Solve with a limit of nodes. Its work is not known: it counts as the limit where it did not end by itself."""
-        nodes = {} if self._is_linear else {"max_nodes": max(1, self.most_iterations() // NODE_ITERATIONS)}
-        status = model.optimize(max_seconds=seconds, **nodes)
-        if status not in (mip.OptimizationStatus.OPTIMAL, mip.OptimizationStatus.INFEASIBLE):
-            self.work_s = self._limit_s
-        return status
 
     def _is_enough(self, iterations: int) -> bool:
         self._questions += 1

@@ -98,10 +98,6 @@ class StepModel(Choices):
             replay = other
         return replay
 
-    def _timeline(self, rows: Rows) -> Timeline:
-        changed = {position: list(row) for position, row in enumerate(rows) if row}
-        return with_rows(self, self.keeping_all.timeline, changed)
-
     def _replay(self, timeline: Timeline, lazy: Lazy) -> Replay:
         forward, forward_position, forward_peak = timeline.forward_bytes, 0, -1
         if len(forward):
@@ -137,16 +133,12 @@ class StepModel(Choices):
 
     def always_there(self, rows: Rows) -> set[int]:
         """List the forward tensors that live through the turn: on kept, held and resident storages, or on none."""
-        blocks = self._timeline(rows).blocks
+        changed = {position: list(row) for position, row in enumerate(rows) if row}
+        blocks = with_rows(self, self.keeping_all.timeline, changed).blocks
         at_turn = {storage for storage, spans in blocks.items() if spans and spans[0][0] < 0}
         graph, kept = self.graph, {None, *at_turn, *self.fixed, *self._held}
-        tensors = {t for node in graph.forward for t in graph.nodes[node].outputs}
-
-        def stays(tensor: int) -> bool:
-            storage = self.storage_of[tensor]
-            return storage in kept or storage not in self.made_at or graph.recomputers[tensor] is None
-
-        return set(filter(stays, tensors))
+        tensors = {t: self.storage_of[t] for node in graph.forward for t in graph.nodes[node].outputs}
+        return {t for t, s in tensors.items() if s in kept or s not in self.made_at or graph.recomputers[t] is None}
 
 
 def decisions(model: StepModel, rows: Rows) -> Decisions:

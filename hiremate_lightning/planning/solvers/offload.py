@@ -62,7 +62,7 @@ def fastest_choice(problem: Problem, candidates: Iterable[Decisions]) -> Choice 
     for recompute in dict.fromkeys(candidates):
         schedule = lower(problem.graph, recompute)
         for offloads in _ways(problem, schedule):
-            if host_of(problem).holds(problem.graph, offloads):
+            if problem.host.holds(problem.graph, offloads):
                 done = simulate(problem.graph, problem.profile, with_offloads(problem.graph, schedule, offloads))
                 if done.peak_bytes <= problem.budget_bytes:
                     choices.append(Choice(recompute, offloads, done))
@@ -78,17 +78,12 @@ def least_bytes(problem: Problem, candidates: Iterable[Decisions]) -> int | None
     peaks = list[int]()
     for recompute in dict.fromkeys(candidates):
         schedule = lower(problem.graph, recompute)
-        idle = idle_storages(problem.graph, schedule, host_of(problem).pinned)
+        idle = idle_storages(problem.graph, schedule, problem.host.pinned)
         offloads = [Offload(i.storage, i.made, i.last, i.first) for i in idle]
-        if host_of(problem).holds(problem.graph, offloads):
+        if problem.host.holds(problem.graph, offloads):
             done = simulate(problem.graph, problem.profile, with_offloads(problem.graph, schedule, offloads))
             peaks.append(done.peak_bytes)
     return min(peaks, default=None)
-
-
-def host_of(problem: Problem) -> Host:
-    """Return the memory of the host that values may be offloaded to."""
-    return problem.host or Host(0)
 
 
 def _ways(problem: Problem, schedule: Schedule) -> Iterable[tuple[Offload, ...]]:
@@ -98,7 +93,7 @@ def _ways(problem: Problem, schedule: Schedule) -> Iterable[tuple[Offload, ...]]
     if over.max(initial=0) <= 0:
         yield ()
         return
-    step = _Step(problem, kept, idle_storages(problem.graph, schedule, host_of(problem).pinned), over)
+    step = _Step(problem, kept, idle_storages(problem.graph, schedule, problem.host.pinned), over)
     known = set[frozenset[int]]()
     for rank in (step.covered, step.idle_ms, step.size_bytes):
         chosen = step.choose(rank)
@@ -201,7 +196,7 @@ def offload_bound(model: StepModel, budget_bytes: int, deadline: float) -> float
         )
     if budget_bytes < model.least_bytes:  # values that a node reads and makes are on the device while it runs
         return None
-    excess, host_bytes = max(0, model.keep_all_bytes - budget_bytes), host_of(model.problem).size_bytes
+    excess, host_bytes = max(0, model.keep_all_bytes - budget_bytes), model.problem.host.size_bytes
     ends = [min(host_bytes, excess) * number // INTERVALS for number in range(INTERVALS + 1)]
     halves, times_ms = (model.graph.forward, model.graph.backward), model.problem.profile.time_ms
     forward_ms, backward_ms = (sum(times_ms[node] for node in half) for half in halves)
@@ -226,7 +221,7 @@ def with_offloading(strategy: Strategy) -> Strategy:
 
     @wraps(strategy)
     def solve(problem: Problem) -> Solution:
-        alone = strategy(replace(problem, host=None))
+        alone = strategy(replace(problem, host=Host(0)))
         if not can_offload(problem) or (alone.is_feasible and alone.is_plain):
             return alone
         return _Improving(problem, strategy, alone).answer()
@@ -236,7 +231,7 @@ def with_offloading(strategy: Strategy) -> Strategy:
 
 def can_offload(problem: Problem) -> bool:
     """Whether values may be offloaded at all."""
-    return host_of(problem).size_bytes > 0 and problem.profile.link is not None
+    return problem.host.size_bytes > 0 and problem.profile.link is not None
 
 
 def least_with_offloads(problem: Problem, smallest: Solution) -> Solution:
@@ -282,7 +277,7 @@ class _Improving:
         if alone.is_feasible:
             yield alone.recompute
         else:
-            smallest = smallest_budget(replace(self._problem, host=None))
+            smallest = smallest_budget(replace(self._problem, host=Host(0)))
             lower_bytes = max(lower_bytes, smallest.peak_bytes)
             yield smallest.recompute
         yield from PROPOSALS[alone.strategy](self._problem) if alone.strategy in PROPOSALS else ()
@@ -291,7 +286,7 @@ class _Improving:
         for share in SHARES:
             larger_bytes = lower_bytes + int(share * (self._most_bytes() - lower_bytes))
             if larger_bytes > lower_bytes:
-                larger = self._strategy(replace(self._problem, budget_bytes=larger_bytes, options=each, host=None))
+                larger = self._strategy(replace(self._problem, budget_bytes=larger_bytes, options=each, host=Host(0)))
                 self._work_s, self._solve_s = self._work_s + larger.work_s, self._solve_s + larger.solve_s
                 if larger.is_feasible:
                     yield larger.recompute
@@ -299,7 +294,7 @@ class _Improving:
     def _most_bytes(self) -> int:
         """Return the largest budget whose excess can be offloaded before that costs more than it can save."""
         problem, alone, most_bytes = self._problem, self._alone, self._model.keep_all_bytes
-        link, offloaded_bytes = problem.profile.link, host_of(problem).size_bytes
+        link, offloaded_bytes = problem.profile.link, problem.host.size_bytes
         assert link is not None, "can_offload has looked"
         if alone.is_feasible:
             halves = (problem.graph.forward, link.out_bytes_per_ms), (problem.graph.backward, link.in_bytes_per_ms)

@@ -139,7 +139,11 @@ def strategy(name: str, needs_programs: bool = False) -> Callable[[Find], Find]:
                 return keeping_everything(problem)
             proposed = find(search)
             if proposed is not None:
-                _carry_out(search, proposed, name)
+                passing = _take(search, proposed)
+                if search.best is None and not search.is_infeasible:
+                    _repair(search, passing[:MOST_REPAIRED], name)
+                if search.best is not None and not search.is_done:
+                    search.fill(search.best, search.within(FILL_SHARE))
             return search.answer(name)
 
         register(name, solve, needs_programs)
@@ -182,15 +186,6 @@ def segments(search: Search) -> None:
 
 
 # ---------------------------------------------------------------- the methods of the papers
-
-
-def _carry_out(search: Search, proposed: Iterator[Policy], name: str) -> None:
-    """Offer each policy; repair the nearest where none fits, and fill up the best."""
-    passing = _take(search, proposed)
-    if search.best is None and not search.is_infeasible:
-        _repair(search, passing[:MOST_REPAIRED], name)
-    if search.best is not None and not search.is_done:
-        search.fill(search.best, search.within(FILL_SHARE))
 
 
 def _take(search: Search, proposed: Iterator[Policy]) -> list[Replay]:

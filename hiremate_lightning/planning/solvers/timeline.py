@@ -263,7 +263,10 @@ class _Walk:
             seen = {storage}
             while self.places and self.places[0][0] == position:
                 seen.add(heappop(self.places)[1])
-            row, before = self._row(position), self._near.timeline.rows[position]
+            live, row, before = _Live(self, position), list[int](), self._near.timeline.rows[position]
+            for wanted in (*self._early.at.get(position, ()), *self._model.all_reads[position]):
+                if wanted not in live:
+                    row.extend(self._model.recompute(wanted, live))
             if row != before:
                 rows[position] = row
             self._compare(position, row, before, seen)
@@ -281,14 +284,6 @@ class _Walk:
         if dropped:
             return bool(made) and makes[made - 1] >> ROW > drops[dropped - 1]
         return bool(made) or storage in self._near.policy.kept or storage in self._model.fixed
-
-    def _row(self, position: int) -> list[int]:
-        """Return the nodes that are recomputed before a position."""
-        live, row = _Live(self, position), list[int]()
-        for storage in (*self._early.at.get(position, ()), *self._model.all_reads[position]):
-            if storage not in live:
-                row.extend(self._model.recompute(storage, live))
-        return row
 
     def _compare(self, position: int, row: list[int], before: list[int], seen: set[int]) -> None:
         """Note which choices that are made or seen at a position live after it in one policy alone."""

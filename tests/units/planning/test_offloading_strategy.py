@@ -73,7 +73,7 @@ def share_of(step: Step, share: float) -> int:
 def test_a_fast_link_takes_the_place_of_recomputing():
     step = step_of(transformer(4))
     budget = share_of(step, 0.6)
-    alone, plan = plan_of(step, budget, host=None), plan_of(step, budget)
+    alone, plan = plan_of(step, budget, host=Host(0)), plan_of(step, budget)
     assert alone.solution.recompute_ms > 0
     assert plan.solution.offloads
     assert plan.planned_peak_bytes <= budget
@@ -85,7 +85,7 @@ def test_a_fast_link_takes_the_place_of_recomputing():
 def test_the_plan_is_the_one_without_where_copies_are_slow():
     step = step_of(transformer(4), SLOW)
     budget = share_of(step, 0.6)
-    alone, plan = plan_of(step, budget, host=None), plan_of(step, budget)
+    alone, plan = plan_of(step, budget, host=Host(0)), plan_of(step, budget)
     assert plan.solution.offloads == ()
     assert plan.schedule == alone.schedule
     assert plan.solution.bound_ms <= alone.solution.bound_ms
@@ -100,7 +100,7 @@ def test_a_budget_becomes_possible_that_was_not():
     step = drawn_once()
     budget = share_of(step, 0.8)
     with pytest.raises(InfeasibleBudgetError):
-        plan_of(step, budget, host=None)
+        plan_of(step, budget, host=Host(0))
     plan = plan_of(step, budget)
     assert plan.planned_peak_bytes <= budget
     assert plan.solution.offloads
@@ -109,7 +109,7 @@ def test_a_budget_becomes_possible_that_was_not():
 def test_the_smallest_budget_that_is_named_counts_on_the_host():
     step = drawn_once()
     with pytest.raises(InfeasibleBudgetError) as alone:
-        plan_of(step, 1, host=None)
+        plan_of(step, 1, host=Host(0))
     with pytest.raises(InfeasibleBudgetError, match="in the host's memory and takes at most") as found:
         plan_of(step, 1)
     assert found.value.smallest_bytes < alone.value.smallest_bytes
@@ -143,7 +143,7 @@ def test_a_plan_with_offloaded_values_comes_back_from_its_file(tmp_path: Path):
     plan = plan_of(step, budget, cache_dir=tmp_path)
     again = plan_of(step, budget, cache_dir=tmp_path)
     assert again.solution == plan.solution
-    assert plan_of(step, budget, host=None, cache_dir=tmp_path).solution.offloads == ()
+    assert plan_of(step, budget, host=Host(0), cache_dir=tmp_path).solution.offloads == ()
     problem = Problem(step.graph, step.profile, budget, host=HOST)
     Solutions(tmp_path).write(problem, "portfolio", plan.solution)
     assert Solutions(tmp_path).read(problem, "portfolio") is not None
@@ -171,7 +171,7 @@ def test_the_same_solve_is_answered_from_memory_with_offloaded_values():
     first, second = solve_once(problem), solve_once(problem)
     assert len(asked) == 1
     assert second.offloads == first.offloads != ()
-    without = solve_once(replace(problem, host=None))
+    without = solve_once(replace(problem, host=Host(0)))
     assert len(asked) == 2
     assert without.offloads == ()
 
@@ -191,7 +191,7 @@ def test_ranks_agree_on_the_smallest_host_and_the_slowest_link():
     for agreed in agreed_by_two(one, other):
         assert agreed.host == Host(10**6)
         assert agreed.profile.link == Link(2e8, 1e9)
-    assert [agreed.host for agreed in agreed_by_two(one, replace(one, host=None))] == [None, None]
+    assert [agreed.host for agreed in agreed_by_two(one, replace(one, host=Host(0)))] == [Host(0), Host(0)]
 
 
 # ---------------------------------------------------------------- a method of a paper
@@ -200,7 +200,7 @@ def test_ranks_agree_on_the_smallest_host_and_the_slowest_link():
 def test_pofo_offloads_what_rotor_computes_again():
     step = step_of(chain(16))
     problem = Problem(step.graph, step.profile, share_of(step, 0.6), host=HOST)
-    rotor = get_strategy("rotor")(replace(problem, host=None))
+    rotor = get_strategy("rotor")(replace(problem, host=Host(0)))
     choice = fastest_choice(problem, PROPOSALS["pofo"](problem))
     assert choice is not None
     assert choice.offloads
@@ -217,7 +217,7 @@ def test_pofo_offloads_less_by_a_slow_link_and_is_rotor_without():
     kept = [sum(map(len, recompute)) for recompute in (*PROPOSALS["pofo"](problem), *PROPOSALS["pofo"](slow))]
     assert min(kept) == 0
     assert max(kept) > 0
-    alone = replace(problem, host=None)
+    alone = replace(problem, host=Host(0))
     assert get_strategy("pofo")(alone).recompute == get_strategy("rotor")(alone).recompute
 
 

@@ -335,8 +335,7 @@ def whole_program(model: StepModel, limit: int) -> PhasedProgram:
 @given(st.integers(0, 10**6), st.integers(2, 12))
 def test_every_schedule_satisfies_the_program_of_its_own_peak(seed: int, length: int):
     model, rng = StepModel(problem_of(random_graph(seed, length), 0)), random.Random(seed)
-    rows = model.lazy(random_policy(model, rng)).timeline.rows
-    replayed = model._replay(model._timeline(rows), model.keeping_all)
+    replayed = model._replay(model.lazy(random_policy(model, rng)).timeline, model.keeping_all)
     program = whole_program(model, replayed.peak_bytes)
     values = program.start(replayed.rows)
     assert program.program.rows
