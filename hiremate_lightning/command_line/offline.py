@@ -49,24 +49,16 @@ STEPS = 4  # the most to run until one captures nothing
 
 @dataclass(frozen=True, slots=True)
 class OfflineOptions:
-    """How a step is captured.
+    """How a step is captured."""
 
-    Attributes:
-        device: The device that is planned for; it need not be there.
-        loss: "model" for the loss that the module returns, "sum" for the sum of its outputs, "auto" for the first
-            where there is one.
-        optimizer: Name of a class of torch.optim, whose state counts; "none" for none.
-        autocast: Type for torch.autocast; None for none.
-        layout: How the module is spread over processes.
-        zero_grad: When the loop frees gradients: "before" the forward, "after-forward", or "accumulate" for a step that
-            adds to those of the steps before; "auto" for what loops do that a module of this class is made for.
-    """
-
-    device: torch.device = _CPU
+    device: torch.device = _CPU  # the device that is planned for; it need not be there
+    # "model" for the loss that the module returns, "sum" for that of its outputs, "auto" for the first if there is one
     loss: str = "auto"
-    optimizer: str = "AdamW"
-    autocast: torch.dtype | None = None
-    layout: Layout = ONE
+    optimizer: str = "AdamW"  # name of a class of torch.optim, whose state counts; "none" for none
+    autocast: torch.dtype | None = None  # type for torch.autocast
+    layout: Layout = ONE  # how the module is spread over processes
+    # When the loop frees gradients: "before" the forward, "after-forward", or "accumulate" for a step that adds to
+    # those of the steps before; "auto" for what loops do that a module of this class is made for.
     zero_grad: str = "auto"
 
     def __post_init__(self) -> None:
@@ -88,21 +80,7 @@ class OfflineOptions:
 
 
 class OfflineStep(Conductor):
-    """A training step, captured without memory and not yet costed: the latest that ran, with everything kept.
-
-    Attributes:
-        name: Class of the module.
-        size: Batch size of this process.
-        options: How it is captured.
-        zero_grad: When the loop frees gradients: before, after-forward or accumulate.
-        parts: The graphs captured so far.
-        record: Which of them ran, how they are linked, and what ran outside.
-        meter: The memory of that, and what was sent.
-        resident: Bytes that exist before the step, by what they are.
-        gradients_bytes: Bytes of the gradients that this process keeps.
-        breaks: What has ended graphs, with its place in the code.
-        capture_s: Seconds that the capture took.
-    """
+    """A training step, captured without memory and not yet costed: the latest that ran, with everything kept."""
 
     def __init__(self, call: ModelCall, options: OfflineOptions) -> None:
         self.name, self.size, self.options = type(call.module).__name__, call.size, options
@@ -110,12 +88,12 @@ class OfflineStep(Conductor):
         if options.zero_grad == "auto":  # as the loops do that a module of this class is made for
             names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(call.module).__mro__}
             self.zero_grad = "after-forward" if names & LIGHTNING_MODULES else "before"
-        self.parts: list[Part] = []
-        self.record = StepRecord(None)
-        self.meter = CountingMeter(options.device)
-        self.resident: dict[str, int] = {}
-        self.gradients_bytes, self.capture_s = 0, 0.0
-        self.breaks: tuple[str, ...] = ()
+        self.parts: list[Part] = []  # of the graphs captured so far
+        self.record = StepRecord(None)  # of what ran, and how it is linked
+        self.meter = CountingMeter(options.device)  # of its memory, and of what was sent
+        self.resident: dict[str, int] = {}  # bytes that exist before the step, by what they are
+        self.gradients_bytes, self.capture_s = 0, 0.0  # the first of what this process keeps
+        self.breaks: tuple[str, ...] = ()  # what has ended graphs, with its place in the code
         self._call = call
         self._programs: dict[Part, Program] = {}
         self._path = ""  # of the module that is being called

@@ -54,15 +54,10 @@ _LARGEST_BATCH = (
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says in one line what is wrong, and which command shows all options; a misspelt one gets the nearest.
+    """Says in one line what is wrong, and which command shows all options; a misspelt one gets the nearest."""
 
-    Attributes:
-        meant: Options that are not there, with what stands in for each.
-        rest: Ends what is said of an option that is not there.
-    """
-
-    meant: Mapping[str, str] = {}
-    rest = ""
+    meant: Mapping[str, str] = {}  # options that are not there, with what stands in for each
+    rest = ""  # ends what is said of an option that is not there
 
     def error(self, message: str) -> Any:
         """End the process so."""

@@ -32,12 +32,9 @@ LAUNCHERS = {  # how commands that only start other programs are written, and wh
 
 
 def run_script(given: Sequence[str], is_module: bool, ends_process: bool = False) -> None:
-    """Run a script to its end, and to that of the threads that it leaves.
+    """Run a script to its end, and to that of the threads that it leaves; it is named as for `find_script`.
 
-    Args:
-        given: As for `find_script`.
-        is_module: Whether it is the name of a module.
-        ends_process: Whether the process ends with it: `__main__` then stays the script's, for what runs at exit.
+    Where the process ends with it, `__main__` stays the script's, for what runs at exit.
     """
     name = find_script(given, is_module)
     before, first = sys.argv, sys.path[0] if sys.path else None
@@ -60,11 +57,9 @@ def run_script(given: Sequence[str], is_module: bool, ends_process: bool = False
 
 
 def find_script(given: Sequence[str], is_module: bool = False) -> str:
-    """Find what is to run: the file of a path, or of a command that is a script of Python; or a module.
+    """Find what is to run: the file of a path, or of a command that is a script of Python (`trl`); or a module.
 
-    Args:
-        given: Path of a script, name of a command that is one (`trl`), or name of a module; then its arguments.
-        is_module: Whether it is the name of a module.
+    What is given begins with its name; its arguments follow.
 
     Raises:
         ConfigurationError: If there is no such script, or if it only starts others.

@@ -44,13 +44,7 @@ class CountingMeter(LiveBytes, TorchDispatchMode):
     """Counts live bytes and peaks of tensors without memory, by the storages that operations make and release.
 
     What kernels allocate inside is not seen, nor what the graphs do that higher-order operators (`torch.cond`) call.
-
-    Args:
-        device: Whose allocator would hand out the memory.
-        resized: Tensors that exist, and whose storages others resize: FSDP2 does so with whole parameters.
-
-    Attributes:
-        sent: Bytes of collectives so far, see COLLECTIVES.
+    Others may resize the storages of some tensors that exist: FSDP2 does so with whole parameters.
     """
 
     supports_higher_order_operators = True
@@ -58,7 +52,7 @@ class CountingMeter(LiveBytes, TorchDispatchMode):
     def __init__(self, device: torch.device, resized: Iterable[torch.Tensor] = ()) -> None:
         LiveBytes.__init__(self)
         TorchDispatchMode.__init__(self)
-        self.sent = Counter[str]()
+        self.sent = Counter[str]()  # bytes of collectives so far, see COLLECTIVES
         self._device, self._allocated = device, partial(allocated_bytes, device=device)
         storages = {tensor_state.storage_id(tensor): tensor.untyped_storage() for tensor in resized}
         self._resized = [(storage, storage.nbytes()) for storage in storages.values()]

@@ -35,14 +35,9 @@ class StepRecord:
     """What is measured in one step: its runs, and memory from mark to mark.
 
     The host's allocator reports the size of a release only if the allocation was watched, too. A step frees the
-    gradients of the one before. So the peak of a step is measured only where the step before was measured.
-
-    Args:
-        device: The device whose memory is measured; None where a step runs on tensors without memory.
-        resident: The memory that exists when it begins.
-        sees_frees: Whether the measurement sees frees of that memory: the step before was measured.
-        root: The model, None where none of it can be sharded.
-        meter: Measures the memory, by default that of the device.
+    gradients of the one before. So the peak of a step is measured only where the step before was measured: whether it
+    was says `sees_frees`, of the resident memory. There is no device where a step runs on tensors without memory, and
+    no root where none of the model can be sharded.
     """
 
     def __init__(

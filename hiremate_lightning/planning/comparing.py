@@ -66,15 +66,9 @@ class Curve:
 
 
 def curve(problem: Problem, budgets: Sequence[int] = (), solve: Strategy | None = None) -> Curve:
-    """Solve a step for several budgets, the smallest first.
+    """Solve a step for several budgets, the smallest first; the curve includes the least memory and plain training.
 
-    Args:
-        problem: The step; the time limit is that of all budgets together.
-        budgets: Bytes; by default spread evenly from the smallest found to the bytes of keeping everything.
-        solve: The strategy that solves each; None for the portfolio, in this process.
-
-    Returns:
-        The curve, which includes the schedule of least memory and plain training.
+    Budgets are by default spread evenly between these two. The time limit is that of all together.
     """
     smallest, everything = replace(smallest_budget(problem), status=Status.FEASIBLE), keeping_everything(problem)
     solved = Curve(problem, (smallest,), ())

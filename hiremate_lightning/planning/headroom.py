@@ -40,16 +40,9 @@ T = TypeVar("T")
 
 
 def resolve(budget: Budget, resident_bytes: int, unplanned_bytes: int, free_bytes: int) -> int:
-    """Turn a budget into bytes. In training `PlanMaker.room` calls this with the largest step that is known.
+    """Return the most bytes that may be allocated at any moment of a step, resident bytes included.
 
-    Args:
-        budget: The budget as asked for.
-        resident_bytes: Bytes that exist before the step.
-        unplanned_bytes: Bytes that the unplanned step adds at its peak.
-        free_bytes: Bytes that the device could still hand out before the step.
-
-    Returns:
-        The most bytes that may be allocated at any moment of a step, resident bytes included.
+    Resident bytes exist before it, the unplanned step adds some at its peak, and the device could hand out free ones.
     """
     if budget.size_bytes is not None:
         return budget.size_bytes

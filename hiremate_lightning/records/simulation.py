@@ -361,11 +361,8 @@ def allocations(
 ) -> Allocations:
     """List the allocations and frees of a schedule.
 
-    Args:
-        graph: The step.
-        schedule: What it runs.
-        offloaded: Storages that are offloaded after the forward's last use of them.
-        brought_back: Those of them that take memory again from the backward's first use on.
+    Some storages are offloaded after the forward's last use of them, and some of these take memory again from the
+    backward's first use on.
     """
     replay = _replay(graph, None, schedule)
     nodes, turn = [moment.node for moment in replay.timeline], replay.turn

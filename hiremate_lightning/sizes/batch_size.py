@@ -160,11 +160,7 @@ def find_max_batch_size(
 
 
 class SizeFinder:
-    """Searches for a size.
-
-    Args:
-        runner: Runs steps.
-        options: What to search for.
+    """Searches for a size by running steps.
 
     Raises:
         BudgetError: If the budget is a share.
@@ -258,15 +254,24 @@ class SizeFinder:
 
     def _sample_first(self) -> int:
         """Run a step at the first size, or at the largest part of it that fits."""
-        size, refused = self._options.init_val, None
+        size = self._options.init_val
+        refused: InfeasibleBudgetError | None = None
         while True:
             try:
                 self._sample(size)
             except InfeasibleBudgetError as error:
                 log.info("Size %d does not fit: %s", size, error)
+                refused = InfeasibleBudgetError(
+                    f"Not even size {size} fits. {error}",
+                    budget_bytes=error.budget_bytes,
+                    smallest_bytes=error.smallest_bytes,
+                    module=error.module,
+                    device=self._runner.device.type,
+                    less_bytes=error.less_bytes,
+                )
                 if size == 1:
-                    raise _at_size(1, error, self._runner.device) from error
-                size, refused = max(1, size // 4), _at_size(size, error, self._runner.device)
+                    raise refused from error
+                size = max(1, size // 4)
             except Exception as error:  # the user chose another size: some models can't train on fewer samples
                 if refused is None:
                     raise
@@ -410,14 +415,3 @@ def _captured_shapes(graph: Graph) -> list[tuple[int, ...]]:
 def _is_distributed() -> bool:
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
-def _at_size(size: int, error: InfeasibleBudgetError, device: torch.device) -> InfeasibleBudgetError:
-    return InfeasibleBudgetError(
-        f"Not even size {size} fits. {error}",
-        budget_bytes=error.budget_bytes,
-        smallest_bytes=error.smallest_bytes,
-        module=error.module,
-        device=device.type,
-        less_bytes=error.less_bytes,
-    )

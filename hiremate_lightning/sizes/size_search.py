@@ -51,23 +51,14 @@ class Limit(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class SizeTrial:
-    """One size.
-
-    Attributes:
-        size: The size.
-        predicted_peak_bytes: Peak under its plan, resident bytes included; the least memory where no plan fits.
-        unplanned_peak_bytes: Peak without a plan, resident bytes included.
-        overhead: Predicted time of recomputation over that of the rest, a ratio; None where no plan fits.
-        samples_per_s: Predicted samples per second of the captured part and the optimizer; None where no plan fits.
-        measured_peak_bytes: Peak of a real step under its plan by the allocator's own events; None where none ran.
-    """
+    """One size; peaks include resident bytes."""
 
     size: int
-    predicted_peak_bytes: int
-    unplanned_peak_bytes: int
-    overhead: float | None
-    samples_per_s: float | None
-    measured_peak_bytes: int | None = None
+    predicted_peak_bytes: int  # under its plan; the least memory where no plan fits
+    unplanned_peak_bytes: int  # without a plan
+    overhead: float | None  # predicted time of recomputation over that of the rest, a ratio; None where no plan fits
+    samples_per_s: float | None  # predicted, of the captured part and the optimizer; None where no plan fits
+    measured_peak_bytes: int | None = None  # of a real step under its plan, by the allocator; None where none ran
 
     @property
     def fits(self) -> bool:
@@ -79,28 +70,18 @@ class SizeTrial:
 class Forecast:
     """A step at every size under a budget.
 
-    Attributes:
-        samples: The step by size, at least 2.
-        block_bytes: The allocator hands out multiples of it.
-        resident: Bytes that exist before it, by size.
-        limit_bytes: The budget, less what to leave free; resident bytes included.
-        options: How to plan.
-        fixed_ms: What a step takes beside the captured part, whatever its size.
-        validation: Peak of validation by size, resident bytes included; None where there is none.
-        trials: The sizes that were planned.
-
     Raises:
         NoTemplateError: If two of the samples differ in more than sizes.
     """
 
-    samples: Mapping[int, Step]
-    block_bytes: int
-    resident: Line
-    limit_bytes: int
-    options: SessionOptions
-    fixed_ms: float = 0.0
-    validation: Line | None = None
-    trials: dict[int, SizeTrial] = field(default_factory=dict)
+    samples: Mapping[int, Step]  # the step by size, at least 2
+    block_bytes: int  # the allocator hands out multiples of it
+    resident: Line  # bytes that exist before it, by size
+    limit_bytes: int  # the budget, less what to leave free; resident bytes included
+    options: SessionOptions  # how to plan
+    fixed_ms: float = 0.0  # what a step takes beside the captured part, whatever its size
+    validation: Line | None = None  # peak of validation by size, resident bytes included; None where there is none
+    trials: dict[int, SizeTrial] = field(default_factory=dict)  # the sizes that were planned
 
     def __post_init__(self) -> None:
         """Refit the step from its samples, the largest one first."""

@@ -38,12 +38,7 @@ if TYPE_CHECKING:
 class TrainingState(KeptState):
     """What training changes: weights, buffers, gradients, optimizers, random numbers. Kept, and put back as it was.
 
-    Copies lie in host memory, so that keeping them takes nothing of the device's.
-
-    Args:
-        module: Its parameters, buffers, gradients and modes are kept.
-        optimizers: Their states and settings are kept.
-        others: Whatever else is kept, each by its state dict.
+    Copies lie in host memory, so that keeping them takes nothing of the device's. What else is kept has a state dict.
     """
 
     def __init__(
@@ -96,19 +91,13 @@ class TrainingState(KeptState):
 
 
 class TrialSteps:
-    """The steps of one size, in a session of their own.
+    """The steps of one size, in a session of their own."""
 
-    Attributes:
-        step: The first step; None before it has ended.
-        resident: What existed after the first step, its batch included.
-        plans: The plans of the session as they are made, and again as they are measured.
-    """
-
-    step: Step | None = None
-    resident: Resident
+    step: Step | None = None  # the first one; None before it has ended
+    resident: Resident  # what existed after it, its batch included
 
     def __init__(self, session: Session) -> None:
-        self.plans: list[Plan] = []
+        self.plans: list[Plan] = []  # of the session, as they are made, and again as they are measured
         self._session, self._steps = session, session.steps
         session.listeners.append(self.plans.append)
 
@@ -165,31 +154,18 @@ class RealStep:
 
 @dataclass(eq=False)
 class SizeRunner:
-    """Runs steps of chosen sizes, and remembers what they have shown.
+    """Runs steps of chosen sizes, and remembers what they have shown."""
 
-    Attributes:
-        root: The module whose steps run.
-        options: How to plan, and for which budget.
-        state: What steps change.
-        train: Runs a step of a size; tells the trial of the batch before and after it.
-        make_targets: Takes over the calls of the module for a session.
-        validate: Runs one step of validation of a size; None where there is none.
-        seen: What has run, by size; the latest one last.
-        steps: Number of real steps so far.
-        fixed_bytes: Bytes that exist beside a step whatever its size, as of the latest step.
-        optimizer_ms: Time of the optimizers in the latest step.
-    """
-
-    root: nn.Module
-    options: SessionOptions
-    state: TrainingState
-    train: Callable[[int, TrialSteps], None]
-    make_targets: Callable[[Session], Targets | StepTarget]
-    validate: Callable[[int], Any] | None = None
-    seen: dict[int, RealStep] = field(default_factory=dict)
-    steps: int = 0
-    fixed_bytes: int = 0
-    optimizer_ms: float = 0.0
+    root: nn.Module  # the module whose steps run
+    options: SessionOptions  # how to plan, and for which budget
+    state: TrainingState  # what steps change
+    train: Callable[[int, TrialSteps], None]  # runs a step of a size; tells the trial of the batch before and after it
+    make_targets: Callable[[Session], Targets | StepTarget]  # takes over the calls of the module for a session
+    validate: Callable[[int], Any] | None = None  # runs one step of validation of a size
+    seen: dict[int, RealStep] = field(default_factory=dict)  # what has run, by size; the latest one last
+    steps: int = 0  # real ones so far
+    fixed_bytes: int = 0  # that exist beside a step whatever its size, as of the latest step
+    optimizer_ms: float = 0.0  # time of the optimizers in the latest step
 
     @property
     def device(self) -> torch.device:

@@ -87,29 +87,7 @@ def crossing_bytes(graph: Graph) -> list[int]:
 
 
 class Choices:
-    """Arrays made once from a problem.
-
-    Attributes:
-        problem: The problem.
-        choices: Storages to decide on, in order of production.
-        fixed: Choices that can't be recomputed: always kept.
-        producer: For each choice, the node that recomputes it; fixed ones have none.
-        makes: For each producer, the choices that it makes.
-        needs: For each producer, the choices that it reads.
-        uses: For each choice, the backward positions that read it directly.
-        reads: For each backward position, the choices that it reads.
-        returned: The choices that are returned as gradients.
-        all_reads: The choices that are read at each backward position, and at the end.
-        retained: Storages that live to the end of the step where they are kept through the turn.
-        pins: For each choice, the spans in which views made by the backward hold it.
-        seen_from: For each backward position and the end, the choices read only through such views, and where these
-            were made.
-        viewed: All choices that are read so.
-        gradients: For each backward position, bytes of gradients and workspace while its node runs.
-        live_gradients: For each backward position, and the end, bytes that no decision changes just before it.
-        transient: For each producer, bytes that only it needs, while it runs.
-        work: Counts the work of searches on it.
-    """
+    """Arrays made once from a problem. Its work counts that of searches on it."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.work = problem, Work(problem.options.time_limit_s)
@@ -118,13 +96,14 @@ class Choices:
         self.storage_of = [t.storage for t in graph.tensors]
         self.made_at = {s: i for i, n in enumerate(graph.forward) for s in graph.allocates[n]}
         self._held = {self.storage_of[t] for t in graph.held}
-        self.retained = {self.storage_of[t] for t in graph.retained}
+        self.retained = {self.storage_of[t] for t in graph.retained}  # live to the end where they are kept
         reads_of_forward = enumerate(self._forward_storages(graph.nodes[n].inputs) for n in graph.forward)
         self._last_read = {s: position for position, storages in reads_of_forward for s in storages}
+        # The choices that each backward position reads, those that are returned as gradients, and both.
         self.reads = [self._forward_storages(graph.nodes[n].inputs) for n in graph.backward]
         self.returned = self._forward_storages(graph.gradients)
         self.all_reads = [*self.reads, self.returned]
-        self.uses: dict[int, list[int]] = {}
+        self.uses: dict[int, list[int]] = {}  # for each choice, the backward positions that read it directly
         for position, storages in enumerate(self.all_reads):
             for storage in storages:
                 self.uses.setdefault(storage, []).append(position)
@@ -141,7 +120,9 @@ class Choices:
         return tuple(s for s in storages if s is not None and s in self.made_at and s not in self._held)
 
     def _collect_choices(self) -> None:
-        graph, self.producer, self.needs = self.graph, dict[int, int](), dict[int, tuple[int, ...]]()
+        graph = self.graph
+        self.producer = dict[int, int]()  # for each choice, the node that recomputes it
+        self.needs = dict[int, tuple[int, ...]]()  # for each producer, the choices that it reads
 
         def sources(storage: int) -> tuple[int, ...]:
             made_by = graph.nodes[graph.forward[self.made_at[storage]]]
@@ -153,9 +134,10 @@ class Choices:
             self.needs[node] = tuple(s for s in needs if s not in own)
             return self.needs[node]
 
+        # Storages to decide on, in order of production. Fixed ones have no producer, and are always kept.
         self.choices = tuple(sorted(spread(set(), self.uses, sources), key=self.made_at.__getitem__))
         self.fixed = frozenset(s for s in self.choices if s not in self.producer)
-        self.makes: dict[int, list[int]] = {}
+        self.makes: dict[int, list[int]] = {}  # for each producer, the choices that it makes
         for storage in self.choices:
             if storage in self.producer:
                 self.makes.setdefault(self.producer[storage], []).append(storage)
@@ -171,12 +153,13 @@ class Choices:
             made.update((t, position) for t in node.outputs if self.storage_of[t] in self.made_at)
             last.update((t, position) for t in node.inputs if t in made)
         last.update((t, len(self.graph.backward)) for t in self.graph.gradients if t in made)
-        self.pins: dict[int, list[tuple[int, int]]] = {}
+        self.pins: dict[int, list[tuple[int, int]]] = {}  # for each choice, the spans in which such views hold it
         for tensor, position in last.items():
             storage = self.storage_of[tensor]
             assert storage is not None
             self.pins.setdefault(storage, []).append((made[tensor], position))
         reads = [*(self.graph.nodes[n].inputs for n in self.graph.backward), self.graph.gradients]
+        # For each backward position and the end, the choices read only through such views, and where these were made.
         self.seen_from: list[dict[int, int]] = []
         for tensors in reads:
             direct = {self.storage_of[t] for t in tensors if t not in made}
@@ -203,9 +186,9 @@ class Choices:
         held = alive_bytes(lives, count + 1)
         rest = [moment.peak_bytes - kept for moment, kept in zip(everything.timeline, held, strict=False)]
         after = [moment.live_bytes - kept for moment, kept in zip(everything.timeline, held[1:], strict=True)]
-        self.forward_rest, self.gradients = rest[:turn], rest[turn:]
-        self.live_gradients = [self._rest_at_the_turn(schedule.saved), *after[turn:]]
-        self.transient = {
+        self.forward_rest, self.gradients = rest[:turn], rest[turn:]  # while the node of each position runs
+        self.live_gradients = [self._rest_at_the_turn(schedule.saved), *after[turn:]]  # just before it, and at the end
+        self.transient = {  # for each producer, bytes that only it needs, while it runs
             node: self.problem.profile.workspace_bytes[node]
             + sum(self.sizes[s] for s in graph.allocates[node] if s not in self.producer)
             for node in self.makes

@@ -130,16 +130,10 @@ def solve(
     start: Sequence[float] = (),
     work: Work | None = None,
 ) -> Result:
-    """Solve a program, or its linear relaxation; return the best found, with its bound.
+    """Solve a program, or its linear relaxation, from a feasible start; return the best found, with its bound.
 
-    Args:
-        program: The program.
-        options: The backend.
-        time_limit_s: Seconds of work; a backend may overshoot.
-        relax: Solve the linear relaxation; else values of integer variables are rounded.
-        absolute_gap: Stop when objective and bound are this close.
-        start: A feasible value for each variable, to start from.
-        work: Counts it, and has the clock's last word; by default nobody counts.
+    It stops when objective and bound are as close as the gap, or after seconds of work, which a backend may overshoot.
+    Who counts the work has the clock's last word. Values of integer variables are rounded.
     """
     if not program.costs:  # python-mip would print that there is nothing to optimize
         holds = all(lower <= 0.0 <= upper for _, _, lower, upper in program.rows)
