@@ -130,10 +130,6 @@ def _can_be_written(folder: Any) -> bool:
         return False
 
 
-def _word_or_number(text: str) -> str | int:
-    return int(text) if text.lstrip("-").isdecimal() else text
-
-
 def _named_sizes(sizes: Sizes | None) -> tuple[NamedSize, ...]:
     """Read the sizes that arguments will have; refuse what does not name argument, dimension and range."""
     named_sizes = []
@@ -242,7 +238,11 @@ class SessionOptions:
         is_allowed=lambda value: (_is_whole(value) and value >= 1) or value in ("first", "off"),
         read=lambda value: int(value == "first") if isinstance(value, str) else value,
         hint="'first' proves captured code against eager PyTorch at its first run.",
-        flag=Flag("runs that are proved against eager PyTorch: first, off or a number", _word_or_number, (), "RUNS"),
+        flag=Flag(
+            "runs that are proved against eager PyTorch: first, off or a number",
+            lambda text: int(text) if text.lstrip("-").isdecimal() else text,
+            metavar="RUNS",
+        ),
     )
     sizes: tuple[NamedSize, ...] = _option(
         "Sizes | None",

@@ -88,19 +88,12 @@ def _ways(step: CurrentStep) -> Iterator[str]:
 
 @contextmanager
 def changed_thresholds(**changes: float) -> Iterator[None]:
-    """Let the package begin to act otherwise at other sizes, counts and shares: fields of `Thresholds`."""
+    """Let the package begin to act otherwise at other sizes, counts and shares: fields of `Thresholds`.
+
+    With `measures_times=False` plans are the same on every machine: times are estimated, bytes are measured as ever.
+    """
     before, thresholds.current = thresholds.current, replace(thresholds.current, **changes)  # type: ignore[arg-type]
     try:
         yield
     finally:
         thresholds.current = before
-
-
-@contextmanager
-def fixed_costs() -> Iterator[None]:
-    """Estimate the time of each operation from its bytes and arithmetic, instead of measuring it.
-
-    Bytes are measured as ever. Plans that depend on times are then the same on every machine, loaded or idle.
-    """
-    with changed_thresholds(measures_times=False):
-        yield

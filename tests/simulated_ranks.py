@@ -26,7 +26,7 @@ from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.measuring import profiling
 from hiremate_lightning.planning import shared_solving
 from hiremate_lightning.records.costs import Link
-from hiremate_lightning.testing import fixed_costs
+from hiremate_lightning.testing import changed_thresholds
 from tests.processes import leave
 from tests.sharding import STEPS, Case, Left, gpt, llama, train
 from tests.shared_memory import SharedGroup, SharedMemory
@@ -83,7 +83,7 @@ def main(folder: Path, rank: int) -> None:
     profiling.measure_link = lambda device: Link(1e9, 1e9)
     shared_solving.PATIENCE_S = 60.0  # a machine that is busy must not decide on the outcome
     memory, found = SharedMemory(folder, rank, 2), dict[str, Any]()
-    with fixed_costs():
+    with changed_thresholds(measures_times=False):
         for case in CASES:
             ways = ({}, {"offload": "auto"})
             found[case.name] = [on_host(train(case, rank, memory, bool(way), **way)) for way in ways]

@@ -22,7 +22,7 @@ from ..planning.comparing import curve as solve_curve
 from ..planning.headroom import Room, least_need, resolve, unless_short
 from ..planning.plan import Plan
 from ..planning.planner import make_plan
-from ..planning.solvers import UNLIMITED, Problem, SolveOptions, smallest_budget
+from ..planning.solvers import UNLIMITED, Problem, SolveOptions
 from ..planning.solvers.worker import apart, check_strategy
 from ..records.costs import Link, step_time_ms
 from ..records.expressions import Line, NoTemplateError
@@ -235,13 +235,10 @@ def curve(asked: argparse.Namespace) -> int:
     """Show the extra time of many budgets."""
     work = _Work(asked)
     captured, step = work.capture()
-    problem = Problem(step.graph, step.profile, step.plain_bytes, SolveOptions(asked.time_limit))
+    problem = Problem(step.graph, step.profile, 0, SolveOptions(asked.time_limit))
     with work.reporter.stage("solving"):
-        least = smallest_budget(replace(problem, budget_bytes=0)).peak_bytes
-        most = problem.budget_bytes
-        budgets = [least + (most - least) * i // asked.points for i in range(asked.points)]
-        solved = solve_curve(problem, budgets, apart(asked.solver))
-    points = comparisons.curve_points(solved, captured.resident_bytes, most)
+        solved = solve_curve(problem, asked.points, apart(asked.solver))
+    points = comparisons.curve_points(solved, captured.resident_bytes, step.plain_bytes)
     numbers = {"target": captured.name, "resident_bytes": captured.resident_bytes, "points": points}
     title = f"{captured.name}: peak memory against time; the last line is plain training"
     _answer(asked, {**numbers, "notes": work.notes(captured)}, Text(title), comparisons.curve_table(points))

@@ -273,10 +273,10 @@ def _is_steady(captured: Captured, index: int) -> bool:
 
 def _are_equal(first: Any, second: Any) -> bool:
     ones, others = (tensor_state.leaves(values) for values in (first, second))
-    return len(ones) == len(others) and all(map(_is_equal, ones, others))
 
+    def is_equal(one: Any, other: Any) -> bool:
+        if isinstance(one, torch.Tensor):
+            return bool(((one == other) | ((one != one) & (other != other))).all())  # NaN equals NaN
+        return bool(one == other)
 
-def _is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return bool(((one == other) | ((one != one) & (other != other))).all())  # NaN equals NaN
-    return bool(one == other)
+    return len(ones) == len(others) and all(map(is_equal, ones, others))

@@ -11,7 +11,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -65,23 +65,19 @@ if hasattr(os, "register_at_fork"):  # not on Windows, where no process forks
     os.register_at_fork(before=_forget_all)
 
 
-def _reserve(file: IO[bytes], size_bytes: int) -> None:
-    """Reserve a file's room: where a disk is full, a write to a file's memory would end the process."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file.fileno(), 0, size_bytes)
-        return
-    for _ in range(-(-size_bytes // LEAST_FILE)):
-        file.write(bytes(LEAST_FILE))
-    file.flush()
-
-
 class _File:
     """A temporary file, which is deleted when nobody holds its memory."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         with tempfile.TemporaryFile() as file:
-            _reserve(file, size_bytes)
+            # Its room is reserved: where a disk is full, a write to a file's memory would end the process.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size_bytes)
+            else:
+                for _ in range(-(-size_bytes // LEAST_FILE)):
+                    file.write(bytes(LEAST_FILE))
+                file.flush()
             self._memory = mmap.mmap(file.fileno(), size_bytes)
         self._end = 0  # of the last value
         self._live = list[Callable[[], bool]]()  # of each value

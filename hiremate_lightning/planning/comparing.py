@@ -8,7 +8,6 @@ the outcomes so far.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from .solvers.base import (
@@ -65,20 +64,17 @@ class Curve:
         return Curve(self.problem, tuple(fastest), bounds, least)
 
 
-def curve(problem: Problem, budgets: Sequence[int] = (), solve: Strategy | None = None) -> Curve:
-    """Solve a step for several budgets, the smallest first; the curve includes the least memory and plain training.
+def curve(problem: Problem, points: int = DEFAULT_POINTS, solve: Strategy | None = None) -> Curve:
+    """Solve a step for budgets that are spread evenly between the least memory and that of plain training, both known.
 
-    Budgets are by default spread evenly between these two. The time limit is that of all together.
+    The time limit is that of all together. The search for the least memory may end at the problem's own budget.
     """
     smallest, everything = replace(smallest_budget(problem), status=Status.FEASIBLE), keeping_everything(problem)
     solved = Curve(problem, (smallest,), ())
     between_bytes = everything.peak_bytes - smallest.peak_bytes
-    spread = [smallest.peak_bytes + between_bytes * i // DEFAULT_POINTS for i in range(DEFAULT_POINTS)]
-    chosen = sorted(budgets) or spread
-    limit_s = problem.options.time_limit_s / max(1, len(chosen))
-    options = replace(problem.options, time_limit_s=limit_s)
+    options = replace(problem.options, time_limit_s=problem.options.time_limit_s / points)
     solve = solve or get_strategy("portfolio")
-    for budget in chosen:
+    for budget in (smallest.peak_bytes + between_bytes * i // points for i in range(points)):
         solved = solved.with_solution(budget, solve(replace(problem, budget_bytes=budget, options=options)))
     return solved.with_solution(everything.peak_bytes, everything)
 

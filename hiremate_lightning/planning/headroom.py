@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from ..records.costs import Profile
-from ..records.graph import OUTSIDE, Graph, Node
+from ..records.graph import OUTSIDE, Graph, Node, bytes_of
 from ..records.offload import with_offloads
 from ..records.schedule import Schedule, lower
 from ..records.simulation import Simulation, blocks, simulate_plain
@@ -201,8 +201,8 @@ def _place_of(simulation: Simulation, graph: Graph) -> str:
     """Describe where a peak is: at the node that runs, or in the code outside that holds the most."""
     node = graph.nodes[simulation.peak_moment.node]
     outside = {n for n, other in enumerate(graph.nodes) if other.op == OUTSIDE}
-    held = {graph.tensors[t].storage for t in graph.held if graph.tensors[t].producer in outside}
-    if node.op == OUTSIDE or 2 * sum(graph.sizes[s] for s in held if s is not None) > simulation.peak_bytes:
+    held_bytes = bytes_of(graph, (t for t in graph.held if graph.tensors[t].producer in outside))
+    if node.op == OUTSIDE or 2 * held_bytes > simulation.peak_bytes:
         return "in the code outside of the planned modules"
     return f"at {_call_words(node)}"
 

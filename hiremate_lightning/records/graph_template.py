@@ -48,7 +48,11 @@ class GraphTemplate:
         self._check_are_same(graphs)
         self._shapes = self._find_shapes(graphs)
         self._filled, self._storages = self._find_storages(graphs)
-        self._nodes = _growing_nodes(graphs)
+        self._nodes = {  # that grow: the arithmetic of each, and the bytes that eager PyTorch needs for it
+            index: (tuple(node.flops for node in nodes), tuple(node.plain_bytes for node in nodes))
+            for index, nodes in enumerate(zip(*(graph.nodes for graph in graphs), strict=True))
+            if len({(node.key, node.flops, node.plain_bytes) for node in nodes}) > 1
+        }
         counts = [_counts(graph, _elements(graph.tensors)) for graph in graphs]
         works = (_works(graph.nodes, of_nodes) for graph, of_nodes in zip(graphs, counts, strict=True))
         times = (profile.time_ms for _, profile in samples)
@@ -168,15 +172,6 @@ class GraphTemplate:
             return False
         pairs = zip((graph.tensors[index].shape for graph in graphs), sizes_bytes, strict=True)
         return all(self._in_blocks(math.prod(shape) * item_bytes(dtype)) == own for shape, own in pairs)
-
-
-def _growing_nodes(graphs: Sequence[Graph]) -> dict[int, tuple[Values, Values]]:
-    """Find for each operation that grows its arithmetic, and the bytes that eager PyTorch needs for it."""
-    return {
-        index: (tuple(node.flops for node in nodes), tuple(node.plain_bytes for node in nodes))
-        for index, nodes in enumerate(zip(*(graph.nodes for graph in graphs), strict=True))
-        if len({(node.key, node.flops, node.plain_bytes) for node in nodes}) > 1
-    }
 
 
 def _structure(node: Node) -> tuple[Any, ...]:

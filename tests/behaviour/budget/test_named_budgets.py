@@ -29,7 +29,7 @@ from hiremate_lightning.planning.solvers import Problem, Solution
 from hiremate_lightning.planning.solvers.worker import Worker
 from hiremate_lightning.records.step import Decisions
 from hiremate_lightning.targets.modules import targets_of
-from hiremate_lightning.testing import fixed_costs
+from hiremate_lightning.testing import changed_thresholds
 from hiremate_lightning.units import parse_budget
 from tests.exact import network
 from tests.trainers import Squared, quiet_trainer
@@ -359,7 +359,7 @@ def test_a_named_budget_trains_with_a_starved_worker(name: str, starved: list[st
 @pytest.fixture
 def equal_costs() -> Iterator[None]:
     """Let each operation cost what it always does: measured times differ from run to run."""
-    with fixed_costs():
+    with changed_thresholds(measures_times=False):
         yield
 
 

@@ -18,7 +18,7 @@ from hiremate_lightning.out_of_memory import InfeasibleBudgetError
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.records.costs import Link
 from hiremate_lightning.targets.modules import targets_of
-from hiremate_lightning.testing import fixed_costs, plans
+from hiremate_lightning.testing import changed_thresholds, plans
 from tests.exact import assert_same, network, take_steps
 from tests.training import build
 
@@ -33,7 +33,7 @@ def link(monkeypatch) -> Iterator[Callable[[Link], None]]:
     def tell(link: Link) -> None:
         monkeypatch.setattr("hiremate_lightning.measuring.profiling.measure_link", lambda device: link)
 
-    with fixed_costs():
+    with changed_thresholds(measures_times=False):
         yield tell
 
 

@@ -63,7 +63,7 @@ def test_a_new_budget_of_a_solved_chain_takes_no_time(found: Curve):
 
 def test_solving_one_more_budget_only_improves_it():
     problem = problem_of(chain(12), 0, time_limit_s=5.0)
-    coarse = curve(problem, [])
+    coarse = curve(problem)
     budget = (coarse.points[0].peak_bytes + coarse.points[-1].peak_bytes) // 2
     solved = get_strategy("portfolio")(Problem(problem.graph, problem.profile, budget))
     finer = coarse.with_solution(budget, solved)
