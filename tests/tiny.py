@@ -131,11 +131,12 @@ class Builder:
         return graph, Profile(tuple(self.times), tuple(self.workspaces), "tiny")
 
 
-def chain(length: int = 3, size: int = 100) -> tuple[Graph, Profile]:
+def chain(length: int = 3, size: int = 100, reads_results: bool = False) -> tuple[Graph, Profile]:
     """x -> a0 -> a1 -> ... -> a(length - 1), each of one size, and a backward that reads them in reverse.
 
     Nodes 0 to length - 1 are the forward, the others the backward. The gradient g(i) is computed from the one after it
-    and from the activation before it; g0, of the input, is what the step returns.
+    and from the activation before it, or, where it reads results, from a(i) itself; g0, of the input, is what the step
+    returns.
     """
     b = Builder()
     values = [b.input("x", size, StorageKind.INPUT)]
@@ -143,7 +144,7 @@ def chain(length: int = 3, size: int = 100) -> tuple[Graph, Profile]:
         values.append(b.op(f"a{i}", (values[-1],), size))
     gradient = b.tangent("dy", size)
     for i in reversed(range(length)):
-        gradient = b.op(f"g{i}", (gradient, values[i]), size, backward=True)
+        gradient = b.op(f"g{i}", (gradient, values[i + reads_results]), size, backward=True)
     return b.graph(outputs=(values[-1],), gradients=(gradient,))
 
 

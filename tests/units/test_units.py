@@ -4,52 +4,42 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hiremate_lightning.errors import BudgetError, HiRemateError
+from hiremate_lightning.errors import BudgetError
 from hiremate_lightning.units import Budget, format_bytes, format_ratio, format_time, parse_budget
 
 MIB = 2**20
 GIB = 2**30
 
 
-@pytest.mark.parametrize(
-    ("value", "size_bytes"),
-    [
-        ("12 GiB", 12 * GIB),
-        ("12GiB", 12 * GIB),
-        (" 12 gib ", 12 * GIB),
-        ("12 GB", 12 * 10**9),
-        ("800 MB", 800 * 10**6),
-        ("800 MiB", 800 * MIB),
-        ("1.5 GiB", 3 * GIB // 2),
-        ("1 TiB", 2**40),
-        ("1_000_000 B", 10**6),
-        ("1,000,000 B", 10**6),
-        ("2e3 KiB", 2000 * 2**10),
-        (12_884_901_888, 12_884_901_888),
-        (MIB, MIB),
-        (8e9, 8 * 10**9),
-    ],
-)
-def test_bytes_are_read(value: int | float | str, size_bytes: int) -> None:
-    assert parse_budget(value) == Budget(size_bytes=size_bytes)
+READ: dict[int | float | str, Budget] = {
+    "12 GiB": Budget(size_bytes=12 * GIB),
+    "12GiB": Budget(size_bytes=12 * GIB),
+    " 12 gib ": Budget(size_bytes=12 * GIB),
+    "12 GB": Budget(size_bytes=12 * 10**9),
+    "800 MB": Budget(size_bytes=800 * 10**6),
+    "800 MiB": Budget(size_bytes=800 * MIB),
+    "1.5 GiB": Budget(size_bytes=3 * GIB // 2),
+    "1 TiB": Budget(size_bytes=2**40),
+    "1_000_000 B": Budget(size_bytes=10**6),
+    "1,000,000 B": Budget(size_bytes=10**6),
+    "2e3 KiB": Budget(size_bytes=2000 * 2**10),
+    12_884_901_888: Budget(size_bytes=12_884_901_888),
+    MIB: Budget(size_bytes=MIB),
+    8e9: Budget(size_bytes=8 * 10**9),
+    "60%": Budget(share=0.6),
+    "60 %": Budget(share=0.6),
+    "12.5%": Budget(share=0.125),
+    "100%": Budget(share=1.0),
+    0.6: Budget(share=0.6),
+    1.0: Budget(share=1.0),
+    **dict.fromkeys(("auto", "AUTO", " auto "), Budget()),
+}
 
 
-@pytest.mark.parametrize(
-    ("value", "share"), [("60%", 0.6), ("60 %", 0.6), ("12.5%", 0.125), ("100%", 1.0), (0.6, 0.6), (1.0, 1.0)]
-)
-def test_shares_are_read(value: float | str, share: float) -> None:
-    budget = parse_budget(value)
-
-    assert budget.size_bytes is None
-    assert budget.share == pytest.approx(share)
-
-
-@pytest.mark.parametrize("value", ["auto", "AUTO", " auto "])
-def test_auto_leaves_the_choice_to_the_device(value: str) -> None:
-    budget = parse_budget(value)
-
-    assert budget.is_auto
-    assert budget == Budget()
+@pytest.mark.parametrize(("value", "budget"), READ.items(), ids=str)
+def test_bytes_shares_and_auto_are_read(value: int | float | str, budget: Budget) -> None:
+    assert parse_budget(value) == budget
+    assert budget.is_auto == (budget == Budget())
 
 
 def test_a_budget_that_was_read_is_left_as_it_is() -> None:
@@ -112,11 +102,6 @@ def test_a_number_with_no_unit_or_half_of_one_gets_a_hint(value: int | str, hint
         parse_budget(value)
 
     assert str(caught.value).endswith(hint)
-
-
-def test_a_budget_error_is_a_value_error_of_ours() -> None:
-    assert issubclass(BudgetError, ValueError)
-    assert issubclass(BudgetError, HiRemateError)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hiremate_lightning import hiremate
 from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.records.graph import Direction, StorageKind
 from hiremate_lightning.rewriting import nodes
-from tests.exact import assert_foreseen, captured_by, network, take_steps
+from tests.exact import captured_by, network
 from tests.tiny import recompute_lazily
 
 ROWS, WIDTH = 256, 16
@@ -262,17 +261,3 @@ def test_convolutions_timed_anew_may_take_another_algorithm():
         assert nodes.may_choose_anew(ops, torch.device("cuda"))
         assert not nodes.may_choose_anew({"aten.relu.default"}, torch.device("cuda"))
         assert not nodes.may_choose_anew(ops, torch.device("cpu"))
-
-
-@network(lambda: {"first": nn.Linear(WIDTH, 8 * WIDTH)})
-def scatters(self, x: torch.Tensor) -> torch.Tensor:
-    """Writes into views of larger values: PyTorch copies all that lies around the view."""
-    wide = torch.tanh(self.first(x))
-    few = torch.select_scatter(wide[: ROWS // 4], x[0].repeat(8), 0, 0)
-    return torch.slice_scatter(few[: ROWS // 8], few[:4], 0, 0, 4).sin().sum() + few.cos().sum()
-
-
-def test_a_copy_of_a_view_is_as_large_as_what_lies_around_it():
-    model = hiremate(scatters(), "1 GiB", verbose=False)
-    take_steps(model, lambda _: torch.randn(ROWS, WIDTH), 4, loss_of=lambda loss: loss, clears="never")
-    assert_foreseen(model, abs=64)

@@ -11,6 +11,7 @@ from hiremate_lightning.measuring.describing import describe
 from hiremate_lightning.measuring.left import LeftOutputs
 from hiremate_lightning.measuring.recording import StepRecord
 from hiremate_lightning.measuring.resident import Resident
+from hiremate_lightning.records.step import Call
 from hiremate_lightning.targets.modules import targets_of
 from tests.exact import assert_foreseen, network
 
@@ -29,14 +30,15 @@ def batch() -> torch.Tensor:
     return torch.randn(ROWS, WIDTH)
 
 
-def record_of(step) -> tuple[StepRecord, list]:
-    """Run one step of a planned model and give its finished record, and the costs of its parts."""
+def record_of(step, make=Net) -> tuple[StepRecord, list[Call], list[int]]:
+    """Run one step of a planned model; give its finished record, its calls, and the order of their backwards."""
     torch.manual_seed(0)
-    model = hiremate(Net(), "100%", verbose=False)
+    model = hiremate(make(), "100%", verbose=False)
     step(model)
     session = targets_of(model).session
     session.end_step()
-    return session.steps.ended.record, session.parts.profiles
+    record = session.steps.ended.record
+    return record, *describe(record, session.parts.profiles)
 
 
 def chained(model):
@@ -45,7 +47,7 @@ def chained(model):
 
 def test_runs_are_in_the_order_of_their_forwards_and_linked():
     """An input that is an earlier output is linked, a gradient that goes on backwards passed on."""
-    record, _ = record_of(chained)
+    record, *_ = record_of(chained)
     first, second = record.runs
     assert record.graphs == (0, 1)
     assert record.backwards == [1, 0]
@@ -67,53 +69,18 @@ def test_an_input_that_other_code_made_goes_with_the_backward_that_reads_it(is_k
         del made
         output.square().mean().backward()
 
-    record, profiles = record_of(step)
+    record, (first, second), _ = record_of(step)
     assert record.runs[1].links == {}
-    (first, second), _ = describe(record, profiles)
     assert (first.released_bytes, second.released_bytes) == (0, 0 if is_kept else SIZE)
 
 
 def test_an_input_that_was_there_before_the_step_is_none_that_other_code_made_in_it():
-    def step(model):
-        model.encoder(batch().requires_grad_() + 1).square().mean().backward()
-
-    record, profiles = record_of(step)
-    (call,), _ = describe(record, profiles)
+    _, (call,), _ = record_of(lambda model: model.encoder(batch().requires_grad_() + 1).square().mean().backward())
     assert call.released_bytes == 0
 
 
-class Interrupted(nn.Module):
-    """A wide block and narrow ones, with code between them that can't be captured and keeps nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        wide = nn.Sequential(nn.Linear(WIDTH, 32 * WIDTH), nn.GELU(), nn.Linear(32 * WIDTH, WIDTH))
-        self.blocks = nn.ModuleList([wide, *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(6))])
-
-    @torch.compiler.disable
-    def more(self, x: torch.Tensor) -> torch.Tensor:
-        return x + 1
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = self.more(block(x))
-        return x
-
-
-@pytest.mark.filterwarnings("ignore:.*captured as a whole")
-def test_the_peak_counts_inputs_that_other_code_made_no_longer_than_they_live():
-    model = hiremate(Interrupted(), "100%", verbose=False)
-    for _ in range(4):
-        model.zero_grad()
-        model(batch()).square().mean().backward()
-    assert_foreseen(model, rel=0.002)
-
-
 def test_a_gradient_of_a_leaf_stays():
-    def step(model):
-        model.encoder(batch().requires_grad_()).square().mean().backward()
-
-    record, _ = record_of(step)
+    record, *_ = record_of(lambda model: model.encoder(batch().requires_grad_()).square().mean().backward())
     assert record.runs[0].passed_on == ()
 
 
@@ -129,7 +96,7 @@ def test_outputs_are_alive_where_someone_holds_them(is_kept):
         del output
         loss.backward()
 
-    record, _ = record_of(step)
+    record, *_ = record_of(step)
     (run,) = record.runs
     assert run.alive == (run.graph.outputs if is_kept else ())
 
@@ -145,8 +112,7 @@ def test_what_other_code_holds_or_needs_for_a_moment_is_measured(is_held):
         del made
         output.sum().backward()
 
-    record, profiles = record_of(step)
-    (call,), order = describe(record, profiles)
+    _, (call,), order = record_of(step)
     assert order == [0]
     if is_held:
         assert 5 * SIZE <= call.after_forward.held_bytes <= 6 * SIZE
@@ -174,11 +140,7 @@ class Embedded(nn.Module):
 
 
 def test_code_before_and_after_the_captured_calls_is_measured():
-    model = hiremate(Embedded(), "100%", verbose=False)
-    model(torch.arange(ROWS)).square().mean().backward()
-    session = targets_of(model).session
-    session.end_step()
-    (call,), _ = describe(session.steps.ended.record, session.parts.profiles)
+    _, (call,), _ = record_of(lambda model: model(torch.arange(ROWS)).square().mean().backward(), Embedded)
     assert call.before_forward.held_bytes == SIZE  # what the embedding returns
     assert call.after_backward.peak_bytes >= 4 * SIZE  # its gradient
 
@@ -188,8 +150,7 @@ def test_a_forward_without_a_backward_is_no_call_of_the_step():
         model.decoder(batch())
         model.encoder(batch()).sum().backward()
 
-    record, profiles = record_of(step)
-    calls, order = describe(record, profiles)
+    record, calls, order = record_of(step)
     assert record.graphs == (0, 1)
     assert len(calls) == 1
     assert order == [0]
@@ -199,8 +160,7 @@ def test_one_part_may_run_twice_in_a_step():
     def step(model):
         model.encoder(model.encoder(batch().requires_grad_())).sum().backward()
 
-    record, profiles = record_of(step)
-    calls, order = describe(record, profiles)
+    record, calls, order = record_of(step)
     assert record.graphs == (0, 0)
     assert order == [1, 0]
     assert list(calls[1].links.values()) == [(0, calls[0].graph.outputs[0])]
@@ -247,14 +207,12 @@ def shifted(self, x):
 
 
 def test_outside_code_does_not_hold_what_the_next_part_consumes():
-    model = Net()
-    model.decoder = shifted()
-    hiremate(model, "100%", verbose=False)
-    chained(model)
-    session = targets_of(model).session
-    session.end_step()
-    record = session.steps.ended.record
-    calls, _ = describe(record, session.parts.profiles)
+    def make():
+        model = Net()
+        model.decoder = shifted()
+        return model
+
+    record, calls, _ = record_of(chained, make)
     assert record.runs[0].alive == ()
     assert calls[0].after_forward.held_bytes == 0
 
@@ -329,32 +287,3 @@ def test_outputs_of_the_step_before_are_seen_released(holds):
     assert record is not None
     assert record.left_at_return is (holds == "nothing")
     assert record.returned_bytes == (SIZE if holds == "nothing" else 0)
-
-
-class HoldsMeanwhile(nn.Module):
-    """Code between captured parts holds memory from the first to the second one, and lets go of it after that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)) for _ in range(3))
-        self.held: torch.Tensor | None = None
-
-    @torch._dynamo.disable
-    def hold(self, size: int) -> None:
-        self.held = torch.zeros(size) if size else None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.parts[0](x)
-        self.hold(200_000)
-        x = self.parts[1](x)
-        self.hold(0)
-        return self.parts[2](x)
-
-
-def test_what_is_let_go_of_between_forwards_is_not_counted_in_the_backward():
-    torch.manual_seed(0)
-    model = hiremate(HoldsMeanwhile(), "100%", verbose=False)
-    for _ in range(4):
-        model.zero_grad()
-        model(torch.randn(1024, 32)).square().mean().backward()
-    assert_foreseen(model, rel=0.005)

@@ -85,9 +85,6 @@ class TestBackends:
         yield
         backend_failures.cache_clear()
 
-    def test_highs_works_here(self):
-        assert backend_failures() == ()
-
     @pytest.fixture
     def lost(self, monkeypatch):
         """Let backends end the process that tries them, as a library that does not fit may do."""

@@ -21,34 +21,15 @@ from tests.tiny import KB, Builder, chain, recompute_lazily
 NOTHING = Gap()
 
 
-def linked_chain(length=3, size=100, reads_results=False):
-    """A chain whose input is what an earlier call returned: its bytes belong to that call.
-
-    Where its backward reads results, the input is needed only to compute the first one again.
-    """
-    b = Builder()
-    values = [b.input("x", size, StorageKind.INPUT)]
-    for i in range(length):
-        values.append(b.op(f"a{i}", (values[-1],), size))
-    gradient = b.tangent("dy", size)
-    for i in reversed(range(length)):
-        gradient = b.op(f"g{i}", (gradient, values[i + reads_results]), size, backward=True)
-    return b.graph(outputs=(values[-1],), gradients=(gradient,))
+def linked(output, graph, profile, **gaps):
+    """A call that reads an output of the first one, whose bytes belong to that, and gives it its gradient."""
+    return Call(graph, profile, links={graph.inputs[0]: (0, output)}, passed_on=(graph.gradients[0],), **gaps)
 
 
 def two_calls(length=3, size=100, gap_after_first=NOTHING, gap_after_second=NOTHING, gap_between_backwards=NOTHING):
     """Two chains: the second one reads what the first one returns, and gives it its gradient."""
-    first, second = chain(length, size), linked_chain(length, size)
-    output, gradient = first[0].outputs[0], second[0].gradients[0]
-    return [
-        Call(*first, after_forward=gap_after_first, before_backward=gap_between_backwards),
-        Call(
-            *second,
-            links={second[0].inputs[0]: (0, output)},
-            passed_on=(gradient,),
-            after_forward=gap_after_second,
-        ),
-    ]
+    first = Call(*chain(length, size), after_forward=gap_after_first, before_backward=gap_between_backwards)
+    return [first, linked(first.graph.outputs[0], *chain(length, size), after_forward=gap_after_second)]
 
 
 def simulated(step, recompute=None):
@@ -88,9 +69,10 @@ def test_calls_have_the_peak_of_their_graph_or_of_the_long_chain():
 
 @pytest.mark.parametrize("reads_results", [False, True])
 def test_strategies_count_what_links_two_calls_as_the_simulation_does(reads_results):
-    first, (graph, profile) = chain(3), linked_chain(3, reads_results=reads_results)
-    link = {graph.inputs[0]: (0, first[0].outputs[0])}
-    step = merge([Call(*first), Call(graph, profile, links=link, passed_on=graph.gradients)], [1, 0])
+    """Where the backward reads results, the link is needed only to compute the first one again."""
+    first = Call(*chain(3))
+    second = linked(first.graph.outputs[0], *chain(3, reads_results=reads_results))
+    step = merge([first, second], [1, 0])
     model = StepModel(Problem(step.graph, step.profile, 0))
     for count in range(len(model.choices) + 1):
         for kept in combinations(model.choices, count):
@@ -155,31 +137,50 @@ def test_a_high_peak_outside_is_the_peak_of_the_step():
     assert step.graph.nodes[simulated(step).peak_moment.node].direction is Direction.BACKWARD
 
 
+def three_calls(*between_backwards, after_last=NOTHING, before_first=NOTHING):
+    """Three chains side by side, the gradients of each of which code outside takes, as FSDP2 does."""
+    calls = [Call(*chain(3)) for _ in range(3)]
+    calls = [replace(call, passed_on=call.graph.gradients) for call in calls]
+    calls[0] = replace(calls[0], before_forward=before_first, before_backward=between_backwards[1])
+    calls[1] = replace(calls[1], before_backward=between_backwards[0])
+    calls[2] = replace(calls[2], after_forward=after_last)
+    return merge(calls, [2, 1, 0])
+
+
+# Where outside code holds bytes, and where it frees some of them. FSDP2 gathers the parameters of a unit before its
+# backward, frees them before the next unit's, and frees the last buffer of its gathers as the root's forward ends.
+FREED = {
+    "after a forward, before its backward": lambda held, given: merge(
+        two_calls(gap_after_first=held, gap_between_backwards=given), [1, 0]
+    ),
+    "after a forward, after a later one": lambda held, given: merge(
+        two_calls(gap_after_first=held, gap_after_second=given), [1, 0]
+    ),
+    "at the beginning, between backwards": lambda held, given: three_calls(NOTHING, given, before_first=held),
+    "at the beginning, at the turn": lambda held, given: three_calls(
+        NOTHING, NOTHING, before_first=held, after_last=given
+    ),
+    "at the turn, between backwards": lambda held, given: three_calls(NOTHING, given, after_last=held),
+    "between backwards, between later ones": three_calls,
+}
+
+
 @pytest.mark.parametrize(("given_bytes", "live_bytes"), [(0, 1000), (300, 700), (1000, 0), (2000, 0)])
-def test_what_is_held_outside_is_given_back_before_the_backward_of_its_forward(given_bytes, live_bytes):
-    def live(held_bytes, given_bytes):
-        held, given = Gap(held_bytes, held_bytes), Gap(-given_bytes, 0)
-        step = merge(two_calls(3, gap_after_first=held, gap_between_backwards=given), [1, 0])
-        return live_at_the_end(step)
-
-    assert live(1000, given_bytes) - live(0, 0) == live_bytes
+@pytest.mark.parametrize("step_of", FREED.values(), ids=FREED)
+def test_bytes_that_outside_code_frees_later_live_until_then(step_of, given_bytes, live_bytes):
+    held = live_at_the_end(step_of(Gap(1000, 1000), Gap(-given_bytes, 0)))
+    assert held - live_at_the_end(step_of(NOTHING, NOTHING)) == live_bytes
 
 
-@pytest.mark.parametrize(
-    ("given_bytes", "stale_bytes", "sees_call", "live_bytes"),
-    [(0, 0, False, 1000), (300, 0, False, 700), (2000, 0, False, 0), (300, 200, False, 900), (300, 200, True, 700)],
-)
-def test_what_is_held_outside_is_given_back_after_a_later_forward(given_bytes, stale_bytes, sees_call, live_bytes):
-    """What is stale has a place of its own, and is given back first, unless it is known when it was freed."""
-
+@pytest.mark.parametrize(("sees_call", "live_bytes"), [(False, 900), (True, 700)])
+def test_what_is_stale_is_given_back_first_unless_its_end_is_known(sees_call, live_bytes):
     def live(held_bytes, given_bytes):
         first, last = two_calls(3, gap_after_first=Gap(held_bytes, held_bytes), gap_after_second=Gap(-given_bytes, 0))
         if sees_call:
             last = replace(last, before_deaths=(Gap(peak_bytes=0),), called_at=1)
-        step = merge([first, last], [1, 0], stale_bytes)
-        return live_at_the_end(step)
+        return live_at_the_end(merge([first, last], [1, 0], stale_bytes=200))
 
-    assert live(1000, given_bytes) - live(0, 0) == live_bytes
+    assert live(1000, 300) - live(0, 0) == live_bytes
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -193,8 +194,7 @@ def test_inputs_that_code_outside_made_are_gone_when_the_backward_that_read_them
         calls = two_calls(3, gap_after_first=Gap(held_bytes if index else 0, 0))
         calls[0] = replace(calls[0], before_forward=Gap(held_bytes // 2 if index else 3 * held_bytes // 2, 0))
         calls[index] = replace(calls[index], released_bytes=released_bytes)
-        step = merge(calls, [1, 0])
-        return live_at_the_end(step)
+        return live_at_the_end(merge(calls, [1, 0]))
 
     assert live(1000, released_bytes) - live(0, 0) == live_bytes
 
@@ -224,42 +224,6 @@ def test_what_outside_code_takes_between_backwards_counts_the_gradient_of_100_by
         return next(moment.peak_bytes for moment in backward if step.owners[moment.node] is None)
 
     assert peak_between(peak_bytes) - peak_between(0) == more_bytes
-
-
-def three_calls(*between_backwards, after_last=NOTHING, before_first=NOTHING):
-    """Three chains side by side, the gradients of each of which code outside takes, as FSDP2 does."""
-    calls = [Call(*chain(3)) for _ in range(3)]
-    calls = [replace(call, passed_on=call.graph.gradients) for call in calls]
-    calls[0] = replace(calls[0], before_forward=before_first, before_backward=between_backwards[1])
-    calls[1] = replace(calls[1], before_backward=between_backwards[0])
-    calls[2] = replace(calls[2], after_forward=after_last)
-    return merge(calls, [2, 1, 0])
-
-
-@pytest.mark.parametrize(("given_bytes", "live_bytes"), [(0, 1000), (300, 700), (1000, 0), (2000, 0)])
-@pytest.mark.parametrize("where", ["beginning", "turn", "between backwards"])
-def test_bytes_that_outside_code_frees_later_live_until_then(where, given_bytes, live_bytes):
-    """FSDP2 gathers the parameters of a unit before its backward, and frees them before the next unit's."""
-
-    def live(held_bytes, given_bytes):
-        held, given = Gap(held_bytes, held_bytes), Gap(-given_bytes, 0)
-        first = held if where == "between backwards" else NOTHING
-        others = {"beginning": {"before_first": held}, "turn": {"after_last": held}}.get(where, {})
-        step = three_calls(first, given, **others)
-        return live_at_the_end(step)
-
-    assert live(1000, given_bytes) - live(0, 0) == live_bytes
-
-
-def test_what_the_turn_gives_back_was_held_since_the_beginning():
-    """FSDP2 frees the last buffer of its gathers as the root's forward ends."""
-
-    def live(held_bytes):
-        held, given = Gap(held_bytes, held_bytes), Gap(-held_bytes, 0)
-        step = three_calls(NOTHING, NOTHING, before_first=held, after_last=given)
-        return live_at_the_end(step)
-
-    assert live(1000) == live(0)
 
 
 @pytest.mark.parametrize(("peak_bytes", "more_bytes"), [(0, 1000), (1000, 1000), (1050, 1050), (2000, 2000)])
@@ -377,11 +341,7 @@ def test_a_value_that_is_needed_later_keeps_its_memory(others, is_held):
 
 def test_another_call_that_reads_a_value_in_its_backward_keeps_its_memory():
     graph, profile, logits = loss_at_the_end()
-    second = linked_chain(2)
-    calls = [
-        Call(graph, profile),
-        Call(*second, links={second[0].inputs[0]: (0, logits)}, passed_on=(second[0].gradients[0],)),
-    ]
+    calls = [Call(graph, profile), linked(logits, *chain(2))]
     for order, kept in (([1, 0], 20 - 100), ([0, 1], 20)):
         assert workspace_of_the_gradient(merge(calls, order)) == kept, order
 

@@ -106,10 +106,6 @@ def test_a_number_read_at_one_size_is_not_used_at_another():
     graphs_of(asks_for_a_number, *([x] for x in sizes), sizes_vary=True)
 
 
-def reads_an_input(x, positions):
-    return x.sin() if (positions == 0).all() else x.cos()
-
-
 def changes_in_place(x):
     positions = positions_of(x).clone()
     positions[:, 0] = x.long()[:, 0]
@@ -210,32 +206,22 @@ def has_padding(x, mask):
     return x.sin() if mask.all() else x.cos() * mask
 
 
-def counts_tokens(x, mask):
-    return x.sin() if mask[:, : x.shape[1]].sum() == mask.numel() else x.cos()
+WAYS = {
+    "all": has_padding,
+    "a count of tokens": lambda x, mask: x.sin() if mask[:, : x.shape[1]].sum() == mask.numel() else x.cos(),
+    "a truth value": lambda x, mask: x.sin() if (mask == 0).any().item() else x.cos(),
+    "whether all are true": lambda x, mask: x.sin() if mask.bool()._is_all_true().item() else x.cos(),
+    "a product": lambda x, mask: x.sin() if mask.prod() == 1 else x.cos(),
+}
 
 
-def asks_for_a_truth_value(x, mask):
-    return x.sin() if (mask == 0).any().item() else x.cos()
-
-
-def asks_whether_all_are_true(x, mask):
-    return x.sin() if mask.bool()._is_all_true().item() else x.cos()
-
-
-def asks_for_the_product(x, mask):
-    return x.sin() if mask.prod() == 1 else x.cos()
-
-
-WAYS = (has_padding, counts_tokens, asks_for_a_truth_value, asks_whether_all_are_true, asks_for_the_product)
-
-
-@pytest.mark.parametrize("function", WAYS)
+@pytest.mark.parametrize("function", WAYS.values(), ids=WAYS)
 def test_a_branch_on_an_input_is_captured_for_each_way_it_goes(function):
     assert graphs_of(function, *masks("111", "111")) == 1
     assert graphs_of(function, *masks("110", "011", "111", "101", "111")) == 2
 
 
-@pytest.mark.parametrize("function", WAYS)
+@pytest.mark.parametrize("function", WAYS.values(), ids=WAYS)
 def test_both_ways_serve_all_sizes(function):
     batches = masks("11", "110", "1111", "1011", "11111", "01", "11", "110000", "111111")
     larger = masks("1111111", "0111111", "11111111", "11110000")

@@ -11,6 +11,7 @@ from torch import nn
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.torch_private import hacks
 from hiremate_lightning.torch_private.hacks import HACKS, Stage
+from tests.exact import planned_alike
 from tests.training import assert_equal, build, train
 
 NAMES = [hack.name for hack in HACKS]
@@ -49,23 +50,16 @@ def test_on_a_release_that_nobody_tried_it_is_right_too():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_hack_can_be_off_alone(name):
-    def make() -> nn.Module:
-        torch.manual_seed(1)
-        blocks = [nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.1), nn.GELU(), nn.Linear(64, 16)) for _ in range(4)]
-        return nn.Sequential(*blocks)
+    def gradients(module: nn.Module) -> list[torch.Tensor]:
+        assert not hacks.is_on(name)
+        for seed in range(3):
+            torch.manual_seed(seed)
+            module(torch.randn(64, 16)).square().mean().backward()
+        return [p.grad for p in module.parameters()]
 
-    found = []
-    for is_planned in (False, True):
-        module = make()
-        if is_planned:
-            hiremate(module, "70%", verbose=False)
-        with hacks.without(name):
-            assert not hacks.is_on(name)
-            for seed in range(3):
-                torch.manual_seed(seed)
-                module(torch.randn(64, 16)).square().mean().backward()
-        found.append([p.grad for p in module.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    blocks = [nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.1), nn.GELU(), nn.Linear(64, 16)) for _ in range(4)]
+    with hacks.without(name):
+        planned_alike(nn.Sequential(*blocks), gradients, "70%")
     assert hacks.is_on(name) == (name in [hack.name for hack in ON_HERE])
 
 

@@ -87,6 +87,16 @@ def test_the_backend_hears_of_joint_graph_forward_and_backward():
     assert heard == [(1, 3, 1), "forward", "backward"]
 
 
+def noting(note, seen):
+    """A backend that runs captured code as it is, and notes something of each graph and its inputs."""
+
+    def backend(module, inputs):
+        seen.append(note(module, inputs))
+        return module.forward
+
+    return backend
+
+
 def runs_by(backend, function, *inputs):
     """Run a function as torch.compile captures it for a backend; return its result and what became of the inputs."""
     own = [t.clone() if not t.requires_grad else t.detach().clone().requires_grad_() for t in inputs]
@@ -208,12 +218,8 @@ def test_an_error_leaves_no_ban_on_hooks():
 def captured_inputs(function, calls):
     """Compile a function as plans do, call it, and give the inputs of each captured graph."""
     seen = []
-
-    def backend(module, inputs):
-        seen.append([i if isinstance(i, torch.Tensor) else type(i) for i in inputs])
-        return module
-
-    compiled = torch.compile(function, backend=backend)
+    note = noting(lambda _, inputs: [i if isinstance(i, torch.Tensor) else type(i) for i in inputs], seen)
+    compiled = torch.compile(function, backend=note)
     with dynamo.capturing_for_plans():
         for arguments in calls:
             compiled(*arguments)
@@ -263,10 +269,7 @@ def test_where_sizes_vary_they_are_symbols_and_numbers_where_dynamo_fails_on_tho
 @pytest.mark.skipif(not hasattr(torch.compiler.config, "dynamic_values"), reason="sizes are symbols from the third on")
 def test_sizes_known_to_vary_are_symbols_at_once_in_graphs_after_a_break_too():
     seen = []
-
-    def backend(module, inputs):
-        seen.append([type(value) for value in inputs if not isinstance(value, torch.Tensor)])
-        return module
+    note = noting(lambda _, inputs: [type(value) for value in inputs if not isinstance(value, torch.Tensor)], seen)
 
     def function(x):
         x = x + 1
@@ -274,7 +277,7 @@ def test_sizes_known_to_vary_are_symbols_at_once_in_graphs_after_a_break_too():
         return x * 2
 
     with dynamo.capturing_for_plans(sizes_vary=True, vary=[5]):
-        torch.compile(function, backend=backend)(torch.ones(4, 5))
+        torch.compile(function, backend=note)(torch.ones(4, 5))
     assert seen == [[torch.SymInt], [torch.SymInt]]
 
 
@@ -289,17 +292,14 @@ def test_ranges_that_users_mark_on_tensors_are_read():
 @pytest.mark.parametrize(("size", "layouts"), [(9, [None, ((9, 3), (3, 1))]), (8, None), (99, None)])
 def test_layouts_at_other_sizes_are_within_the_guards_of_captured_code(size: int, layouts):
     found = []
-
-    def backend(module, inputs):
-        found.append(SizeSymbols(module, sizes_among(module, inputs)).layouts_at((size,)))
-        return module
+    note = noting(lambda *graph: SizeSymbols(graph[0], sizes_among(*graph)).layouts_at((size,)), found)
 
     def function(x):
         return x * 2 if x.shape[0] % 2 and x.shape[0] < 50 else x
 
     x = torch.ones(5, 3)
     torch._dynamo.mark_dynamic(x, 0)
-    torch.compile(function, backend=backend)(x)
+    torch.compile(function, backend=note)(x)
     assert found == [layouts]
 
 
@@ -326,10 +326,7 @@ def test_a_log_ends_a_graph_only_where_it_may_be_heard_at_each_call(caplog):
 @pytest.mark.parametrize("limit", [3, 5])
 def test_settings_of_torch_compile_are_the_users_again_after_nested_and_failed_calls(limit):
     config, seen = torch._dynamo.config, []
-
-    def note(module, inputs):
-        seen.append(config.recompile_limit)
-        return module.forward
+    note = noting(lambda *_: config.recompile_limit, seen)
 
     def nested():
         with dynamo.capturing_for_plans():
@@ -419,9 +416,12 @@ def test_a_fraction_that_is_written_into_a_string_keeps_its_format(write, sizes_
     torch.compiler.reset()
 
 
-@pytest.mark.usefixtures("one_process")
-def test_a_unit_lends_whole_parameters():
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+@pytest.fixture
+def mesh(one_process):
+    return torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+
+
+def test_a_unit_lends_whole_parameters(mesh):
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     assert not sharding.has_units(model)
     torch.distributed.fsdp.fully_shard(model[0], mesh=mesh)
@@ -456,31 +456,21 @@ def test_an_imagined_group_only_counts_what_it_would_send():
 
 
 def test_code_is_captured_where_storages_are_watched():
-    seen = []
-
-    def backend(module, inputs):
-        seen.append(module)
-        return module.forward
-
+    seen, function = [], lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
     with CountingMeter(torch.device("cpu")):
-        torch.compile(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), backend=backend)(torch.ones(4))
+        torch.compile(function, backend=noting(lambda *_: "captured", seen))(torch.ones(4))
+    assert seen == ["captured"]
 
-    assert len(seen) == 1
 
-
-@pytest.mark.usefixtures("one_process")
-def test_gradients_that_wait_to_be_reduced_are_found():
+def test_gradients_that_wait_to_be_reduced_are_found(mesh):
     policy = torch.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
     model = torch.distributed.fsdp.fully_shard(nn.Linear(2, 3), mesh=mesh, mp_policy=policy)
     model.set_requires_gradient_sync(False)
     model(torch.ones(1, 2)).sum().backward()
     assert sorted(t.nbytes for t in sharding.buffers_between_units(model)) == [12, 24]
 
 
-@pytest.mark.usefixtures("one_process")
-def test_a_distributed_tensor_has_the_bytes_of_its_local_part():
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+def test_a_distributed_tensor_has_the_bytes_of_its_local_part(mesh):
     local = torch.zeros(4)
     spread = torch.distributed.tensor.DTensor.from_local(local, mesh, [torch.distributed.tensor.Shard(0)])
     assert tensor_state.storage_sizes([spread]) == tensor_state.storage_sizes([local])
@@ -508,19 +498,15 @@ def test_hooks_on_saved_tensors_are_offloaded_and_back():
 
 def test_captured_code_enters_autocast_by_the_call_that_is_looked_for():
     seen = []
+    note = noting(lambda module, _: autocasting.leaving_as_found(module, torch.sin) is not torch.sin, seen)
 
-    def backend(module, _):
-        run = module.forward
-        seen.append(autocasting.leaving_as_found(module, run) is not run)
-        return run
-
-    @torch.compile(backend=backend)
+    @torch.compile(backend=note)
     def half(x):
         with torch.autocast("cpu", torch.bfloat16):
             return x @ x
 
     half(torch.ones(2, 2))
-    torch.compile(torch.sin, backend=backend)(torch.ones(2))
+    torch.compile(torch.sin, backend=note)(torch.ones(2))
     assert seen == [True, False]
 
 
