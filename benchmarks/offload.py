@@ -38,7 +38,7 @@ from hiremate_lightning.planning.solvers.offload import Choice, fastest_choice, 
 from hiremate_lightning.records.costs import A100, Link, Machine
 from hiremate_lightning.records.offload import Host
 from hiremate_lightning.records.schedule import keep_all
-from hiremate_lightning.records.simulation import simulate_plain
+from hiremate_lightning.records.simulation import simulate_eager
 from hiremate_lightning.records.step import Decisions
 from hiremate_lightning.units import format_bytes
 
@@ -145,7 +145,7 @@ def write(name: str, is_toy: bool, limit_s: float) -> None:
     )
     for label, (machine, gb_per_s) in MACHINES.items():
         whole = problem_of(step, machine, gb_per_s, limit_s)
-        plain_bytes = simulate_plain(whole.graph, whole.profile).peak_bytes
+        plain_bytes = simulate_eager(whole.graph, whole.profile).peak_bytes
         if not known:
             smallest = smallest_budget(replace(whole, budget_bytes=plain_bytes)).peak_bytes / plain_bytes
             print(f"## {name}\n\nPlain: {format_bytes(plain_bytes)}. Smallest budget: {100 * smallest:.1f} %", end="")

@@ -31,7 +31,7 @@ from hiremate_lightning.planning.headroom import Room, unless_short
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.planner import make_plan
 from hiremate_lightning.planning.solvers import UNLIMITED, Problem, get_strategy, smallest_budget
-from hiremate_lightning.records.simulation import simulate_plain
+from hiremate_lightning.records.simulation import simulate_eager
 from hiremate_lightning.records.step import Call, Step, merge
 from hiremate_lightning.units import Budget
 
@@ -58,7 +58,7 @@ def plan_once(step: Step, share: float) -> Planned:
         if best_ms < math.inf and best_ms - bound_ms < CLOSE * step_ms:
             close.append(time.process_time() - start)
 
-    room = Room(Budget(share=share), int(share * simulate_plain(step.graph, step.profile).peak_bytes))
+    room = Room(Budget(share=share), int(share * simulate_eager(step.graph, step.profile).peak_bytes))
     options = SessionOptions(on_infeasible="warn")
     solve = get_strategy(options.solver)
     plan = unless_short(make_plan(step, room, options, solve=solve, progress=note))
@@ -84,7 +84,7 @@ def least_row(name: str, step: Step, repeats: int) -> str:
         start = time.process_time()
         smallest = smallest_budget(problem)
         seconds.append(time.process_time() - start)
-    share = smallest.peak_bytes / simulate_plain(step.graph, step.profile).peak_bytes
+    share = smallest.peak_bytes / simulate_eager(step.graph, step.profile).peak_bytes
     nodes = len(step.graph.forward) + len(step.graph.backward)
     numbers = f"{100 * share:.2f}", f"{100 * smallest.recompute_ms / problem.step_ms:.1f}"
     return page_tables.row(name, f"{nodes:,}", *numbers, spread(seconds))

@@ -26,7 +26,7 @@ from hiremate_lightning.reporting.timeline import (
     Band,
     DrawnStep,
     Lifetime,
-    plain_run,
+    eager_run,
     planned_run,
 )
 from hiremate_lightning.units import format_bytes, format_ratio, format_time
@@ -73,7 +73,7 @@ def draw(plan: Plan) -> str:
     Returns:
         The text of an SVG file.
     """
-    runs = plain_run(plan), planned_run(plan)
+    runs = eager_run(plan), planned_run(plan)
     panel = ROW * len(rows_of(runs[0])) + CURVE
     height = TOP + 2 * (panel + GAP) + 8
     width = LEFT + PIXELS + RIGHT

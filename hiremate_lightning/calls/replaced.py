@@ -22,7 +22,7 @@ from torch import nn
 from ..planning.plan import Plan
 from ..records.graph import Graph
 from ..records.schedule import with_checkpoints
-from ..records.simulation import simulate_plain
+from ..records.simulation import simulate_eager
 from ..torch_private import hooks
 from ..torch_private.compiled_by_torch import compiled_inside, run_eager
 from ..units import format_bytes
@@ -73,7 +73,7 @@ class ReplacedCheckpointing:
         if self._is_told or not paths:
             return None
         self._is_told = True
-        checkpointed = simulate_plain(with_checkpoints(plan.graph, _calls_of(plan.graph, paths)), plan.profile)
+        checkpointed = simulate_eager(with_checkpoints(plan.graph, _calls_of(plan.graph, paths)), plan.profile)
         with_it = format_bytes(plan.resident_bytes + checkpointed.peak_bytes)
         without = format_bytes(plan.unplanned_peak_bytes)
         return (

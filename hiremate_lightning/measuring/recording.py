@@ -202,7 +202,7 @@ class StepRecord:
         """
         if run is None or run not in self.runs:
             self._mark(OTHER)
-            self.plain_backward_starts()
+            self.eager_backward_starts()
             return
         added = addable(run.part.captured, leaves)
         run.added = _added(run.part.captured, leaves, added)
@@ -222,7 +222,7 @@ class StepRecord:
         self.backwards.append(run.index)
         self._mark_alive(Event.BACKWARD.of(run.index))
 
-    def plain_backward_starts(self) -> None:
+    def eager_backward_starts(self) -> None:
         """Record the start of a backward of code that runs as the user wrote it."""
         backward_pass.at_end(partial(self._whole_backward_ended, None))
 

@@ -35,7 +35,7 @@ class Resident:
     # The part of `size_bytes` that graphs hold whose backward is still to come, with the values that an iteration has
     # made beside them.
     waiting_bytes: int = 0
-    plain_waiting_bytes: int = 0  # bytes of these graphs in eager training, with the values beside them
+    eager_waiting_bytes: int = 0  # bytes of these graphs in eager training, with the values beside them
     waiting: tuple[tuple[Part, Schedule], ...] = ()  # these graphs, each with the schedule by which it runs
     # Bytes and parameters' storages of gradients that the optimizer has used, where these count as stale.
     used: tuple[int, frozenset[int]] = field(default=(0, frozenset()), compare=False)
@@ -53,7 +53,7 @@ class Resident:
         return replace(
             self.with_more(BESIDE, size_bytes),
             waiting_bytes=self.waiting_bytes + size_bytes,
-            plain_waiting_bytes=self.plain_waiting_bytes + size_bytes,
+            eager_waiting_bytes=self.eager_waiting_bytes + size_bytes,
         )
 
     @property

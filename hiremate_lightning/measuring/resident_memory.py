@@ -230,7 +230,7 @@ class ResidentMemory:
             kinds[WAITING] = self._bytes_of(held_by(saved for _, saved in waiting), seen)
         waiting_bytes = kinds.get(WAITING, 0)
         graphs = tuple((part, saved.program.schedule) for part, saved in waiting)
-        plain_bytes = waiting_bytes + sum(more_kept_plainly(part.captured.graph, s) for part, s in graphs)
+        plain_bytes = waiting_bytes + sum(more_kept_in_eager(part.captured.graph, s) for part, s in graphs)
         size_bytes = sum(kinds.values())
         if self.device.type == "cuda":
             size_bytes, known = torch.cuda.memory_allocated(self.device) - stale, size_bytes
@@ -290,7 +290,7 @@ class ResidentMemory:
         return storage_bytes(self._on_device(tensors), self.device, seen)
 
 
-def more_kept_plainly(graph: Graph, schedule: Schedule) -> int:
+def more_kept_in_eager(graph: Graph, schedule: Schedule) -> int:
     """Return the bytes that a step which recomputes nothing saves beyond those of a schedule of a graph."""
     plain = lower(graph, keep_all(graph)).saved
     own = schedule.saved_on_device(graph)

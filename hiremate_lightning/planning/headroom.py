@@ -14,7 +14,7 @@ from ..records.costs import Profile
 from ..records.graph import OUTSIDE, Graph, Node, bytes_of
 from ..records.offload import with_offloads
 from ..records.schedule import Schedule, lower
-from ..records.simulation import Simulation, blocks, simulate_plain
+from ..records.simulation import Simulation, blocks, simulate_eager
 from ..records.step import Decisions
 from ..units import Budget, format_bytes
 from .solutions import Solutions
@@ -108,9 +108,9 @@ class Need:
 
         It is at most 1, unless another process has less.
         """
-        waiting_bytes, plain_waiting_bytes = self.waiting_bytes
+        waiting_bytes, eager_waiting_bytes = self.waiting_bytes
         added_bytes = self.peak_bytes - self.resident_bytes + waiting_bytes
-        plain_bytes = simulate_plain(self.problem.graph, self.problem.profile).peak_bytes + plain_waiting_bytes
+        plain_bytes = simulate_eager(self.problem.graph, self.problem.profile).peak_bytes + eager_waiting_bytes
         share = (added_bytes + 1) / plain_bytes
         return math.ceil(1000 * (share if self.less_bytes else min(share, 1.0))) / 1000
 

@@ -18,7 +18,7 @@ from ..records.costs import Profile, step_time_ms
 from ..records.graph import Graph
 from ..records.offload import with_offloads
 from ..records.schedule import Schedule, lower
-from ..records.simulation import Simulation, simulate_plain
+from ..records.simulation import Simulation, simulate_eager
 from ..units import Budget, format_bytes, format_ratio, format_time
 from .headroom import Room
 from .solvers.base import Problem, Solution, Status, replay_solution
@@ -128,7 +128,7 @@ class Plan:
     @cached_property
     def unplanned(self) -> Simulation:
         """The simulated step with everything kept, as plain PyTorch runs it."""
-        return simulate_plain(self.graph, self.profile)
+        return simulate_eager(self.graph, self.profile)
 
     @property
     def unplanned_peak_bytes(self) -> int:

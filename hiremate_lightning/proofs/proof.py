@@ -13,9 +13,9 @@ from torch import fx
 
 from ..capturing.capture import Captured
 from ..memory.allocator import alone, in_blocks
-from ..records.costs import Profile, as_plain
+from ..records.costs import Profile, in_eager
 from ..records.graph import Graph, StorageKind, bytes_of
-from ..records.simulation import forward_peak_bytes, simulate, simulate_plain
+from ..records.simulation import forward_peak_bytes, simulate, simulate_eager
 from ..records.step import Step
 from ..running.execution import Part
 from ..running.program import Program
@@ -220,8 +220,8 @@ def proof_memory(
     without_activations = replace(graph, storages=tuple(storages), gradients=())
     return ProofMemory(
         plain_bytes=step.plain_bytes,
-        saved_bytes=_offloaded_bytes(as_plain(graph, profile)[0]),
-        beside_bytes=simulate_plain(without_activations, profile).peak_bytes,
+        saved_bytes=_offloaded_bytes(in_eager(graph, profile)[0]),
+        beside_bytes=simulate_eager(without_activations, profile).peak_bytes,
         forward_bytes=forward_peak_bytes(graph, profile),
         own_bytes=own.peak_bytes,
         own_forward_bytes=max((moment.peak_bytes for moment in own.timeline[: own.turn]), default=0),

@@ -52,7 +52,7 @@ def profile_from(fields: Mapping[str, Any]) -> Profile:
     return Profile(tuple(fields["time_ms"]), tuple(fields["workspace_bytes"]), fields["device"], link)
 
 
-def as_plain(graph: Graph, profile: Profile) -> tuple[Graph, Profile]:
+def in_eager(graph: Graph, profile: Profile) -> tuple[Graph, Profile]:
     """Return a step as eager PyTorch runs it: where it is known to, that holds, reads or needs more."""
     storages = tuple(replace(s, size_bytes=s.size_bytes * s.plain_times, plain_times=1) for s in graph.storages)
     nodes = list[Node]()

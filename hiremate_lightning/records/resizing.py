@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .costs import Profile, as_plain
+from .costs import Profile, in_eager
 from .expressions import Line, Sizes
 from .graph import Graph, StorageKind, item_bytes
 
@@ -95,7 +95,7 @@ class Resizing:
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self._samples = tuple(samples)
-        plain = [as_plain(sample.graph, sample.profile) for sample in samples]
+        plain = [in_eager(sample.graph, sample.profile) for sample in samples]
         self.graph = plain[0][0]
         self._columns = list(dict.fromkeys(zip(*(sample.sizes for sample in samples), strict=True)))
         self._varied = [column for column in self._columns if len(set(column)) > 1]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..errors import ScheduleError
-from .costs import Link, Profile, as_plain
+from .costs import Link, Profile, in_eager
 from .graph import Graph
 from .schedule import (
     Compute,
@@ -393,14 +393,14 @@ def blocks(graph: Graph, schedule: Schedule) -> list[tuple[int, int, int]]:
     return _replay(graph, None, schedule).blocks()
 
 
-def simulate_plain(graph: Graph, profile: Profile) -> Simulation:
+def simulate_eager(graph: Graph, profile: Profile) -> Simulation:
     """Simulate a step with everything kept, as eager PyTorch runs it."""
-    plain, costs = as_plain(graph, profile)
+    plain, costs = in_eager(graph, profile)
     return simulate(plain, costs, lower(plain, eager_decisions(plain)))
 
 
 def forward_peak_bytes(graph: Graph, profile: Profile) -> int:
     """Compute the peak of the forward of eager PyTorch without gradients: each value is freed after its last use."""
-    plain, costs = as_plain(graph, profile)
+    plain, costs = in_eager(graph, profile)
     alone = replace(plain, backward=(), tangents=(), gradients=())
     return simulate(alone, costs, lower(alone, keep_all(alone))).peak_bytes

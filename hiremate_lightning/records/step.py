@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from ..housekeeping import Latest
-from .costs import Profile, as_plain
+from .costs import Profile, in_eager
 from .graph import OUTSIDE, Direction, Graph, Node, Storage, StorageKind, Tensor, taken_bytes
 from .schedule import eager_decisions, lower
 from .simulation import Allocations, allocations
@@ -173,7 +173,7 @@ class Step:
     @cached_property
     def plain_bytes(self) -> int:
         """The bytes that eager PyTorch adds at its peak."""
-        graph, profile = as_plain(self.graph, self.profile)
+        graph, profile = in_eager(self.graph, self.profile)
         plain = self.replays.get_or(None, lambda: allocations(graph, lower(graph, eager_decisions(graph))))
         return plain.peak_bytes(np.array(graph.sizes, np.int64), np.array(profile.workspace_bytes, np.int64))
 

@@ -19,7 +19,7 @@ from ..planning.comparing import Comparison, Curve
 from ..planning.plan import Plan, plan_title
 from ..records.costs import step_time_ms
 from ..units import binary_unit, format_bytes, format_time
-from .timeline import BUDGET, COLOURS, FAINT, INK, Band, DrawnStep, plain_run, planned_run, resident_bands
+from .timeline import BUDGET, COLOURS, FAINT, INK, Band, DrawnStep, eager_run, planned_run, resident_bands
 
 MIN_WIDTH = 480
 LEFT, RIGHT, TOP = 52, 12, 34  # pixels around a panel of memory
@@ -228,7 +228,7 @@ class TimelineDrawing:
     """The memory of the plain step, and of the planned one below it; the width is in pixels."""
 
     def __init__(self, plan: Plan, width: int) -> None:
-        self.plan, self.width, self.runs = plan, width, (plain_run(plan), planned_run(plan))
+        self.plan, self.width, self.runs = plan, width, (eager_run(plan), planned_run(plan))
         self.tops = [TOP + row * (PANEL + GAP) for row in range(len(self.runs))]  # upper edges of the panels
         self.end_ms = max(run.starts_ms[-1] for run in self.runs) or 1.0  # at the right edge
         self._peak_bytes = max(plan.unplanned_peak_bytes, plan.planned_peak_bytes)

@@ -25,7 +25,7 @@ from rich.text import Text
 from ..planning.plan import Numbers, Plan, plan_title
 from ..units import format_bytes, format_time
 from .plan_summary import ModuleRow, all_numbers, rows_of, summary_rows, total_row, use_cells
-from .timeline import TINY, Band, DrawnStep, plain_run, planned_run
+from .timeline import TINY, Band, DrawnStep, eager_run, planned_run
 
 MAX_WIDTH = 110  # columns; wider tables are harder to read along a row
 TIMELINE_ROWS = 8
@@ -170,7 +170,7 @@ class _Timeline:
 
     def draw(self) -> Text:
         top, budget, resident = self.labels
-        plain, planned, again = self._levels(plain_run(self.plan)), self._levels(self.run), self._recomputes()
+        plain, planned, again = self._levels(eager_run(self.plan)), self._levels(self.run), self._recomputes()
         rows = max(math.ceil(self.top_bytes / self.row_bytes - 1e-9), self.budget_row)
         lines = [self._legend(any(again), any(offloaded_bytes for _, offloaded_bytes in planned))]
         for row in reversed(range(rows)):

@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from ..planning.plan import Plan
-from ..records.costs import as_plain
+from ..records.costs import in_eager
 from ..records.graph import OUTSIDE, Direction, Graph, StorageKind
 from ..records.schedule import Compute, CopyIn, Schedule, eager_decisions, lower
 from ..records.simulation import Simulation, blocks
@@ -178,9 +178,9 @@ class DrawnStep:
         return position >= self.simulation.turn and node.direction is Direction.FORWARD
 
 
-def plain_run(plan: Plan) -> DrawnStep:
+def eager_run(plan: Plan) -> DrawnStep:
     """Return the step with everything kept."""
-    graph, profile = as_plain(plan.graph, plan.profile)
+    graph, profile = in_eager(plan.graph, plan.profile)
     schedule = lower(graph, eager_decisions(graph))
     return DrawnStep(plan, graph, "plain", schedule, plan.unplanned, profile.workspace_bytes)
 

@@ -86,7 +86,7 @@ class PlanMaker:
         if self._model.options.budget.share is None:
             return resolve(self._model.options.budget, 0, 0, 0)
         of_others = (self._plain_bytes(other) for other in self._history.planned if other is not signature)
-        added_bytes = max(step.plain_bytes + resident.plain_waiting_bytes, *of_others, 0)
+        added_bytes = max(step.plain_bytes + resident.eager_waiting_bytes, *of_others, 0)
         return resolve(self._model.options.budget, resident.size_bytes - resident.waiting_bytes, added_bytes, 0)
 
     def _plain_bytes(self, signature: StepSignature) -> int:
@@ -95,7 +95,7 @@ class PlanMaker:
         if not step.waits:
             return signature.own_plan.unplanned.peak_bytes
         return (
-            self.waiting.at(signature, step, Holds.EVERYTHING).merge().plain_bytes + step.resident.plain_waiting_bytes
+            self.waiting.at(signature, step, Holds.EVERYTHING).merge().plain_bytes + step.resident.eager_waiting_bytes
         )
 
     def limits(self, signature: StepSignature, step: RecordedStep) -> Limits:
@@ -231,7 +231,7 @@ class PlanMaker:
         problem = Problem(step.graph, step.profile, 0, limits, self.host(recorded))
         decided = step.join(recorded.decided) if recorded.decided else None
         need = least_need(problem, resident.size_bytes, decided, Solutions(options.cache_dir))
-        waiting_bytes = resident.waiting_bytes, resident.plain_waiting_bytes
+        waiting_bytes = resident.waiting_bytes, resident.eager_waiting_bytes
         return replace(need, waiting_bytes=waiting_bytes, is_guarded=True, less_bytes=less_bytes)
 
     def decide(self, step: Step, room: Room, limit_s: float) -> Solution:

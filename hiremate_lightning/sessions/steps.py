@@ -215,7 +215,7 @@ class Steps:
             self._eager_steps.graph_stays()
         self._backward_starts()
         if self.record is not None:
-            self.record.plain_backward_starts()
+            self.record.eager_backward_starts()
 
     def _backward_starts(self) -> None:
         step = self.current

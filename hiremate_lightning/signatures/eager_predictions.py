@@ -20,7 +20,7 @@ from typing import Any
 from ..calls.given import ModuleCall
 from ..housekeeping import Latest
 from ..measuring.saved_offload import LEAST_OFFLOAD
-from ..records.costs import as_plain
+from ..records.costs import in_eager
 from ..records.graph import OUTSIDE, bytes_of
 from ..records.offload import can_be_offloaded
 from ..records.resizing import Resizing, Sample
@@ -111,7 +111,7 @@ class _EagerCode:
         self._is_on_host = steps[0].step.calls[0].captured.device.type == "cpu"
         self._gradient_bytes = bytes_of(self._resizing.graph, self._resizing.graph.gradients)
         self.offload = sorted(can_be_offloaded(self._resizing.graph, base.storages))
-        self._graph, _ = as_plain(base.graph, base.profile)
+        self._graph, _ = in_eager(base.graph, base.profile)
         draws = any(node.is_random and node.op not in (OUTSIDE, COUNTED_DRAW) for node in base.graph.nodes)
         self.unmeasured_ratio = RANDOM_RATIO if draws else UNMEASURED_RATIO
         self.margin_bytes = max(captured.step.margin_bytes for captured in steps)

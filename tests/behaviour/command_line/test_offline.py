@@ -17,7 +17,7 @@ from hiremate_lightning.errors import CaptureError, ConfigurationError
 from hiremate_lightning.records.costs import estimate, step_time_ms
 from hiremate_lightning.records.expressions import on_line
 from hiremate_lightning.records.graph_template import GraphTemplate
-from hiremate_lightning.records.simulation import simulate_plain
+from hiremate_lightning.records.simulation import simulate_eager
 from hiremate_lightning.rewriting.replays import DRAW_MASK
 from hiremate_lightning.torch_private import tensor_state
 from tests.exact import captured_by, network
@@ -102,7 +102,7 @@ def test_peaks_are_those_that_training_plans_with(zero_grad):
 
     assert plan is not None
     assert step.resident_bytes == plan.resident_bytes
-    assert estimated(step).plain_bytes == simulate_plain(plan.graph, estimate(plan.graph)).peak_bytes
+    assert estimated(step).plain_bytes == simulate_eager(plan.graph, estimate(plan.graph)).peak_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -18,7 +18,7 @@ from hiremate_lightning.reporting.timeline import (
     RESIDENT,
     Band,
     DrawnStep,
-    plain_run,
+    eager_run,
     planned_run,
     resident_bands,
     short_source,
@@ -28,7 +28,7 @@ from tests.tiny import KB, blocks_plan, mixed_plan
 MIB = 2**20
 
 
-@pytest.mark.parametrize("run_of", [plain_run, planned_run])
+@pytest.mark.parametrize("run_of", [eager_run, planned_run])
 def test_drawn_bands_add_up_to_the_simulated_bytes(run_of: Callable[[Plan], DrawnStep]):
     """The run ends when the simulated step does."""
     run = run_of(mixed_plan(3))
@@ -57,7 +57,7 @@ def test_resident_bytes_are_split_as_far_as_they_were_counted(parts, bands):
 
 def test_runs_know_what_they_recompute():
     plan = mixed_plan(2)
-    planned, plain = planned_run(plan), plain_run(plan)
+    planned, plain = planned_run(plan), eager_run(plan)
     again = [i for i in range(len(planned.simulation.timeline)) if planned.is_again(i)]
     nodes = tuple(planned.simulation.timeline[i].node for i in again)
     assert nodes == plan.schedule.recomputed(plan.graph)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hiremate_lightning.records.costs import Profile, as_plain
+from hiremate_lightning.records.costs import Profile, in_eager
 from hiremate_lightning.records.graph import Direction, Graph, Node, Storage, StorageKind
 from hiremate_lightning.records.graph import Tensor as Value
 from hiremate_lightning.records.resizing import Resizing, Sample
@@ -117,11 +117,11 @@ def test_bounds_hold_at_sizes_that_were_captured(name):
             resizing = Resizing(known)
             for sample in samples:
                 found, inside = resizing.at(sample.sizes), known[0].storages
-                actual = np.array(as_plain(sample.graph, sample.profile)[0].sizes[:inside])
+                actual = np.array(in_eager(sample.graph, sample.profile)[0].sizes[:inside])
                 assert (found.low[:inside] <= actual + 1).all(), (known[0].sizes, sample.sizes)
                 assert (found.high[:inside] >= actual - 1).all(), (known[0].sizes, sample.sizes)
     *known, sample = samples[:3]
-    actual = sum(as_plain(sample.graph, sample.profile)[0].sizes)
+    actual = sum(in_eager(sample.graph, sample.profile)[0].sizes)
     assert Resizing(known).at(sample.sizes).high.sum() <= 1.25 * actual, "they are close where two sizes were captured"
 
 

@@ -13,7 +13,7 @@ from hiremate_lightning.planning.solvers.choices import Policy
 from hiremate_lightning.planning.solvers.model import StepModel, decisions
 from hiremate_lightning.records.graph import OUTSIDE, Direction, Graph, StorageKind
 from hiremate_lightning.records.schedule import keep_all, lower
-from hiremate_lightning.records.simulation import simulate, simulate_plain
+from hiremate_lightning.records.simulation import simulate, simulate_eager
 from hiremate_lightning.records.step import Call, Gap, Step, merge
 from tests.helpers import lazy_rows, random_graph
 from tests.tiny import KB, Builder, chain, recompute_lazily
@@ -367,7 +367,7 @@ def check_peaks(replays: Latest, step: Step, candidates: list, code: str) -> Non
         simulation = replay(problem, candidate)
         assert sized.peak_bytes(candidate) == simulation.peak_bytes
         assert sized.again_ms(candidate) == pytest.approx(simulation.recompute_ms)
-    assert sized.plain_bytes == simulate_plain(step.graph, step.profile).peak_bytes
+    assert sized.plain_bytes == simulate_eager(step.graph, step.profile).peak_bytes
 
 
 def some_decisions(graph: Graph, step: Step) -> list:
