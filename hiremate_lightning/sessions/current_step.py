@@ -12,7 +12,6 @@ from ..measuring.profiling import TimedRun
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..measuring.resident_memory import ResidentMemory
-from ..planning.ladder import Loss
 from ..records.costs import Profile
 from ..records.step import Decisions
 from ..running.program import Program
@@ -34,8 +33,6 @@ class Forward:
     # program is not part of the plan.
     signature: StepSignature | None = None
     is_planned: bool = True  # whether it runs by a plan, be it of another step; else at the least memory
-    # What its step loses by a plan of other sizes, where it was made from traces of other sizes; else None.
-    loss: Loss[RecordedStep] | None = None
 
     @property
     def left_bytes(self) -> int:
@@ -52,8 +49,6 @@ class Followed:
 
     step: RecordedStep  # the step that it was planned for, at least as large
     decisions: tuple[Decisions, ...]  # for each call
-    # What it loses by them, where it was made from traces of other sizes; None where it was traced.
-    loss: Loss[RecordedStep] | None = None
 
 
 @dataclass(eq=False)

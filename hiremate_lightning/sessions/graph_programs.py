@@ -20,7 +20,7 @@ from ..housekeeping import Latest, collecting_what_it_leaves
 from ..measuring.resident import Resident
 from ..memory.allocator import alone, free_bytes
 from ..planning.headroom import Room, guard_bytes, unless_short
-from ..planning.ladder import Chosen, Ladder, Loss, fastest_that_fits
+from ..planning.ladder import Ladder, fastest_that_fits
 from ..planning.planner import first_solution
 from ..planning.solvers import UNLIMITED, Problem, SolveOptions, smallest_budget
 from ..planning.solvers.base import replay
@@ -31,7 +31,7 @@ from ..records.step import Decisions, Replays, Step
 from ..running.execution import Part
 from ..running.program import Program
 from ..running.template import program_of
-from ..signatures.recorded_step import RecordedStep, foresee, no_graphs
+from ..signatures.recorded_step import foresee
 from ..signatures.step_signature import GraphNumbers, StepSignature
 from ..torch_private import runtime
 from .current_step import CurrentStep, Followed, Forward
@@ -42,7 +42,6 @@ log = logging.getLogger("hiremate_lightning")
 
 HEADROOM = 0.8  # of the room of a step that nothing fitted: larger steps may run by the same decisions
 LIMIT_S = 5.0  # for solving, while a step waits
-BUILT_AND_PROVED = 8.0  # times a step, that programs of other decisions take until they are built and proved
 TRACING_BYTES = 2**14  # that tracing takes for itself: states of the random generator, three deep
 
 TakenOver = Latest[GraphNumbers, Forward | None]  # how a part runs by other steps' plans, by what ran before
@@ -104,14 +103,11 @@ class GraphPrograms:
         return forward(program=self._find_least(step, part), is_planned=False)
 
     def step_ended(self, step: CurrentStep) -> None:
-        """Learn of a step that ran captured: of the sizes of its calls, and of what it lost by other sizes' plans."""
+        """Learn of the sizes of the calls of a step that ran captured."""
         if step.alike:
             places = step.alike[0].recorded.places
             if all(place < len(step.forwards) for place in places):  # else it ended early, as a piece of an iteration
                 step.alike[0].of_code.sizes_of_calls.note([step.forwards[place].captured for place in places])
-        losses = [forward.loss for forward in step.forwards if forward.loss is not None]
-        if losses:
-            self._learn_loss(losses[-1])  # it was chosen last, when most was known
 
     def learn_margin(self, step: CurrentStep, peak_bytes: int) -> None:
         """Leave more room to steps of new sizes where one took more than was predicted for what it ran."""
@@ -207,7 +203,7 @@ class GraphPrograms:
         if step.followed is None:
             return None
         program = self._program_of(captured, step.followed.decisions[call], programs)
-        return Forward(part.number, captured, profile, program, loss=step.followed.loss)
+        return Forward(part.number, captured, profile, program)
 
     def _program_of(self, captured: Captured, decisions: Decisions, programs: Sequence[Program]) -> Program:
         """Return the program by decisions for a captured graph: one that it has run by, if any is the same."""
@@ -241,20 +237,17 @@ class GraphPrograms:
         room = replace(room, margin_bytes=self._margin_bytes(step, room.step_bytes, is_made))
         before = [forward.program.schedule.decisions(forward.captured.graph) for forward in begun]
 
-        def fastest() -> Chosen | None:
+        def fastest() -> Decisions | None:
             plans = (signature.own_plan.solution.recompute for signature in step.alike)
             candidates = dict.fromkeys([keep_all(whole.graph), *plans, *code.ladder.decisions])
             return fastest_that_fits(whole, room, [_going_on(whole, before, d) for d in candidates])
 
-        chosen = fastest()
-        if chosen is None and is_made:  # decisions are solved for all sizes
+        decisions = fastest()
+        if decisions is None and is_made:  # decisions are solved for all sizes
             self._find_for_all_sizes(code.ladder, whole, room)
-            chosen = fastest()
-            step.fits_nothing = chosen is None
-        if chosen is None:
-            return None
-        loss = Loss(code.ladder, replace(foreseen, merged=no_graphs()), room, chosen) if is_made else None
-        return Followed(foreseen, whole.split(chosen.decisions), loss)
+            decisions = fastest()
+            step.fits_nothing = decisions is None
+        return None if decisions is None else Followed(foreseen, whole.split(decisions))
 
     def _margin_bytes(self, step: CurrentStep, room_bytes: int, is_made: bool) -> int:
         """Return the bytes of a room to leave free, since steps of the same code took more than was predicted."""
@@ -288,29 +281,6 @@ class GraphPrograms:
         ladder.least = least.recompute
         if step.peak_bytes(ladder.least) > limit_bytes:
             ladder.least_share = share
-
-    def _learn_loss(self, loss: Loss[RecordedStep]) -> None:
-        """Learn of a step that ran by decisions of other sizes; solve others once that pays."""
-        chosen, ladder = loss.chosen, loss.ladder
-        pays = chosen.lost_ms and ladder.note(chosen, self._price_ms(loss))
-        if not pays or not self._model.has_place:
-            return
-        with self._reporter.stage("solving"), collecting_what_it_leaves():
-            solution = self._maker.decide(loss.step.merge(), loss.room, LIMIT_S)
-        if ladder.solved(loss, solution):
-            text = (
-                f"Sizes of {self._model.name} without a plan of their own recompute less from now on: "
-                f"{solution.extra_ms:.0f} ms in place of {chosen.again_ms:.0f} ms in a step like the latest one."
-            )
-            self._model.tell(text)
-            self.forget_plans()
-
-    def _price_ms(self, loss: Loss[RecordedStep]) -> float:
-        """Estimate the time that other decisions take until steps run by them, from what plans of the code took."""
-        solve_s = max((signature.own_plan.solution.solve_s for signature in self._history.planned), default=0.0)
-        calls = [recorded.call for recorded in loss.step.calls]
-        step_ms = sum(step_time_ms(call.graph, call.profile) for call in calls)
-        return 1000 * solve_s + BUILT_AND_PROVED * step_ms
 
 
 def _was_foreseen(followed: Followed | None, captured: Captured, call: int, is_last: bool) -> bool:

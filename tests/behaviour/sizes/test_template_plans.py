@@ -7,7 +7,7 @@ import torch
 
 from hiremate_lightning import HiRemateWarning, InfeasibleBudgetError
 from hiremate_lightning.records.expressions import NoTemplateError
-from hiremate_lightning.sessions import graph_programs, offloading
+from hiremate_lightning.sessions import offloading
 from hiremate_lightning.testing import is_from_template, session_of, step_under_way
 from tests.behaviour.sizes.test_templates import FIRST, LONG, SHORT, Training, budget_of, train_alike, trainings
 from tests.exact import Log, differing
@@ -46,16 +46,6 @@ def test_larger_sizes_run_by_decisions_made_once(planning_log):
         assert planned.peak_bytes <= added_bytes
     assert len(planning_log.of("planning")) == rungs_of(planned) == 1
     assert len(session_of(planned.model).plans) == 1  # no size got one of its own
-
-
-def test_steps_that_lose_time_get_faster_decisions(monkeypatch: pytest.MonkeyPatch):
-    """Solving costs nothing here, so any loss is worth it; all stays exact and within the budget."""
-    monkeypatch.setattr(graph_programs.GraphPrograms, "_price_ms", lambda self, loss: 0.0)
-    plain, planned, added_bytes = with_code()
-    for length in [*LONGER, *LONGER]:
-        train_alike(plain, planned, length)
-        assert planned.peak_bytes <= added_bytes
-    assert 2 <= rungs_of(planned) <= 7
 
 
 def test_beyond_max_plans_larger_sizes_run_at_the_least_memory(planning_log):
