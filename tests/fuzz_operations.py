@@ -7,6 +7,7 @@ change what they read in place, return views, draw random numbers, update buffer
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -68,14 +69,48 @@ def same_shape(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape
 
 
+def layer(
+    name: str, make: Callable[[int, int], nn.Module], apply: Callable[[Any, Tensor], Any] = lambda layer, a: layer(a)
+) -> None:
+    """Register a layer, made for a width and from a setting, and how it is applied to a value."""
+
+    @operation(name)
+    def _(a, b, setting, earlier):
+        return lambda self, a, b, words: apply(self.layer, a), {"layer": make(a.shape[-1], setting)}
+
+
+def chosen(
+    name: str,
+    *functions: Callable[[Tensor, Tensor, Tensor], Any],
+    where: Callable[[Tensor, Tensor], bool] = lambda a, b: True,
+) -> None:
+    """Register functions of two values and token ids, of which a setting chooses one, where they apply."""
+
+    @operation(name)
+    def _(a, b, setting, earlier):
+        function = one_of(functions, setting)
+        return (lambda self, a, b, words: function(a, b, words)) if where(a, b) else None
+
+
+def of_one(*functions: Callable[..., Any], **options: Any) -> list[Callable[[Tensor, Tensor, Tensor], Any]]:
+    """Let functions of one value take two, and token ids."""
+    return [lambda a, b, words, function=function: function(a, **options) for function in functions]
+
+
+def of_two(*functions: Callable[[Tensor, Tensor], Any]) -> list[Callable[[Tensor, Tensor, Tensor], Any]]:
+    """Let functions of two values take token ids, too."""
+    return [lambda a, b, words, function=function: function(a, b) for function in functions]
+
+
 # ---------------------------------------------------------------- layers
 
 
-@operation("linear")
-def _(a, b, setting, earlier):
-    width = one_of((a.shape[-1], 8, 16, 12), setting)
-    layer = nn.Linear(a.shape[-1], width, bias=setting < 4)
-    return lambda self, a, b, words: self.layer(a), {"layer": layer}
+def over_tokens(layer: Any, a: Tensor) -> Tensor:
+    """Apply a layer to the tokens of each feature."""
+    return layer(a.transpose(1, 2)).transpose(1, 2)
+
+
+layer("linear", lambda width, setting: nn.Linear(width, one_of((width, 8, 16, 12), setting), bias=setting < 4))
 
 
 @operation("same layer again")
@@ -112,57 +147,31 @@ def _(a, b, setting, earlier):
     return lambda self, a, b, words: a * self.scale + self.scale.sigmoid(), {"scale": scale}
 
 
-@operation("convolution over tokens")
-def _(a, b, setting, earlier):
-    width = a.shape[-1]
-    layer = nn.Conv1d(width, width, 3, padding=1, groups=one_of((1, 2), setting))
-    return lambda self, a, b, words: self.layer(a.transpose(1, 2)).transpose(1, 2), {"layer": layer}
+layer(
+    "convolution over tokens",
+    lambda width, setting: nn.Conv1d(width, width, 3, padding=1, groups=one_of((1, 2), setting)),
+    over_tokens,
+)
 
 
-@operation("convolution of pictures")
-def _(a, b, setting, earlier):
+def convolutions(width: int, setting: int) -> nn.Module:
     layers = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 1, 1))
-    if setting % 2:
-        layers = layers.to(memory_format=torch.channels_last)
-    return lambda self, a, b, words: self.layers(a.unsqueeze(1)).squeeze(1), {"layers": layers}
+    return layers.to(memory_format=torch.channels_last) if setting % 2 else layers
 
 
-@operation("batch norm")
-def _(a, b, setting, earlier):
-    width = a.shape[-1]
-    layer = one_of(
-        (
-            lambda: nn.BatchNorm1d(width),
-            lambda: nn.BatchNorm1d(width, momentum=None),
-            lambda: nn.BatchNorm1d(width, track_running_stats=False),
-            lambda: nn.BatchNorm1d(width, affine=False),
-        ),
-        setting,
-    )()
-    return lambda self, a, b, words: self.layer(a.transpose(1, 2)).transpose(1, 2), {"layer": layer}
-
-
-@operation("frozen batch norm")
-def _(a, b, setting, earlier):
-    def run(self, a, b, words):
-        return F.batch_norm(
-            a.transpose(1, 2), self.layer.running_mean, self.layer.running_var, self.layer.weight, training=False
-        ).transpose(1, 2)
-
-    return run, {"layer": nn.BatchNorm1d(a.shape[-1])}
-
-
-@operation("norm")
-def _(a, b, setting, earlier):
-    width = a.shape[-1]
-    layer = one_of((nn.LayerNorm, nn.RMSNorm, lambda w: nn.LayerNorm(w, elementwise_affine=False)), setting)(width)
-    return lambda self, a, b, words: self.layer(a), {"layer": layer}
-
-
-@operation("group norm")
-def _(a, b, setting, earlier):
-    layer = nn.GroupNorm(2, a.shape[-1])
-    return lambda self, a, b, words: self.layer(a.transpose(1, 2)).transpose(1, 2), {"layer": layer}
+layer("convolution of pictures", convolutions, lambda layer, a: layer(a.unsqueeze(1)).squeeze(1))
+STATISTICS = {}, {"momentum": None}, {"track_running_stats": False}, {"affine": False}
+layer("batch norm", lambda width, setting: nn.BatchNorm1d(width, **one_of(STATISTICS, setting)), over_tokens)
+layer(
+    "frozen batch norm",
+    lambda width, setting: nn.BatchNorm1d(width),
+    lambda layer, a: F.batch_norm(
+        a.transpose(1, 2), layer.running_mean, layer.running_var, layer.weight, training=False
+    ).transpose(1, 2),
+)
+NORMS = nn.LayerNorm, nn.RMSNorm, lambda width: nn.LayerNorm(width, elementwise_affine=False)
+layer("norm", lambda width, setting: one_of(NORMS, setting)(width))
+layer("group norm", lambda width, setting: nn.GroupNorm(2, width), over_tokens)
 
 
 @operation("embedding")
@@ -197,55 +206,37 @@ def _(a, b, setting, earlier):
     return lambda self, a, b, words: self.layer(a, a, a)[0], {"layer": layer}
 
 
-@operation("encoder layer of the library")
-def _(a, b, setting, earlier):
-    layer = nn.TransformerEncoderLayer(a.shape[-1], 2, 16, dropout=0.2, batch_first=True, norm_first=setting % 2 == 0)
-    return lambda self, a, b, words: self.layer(a), {"layer": layer}
+layer(
+    "encoder layer of the library",
+    lambda width, setting: nn.TransformerEncoderLayer(
+        width, 2, 16, dropout=0.2, batch_first=True, norm_first=setting % 2 == 0
+    ),
+)
 
 
-@operation("attention by hand")
-def _(a, b, setting, earlier):
-    def run(self, a, b, words):
-        scores = torch.einsum("bic,bjc->bij", a, self.layer(a)) / a.shape[-1] ** 0.5
-        mask = torch.ones(a.shape[1], a.shape[1], dtype=torch.bool).tril()
-        weights = F.dropout(scores.masked_fill(~mask, float("-inf")).softmax(-1), 0.1, self.training)
-        return weights @ a
-
-    return run, {"layer": nn.Linear(a.shape[-1], a.shape[-1])}
+def attend_by_hand(layer: nn.Module, a: Tensor) -> Tensor:
+    scores = torch.einsum("bic,bjc->bij", a, layer(a)) / a.shape[-1] ** 0.5
+    mask = torch.ones(a.shape[1], a.shape[1], dtype=torch.bool).tril()
+    return F.dropout(scores.masked_fill(~mask, float("-inf")).softmax(-1), 0.1, layer.training) @ a
 
 
-@operation("normed weight")
-def _(a, b, setting, earlier):
-    wrap = one_of((parametrizations.spectral_norm, parametrizations.weight_norm, parametrizations.orthogonal), setting)
-    layer = wrap(nn.Linear(a.shape[-1], a.shape[-1]))
-    return lambda self, a, b, words: self.layer(a), {"layer": layer}
-
-
-@operation("recurrent")
-def _(a, b, setting, earlier):
-    layer = one_of((nn.GRU, nn.LSTM), setting)(a.shape[-1], a.shape[-1], batch_first=True)
-    return lambda self, a, b, words: self.layer(a)[0], {"layer": layer}
-
+layer("attention by hand", lambda width, setting: nn.Linear(width, width), attend_by_hand)
+WRAPPED = parametrizations.spectral_norm, parametrizations.weight_norm, parametrizations.orthogonal
+layer("normed weight", lambda width, setting: one_of(WRAPPED, setting)(nn.Linear(width, width)))
+layer(
+    "recurrent",
+    lambda width, setting: one_of((nn.GRU, nn.LSTM), setting)(width, width, batch_first=True),
+    lambda layer, a: layer(a)[0],
+)
 
 # ---------------------------------------------------------------- activations
 
-
-@operation("activation")
-def _(a, b, setting, earlier):
-    kinds = (F.gelu, F.relu, F.silu, torch.tanh, torch.sigmoid, F.leaky_relu, F.hardswish, F.softplus)
-    function = one_of(kinds, setting)
-    return lambda self, a, b, words: function(a)
-
-
-@operation("activation in place")
-def _(a, b, setting, earlier):
-    function = one_of((F.relu, F.silu, F.leaky_relu, F.elu, F.hardtanh, F.relu6), setting)
-    return lambda self, a, b, words: function(a, inplace=True)
-
-
-@operation("gated activation")
-def _(a, b, setting, earlier):
-    return None if a.shape[-1] % 2 else lambda self, a, b, words: F.glu(a, dim=-1)
+chosen(
+    "activation",
+    *of_one(F.gelu, F.relu, F.silu, torch.tanh, torch.sigmoid, F.leaky_relu, F.hardswish, F.softplus),
+)
+chosen("activation in place", *of_one(F.relu, F.silu, F.leaky_relu, F.elu, F.hardtanh, F.relu6, inplace=True))
+chosen("gated activation", *of_one(F.glu, dim=-1), where=lambda a, b: a.shape[-1] % 2 == 0)
 
 
 @operation("softmax")
@@ -257,57 +248,42 @@ def _(a, b, setting, earlier):
 
 # ---------------------------------------------------------------- arithmetic of two values
 
-
-@operation("skip")
-def _(a, b, setting, earlier):
-    function = one_of((torch.add, torch.mul, torch.sub, torch.maximum, torch.atan2), setting)
-    return (lambda self, a, b, words: function(a, b)) if same_shape(a, b) else None
-
-
-@operation("where")
-def _(a, b, setting, earlier):
-    return (lambda self, a, b, words: torch.where(a > b, a, b * 0.5)) if same_shape(a, b) else None
-
-
-@operation("concatenation")
-def _(a, b, setting, earlier):
-    if a.shape[1] != b.shape[1] or a.shape[-1] + b.shape[-1] > 48:
-        return None
-    return lambda self, a, b, words: torch.cat([a, b], dim=-1)
-
-
-@operation("products of tokens")
-def _(a, b, setting, earlier):
-    return (lambda self, a, b, words: torch.bmm(a, b.transpose(1, 2)) @ b) if a.shape[-1] == b.shape[-1] else None
-
+chosen("skip", *of_two(torch.add, torch.mul, torch.sub, torch.maximum, torch.atan2), where=same_shape)
+chosen("where", *of_two(lambda a, b: torch.where(a > b, a, b * 0.5)), where=same_shape)
+chosen(
+    "concatenation",
+    *of_two(lambda a, b: torch.cat([a, b], dim=-1)),
+    where=lambda a, b: a.shape[1] == b.shape[1] and a.shape[-1] + b.shape[-1] <= 48,
+)
+chosen(
+    "products of tokens",
+    *of_two(lambda a, b: torch.bmm(a, b.transpose(1, 2)) @ b),
+    where=lambda a, b: a.shape[-1] == b.shape[-1],
+)
 
 # ---------------------------------------------------------------- changes in place
 
-
-@operation("sum in place")
-def _(a, b, setting, earlier):
-    if not same_shape(a, b):
-        return None
-    if setting % 2:
-        return lambda self, a, b, words: (a * 1.5).add_(b)
-    return lambda self, a, b, words: a.add_(b, alpha=0.5)
+chosen(
+    "sum in place",
+    *of_two(lambda a, b: a.add_(b, alpha=0.5), lambda a, b: (a * 1.5).add_(b)),
+    where=same_shape,
+)
 
 
-@operation("scale in place")
-def _(a, b, setting, earlier):
-    functions = (
-        lambda self, a, b, words: a.mul_(0.5),
-        lambda self, a, b, words: a.clamp_(-1, 1),
-        lambda self, a, b, words: a[:, 0].mul_(2.0),
-        lambda self, a, b, words: (a * 2).div_(3).tanh_(),
-    )
-    function = one_of(functions, setting)
+def double_the_first(a: Tensor) -> Tensor:
+    a[:, 0].mul_(2.0)
+    return a
 
-    def run(self, a, b, words):
-        function(self, a, b, words)
-        return a
 
-    return run if setting % 4 != 3 else function
+chosen(
+    "scale in place",
+    *of_one(
+        lambda a: a.mul_(0.5),
+        lambda a: a.clamp_(-1, 1),
+        double_the_first,
+        lambda a: (a * 2).div_(3).tanh_(),
+    ),
+)
 
 
 @operation("write to a slice")
@@ -321,132 +297,93 @@ def _(a, b, setting, earlier):
     return run
 
 
-@operation("masked in place")
-def _(a, b, setting, earlier):
-    return lambda self, a, b, words: (a + 1).masked_fill_(a > 0.5, 0.0)
-
+chosen("masked in place", *of_one(lambda a: (a + 1).masked_fill_(a > 0.5, 0.0)))
 
 # ---------------------------------------------------------------- views and rearrangements
 
-
-@operation("transpose")
-def _(a, b, setting, earlier):
-    return lambda self, a, b, words: a.transpose(1, 2)
-
-
-@operation("slice")
-def _(a, b, setting, earlier):
-    half = a.shape[-1] // 2
-    functions = (
-        lambda self, a, b, words: a[..., :half],
-        lambda self, a, b, words: a[..., ::2],
-        lambda self, a, b, words: a.narrow(2, 1, half),
-        lambda self, a, b, words: a[:, 1:],
-    )
-    return one_of(functions, setting) if half > 1 and half % 2 == 0 and a.shape[1] > 2 else None
-
-
-@operation("chunk")
-def _(a, b, setting, earlier):
-    if a.shape[-1] % 4:
-        return None
-    if setting % 2:
-        return lambda self, a, b, words: tuple(a.chunk(2, dim=-1))
-    return lambda self, a, b, words: tuple(a.split([a.shape[-1] // 2] * 2, dim=-1))
-
-
-@operation("unbind and stack")
-def _(a, b, setting, earlier):
-    return lambda self, a, b, words: torch.stack([t.sigmoid() for t in a.unbind(1)], dim=1)
-
-
-@operation("fold tokens")
-def _(a, b, setting, earlier):
-    if a.shape[1] % 2:
-        return None
-    return lambda self, a, b, words: a.reshape(a.shape[0], a.shape[1] // 2, a.shape[2] * 2)
-
-
-@operation("copy")
-def _(a, b, setting, earlier):
-    functions = (
-        lambda self, a, b, words: a.contiguous(),
-        lambda self, a, b, words: a.clone(),
-        lambda self, a, b, words: a.transpose(1, 2).contiguous().transpose(1, 2),
-        lambda self, a, b, words: a.detach(),
-        lambda self, a, b, words: a,
-        lambda self, a, b, words: a.double().float(),
-        lambda self, a, b, words: a.view_as(a),
-    )
-    return one_of(functions, setting)
-
-
-@operation("rearrange")
-def _(a, b, setting, earlier):
-    functions = (
-        lambda self, a, b, words: a.flip(1),
-        lambda self, a, b, words: a.roll(1, dims=2),
-        lambda self, a, b, words: F.pad(a, (1, 1))[..., 1:-1],
-        lambda self, a, b, words: a.cumsum(1),
-        lambda self, a, b, words: a.index_select(1, torch.arange(a.shape[1] - 1, -1, -1)),
-        lambda self, a, b, words: a.sort(dim=-1).values,
-        lambda self, a, b, words: a.mean(1, keepdim=True).expand_as(a),
-        lambda self, a, b, words: a.gather(1, (words[:, :1, None] % a.shape[1]).expand_as(a[:, :1])) + a,
-    )
-    return one_of(functions, setting)
-
-
-@operation("pooling")
-def _(a, b, setting, earlier):
-    function = one_of((F.max_pool1d, F.avg_pool1d), setting)
-    return lambda self, a, b, words: function(a, 3, stride=1, padding=1)
-
-
-@operation("reduction")
-def _(a, b, setting, earlier):
-    functions = (
-        lambda self, a, b, words: a - a.mean(dim=(0, 1)),
-        lambda self, a, b, words: a / (a.norm() + 1.0),
-        lambda self, a, b, words: a - a.logsumexp(-1, keepdim=True),
-        lambda self, a, b, words: a * a.amax(1, keepdim=True),
-        lambda self, a, b, words: a / (a.var(0, keepdim=True) + 1.0),
-        lambda self, a, b, words: a - torch.topk(a, 2, dim=-1).values.sum(-1, keepdim=True),
-    )
-    return one_of(functions, setting)
-
+chosen("transpose", *of_one(lambda a: a.transpose(1, 2)))
+chosen(
+    "slice",
+    *of_one(
+        lambda a: a[..., : a.shape[-1] // 2],
+        lambda a: a[..., ::2],
+        lambda a: a.narrow(2, 1, a.shape[-1] // 2),
+        lambda a: a[:, 1:],
+    ),
+    where=lambda a, b: a.shape[-1] > 3 and a.shape[-1] // 2 % 2 == 0 and a.shape[1] > 2,
+)
+chosen(
+    "chunk",
+    *of_one(
+        lambda a: tuple(a.split([a.shape[-1] // 2] * 2, dim=-1)),
+        lambda a: tuple(a.chunk(2, dim=-1)),
+    ),
+    where=lambda a, b: a.shape[-1] % 4 == 0,
+)
+chosen("unbind and stack", *of_one(lambda a: torch.stack([t.sigmoid() for t in a.unbind(1)], dim=1)))
+chosen(
+    "fold tokens",
+    *of_one(lambda a: a.reshape(a.shape[0], a.shape[1] // 2, a.shape[2] * 2)),
+    where=lambda a, b: a.shape[1] % 2 == 0,
+)
+chosen(
+    "copy",
+    *of_one(
+        lambda a: a.contiguous(),
+        lambda a: a.clone(),
+        lambda a: a.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda a: a.detach(),
+        lambda a: a,
+        lambda a: a.double().float(),
+        lambda a: a.view_as(a),
+    ),
+)
+chosen(
+    "rearrange",
+    *of_one(
+        lambda a: a.flip(1),
+        lambda a: a.roll(1, dims=2),
+        lambda a: F.pad(a, (1, 1))[..., 1:-1],
+        lambda a: a.cumsum(1),
+        lambda a: a.index_select(1, torch.arange(a.shape[1] - 1, -1, -1)),
+        lambda a: a.sort(dim=-1).values,
+        lambda a: a.mean(1, keepdim=True).expand_as(a),
+    ),
+    lambda a, b, words: a.gather(1, (words[:, :1, None] % a.shape[1]).expand_as(a[:, :1])) + a,
+)
+chosen("pooling", *of_one(F.max_pool1d, F.avg_pool1d, kernel_size=3, stride=1, padding=1))
+chosen(
+    "reduction",
+    *of_one(
+        lambda a: a - a.mean(dim=(0, 1)),
+        lambda a: a / (a.norm() + 1.0),
+        lambda a: a - a.logsumexp(-1, keepdim=True),
+        lambda a: a * a.amax(1, keepdim=True),
+        lambda a: a / (a.var(0, keepdim=True) + 1.0),
+        lambda a: a - torch.topk(a, 2, dim=-1).values.sum(-1, keepdim=True),
+    ),
+)
 
 # ---------------------------------------------------------------- random numbers
 
-
-@operation("dropout")
-def _(a, b, setting, earlier):
-    kinds = (
-        nn.Dropout(0.1),
-        nn.Dropout(0.5),
-        nn.Dropout(0.3, inplace=True),
-        nn.Dropout1d(0.3),
-        nn.AlphaDropout(0.2),
-        nn.FeatureAlphaDropout(0.2),
-        nn.Dropout(0.0),
-        nn.Dropout(1.0),
-    )
-    return lambda self, a, b, words: self.layer(a), {"layer": one_of(kinds, setting)}
-
-
-@operation("noise")
-def _(a, b, setting, earlier):
-    functions = (
-        lambda self, a, b, words: a + 0.1 * torch.randn_like(a),
-        lambda self, a, b, words: a * torch.bernoulli(torch.full((a.shape[0], 1, 1), 0.8)) / 0.8,
-        lambda self, a, b, words: F.gumbel_softmax(a, tau=0.5, dim=-1),
-        lambda self, a, b, words: F.gumbel_softmax(a, hard=True, dim=-1) + a,
-        lambda self, a, b, words: F.rrelu(a, training=True),
-        lambda self, a, b, words: a * (torch.rand(a.shape[1:]) > 0.2),
-        lambda self, a, b, words: a[:, torch.randperm(a.shape[1])],
-        lambda self, a, b, words: a + torch.normal(0.0, 0.1, a.shape) * torch.empty_like(a).uniform_(),
-    )
-    return one_of(functions, setting)
-
+DROPOUTS = (
+    *(nn.Dropout(0.1), nn.Dropout(0.5), nn.Dropout(0.3, inplace=True), nn.Dropout1d(0.3)),
+    *(nn.AlphaDropout(0.2), nn.FeatureAlphaDropout(0.2), nn.Dropout(0.0), nn.Dropout(1.0)),
+)
+layer("dropout", lambda width, setting: copy.deepcopy(one_of(DROPOUTS, setting)))
+chosen(
+    "noise",
+    *of_one(
+        lambda a: a + 0.1 * torch.randn_like(a),
+        lambda a: a * torch.bernoulli(torch.full((a.shape[0], 1, 1), 0.8)) / 0.8,
+        lambda a: F.gumbel_softmax(a, tau=0.5, dim=-1),
+        lambda a: F.gumbel_softmax(a, hard=True, dim=-1) + a,
+        lambda a: F.rrelu(a, training=True),
+        lambda a: a * (torch.rand(a.shape[1:]) > 0.2),
+        lambda a: a[:, torch.randperm(a.shape[1])],
+        lambda a: a + torch.normal(0.0, 0.1, a.shape) * torch.empty_like(a).uniform_(),
+    ),
+)
 
 # ---------------------------------------------------------------- state
 
@@ -502,10 +439,7 @@ class Round(torch.autograd.Function):
         return gradient
 
 
-@operation("autograd function")
-def _(a, b, setting, earlier):
-    functions = (lambda self, a, b, words: Squash.apply(a, 1.25), lambda self, a, b, words: Round.apply(a))
-    return one_of(functions, setting)
+chosen("autograd function", *of_one(lambda a: Squash.apply(a, 1.25), Round.apply))
 
 
 @torch.compiler.disable
@@ -514,24 +448,15 @@ def outside(a: Tensor) -> Tensor:
     return a.sin() * 1.1
 
 
-@operation("code between graphs")
-def _(a, b, setting, earlier):
-    return lambda self, a, b, words: outside(a)
+def scaled_without_gradient(a: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = a.abs().amax(-1, keepdim=True)
+    return a / (scale + 1)
 
 
-@operation("branch on data")
-def _(a, b, setting, earlier):
-    return lambda self, a, b, words: a * 2 if a.sum() > 0 else a.cos()
-
-
-@operation("without gradient")
-def _(a, b, setting, earlier):
-    def run(self, a, b, words):
-        with torch.no_grad():
-            scale = a.abs().amax(-1, keepdim=True)
-        return a / (scale + 1)
-
-    return run
+chosen("code between graphs", *of_one(outside))
+chosen("branch on data", *of_one(lambda a: a * 2 if a.sum() > 0 else a.cos()))
+chosen("without gradient", *of_one(scaled_without_gradient))
 
 
 @operation("half precision inside")
