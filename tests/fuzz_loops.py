@@ -48,21 +48,13 @@ Action = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class LoopRecipe:
-    """A loop.
+    """A loop."""
 
-    Attributes:
-        iterations: The actions of each kind of iteration.
-        order: Which kind each iteration is of.
-        share: Position in SHARES.
-        seed: Of weights and batches.
-        has_buffers: Whether the networks have batch norms.
-    """
-
-    iterations: tuple[tuple[Action, ...], ...]
-    order: tuple[int, ...]
-    share: int
-    seed: int
-    has_buffers: bool
+    iterations: tuple[tuple[Action, ...], ...]  # the actions of each kind of iteration
+    order: tuple[int, ...]  # which kind each iteration is of
+    share: int  # position in SHARES
+    seed: int  # of weights and batches
+    has_buffers: bool  # whether the networks have batch norms
 
 
 def draw_loop(seed: int) -> LoopRecipe:
@@ -158,31 +150,18 @@ def _backward(pending: list[tuple[Tensor, Tensor]], index: int, retain: bool) ->
 
 @dataclass
 class LoopOutcome:
-    """A loop's plain and planned training, compared.
-
-    Attributes:
-        recipe: What was trained.
-        differences: Number of values that differ in any bit.
-        peaks: Of the measured iterations, planned.
-        plain_peaks: The same without a plan.
-        budget_bytes: The budget.
-        warnings: What the package said.
-        iterations: Of the loop.
-        watched: Steps that were measured or timed.
-        watching: Share of the time of a long loop's last iterations that was taken by watching; 0 for others.
-        kinds: How many kinds of steps have a plan.
-    """
+    """A loop's plain and planned training, compared."""
 
     recipe: LoopRecipe
-    differences: int = 0
-    peaks: list[int] = field(default_factory=list)
-    plain_peaks: list[int] = field(default_factory=list)
+    differences: int = 0  # number of values that differ in any bit
+    peaks: list[int] = field(default_factory=list)  # of the measured iterations, planned
+    plain_peaks: list[int] = field(default_factory=list)  # the same without a plan
     budget_bytes: int = 0
-    warnings: list[str] = field(default_factory=list)
-    iterations: int = 0
-    watched: int = 0
-    watching: float = 0.0
-    kinds: int = 0
+    warnings: list[str] = field(default_factory=list)  # what the package said
+    iterations: int = 0  # of the loop
+    watched: int = 0  # steps that were measured or timed
+    watching: float = 0.0  # share of the time of a long loop's last iterations that was taken by watching; 0 for others
+    kinds: int = 0  # how many kinds of steps have a plan
 
     @property
     def is_over_budget(self) -> bool:

@@ -51,31 +51,18 @@ class MiscompiledError(Exception):
 
 @dataclass(frozen=True)
 class Recipe:
-    """A network, its training and its budget.
+    """A network, its training and its budget."""
 
-    Attributes:
-        operations: For each operation its name, two sources, and a setting.
-        structure: What the network returns.
-        shape: Position in SHAPES.
-        rows: Position in ROWS.
-        share: Position in SHARES.
-        frozen: Number that says which parameters are frozen, 0 for none.
-        optimizer: Position in OPTIMIZERS.
-        needs_input_gradient: Whether the batch requires a gradient.
-        seed: Of weights, batches and random operations.
-        accumulates: Whether the gradients of two steps are added up before the optimizer's.
-    """
-
-    operations: tuple[tuple[str, int, int, int], ...]
-    structure: str = "tensor"
-    shape: int = 0
-    rows: int = 0
-    share: int = 2
-    frozen: int = 0
-    optimizer: int = 0
-    needs_input_gradient: bool = False
-    seed: int = 0
-    accumulates: bool = False
+    operations: tuple[tuple[str, int, int, int], ...]  # for each operation its name, two sources, and a setting
+    structure: str = "tensor"  # what the network returns
+    shape: int = 0  # position in SHAPES
+    rows: int = 0  # position in ROWS
+    share: int = 2  # position in SHARES
+    frozen: int = 0  # number that says which parameters are frozen, 0 for none
+    optimizer: int = 0  # position in OPTIMIZERS
+    needs_input_gradient: bool = False  # whether the batch requires a gradient
+    seed: int = 0  # of weights, batches and random operations
+    accumulates: bool = False  # whether the gradients of two steps are added up before the optimizer's
 
 
 def draw(choose: Callable[[Iterable[Any]], Any], longest: int = 9, names: Iterable[str] = OPERATIONS) -> Recipe:
@@ -206,15 +193,11 @@ def loss_of(output: Any) -> Tensor:
 
 @dataclass
 class Record:
-    """What a training run did, by name and step: everything here must be equal bit for bit.
+    """What a training run did, by name and step: everything here must be equal bit for bit."""
 
-    Attributes:
-        values: Losses, outputs, gradients, buffers, random states, batches and parameters.
-        peaks: Measured peak of the last steps, resident bytes included.
-    """
-
+    # Losses, outputs, gradients, buffers, random states, batches and parameters
     values: dict[str, Any] = field(default_factory=dict)
-    peaks: list[int] = field(default_factory=list)
+    peaks: list[int] = field(default_factory=list)  # measured peak of the last steps, resident bytes included
 
     def note(self, name: str, value: Any) -> None:
         """Keep a copy."""
@@ -276,29 +259,20 @@ def train(
 
 @dataclass
 class Outcome:
-    """A recipe's plain and planned training, compared.
-
-    Attributes:
-        recipe: What was trained.
-        plan: The plan of its last step, None where it was never planned.
-        peaks: Measured peak of the last steps, resident bytes included.
-        differences: What differs from plain training, or where `deviation` is not 0, from the same captured graphs
-            without recomputation; empty where all is equal bit for bit.
-        deviation: How far the captured graphs are from plain training: the largest difference of a gradient in the
-            first step, as a share of the largest number in any of them. 0 for equal bit for bit.
-        graphs: Number of captured graphs.
-        corrected_bytes: By how much an earlier plan was measured over the budget and replaced, 0 for not at all.
-        warnings: What the package said.
-    """
+    """A recipe's plain and planned training, compared."""
 
     recipe: Recipe
-    plan: Plan | None
-    peaks: list[int]
+    plan: Plan | None  # the plan of its last step, None where it was never planned
+    peaks: list[int]  # measured peak of the last steps, resident bytes included
+    # What differs from plain training, or where `deviation` is not 0, from the same captured graphs without
+    # recomputation; empty where all is equal bit for bit
     differences: list[str]
+    # How far the captured graphs are from plain training: the largest difference of a gradient in the first step, as a
+    # share of the largest number in any of them. 0 for equal bit for bit
     deviation: float
     graphs: int
-    corrected_bytes: int
-    warnings: list[str]
+    corrected_bytes: int  # by how much an earlier plan was measured over the budget and replaced, 0 for not at all
+    warnings: list[str]  # of the package
 
     @property
     def is_wrong(self) -> bool:

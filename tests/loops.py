@@ -25,21 +25,14 @@ BUDGET = "70%"
 
 @dataclass(frozen=True)
 class Script:
-    """A training script.
+    """A training script."""
 
-    Attributes:
-        framework: "plain", "fabric" or "accelerate".
-        precision: "no" or "bf16".
-        accumulate: Backwards for each step of the optimizer.
-        place: Where hiremate() is called, "before" or "after" the framework prepares; None for a script without it.
-        device: Where it trains.
-    """
-
-    framework: str
-    precision: str = "no"
-    accumulate: int = 1
+    framework: str  # "plain", "fabric" or "accelerate"
+    precision: str = "no"  # "no" or "bf16"
+    accumulate: int = 1  # backwards for each step of the optimizer
+    # Where hiremate() is called, "before" or "after" the framework prepares; None for a script without it
     place: str | None = None
-    device: str = "cpu"
+    device: str = "cpu"  # where it trains
 
     def __str__(self) -> str:
         return "-".join(map(str, (self.framework, self.precision, self.accumulate, self.place, self.device)))

@@ -20,17 +20,11 @@ from benchmarks.zoo.stand_in import torchvision_or_stand_in
 
 @dataclass(frozen=True)
 class Model:
-    """What a test needs to train a module.
+    """What a test needs to train a module."""
 
-    Attributes:
-        module: The module, in training mode, its weights made from the random state at the time it was built.
-        make_batch: Gives the arguments of a call, the same for the same seed.
-        loss_of: Gives the loss of what a call has returned.
-    """
-
-    module: nn.Module
-    make_batch: Callable[[int], tuple[Tensor, ...]]
-    loss_of: Callable[[Tensor], Tensor]
+    module: nn.Module  # the module, in training mode, its weights made from the random state at the time it was built
+    make_batch: Callable[[int], tuple[Tensor, ...]]  # gives the arguments of a call, the same for the same seed
+    loss_of: Callable[[Tensor], Tensor]  # gives the loss of what a call has returned
 
 
 def cross_entropy_to(make_targets: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -27,19 +27,12 @@ WIDTH = 120
 
 @dataclass(frozen=True)
 class EntryPoint:
-    """A function or class whose arguments are options.
-
-    Attributes:
-        file: Its file.
-        name: Its name; of a class, `__init__` has the arguments.
-        options: Its options.
-        has_all: Whether an option that it doesn't have yet is added.
-    """
+    """A function or class whose arguments are options."""
 
     file: str
-    name: str
+    name: str  # its name; of a class, `__init__` has the arguments
     options: Mapping[str, Option]
-    has_all: bool = False
+    has_all: bool = False  # whether an option that it doesn't have yet is added
 
 
 ENTRY_POINTS = (

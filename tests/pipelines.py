@@ -33,19 +33,12 @@ BUFFERS_BYTES = ROWS * LENGTH * WIDTH * 4  # of what one stage sends to the next
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A training script of a pipeline.
+    """A training script of a pipeline."""
 
-    Attributes:
-        name: What is special about it.
-        schedule: In which order the micro-batches run.
-        budgets: Of the two processes.
-        stages: How many stages each of them has.
-    """
-
-    name: str
-    schedule: Callable[..., Any]
-    budgets: tuple[str, str]
-    stages: int = 1
+    name: str  # what is special about it
+    schedule: Callable[..., Any]  # in which order the micro-batches run
+    budgets: tuple[str, str]  # of the two processes
+    stages: int = 1  # how many stages each of them has
 
     def __str__(self) -> str:
         return self.name

@@ -30,49 +30,28 @@ TOO_SMALL = "too small for one rank"  # name of what two ranks with different bu
 
 @dataclass(frozen=True)
 class Case:
-    """A training script.
+    """A training script."""
 
-    Attributes:
-        name: What is special about it.
-        model: Makes the model, from the random state.
-        rows: Rows of each batch.
-        length: Tokens of each row.
-        reshard: Whether blocks free their parameters after the forward.
-        bf16: Whether parameters are gathered in bfloat16, and gradients reduced in float32.
-        group_head: Whether norm and head are one unit.
-        mesh: Shape of the mesh: replicas and shards.
-        when: Whether hiremate() comes "before" or "after" fully_shard().
-        blocks: Whether the blocks are named as targets.
-        budget: Of the planned run.
-        micro: Backwards for each step of the optimizer, of which only the last one reduces gradients.
-        keeps: Whether the other backwards keep the parameters whole.
-        clips: Whether gradients are clipped.
-        trains: Part of the names of what is trained.
-        evaluates: Whether the model is evaluated, and its state read, between steps.
-        parts: Whether the last dimension of the mesh is of parts of each block, with the same batch for all of them.
-        sequence: Whether the blocks get a part of each row.
-        gloo: Whether collectives inside of blocks go through gloo, which frees their buffers unseen.
-    """
-
-    name: str
-    model: Callable[[], nn.Module]
-    rows: int = 8
-    length: int = 32
-    reshard: bool = True
-    bf16: bool = False
-    group_head: bool = False
-    mesh: tuple[int, ...] = (2,)
-    when: str = "after"
-    blocks: bool = False
-    budget: str = "60%"
-    micro: int = 1
-    keeps: bool = False
-    clips: bool = False
-    trains: str = ""
-    evaluates: bool = False
+    name: str  # what is special about it
+    model: Callable[[], nn.Module]  # makes the model, from the random state
+    rows: int = 8  # rows of each batch
+    length: int = 32  # in tokens
+    reshard: bool = True  # whether blocks free their parameters after the forward
+    bf16: bool = False  # whether parameters are gathered in bfloat16, and gradients reduced in float32
+    group_head: bool = False  # whether norm and head are one unit
+    mesh: tuple[int, ...] = (2,)  # shape of the mesh: replicas and shards
+    when: str = "after"  # whether hiremate() comes "before" or "after" fully_shard()
+    blocks: bool = False  # whether the blocks are named as targets
+    budget: str = "60%"  # of the planned run
+    micro: int = 1  # backwards for each step of the optimizer, of which only the last one reduces gradients
+    keeps: bool = False  # whether the other backwards keep the parameters whole
+    clips: bool = False  # gradients
+    trains: str = ""  # part of the names of what is trained
+    evaluates: bool = False  # whether the model is evaluated, and its state read, between steps
+    # Whether the last dimension of the mesh is of parts of each block, with the same batch for all of them
     parts: bool = False
-    sequence: bool = False
-    gloo: bool = False
+    sequence: bool = False  # whether the blocks get a part of each row
+    gloo: bool = False  # whether collectives inside of blocks go through gloo, which frees their buffers unseen
 
     def __str__(self) -> str:
         return self.name
@@ -80,29 +59,17 @@ class Case:
 
 @dataclass
 class Left:
-    """What a training left on this rank.
+    """What a training left on this rank."""
 
-    Attributes:
-        losses: Of each backward.
-        gradients: Local gradients of each step.
-        weights: Local weights at the end.
-        peak_bytes: Of the last step: that of the micro-batch that adds most to what was there before it.
-        plans: The plans that were made.
-        said: Warnings of hiremate.
-        resident_bytes: Of local weights and the optimizer's state.
-        evaluated: What the model returned in evaluations.
-        planned_at: The first step that began with a plan.
-    """
-
-    losses: list[Tensor] = field(default_factory=list)
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    peak_bytes: int = 0
+    losses: list[Tensor] = field(default_factory=list)  # of each backward
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)  # local gradients of each step
+    weights: dict[str, Tensor] = field(default_factory=dict)  # local weights at the end
+    peak_bytes: int = 0  # of the last step: that of the micro-batch that adds most to what was there before it
     plans: list[Plan] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
-    resident_bytes: int = 0
-    evaluated: list[Tensor] = field(default_factory=list)
-    planned_at: int | None = None
+    said: list[str] = field(default_factory=list)  # warnings of hiremate
+    resident_bytes: int = 0  # of local weights and the optimizer's state
+    evaluated: list[Tensor] = field(default_factory=list)  # what the model returned in evaluations
+    planned_at: int | None = None  # the first step that began with a plan
 
     def close(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *plans: Plan | None) -> Left:
         """Note the weights, their bytes with those of an optimizer's state, and plans; return it all."""

@@ -16,22 +16,14 @@ from tests.models import BUILDERS, Model
 
 @dataclass
 class Trace:
-    """What a training run did.
+    """What a training run did."""
 
-    Attributes:
-        losses: Loss of each step.
-        gradients: Gradients of each step, by parameter.
-        buffers: Buffers after each step.
-        random_states: State of the CPU generator after each step.
-        parameters: Parameters at the end.
-        peaks: Measured peak of each step, resident bytes included; only of steps that were asked to be measured.
-    """
-
-    losses: list[Tensor] = field(default_factory=list)
-    gradients: list[list[Tensor | None]] = field(default_factory=list)
-    buffers: list[list[Tensor]] = field(default_factory=list)
-    random_states: list[Tensor] = field(default_factory=list)
-    parameters: list[Tensor] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)  # loss of each step
+    gradients: list[list[Tensor | None]] = field(default_factory=list)  # gradients of each step, by parameter
+    buffers: list[list[Tensor]] = field(default_factory=list)  # buffers after each step
+    random_states: list[Tensor] = field(default_factory=list)  # state of the CPU generator after each step
+    parameters: list[Tensor] = field(default_factory=list)  # at the end
+    # Measured peak of each step, resident bytes included; only of steps that were asked to be measured
     peaks: dict[int, int] = field(default_factory=dict)
 
 

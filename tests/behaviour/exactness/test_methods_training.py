@@ -59,25 +59,15 @@ def t5() -> tuple[nn.Module, Batch]:
 
 @dataclass
 class Captured:
-    """A network that was captured once, and what plain training gives.
-
-    Attributes:
-        module: The network.
-        batch: Its batch.
-        call: Runs it by the schedule of the conductor.
-        conductor: Decides the schedule.
-        problem: Its step, with the peak of plain training for a budget.
-        start: Its state before the first step.
-        expected: What plain training gives.
-    """
+    """A network that was captured once, and what plain training gives."""
 
     module: nn.Module
     batch: Batch
-    call: Callable[..., Tensor]
-    conductor: Conductor
-    problem: Problem
-    start: dict[str, Tensor]
-    expected: list[Tensor]
+    call: Callable[..., Tensor]  # runs it by the schedule of the conductor
+    conductor: Conductor  # decides the schedule
+    problem: Problem  # its step, with the peak of plain training for a budget
+    start: dict[str, Tensor]  # its state before the first step
+    expected: list[Tensor]  # what plain training gives
 
 
 def train(module: nn.Module, batch: Batch, call: Callable[..., Tensor], start: dict[str, Tensor]) -> list[Tensor]:
