@@ -45,13 +45,9 @@ class _Network(nn.Module):
 def network(
     make_members: Callable[..., dict[str, Any]], **attributes: Any
 ) -> Callable[[Callable[..., Any]], type[nn.Module]]:
-    """Make a class of modules from a function that is their forward.
+    """Make a class of modules from a function that is their forward, and one that makes their members from arguments.
 
     The class is called as the function is, in the way of classes.
-
-    Args:
-        make_members: Makes the layers, parameters and buffers of a module from its arguments.
-        **attributes: Attributes of the class.
     """
 
     def make_class(forward: Callable[..., Any]) -> type[nn.Module]:
@@ -87,26 +83,28 @@ def loop_of(
     loss_of: Callable[[Any, int], Tensor],
     steps: int = 4,
     make_optimizer: Callable[..., torch.optim.Optimizer] | None = None,
-    clear_every: int = 1,
+    accumulate: int = 1,
+    set_to_none: bool = True,
 ) -> Loop:
-    """Make a loop that logs losses and all that each step leaves behind.
+    """Make a loop that logs losses and all that each backward leaves behind.
 
     Args:
-        loss_of: Returns the loss of a module in the step of a number.
-        steps: How many steps.
-        make_optimizer: Makes what steps after each backward from parameters; None for gradients alone.
-        clear_every: Gradients are cleared before each of so many steps; 0 for never.
+        loss_of: Returns the loss of a module for the backward of a number.
+        steps: How many backwards.
+        make_optimizer: Makes an optimizer from parameters; None for gradients alone.
+        accumulate: Backwards before the optimizer steps, and gradients are cleared.
+        set_to_none: Whether gradients are freed, not zeroed.
     """
 
     def loop(module: nn.Module) -> Log:
         optimizer = make_optimizer([p for p in module.parameters() if p.requires_grad]) if make_optimizer else None
         log: Log = []
         for index in range(steps):
-            if clear_every and index % clear_every == 0:
-                (optimizer or module).zero_grad()
+            if index % accumulate == 0:
+                (optimizer or module).zero_grad(set_to_none)
             loss = loss_of(module, index)
             loss.backward()
-            if optimizer is not None:
+            if optimizer is not None and (index + 1) % accumulate == 0:
                 optimizer.step()
             log += [loss.detach().clone(), *leave_behind(module)]
         return log
@@ -135,13 +133,7 @@ def take_steps(
 ) -> Plan | None:
     """Train for some steps; return the plan, None without one.
 
-    Args:
-        module: What is called with each batch.
-        make_batch: Makes the batch of a step.
-        steps: How many.
-        loss_of: Reduces what a call gives to a loss.
-        optimizer: Steps after each backward; None for gradients alone.
-        clears: When gradients are cleared: "before" a step, in its "middle", at its "end" or "never".
+    Gradients are cleared "before" a step, in its "middle", at its "end" or "never".
     """
     for index in range(steps):
         if clears == "before":
@@ -167,13 +159,7 @@ def table_of(plan: Plan) -> str:
 
 
 def captured_by(module: nn.Module, *inputs: Any, **options: Any) -> Captured:
-    """Plan a module, run one forward, and give the first graph that was captured.
-
-    Args:
-        module: The module; it stays planned.
-        *inputs: Of the forward.
-        **options: Passed on to `hiremate`.
-    """
+    """Plan a module, which stays so, run one forward, and give the first graph that was captured."""
     hiremate(module, "100%", verbose=False, **options)(*inputs)
     targets = targets_of(module)
     assert targets is not None
@@ -253,16 +239,9 @@ def differing(found: Sequence[Tensor | None], expected: Sequence[Tensor | None])
 
 
 def train_both(make: Callable[[], nn.Module], loop: Loop, budget: int | float | str = "80%", **options: Any) -> Plan:
-    """Run a loop with a plain module and with a planned one, from the same seeds; fail where anything differs.
+    """Run a loop with a plain module and with a planned one, from the same seeds; return the plan.
 
-    Args:
-        make: Builds the module.
-        loop: Trains a module, and gives whatever must be equal.
-        budget: Of the planned one.
-        **options: Passed on to `hiremate`.
-
-    Returns:
-        The plan.
+    Fail where anything differs that the loop returns.
     """
     logs = []
     for is_planned in (False, True):
@@ -286,10 +265,9 @@ def train_both(make: Callable[[], nn.Module], loop: Loop, budget: int | float | 
 
 
 def train_eager(make: Callable[[], nn.Module], loop: Loop) -> list[str]:
-    """Run a loop with a plain module and with one that can't be planned; fail where anything differs, or is planned.
+    """Run a loop with a plain module and with one that can't be planned; return what users were told.
 
-    Returns:
-        What users were told.
+    Fail where anything differs, or is planned.
     """
     logs = []
     with warnings.catch_warnings(record=True) as told:

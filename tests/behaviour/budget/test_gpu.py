@@ -18,7 +18,7 @@ from hiremate_lightning.rewriting.overwriting import overwriting
 from hiremate_lightning.running.copies import Block, HostMemory, Leaving
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private.tensor_state import storage_id
-from tests.behaviour.exactness.test_accumulation import Wide, batch, weight_bytes
+from tests.behaviour.exactness.test_accumulation import batch, weight_bytes, wide
 from tests.behaviour.exactness.test_execution import compiled, keep_all, nothing_kept, results
 from tests.behaviour.exactness.test_normalizing import NORMS
 from tests.behaviour.exactness.test_normalizing import make as make_normed
@@ -103,7 +103,7 @@ def test_two_calls_in_one_block_of_autocast_are_exact():
     gradients = []
     for budget in (None, "100%"):
         torch.manual_seed(3)
-        model = Wide().cuda()
+        model = wide().cuda()
         if budget is not None:
             hiremate(model, budget, verbose=False)
         for index in range(3):
@@ -119,7 +119,7 @@ def test_accumulated_gradients_are_added_where_they_appear():
     gradients, peaks = [], []
     for budget in (None, "1 GiB"):
         torch.manual_seed(3)
-        model = Wide().cuda()
+        model = wide().cuda()
         if budget is not None:
             hiremate(model, budget, verbose=False)
         torch.manual_seed(4)

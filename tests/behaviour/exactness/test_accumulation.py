@@ -12,63 +12,50 @@ from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.signatures.limits import WORTH_A_PLAN
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import drawn, leave_behind, loop_of, network, square_error, train_both
+from tests.exact import adamw, drawn, loop_of, network, square_error, train_both
 
 WIDTH, ROWS, DEPTH, MICRO = 128, 4, 4, 3
 batch = drawn(ROWS, WIDTH)
 OTHER_TYPES = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="gradients have the weights' type")
 
 
-class Wide(nn.Module):
+def layers() -> list[nn.Module]:
+    return [nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU(), nn.Dropout(0.1)]
+
+
+@network(
+    lambda: {
+        "body": nn.Sequential(*(layer for _ in range(DEPTH) for layer in layers())),
+        "scale": nn.Parameter(torch.ones(())),
+    }
+)
+def wide(self, x: torch.Tensor) -> torch.Tensor:
     """A chain whose weights outweigh its activations, with dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential()
-        for _ in range(DEPTH):
-            self.body.extend([nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU(), nn.Dropout(0.1)])
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.body(x) * self.scale
+    return self.body(x) * self.scale
 
 
-class Tied(Wide):
-    """The same, with a weight and a bias that two layers share."""
+def tied() -> nn.Module:
+    """Let two layers share a weight and a bias."""
+    model = wide()
+    model.body[4].weight, model.body[8].bias = model.body[0].weight, model.body[0].bias
+    return model
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.body[4].weight, self.body[8].bias = self.body[0].weight, self.body[0].bias
 
-
-class Takes(Wide):
+@network(lambda: {"wide": wide(), "norm": nn.RMSNorm(WIDTH)})
+def normed(self, x: torch.Tensor) -> torch.Tensor:
     """The same in other types, with a norm whose gradient is in single precision on a CPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.norm(x.to(self.scale.dtype)))
+    return self.wide(self.norm(x.to(self.norm.weight.dtype)))
 
 
 def loop(loss_of=lambda model, x: square_error(model(x)), before=lambda model, step: None, keep=False):
     """Make a loop of optimizer steps over several micro-batches each."""
 
-    def train(model):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-        log = []
-        for step in range(3):
-            before(model, step)
-            for micro in range(MICRO):
-                loss = loss_of(model, batch(MICRO * step + micro)) / MICRO
-                loss.backward()
-                log += [loss.detach().clone(), *leave_behind(model)]
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=not keep)
-        return log
+    def each(model, index):
+        if index % MICRO == 0:
+            before(model, index // MICRO)
+        return loss_of(model, batch(index)) / MICRO
 
-    return train
+    return loop_of(each, 3 * MICRO, adamw, MICRO, set_to_none=not keep)
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -86,22 +73,22 @@ def peak_of(model: nn.Module) -> int:
 
 def taking(grad_dtype: torch.dtype | None, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     """Make a model of some type whose weights take gradients of another, or of any."""
-    model = Takes().to(dtype)
+    model = normed().to(dtype)
     for parameter in model.parameters():
         parameter.grad_dtype = grad_dtype
     return model
 
 
-def accumulating(budget="1 GiB", make=Wide, **options) -> nn.Module:
+def accumulating(budget="1 GiB", make=wide) -> nn.Module:
     """Plan a model, and leave it with gradients and a plan that counts on them."""
-    model = hiremate(make(), budget, verbose=False, **options)
+    model = hiremate(make(), budget, verbose=False)
     for index in range(4):
         micro_batch(model, batch(index))
     return model
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["freed", "zeroed"])
-@pytest.mark.parametrize("make", [Wide, Tied])
+@pytest.mark.parametrize("make", [wide, tied])
 def test_gradients_that_are_added_are_those_of_plain_training(make, keep):
     train_both(make, loop(keep=keep))
 
@@ -114,7 +101,7 @@ def test_gradients_that_are_added_are_those_of_plain_training(make, keep):
 )
 def test_gradients_of_another_type_are_added_as_in_eager(dtype, taken):
     """The first backward of each step makes them, the others add to them."""
-    each = loop_of(lambda model, index: square_error(model(batch(index))), 4 * MICRO, clear_every=MICRO)
+    each = loop_of(lambda model, index: square_error(model(batch(index))), 4 * MICRO, accumulate=MICRO)
     train_both(lambda: taking(taken, dtype), each)
 
 
@@ -149,7 +136,7 @@ def part_of_a_graph(model, step):
     ids=["decay", "twice", "graph"],
 )
 def test_what_autograd_adds_itself_is_summed_first(options):
-    train_both(Wide, loop(**options))
+    train_both(wide, loop(**options))
 
 
 def test_hooks_see_what_they_see_in_plain_training():
@@ -161,7 +148,7 @@ def test_hooks_see_what_they_see_in_plain_training():
             first.register_hook(lambda g: 2 * g)
             second.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
 
-    train_both(Wide, loop(before=hook))
+    train_both(wide, loop(before=hook))
     half = len(seen) // 2
     assert half == 2 * MICRO
     assert all(torch.equal(a, b) for a, b in zip(seen[:half], seen[half:], strict=True))
@@ -186,7 +173,7 @@ def test_hooks_of_parameters_run_in_the_order_of_plain_training(register):
             for name, parameter in model.named_parameters():
                 getattr(parameter, register)(partial(disturb, name))
 
-    train_both(Wide, loop(before=hook))
+    train_both(wide, loop(before=hook))
     half = len(order) // 2
     assert order[:half] == order[half:]
 
@@ -222,7 +209,7 @@ def test_where_two_sets_are_needed_they_are_planned_for():
     assert plan.measured.peak_bytes <= plan.planned_peak_bytes
 
 
-@network(lambda: {"first": Wide(), "second": Wide()})
+@network(lambda: {"first": wide(), "second": wide()})
 def in_parts(self, x: torch.Tensor) -> torch.Tensor:
     """Two parts of a graph each, with many rows in the first: much is in memory when gradients of the second exist."""
     hidden = self.first(x.repeat(16, 1))
@@ -242,7 +229,7 @@ def test_a_plan_stays_where_an_optimizer_made_its_state_since():
 
 def train_with_gradients_that_stay(budget):
     """Give each plan of a few steps whose gradients are zeroed, not freed."""
-    model, plans = Wide(), []
+    model, plans = wide(), []
     hiremate(model, budget, verbose=False, time_limit_s=2)
     targets_of(model).session.listeners.append(plans.append)
     optimizer = torch.optim.AdamW(model.parameters())

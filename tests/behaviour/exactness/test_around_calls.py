@@ -23,7 +23,19 @@ from torch.utils.hooks import RemovableHandle
 from hiremate_lightning import CaptureError, ConfigurationError, HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import TORCH, network, planned_alike, simple_loop, take_steps, train_both
+from tests.exact import (
+    TORCH,
+    Log,
+    assert_same,
+    drawn,
+    loop_of,
+    network,
+    planned_alike,
+    simple_loop,
+    square_error,
+    take_steps,
+    train_both,
+)
 from tests.faults import change_captures
 
 ROWS, WIDTH = 256, 32
@@ -35,7 +47,7 @@ def layers(depth: int = 6) -> nn.Sequential:
 
 
 def batch(seed: int, rows: int = ROWS) -> torch.Tensor:
-    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return drawn(rows, WIDTH)(seed)
 
 
 def is_profiled() -> bool:
@@ -67,19 +79,16 @@ def test_optimizers_stepping_in_the_backward_leave_no_profiler():
 
 @pytest.mark.parametrize("is_reentrant", [False, True])
 def test_checkpoint_around_a_planned_model_is_announced(is_reentrant):
-    def train(model: nn.Module) -> list[torch.Tensor]:
-        optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
-        for index in range(4):
-            optimizer.zero_grad()
-            x = batch(index).requires_grad_()
-            loss = checkpoint(model, x, use_reentrant=is_reentrant).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses += [loss.detach(), x.grad]
-        return [*losses, *(p.detach() for p in model.parameters())]
+    inputs = []
 
+    def loss_of(model: nn.Module, index: int) -> torch.Tensor:
+        inputs.append(batch(index).requires_grad_())
+        return square_error(checkpoint(model, inputs[-1], use_reentrant=is_reentrant))
+
+    train = loop_of(loss_of, 4, torch.optim.SGD)
     with pytest.warns(HiRemateWarning, match="was called inside of a backward, as torch.utils.checkpoint") as caught:
         model = planned_alike(layers(), train, "70%")
+    assert_same([x.grad for x in inputs[4:]], [x.grad for x in inputs[:4]])
     assert len([w for w in caught if issubclass(w.category, HiRemateWarning)]) == 1
     assert not is_profiled()
     for index in range(3):  # and without checkpoint it is planned
@@ -201,18 +210,13 @@ def test_what_grows_late_is_planned_for_at_once(grows):
     assert get_plan(model).resident_bytes > 2 * weights
 
 
-def halve_later(model: nn.Module, add: Callable[[nn.Module], RemovableHandle]) -> list[torch.Tensor]:
+def halve_later(model: nn.Module, add: Callable[[nn.Module], RemovableHandle]) -> Log:
     """Train with a hook that comes after three steps and goes after six."""
-    seen, handle = [], None
-    for index in range(9):
-        if index == 3:
-            handle = add(model)
-        if index == 6:
-            handle.remove()
-        model.zero_grad()
-        model(batch(index)).square().mean().backward()
-        seen += [p.grad.clone() for p in model.parameters()]
-    return seen
+    before = gradients_of(model, 3)
+    handle = add(model)
+    between = gradients_of(model, 3)
+    handle.remove()
+    return [*before, *between, *gradients_of(model, 3)]
 
 
 def halve_output(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
@@ -257,28 +261,17 @@ def test_transforms_run_a_planned_model_as_it_is(transform):
     assert get_plan(model) is not None
 
 
-class Nested(nn.Module):
+@network(lambda: {"blocks": nn.ModuleList(nn.Sequential(*layers(2), nn.Dropout(0.1)) for _ in range(3))})
+def nested(self, x: torch.Tensor) -> torch.Tensor:
     """Blocks in a loop over lists, which is captured as one graph where nothing fails."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Sequential(*layers(2), nn.Dropout(0.1)) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
+    for block in self.blocks:
+        x = x + block(x)
+    return x
 
 
-def gradients_of(model: nn.Module, steps: int = 5) -> list[torch.Tensor]:
+def gradients_of(model: nn.Module, steps: int = 5) -> Log:
     torch.manual_seed(1)
-    seen = []
-    for index in range(steps):
-        model.zero_grad()
-        model(batch(index)).square().mean().backward()
-        seen += [p.grad.clone() for p in model.parameters()]
-    return [*seen, torch.get_rng_state()]
+    return loop_of(lambda module, index: square_error(module(batch(index))), steps)(model)
 
 
 def train_beside(plain: nn.Module) -> tuple[nn.Module, list[str]]:
@@ -299,7 +292,7 @@ def test_parts_of_code_that_cannot_be_compiled_are_planned(monkeypatch, request,
     log = logging.getLogger("torch._dynamo.convert_frame")
     request.addfinalizer(partial(log.setLevel, log.level))
     log.setLevel(level)
-    model, texts = train_beside(Nested())
+    model, texts = train_beside(nested())
     assert texts == [
         "torch.compile could not capture a part of Nested, which runs without a plan: AssertionError: too large",
         "Nothing of Nested was captured as a whole; from the next step on its parts are planned.",
@@ -394,8 +387,8 @@ def test_planning_comes_back_when_a_backward_hook_goes():
 
 def test_models_are_planned_in_threads_in_turn_and_side_by_side():
     """Both are in the middle of a measured step at once; calls take turns, as the limits ask for."""
-    models = [hiremate(layers(), "70%", verbose=False) for _ in range(2)]
-    expected, turns, found = gradients_of(layers()), threading.Lock(), {}
+    models = [layers(), *(hiremate(layers(), "70%", verbose=False) for _ in range(2))]
+    turns, found = threading.Lock(), {}
 
     def work(number: int) -> None:
         seen = []
@@ -408,13 +401,14 @@ def test_models_are_planned_in_threads_in_turn_and_side_by_side():
                 seen += [p.grad.clone() for p in models[number].parameters()]
         found[number] = seen
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    work(0)
+    threads = [threading.Thread(target=work, args=(number,)) for number in (1, 2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for number, model in enumerate(models):
-        assert all(torch.equal(a, b) for a, b in zip(found[number], expected[:-1], strict=True))
+    for number, model in enumerate(models[1:], 1):
+        assert_same(found[number], found[0])
         assert get_plan(model).measured.peak_bytes <= get_plan(model).budget_bytes
 
 
@@ -584,18 +578,10 @@ class Cached(torch.autograd.Function):
 
 
 def test_new_calls_inside_a_backward_run_as_written():
-    def train(model: nn.Module) -> list[torch.Tensor]:
-        optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
-        for index in range(4):
-            parts = batch(index)[: 5 + index].split(3)
-            loss = Cached.apply(model, parts, torch.zeros((), requires_grad=True))
-            loss.backward()
-            losses += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
-            optimizer.step()
-            optimizer.zero_grad()
-        return [*losses, *(p.detach() for p in model.parameters())]
+    def loss_of(model: nn.Module, index: int) -> torch.Tensor:
+        return Cached.apply(model, batch(index)[: 5 + index].split(3), torch.zeros((), requires_grad=True))
 
     with pytest.warns(HiRemateWarning, match=r"loss that embeds a batch in parts \(GradCache\)") as caught:
-        model = planned_alike(layers(), train, "70%")
+        model = planned_alike(layers(), loop_of(loss_of, 4, torch.optim.SGD), "70%")
     assert len([w for w in caught if issubclass(w.category, HiRemateWarning)]) == 1
     assert targets_of(model).session.captured_count == 0

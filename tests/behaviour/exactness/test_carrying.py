@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
-from tests.exact import leave_behind, network, train_both
+from tests.exact import adamw, leave_behind, loop_of, network, train_both
 
 WORDS, WIDTH = 32, 48
 
@@ -64,43 +64,36 @@ def once_with_one_output(model, words):
     return both(model, words) + model(words.flip(0))[0].square().mean()
 
 
-def loop_of(loss_of, backwards=1, **options):
-    """Make a loop of steps; gradients of some backwards are accumulated."""
+def twice_backwards(model, words):
+    loss = twice(model, words)
+    loss.backward(retain_graph=True)
+    return loss
 
-    def loop(model):
-        optimizer, log = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4), []
-        for index in range(4):
-            optimizer.zero_grad()
-            words = torch.randint(WORDS, (8, 64), generator=torch.Generator().manual_seed(index))
-            for _ in range(backwards):
-                loss = loss_of(model, words)
-                loss.backward(**options)
-                log += [loss.detach().clone(), *leave_behind(model)]
-            if options:
-                loss.backward()
-                log += leave_behind(model)
-            optimizer.step()
-        return log
 
-    return loop
+def words_of(index):
+    return torch.randint(WORDS, (8, 64), generator=torch.Generator().manual_seed(index))
+
+
+def loop(loss_of, accumulate=1):
+    return loop_of(lambda model, index: loss_of(model, words_of(index)), 4, adamw, accumulate)
 
 
 @pytest.mark.parametrize("loss_of", [twice, three_times, once_with_one_output])
 @pytest.mark.parametrize("make", [Tied, Broken, critic])
 def test_a_module_called_several_times_in_a_step_is_exact(make, loss_of):
-    train_both(make, loop_of(loss_of))
+    train_both(make, loop(loss_of))
 
 
-@pytest.mark.parametrize("options", [{"backwards": 2}, {"retain_graph": True}])
-def test_accumulated_gradients_and_second_backwards_are_exact(options):
-    train_both(Tied, loop_of(twice, **options))
+@pytest.mark.parametrize(("loss_of", "accumulate"), [(twice, 2), (twice_backwards, 1)])
+def test_accumulated_gradients_and_second_backwards_are_exact(loss_of, accumulate):
+    train_both(Tied, loop(loss_of, accumulate))
 
 
 def test_gradients_that_are_asked_for_are_returned():
     def loop(model):
         log = []
         for index in range(4):
-            words = torch.randint(WORDS, (8, 64), generator=torch.Generator().manual_seed(index))
+            words = words_of(index)
             log += torch.autograd.grad(twice(model, words), list(model.parameters()), materialize_grads=True)
             twice(model, words).backward(inputs=[model.embedding.weight])
             log += leave_behind(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -15,79 +16,74 @@ from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.integrations import compile_backend
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import inductor
-from tests.exact import assert_foreseen, network, take_steps
+from tests.exact import assert_foreseen, loop_of, network, take_steps
 from tests.trainers import Squared, quiet_trainer
 
 
-class TanhGelu(nn.Module):
+def linears(inputs: int, outputs: int) -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(inputs, outputs) for _ in range(2))
+
+
+@network(
+    lambda: {
+        "norms": nn.ModuleList(nn.LayerNorm(32) for _ in range(2)),
+        "wide": linears(32, 128),
+        "narrow": linears(128, 32),
+        "dropout": nn.Dropout(0.2),
+    }
+)
+def tanh_gelu(self, x):
     """Blocks with an activation written out, as many language models have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(2))
-        self.wide = nn.ModuleList(nn.Linear(32, 128) for _ in range(2))
-        self.narrow = nn.ModuleList(nn.Linear(128, 32) for _ in range(2))
-        self.dropout = nn.Dropout(0.2)
-
-    def forward(self, x):
-        for norm, wide, narrow in zip(self.norms, self.wide, self.narrow, strict=True):
-            h = wide(norm(x))
-            h = 0.5 * h * (1 + torch.tanh(0.79788 * (h + 0.044715 * h**3)))
-            x = x + self.dropout(narrow(h))
-        return x.square().mean()
+    for norm, wide, narrow in zip(self.norms, self.wide, self.narrow, strict=True):
+        h = wide(norm(x))
+        h = 0.5 * h * (1 + torch.tanh(0.79788 * (h + 0.044715 * h**3)))
+        x = x + self.dropout(narrow(h))
+    return x.square().mean()
 
 
-class Convolutions(nn.Module):
+@network(
+    lambda: {
+        "first": nn.Conv2d(3, 8, 3, padding=1),
+        "convolutions": nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(2)),
+        "norms": nn.ModuleList(nn.BatchNorm2d(8) for _ in range(2)),
+        "last": nn.GroupNorm(4, 8),
+    }
+)
+def convolutions(self, x):
     """Residual convolutions with batch norm, then group norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 8, 3, padding=1)
-        self.convolutions = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(2))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(2))
-        self.last = nn.GroupNorm(4, 8)
-
-    def forward(self, x):
-        x = self.first(x)
-        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
-            x = torch.relu(norm(convolution(x)) + x)
-        return F.silu(self.last(x)).square().mean()
+    x = self.first(x)
+    for convolution, norm in zip(self.convolutions, self.norms, strict=True):
+        x = torch.relu(norm(convolution(x)) + x)
+    return F.silu(self.last(x)).square().mean()
 
 
-class Gated(nn.Module):
+@network(
+    lambda: {
+        "scale": nn.Parameter(torch.ones(32)),
+        "gate": nn.Linear(32, 64),
+        "value": nn.Linear(32, 64),
+        "out": nn.Linear(64, 32),
+    }
+)
+def gated(self, x):
     """A root-mean-square norm and a gated product, under autocast."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(32))
-        self.gate, self.value, self.out = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            wide = x.float()
-            h = self.scale * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-            x = x + self.out(F.silu(self.gate(h)) * self.value(h))
-        return x.float().square().mean()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        wide = x.float()
+        h = self.scale * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+        x = x + self.out(F.silu(self.gate(h)) * self.value(h))
+    return x.float().square().mean()
 
 
 CASES = {
-    "layer norm, written-out gelu, dropout": (TanhGelu, (8, 16, 32), "80%"),
-    "batch norm, group norm, residuals": (Convolutions, (4, 3, 16, 16), "85%"),
-    "rms norm, gates, autocast": (Gated, (16, 16, 32), "85%"),
+    "layer norm, written-out gelu, dropout": (tanh_gelu, (8, 16, 32), "80%"),
+    "batch norm, group norm, residuals": (convolutions, (4, 3, 16, 16), "85%"),
+    "rms norm, gates, autocast": (gated, (16, 16, 32), "85%"),
 }
 
 
-def train(model, shape, steps=4):
+def train(model, shape):
     torch.manual_seed(3)
-    optimizer, left = torch.optim.SGD(model.parameters(), 0.1), []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = model(torch.randn(shape))
-        loss.backward()
-        left += [loss.detach().clone(), torch.get_rng_state(), *(p.grad.clone() for p in model.parameters())]
-        optimizer.step()
-        left += [buffer.clone() for buffer in model.buffers()]
-    return left
+    return loop_of(lambda model, _: model(torch.randn(shape)), 4, partial(torch.optim.SGD, lr=0.1))(model)
 
 
 def planned(model, budget, **options):
@@ -114,18 +110,18 @@ def test_a_plan_changes_no_bit_of_what_the_same_kernels_give(make, shape, budget
 
     fused = [node.op for node in get_plan(whole).graph.nodes if node.op.startswith("hiremate.fused")]
     assert len(set(fused)) == len(kernels_of(whole))
-    assert (len(fused) > len(set(fused))) == (make is not Gated)
+    assert (len(fused) > len(set(fused))) == (make is not gated)
 
     expected = train(copy.deepcopy(model), shape)
     largest = max(float(t.abs().max()) for t in expected if t.is_floating_point())
-    tolerance = 2e-2 if make is Gated else 2e-5  # bfloat16 rounds elsewhere in a fused kernel
+    tolerance = 2e-2 if make is gated else 2e-5  # bfloat16 rounds elsewhere in a fused kernel
     for found, wanted in zip(left, expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance * largest if found.is_floating_point() else 0)
 
 
 def test_values_inside_of_kernels_take_no_memory():
     torch.manual_seed(0)
-    model = TanhGelu()
+    model = tanh_gelu()
     alone = hiremate(copy.deepcopy(model), "100%", verbose=False)
     fused = planned(model, "100%")
     train(alone, (8, 16, 32)), train(fused, (8, 16, 32))
@@ -167,7 +163,7 @@ def test_gradients_with_other_strides_than_traced_are_taken():
 
 
 def test_a_second_backward_gives_the_same_gradients():
-    fused, x = planned(TanhGelu(), "80%"), torch.randn(8, 16, 32)
+    fused, x = planned(tanh_gelu(), "80%"), torch.randn(8, 16, 32)
     take_steps(fused, lambda _: x, 2, loss_of=lambda loss: loss, clears="never")
     fused.zero_grad()
     loss = fused(x)
@@ -182,7 +178,7 @@ def test_what_cannot_be_compiled_runs_one_by_one(compile_kernels_by):
         raise RuntimeError("no compiler found")
 
     compile_kernels_by(fail)
-    model = Convolutions()
+    model = convolutions()
     fused = planned(model, "100%")
     with pytest.warns(HiRemateWarning, match=re.escape("which run one by one: RuntimeError: no compiler found")):
         left = train(fused, (4, 3, 16, 16))

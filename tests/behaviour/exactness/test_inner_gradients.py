@@ -113,7 +113,7 @@ def test_gradients_in_the_forward_are_planned_bit_for_bit(make, budget):
 
 
 def test_gradients_of_the_forward_are_added_to_those_that_exist():
-    train_both(auxiliary, loop_of(lambda module, i: square_error(module(drawn(*auxiliary.shape)(i))), 5, clear_every=0))
+    train_both(auxiliary, loop_of(lambda module, i: square_error(module(drawn(*auxiliary.shape)(i))), 5, accumulate=5))
 
 
 @pytest.mark.parametrize("make", MODELS)

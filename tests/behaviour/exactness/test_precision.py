@@ -175,7 +175,7 @@ def of_other_sizes(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize("times", [1, 3])
 def test_calls_that_share_the_casts_of_a_block_are_exact(loss_of, times):
     """Autocast casts a weight once in a block, so that the gradients of all calls are added up in half precision."""
-    loop = loop_of(lambda module, index: loss_of(module, rows(index), rows(index + 10)), clear_every=2)
+    loop = loop_of(lambda module, index: loss_of(module, rows(index), rows(index + 10)), accumulate=2)
     train_both(partial(Again, times), loop, "60%")
 
 
@@ -315,7 +315,7 @@ def test_gradients_of_another_type_than_the_weight_are_exact(taken):
             parameter.grad_dtype = taken
         return module
 
-    train_both(make, loop_of(lambda module, index: square_error(module(rows(index).bfloat16())), clear_every=0))
+    train_both(make, loop_of(lambda module, index: square_error(module(rows(index).bfloat16())), accumulate=4))
 
 
 STRIDED = {

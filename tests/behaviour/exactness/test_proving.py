@@ -29,27 +29,17 @@ from hiremate_lightning.running import program
 from hiremate_lightning.sessions import session
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import captured_code, hacks
-from tests.exact import TORCH, Log, differing, drawn, network, simple_loop, table_of, take_steps
+from tests.exact import TORCH, Log, differing, drawn, network, planned_alike, simple_loop, table_of, take_steps
 from tests.faults import change_absences, change_captures
 
 WIDTH = 8
 rows = drawn(16, WIDTH)
 
 
-class Written(nn.Module):
-    """A layer around a function, with buffers."""
-
-    def __init__(self, function: Callable[..., Tensor], **members: Any) -> None:
-        super().__init__()
-        self.layer, self.function = nn.Linear(WIDTH, WIDTH), function
-        for name, member in members.items():
-            if isinstance(member, Tensor):
-                self.register_buffer(name, member)
-            else:
-                self.add_module(name, member)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, self.layer(x))
+@network(lambda function, **members: {"layer": nn.Linear(WIDTH, WIDTH), "function": function, **members})
+def written(self, x: Tensor) -> Tensor:
+    """A layer before a function, with buffers."""
+    return self.function(self, self.layer(x))
 
 
 def train(make: Callable[[], nn.Module], is_planned: bool, **options: Any) -> tuple[Log, str, list[str]]:
@@ -80,7 +70,7 @@ def mixed(self: Any, x: Tensor) -> Tensor:
 
 
 def make_mixed() -> nn.Module:
-    return nn.Sequential(Written(mixed, count=torch.zeros(())), nn.LayerNorm(WIDTH))
+    return nn.Sequential(written(mixed, count=torch.zeros(())), nn.LayerNorm(WIDTH))
 
 
 @network(lambda dtype: {"dtype": dtype})
@@ -121,7 +111,7 @@ def test_a_proof_says_how_many_graphs_it_holds_for_in_the_plan():
         torch._dynamo.graph_break()
         return torch.sin(x)
 
-    module = hiremate(Written(broken), "1 GiB", verbose=False)
+    module = hiremate(written(broken), "1 GiB", verbose=False)
     plan = take_steps(module, rows, 2, loss_of=torch.sum, clears="never")
     assert plan.proved == "forward 2 of 2 graphs, gradients 2 of 2"
     assert plan.planning.prove_s > 0
@@ -135,7 +125,7 @@ def test_differences_by_rounding_are_named_in_the_plan(monkeypatch, tmp_path):
         return lambda *arguments: tuple(value * (1 + 2**-20) for value in run(*arguments))
 
     monkeypatch.setattr(session, "Proof", lambda written, run, *own, **given: make(written, nearly(run), *own, **given))
-    module = hiremate(Written(lambda self, x: torch.sin(x)), "1 GiB", verbose=False)
+    module = hiremate(written(lambda self, x: torch.sin(x)), "1 GiB", verbose=False)
     plan = take_steps(module, rows, 2, loss_of=torch.sum, clears="never")
     assert plan.proved == "forward 1 of 1 graph (1 up to rounding), gradients 1 of 1 (1 up to rounding)"
     assert len(plan.rounded) == 3  # an output, and the gradients of weight and bias
@@ -167,7 +157,7 @@ def test_a_proof_leaves_gradients_hooks_and_generators_alone():
 
 @pytest.mark.parametrize(("verify", "times"), [("off", 0), ("first", 1), (3, 3)])
 def test_verify_says_how_often_code_is_proved(planning_log, verify, times):
-    module = hiremate(Written(lambda self, x: torch.sin(x)), "1 GiB", verbose=False, verify=verify)
+    module = hiremate(written(lambda self, x: torch.sin(x)), "1 GiB", verbose=False, verify=verify)
     take_steps(module, rows, 4, loss_of=torch.sum, clears="never")
     assert len(planning_log.of("proving")) == times
 
@@ -221,20 +211,17 @@ def test_code_that_takes_gradients_by_itself_is_proved():
     assert re.fullmatch(r"forward (\d) of \1 graphs?, gradients (\d) of \2", words), words
 
 
+def gradients_of_ones(module: nn.Module) -> list[Tensor | None]:
+    module(torch.ones(1024, WIDTH)).square().sum().backward()
+    return [p.grad for p in module.parameters()]
+
+
 def test_code_inside_of_vmap_is_proved_in_little_memory():
     """Autograd saves what lies below a vmap, which has memory of its own."""
 
-    def make() -> nn.Module:
-        torch.manual_seed(1)
-        layers = [Written(lambda self, y: torch.vmap(lambda row: self.norm(row).tanh())(y), norm=nn.LayerNorm(WIDTH))]
-        return nn.Sequential(*(copy.deepcopy(layer) for layer in 4 * layers))
-
-    def act(module: nn.Module) -> list[Tensor | None]:
-        module(torch.ones(256, WIDTH)).square().sum().backward()
-        return [p.grad for p in module.parameters()]
-
-    found = hiremate(make(), "60%", verbose=False)
-    assert not differing(act(found), act(make()))
+    layer = written(lambda self, y: torch.vmap(lambda row: self.norm(row).tanh())(y), norm=nn.LayerNorm(WIDTH))
+    plain = nn.Sequential(*(copy.deepcopy(layer) for _ in range(4)))
+    found = planned_alike(plain, gradients_of_ones, "60%")
     assert targets_of(found).session.proofs.words() == "forward 1 of 1 graph, gradients 1 of 1"
 
 
@@ -242,19 +229,10 @@ def test_code_inside_of_vmap_is_proved_in_little_memory():
 def test_wrong_gradients_are_seen_in_little_memory(scaled_gradients, budget):
     """What autograd saves is offloaded, in the least memory too."""
 
-    def make() -> nn.Module:
-        torch.manual_seed(1)
-        return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, WIDTH)) for _ in range(8)])
-
-    def act(module: nn.Module) -> list[Tensor | None]:
-        module(torch.ones(1024, WIDTH)).square().sum().backward()
-        return [p.grad for p in module.parameters()]
-
-    expected = act(make())
-    found = hiremate(make(), budget, verbose=False, on_infeasible="warn")
+    blocks = [nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, WIDTH)) for _ in range(8)]
     scaled_gradients(2.0)
     with pytest.warns(HiRemateWarning, match="as captured it gives other numbers: the gradient of"):
-        assert not differing(act(found), expected)
+        planned_alike(nn.Sequential(*blocks), gradients_of_ones, budget, on_infeasible="warn")
 
 
 class Halved(nn.Linear):
@@ -290,7 +268,7 @@ def test_a_change_in_place_that_dynamo_loses_is_missed():
         return x * 2
 
     if TORCH == (2, 13):
-        module = Written(count, count=torch.zeros((), dtype=torch.float64))
+        module = written(count, count=torch.zeros((), dtype=torch.float64))
         with hacks.without("unread numbers"):
             _, _, said = train(lambda: module, True)
         assert any("does not change" in text and "in place as the code itself does" in text for text in said)
@@ -307,7 +285,7 @@ def test_a_result_in_the_wrong_place_is_seen():
 
     if TORCH == (2, 13):
         with hacks.without("results that are inputs"):
-            check_refused(lambda: Written(mean_of_loss, metric=torchmetrics.MeanMetric()), "gives other numbers")
+            check_refused(lambda: written(mean_of_loss, metric=torchmetrics.MeanMetric()), "gives other numbers")
 
 
 @pytest.mark.skipif(TORCH >= (2, 15), reason="torch 2.15 does not refuse it")
@@ -317,13 +295,13 @@ def test_code_that_fails_in_pytorch_runs_as_it_was_written():
     class Named(Tensor):
         pass
 
-    module = hiremate(Written(lambda self, x: torch.sin(x)), "1 GiB", verbose=False)
+    module = hiremate(written(lambda self, x: torch.sin(x)), "1 GiB", verbose=False)
     with warnings.catch_warnings(record=True) as caught, hacks.without("unsought aliases"):
         warnings.simplefilter("always")
         found = module(rows(0).as_subclass(Named))
     said = [str(warning.message) for warning in caught]
     assert any("runs as it was written" in text and "fails when it runs: TypeError" in text for text in said), said
-    plain = Written(lambda self, x: torch.sin(x))
+    plain = written(lambda self, x: torch.sin(x))
     plain.load_state_dict(module.state_dict())
     assert torch.equal(found.as_subclass(Tensor), plain(rows(0)))
 
@@ -371,7 +349,7 @@ def test_inputs_that_share_memory_are_captured(function):
     """PyTorch's stand-in for the second of them counts a change that nobody made."""
 
     def make() -> nn.Module:
-        module = Written(function, latest=torch.zeros(WIDTH))
+        module = written(function, latest=torch.zeros(WIDTH))
         module.weight = module.layer.weight.detach()
         return module
 
@@ -406,7 +384,7 @@ def test_memory_that_nobody_has_written_to_is_no_difference(monkeypatch):
     monkeypatch.setattr(Trial, "run", run)
 
     def make() -> nn.Module:
-        return Written(partly_written, latest=torch.zeros(16, WIDTH))
+        return written(partly_written, latest=torch.zeros(16, WIDTH))
 
     log, words, said = train(make, True)
     assert re.match(r"forward (\d+) of \1 graphs", words), words
@@ -443,11 +421,11 @@ def test_failures_that_a_proof_meets_are_not_printed(capfd):
         torch._dynamo.graph_break()
         return y.mul_(2) * 3
 
-    log, words, said = train(lambda: Written(change), True)
+    log, words, said = train(lambda: written(change), True)
     assert re.match(r"forward (\d+) of \1 graphs", words), words
     assert not any("runs as it was written" in text for text in said), said
     assert "Traceback" not in capfd.readouterr().err
-    assert not differing(log, train(lambda: Written(change), False)[0])
+    assert not differing(log, train(lambda: written(change), False)[0])
 
 
 # ---------------------------------------------------------------- gradients that do not come
@@ -463,20 +441,16 @@ def lose_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     change_absences(monkeypatch, wrong)
 
 
-def gradients_of(module: nn.Module, loss_of: Callable[[Any], Tensor]) -> list[list[Any]]:
-    found = []
-    for index in range(3):
-        module.zero_grad()
-        loss_of(module(rows(index))).backward()
-        found.append([None if p.grad is None else p.grad.tolist() for p in module.parameters()])
-    return found
-
-
 def differing_steps(module: nn.Module, loss_of: Callable[[Any], Tensor]) -> list[int]:
     """Train a module with a plan and a copy without one; return the steps whose gradients differ."""
-    plain = gradients_of(copy.deepcopy(module), loss_of)
-    planned = gradients_of(hiremate(module, "1 GiB", verbose=False), loss_of)
-    return [step for step in range(3) if planned[step] != plain[step]]
+    both, found = (copy.deepcopy(module), hiremate(module, "1 GiB", verbose=False)), list[int]()
+    for index in range(3):
+        for one in both:
+            one.zero_grad()
+            loss_of(one(rows(index))).backward()
+        if differing(*([p.grad for p in one.parameters()] for one in both)):
+            found.append(index)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -608,39 +582,39 @@ def pair(self, x: Tensor) -> Tensor:
 PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], nn.Module]]] = {
     "assignments: what is assigned": (
         lambda patch: scale_what_replaces(patch, assignments),
-        lambda: Written(filled),
+        lambda: written(filled),
     ),
     "casts: sums of terms": (
         lambda patch: patch.setattr(casts, "_sum", lambda total, terms: total),
-        lambda: Written(half, second=nn.Linear(WIDTH, WIDTH)),
+        lambda: written(half, second=nn.Linear(WIDTH, WIDTH)),
     ),
     "losses: cross entropies": (
         lambda patch: scale_what_replaces(patch, losses),
-        lambda: Written(lambda self, x: F.cross_entropy(x.repeat(1, 512), torch.zeros(16, dtype=torch.long))),
+        lambda: written(lambda self, x: F.cross_entropy(x.repeat(1, 512), torch.zeros(16, dtype=torch.long))),
     ),
     "pooling: largest values": (
         lambda patch: scale_what_replaces(patch, pooling),
-        lambda: Written(lambda self, x: F.max_pool2d(x.sin().view(2, 4, 4, 4).repeat(1, 64, 4, 4), 2)),
+        lambda: written(lambda self, x: F.max_pool2d(x.sin().view(2, 4, 4, 4).repeat(1, 64, 4, 4), 2)),
     ),
     "views: pairs that are no inverses": (
         lambda patch: patch.setattr(assignments, "_turns_back", are_permutations),
-        lambda: Written(lambda self, x: x.sin().view(2, 2, 2, 16).permute(1, 2, 0, 3).permute(1, 2, 0, 3).cos()),
+        lambda: written(lambda self, x: x.sin().view(2, 2, 2, 16).permute(1, 2, 0, 3).permute(1, 2, 0, 3).cos()),
     ),
     "kernels: masks of a dropout": (
         lambda patch: patch.setattr(kernels, "eager_scale", lambda source, probability: 1 / (1 - probability) ** 2),
-        lambda: Written(lambda self, x: F.dropout(x, 0.2)),
+        lambda: written(lambda self, x: F.dropout(x, 0.2)),
     ),
     "finishing: what runs over a result": (
         scale_what_finishes,
-        lambda: Written(lambda self, x: (self.second(x) * 2).sin(), second=nn.Linear(WIDTH, WIDTH)),
+        lambda: written(lambda self, x: (self.second(x) * 2).sin(), second=nn.Linear(WIDTH, WIDTH)),
     ),
     "overwriting: gradients in the memory of others": (
         lambda patch: scale_what_is_made(patch, program, "overwriting"),
-        lambda: Written(lambda self, x: self.second(x.sin()).tanh(), second=nn.Linear(WIDTH, WIDTH)),
+        lambda: written(lambda self, x: self.second(x.sin()).tanh(), second=nn.Linear(WIDTH, WIDTH)),
     ),
     "capture: two outputs in each other's place": (
         lambda patch: change_captures(patch, lambda _, capture: swap_first(capture(), "forward_outputs")),
-        lambda: Written(two_results),
+        lambda: written(two_results),
     ),
     "capture: two gradients in each other's place": (
         lambda patch: change_captures(patch, lambda _, capture: swap_first(capture(), "backward_outputs")),
@@ -648,7 +622,7 @@ PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], nn.M
     ),
     "capture: a change of a buffer that is dropped": (
         lambda patch: change_captures(patch, lambda _, capture: drop_assignments(capture())),
-        lambda: Written(counted, count=torch.zeros(())),
+        lambda: written(counted, count=torch.zeros(())),
     ),
 }
 

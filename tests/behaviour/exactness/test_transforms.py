@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 
 from hiremate_lightning import HiRemateWarning, hiremate
-from tests.exact import differing, leave_behind, network, simple_loop, train_eager
+from tests.exact import differing, loop_of, network, simple_loop, train_eager
 
 ROWS, SIZE = 4, 8
 
@@ -63,13 +63,8 @@ def compare(make, loss_of) -> None:
             warnings.simplefilter("ignore", HiRemateWarning)
             if is_planned:
                 hiremate(model, "100%", verbose=False, on_infeasible="warn")
-            optimizer, log = torch.optim.SGD(model.parameters(), 1e-3), []
-            for _ in range(3):
-                optimizer.zero_grad()
-                loss_of(model, torch.randn(ROWS, SIZE)).backward()
-                optimizer.step()
-                log += leave_behind(model)
-        logs.append(log)
+            loop = loop_of(lambda model, _: loss_of(model, torch.randn(ROWS, SIZE)), 3, torch.optim.SGD)
+            logs.append(loop(model))
     assert not differing(logs[1], logs[0])
 
 
@@ -108,22 +103,18 @@ def velocity(self, x):
     return value - slope.detach()
 
 
-class BareVelocity(nn.Module):
+@network(lambda: {"weight": nn.Parameter(torch.randn(SIZE, SIZE)), "scale": nn.Parameter(torch.ones(SIZE))})
+def bare_velocity(self, x):
     """The same, with weights of its own instead of parts."""
 
-    def __init__(self):
-        super().__init__()
-        self.weight, self.scale = nn.Parameter(torch.randn(SIZE, SIZE)), nn.Parameter(torch.ones(SIZE))
+    def normed(y):
+        return nn.functional.layer_norm(y @ self.weight, (SIZE,), self.scale)
 
-    def forward(self, x):
-        value, slope = jvp(self._network, (x,), (torch.ones_like(x),))
-        return value - slope.detach()
-
-    def _network(self, x):
-        return nn.functional.layer_norm(x @ self.weight, (SIZE,), self.scale)
+    value, slope = jvp(normed, (x,), (torch.ones_like(x),))
+    return value - slope.detach()
 
 
-@pytest.mark.parametrize("make", [velocity, BareVelocity])
+@pytest.mark.parametrize("make", [velocity, bare_velocity])
 def test_a_forward_that_is_all_such_a_transform_is_eager(make):
     told = train_eager(make, simple_loop(lambda _: torch.randn(ROWS, SIZE), steps=4))
     assert len(told) == 1
