@@ -16,7 +16,6 @@ import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BudgetError, ConfigurationError, HiRemateError, did_you_mean
@@ -159,22 +158,17 @@ def _run(asked: argparse.Namespace, command: Sequence[str], ends_process: bool) 
         return 0
     except HiRemateError:
         raise
-    except Exception as error:  # the script's own, shown as Python shows it
-        trace = _of_script(error.__traceback__)
+    except Exception as error:  # the script's own, shown as Python shows it: without what ran the script
+        own = {__file__, script.__file__, runpy.__file__, "<frozen runpy>"}
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename in own:
+            trace = trace.tb_next
+        trace = trace or error.__traceback__
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         return PROBLEM
     finally:
         if os.getpid() == process:
             _show(finder, page, numbers)
-
-
-def _of_script(trace: TracebackType | None) -> TracebackType | None:
-    """Leave out of a traceback what ran the script."""
-    own = {__file__, script.__file__, runpy.__file__, "<frozen runpy>"}
-    first = trace
-    while trace is not None and trace.tb_frame.f_code.co_filename in own:
-        trace = trace.tb_next
-    return trace or first
 
 
 # ---------------------------------------------------------------- what is said

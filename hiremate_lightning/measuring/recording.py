@@ -196,11 +196,8 @@ class StepRecord:
             self._mark(CALLED)
 
     def backward_starts(self, run: Run | None, tangents: Sequence[Any], leaves: Leaves, retains: bool) -> None:
-        """Record the start of a backward, the gradients that arrived, and the inputs that its own belong to.
-
-        A backward of an earlier step's forward is only marked.
-        """
-        if run is None or run not in self.runs:
+        """Record the start of a backward, the gradients that arrived, and the inputs that its own belong to."""
+        if run is None or run not in self.runs:  # it is of a forward of an earlier step
             self._mark(OTHER)
             self.eager_backward_starts()
             return

@@ -32,10 +32,7 @@ def allocated_bytes(size_bytes: int, device: torch.device) -> int:
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device, seen: set[int] | None = None) -> int:
-    """Add up the storages of tensors as a device's allocator rounds them, each once.
-
-    Storages seen before are not counted again; the tensors' storages are added to them.
-    """
+    """Add up the storages of tensors, as an allocator rounds them, that were not seen before; they are seen then."""
     seen = set() if seen is None else seen
     sizes = tensor_state.storage_sizes(tensors)
     total = sum(allocated_bytes(size, device) for storage, size in sizes.items() if storage not in seen)

@@ -148,14 +148,11 @@ def first_solution(
     free_bytes: Callable[[], int] = lambda: 0,
     host: Host = Host(0),
 ) -> Solution | Short:
-    """Find how to run a captured part for the first time.
+    """Find how to run a captured part for the first time; where it can't run, return the least that it needs.
 
     That is the schedule of least memory that is found at once. Only where this exceeds the budget a solve follows: it
     ends with the first schedule that fits. Where none fits, the part runs all the same if the device has the memory:
     only a step that has run shows which budget is enough. `free_bytes` counts what it may add beyond the budget.
-
-    Returns:
-        How it runs; where it can't run, the least that it needs.
     """
     log.debug("searching for a first schedule")
     limits = SolveOptions(time_limit_s=options.time_limit_s, gap=ANY_GAP, progress=progress)

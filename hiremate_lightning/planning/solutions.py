@@ -126,10 +126,7 @@ class Solutions:
             self._schedules_file(problem).write([*before, *fresh][-SCHEDULES:])
 
     def at_least(self, problem: Problem, solution: Solution) -> Solution:
-        """Return a solution, or a known schedule in its place, where that is faster and fits, or alone fits.
-
-        The bound of the new solution stays.
-        """
+        """Return a solution, or with its bound a known schedule where that is faster and fits, or alone fits."""
         if solution.status in (Status.OPTIMAL, Status.INFEASIBLE):
             return solution
         best, found = solution, replace(solution, status=Status.FEASIBLE, stopped_by=KNOWN_BEFORE)

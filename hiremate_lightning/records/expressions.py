@@ -88,10 +88,7 @@ def on_line(samples: Sequence[Sizes], values: Values, is_measured: bool) -> Numb
 
 
 def find_expression(samples: Sequence[Sizes], values: Sequence[int]) -> Expression | None:
-    """Find the expression that has given values, one at the sizes of each sample.
-
-    None where there is no such expression, or more than one.
-    """
+    """Find the only expression that has given values, one at the sizes of each sample; None where there is no such."""
     if len(set(values)) == 1:
         return Expression(0, (), values[0])
     candidates = [

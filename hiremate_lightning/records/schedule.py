@@ -185,10 +185,7 @@ def eager_decisions(graph: Graph) -> tuple[tuple[int, ...], ...]:
 
 
 def with_checkpoints(graph: Graph, calls: Iterable[Sequence[int]]) -> Graph:
-    """Return a graph in which the user's code runs some forward nodes in calls of `torch.utils.checkpoint`.
-
-    Of each call the nodes are listed in order.
-    """
+    """Return a graph whose nodes the user's code runs, where listed in order, in calls of `torch.utils.checkpoint`."""
     nodes = list(graph.nodes)
     for members in calls:
         for index in members:

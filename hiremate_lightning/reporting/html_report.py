@@ -241,10 +241,7 @@ def _table(
     words: str = "",
     numbers: Sequence[int] = (1, 2, 3, 4),
 ) -> str:
-    """Lay out cells of HTML in a section; the columns of numbers go to the right.
-
-    The caption is for who can't see the heading.
-    """
+    """Lay out cells of HTML in a section; the columns of numbers go to the right."""
 
     def line(cells: Sequence[str], tag: str) -> str:
         styles = (' class="number"' if i in numbers else "" for i in range(len(cells)))
@@ -253,6 +250,7 @@ def _table(
 
     body = "".join(line(row, "td") for row in rows)
     foot = f"<tfoot>{line(total, 'td')}</tfoot>" if total else ""
+    # The caption is for who can't see the heading.
     head = f"<caption>{title}</caption><thead>{line(header, 'th')}</thead>"
     return _section(title, f'<div class="wide"><table>{head}<tbody>{body}</tbody>{foot}</table></div>', words)
 

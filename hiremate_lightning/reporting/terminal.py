@@ -255,10 +255,7 @@ def write_json(numbers: Mapping[str, Any], target: str) -> None:
 
 
 def plain_table(headers: Iterable[str], rows: Iterable[Iterable[str]], words: Container[str] = ()) -> Table:
-    """Make a table without a frame, of ASCII alone where what is printed is not shown on a terminal.
-
-    Columns whose headers are among the words begin at the left; numbers end at the right.
-    """
+    """Make a table without a frame; columns whose headers are among the words begin at the left, others are numbers."""
     table = Table(box=box.SIMPLE_HEAD if Console().is_terminal else box.ASCII2, show_edge=False, pad_edge=False)
     for header in headers:
         table.add_column(header, justify="left" if header in words else "right")

@@ -104,10 +104,7 @@ def _with_backwards(model: StepModel, chain: Sequence[ChainLink]) -> list[ChainL
 
 
 def chains_of(search: Search, name: str, lengths: Iterable[int]) -> list[list[ChainLink]]:
-    """Cut the step of a search into chains of several lengths; note it in the search where the step is no chain.
-
-    The note begins with the name of the method.
-    """
+    """Cut a search's step into chains of several lengths; note, under the method's name, where the step is no chain."""
     graph = search.model.graph
     most = sum(map(bool, (graph.allocates[n] for n in graph.forward)))
     chains = [links(search.model, length) for length in dict.fromkeys(min(most, length) for length in lengths)]

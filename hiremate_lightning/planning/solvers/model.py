@@ -142,10 +142,7 @@ class StepModel(Choices):
 
 
 def decisions(model: StepModel, rows: Rows) -> Decisions:
-    """Return the nodes to run before each backward position, with views and other nodes that cost nothing.
-
-    The rows have the producers recomputed before each backward position, as a replay returns them.
-    """
+    """Return the nodes to run before each backward position: the rows of a replay, with nodes that cost nothing."""
     graph, lowered = model.graph, list[tuple[int, ...]]()
     on: dict[int | None, list[int]] = {}  # the forward's tensors on each storage
     for tensor, storage in enumerate(model.storage_of):

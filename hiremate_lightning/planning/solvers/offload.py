@@ -54,10 +54,7 @@ class Choice:
 
 
 def fastest_choice(problem: Problem, candidates: Iterable[Decisions]) -> Choice | None:
-    """Offload as much as the budget asks for, for each of some decisions; return the fastest that fits, if any.
-
-    Of equals it is the one with less on the host.
-    """
+    """Offload what the budget asks for by each of some decisions; return the fastest, of equals the least offloaded."""
     choices: list[Choice] = []
     for recompute in dict.fromkeys(candidates):
         schedule = lower(problem.graph, recompute)
@@ -235,10 +232,7 @@ def can_offload(problem: Problem) -> bool:
 
 
 def least_with_offloads(problem: Problem, smallest: Solution) -> Solution:
-    """Return the solution of least memory of a step, whatever its budget, where values may be offloaded.
-
-    It is the given one, in which all stays on the device, where none takes less.
-    """
+    """Return the solution of least memory of a step, whatever its budget; the given one where offloading gains none."""
     if not can_offload(problem):
         return smallest
     candidates = [keep_all(problem.graph), smallest.recompute]

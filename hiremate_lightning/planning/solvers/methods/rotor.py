@@ -169,10 +169,7 @@ def _time_ms(model: StepModel, nodes: Sequence[int]) -> float:
 def over_chains(
     search: Search, name: str, tapes_of: Callable[[Search, ChainBytes], Tapes], lengths: Sequence[int] = LENGTHS
 ) -> Iterator[Policy]:
-    """Yield the best schedules of chains of several lengths, under several working budgets.
-
-    `tapes_of` returns the options of each link of a chain.
-    """
+    """Yield the best schedules of chains of several lengths, under several working budgets, from options of links."""
     for chain in chains_of(search, name, lengths):
         sizes = ChainBytes(search.model, chain)
         yield from _under_budgets(search, sizes, tapes_of(search, sizes))

@@ -73,11 +73,7 @@ def neighbours_of(model: StepModel) -> dict[int, set[int]]:
 
 
 def tree_decomposition(near: Mapping[int, set[int]]) -> tuple[list[frozenset[int]], list[int]]:
-    """Decompose a graph, given as the neighbours of each value, by eliminating the value of least degree, repeatedly.
-
-    Returns:
-        The bags, and for each the one above it, which comes later; -1 for the last of each component.
-    """
+    """Eliminate values of least degree one by one; return bags, and for each the later one above it, -1 for none."""
     left = {value: set(others) for value, others in near.items()}
     heap = [(len(others), value) for value, others in left.items()]
     heapq.heapify(heap)
@@ -98,11 +94,7 @@ def tree_decomposition(near: Mapping[int, set[int]]) -> tuple[list[frozenset[int
 
 
 def balanced(bags: list[frozenset[int]], above: list[int]) -> list[Separator]:
-    """Balance a tree of bags, with the bag above each or -1: below each separator, no tree has more than half of them.
-
-    Returns:
-        The separators, each after the one above it.
-    """
+    """Balance a tree of bags: below a separator, no tree has more than half of them; those above it come first."""
     near: list[list[int]] = [[] for _ in bags]
     for bag, other in enumerate(above):
         if other >= 0:
