@@ -32,8 +32,6 @@ class Replay:
     timeline: Timeline  # the rows, and the choices in memory at each moment
     # For each backward position, and the end, most bytes while its node runs or values are recomputed for it.
     peaks: np.ndarray
-    forward_position: int  # position of the forward's own peak, of `forward_peak` bytes
-    forward_peak: int
     lazy: Lazy  # the policy, with its rows before any ran in the forward's order
 
     @property
@@ -99,23 +97,19 @@ class StepModel(Choices):
         return replay
 
     def _replay(self, timeline: Timeline, lazy: Lazy) -> Replay:
-        forward, forward_position, forward_peak = timeline.forward_bytes, 0, -1
-        if len(forward):
-            forward_position = int(np.argmax(forward))
-            forward_peak = int(forward[forward_position])
+        forward, forward_peak = timeline.forward_bytes, int(timeline.forward_bytes.max(initial=-1))
         peaks = np.append(timeline.node_bytes[:-1] + self._node_rest, 0)
         np.maximum(peaks, timeline.row_peaks, out=peaks)
         position = int(np.argmax(peaks))
         peak_bytes = max(forward_peak, int(peaks[position]))
         if forward_peak == peak_bytes:
             position = -1
-            node = self.graph.forward[forward_position] if self.graph.forward else 0
+            node = self.graph.forward[int(np.argmax(forward))] if self.graph.forward else 0
         elif timeline.row_peaks[position] < peak_bytes:
             node = self.graph.backward[position]
         else:
             node = timeline.rows[position][timeline.row_bytes(self, position).index(peak_bytes)]
-        time_ms = timeline.recompute_ms
-        return Replay(peak_bytes, time_ms, position, node, timeline, peaks, forward_position, forward_peak, lazy)
+        return Replay(peak_bytes, timeline.recompute_ms, position, node, timeline, peaks, lazy)
 
     def live_at(self, rows: Rows, positions: Iterable[int]) -> tuple[frozenset[int], dict[int, frozenset[int]]]:
         """Return the choices in memory at the turn, and while the nodes of some backward positions run."""

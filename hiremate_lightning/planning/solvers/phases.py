@@ -195,8 +195,9 @@ def add_checks(checks: Checks, model: StepModel, replay: Replay, limit_bytes: in
 
     The program stays a relaxation. The checks are the same where no more of them keep it one.
     """
-    if replay.forward_peak > limit_bytes:
-        checks = replace(checks, forward=tuple(sorted({*checks.forward, replay.forward_position})))
+    forward = replay.timeline.forward_bytes
+    if forward.max(initial=-1) > limit_bytes:
+        checks = replace(checks, forward=tuple(sorted({*checks.forward, int(forward.argmax())})))
     peaks = replay.peaks.tolist()
     over = sorted((p for p, peak in enumerate(peaks) if peak > limit_bytes), key=lambda p: (-peaks[p], p))
     apart, added = max(1, len(model.reads) // PARTS), list[int]()
