@@ -6,19 +6,17 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import timeit
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from torch import nn
 
 from . import thresholds
 from .errors import HiRemateWarning
+from .housekeeping import JsonFile
 from .planning.headroom import largest_words
 from .planning.plan import Plan, PlanningTime, plan_title
 from .records.schedule import keep_all, lower
@@ -27,8 +25,6 @@ from .reporting.report import Reporter
 from .signatures.step_signature import StepSignature
 from .torch_private import dynamo
 from .units import format_bytes
-
-log = logging.getLogger("hiremate_lightning")
 
 CAPTURES = 8  # consecutive steps in which something is captured before that is announced: it goes on like that
 RETAINING = 4  # consecutive steps in which more graphs are retained before that is announced: it goes on like that
@@ -319,9 +315,9 @@ class FirstWait:
 
     def expected_s(self, modules: int, operations: int = 0) -> float:
         """Return about how many seconds it will take, by modules without modules in them and captured operations."""
-        if self._folder is not None:
-            with suppress(OSError, ValueError, KeyError, TypeError):
-                return float(json.loads(self._path(self._folder).read_text())["seconds"])
+        known_s = self._file().read(lambda data: float(data["seconds"]))
+        if known_s is not None:
+            return known_s
         # A short loop of Python, the fastest of some: another process may take the core for a moment.
         loops_s = timeit.repeat("for number in range(50_000): number * number % 7", number=1, repeat=5)
         slower = min(max(0.5, 1000 * min(loops_s) / thresholds.current.usual_loop_ms), MOST_SLOWER)
@@ -329,17 +325,17 @@ class FirstWait:
 
     def took(self, planning: PlanningTime) -> None:
         """Keep, when the first plan was made, the seconds of what the next run does again: costs and plans are kept."""
-        if self._folder is None or self._is_noted:
-            return
-        self._is_noted = True
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._path(self._folder).write_text(json.dumps({"seconds": planning.capture_s + planning.prove_s}))
-        except OSError as error:
-            log.debug("The seconds of planning were not kept: %s", error)
+        if not self._is_noted:
+            self._is_noted = True
+            self._file().write({"seconds": planning.capture_s + planning.prove_s})
 
-    def _path(self, folder: Path) -> Path:
-        return folder / f"wait-{self._describe()}.json"
+    def _file(self) -> JsonFile:
+        path = None if self._folder is None else self._folder / f"wait-{self._describe()}.json"
+        return JsonFile(
+            path,
+            "Ignored the seconds of planning in %s: %s",
+            "Could not keep the seconds of planning in %s (%s); the next run guesses them",
+        )
 
 
 def modules_without_parts(root: nn.Module) -> int:

@@ -165,7 +165,6 @@ class Choices:
             direct = {self.storage_of[t] for t in tensors if t not in made}
             viewed = {self.storage_of[t]: made[t] for t in tensors if t in made}
             self.seen_from.append({s: at for s, at in viewed.items() if s is not None and s not in direct})
-        self.viewed = frozenset(storage for seen in self.seen_from for storage in seen)
 
     def _measure_the_rest(self) -> None:
         """Measure the bytes that no decision changes, by replaying plain training with all choices of size zero."""
