@@ -17,20 +17,18 @@ from tests.exact import drawn, network, planned_alike, simple_loop
 ROWS, WIDTH = 64, 48
 
 
-class Read(nn.Module):
+def layers(**members):
+    return {**{name: nn.Linear(WIDTH, WIDTH) for name in ("enter", "leave")}, **members}
+
+
+@network(lambda first, second: layers(first=first, second=second))
+def read(self, x: torch.Tensor) -> torch.Tensor:
     """Reads a value in two captured parts other than the one that computes it."""
-
-    def __init__(self, first, second) -> None:
-        super().__init__()
-        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.first, self.second = first, second
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = torch.tanh(self.enter(x))
-        torch._dynamo.graph_break()
-        before = self.first(h)
-        torch._dynamo.graph_break()
-        return self.leave(before + self.second(h)).square().mean()
+    h = torch.tanh(self.enter(x))
+    torch._dynamo.graph_break()
+    before = self.first(h)
+    torch._dynamo.graph_break()
+    return self.leave(before + self.second(h)).square().mean()
 
 
 def once(h):
@@ -91,7 +89,7 @@ def trained_exactly(make: Callable[[], nn.Module]) -> nn.Module:
 @pytest.mark.parametrize("first", READERS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("second", [once, many], ids=lambda f: f.__name__)
 def test_gradients_of_a_value_that_several_parts_read_are_exact(first, second, planning_log):
-    model = trained_exactly(lambda: Read(first, second))
+    model = trained_exactly(lambda: read(first, second))
     assert targets_of(model).session.captured_count == 3
     assert get_plan(model) is not None
     assert planning_log.of("tracing")
@@ -102,7 +100,7 @@ def test_gradients_of_a_value_that_several_parts_read_are_exact(first, second, p
 @pytest.mark.parametrize("expected", [{}, {0: 2}, {0: 7, 1: 3}, {2: 2}], ids=["nothing", "two", "more", "another"])
 def test_terms_that_were_expected_wrongly_are_exact(expected, monkeypatch):
     monkeypatch.setattr(backend, "likely_terms", lambda module: expected)
-    trained_exactly(lambda: Read(many, many))
+    trained_exactly(lambda: read(many, many))
 
 
 @network(lambda: {"enter": nn.Linear(WIDTH, 2 * WIDTH)})
@@ -123,7 +121,7 @@ def test_views_read_in_several_parts_are_traced_with_their_sizes(recwarn):
     assert not [str(w.message) for w in recwarn]
 
 
-@network(lambda: {"enter": nn.Linear(WIDTH, WIDTH), "leave": nn.Linear(WIDTH, WIDTH)})
+@network(layers)
 def read_and_overwritten(self, x: torch.Tensor) -> torch.Tensor:
     """Overwrites a value that it reads several times, in another captured part than the one that made it."""
     h = self.enter(x)
@@ -135,7 +133,7 @@ def read_and_overwritten(self, x: torch.Tensor) -> torch.Tensor:
     return self.leave(y + h.sigmoid()).square().mean()
 
 
-@network(lambda: {"enter": nn.Linear(WIDTH, WIDTH), "leave": nn.Linear(WIDTH, WIDTH)})
+@network(layers)
 def read_and_returned(self, x: torch.Tensor) -> torch.Tensor:
     """Returns a view of a value that it reads several times, and overwrites it."""
     h = self.enter(x)
@@ -179,16 +177,16 @@ def test_a_part_captured_for_a_leaf_is_exact_for_computed_values():
 def test_gradients_of_a_leaf_that_is_no_parameter_are_exact():
     """It is read in two captured parts, several times in each."""
 
-    class Leaf(Read):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = x.requires_grad_()
-            before = self.first(h)
-            torch._dynamo.graph_break()
-            loss = self.leave(before + self.second(h)).square().mean()
-            torch._dynamo.graph_break()
-            (gradient,) = torch.autograd.grad(loss, h, retain_graph=True)
-            return loss + 0.0 * self.enter(gradient).sum() + gradient.sum()
+    @network(layers)
+    def leaf(self, x: torch.Tensor) -> torch.Tensor:
+        h = x.requires_grad_()
+        before = many(h)
+        torch._dynamo.graph_break()
+        loss = self.leave(before + by_a_sum(h)).square().mean()
+        torch._dynamo.graph_break()
+        (gradient,) = torch.autograd.grad(loss, h, retain_graph=True)
+        return loss + 0.0 * self.enter(gradient).sum() + gradient.sum()
 
     grad = torch.autograd.grad
-    trained_exactly(lambda: Leaf(many, by_a_sum))
+    trained_exactly(leaf)
     assert torch.autograd.grad is grad, "torch is left as it was"

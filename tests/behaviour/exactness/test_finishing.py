@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.measuring.profiling import CostCache, measure
 from hiremate_lightning.records.schedule import keep_all
-from tests.behaviour.exactness.test_execution import compiled, every_other_kept, nothing_kept
-from tests.behaviour.exactness.test_overwriting import Autocast, captured_of
+from tests.behaviour.exactness.test_execution import every_other_kept, exact_by, nothing_kept
+from tests.behaviour.exactness.test_overwriting import autocast, captured_of
 from tests.exact import added_peaks, network, simple_loop, train_both
 
 ROWS, WIDTH = 64, 32
@@ -98,44 +98,39 @@ def test_graphs_of_all_batch_sizes_are_alike(change_thresholds):
 # ---------------------------------------------------------------- training
 
 
-class Block(nn.Module):
+@network(
+    lambda: {
+        **{name: nn.Conv2d(4, 4, 3, padding=1) for name in ("first", "second")},
+        "norm": nn.BatchNorm2d(4),
+        "scale": nn.Parameter(torch.ones(4, 1, 1)),
+        "dropout": nn.Dropout(0.2),
+        "linear": nn.Linear(8, 8),
+    }
+)
+def block(self, x: Tensor) -> Tensor:
     """Whatever can be finished: normalised, dropped, drawn, attended, and what joins a shortcut."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
-        self.second, self.scale = nn.Conv2d(width, width, 3, padding=1), nn.Parameter(torch.ones(width, 1, 1))
-        self.dropout, self.linear = nn.Dropout(0.2), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.relu(self.norm(self.first(x)) + x)
-        y = self.dropout(self.second(y)) + y
-        y = y + torch.rand_like(y) * 0.1 + torch.bernoulli(torch.full_like(y, 0.5)).mul_(0.1)
-        weights = F.softmax((y @ y.transpose(-1, -2)) / 3, -1)
-        y = F.dropout(weights, 0.1) @ y + x
-        return self.linear(y).tanh() * self.scale + x
+    y = torch.relu(self.norm(self.first(x)) + x)
+    y = self.dropout(self.second(y)) + y
+    y = y + torch.rand_like(y) * 0.1 + torch.bernoulli(torch.full_like(y, 0.5)).mul_(0.1)
+    weights = F.softmax((y @ y.transpose(-1, -2)) / 3, -1)
+    y = F.dropout(weights, 0.1) @ y + x
+    return self.linear(y).tanh() * self.scale + x
 
 
 def blocks() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 4, 1), Block(4), Block(4))
+    return nn.Sequential(nn.Conv2d(3, 4, 1), block(), block())
 
 
-class Attention(nn.Module):
+@network(lambda: {"layers": nn.ModuleList(nn.Linear(8, 24) for _ in range(2)), "head": nn.Linear(8, 11)})
+def attention(self, x: Tensor) -> Tensor:
     """Attention in half precision with softmaxes in single precision, then the loss of a language model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.head = nn.ModuleList(nn.Linear(8, 24) for _ in range(2)), nn.Linear(8, 11)
-        self.bfloat16()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.bfloat16().flatten(1, 2)
-        for layer in self.layers:
-            queries, keys, values = layer(x).chunk(3, -1)
-            weights = F.softmax(queries @ keys.transpose(1, 2), dim=-1, dtype=torch.float32).to(x.dtype)
-            x = x + F.dropout(weights, 0.1) @ values
-        scores = self.head(x).float().flatten(0, 1)
-        return F.cross_entropy(scores, torch.arange(len(scores)) % 11, label_smoothing=0.1)
+    x = x.bfloat16().flatten(1, 2)
+    for layer in self.layers:
+        queries, keys, values = layer(x).chunk(3, -1)
+        weights = F.softmax(queries @ keys.transpose(1, 2), dim=-1, dtype=torch.float32).to(x.dtype)
+        x = x + F.dropout(weights, 0.1) @ values
+    scores = self.head(x).float().flatten(0, 1)
+    return F.cross_entropy(scores, torch.arange(len(scores)) % 11, label_smoothing=0.1)
 
 
 @network(lambda: {"layer": nn.Linear(8, 8), "shift": torch.zeros(8)})
@@ -149,8 +144,8 @@ def moving(self, x: Tensor) -> Tensor:
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "blocks": blocks,
     "channels last": lambda: blocks().to(memory_format=torch.channels_last),
-    "autocast": lambda: Autocast(blocks()),
-    "attention": Attention,
+    "autocast": lambda: autocast(blocks()),
+    "attention": lambda: attention().bfloat16(),
     "a buffer": moving,
 }
 
@@ -167,18 +162,11 @@ def test_training_is_exact(make, budget):
 
 @pytest.mark.parametrize("decide", [keep_all, nothing_kept, every_other_kept])
 def test_every_schedule_is_exact(decide):
-    torch.manual_seed(1)
-    model, x = blocks().train(), pictures(0)
-    logs = []
-    for planned in (False, True):
-        torch.manual_seed(2)
-        model.load_state_dict({k: torch.zeros_like(v) + 0.1 for k, v in model.state_dict().items()})
-        call = compiled(model, decide)[0] if planned else model
-        model.zero_grad()
-        loss = call(x).square().mean()
-        loss.backward()
-        logs.append([loss.detach(), *(p.grad.clone() for p in model.parameters()), torch.get_rng_state()])
-    assert all(torch.equal(found, expected) for found, expected in zip(*logs, strict=True))
+    def make() -> tuple[nn.Module, Tensor]:
+        torch.manual_seed(1)
+        return blocks(), pictures(0).requires_grad_()
+
+    exact_by(decide, make)
 
 
 @network(lambda: {"layer": nn.Linear(WIDTH, WIDTH), "scale": nn.Parameter(torch.ones(16, 1, WIDTH))})

@@ -16,21 +16,18 @@ from torch import nn
 from hiremate_lightning import hiremate
 from hiremate_lightning.capturing.backend import OPAQUE
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import captured_by, network, simple_loop, take_steps, train_both
+from tests.exact import captured_by, drawn, network, planned_alike, simple_loop, take_steps, train_both
 
 ROWS, SIZE = 32, 16
 
 
-class Scaled(nn.Module):
+@network(
+    lambda factor: {"first": nn.Linear(SIZE, 4 * SIZE), "last": nn.Linear(4 * SIZE, SIZE), "factor": factor},
+)
+def scaled(self, x):
     """Multiplies by what a function says in the middle of its forward."""
-
-    def __init__(self, factor):
-        super().__init__()
-        self.first, self.last, self.factor = nn.Linear(SIZE, 4 * SIZE), nn.Linear(4 * SIZE, SIZE), factor
-
-    def forward(self, x):
-        y = torch.tanh(self.first(x))
-        return self.last(torch.tanh(y * self.factor(y)))
+    y = torch.tanh(self.first(x))
+    return self.last(torch.tanh(y * self.factor(y)))
 
 
 def batch(_: int = 0) -> torch.Tensor:
@@ -40,16 +37,16 @@ def batch(_: int = 0) -> torch.Tensor:
 def train_scaled(make_factor) -> None:
     """Compare plain with planned training; each has a factor of its own, and the same random numbers."""
 
-    def make() -> Scaled:
+    def make() -> nn.Module:
         np.random.seed(0)  # noqa: NPY002
-        return Scaled(make_factor())
+        return scaled(make_factor())
 
     train_both(make, simple_loop(batch), "100%")
 
 
 def captured_count(factor) -> int:
-    model = hiremate(Scaled(factor), "100%", verbose=False)
-    take_steps(model, lambda _: batch(), 2, clears="never")
+    model = hiremate(scaled(factor), "100%", verbose=False)
+    take_steps(model, batch, 2, clears="never")
     return targets_of(model).session.captured_count
 
 
@@ -122,14 +119,14 @@ def test_a_question_after_cuda_graphs_ends_no_graph():
 def test_torch_itself_hears_that_it_is_compiled():
     """checkpoint asks in order to be traceable; so does what stands in the place of a module's call."""
 
-    class Checkpointed(Scaled):
-        def forward(self, x):
-            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+    @network(lambda: {"inner": scaled(lambda y: 2.0)})
+    def checkpointed(self, x):
+        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
 
-    captured = captured_by(Checkpointed(lambda y: 2.0), batch())
+    captured = captured_by(checkpointed(), batch())
     assert any(node.checkpoint is not None for node in captured.graph.nodes)
     with pytest.raises(Exception, match=r"torch.compile is around a module that is planned"):
-        torch.compile(hiremate(Scaled(lambda y: 2.0), "100%", verbose=False), backend="eager")(batch())
+        torch.compile(hiremate(scaled(lambda y: 2.0), "100%", verbose=False), backend="eager")(batch())
 
 
 @pytest.mark.models
@@ -217,11 +214,5 @@ def test_an_opaque_function_is_captured_with_what_surrounds_it(monkeypatch):
     def contracting(self, x):
         return torch.tanh(module.einsum("bi,io->bo", torch.tanh(x), self.weight))
 
-    planned = hiremate(contracting(), "100%", verbose=False)
-    x = torch.randn(16, 8)
-    loss = planned(x).square().mean()
-    loss.backward()
+    planned = planned_alike(contracting(), simple_loop(drawn(16, 8)), "100%")
     assert targets_of(planned).session.captured_count == 1
-    weight = planned.weight.detach().clone().requires_grad_()
-    torch.tanh(torch.tanh(x) @ weight).square().mean().backward()
-    assert torch.equal(planned.weight.grad, weight.grad)

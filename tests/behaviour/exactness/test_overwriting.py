@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hiremate_lightning import hiremate, remove_hiremate
+from hiremate_lightning import hiremate
 from hiremate_lightning.capturing import absent, capture
 from hiremate_lightning.records.costs import estimate
 from hiremate_lightning.records.graph import StorageKind
@@ -20,7 +20,7 @@ from hiremate_lightning.rewriting.assignments import assign
 from hiremate_lightning.rewriting.nodes import Into, _registered, name_of
 from hiremate_lightning.rewriting.overwriting import _INTO, _INTO_FIRST, _INTO_FIRST_BY_ROWS, Strides, overwriting
 from tests.behaviour.exactness.test_execution import compiled, nothing_kept
-from tests.exact import captured_by, drawn, network, simple_loop, square_error, take_steps, train_both
+from tests.exact import added_peaks, captured_by, drawn, network, simple_loop, square_error, take_steps, train_both
 
 aten = torch.ops.aten
 ROWS, WIDTH = 64, 32
@@ -240,20 +240,14 @@ def test_only_memory_that_nobody_else_has_is_overwritten():
 # ---------------------------------------------------------------- choice
 
 
-class Computes(nn.Module):
-    """Runs a function of itself and its input; layers are made as they are named."""
-
-    def __init__(self, function: Callable[..., Any], *modules: nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        self.layers = nn.ModuleList(modules or [nn.Linear(WIDTH, WIDTH) for _ in range(4)])
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.function(self.layers, *inputs)
+@network(lambda function: {"function": function, "layers": nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))})
+def computes(self, *inputs: Tensor) -> Any:
+    """Runs a function of layers and its inputs."""
+    return self.function(self.layers, *inputs)
 
 
 def captured_of(function: Callable[..., Any], *inputs: Tensor) -> capture.Captured:
-    return captured_by(Computes(function), *(inputs or (torch.randn(ROWS, WIDTH),)))
+    return captured_by(computes(function), *(inputs or (torch.randn(ROWS, WIDTH),)))
 
 
 def overwriting_ops(captured: capture.Captured) -> list[str]:
@@ -361,14 +355,10 @@ def dense() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-class Autocast(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.inner(x)
+@network(lambda inner: {"inner": inner})
+def autocast(self, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return self.inner(x)
 
 
 @network(
@@ -394,8 +384,8 @@ TRAININGS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = 
     "pictures channels last": (convolutions, lambda seed: pictures(seed).contiguous(memory_format=torch.channels_last)),
     "dense": (dense, rows),
     "bfloat16": (lambda: dense().bfloat16(), lambda seed: rows(seed).bfloat16()),
-    "autocast": (lambda: Autocast(dense()), rows),
-    "autocast convolutions": (lambda: Autocast(convolutions()), pictures),
+    "autocast": (lambda: autocast(dense()), rows),
+    "autocast convolutions": (lambda: autocast(convolutions()), pictures),
     "gated": (gated, rows),
     "rows": (lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH), nn.Softmax(1)] * 2, nn.LogSoftmax(1)), rows),
     "channels": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.Softmax(1), nn.Conv2d(8, 8, 3), nn.Softmax(1)), pictures),
@@ -435,24 +425,16 @@ def test_training_is_exact(training, loss):
     assert [a.stride() for a in logs[0]] == [b.stride() for b in logs[1]]
 
 
-def peaks(make: Callable[[], nn.Module], batch: Tensor) -> tuple[int, int]:
-    """Return planned and measured peak of a plan that keeps everything."""
-    module = hiremate(make(), "100%", verbose=False)
-    plan = take_steps(module, lambda _: batch, 4)
-    remove_hiremate(module)
-    return plan.planned_peak_bytes, plan.measured.peak_bytes
-
-
-def wide() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, 16 * WIDTH), nn.ReLU(), nn.Linear(16 * WIDTH, 1))
+@network(lambda: {"first": nn.Linear(WIDTH, 16 * WIDTH), "second": nn.Linear(16 * WIDTH, 1)})
+def wide(self, x: Tensor) -> Tensor:
+    return square_error(self.second(self.first(x).relu()))
 
 
 def test_the_peak_falls_and_is_what_was_planned(monkeypatch):
     batch = torch.randn(32 * ROWS, WIDTH)
-    planned, measured = peaks(wide, batch)
+    _, planned = added_peaks(wide(), batch)
     monkeypatch.setattr(capture, "overwrite", lambda graph, *_: (graph, {}, {}))
-    assert measured == pytest.approx(planned, rel=1e-3)
-    assert measured < peaks(wide, batch)[1] - 15 * WIDTH * batch.shape[0] * 4
+    assert planned < added_peaks(wide(), batch)[1] - 15 * WIDTH * len(batch) * 4
 
 
 def test_a_retained_graph_gives_the_same_gradients_again():
@@ -510,7 +492,7 @@ def test_what_a_hook_keeps_of_a_gradient_stays_as_it_was():
             return f[1](y.sigmoid()).relu()
 
         torch.manual_seed(5)
-        return Computes(function)
+        return computes(function)
 
     plain, planned = make(kept[0]), hiremate(make(kept[1]), "100%", verbose=False)
     for module in (plain, planned):

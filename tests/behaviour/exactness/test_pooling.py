@@ -135,18 +135,17 @@ def test_beside_the_results_only_parts_are_allocated(change_thresholds):
 # ---------------------------------------------------------------- choice
 
 
-class Pooled(nn.Module):
+@network(
+    lambda pool: {
+        "before": nn.Conv2d(3, 16, 3, padding=1),
+        "norm": nn.BatchNorm2d(16),
+        "pool": pool,
+        "after": nn.Conv2d(16, 64, 3, padding=1),
+    }
+)
+def pooled(self, x: Tensor) -> Tensor:
     """Convolutions with a pool between."""
-
-    def __init__(self, pool, last: bool = False) -> None:
-        super().__init__()
-        self.before, self.after = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 64, 3, padding=1)
-        self.norm = nn.BatchNorm2d(16)
-        self.pool, self.last = pool, last
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.contiguous(memory_format=torch.channels_last) if self.last else x
-        return self.after(self.pool(self.norm(self.before(x)))).mean()
+    return self.after(self.pool(self.norm(self.before(x)))).mean()
 
 
 def activated(x: Tensor) -> Tensor:
@@ -157,13 +156,8 @@ def then_activated(x: Tensor) -> Tensor:
     return F.relu(F.max_pool2d(x, 2), inplace=True)
 
 
-def twice(x: Tensor) -> Tensor:
-    return F.max_pool2d(F.max_pool2d(x, 3, 1).sin(), 2)
-
-
-def unpooled(x: Tensor) -> Tensor:
-    values, places = F.max_pool2d(x, 2, return_indices=True)
-    return F.max_unpool2d(values, places, 2)
+def several(x: Tensor) -> Tensor:
+    return torch.stack([F.max_pool2d(x, k, 1, k // 2) for k in (3, 5, 9)]).sum(0)
 
 
 def places_are_read(x: Tensor) -> Tensor:
@@ -171,56 +165,36 @@ def places_are_read(x: Tensor) -> Tensor:
     return values * (places % 3)
 
 
-def signals(x: Tensor) -> Tensor:
-    return F.max_pool1d(x.flatten(2), 4, 2).unflatten(2, (1, -1))
-
-
-def volumes(x: Tensor) -> Tensor:
-    return F.max_pool3d(x.unflatten(1, (4, 4)), 2).flatten(1, 2).repeat(1, 2, 1, 1)
-
-
-def several(x: Tensor) -> Tensor:
-    return torch.stack([F.max_pool2d(x, k, 1, k // 2) for k in (3, 5, 9)]).sum(0)
-
-
-def one_by_one(x: Tensor) -> Tensor:
-    return torch.stack([F.max_pool2d(picture, 2) for picture in x])
-
-
-def in_half(x: Tensor) -> Tensor:
-    return F.max_pool2d(x.bfloat16(), 2).float()
-
-
-CHOICES = {
-    "activated": (lambda: Pooled(activated), 1),
-    "then activated": (lambda: Pooled(then_activated), 1),
-    "channels last": (lambda: Pooled(activated, last=True), 1),
-    "twice": (lambda: Pooled(twice), 2),
-    "several": (lambda: Pooled(several), 3),
-    "signals": (lambda: Pooled(signals), 1),
-    "volumes": (lambda: Pooled(volumes), 1),
-    "in half": (lambda: Pooled(in_half), 1),
-    "of a view": (lambda: Pooled(lambda x: F.max_pool2d(x[:, :, 1:-1], 2)), 0),
-    "no batch": (lambda: Pooled(one_by_one), 0),
-    "unpooled": (lambda: Pooled(unpooled), 0),
-    "places are read": (lambda: Pooled(places_are_read), 0),
-    "adaptive": (lambda: Pooled(lambda x: F.adaptive_max_pool2d(x, 8)), 0),
-    "small": (lambda: Pooled(lambda x: F.max_pool2d(x, 32)), 0),
+CHOICES = {  # pools, and how many of them are joined with what they note
+    "activated": (activated, 1),
+    "then activated": (then_activated, 1),
+    "channels last": (lambda x: activated(x.contiguous(memory_format=LAST[4])), 1),
+    "twice": (lambda x: F.max_pool2d(F.max_pool2d(x, 3, 1).sin(), 2), 2),
+    "several": (several, 3),
+    "signals": (lambda x: F.max_pool1d(x.flatten(2), 4, 2).unflatten(2, (1, -1)), 1),
+    "volumes": (lambda x: F.max_pool3d(x.unflatten(1, (4, 4)), 2).flatten(1, 2).repeat(1, 2, 1, 1), 1),
+    "in half": (lambda x: F.max_pool2d(x.bfloat16(), 2).float(), 1),
+    "of a view": (lambda x: F.max_pool2d(x[:, :, 1:-1], 2), 0),
+    "no batch": (lambda x: torch.stack([F.max_pool2d(picture, 2) for picture in x]), 0),
+    "unpooled": (lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2), 0),
+    "places are read": (places_are_read, 0),
+    "adaptive": (lambda x: F.adaptive_max_pool2d(x, 8), 0),
+    "small": (lambda x: F.max_pool2d(x, 32), 0),
 }
 
 
 @pytest.mark.usefixtures("_kernels_uncompiled")
 def test_pools_are_joined_beside_fused_kernels_too():
-    graph = captured_by(Pooled(activated), batch(0), compile="inductor").graph
+    graph = captured_by(pooled(activated), batch(0), compile="inductor").graph
     assert {"hiremate.max_pool", "hiremate.max_pool_gradient"} <= {node.op for node in graph.nodes}
 
 
 # ---------------------------------------------------------------- training
 
 
-@pytest.mark.parametrize(("make", "count"), CHOICES.values(), ids=CHOICES)
-def test_training_is_exact_with_the_expected_joined_pools(make, count):
-    plan = train_both(make, simple_loop(batch), "70%")
+@pytest.mark.parametrize(("pool", "count"), CHOICES.values(), ids=CHOICES)
+def test_training_is_exact_with_the_expected_joined_pools(pool, count):
+    plan = train_both(lambda: pooled(pool), simple_loop(batch), "70%")
     ops = [node.op for node in plan.graph.nodes]
     assert ops.count("hiremate.max_pool") == ops.count("hiremate.max_pool_gradient") == count
 
@@ -241,12 +215,12 @@ def test_a_gradient_of_a_gradient_is_exact():
 def test_the_peak_is_below_that_of_eager_and_both_are_foreseen(change_thresholds, pool):
     change_thresholds(part_bytes=1)
     torch.manual_seed(1)
-    plainly, planned = added_peaks(Pooled(pool), batch(0))
+    plainly, planned = added_peaks(pooled(pool), batch(0))
     with changed_thresholds(pooled_bytes=2**40):
-        _, before = added_peaks(Pooled(pool), batch(0))
+        _, before = added_peaks(pooled(pool), batch(0))
     places = pool(torch.zeros(4, 16, 32, 32)).numel() * (3 if pool is several else 1)
     assert planned <= before - 6 * places
-    module = Pooled(pool)
+    module = pooled(pool)
     module(batch(0)).backward()
     hiremate(module, "100%", verbose=False)
     plan = take_steps(module, lambda _: batch(0), 3, loss_of=lambda loss: loss, clears="never")
