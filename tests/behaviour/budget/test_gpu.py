@@ -20,9 +20,7 @@ from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private.tensor_state import storage_id
 from tests.behaviour.exactness.test_accumulation import batch, weight_bytes, wide
 from tests.behaviour.exactness.test_execution import compiled, keep_all, nothing_kept, results
-from tests.behaviour.exactness.test_normalizing import NORMS
-from tests.behaviour.exactness.test_normalizing import make as make_normed
-from tests.behaviour.exactness.test_replays import NOISES
+from tests.behaviour.exactness.test_replays import NOISES, NORMS, make_normed
 from tests.behaviour.exactness.test_replays import make as make_noisy
 from tests.behaviour.sizes.test_saved_offload import Net as Saving
 from tests.exact import square_error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -13,24 +15,24 @@ from hiremate_lightning.rewriting.kernels import apply_dropout_mask
 from hiremate_lightning.running.execution import Part
 from hiremate_lightning.running.program import build
 from hiremate_lightning.torch_private.operators import shortest
-from tests.exact import network
+from tests.exact import assert_same, network
 from tests.tiny import recompute_lazily
 
 ROWS, WIDTH = 256, 16
 
 
-class Net(nn.Module):
+@network(
+    lambda: {
+        **{name: nn.Linear(WIDTH, WIDTH) for name in ("first", "second", "last")},
+        "norm": nn.BatchNorm1d(WIDTH),
+        "dropout": nn.Dropout(0.3),
+    }
+)
+def net(self, x: torch.Tensor) -> torch.Tensor:
     """Dropout, batch norm, an in-place ReLU, a skip connection and a view."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.norm, self.relu, self.dropout = nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True), nn.Dropout(0.3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.relu(self.norm(self.first(x)))
-        y = x + self.dropout(self.second(y)).view(2, -1, WIDTH).flatten(0, 1)
-        return self.last(torch.tanh(y))
+    y = self.norm(self.first(x)).relu_()
+    y = x + self.dropout(self.second(y)).view(2, -1, WIDTH).flatten(0, 1)
+    return self.last(torch.tanh(y))
 
 
 class Conductor:
@@ -88,10 +90,9 @@ def compiled(model: nn.Module, decide):
     return call, conductor
 
 
-def make() -> tuple[Net, torch.Tensor]:
+def make(kind=net, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(1)
-    model = Net()
-    return model, torch.randn(ROWS, WIDTH, requires_grad=True)
+    return kind().to(dtype), torch.randn(ROWS, WIDTH, dtype=dtype, requires_grad=True)
 
 
 def results(model, x, call):
@@ -105,15 +106,15 @@ def results(model, x, call):
     return [*losses, *(p.grad for p in model.parameters()), x.grad, *model.buffers(), torch.get_rng_state()]
 
 
-def exact_with_nothing_kept(make):
-    """Fail where steps with nothing kept differ from plain ones; return the graph that ran."""
+def exact_by(decide, make):
+    """Fail where steps by a schedule differ from plain ones; return the graph that ran."""
     model, x = make()
     expected = results(model, x, model)
     model, x = make()
-    call, conductor = compiled(model, nothing_kept)
-    found = results(model, x, call)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    return conductor.parts[0].captured.graph
+    call, conductor = compiled(model, decide)
+    assert_same(results(model, x, call), expected)
+    (part,) = conductor.parts
+    return part.captured.graph
 
 
 @network(lambda: {"first": nn.Linear(WIDTH, WIDTH), "second": nn.Linear(WIDTH, WIDTH)})
@@ -121,28 +122,22 @@ def drops(self, x):
     return self.second(nn.functional.dropout(torch.tanh(self.first(x)), 0.1))
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [(Net, torch.float32), (drops, torch.bfloat16)])
+@pytest.mark.parametrize(("kind", "dtype"), [(net, torch.float32), (drops, torch.bfloat16)])
 @pytest.mark.parametrize("decide", [keep_all, nothing_kept, every_other_kept])
 def test_every_schedule_is_exact(decide, kind, dtype):
-    found = []
-    for schedule in (None, decide):
-        torch.manual_seed(1)
-        model, x = kind().to(dtype), torch.randn(ROWS, WIDTH, dtype=dtype, requires_grad=True)
-        call, conductor = (model, None) if schedule is None else compiled(model, schedule)
-        found.append(results(model, x, call))
-    assert len(conductor.parts) == 1
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    exact_by(decide, partial(make, kind, dtype))
+
+
+def held(model, x, decide):
+    """Measure what a forward takes with all that it holds at its end."""
+    call, _ = compiled(model, decide)
+    call(x)
+    outputs = []
+    return measure_peak(lambda: outputs.append(call(x)))
 
 
 def test_keeping_nothing_keeps_less_than_keeping_all():
-    def held(decide):
-        model, x = make()
-        call, _ = compiled(model, decide)
-        call(x)
-        outputs = []
-        return measure_peak(lambda: outputs.append(call(x)))
-
-    assert held(nothing_kept) < held(keep_all)
+    assert held(*make(), nothing_kept) < held(*make(), keep_all)
 
 
 def test_a_backward_calls_operators_by_their_shortest_way():
@@ -174,10 +169,10 @@ def ends(self, x):
 @pytest.mark.parametrize(
     ("kind", "changed", "refusing"),
     [
-        (Net, lambda model, x, output: model.last.weight, (keep_all, nothing_kept)),
-        (Net, lambda model, x, output: x, (keep_all, nothing_kept)),
+        (net, lambda model, x, output: model.last.weight, (keep_all, nothing_kept)),
+        (net, lambda model, x, output: x, (keep_all, nothing_kept)),
         (ends, lambda model, x, output: output, (keep_all,)),  # else it is computed again
-        (Net, lambda model, x, output: model.last.bias, ()),  # no backward reads it
+        (net, lambda model, x, output: model.last.bias, ()),  # no backward reads it
     ],
     ids=["weight", "batch", "output", "bias"],
 )

@@ -21,7 +21,7 @@ from hiremate_lightning.running import copies
 from hiremate_lightning.running.copies import HostMemory, pinned_storages
 from hiremate_lightning.running.execution import Part
 from hiremate_lightning.running.program import Program, build
-from tests.behaviour.exactness.test_execution import Conductor, Net, every_other_kept, make
+from tests.behaviour.exactness.test_execution import Conductor, every_other_kept, make, net
 from tests.exact import assert_same, differing, network
 from tests.training import build as build_model
 
@@ -157,7 +157,7 @@ def test_a_forward_without_a_backward_gives_its_blocks_back():
 
 
 def test_a_gradient_that_does_not_arrive_changes_no_other():
-    @network(lambda: {"one": Net(), "two": Net()})
+    @network(lambda: {"one": net(), "two": net()})
     def two(self, x):
         return self.one(x), self.two(x)
 

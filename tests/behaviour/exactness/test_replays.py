@@ -1,4 +1,4 @@
-"""Random operations come back bit for bit, and the generator is left as plain training leaves it."""
+"""Random operations and norms come back bit for bit, and the generator is left as plain training leaves it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.rewriting import replays
 from hiremate_lightning.rewriting.kernels import eager_scale
-from hiremate_lightning.rewriting.replays import DRAW_AGAIN, DRAW_MASK, again, generator_state
-from tests.behaviour.exactness.test_execution import compiled, exact_with_nothing_kept, keep_all, nothing_kept, results
-from tests.exact import network
+from hiremate_lightning.rewriting.replays import DRAW_AGAIN, DRAW_MASK, NORMALIZE, again, generator_state
+from tests.behaviour.exactness.test_execution import compiled, exact_by, held, keep_all, nothing_kept, results
+from tests.exact import assert_same, network
 from tests.tiny import recompute_lazily
 
-ROWS, WIDTH = 256, 16
+ROWS, WIDTH, CHANNELS = 256, 16, 6
 CPU = torch.device("cpu")
 
 
@@ -58,7 +58,7 @@ def ops_of(decide, graph) -> set[str]:
 
 @pytest.mark.parametrize("noise", NOISES)
 def test_what_was_drawn_is_drawn_again_bit_for_bit(noise):
-    graph = exact_with_nothing_kept(partial(make, noise))
+    graph = exact_by(nothing_kept, partial(make, noise))
     if any(node.is_random for node in graph.nodes):
         assert ops_of(nothing_kept, graph) & {DRAW_MASK, DRAW_AGAIN}
 
@@ -80,7 +80,7 @@ def test_masks_are_drawn_again_in_the_order_of_a_kernel_s_memory():
         call, conductor = compiled(model, decide)
         found.append(results(model, x, call))
     assert DRAW_MASK in ops_of(nothing_kept, conductor.parts[0].captured.graph)
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert_same(*found)
 
 
 def test_masks_need_no_memory_between_forward_and_backward():
@@ -90,15 +90,9 @@ def test_masks_need_no_memory_between_forward_and_backward():
             x = F.dropout(x, 0.5)
         return x
 
-    def held(decide) -> int:
-        x = torch.randn(4096, 64, requires_grad=True)
-        call, _ = compiled(masked(), decide)
-        call(x)
-        outputs = []
-        return measure_peak(lambda: outputs.append(call(x)))
-
-    mask_bytes = 4096 * 64
-    assert held(keep_all) - held(nothing_kept) > 5 * mask_bytes
+    x = torch.randn(4096, 64, requires_grad=True)
+    mask_bytes = x.numel()
+    assert held(masked(), x, keep_all) - held(masked(), x, nothing_kept) > 5 * mask_bytes
 
 
 def test_states_that_nobody_reads_are_not_taken():
@@ -121,12 +115,12 @@ def test_even_a_failing_draw_leaves_the_generator_alone():
 
 
 def test_the_mask_of_a_dropout_of_all_is_saved():
-    graph = exact_with_nothing_kept(partial(make, "dropout of all"))  # no kernel of ours stands in for it
+    graph = exact_by(nothing_kept, partial(make, "dropout of all"))  # no kernel of ours stands in for it
     assert DRAW_MASK not in {node.op for node in graph.nodes}
 
 
 def test_states_are_never_recomputed():
-    graph = exact_with_nothing_kept(partial(make, "Gaussian noise"))
+    graph = exact_by(nothing_kept, partial(make, "Gaussian noise"))
     random = {i for i, node in enumerate(graph.nodes) if node.is_random}
     assert random
     assert not random & {n for before in recompute_lazily(graph, ()) for n in before}
@@ -140,3 +134,105 @@ def test_the_scale_of_a_dropout_on_a_gpu_is_rounded_twice(probability, dtype, ro
     source.meta["val"] = torch.empty((), dtype=dtype, device="meta")
     keep = torch.tensor(1 - probability, dtype=rounded).double()
     assert eager_scale(source, probability) == (1 / keep).to(rounded).item()
+
+
+# ---------------------------------------------------------------- norms
+
+
+@network(
+    lambda norm, space, prepare=lambda x: x: {
+        "factors": nn.ParameterList(torch.randn(CHANNELS, *[1] * len(space)) for _ in range(3)),
+        "norms": nn.ModuleList(norm() for _ in range(3)),
+        "space": space,
+        "prepare": prepare,
+    }
+)
+def normed(self, x: torch.Tensor) -> torch.Tensor:
+    """Three times a product, a norm and an activation."""
+    x = self.prepare(x.view(-1, CHANNELS, *self.space))
+    for factor, norm in zip(self.factors, self.norms, strict=True):
+        x = torch.tanh(norm(x * factor))
+    return x.float()
+
+
+def channels_last(x):
+    return x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+
+
+NORMS = {
+    "rows": lambda: normed(lambda: nn.BatchNorm1d(CHANNELS), ()),
+    "signals": lambda: normed(lambda: nn.BatchNorm1d(CHANNELS), (20,)),
+    "pictures": lambda: normed(lambda: nn.BatchNorm2d(CHANNELS), (5, 4)),
+    "pictures, channels last": lambda: normed(lambda: nn.BatchNorm2d(CHANNELS), (5, 4), channels_last),
+    "volumes": lambda: normed(lambda: nn.BatchNorm3d(CHANNELS), (5, 2, 2)),
+    "volumes, channels last": lambda: normed(lambda: nn.BatchNorm3d(CHANNELS), (5, 2, 2), channels_last),
+    "no weights": lambda: normed(lambda: nn.BatchNorm2d(CHANNELS, affine=False), (5, 4)),
+    "no running statistics": lambda: normed(lambda: nn.BatchNorm2d(CHANNELS, track_running_stats=False), (5, 4)),
+    "large epsilon": lambda: normed(lambda: nn.BatchNorm2d(CHANNELS, eps=0.5), (5, 4)),
+    "instances": lambda: normed(lambda: nn.InstanceNorm2d(CHANNELS), (5, 4)),
+    "instances with weights": lambda: normed(
+        lambda: nn.InstanceNorm2d(CHANNELS, affine=True, track_running_stats=True), (5, 4)
+    ),
+    "double precision": lambda: normed(lambda: nn.BatchNorm2d(CHANNELS), (5, 4), torch.Tensor.double).double(),
+    "half precision": lambda: normed(lambda: nn.BatchNorm2d(CHANNELS), (5, 4), torch.Tensor.bfloat16).bfloat16(),
+    "half precision, whole weights": lambda: normed(lambda: Bfloat16Norm(CHANNELS), (5, 4)),
+}
+
+
+class Bfloat16Norm(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x.bfloat16()).float()
+
+
+def make_normed(name: str, rows: int = 64) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(1)
+    model = NORMS[name]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(0.5, 1.5)
+    return model, torch.randn(rows, CHANNELS * 20, requires_grad=True)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_come_back_from_their_statistics_bit_for_bit(name):
+    graph = exact_by(nothing_kept, partial(make_normed, name))
+    again = [graph.nodes[n].op for before in nothing_kept(graph) for n in before]
+    assert again.count(NORMALIZE) == 3
+    assert not any("batch_norm" in op for op in again)
+
+
+def norms_replayed_in(model: nn.Module, x: torch.Tensor) -> int:
+    call, conductor = compiled(model, keep_all)
+    results(model, x, call)
+    return sum(node.op == NORMALIZE for node in conductor.parts[0].captured.graph.nodes)
+
+
+@pytest.mark.parametrize("rows", [2, 64])
+def test_norms_of_few_rows_come_back_as_those_of_many(rows):
+    assert norms_replayed_in(*make_normed("rows", rows)) == 3
+
+
+def test_a_norm_of_evaluation_or_transposed_input_runs_again():
+    model, x = make_normed("pictures")
+    assert norms_replayed_in(model.eval(), x) == 0
+    model = normed(lambda: nn.BatchNorm2d(CHANNELS), (5, 4), lambda x: x.transpose(2, 3))
+    assert norms_replayed_in(model, x) == 2  # its own result is not transposed
+
+
+@pytest.fixture
+def _compared_anew():
+    """Forget which kernels were found to agree, before and after."""
+    replays._gives_the_same.cache_clear()
+    yield
+    replays._gives_the_same.cache_clear()
+
+
+@pytest.mark.usefixtures("_compared_anew")
+def test_kernels_that_round_otherwise_are_not_used(monkeypatch):
+    def slightly_other(*arguments):
+        return torch.nextafter(exact(*arguments), torch.tensor(torch.inf))
+
+    exact = replays.normalize
+    monkeypatch.setattr(replays, "normalize", slightly_other)
+    model, x = make_normed("pictures")
+    assert norms_replayed_in(model, x) == 0
