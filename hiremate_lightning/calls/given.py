@@ -1,4 +1,4 @@
-"""What a call is given, or returns: tensors in containers and objects of any class. And how to make a call once more.
+"""Arguments and results of calls: tensors in containers and objects of any class. And how to make a call once more.
 
 What a call of a module may change beside its results is kept in memory of NumPy, which no measurement of a step sees.
 """

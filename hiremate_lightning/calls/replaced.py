@@ -153,7 +153,9 @@ def _places(root: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 def _calls_of(graph: Graph, paths: Sequence[str]) -> list[list[int]]:
     """List the forward nodes of each module's call; a captured part knows its modules by the ends of their paths."""
-    ends = {end for path in paths for end in _ends_of(path)}
+    known = [path.split(".") if path else [] for path in paths]
+    # A number alone names no module.
+    ends = {".".join(parts[n:]) for parts in known for n, first in enumerate(parts) if not first.isdigit()}
     calls = dict[str, list[int]]()
     for index in graph.forward:
         parts = graph.nodes[index].module.split(".")
@@ -162,9 +164,3 @@ def _calls_of(graph: Graph, paths: Sequence[str]) -> list[list[int]]:
         if path is not None:
             calls.setdefault(path, []).append(index)
     return list(calls.values())
-
-
-def _ends_of(path: str) -> Iterator[str]:
-    """List the ends of a path that name a module; a number alone names none."""
-    parts = path.split(".") if path else []
-    return (".".join(parts[first:]) for first in range(len(parts)) if not parts[first].isdigit())

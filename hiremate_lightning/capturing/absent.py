@@ -1,4 +1,4 @@
-"""Gradients that never arrive: what of a backward needs no work where the caller left outputs unused.
+"""Undefined gradients: what of a backward needs no work where None comes for outputs that the caller left unused.
 
 A model may return more than its loss, logits for example. Autograd then has no gradient for the rest. PyTorch's
 compiled functions are given zeros instead: as large as the logits, added to the true gradient, which may come out with

@@ -1,4 +1,4 @@
-"""Code that Dynamo captured once for all sizes, traced anew for each, or made from traces of a few.
+"""Dynamic shapes: code that Dynamo captured once for all sizes, traced anew for each, or made from traces of a few.
 
 A plan is of bytes, so the joint graph that it is made of has numbers for sizes. But most seconds of a capture go to
 Dynamo, which reads the user's code. Where sizes vary its graph has symbols for them, and is kept: only AOTAutograd's

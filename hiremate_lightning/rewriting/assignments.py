@@ -1,4 +1,4 @@
-"""Assignments to parts of tensors, `x[:, :k] = y`: one operation each, where a trace has several. And idle views.
+"""Assignments to slices, `x[:, :k] = y`: one operation each, where a functionalised trace has several. And idle views.
 
 A trace changes nothing in place. It writes an assignment as a view, a copy of the view with other values, and for each
 step of the indexing a copy of what lies around it; and its backward takes a copy of the gradient each time. Eager
@@ -133,7 +133,8 @@ def _copy_gradients_once(joint: fx.GraphModule) -> None:
             continue
         is_alike = source not in unsettled and nodes.lies_as(given, shown) and nodes.has_definite_strides(shown)
         root = _only_read_for(node) if is_alike else None
-        if root is not None and _is_made_by_torch(root) and nodes.lies_as(root.meta["val"], shown):
+        is_torchs = root is not None and nodes.is_of_torch(nodes.operation_of(root).target)
+        if root and is_torchs and nodes.is_on_new_memory(root) and nodes.lies_as(root.meta["val"], shown):
             nodes.show_as(root, shown)
             node.replace_all_uses_with(root)
             joint.graph.erase_node(node)
@@ -141,10 +142,6 @@ def _copy_gradients_once(joint: fx.GraphModule) -> None:
             nodes.replace_node(node, aten.clone.default, (source,))
         elif _is_contiguous(nodes.source_of(node)):
             nodes.replace_node(node, aten.clone.default, (source,), {"memory_format": torch.contiguous_format})
-
-
-def _is_made_by_torch(value: fx.Node) -> bool:
-    return nodes.is_of_torch(nodes.operation_of(value).target) and nodes.is_on_new_memory(value)
 
 
 def _only_read_for(copy: fx.Node) -> fx.Node | None:

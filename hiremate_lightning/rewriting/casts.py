@@ -1,4 +1,4 @@
-"""What autocast brings about in eager PyTorch: parameters that it casts once, and norms of mixed types.
+"""Autocast in the joint graph: each parameter cast once in a block, as in eager PyTorch, and norms of mixed types.
 
 In eager PyTorch autocast remembers the parameters that it has cast until its outermost block ends, so that the
 gradients of all uses are added up in half precision, and cast back once. Traced, each use has a cast of its own, and

@@ -1,4 +1,4 @@
-"""Gradients of values that other code has computed, handed over term by term.
+"""Accumulation of gradients across captured graphs: those of values from other code, handed over term by term.
 
 Autograd adds up what the readers of a value contribute to its gradient one after the other, the last reader's first. A
 captured graph hands over one sum for all readers in it. Where code outside of the graph reads the value too, that is
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
@@ -102,24 +102,20 @@ class Contributions:
         for number in range(len(self._added)):
             last = aot.add_input(module.graph, last, f"term_{number}")
             added.append(last)
-        try:
-            with replaced((torch.autograd, "grad", self._counting(torch.autograd.grad))):
-                yield
-        finally:
-            for node in added:
-                module.graph.erase_node(node)
-            module.recompile()
-
-    def _counting(self, grad: Callable[..., Any]) -> Callable[..., Any]:
-        """Count the readers of inputs when their gradients are traced."""
-        tracing = threading.get_ident()
+        grad, tracing = torch.autograd.grad, threading.get_ident()
 
         def counting(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == tracing:
                 self.readers = _count_readers(outputs, inputs)
             return grad(outputs, inputs, *args, **kwargs)
 
-        return counting
+        try:
+            with replaced((torch.autograd, "grad", counting)):
+                yield
+        finally:
+            for node in added:
+                module.graph.erase_node(node)
+            module.recompile()
 
     def hand_over(self, joint: fx.GraphModule, forward_outputs: int) -> None:
         """Rewrite a joint graph, with so many outputs of the forward, to hand gradients over term by term.

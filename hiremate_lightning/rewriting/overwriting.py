@@ -1,4 +1,4 @@
-"""Values that are overwritten: an operation computes into what dies there, by the kernel of eager.
+"""In-place computation: an operation writes its result into a value that dies there, by the kernel of eager.
 
 `overwrite` finds gradients that operations of the backward may overwrite: only memory that the backward itself has
 allocated, that no later operation reads through any tensor on it, and that no code but PyTorch's own has seen. And it

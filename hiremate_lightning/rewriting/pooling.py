@@ -95,12 +95,11 @@ def _plain_times(pool: fx.Node, position: int) -> int:
     return torch.int64.itemsize // pool.meta["val"][position].itemsize if position == 1 else 1
 
 
-def _pooled_by(gradient: fx.Node) -> tuple[fx.Node, ...]:
-    return (nodes.source_of(nodes.operation_of(gradient.all_input_nodes[1])),)  # the pool gave the places
-
-
 nodes.register(max_pool, nodes.Operation(plain_times=_plain_times, is_fresh=True))
-nodes.register(max_pool_gradient, nodes.Operation(plain_reads=_pooled_by))
+nodes.register(  # plain PyTorch's reads what the pool read that gave the places
+    max_pool_gradient,
+    nodes.Operation(plain_reads=lambda node: (nodes.source_of(nodes.operation_of(node.all_input_nodes[1])),)),
+)
 
 
 def _replace(pool: fx.Node, gradients: Sequence[fx.Node], windows: Windows) -> None:

@@ -1,4 +1,4 @@
-"""How results come back, bit for bit, without a second run of the operation that gave them first.
+"""Cheap recomputation, bit for bit, in place of a second run: of random operations, dropouts and batch norms.
 
 A random operation is never run again as it is: its numbers are drawn again from the saved state of the generator.
 A dropout's output is its input times its mask. And what was drawn is drawn again from the state that the generator had

@@ -1,4 +1,4 @@
-"""Run programs on a captured graph, and change them without capturing again.
+"""The runtime of captured graphs: their forwards and backwards, run by programs that change without a new capture.
 
 AOTAutograd is told that the forward saves one value, an empty token. The values that a plan really saves ride on that
 token, together with the backward program that fits them. So a plan can be replaced at any time, even between a forward

@@ -89,7 +89,7 @@ def build(captured: Captured, schedule: Schedule, host: HostMemory | None = None
             backward=compiled(backward),
             forward_module=forward,
             backward_module=backward,
-            unread=_unread(backward),
+            unread=tuple(p for p, value in enumerate(backward.graph.find_nodes(op="placeholder")) if not value.users),
             saved=facts,
             variant=variant,
         )
@@ -126,11 +126,6 @@ def _takes(captured: Captured, schedule: Schedule) -> dict[fx.Node, int]:
             positions[node] = next(position for position, a in enumerate(node.args) if a is taken)
         read.update(captured.graph.tensors[t].storage for t in record.inputs)
     return positions
-
-
-def _unread(module: fx.GraphModule) -> tuple[int, ...]:
-    placeholders = enumerate(module.graph.find_nodes(op="placeholder"))
-    return tuple(position for position, value in placeholders if not value.users)
 
 
 def _forward_module(

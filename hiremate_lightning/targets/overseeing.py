@@ -1,4 +1,4 @@
-"""What must not pass in silence around planned calls: what ran without its plan, and what was raised inside."""
+"""Checks around planned calls: what ran without its plan is told, and what was raised inside has no effect later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Captured code made to run as the user's code does: calls of checkpoint, gradients inside of a forward, bans on hooks.
+"""Dynamo's graphs, made to run as the user's code does: calls of checkpoint, gradients in a forward, bans on hooks.
 
 Dynamo captures a call of `torch.utils.checkpoint` as an operator that only serves to be traced. Run by itself it
 computes again with other random numbers than before, and so gives wrong gradients behind a dropout.

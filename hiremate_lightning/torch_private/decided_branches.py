@@ -1,11 +1,11 @@
-"""Branches on tensors: decided while Dynamo traces the code, where it would break the graph.
+"""Data-dependent branches, specialised and guarded while Dynamo traces them, where it would break the graph.
 
-The few operations behind such a tensor run at once, on the CPU, and tracing goes on with the value. Only integers and
-booleans are computed, by operations that give the same on each device; masks may be fractions that are chosen and
-compared, not computed with. A guard asks again at other sizes, and before each call where a tensor depends on what the
-code is called with: code that would go another way is captured for that. What is changed in place before it is read is
-computed on copies, and not decided where these may differ. Numbers are decided as long as the few numbers that they are
-computed from stay the same.
+The few operations that compute the condition run at once, on the CPU, and tracing goes on with the value. Only
+integers and booleans are computed, by operations that give the same on each device; masks may be fractions that are
+chosen and compared, not computed with. A guard asks again at other sizes, and before each call where a tensor depends
+on what the code is called with: code that would go another way is captured for that. What is changed in place before
+it is read is computed on copies, and not decided where these may differ. Numbers are decided as long as the few
+numbers that they are computed from stay the same.
 """
 
 from __future__ import annotations

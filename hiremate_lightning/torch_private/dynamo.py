@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -71,7 +71,9 @@ def capturing_for_plans(
 
     @functools.cache
     def hear() -> None:  # as the first capture of a call begins: to begin takes time, and few calls capture anything
-        hearing.enter_context(_marked(vary))
+        numbers, config = ",".join(map(str, vary)), cast(Any, torch.compiler.config)
+        if numbers and hasattr(config, "dynamic_values"):  # PyTorch before 2.13 has symbols from a second size on
+            hearing.enter_context(config.patch(dynamic_values=numbers))
         hearing.enter_context(_told_of_failures(tell))
 
     def capture_planned(code: types.CodeType, *arguments: Any, **options: Any) -> Any:
@@ -99,12 +101,6 @@ def counting_seconds() -> Iterator[None]:
 def capturing_s() -> float:
     """Return the seconds that captures and traces took in this process."""
     return float(_seconds.capturing)
-
-
-def _marked(sizes: Iterable[int]) -> AbstractContextManager[Any]:
-    """Let Dynamo have symbols for dimensions of some sizes; PyTorch before 2.13 has them from a second size on."""
-    numbers, config = ",".join(map(str, sizes)), cast(Any, torch.compiler.config)
-    return config.patch(dynamic_values=numbers) if numbers and hasattr(config, "dynamic_values") else nullcontext()
 
 
 def named_ranges(tensor: torch.Tensor) -> list[tuple[int, int, int]]:

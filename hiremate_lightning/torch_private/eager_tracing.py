@@ -1,4 +1,4 @@
-"""Tracing of the very operators that eager PyTorch runs, with the strides that they give."""
+"""Decompositions and meta kernels of AOTAutograd's trace, corrected: eager PyTorch's operators and strides."""
 
 from __future__ import annotations
 

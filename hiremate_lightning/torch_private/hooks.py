@@ -1,4 +1,4 @@
-"""Where code of ours runs without a trace in a model: in the place of a module's call, and of hooks around it.
+"""Stand-ins for `nn.Module.__call__`, and for hooks on modules and saved tensors, that leave no trace in a model.
 
 The slot that `nn.Module.compile` uses is the only way to take over a call that keeps state_dict, deepcopy and pickle as
 they are. Hooks on what autograd saves give way here, to captured code and to transforms of `torch.func`.

@@ -143,8 +143,12 @@ class KernelOperation:
         Where that fails while Dynamo captures, its graph is to end at the function; later the function is read through.
         """
         try:
-            self._compiled[shown] = kernels = _make_kernels(self._call, self._module, shown)
-            _kernels[kernels.name] = kernels
+            devices = {device.index or 0 for (*_, device), _ in shown if device.type == "cuda"}
+            with tensor_state.real_mode(), torch.random.fork_rng(devices=devices):
+                made, results = _compile(self._call, self._module, shown)
+                with torch.no_grad():
+                    kernels = _try(self._call, shown, made, results)
+            self._compiled[shown] = _kernels[kernels.name] = kernels
         except Exception:  # whatever a compiler may fail with: the function meets it, or not, as it runs by itself
             log.debug("%s is no single operation", self.name, exc_info=True)
             if CompileContext.try_get() is not None:
@@ -271,15 +275,6 @@ torch.library.register_fake(
     lambda kept, gradients, name: list(map(_empty, _kernels[name].gradients)),
     lib=_library,
 )
-
-
-def _make_kernels(call: KernelCall, module: fx.GraphModule, shown: _Shown) -> UserKernels:
-    """Compile what a function computes as its author's torch.compile does, and take the kernels from there."""
-    devices = {device.index or 0 for (*_, device), _ in shown if device.type == "cuda"}
-    with tensor_state.real_mode(), torch.random.fork_rng(devices=devices):
-        made, results = _compile(call, module, shown)
-        with torch.no_grad():
-            return _try(call, shown, made, results)
 
 
 def _compile(call: KernelCall, module: fx.GraphModule, shown: _Shown) -> tuple[list[tuple[fx.GraphModule, Any]], Any]:

@@ -1,4 +1,4 @@
-"""Code that Dynamo reads otherwise than eager PyTorch runs it: most functions here stand in for one of Dynamo's.
+"""Patches of how Dynamo traces code (its variable trackers), where that differs from what eager PyTorch runs.
 
 Code that asks whether it is compiled hears no, as in plain PyTorch: it may compute something else then. torch, this
 package and a few files of others ask only to be traceable: they get Dynamo's answer, yes. So does what its author
@@ -133,7 +133,9 @@ def gradients_from_before() -> Iterator[None]:
         inputs = arguments[1:2]
         outer = [tensor for i in inputs for tensor, source in dynamo_torch._collect_tensors_with_sources(i) if source]
         may_be_of_each_other = len(outer) > 1 and any(tensor.grad_fn is not None for tensor in outer)
-        if may_be_of_each_other or any(map(_have_hooks, inputs)):
+        nodes = (node for i in inputs for node in dynamo_torch._collect_placeholder_nodes(i))
+        examples = [node.meta["grapharg"].example for node in nodes if node.meta.get("grapharg") is not None]
+        if may_be_of_each_other or any(getattr(example, "_backward_hooks", None) for example in examples):
             explanation = "they have hooks, or one may have been computed of another: the graph does not show it"
             end_graph("torch.autograd.grad of tensors from outside of the graph", explanation)
         assert read is not None, "it is in its place"
@@ -141,12 +143,6 @@ def gradients_from_before() -> Iterator[None]:
 
     with replaced_entries(handlers, {} if read is None else {torch.autograd.grad: read_whole}):
         yield
-
-
-def _have_hooks(inputs: Any) -> bool:
-    """Whether hooks from outside of the captured code change what a gradient is, as it is captured."""
-    given = (node.meta.get("grapharg") for node in dynamo_torch._collect_placeholder_nodes(inputs))
-    return any(bool(getattr(argument.example, "_backward_hooks", None)) for argument in given if argument is not None)
 
 
 # ---------------------------------------------------------------- code that is not torch's
@@ -281,22 +277,14 @@ def written_numbers(format_value: Any, translator: Any, specification: Any, flag
     number = translator.stack[-1]
     if isinstance(number, SymNodeVariable):
         translator.pop()
-        if _shows_a_tensor(translator.stack) and not flags & _CONVERTS:
+        parts = reversed(translator.stack)
+        before = next((p for p in parts if not (isinstance(p, ConstantVariable) and isinstance(p.value, str))), None)
+        if isinstance(before, misc.StringFormatVariable) and not flags & _CONVERTS:  # it shows a tensor
             form = f"{{:{specification.as_python_constant()}}}"
             translator.push(misc.StringFormatVariable(form, [number], {}))
             return
         translator.push(ConstantVariable.create(number.evaluate_expr()))
     format_value(translator, specification, flags)
-
-
-def _shows_a_tensor(stack: list[VariableTracker]) -> bool:
-    """Whether the parts of a string on top of a stack are not all known while the code is traced."""
-    for part in reversed(stack):
-        if isinstance(part, misc.StringFormatVariable):
-            return True
-        if not (isinstance(part, ConstantVariable) and isinstance(part.value, str)):
-            return False
-    return False
 
 
 @functools.cache

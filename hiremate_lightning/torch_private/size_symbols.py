@@ -1,4 +1,4 @@
-"""Captured code with symbols for its sizes: what Dynamo computes from these, and the code at definite sizes.
+"""Symbolic shapes of captured code: what Dynamo computes from the symbols for sizes, and the code at definite sizes.
 
 Numbers in captured code are sums and products of these symbols, which a few samples tell, and quotients, rests and
 extremes (`s // 2`, `Mod(s, 8)`, `Min(70, s)`), which no samples could. Those count as sizes of their own.

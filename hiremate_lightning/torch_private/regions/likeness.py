@@ -1,4 +1,4 @@
-"""Whether what Dynamo read of one module, as it traced it, is the same of another one.
+"""Guards of one module's trace, checked on another module: whether Dynamo would read the same of that one.
 
 Dynamo guards all that it reads. So a trace holds for another module too where all guards on the one and on what it
 reaches hold for the other, and are guarded there as well. A guard knows a value by its source, as in

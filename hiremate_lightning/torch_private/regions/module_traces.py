@@ -245,13 +245,13 @@ class Copy:
 
     def _stack(self, node: fx.Node) -> dict[str, Any]:
         """Return the modules that the copy of a node is in, by their names."""
-        inner = list(node.meta["nn_module_stack"].values())[self._trace.depth :]
-        return dict(self._tx.nn_module_stack) | {(other := self._renamed(name)): (other, kind) for name, kind in inner}
-
-    def _renamed(self, name: str) -> str:
         one, other = self._names
-        rest = name.removeprefix(one)
-        return other + rest if name.startswith(one) and not rest[:1].isalnum() else name
+        stack = dict(self._tx.nn_module_stack)
+        for name, kind in list(node.meta["nn_module_stack"].values())[self._trace.depth :]:
+            rest = name.removeprefix(one)
+            renamed = other + rest if name.startswith(one) and not rest[:1].isalnum() else name
+            stack[renamed] = renamed, kind
+        return stack
 
     def _result(self, variable: Any) -> Any:
         variable = realized(variable)
