@@ -249,10 +249,6 @@ class OfflineStep(Conductor):
         """Record the end of a backward."""
         self.record.backward_done(run)
 
-    def name_of(self, tensor: torch.Tensor) -> str:
-        """Describe a tensor."""
-        return f"A tensor of shape {tuple(tensor.shape)}"
-
 
 def capture_offline(workload: Workload, options: OfflineOptions, size: int | None = None) -> OfflineStep:
     """Capture one training step of a workload on fake tensors: forward, backward, optimizer.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -36,11 +36,15 @@ REPLACED = (
 )
 
 
-class Conductor(Protocol):
-    """Chooses the program of each run of a part, and hears of it; what `start` returns beside it comes back then."""
+class Conductor:
+    """Chooses the program of each run of a part, and hears of it; what `start` returns beside it comes back then.
+
+    This one chooses nothing and does nothing: it hears of what runs in no step, or outlives the model.
+    """
 
     def start(self, part: Part, arguments: Sequence[Any]) -> tuple[Program, Any]:
         """Choose the program of the forward that is about to run."""
+        raise NotImplementedError
 
     def forward_done(self, run: Any, outputs: Sequence[Any]) -> None:
         """Hear that the forward has run."""
@@ -50,25 +54,25 @@ class Conductor(Protocol):
 
     def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
         """Hear of values that code outside has overwritten between forward and backward."""
-        return  # here and below: nothing to do for most
 
     def settings_changed(self) -> None:
         """Hear that code is computed again in other settings of PyTorch than it was computed in."""
-        return
 
     def must_return(self, part: Part, positions: Collection[int]) -> None:
         """Hear of gradients that exist, but that a backward could not add to."""
-        return
 
     def backward_done(self, run: Any) -> None:
         """Hear that the backward has run."""
 
     def name_of(self, tensor: torch.Tensor) -> str:
         """Return the name of a parameter or a buffer, or else describe a tensor, to begin a sentence with."""
+        return f"A tensor of shape {tuple(tensor.shape)}"
 
     def ran_out(self, error: torch.OutOfMemoryError) -> None:
         """Hear that memory has run out, and add known facts to the error."""
-        return
+
+
+_NOBODY = Conductor()
 
 
 class Part:
@@ -92,7 +96,6 @@ class Part:
 
     def forward(self, arguments: list[Any]) -> list[Any]:
         """Run the forward: inputs in, outputs and the token out."""
-        conductor = self._listener()
         program, run = (self.trial, None) if self.trial else self.conductor.start(self, arguments)
         leaves = find_leaves(self.captured, arguments)  # the program empties the list
         results = list(self._run(program.forward, arguments))
@@ -108,9 +111,8 @@ class Part:
         self._saved.add(kept)
         if self._takes_absent:
             aot.let_gradients_be_absent(token)
-        if conductor is not None:
-            kept.fills_buckets = sharding.fills_buckets()
-            conductor.forward_done(run, outputs)
+        kept.fills_buckets = self.trial is None and sharding.fills_buckets()
+        self._listener().forward_done(run, outputs)
         return [*outputs, token]
 
     @property
@@ -120,9 +122,9 @@ class Part:
         assert conductor is not None, "a model is alive while it is called"
         return conductor
 
-    def _listener(self) -> Conductor | None:
-        """Return the conductor, None where it is gone or nothing of a step runs."""
-        return None if self.trial else self._conductor()
+    def _listener(self) -> Conductor:
+        """Return the conductor, or one that does nothing where it is gone, or nothing of a step runs."""
+        return (None if self.trial else self._conductor()) or _NOBODY
 
     def backward(self, arguments: list[Any]) -> Sequence[Any]:
         """Run the backward: the token and tangents in, gradients out."""
@@ -131,8 +133,7 @@ class Part:
             return saved.part.backward(arguments)
         arguments.clear()
         keep, conductor = backward_pass.will_run_again(), self._listener()
-        if conductor is not None:
-            conductor.backward_starts(saved.run, tangents, saved.leaves, keep)
+        conductor.backward_starts(saved.run, tangents, saved.leaves, keep)
         totals = self._find_totals(saved.leaves)
         shared = shared_leaves(saved)
         sums = {position: own.total for position, own in sorted(shared.items()) if own.total is not None}
@@ -143,14 +144,12 @@ class Part:
         program = saved.program.variant(changes) if any(changes) else saved.program
         replaced = saved.find_replaced(program.unread)
         if replaced is not None:
-            shape = tuple(replaced.shape)
-            name = f"A tensor of shape {shape}" if conductor is None else conductor.name_of(replaced)
-            raise HiRemateError(REPLACED.format(name=name))
+            raise HiRemateError(REPLACED.format(name=conductor.name_of(replaced)))
         values, overwritten = saved.take(program.unread, keep=keep)
-        if overwritten and conductor is not None:
+        if overwritten:
             storages = (self.captured.graph.tensors[saved.program.schedule.saved[i]].storage for i in overwritten)
             conductor.was_overwritten(self, [storage for storage in storages if storage is not None])
-        if conductor is not None and self._runs_in_other_settings(saved):
+        if self._runs_in_other_settings(saved):
             conductor.settings_changed()
         values += [*tangents, *totals.values(), *sums.values()]
         for position in program.unread:
@@ -162,8 +161,7 @@ class Part:
             sharding.put_in_order([saved.leaves[p] for p in self.captured.finished if p in saved.leaves])
         if shared:
             gradients = hand_on(gradients, shared, () if missing else saved.captured.terms)
-        if conductor is not None:
-            conductor.backward_done(saved.run)
+        conductor.backward_done(saved.run)
         return gradients
 
     def _runs_in_other_settings(self, saved: Saved) -> bool:
@@ -187,9 +185,8 @@ class Part:
         if not gradients:
             return {}
         added = addable(self.captured, {position: leaves[position] for position in gradients})
-        conductor = self._listener()
-        if conductor is not None and len(added) < len(gradients):
-            conductor.must_return(self, gradients.keys() - added)
+        if len(added) < len(gradients):
+            self._listener().must_return(self, gradients.keys() - added)
         return {position: gradients[position] for position in sorted(added)}
 
     def _run(self, code: aot.Boxed, values: list[Any]) -> Sequence[Any]:
@@ -197,9 +194,7 @@ class Part:
         try:
             return code(values)
         except torch.OutOfMemoryError as error:
-            conductor = self._listener()
-            if conductor is not None:
-                conductor.ran_out(error)
+            self._listener().ran_out(error)
             raise
 
 

@@ -26,7 +26,7 @@ from ..out_of_memory import explain
 from ..planning.plan import describe_peak
 from ..records.step import Step
 from ..running.accumulation import Leaves
-from ..running.execution import Part
+from ..running.execution import Conductor, Part
 from ..running.program import Program
 from ..signatures.step_signature import StepSignature
 from ..signatures.watching import Saw
@@ -43,7 +43,7 @@ from .step_watch import StepWatch
 COUNTED_AGAIN = 64  # steps, after which resident bytes are counted once more
 
 
-class Steps:
+class Steps(Conductor):
     """Begins and ends the steps of one model, and conducts their captured graphs.
 
     Attributes:
@@ -252,7 +252,7 @@ class Steps:
         root = self._model.root
         named = (("Parameter", root.named_parameters()), ("Buffer", root.named_buffers()))
         names = (f"{kind} {name!r}" for kind, own in named for name, value in own if value is tensor)
-        return next(names, f"A tensor of shape {tuple(tensor.shape)}")
+        return next(names, super().name_of(tensor))
 
     def ran_out(self, error: torch.OutOfMemoryError) -> None:
         """Note on an error what was planned and what is allocated."""
