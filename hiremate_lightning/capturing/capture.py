@@ -20,6 +20,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
 from ..memory.allocator import allocated_bytes
@@ -42,6 +43,7 @@ _FLOP_FORMULAS = {
         aten._scaled_dot_product_flash_attention_backward
     ],
 }
+_SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)  # by selective checkpointing
 _ROOT = re.compile(r"^L\[['\"].*?['\"]\]\.?")
 _SUBSCRIPT = re.compile(r"(?:\._modules)?\[['\"](.*?)['\"]\]")
 _SOURCE = re.compile(r'File "([^"]+)", line (\d+)')
@@ -293,7 +295,7 @@ class _Builder:
                 plain_bytes=operation.plain_bytes(node),
                 plain_inputs=tuple(self.tensor_of[v] for v in operation.plain_reads(node)),
                 checkpoint=None if number is None else self.checkpoints.setdefault(number, index),
-                is_saved=aot.is_saved_by_policy(node),
+                is_saved=node.meta.get("recompute") in _SAVED,
                 compiled=inductor.function_of(node),
             )
         )

@@ -207,7 +207,7 @@ class Prover:
     ) -> None:
         """Run the code in eager mode, then as captured, and compare; NaN may tell nothing."""
         assert proof.written is not None, "code is tried while it is proved"
-        written = captured_code.without_bans(captured_code.without_checkpoints(proof.written))
+        written = captured_code.without_checkpoints(proof.written)
         is_plain = memory is not None and memory.has_plain
         files = Files() if memory is not None and memory.needs_files else None
         constants = [*written.parameters(), *written.buffers()]

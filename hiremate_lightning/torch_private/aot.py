@@ -29,7 +29,6 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import CheckpointPolicy
 
 from .hacks import instead_of
 from .tensor_state import changes_uncounted, plain
@@ -78,11 +77,6 @@ def checkpoint_of(node: fx.Node) -> int | None:
     """Number the call of `torch.utils.checkpoint` that made a node, None where none did."""
     number: int | None = node.meta.get("ac_graph_id")
     return number
-
-
-def is_saved_by_policy(node: fx.Node) -> bool:
-    """Whether selective checkpointing keeps what a node gives."""
-    return node.meta.get("recompute") in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
 def describe_saved() -> Any:

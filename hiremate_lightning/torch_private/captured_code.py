@@ -39,13 +39,9 @@ def eager_module(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def without_checkpoints(module: fx.GraphModule) -> fx.GraphModule:
-    """Put checkpointed code in the place of its calls, so that its values are kept."""
-    return _rewritten(module, (tag_activation_checkpoint,), _inline)
-
-
-def without_bans(module: fx.GraphModule) -> fx.GraphModule:
-    """Leave out that a transform bans hooks on what is saved."""
-    return _rewritten(module, _BANS, lambda graph, call, _: graph.erase_node(call))
+    """Put checkpointed code in the place of its calls, so that its values are kept, and let hooks see what is saved."""
+    whole = _rewritten(module, (tag_activation_checkpoint,), _inline)
+    return _rewritten(whole, _BANS, lambda graph, call, _: graph.erase_node(call))
 
 
 def _rewritten(module: fx.GraphModule, functions: Sequence[Any], rewrite: Rewrite) -> fx.GraphModule:
