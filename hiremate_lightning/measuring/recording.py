@@ -22,7 +22,7 @@ from ..memory.allocator import allocated_bytes, storage_bytes
 from ..memory.metering import Interval, LiveBytes, MemoryMeter
 from ..records.graph import bytes_of
 from ..records.step import Output
-from ..running.accumulation import Leaves, addable, existing, find_leaves
+from ..running.accumulation import Leaves, existing_gradients, find_leaves, positions_to_add
 from ..running.execution import Part, missing_gradients
 from ..running.program import Program
 from ..torch_private import backward_pass, sharding, tensor_state
@@ -201,9 +201,9 @@ class StepRecord:
             self._mark(OTHER)
             self.eager_backward_starts()
             return
-        added = addable(run.part.captured, leaves)
+        added = positions_to_add(run.part.captured, leaves)
         run.added = _added(run.part.captured, leaves, added)
-        run.accumulated_bytes = sum(leaves[position].nbytes for position in existing(leaves).keys() - added)
+        run.accumulated_bytes = sum(leaves[position].nbytes for position in existing_gradients(leaves).keys() - added)
         run.missing = missing_gradients(tangents)
         run.is_retained = retains or run.is_retained
         seen = set[int]()  # each storage counts once

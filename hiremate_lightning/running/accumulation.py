@@ -39,12 +39,12 @@ def find_leaves(captured: Captured, arguments: Sequence[Any]) -> dict[int, torch
     }
 
 
-def existing(leaves: Leaves) -> dict[int, torch.Tensor]:
+def existing_gradients(leaves: Leaves) -> dict[int, torch.Tensor]:
     """Return the gradients that leaves have already."""
     return {position: gradient for position, leaf in leaves.items() if (gradient := leaf.grad) is not None}
 
 
-def addable(captured: Captured, leaves: Leaves) -> frozenset[int]:
+def positions_to_add(captured: Captured, leaves: Leaves) -> frozenset[int]:
     """List the positions of the leaves with whose gradients the running backward does nothing but add them."""
     if not all(map(on_default_stream, {leaf.device for leaf in leaves.values()})):
         return frozenset()

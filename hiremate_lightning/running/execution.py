@@ -18,7 +18,7 @@ from ..capturing.capture import Captured
 from ..errors import CaptureError, HiRemateError, SecondDerivativeError
 from ..records.costs import Profile
 from ..torch_private import aot, autocasting, backward_pass, sharding, tensor_state
-from .accumulation import Leaves, addable, existing, find_leaves, hand_on, shared_leaves
+from .accumulation import Leaves, existing_gradients, find_leaves, hand_on, positions_to_add, shared_leaves
 from .program import Changes, Program
 
 FREED = (
@@ -134,7 +134,7 @@ class Part:
         arguments.clear()
         keep, conductor = backward_pass.will_run_again(), self._listener()
         conductor.backward_starts(saved.run, tangents, saved.leaves, keep)
-        totals = self._find_totals(saved.leaves)
+        totals = self._gradients_to_add_to(saved.leaves)
         shared = shared_leaves(saved)
         sums = {position: own.total for position, own in sorted(shared.items()) if own.total is not None}
         uncast = frozenset(position for position, own in shared.items() if own.is_of_casts and own.awaited > 1)
@@ -179,12 +179,12 @@ class Part:
         """List the saved values of its forwards that stay for another backward, after one has run."""
         return [saved for saved in self._saved if saved.is_retained] if self._saved else []
 
-    def _find_totals(self, leaves: Leaves) -> dict[int, torch.Tensor]:
+    def _gradients_to_add_to(self, leaves: Leaves) -> dict[int, torch.Tensor]:
         """Return the gradients that exist and to which the backward adds, by position."""
-        gradients = existing(leaves)
+        gradients = existing_gradients(leaves)
         if not gradients:
             return {}
-        added = addable(self.captured, {position: leaves[position] for position in gradients})
+        added = positions_to_add(self.captured, {position: leaves[position] for position in gradients})
         if len(added) < len(gradients):
             self._listener().must_return(self, gradients.keys() - added)
         return {position: gradients[position] for position in sorted(added)}

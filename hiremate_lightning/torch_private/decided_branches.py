@@ -48,6 +48,7 @@ from .tensor_state import storage_id, storages_among
 
 log = logging.getLogger("hiremate_lightning")
 
+_Read = Callable[[torch.Tensor], Any]  # reads a value of a tensor
 _SIZES_KEPT = 4096  # for which the result of a guard is remembered
 _MOST_NUMBERS = 64  # in all tensors from which numbers are computed that decide
 _MOST_FORKS = 3  # where ways through one piece of code part: it is captured for one way more than that
@@ -75,7 +76,7 @@ _FUNCTIONS |= set(_NAMELESS)
 _IN_PLACE = {name for name in dir(operator) if name.startswith("i") and f"__{name}__" in dir(operator)}
 _IN_PLACE = _IN_PLACE - {"index", "inv", "invert"} | {"setitem", "delitem"}
 _WRITES = {"setitem", "fill_", "zero_", "copy_", *(f"{name}_" for name in _NAMES)}  # that are computed
-_LOOKS = re.compile(r"POP_JUMP_(FORWARD_|BACKWARD_)?IF_(TRUE|FALSE)|UNARY_NOT")  # instructions that take a truth value
+_BRANCHES = re.compile(r"POP_JUMP_(FORWARD_|BACKWARD_)?IF_(TRUE|FALSE)|UNARY_NOT")  # names of instructions
 
 
 class _Computation:
@@ -262,7 +263,7 @@ def _on_the_cpu(value: Any) -> Any:
         return value
 
 
-def _decide(tracer: InstructionTranslatorBase, variable: VariableTracker, read: Callable[[torch.Tensor], Any]) -> Any:
+def _specialise(tracer: InstructionTranslatorBase, variable: VariableTracker, read: _Read) -> Any:
     """Read a tensor while its code is traced, and guard the value; return None for any other object."""
     variable = realized(variable)
     if not isinstance(variable, TensorVariable):
@@ -287,7 +288,7 @@ def _decide(tracer: InstructionTranslatorBase, variable: VariableTracker, read: 
     note_unseen()  # the next module of the same kind may read another value
     sources += [argument.source for argument in inputs]
     if sources:
-        is_as_seen = functools.partial(_is_read_as, seen, computation, read)
+        is_as_seen = functools.partial(_has_value, seen, computation, read)
         _guard(is_as_seen if inputs else functools.lru_cache(maxsize=_SIZES_KEPT)(is_as_seen), sources)
     return seen
 
@@ -299,19 +300,19 @@ def _is_admitted(tracer: InstructionTranslatorBase, seen: Any) -> bool:
     only the first one is admitted. What is read of other tensors is the same in each call of these sizes.
     """
     root, code = tracer.output.root_tx, tracer.f_code
-    before, branch = _decided.get(root, ()), (code.co_filename, code.co_firstlineno, tracer.instruction_pointer)
-    decisions, way = _ways.setdefault(root.f_code, defaultdict(set)), (*before, branch)
+    before, branch = _decided_by.get(root, ()), (code.co_filename, code.co_firstlineno, tracer.instruction_pointer)
+    decisions, way = _decisions_in.setdefault(root.f_code, defaultdict(set)), (*before, branch)
     taken = decisions[way]
     if taken and repr(seen) not in taken:
         forks = sum(len(each) - 1 for each in decisions.values())
         if forks == _MOST_FORKS or not isinstance(seen, bool):
             return False
     taken.add(repr(seen))
-    _decided[root] = (*before, (branch, repr(seen)))
+    _decided_by[root] = (*before, (branch, repr(seen)))
     return True
 
 
-def _is_read_as(seen: Any, computation: _Computation, read: Callable[[torch.Tensor], Any], *given: Any) -> bool:
+def _has_value(seen: Any, computation: _Computation, read: _Read, *given: Any) -> bool:
     """Whether a tensor has a value at some sizes and inputs; not so where it can't be computed there."""
     try:
         return bool(read(computation.at(*given)) == seen)
@@ -321,8 +322,8 @@ def _is_read_as(seen: Any, computation: _Computation, read: Callable[[torch.Tens
 
 
 # By the code that is captured: the decisions of each branch, by the row of decisions that leads to it.
-_ways: weakref.WeakKeyDictionary[types.CodeType, defaultdict[tuple[Any, ...], set[str]]] = weakref.WeakKeyDictionary()
-_decided: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()  # by who traces it
+_decisions_in = weakref.WeakKeyDictionary[types.CodeType, defaultdict[tuple[Any, ...], set[str]]]()
+_decided_by = weakref.WeakKeyDictionary[Any, tuple[Any, ...]]()  # by who traces it
 
 
 def _guard(is_as_seen: Callable[..., bool], sources: list[Any]) -> None:
@@ -337,19 +338,17 @@ def _guard(is_as_seen: Callable[..., bool], sources: list[Any]) -> None:
     install_guard(GlobalStateSource().make_guard(add))
 
 
-def _looking_first(handle: Callable[..., Any], tracer: InstructionTranslatorBase, instruction: Any) -> Any:
+def _specialise_branch(handle: Callable[..., Any], tracer: InstructionTranslatorBase, instruction: Any) -> Any:
     """Replace a tensor by its truth value, where that is known, before an instruction that branches on it."""
-    seen = _decide(tracer, tracer.stack[-1], bool)
+    seen = _specialise(tracer, tracer.stack[-1], bool)
     if seen is not None:
         tracer.stack[-1] = ConstantVariable.create(seen)
     return handle(tracer, instruction)
 
 
-def _with_known(
-    read: Callable[[torch.Tensor], Any], method: Any, variable: Any, tracer: Any, *arguments: Any, **named: Any
-) -> Any:
+def _specialise_read(read: _Read, method: Any, variable: Any, tracer: Any, *arguments: Any, **named: Any) -> Any:
     """Return the value of a tensor where a method asks for it and it is known."""
-    seen = _decide(tracer, variable, read)
+    seen = _specialise(tracer, variable, read)
     return method(variable, tracer, *arguments, **named) if seen is None else VariableTracker.build(tracer, seen)
 
 
@@ -362,11 +361,11 @@ def _stand_ins() -> tuple[StandIn, ...]:
         ahead += tracer.__subclasses__()
         table = list(tracer.dispatch_table)
         for name, code in dis.opmap.items():
-            if _LOOKS.fullmatch(name) and table[code] is not None:
-                table[code] = around(table[code], _looking_first)
+            if _BRANCHES.fullmatch(name) and table[code] is not None:
+                table[code] = around(table[code], _specialise_branch)
         tables.append((tracer, "dispatch_table", table))
     known: dict[str, Any] = {"item": TensorVariable.method_item, "tolist": TensorVariable.method_tolist}
-    reads = {name: functools.partial(_with_known, getattr(torch.Tensor, name)) for name in known}
+    reads = {name: functools.partial(_specialise_read, getattr(torch.Tensor, name)) for name in known}
     readers = {name: around(method, reads[name]) for name, method in known.items()}
     methods = getattr(TensorVariable, "tp_methods", None)
     if methods is None:  # PyTorch before 2.14 finds methods by their names

@@ -73,21 +73,21 @@ class Likeness:
         self._shared: dict[Source, Source | None] = {}
         self._guarded_as_shared: set[Source] = set()
         self._compared: set[Source] = set()
-        self._pairs: dict[int, tuple[Any, Any]] = {}  # of what was compared, by the identity of the one
-        self._paired: dict[int, tuple[Any, Any]] = {}  # and of the other
+        self._by_one: dict[int, tuple[Any, Any]] = {}  # of what was compared, by the identity of the one
+        self._by_other: dict[int, tuple[Any, Any]] = {}  # and of the other
         self.guards: list[Guard] = []
         self._compare(read.root)
         for guard in read.guards:
-            self._add(guard)
+            self._match(guard)
         for again, first in read.aliases:
             self._compare_alias(again, first)
 
     def _compare_alias(self, again: Source, first: Source) -> None:
         """Expect that what the one module has from elsewhere too, or twice, is the same of the other module."""
-        known = [self.value_of(self._placed(source)) for source in (again, first)]
+        known = [self.value_of(self._source_in_other(source)) for source in (again, first)]
         expect(known[0] is known[1], f"{again.name} is {first.name}")
 
-    def _placed(self, source: Source) -> Source:
+    def _source_in_other(self, source: Source) -> Source:
         return self.other_of(source) if self._read.has(source) else source
 
     def other_of(self, source: Source) -> Source:
@@ -95,7 +95,7 @@ class Likeness:
         if source not in self._others:
             expect(isinstance(source, ChainedSource), f"{source.name} is not of the module")
             changed = {
-                field.name: self._placed(value)
+                field.name: self._source_in_other(value)
                 for field in dataclasses.fields(source)
                 if isinstance(value := getattr(source, field.name), Source)
             }
@@ -114,41 +114,41 @@ class Likeness:
         if source == self._read.root or not isinstance(source, ChainedSource):
             return None
         if source not in self._shared:
-            value = self._or_missing(source)
+            value = self._value_or_none(source)
             is_known = isinstance(source, TypeSource) or (not is_plain(value) and value in self._known)
-            is_same = is_known and value is self._or_missing(self.other_of(source))
+            is_same = is_known and value is self._value_or_none(self.other_of(source))
             self._shared[source] = self._shared_at(unwrapped(source.base)) or (source if is_same else None)
         return self._shared[source]
 
-    def _or_missing(self, source: Source) -> Any:
+    def _value_or_none(self, source: Source) -> Any:
         try:
             return self.value_of(source)
         except NotShownError:
             return None
 
-    def _add(self, guard: Guard) -> None:
+    def _match(self, guard: Guard) -> None:
         """Compare what a guard is on, and list the guard that the other module needs for it."""
         source = unwrapped(guard.originating_source)
         self._compare_links(source)
         if (shared := self._shared_at(source)) is not None:
-            self._add_shared(shared)
+            self._guard_shared(shared)
             return
         kind, keywords = guard.create_fn_name(), getattr(guard.create_fn, "keywords", {})
         if kind == "DUPLICATE_INPUT":
-            self._add_duplicate(guard, keywords["source_b"])
+            self._guard_duplicate(guard, keywords["source_b"])
             return
         details = {name: value for name, value in keywords.items() if name not in _UNREAD}
         one, other = self.value_of(source), self.value_of(self.other_of(source))
         expect(kind in _COMPARISONS and _COMPARISONS[kind](one, other, **details), f"{kind} of {source.name}")
         if kind != "TENSOR_MATCH":  # which follows where the other tensor is taken for an input
-            self._list(self.other_of(guard.originating_source), guard.create_fn, guard)
+            self._add_guard(self.other_of(guard.originating_source), guard.create_fn, guard)
 
-    def _list(self, source: Source, create: Any, like: Guard) -> None:
+    def _add_guard(self, source: Source, create: Any, like: Guard) -> None:
         added = Guard(source, create)
         added.stack, added.user_stack = like.stack, like.user_stack
         self.guards.append(added)
 
-    def _add_shared(self, source: Source) -> None:
+    def _guard_shared(self, source: Source) -> None:
         """Guard that the other module has the same object, or the same class, instead of what is read of it."""
         other = self.other_of(source)
         if other in self._guarded_as_shared:
@@ -162,14 +162,14 @@ class Likeness:
         if create is not None and other.name != known.name:
             self.guards.append(Guard(other, create))
 
-    def _add_duplicate(self, guard: Guard, first: Source) -> None:
+    def _guard_duplicate(self, guard: Guard, first: Source) -> None:
         """Compare a value that the one module has twice, or that code outside has too."""
         source = guard.originating_source
         if self._read.has(first):
             self._compare_links(unwrapped(first))
         self._compare_alias(source, first)
-        create = functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=self._placed(first))
-        self._list(self.other_of(source), create, guard)
+        create = functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=self._source_in_other(first))
+        self._add_guard(self.other_of(source), create, guard)
 
     def _compare_links(self, source: Source) -> None:
         """Compare a value, and each that it was reached through."""
@@ -182,7 +182,7 @@ class Likeness:
             source = source.base
 
     def _compare(self, source: Source) -> None:
-        one, other = self._or_missing(source), self._or_missing(self.other_of(source))
+        one, other = self._value_or_none(source), self._value_or_none(self.other_of(source))
         expect(type(one) is type(other), f"the type of {source.name}")
         if is_plain(one):
             expect(not isinstance(one, CODE) or one is other, f"the code of {source.name}")  # with its defaults
@@ -193,7 +193,7 @@ class Likeness:
 
     def _pair(self, one: Any, other: Any, source: Source) -> None:
         """Compare which values are the same objects, and that none was changed by the traced code."""
-        pairs = self._pairs.setdefault(id(one), (one, other)), self._paired.setdefault(id(other), (one, other))
+        pairs = self._by_one.setdefault(id(one), (one, other)), self._by_other.setdefault(id(other), (one, other))
         expect(pairs[0][1] is other and pairs[1][0] is one, f"{source.name} is another's too")
         for value in (one, other):
             if value in self._known:

@@ -133,8 +133,8 @@ class Copy:
 
     def __init__(self, trace: Trace, call: TracedCall) -> None:
         self._trace, self._tx, self._output = trace, call.tx, call.tx.output
-        self._others: dict[fx.Node, fx.Node] = {}  # nodes of this call by those of the trace: those it is called with
-        self._back: dict[fx.Node, fx.Node] = {}
+        self._copy_of: dict[fx.Node, fx.Node] = {}  # nodes of this call by those of the trace: those it is called with
+        self._original_of: dict[fx.Node, fx.Node] = {}
         self._variables: dict[fx.Node, Any] = {}  # what Dynamo has for what this call gets and returns
         one, calls = trace.call, (trace.call, call)
         is_same = len(one.blocks) == len(call.blocks) and all(map(operator.is_, one.blocks, call.blocks))
@@ -142,7 +142,7 @@ class Copy:
         expect(len(one.arguments) == len(call.arguments) and [*one.named] == [*call.named], "other arguments")
         for pair in zip(*((*each.arguments, *each.named.values()) for each in calls), strict=True):
             self._compare(*pair)
-        is_new_or_given = all(node in self._others or node.op != "placeholder" for node in trace.returned)
+        is_new_or_given = all(node in self._copy_of or node.op != "placeholder" for node in trace.returned)
         expect(is_new_or_given, "a result that is a parameter")
         self._likeness = Likeness(self._output, trace.read, call.module.source)
         self._inputs = self._sources_of_inputs()
@@ -176,14 +176,14 @@ class Copy:
 
     def _pair(self, one: Any, other: Any) -> None:
         node, other_node = one.as_proxy().node, other.as_proxy().node
-        pair = self._others.setdefault(node, other_node), self._back.setdefault(other_node, node)
+        pair = self._copy_of.setdefault(node, other_node), self._original_of.setdefault(other_node, node)
         expect(pair == (other_node, node), "an argument that is another one too")
         self._variables[node] = other
 
     def _sources_of_inputs(self) -> dict[fx.Node, Source | None]:
         """List the inputs that the nodes read, in order, each with its source in the other module, None for itself."""
         trace, sources = self._trace, dict[fx.Node, Source | None]()
-        known, read = {*trace.nodes, *self._others}, trace.read
+        known, read = {*trace.nodes, *self._copy_of}, trace.read
         used = (use for node in trace.nodes for use in node.all_input_nodes)
         for node in dict.fromkeys((*trace.inputs, *used)):
             if node in known:
@@ -204,12 +204,12 @@ class Copy:
     def make(self) -> Any:
         """Add the inputs, the guards and the nodes; return what the call returns. Where that fails, some are added."""
         for node, source in self._inputs.items():
-            self._others[node] = node if source is None else self._input(node, source)
+            self._copy_of[node] = node if source is None else self._input(node, source)
         for guard in self._likeness.guards:
             self._output.guards.add(guard, collect_debug_stack=False)
         self._output.guard_on_key_order.update(map(self._likeness.other_of, self._trace.read.in_order))
         for node in self._trace.nodes:
-            self._others[node] = self._node(node)
+            self._copy_of[node] = self._node(node)
         return self._result(self._trace.result)
 
     def _input(self, node: fx.Node, source: Source) -> fx.Node:
@@ -223,7 +223,7 @@ class Copy:
     def _node(self, node: fx.Node) -> fx.Node:
         """Add a node, and set what it gives as any trace does."""
         tracer = self._output.current_tracer
-        arguments, named = fx.map_arg((node.args, node.kwargs), self._others.__getitem__)
+        arguments, named = fx.map_arg((node.args, node.kwargs), self._copy_of.__getitem__)
         added: fx.Node = tracer.create_node(node.op, node.target, arguments, named, type_expr=node.type)
         own = ("example_value", "creation_timestamp")
         added.meta.update({key: value for key, value in node.meta.items() if key not in own})
