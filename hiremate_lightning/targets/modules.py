@@ -32,10 +32,9 @@ from .overseeing import (
     announced,
     check_captured,
     classes_with_code,
-    leaving_no_trace,
     listen_to_optimizers,
+    planned_call,
     requires_gradient,
-    without_labels,
 )
 from .together import options_together, together
 
@@ -244,8 +243,7 @@ class Targets:
 
     def _call_compiled(self, called: Called) -> Any:
         path, module, before = called.path, called.module, self.session.runs
-        calling = self.session.calling(called.name)
-        with leaving_no_trace(), calling, without_labels(self.session, module), self._in_place(module):
+        with planned_call(self.session, called.name, module), self._in_place(module):
             result = called.run()
         if self.session.runs != before:
             self._captured.add(path)

@@ -50,26 +50,23 @@ def _has_gradients_of(root: nn.Module, optimizer: torch.optim.Optimizer) -> bool
 
 
 @contextmanager
-def leaving_no_trace() -> Iterator[None]:
-    """Let a call in which something is raised have no say in how later ones are captured."""
+def planned_call(session: Session, name: str, module: nn.Module) -> Iterator[None]:
+    """Surround a planned call, which has begun; one in which something is raised has no say in how later ones run.
+
+    A profiler's labels are taken away from inside of the module, where they would end captured graphs.
+    """
     try:
-        yield
+        with session.calling(name), hooks.without_labels(module) as has_labels:
+            if has_labels:
+                session.say(
+                    "Modules inside of planned ones have no names in the profile: the hooks of Lightning's "
+                    "PyTorchProfiler, which would end captured graphs, are left out there. "
+                    "PyTorchProfiler(record_module_names=False) sets none."
+                )
+            yield
     except BaseException:  # Ctrl-C too: what was not captured because of it is tried again
         dynamo.try_again()
         raise
-
-
-@contextmanager
-def without_labels(session: Session, module: nn.Module) -> Iterator[None]:
-    """Take a profiler's labels away from inside of a planned module, where they would end captured graphs; say so."""
-    with hooks.without_labels(module) as has_labels:
-        if has_labels:
-            session.say(
-                "Modules inside of planned ones have no names in the profile: the hooks of Lightning's "
-                "PyTorchProfiler, which would end captured graphs, are left out there. "
-                "PyTorchProfiler(record_module_names=False) sets none."
-            )
-        yield
 
 
 def check_captured(session: Session, name: str, result: Any) -> None:

@@ -15,7 +15,7 @@ from ..errors import ConfigurationError
 from ..sessions.session import Session
 from ..torch_private import sharding
 from .entry_points import Compiler, call_found, call_training_step
-from .overseeing import check_captured, leaving_no_trace, listen_to_optimizers, without_labels
+from .overseeing import check_captured, listen_to_optimizers, planned_call
 
 
 class StepTarget:
@@ -74,8 +74,7 @@ class StepTarget:
             )
         before = self.session.runs
         name = f"{type(self.root).__name__}.{self.METHOD}"
-        labels = without_labels(self.session, self.root)
-        with leaving_no_trace(), self.session.calling(name), labels, self._log_untraced():
+        with planned_call(self.session, name, self.root), self._log_untraced():
             result = self._compiled(*args, **kwargs)
         if self.session.runs == before:
             check_captured(self.session, name, result)
