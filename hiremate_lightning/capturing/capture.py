@@ -201,17 +201,17 @@ class _Builder:
         )
         graph, overwrites, taken = overwrite(allocating, self.fx_nodes, self.fx_values)
         return Captured(
-            self.joint,
-            graph.taking(taken),
-            overwrites,
-            allocating.taking(taken),
-            tuple(self.fx_nodes),
-            self.finishes,
-            tuple(self.fx_values),
-            tuple(outputs),
-            tuple(gradients),
-            self.device,
-            frozenset(t for t in inputs if self.tensors[t].storage in overwritten),
+            joint=self.joint,
+            graph=graph.taking(taken),
+            overwrites=overwrites,
+            allocating=allocating.taking(taken),
+            fx_nodes=tuple(self.fx_nodes),
+            finishes=self.finishes,
+            fx_values=tuple(self.fx_values),
+            forward_outputs=tuple(outputs),
+            backward_outputs=tuple(gradients),
+            device=self.device,
+            mutated=frozenset(t for t in inputs if self.tensors[t].storage in overwritten),
         )
 
     def _tensors_of(self, values: Iterable[Any]) -> tuple[int, ...]:
