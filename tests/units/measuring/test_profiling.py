@@ -132,19 +132,12 @@ def normed_by_all(self, x: torch.Tensor) -> torch.Tensor:
     return torch.atan(y / total)
 
 
-def test_collectives_are_not_run_to_be_measured(monkeypatch, tmp_path):
+@pytest.mark.usefixtures("one_process")
+def test_collectives_are_not_run_to_be_measured(monkeypatch):
     monkeypatch.setattr(tensor_state, "real_mode", nullcontext)  # else nothing is counted
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1
-    )
-    try:
-        model = hiremate(normed_by_all(), "100%", verbose=False)
-        model(torch.randn(ROWS, WIDTH)).sum().backward()
-        captured = targets_of(model).session.parts.all[0].captured
-        with counting_calls() as calls:
-            profile = measure(captured, CostCache(), QUICK)
-    finally:
-        torch.distributed.destroy_process_group()
+    captured = captured_by(normed_by_all(), torch.randn(ROWS, WIDTH))
+    with counting_calls() as calls:
+        profile = measure(captured, CostCache(), QUICK)
     collectives = [i for i, node in enumerate(captured.graph.nodes) if "c10d" in node.op]
     assert collectives
     assert all(profile.time_ms[i] > 0 for i in collectives)

@@ -19,6 +19,7 @@ from hiremate_lightning.records.costs import Link
 from hiremate_lightning.records.offload import Host, Idle, Offload, idle_storages, with_offloads
 from hiremate_lightning.records.schedule import Schedule, keep_all, lower
 from hiremate_lightning.records.simulation import simulate
+from hiremate_lightning.records.step import Decisions
 from tests.helpers import all_lazy, problem_of, random_graph
 from tests.tiny import chain, recompute_lazily, storages_of, transformer
 
@@ -34,6 +35,19 @@ def with_link(step, link: Link, budget_bytes: int = 0) -> Problem:
 
 def kept_bytes(problem: Problem) -> int:
     return simulate(problem.graph, problem.profile, lower(problem.graph, keep_all(problem.graph))).peak_bytes
+
+
+def within(share: float, blocks: int = 4) -> Problem:
+    """Ask for a transformer within a share of what keeping everything takes."""
+    problem = with_link(transformer(blocks), Link(2e5, 2e5))
+    return replace(problem, budget_bytes=int(share * kept_bytes(problem)))
+
+
+def found_for(problem: Problem, *others: Decisions) -> Choice:
+    """Find the fastest choice where everything is kept, or by other decisions, which there is."""
+    choice = fastest_choice(problem, [keep_all(problem.graph), *others])
+    assert choice is not None
+    return choice
 
 
 def check(problem: Problem, choice: Choice, host_bytes: int = UNLIMITED) -> None:
@@ -120,8 +134,7 @@ def test_a_fast_link_meets_what_recomputing_can_not_meet():
     once = replace(graph, nodes=tuple(replace(node, is_random=True) for node in graph.nodes))
     problem = with_link((once, profile), Link(1e6, 1e6), 500)
     assert lower_bound(StepModel(problem), 500, DEADLINE) is None
-    choice = fastest_choice(problem, [keep_all(once)])
-    assert choice is not None
+    choice = found_for(problem)
     check(problem, choice)
     assert choice.extra_ms < 0.01
 
@@ -130,30 +143,24 @@ def test_where_copies_are_slow_it_declines():
     graph, profile = chain(8, size=100)
     lazily = recompute_lazily(graph, storages_of(graph, ["a3", "a4", "a5", "a6"]))
     problem = with_link((graph, profile), Link(1.0, 1.0), 600)
-    choice = fastest_choice(problem, [keep_all(graph), lazily])
-    assert choice is not None
+    choice = found_for(problem, lazily)
     assert (choice.recompute, choice.offloads, choice.simulation.host_bytes) == (lazily, (), 0)
-    faster = fastest_choice(replace(problem, profile=replace(profile, link=Link(1e6, 1e6))), [keep_all(graph), lazily])
-    assert faster is not None
+    faster = found_for(replace(problem, profile=replace(profile, link=Link(1e6, 1e6))), lazily)
     assert faster.recompute == keep_all(graph)
     assert faster.extra_ms < 0.01 < choice.extra_ms
 
 
 def test_nothing_is_offloaded_where_all_fits():
-    problem = with_link(transformer(2), Link(1e6, 1e6))
-    problem = replace(problem, budget_bytes=kept_bytes(problem))
-    choice = fastest_choice(problem, [keep_all(problem.graph)])
-    assert choice is not None
+    problem = within(1.0, blocks=2)
+    choice = found_for(problem)
     assert (choice.offloads, choice.extra_ms) == ((), 0.0)
     assert offload_bound(StepModel(problem), problem.budget_bytes, DEADLINE) == 0.0
 
 
 @pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
 def test_a_transformer_fits_with_less_on_the_device(share: float):
-    problem = with_link(transformer(4), Link(2e5, 2e5))
-    problem = replace(problem, budget_bytes=int(share * kept_bytes(problem)))
-    choice = fastest_choice(problem, [keep_all(problem.graph)])
-    assert choice is not None
+    problem = within(share)
+    choice = found_for(problem)
     check(problem, choice)
     bound = offload_bound(StepModel(problem), problem.budget_bytes, DEADLINE)
     assert bound is not None
@@ -162,10 +169,8 @@ def test_a_transformer_fits_with_less_on_the_device(share: float):
 
 
 def test_the_host_is_not_given_more_than_it_has():
-    problem = with_link(transformer(4), Link(2e5, 2e5))
-    problem = replace(problem, budget_bytes=int(0.7 * kept_bytes(problem)))
-    needed = fastest_choice(problem, [keep_all(problem.graph)])
-    assert needed is not None
+    problem = within(0.7)
+    needed = found_for(problem)
     hosts = [Host(size) for size in (problem.budget_bytes // 10, needed.simulation.host_bytes, UNLIMITED, 1000)]
     few, enough, free, tight = (replace(problem, host=host) for host in hosts)
     assert fastest_choice(few, [keep_all(problem.graph)]) is None
@@ -189,10 +194,8 @@ def test_the_smallest_budget_is_enough_and_a_byte_less_is_not(seed: int):
 
 
 def test_what_is_pinned_stays():
-    problem = with_link(transformer(4), Link(2e5, 2e5))
-    problem = replace(problem, budget_bytes=int(0.8 * kept_bytes(problem)))
-    choice = fastest_choice(problem, [keep_all(problem.graph)])
-    assert choice is not None
+    problem = within(0.8)
+    choice = found_for(problem)
     pinned = {choice.offloads[0].storage}
     other = fastest_choice(replace(problem, host=Host(UNLIMITED, frozenset(pinned))), [keep_all(problem.graph)])
     assert other is None or pinned.isdisjoint(offload.storage for offload in other.offloads)

@@ -12,14 +12,10 @@ import torch
 from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
-from hiremate_lightning.options import SessionOptions
-from hiremate_lightning.planning.headroom import unless_short
-from hiremate_lightning.planning.planner import make_plan
 from hiremate_lightning.planning.solutions import Solutions, remembering
 from hiremate_lightning.planning.solvers import get_strategy
-from hiremate_lightning.records.step import Call, merge
 from tests.helpers import problem_of
-from tests.tiny import room, transformer
+from tests.tiny import transformer
 
 
 @pytest.fixture
@@ -93,17 +89,6 @@ def test_what_is_remembered_holds_on_to_nobody_who_was_told():
     left = weakref.ref(reporter)
     del reporter, problem
     assert left() is None
-
-
-def test_the_planner_solves_once(tmp_path):
-    step = merge([Call(*transformer(4))], [0])
-
-    def plan(**how):
-        options = SessionOptions(cache_dir=tmp_path)
-        return unless_short(make_plan(step, room(step.plain_bytes * 6 // 10), options, **how))
-
-    first = plan()
-    assert plan(solve=lambda problem: pytest.fail("it is solved again")).solution == first.solution
 
 
 def test_a_second_run_neither_profiles_nor_solves(tmp_path):

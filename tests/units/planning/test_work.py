@@ -15,6 +15,7 @@ import pytest
 from hiremate_lightning.options import SessionOptions
 from hiremate_lightning.planning import solutions
 from hiremate_lightning.planning.headroom import least_need, unless_short
+from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.planner import make_plan
 from hiremate_lightning.planning.solvers import (
     Problem,
@@ -26,7 +27,7 @@ from hiremate_lightning.planning.solvers import (
     smallest_budget,
 )
 from hiremate_lightning.planning.solvers.base import CLOCK, Work, clock_limit_s
-from hiremate_lightning.planning.solvers.mip_backend import LinearProgram, Result, SolverMeter, solve
+from hiremate_lightning.planning.solvers.mip_backend import LinearProgram, SolverMeter, solve
 from hiremate_lightning.planning.solvers.model import StepModel
 from hiremate_lightning.planning.solvers.worker import Worker
 from hiremate_lightning.records.step import Call, merge
@@ -110,17 +111,12 @@ def test_a_linear_program_ends_at_a_limit_of_iterations(monkeypatch: pytest.Monk
     assert cut.bound == -float("inf"), "of a relaxation that was cut short nothing is proven"
 
 
-def test_a_highs_that_cannot_be_asked_gets_a_limit_of_nodes(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("backend", ["HIGHS", "CBC"])
+def test_a_solver_that_cannot_be_asked_gets_a_limit_of_nodes(backend: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(mip_backend, "_library", lambda: None)
-    found = [solve(hard(), SolveOptions(), 0.3) for _ in range(2)]
-    assert found[0] == found[1]
-    assert found[0].status in (Status.FEASIBLE, Status.NOT_FOUND)
-
-
-def test_cbc_gets_a_limit_of_nodes():
-    found = [solve(hard(), SolveOptions(backend="CBC"), 0.2) for _ in range(2)]
-    assert found[0] == found[1]
-    assert isinstance(found[0], Result)
+    first, second = (solve(hard(), SolveOptions(backend=backend), 0.2) for _ in range(2))
+    assert first == second
+    assert first.status in (Status.FEASIBLE, Status.NOT_FOUND)
 
 
 def test_a_program_costs_work_even_without_an_iteration():
@@ -141,16 +137,19 @@ def test_the_clock_ends_a_search_that_takes_many_times_its_work(set_clock: Calla
     assert solution.work_s < LIMIT_S
 
 
-def test_a_plan_that_the_clock_cut_short_says_so(caplog: pytest.LogCaptureFixture):
+def planned(solve: Callable[[Problem], Solution]) -> Plan:
+    """Plan the step of these tests."""
     problem = problem_to_cut()
     step = merge([Call(problem.graph, problem.profile)], [0])
-    limit = room(problem.budget_bytes + 2**16)
+    return unless_short(make_plan(step, room(problem.budget_bytes + 2**16), SessionOptions(), solve=solve))
 
+
+def test_a_plan_that_the_clock_cut_short_says_so(caplog: pytest.LogCaptureFixture):
     def cut(asked: Problem) -> Solution:
         return replace(get_strategy("segments")(asked), status=Status.FEASIBLE, stopped_by=CLOCK, solve_s=130.0)
 
     with caplog.at_level(logging.WARNING, "hiremate_lightning"):
-        unless_short(make_plan(step, limit, SessionOptions(), solve=cut))
+        planned(cut)
 
     assert "Solving was cut short after 130 s" in caplog.text
     assert "pass a time_limit_s above 30" in caplog.text
@@ -195,11 +194,5 @@ def test_a_later_run_reads_what_was_named_but_no_spoilt_file(tmp_path):
 
 
 def test_a_plan_is_never_slower_than_the_one_before_it():
-    problem = problem_to_cut()
-    step = merge([Call(problem.graph, problem.profile)], [0])
-    limit = room(problem.budget_bytes + 2**16)
-    first, second = (
-        unless_short(make_plan(step, limit, SessionOptions(), solve=solve))
-        for solve in (get_strategy("portfolio"), smallest_budget)
-    )
+    first, second = planned(get_strategy("portfolio")), planned(smallest_budget)
     assert second.solution.recompute == first.solution.recompute

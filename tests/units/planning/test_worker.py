@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -21,6 +20,7 @@ from hiremate_lightning.planning.solvers import Problem, SolveOptions, Status, g
 from hiremate_lightning.planning.solvers.base import Solution, register
 from hiremate_lightning.planning.solvers.model import StepModel
 from hiremate_lightning.planning.solvers.worker import Worker, WorkerLostError, apart, backend_failures, check_strategy
+from tests.processes import run_python
 from tests.tiny import transformer
 
 NEED_PROGRAMS = ("portfolio", "hilp", "rockmate", "checkmate", "checkmate_lp")
@@ -188,4 +188,4 @@ def test_without_a_process_that_listens_it_solves_in_place(executable, can_start
 
 def test_the_process_imports_no_torch():
     code = "import sys, hiremate_lightning.planning.solvers.worker; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert run_python("-c", code).returncode == 0
