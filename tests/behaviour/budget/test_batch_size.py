@@ -269,10 +269,6 @@ def test_a_planned_model_gives_its_budget_and_stays_planned():
     [
         ({"init_val": 0}, ConfigurationError, "init_val must be at least 1, found 0"),
         ({"init_val": 8, "max_val": 4}, ConfigurationError, "max_val must be at least init_val, 8, found 4"),
-        ({"max_overhead": -0.1}, ConfigurationError, "max_overhead must be at least 0, found -0.1"),
-        ({"margin": 1.0}, ConfigurationError, "margin must be a share"),
-        ({"max_trials": 1}, ConfigurationError, "max_trials must be at least 3, found 1"),
-        ({"objective": "fastest"}, ConfigurationError, "objective must be 'largest' or 'throughput', found 'fastest'"),
         ({"solver": "none such"}, ConfigurationError, "Unknown solver"),
         ({"budget": "60%"}, BudgetError, "no batch is the largest"),
         ({"budget": 0.5}, BudgetError, "no batch is the largest"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.memory.metering import MemoryMeter
 from tests.exact import differing, take_steps
+from tests.life import recorded
 
 ROWS, CHUNK, WIDTH, STEPS = 512, 128, 32, 6
 TEXT = "without gradients, and what was computed until the next call with gradients, took"
@@ -68,8 +69,12 @@ def trained(steps: int = 3) -> tuple[nn.Module, torch.Tensor]:
     return model, x
 
 
-def said(warned: list[warnings.WarningMessage]) -> list[str]:
-    return [str(w.message) for w in warned if TEXT in str(w.message)]
+@pytest.fixture
+def silent() -> Iterator[None]:
+    """Fail where something is said of calls without gradients."""
+    with recorded() as said:
+        yield
+    assert not [text for text in said if TEXT in text]
 
 
 def test_a_loss_of_cached_embeddings_above_the_budget_is_said() -> None:
@@ -84,53 +89,45 @@ def test_a_loss_of_cached_embeddings_above_the_budget_is_said() -> None:
         cached_gradients(model, 0)
     added_bytes = max(interval.peak_bytes for interval in meter.intervals)
     weights_bytes = sum(p.nbytes for p in model.parameters())
-    (text,) = said(list(warned))
+    (text,) = (str(w.message) for w in warned if TEXT in str(w.message))
     number, unit = text.split(" took ")[1].split(",")[0].split()
     assert unit == "MiB"
     # The first chunk counts as existing, so nothing but the batch of the script is missing in what is said.
     assert float(number) * 2**20 == pytest.approx(weights_bytes + added_bytes, rel=0.03)
 
 
+@pytest.mark.usefixtures("silent")
 def test_cached_embeddings_within_the_budget_say_nothing() -> None:
     model = plan_net(64 * 2**20)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        train(model)
-    assert not said(warned)
+    train(model)
     assert get_plan(model) is not None
 
 
+@pytest.mark.usefixtures("silent")
 def test_an_optimizer_ends_the_watch_on_calls_without_gradients() -> None:
     """A validation in training mode, before the optimizer steps, is not measured together with that step."""
-    model = plan_net("80%")
+    model, x = trained(steps=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    x = torch.randn(CHUNK, WIDTH, generator=torch.Generator().manual_seed(1))
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            with torch.no_grad():
-                model(x[:1])
-            optimizer.step()
-            assert not MemoryMeter.is_running(torch.device("cpu"))
-            torch.empty(2**22)  # 16 MiB, not in a run of calls without gradients
-    assert not said(warned)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        with torch.no_grad():
+            model(x[:1])
+        optimizer.step()
+        assert not MemoryMeter.is_running(torch.device("cpu"))
+        torch.empty(2**22)  # 16 MiB, not in a run of calls without gradients
 
 
+@pytest.mark.usefixtures("silent")
 def test_a_late_optimizer_state_raises_what_calls_may_take() -> None:
     """A share of the budget is of what a step adds to all that exists, so to a state that came late, too."""
-    model = plan_net("80%")
+    model, x = trained(steps=0)
     optimizer = torch.optim.Adam(model.parameters())
-    x = torch.randn(CHUNK, WIDTH, generator=torch.Generator().manual_seed(1))
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            take_steps(model, lambda _: x, 4, clears="never")
-            optimizer.step()
-            with torch.no_grad():
-                model(x)
-    assert not said(warned)
+    for _ in range(2):
+        take_steps(model, lambda _: x, 4, clears="never")
+        optimizer.step()
+        with torch.no_grad():
+            model(x)
 
 
 def test_many_calls_without_gradients_are_not_watched_for_ever() -> None:

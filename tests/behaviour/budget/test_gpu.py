@@ -23,7 +23,7 @@ from tests.behaviour.exactness.test_execution import compiled, keep_all, nothing
 from tests.behaviour.exactness.test_replays import NOISES, NORMS, make_normed
 from tests.behaviour.exactness.test_replays import make as make_noisy
 from tests.behaviour.sizes.test_saved_offload import Net as Saving
-from tests.exact import square_error
+from tests.exact import assert_same, planned_alike, square_error
 from tests.training import build
 
 pytestmark = pytest.mark.gpu
@@ -74,9 +74,9 @@ def test_training_by_a_plan_equals_eager_within_the_budget(name, budget, half):
     found, peak, module = train(name, budget, half)
 
     plan = get_plan(module)
-    assert all(torch.equal(a, b) for a, b in zip(found, captured, strict=True))
+    assert_same(found, captured)
     if name == "gpt":  # the batch norms of the other are cuDNN's in eager
-        assert all(torch.equal(a, b) for a, b in zip(found, eager, strict=True))
+        assert_same(found, eager)
         assert plan.proved == "forward 1 of 1 graph, gradients 1 of 1"  # with what its dropouts draw on the device
     assert peak < plain_peak
     assert peak <= plan.budget_bytes, f"peak {peak:,}, budget {plan.budget_bytes:,}"
@@ -94,32 +94,25 @@ def test_fused_kernels_run_again_bit_for_bit_within_the_budget(name):
     plan = get_plan(module)
     assert any(node.op.startswith("hiremate.fused") for node in plan.graph.nodes)
     assert peak <= plan.budget_bytes <= get_plan(kept).unplanned_peak_bytes
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert_same(found, expected)
 
 
 def test_two_calls_in_one_block_of_autocast_are_exact():
-    gradients = []
-    for budget in (None, "100%"):
+    def act(model: nn.Module) -> list[torch.Tensor]:
         torch.manual_seed(3)
-        model = wide().cuda()
-        if budget is not None:
-            hiremate(model, budget, verbose=False)
         for index in range(3):
             with torch.autocast("cuda", torch.bfloat16):
                 loss = square_error(model(batch(index).cuda()) - model(batch(index + 5).cuda()))
             loss.backward()
-        gradients.append([p.grad.cpu() for p in model.parameters()])
-        remove_hiremate(model)
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+        return [p.grad for p in model.parameters()]
+
+    remove_hiremate(planned_alike(wide().cuda(), act, "100%"))
 
 
 def test_accumulated_gradients_are_added_where_they_appear():
-    gradients, peaks = [], []
-    for budget in (None, "1 GiB"):
-        torch.manual_seed(3)
-        model = wide().cuda()
-        if budget is not None:
-            hiremate(model, budget, verbose=False)
+    peaks = []
+
+    def act(model: nn.Module) -> list[torch.Tensor]:
         torch.manual_seed(4)
         for index in range(4):
             x = batch(index).cuda()
@@ -127,25 +120,20 @@ def test_accumulated_gradients_are_added_where_they_appear():
             before = torch.cuda.memory_allocated()
             square_error(model(x)).backward()
             peaks.append(torch.cuda.max_memory_allocated() - before)
-        gradients.append([p.grad.cpu() for p in model.parameters()])
+        return [p.grad for p in model.parameters()]
 
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    model = planned_alike(wide().cuda(), act, "1 GiB")
     plan = get_plan(model)
     assert plan.planned_peak_bytes - plan.resident_bytes < weight_bytes(model) / 2
     assert peaks[-1] <= plan.planned_peak_bytes - plan.resident_bytes
 
 
-def test_every_operation_takes_time():
-    _, _, module = train("gpt", "75%", half=False)
+def test_every_operation_takes_time_and_recomputing_too():
+    _, _, module = train("gpt", "60%", half=False)
     (profile,) = targets_of(module).session.parts.profiles.values()
+    plan = get_plan(module)
     assert all(time_ms > 0 for time_ms in profile.time_ms)
     assert torch.cuda.get_device_name() in profile.device
-    remove_hiremate(module)
-
-
-def test_the_overhead_is_measured():
-    _, _, module = train("gpt", "60%", half=False)
-    plan = get_plan(module)
     assert plan.measured.step_ms > plan.measured.recompute_ms > 0
     remove_hiremate(module)
 
@@ -311,7 +299,7 @@ def test_what_was_drawn_on_the_device_is_drawn_again_bit_for_bit(noise):
         x = x.detach().cuda().requires_grad_()
         call = model if decide is None else compiled(model, decide)[0]
         found.append([*results(model, x, call), torch.cuda.get_rng_state()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert_same(*found)
 
 
 def test_masks_of_channels_last_pictures_are_drawn_again():
@@ -322,7 +310,7 @@ def test_masks_of_channels_last_pictures_are_drawn_again():
         model = nn.Sequential(*layers).cuda().to(memory_format=torch.channels_last)
         x = torch.randn(4, 8, 20, 20).cuda().to(memory_format=torch.channels_last).requires_grad_()
         found.append(results(model, x, model if decide is None else compiled(model, decide)[0]))
-    assert all(torch.equal(a, b) for others in found[1:] for a, b in zip(found[0], others, strict=True))
+    assert_same(found[1:], found[:1] * 2)
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -333,7 +321,7 @@ def test_norms_come_back_from_their_statistics_bit_for_bit(norm):
         model.cuda()
         x = x.detach().cuda().requires_grad_()
         found.append(results(model, x, compiled(model, decide)[0]))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert_same(*found)
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -20,6 +19,7 @@ from hiremate_lightning.records.costs import Link
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.testing import changed_thresholds, plans
 from tests.exact import assert_same, network, take_steps
+from tests.life import recorded
 from tests.training import build
 
 FAST, SLOW = Link(1e9, 1e9), Link(1.0, 1.0)  # bytes a millisecond
@@ -67,6 +67,13 @@ def trained(
     return [*same, *(t.detach().cpu() for t in module.state_dict().values()), torch.cuda.get_rng_state()], peaks
 
 
+def offloading(steps: int = 3, layers: int = 6, **options: object) -> nn.Module:
+    """Train a net whose plan may offload for some steps; return it."""
+    module = hiremate(wide(layers).cuda(), **{"budget": "60%", "verbose": False, "offload": "auto", **options})
+    trained(module, [rows().cuda()] * steps)
+    return module
+
+
 def check_peak(plan: Plan, peak: int) -> None:
     above = peak - plan.planned_peak_bytes
     assert peak <= plan.budget_bytes
@@ -96,12 +103,8 @@ def test_training_with_offloaded_values_is_plain_training(link, name):
 @pytest.mark.gpu
 def test_on_a_slow_link_the_plan_is_the_one_without(link):
     link(SLOW)
-    schedules = []
-    for offload in ("off", "always allowed"):
-        module = hiremate(wide().cuda(), "60%", verbose=False, offload=offload)
-        trained(module, [rows().cuda()] * 3)
-        schedules.append(get_plan(module).schedule)
-    assert schedules[0] == schedules[1]
+    without, allowed = (get_plan(offloading(offload=offload)).schedule for offload in ("off", "always allowed"))
+    assert without == allowed
 
 
 @pytest.mark.gpu
@@ -163,8 +166,7 @@ def test_several_calls_offload_what_is_their_own(link):
 @pytest.mark.gpu
 def test_no_more_of_the_host_is_taken_than_is_named(link):
     link(FAST)
-    module = hiremate(wide(12).cuda(), "50%", verbose=False, offload="always allowed", host_budget="3 MiB")
-    trained(module, [rows().cuda()] * STEPS)
+    module = offloading(STEPS, layers=12, budget="50%", offload="always allowed", host_budget="3 MiB")
     memory = targets_of(module).session._model.offloading.memory
     assert 0 < memory.size_bytes <= 3 * 2**20
 
@@ -172,9 +174,8 @@ def test_no_more_of_the_host_is_taken_than_is_named(link):
 @pytest.mark.gpu
 def test_where_the_host_has_less_than_is_named_that_is_said(link):
     link(FAST)
-    module = hiremate(wide().cuda(), "60%", verbose=False, offload="auto", host_budget="1000 TiB")
     with pytest.warns(HiRemateWarning, match=r"has too little memory free for host_budget=1000 TiB: plans offload at"):
-        trained(module, [rows().cuda()] * 3)
+        module = offloading(host_budget="1000 TiB")
     assert get_plan(module).solution.offloads
 
 
@@ -182,8 +183,7 @@ def test_where_the_host_has_less_than_is_named_that_is_said(link):
 def test_what_no_margin_helps_is_planned_with_all_on_the_device(link):
     """Copies leave the allocator other gaps: a plan without them may fit where one with them was measured above."""
     link(FAST)
-    module = hiremate(wide().cuda(), "60%", verbose=False, offload="auto")
-    trained(module, [rows().cuda()] * 4)
+    module = offloading(steps=4)
     life = targets_of(module).session
     ((kind, plan),) = life.plans.items()
     assert plan.solution.offloads
@@ -203,37 +203,29 @@ def test_what_no_margin_helps_is_planned_with_all_on_the_device(link):
 @pytest.mark.gpu
 def test_the_summary_says_what_is_offloaded_and_what_that_costs(link):
     link(FAST)
-    module = hiremate(wide().cuda(), "60%", verbose=False, offload="auto")
-    trained(module, [rows().cuda()] * 3)
-    assert "in the host's memory meanwhile, waits for copies +0." in get_plan(module).summary()
+    assert "in the host's memory meanwhile, waits for copies +0." in get_plan(offloading()).summary()
 
 
 @pytest.mark.gpu
 def test_the_link_is_measured_and_kept_with_other_costs(tmp_path):
-    module = hiremate(wide().cuda(), "60%", verbose=False, offload="auto", cache_dir=tmp_path)
-    trained(module, [rows().cuda()] * 3)
-    found = get_plan(module).profile.link
+    found, again = (get_plan(offloading(cache_dir=tmp_path)).profile.link for _ in range(2))
     assert found is not None
     assert min(found.out_bytes_per_ms, found.in_bytes_per_ms) > 0
-    again = hiremate(wide().cuda(), "60%", verbose=False, offload="auto", cache_dir=tmp_path)
-    trained(again, [rows().cuda()] * 3)
-    assert get_plan(again).profile.link == found
+    assert again == found
     assert profiling.measure_link(torch.device("cuda")).latency_ms >= 0
 
 
 @pytest.mark.gpu
 def test_graphs_that_wait_for_a_later_backward_keep_their_values(link):
     link(FAST)
-    module = hiremate(wide().cuda(), "60%", verbose=False, offload="auto")
-    before = None
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    module, before = offloading(steps=0), None
+    with recorded() as said:
         for _ in range(6):
             loss = module(rows().cuda()).square().mean()
             if before is not None:
                 before.backward()
             before = loss
-    assert any("graphs wait for a backward" in str(warning.message) for warning in said)
+    assert any("graphs wait for a backward" in text for text in said)
 
 
 # ---------------------------------------------------------------- on a CPU
@@ -241,14 +233,10 @@ def test_graphs_that_wait_for_a_later_backward_keep_their_values(link):
 
 def test_on_a_cpu_it_does_nothing_and_says_so_once():
     module = hiremate(wide(), "60%", verbose=False, offload="auto")
-
-    def train() -> None:
-        take_steps(module, lambda _: rows(256), 3, clears="end")
-
-    with pytest.warns(HiRemateWarning, match=r"offload='auto' does nothing here: the model is on cpu") as said:
-        train()
-    assert sum("does nothing here" in str(warning.message) for warning in said) == 1
-    assert get_plan(module).solution.offloads == ()
+    with recorded() as said:
+        plan = take_steps(module, lambda _: rows(256), 3, clears="end")
+    assert ["offload='auto' does nothing here: the model is on cpu" in text for text in said] == [True]
+    assert plan.solution.offloads == ()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import nn
 from hiremate_lightning import get_plan, hiremate, remove_hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.targets.modules import targets_of
+from tests.behaviour.budget.test_waiting_graphs import train_adversaries
 from tests.exact import differing, drawn, leave_behind
 
 ROWS, WIDTH, ITERATIONS = 512, 32, 7
@@ -46,16 +47,6 @@ def side_by_side(models: nn.ModuleList, index: int) -> None:
     sum(model(draw(index + place)).square().mean() for place, model in enumerate(models)).backward()
 
 
-def adversarial_networks(models: nn.ModuleList, index: int) -> None:
-    """The loop of the DCGAN tutorial: the generator's graph waits while the critic is trained."""
-    generator, critic = models
-    critic(draw(index)).mean().backward()
-    fake = generator(draw(index + 100))
-    (-critic(fake.detach()).mean()).backward()
-    critic.zero_grad()
-    critic(fake).mean().backward()
-
-
 def train(models: nn.ModuleList, iterate: Iteration) -> tuple[list, list[int]]:
     """Train; return what was computed, and the peaks of the iterations."""
     optimizers, log, peaks = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models], [], []
@@ -73,7 +64,7 @@ def train(models: nn.ModuleList, iterate: Iteration) -> tuple[list, list[int]]:
 @pytest.mark.parametrize("is_share", [False, True], ids=["bytes", "share"])
 @pytest.mark.parametrize(
     ("iterate", "count"),
-    [(one_after_another, 2), (side_by_side, 3), (adversarial_networks, 2)],
+    [(one_after_another, 2), (side_by_side, 3), (lambda models, index: train_adversaries(*models, index), 2)],
     ids=["encoder and decoder", "actor and critics", "GAN"],
 )
 def test_models_of_one_step_share_a_plan_and_a_budget(iterate, count, is_share):

@@ -50,9 +50,8 @@ def meta_learning(model: nn.Module, index: int) -> None:
     sum(losses).backward()
 
 
-def adversarial_networks(model: nn.Module, index: int) -> None:
-    """The loop of the DCGAN tutorial: the generator's graph waits while the critic is trained."""
-    generator, critic = model["one"], model["other"]
+def train_adversaries(generator: nn.Module, critic: nn.Module, index: int) -> None:
+    """Train as the DCGAN tutorial does: the generator's graph waits while the critic is trained."""
     critic(draw(index, ROWS, WIDTH)).mean().backward()
     fake = generator(draw(index + 100, ROWS, WIDTH))
     (-critic(fake.detach()).mean()).backward()
@@ -105,7 +104,7 @@ def plainly_and_planned(
     [
         (make_net, meta_learning, 0.95),
         (partial(make_net, 8 * WIDTH), meta_learning, 0.93),
-        (make_pair, adversarial_networks, 1.1),
+        (make_pair, lambda model, index: train_adversaries(*model.values(), index), 1.1),
         (make_pair, two_encoders, 0.95),
     ],
     ids=["meta learning", "wide meta learning", "adversarial networks", "two encoders"],

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.planning.plan import Plan
+from tests.exact import drawn
 from tests.life import recorded, session_of
 from tests.trainers import Squared, quiet_trainer
 
@@ -26,9 +27,7 @@ def layers(depth: int = 6) -> nn.Sequential:
     return nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
 
 
-def batch(seed: int, rows: int = ROWS) -> Tensor:
-    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
-
+batch = drawn(ROWS, WIDTH)
 
 # -------------------------------------------------------------------- loops that stay as they are
 
