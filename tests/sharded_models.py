@@ -12,7 +12,6 @@ import torch
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import Dataset
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -31,22 +30,10 @@ from hiremate_lightning.memory.metering import measure_peak
 from tests.life import recorded
 from tests.sharding import STEPS, Left, local
 from tests.shared_memory import SharedMemory, communicate_through
+from tests.trainers import Sentences
 
 BUDGET = "70%"
 WORDS, ROWS, LENGTH = 64, 8, 32
-
-
-class Sentences(Dataset):
-    """Random words, to be predicted from themselves."""
-
-    def __init__(self) -> None:
-        self.rows = torch.randint(WORDS, (128, LENGTH), generator=torch.Generator().manual_seed(0))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
 class Sharding(Trainer):
@@ -103,7 +90,7 @@ def train_with_trainer(rank: int, memory: SharedMemory, planned: bool) -> Left:
             fsdp_config={"version": 2},
         )
         callbacks = [notes, plan] if planned else [notes]
-        trainer = Sharding(model, arguments, train_dataset=Sentences(), callbacks=callbacks)
+        trainer = Sharding(model, arguments, train_dataset=Sentences(128, LENGTH, WORDS), callbacks=callbacks)
         trainer.train()
     return Left(trainer.losses, notes.gradients).close(trainer.model, None, plan.plan)
 

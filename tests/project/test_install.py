@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +30,9 @@ from hiremate_lightning.planning.solvers import Problem, SolveOptions, Status
 from hiremate_lightning.planning.solvers.mip_backend import BACKENDS, failure
 from hiremate_lightning.planning.solvers.model import StepModel
 from hiremate_lightning.planning.solvers.worker import apart, backend_failures
+from tests.processes import run_python
 from tests.tiny import transformer
+from tests.trainers import quiet_trainer
 
 pytestmark = pytest.mark.install
 README = Path(__file__).resolve().parents[2] / "README.md"
@@ -92,24 +93,16 @@ def test_a_plan_is_as_good_as_with_the_pinned_solver(percent: int) -> None:
 # ---------------------------------------------------------------- a solver that is not there
 
 
-@pytest.fixture
-def run_without(tmp_path: Path) -> Iterator[object]:
-    """Return what runs code in a new process that finds none of the packages named."""
-
-    def run(code: str, *names: str) -> subprocess.CompletedProcess[str]:
-        for name in names:
-            (tmp_path / f"{name}.py").write_text(f"raise ImportError('No module named {name}')", encoding="utf-8")
-        path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        return subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=300
-        )
-
-    return run
+def run_without(folder: Path, code: str, *names: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a new process that finds none of the packages named."""
+    for name in names:
+        (folder / f"{name}.py").write_text(f"raise ImportError('No module named {name}')", encoding="utf-8")
+    path = os.pathsep.join([str(folder), *filter(None, sys.path)])
+    return run_python("-c", code, timeout=300, PYTHONPATH=path)
 
 
-def test_without_highs_cbc_plans_and_one_warning_names_the_cost(run_without) -> None:
-    result = run_without(TRAINING + PLANS, "highspy", "highsbox")
+def test_without_highs_cbc_plans_and_one_warning_names_the_cost(tmp_path: Path) -> None:
+    result = run_without(tmp_path, TRAINING + PLANS, "highspy", "highsbox")
 
     assert result.returncode == 0, result.stderr
     assert "PLANS 1 OPTIMAL True" in result.stdout
@@ -123,8 +116,8 @@ def test_without_highs_cbc_plans_and_one_warning_names_the_cost(run_without) -> 
     assert "Traceback" not in result.stderr
 
 
-def test_without_a_solver_the_error_names_the_command(run_without) -> None:
-    result = run_without(TRAINING, "highspy", "highsbox", "cbcbox")
+def test_without_a_solver_the_error_names_the_command(tmp_path: Path) -> None:
+    result = run_without(tmp_path, TRAINING, "highspy", "highsbox", "cbcbox")
 
     last = result.stderr.splitlines()[-1]
     assert last.startswith("hiremate_lightning.errors.ConfigurationError: No MIP solver works here, and solver='port")
@@ -213,11 +206,7 @@ def test_plain_pytorch(net: Net, plain: Net) -> None:
 
 def test_lightning(net: Net, plain: Net) -> None:
     callback = HiRemateCallback("60%")
-    trainer = pl.Trainer(
-        max_epochs=1, accelerator="cpu", callbacks=[callback], logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(net, torch.utils.data.DataLoader(batches(), batch_size=None))
+    quiet_trainer(callback).fit(net, torch.utils.data.DataLoader(batches(), batch_size=None))
 
     assert_planned(callback.plan, net, plain)
 
@@ -228,11 +217,7 @@ def test_the_batch_size_finder_of_lightning(net: Net) -> None:
     net.batch_size = 2
     net.train_dataloader = lambda: torch.utils.data.DataLoader(torch.cat(batches()), batch_size=net.batch_size)
     callbacks = [finder, HiRemateCallback("20 MiB"), MemoryMonitor()]
-    trainer = pl.Trainer(
-        max_steps=STEPS, accelerator="cpu", callbacks=callbacks, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(net)
+    quiet_trainer(*callbacks, max_epochs=-1, max_steps=STEPS).fit(net)
 
     assert finder.result is not None
     assert net.batch_size == finder.result.size > 256
@@ -278,10 +263,7 @@ def test_the_first_snippet_of_the_readme_plans_with_a_proof(tmp_path: Path) -> N
     snippet = re.search(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
     assert snippet is not None
 
-    result = subprocess.run(
-        [sys.executable, "-c", snippet[1] + PLANS], cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
+    result = run_python("-c", snippet[1] + PLANS, cwd=tmp_path, timeout=300)
 
     assert result.returncode == 0, result.stderr
     assert "PLANS 1 OPTIMAL True" in result.stdout

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import pytest
+
+from tests.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "hiremate_lightning"
@@ -236,7 +236,8 @@ GUARDS = (
 def modules_loaded_by(code: str) -> set[str]:
     """Run code in a new interpreter and name the top-level packages that it has loaded."""
     script = f"import sys\n{code}\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    result = run_python("-c", script, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
     return set(result.stdout.split())
 
 

@@ -27,11 +27,6 @@ def listed(key: str) -> set[str]:
     return set(re.findall(r'"([^"]+)"', block[1]))
 
 
-def run(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run code in a new interpreter that has a folder on its path."""
-    return run_python("-c", code, cwd=cwd)
-
-
 def test_every_subpackage_is_listed_by_name() -> None:
     found = {".".join(path.parent.relative_to(ROOT).parts) for path in PACKAGE.rglob("__init__.py")}
 
@@ -48,19 +43,20 @@ def test_what_is_loaded_when_asked_for_is_shown_to_type_checkers() -> None:
 
 
 def test_the_callbacks_import_from_anywhere(tmp_path: Path) -> None:
-    result = run("import hiremate_lightning.callbacks as c; print(c.__name__)", cwd=tmp_path)
+    result = run_python("-c", "import hiremate_lightning.callbacks as c; print(c.__name__)", cwd=tmp_path)
 
     assert result.stdout.strip() == "hiremate_lightning.callbacks", result.stderr
     shutil.copytree(PACKAGE, tmp_path / "hiremate_lightning")
     shutil.copytree(ROOT / "callbacks", tmp_path / "callbacks")
 
-    result = run("from importlib.util import find_spec as f; print(f('hiremate_lightning.callbacks').origin)", tmp_path)
+    place = "from importlib.util import find_spec as f; print(f('hiremate_lightning.callbacks').origin)"
+    result = run_python("-c", place, cwd=tmp_path)
 
     assert Path(result.stdout.strip()) == tmp_path / "callbacks" / "__init__.py", result.stderr
 
 
 def test_the_callbacks_are_never_a_second_copy() -> None:
-    result = run("import callbacks", cwd=ROOT)
+    result = run_python("-c", "import callbacks", cwd=ROOT)
 
     assert result.returncode != 0
     assert "Import hiremate_lightning.callbacks" in result.stderr

@@ -25,7 +25,8 @@ from hiremate_lightning import (
 )
 from hiremate_lightning.integrations.compile_backend import get_plan
 from hiremate_lightning.targets.compiled import _sessions
-from tests.exact import network
+from tests.exact import assert_same, network
+from tests.loops import assert_within_budget
 from tests.processes import run_python
 
 WIDTH, ROWS = 48, 384
@@ -87,19 +88,9 @@ def assert_trains_the_same(
 
     found = train(compile_it(model), model, **how)
 
-    assert len(found) == len(expected)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    mine, theirs = model.state_dict(), plain.state_dict()
-    assert all(torch.equal(mine[name], value) for name, value in theirs.items())
+    assert_same(found, expected)
+    assert_same(model.state_dict(), plain.state_dict())
     return model
-
-
-def assert_within_budget(model: nn.Module) -> None:
-    plan = get_plan(model)
-    assert plan is not None
-    assert plan.planned_peak_bytes <= plan.budget_bytes < plan.unplanned_peak_bytes
-    assert plan.measured.peak_bytes is not None
-    assert plan.measured.peak_bytes <= plan.budget_bytes, (plan.measured.peak_bytes, plan.planned_peak_bytes)
 
 
 def error_of(model: nn.Module, **settings) -> BaseException:
@@ -128,7 +119,7 @@ def test_the_backend_is_found_without_importing_the_package():
 def test_graphs_on_both_sides_of_a_break_are_planned_as_one_step():
     model = assert_trains_the_same(halves)
 
-    assert_within_budget(model)
+    assert_within_budget(get_plan(model))
     assert calls_of_each_plan(model) == [2]
     root = session_of(model).root
     assert {id(p) for p in root.parameters()} == {id(p) for p in model.parameters()}
@@ -199,7 +190,7 @@ SIZES = (ROWS,) * 3 + (400,) * 5 + (480,) * 5
 def test_a_compiled_model_trains_the_same_within_its_budget(build, compile_it, how, calls):
     model = assert_trains_the_same(build, compile_it, **how)
 
-    assert_within_budget(model)
+    assert_within_budget(get_plan(model))
     assert calls_of_each_plan(model) == calls
     assert get_plan(model).planning.capture_s > 0
 
@@ -289,19 +280,23 @@ def test_a_budget_that_nothing_fits_is_refused_with_the_smallest():
         train(compiled(model := chain(1), budget="1 KiB"), model)
 
 
-def test_functions_around_planned_models_are_refused_with_advice():
-    model = hiremate(chain(1), "1 GiB", verbose=False)
-
-    with pytest.raises(ConfigurationError, match=r"Sequential is planned already by hiremate.*without torch\.compile"):
-        compiled(lambda x: model(x))(torch.randn(ROWS, WIDTH))
+AROUND = r"^A torch\.compile is around a module that is planned.*without"
 
 
-@pytest.mark.parametrize("backend", ["hiremate", "eager"])
-def test_a_compiled_model_that_is_planned_is_refused_with_advice(backend):
-    model = hiremate(halves(), "1 GiB", verbose=False)
+@pytest.mark.parametrize(
+    ("make", "compile_it", "words"),
+    [
+        (chain, lambda model: compiled(lambda x: model(x)), "Sequential is planned already by .*without torch.compile"),
+        (halves, lambda model: torch.compile(model, backend="hiremate"), AROUND),
+        (halves, lambda model: torch.compile(model, backend="eager"), AROUND),
+    ],
+    ids=["a function around it", "hiremate", "eager"],
+)
+def test_a_planned_model_that_is_compiled_is_refused_with_advice(make, compile_it, words):
+    model = hiremate(make(), "1 GiB", verbose=False)
 
-    with pytest.raises(ConfigurationError, match=r"^A torch\.compile is around a module that is planned.*without"):
-        torch.compile(model, backend=backend)(torch.randn(ROWS, WIDTH))
+    with pytest.raises(ConfigurationError, match=words):
+        compile_it(model)(torch.randn(ROWS, WIDTH))
 
 
 def test_a_model_that_was_planned_once_may_be_compiled():

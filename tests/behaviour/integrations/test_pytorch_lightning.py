@@ -7,6 +7,7 @@ import torch
 
 from hiremate_lightning.callbacks import HiRemateCallback, MemoryMonitor
 from hiremate_lightning.integrations.lightning_strategy import HiRemateStrategy
+from tests.exact import assert_same
 from tests.loops import BUDGET, assert_within_budget, make_batch, make_model
 
 pl = pytest.importorskip("pytorch_lightning", reason="the package pytorch_lightning is not installed")
@@ -51,8 +52,7 @@ def test_a_fit_with_the_callback_is_a_plain_fit_bit_for_bit(options):
     found = fit(callback, MemoryMonitor(), **options)
 
     assert_within_budget(callback.plan)
-    theirs = expected.state_dict()
-    assert all(torch.equal(value, theirs[name]) for name, value in found.state_dict().items())
+    assert_same(found.state_dict(), expected.state_dict())
     assert all(m._compiled_call_impl is None for m in found.modules())
 
 

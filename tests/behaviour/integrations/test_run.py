@@ -93,6 +93,12 @@ def run_both(capsys, budget: str, script: str, *arguments: str, out: str = "out.
     return plan
 
 
+def plan_written() -> dict[str, Any]:
+    """Return the plan of the one model of a run, as JSON has it."""
+    [model] = json.loads(Path("plan.json").read_text())["models"]
+    return model["plan"]
+
+
 # ---------------------------------------------------------------- scripts of each kind
 
 
@@ -114,8 +120,7 @@ def test_a_script_with_transformers_trainer_trains_the_same(capsys, checkpointin
     options = ("--budget", "70%", *QUICK, "--json", "plan.json")
     assert main([*options, str(SCRIPTS / "run_clm.py"), *arguments, *evaluation, *checkpointing]) == 0
     assert_same(Path("out.pt"), Path("plain.pt"))
-    [model] = json.loads(Path("plan.json").read_text())["models"]
-    assert model["plan"]["measured_peak_bytes"] <= model["plan"]["budget_bytes"]
+    assert plan_written()["measured_peak_bytes"] <= plan_written()["budget_bytes"]
     assert ("in place of activation checkpointing (2 modules)" in capsys.readouterr().err) == bool(checkpointing)
 
 
@@ -165,8 +170,7 @@ def test_two_processes_of_torchrun_train_the_same(tmp_path):
         assert done.returncode == 0, done.stderr
     assert_same(Path("out.pt"), Path("plain.pt"))
     assert done.stderr.count("hiremate run: Sequential: peak") == 1
-    [model] = json.loads(Path("plan.json").read_text())["models"]
-    assert model["plan"]["measured_peak_bytes"] <= model["plan"]["budget_bytes"]
+    assert plan_written()["measured_peak_bytes"] <= plan_written()["budget_bytes"]
 
 
 def test_a_notebook_runs_it_by_its_magic(capsys):
@@ -403,8 +407,7 @@ def test_a_dry_run_of_one_step_says_what_it_lacks(capsys):
 def test_targets_are_chosen_by_path(capsys):
     write("train.py", LOOP)
     assert run("--target", "layers.0,layers.1", "--json", "plan.json", "train.py", budget="100%") == 0
-    [model] = json.loads(Path("plan.json").read_text())["models"]
-    assert model["plan"] is not None
+    assert plan_written() is not None
     capsys.readouterr()
     assert run("--target", "encoder", "train.py") == 0
     assert "Net has no submodule 'encoder' (--target): it is not planned" in capsys.readouterr().err
@@ -526,8 +529,7 @@ def test_other_styles_train_the_same(capsys, monkeypatch, style):
     assert said.out == printed
     assert len(looks) <= 3
     assert said.err.count("in place of torch.compile") >= ("compiled" in style)
-    [model] = json.loads(Path("plan.json").read_text())["models"]
-    assert model["plan"]["planned_peak_bytes"] < model["plan"]["unplanned_peak_bytes"]
+    assert plan_written()["planned_peak_bytes"] < plan_written()["unplanned_peak_bytes"]
 
 
 def test_processes_that_a_script_started_itself_are_refused(capsys):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -202,44 +201,42 @@ def callback_of(runner: pl.Trainer) -> HiRemateCallback:
     return found
 
 
-@needs_cli
-@pytest.mark.parametrize(("text", "budget"), BUDGETS)
-def test_a_budget_on_the_command_line_is_read(cli, text, budget):
-    found = callback_of(cli("--trainer.callbacks+=HiRemateCallback", f"--trainer.callbacks.budget={text}").trainer)
-
-    assert found.options == HiRemateCallback(budget).options
-
-
-@needs_cli
-@pytest.mark.parametrize(("text", "budget"), BUDGETS)
-def test_a_budget_in_yaml_is_read(cli, tmp_path, text, budget):
-    lines = [
-        "trainer:",
-        "  callbacks:",
-        "    - class_path: hiremate_lightning.callbacks.HiRemateCallback",
-        "      init_args:",
-        f"        budget: {text}",
-        "        target: [net]",
-        "        verbose: false",
-    ]
-    (tmp_path / "config.yaml").write_text(os.linesep.join(lines), encoding="utf-8")
-
-    found = callback_of(cli("--config", "config.yaml").trainer)
-
-    assert found.options == HiRemateCallback(budget, verbose=False).options
-    assert found.target == ["net"]
+YAML = """
+trainer:
+  callbacks:
+    - class_path: hiremate_lightning.callbacks.HiRemateCallback
+      init_args:
+        budget: {}
+        target: [net]
+        verbose: false
+"""
 
 
-@needs_cli
-@pytest.mark.parametrize(("text", "budget"), BUDGETS)
-def test_a_strategy_and_its_budget_are_read(cli, text, budget):
+def by_flags(cli, text: str) -> HiRemateCallback:
+    return callback_of(cli("--trainer.callbacks+=HiRemateCallback", f"--trainer.callbacks.budget={text}").trainer)
+
+
+def by_yaml(cli, text: str) -> HiRemateCallback:
+    Path("config.yaml").write_text(YAML.format(text), encoding="utf-8")
+    return callback_of(cli("--config", "config.yaml").trainer)
+
+
+def by_strategy(cli, text: str) -> HiRemateCallback:
     where = "hiremate_lightning.integrations.lightning_strategy.HiRemateStrategy"
-
     options = [f"--trainer.strategy.budget={text}", "--trainer.strategy.max_plans=3"]
-    found = cli(f"--trainer.strategy={where}", *options).trainer.strategy
+    return cli(f"--trainer.strategy={where}", *options).trainer.strategy._callback
 
-    assert isinstance(found, HiRemateStrategy)
-    assert found._callback.options == HiRemateCallback(budget, max_plans=3).options
+
+@needs_cli
+@pytest.mark.parametrize(("text", "budget"), BUDGETS)
+@pytest.mark.parametrize(
+    ("read", "options"),
+    [(by_flags, {}), (by_yaml, {"target": ["net"], "verbose": False}), (by_strategy, {"max_plans": 3})],
+    ids=["command line", "YAML", "strategy"],
+)
+def test_a_budget_and_its_options_are_read(cli, read, options, text, budget):
+    found, expected = read(cli, text), HiRemateCallback(budget, **options)
+    assert (found.options, found.target) == (expected.options, expected.target)
 
 
 @needs_cli

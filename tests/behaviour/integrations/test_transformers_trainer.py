@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import Dataset
 
 from hiremate_lightning import BudgetError, ConfigurationError
 from hiremate_lightning.targets.modules import targets_of
+from tests.exact import assert_same
+from tests.trainers import Sentences
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]  # transformers warns of what is its own
-
-
-class Words(Dataset):
-    """Random words, to be predicted from themselves."""
-
-    def __init__(self) -> None:
-        self.rows = torch.randint(0, 64, (32, 24), generator=torch.Generator().manual_seed(0))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
 @pytest.fixture
@@ -34,7 +21,8 @@ def callback_of():
     return HiRemateTrainerCallback
 
 
-def trainer_of(folder, *callbacks, **arguments):
+def trained(folder, *callbacks, **arguments):
+    """Train a small GPT-2; return its Trainer."""
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
     set_seed(0)
@@ -51,8 +39,10 @@ def trainer_of(folder, *callbacks, **arguments):
         "disable_tqdm": True,
         **arguments,
     }
-    data = {"train_dataset": Words(), "eval_dataset": Words()}
-    return Trainer(GPT2LMHeadModel(config), TrainingArguments(**settings), **data, callbacks=[*callbacks])
+    data = dict.fromkeys(("train_dataset", "eval_dataset"), Sentences(32, 24))
+    trainer = Trainer(GPT2LMHeadModel(config), TrainingArguments(**settings), **data, callbacks=[*callbacks])
+    trainer.train()
+    return trainer
 
 
 def test_training_is_the_same_within_the_budget(callback_of, tmp_path):
@@ -60,19 +50,15 @@ def test_training_is_the_same_within_the_budget(callback_of, tmp_path):
     arguments = {"bf16": True, "gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     arguments["per_device_eval_batch_size"] = 4
     callback = callback_of("80%", verbose=True)
-    weights = []
-    for callbacks in ((), (callback,)):
-        trainer = trainer_of(tmp_path, *callbacks, **arguments)
-        trainer.train()
-        weights.append([p.detach().clone() for p in trainer.model.parameters()])
-    assert all(torch.equal(plain, planned) for plain, planned in zip(*weights, strict=True))
+    plain, planned = (trained(tmp_path, *callbacks, **arguments).model for callbacks in ((), (callback,)))
+    assert_same(planned.state_dict(), plain.state_dict())
     plan = callback.plan
     assert plan is not None
     assert plan.planned_peak_bytes < plan.unplanned_peak_bytes
     assert plan.measured.peak_bytes is not None
     assert plan.measured.peak_bytes <= plan.budget_bytes
     assert (tmp_path / "hiremate_plan.html").is_file()
-    assert targets_of(trainer.model) is None
+    assert targets_of(planned) is None
 
 
 @pytest.mark.parametrize(
@@ -85,18 +71,14 @@ def test_training_is_the_same_within_the_budget(callback_of, tmp_path):
 def test_arguments_that_do_what_a_plan_does_are_replaced(callback_of, tmp_path, capsys, argument, words):
     """For the time of the training; the numbers are those without them."""
     callback = callback_of("80%", time_limit_s=2)
-    weights = []
-    for callbacks, arguments in (((), {}), ((callback,), {argument: True})):
-        trainer = trainer_of(tmp_path, *callbacks, **arguments)
-        trainer.train()
-        weights.append([p.detach().clone() for p in trainer.model.parameters()])
-    assert all(torch.equal(plain, planned) for plain, planned in zip(*weights, strict=True))
+    plain, planned = trained(tmp_path).model, trained(tmp_path, callback, **{argument: True}).model
+    assert_same(planned.state_dict(), plain.state_dict())
     assert callback.plan is not None
     assert callback.plan.measured.peak_bytes <= callback.plan.budget_bytes
     assert words in capsys.readouterr().err
     if argument == "gradient_checkpointing":
-        assert trainer.model.transformer.h[0]._gradient_checkpointing_func.func is checkpoint
-        assert trainer.model.is_gradient_checkpointing
+        assert planned.transformer.h[0]._gradient_checkpointing_func.func is checkpoint
+        assert planned.is_gradient_checkpointing
 
 
 def test_the_callback_checks_its_own_arguments(callback_of):

@@ -23,14 +23,12 @@ from hiremate_lightning.reporting.report import Reporter, calls_for, is_rank_zer
 from tests.tiny import blocks_plan, mixed_plan
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
-TERMINAL_VARIABLES = ("FORCE_COLOR", "NO_COLOR", "COLUMNS", "LINES", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
 
 
 @pytest.fixture(autouse=True)
-def _one_process_without_terminal(monkeypatch: pytest.MonkeyPatch, shared_console: Callable[..., None]) -> None:
-    for name in (*RANK_VARIABLES, *TERMINAL_VARIABLES):
+def _one_process(monkeypatch: pytest.MonkeyPatch, _no_terminal: None, shared_console: Callable[..., None]) -> None:
+    for name in RANK_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TERM", "xterm")
     shared_console()
 
 

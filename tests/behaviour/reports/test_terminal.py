@@ -16,15 +16,6 @@ from hiremate_lightning.records.offload import Offload, idle_storages
 from hiremate_lightning.reporting.terminal import ASCII, plan_table, timeline_text
 from tests.tiny import Builder, blocks_plan, flat_plan, mixed_plan, plan_keeping, transformer
 
-TERMINAL_VARIABLES = ("FORCE_COLOR", "NO_COLOR", "COLUMNS", "LINES", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
-
-
-@pytest.fixture(autouse=True)
-def _no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in TERMINAL_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-
 
 def render(what: RenderableType, width: int = 80, **options: Any) -> str:
     console = Console(file=io.StringIO(), width=width, **options)
