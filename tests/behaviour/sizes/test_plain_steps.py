@@ -21,10 +21,12 @@ from hiremate_lightning.signatures.eager_predictions import (
     UNMEASURED_WAY_RATIO,
     CapturedStep,
     EagerPredictions,
+    Prediction,
 )
 from hiremate_lightning.signatures.step_signature import StepSignature
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import simple_loop, take_steps, train_both
+from tests.behaviour.sizes.test_saved_offload import budget_of
+from tests.exact import network, simple_loop, take_steps, train_both
 from tests.tiny import Builder
 
 pytestmark = pytest.mark.usefixtures("without_templates")
@@ -93,7 +95,6 @@ def test_what_a_step_keeps_follows_from_its_sizes():
 def test_a_step_fits_or_it_does_not():
     plain = known(captured(4, 100))
     most = plain.predict([call(4, 60)], SIGNATURE, 10**9)
-    assert most is not None
     assert plain.predict([call(4, 60)], SIGNATURE, most.added_bytes) is not None
     assert plain.predict([call(4, 60)], SIGNATURE, most.added_bytes - 1, saves_memory=False) is None
 
@@ -125,16 +126,17 @@ def test_a_step_without_rows_tells_nothing_of_steps_with_rows():
     assert takes(plain, 0, 50) is not None
 
 
+def prediction(plain: EagerPredictions, length: int, saves_memory: bool = False) -> Prediction:
+    return plain.predict([call(4, length)], SIGNATURE, 10**9, saves_memory)
+
+
 def added(plain: EagerPredictions, length: int) -> int:
-    found = plain.predict([call(4, length)], SIGNATURE, 10**9, saves_memory=False)
-    assert found is not None
-    return found.added_bytes
+    return prediction(plain, length).added_bytes
 
 
 def measure(plain: EagerPredictions, length: int, ratio: float | None) -> None:
     """Let a plain step of a length have taken so many times what the captured graph takes."""
-    found = plain.predict([call(4, length)], SIGNATURE, 10**9, saves_memory=False)
-    assert found is not None
+    found = prediction(plain, length)
     plain.measured([call(4, length)], SIGNATURE, found, None if ratio is None else round(ratio * found.captured_bytes))
 
 
@@ -162,19 +164,16 @@ def test_a_bound_that_lies_high_does_not_lower_the_ratio():
 def test_a_way_that_was_not_measured_has_a_margin_of_its_own():
     plain = known(captured(4, 100))
     measure(plain, 90, 1.05)
-    found = plain.predict([call(4, 90)], SIGNATURE, 10**9, saves_memory=True)
-    assert found is not None
+    found = prediction(plain, 90, saves_memory=True)
     assert found.added_bytes > UNMEASURED_WAY_RATIO * (found.captured_bytes - 8)
     measure(plain, 91, 1.4)
-    assert plain.predict([call(4, 90)], SIGNATURE, 10**9, saves_memory=True).added_bytes > 1.4 * (
-        found.captured_bytes - 8
-    )
+    assert prediction(plain, 90, saves_memory=True).added_bytes > 1.4 * (found.captured_bytes - 8)
 
 
 def test_clearly_larger_steps_are_measured():
     """Those that take little of their room are not; one that was not seen whole is measured again."""
     plain = known(captured(4, 100))
-    found = [plain.predict([call(4, length)], SIGNATURE, 10**9, saves_memory=False) for length in (50, 51, 60)]
+    found = [prediction(plain, length) for length in (50, 51, 60)]
     rooms = (int(found[0].added_bytes / share) for share in (NEAR - 0.01, NEAR + 0.01))
     assert [plain.is_to_be_measured(found[0], room_bytes) for room_bytes in rooms] == [False, True]
     for _ in range(TRIES):
@@ -188,18 +187,17 @@ def test_clearly_larger_steps_are_measured():
     assert [plain.is_to_be_measured(step, step.added_bytes) for step in found] == [False, False, True]
 
 
-class Attending(nn.Module):
+@network(
+    lambda: {
+        "attention": nn.MultiheadAttention(WIDTH, 4, dropout=0.1, batch_first=True),
+        "rest": nn.Sequential(nn.Linear(WIDTH, 96), nn.GELU(), nn.Dropout(0.2), nn.Linear(96, WIDTH)),
+        "norm": nn.BatchNorm1d(WIDTH),
+    }
+)
+def attending(self, x: torch.Tensor) -> torch.Tensor:
     """Attention over a length that varies, dropout and batch norm: memory grows with the square of the length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 4, dropout=0.1, batch_first=True)
-        self.rest = nn.Sequential(nn.Linear(WIDTH, 96), nn.GELU(), nn.Dropout(0.2), nn.Linear(96, WIDTH))
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(x, x, x, need_weights=False)[0]
-        return self.norm(self.rest(x).transpose(1, 2))
+    x = x + self.attention(x, x, x, need_weights=False)[0]
+    return self.norm(self.rest(x).transpose(1, 2))
 
 
 LENGTHS = [64, 64, 8, 8, 24, 31, 9, 12, 17, 63, 24, 30, 64]
@@ -211,9 +209,9 @@ def lengths_of(step: int) -> torch.Tensor:
 
 def test_new_sizes_that_fit_capture_nothing_and_are_exact():
     """All are smaller than 64; 63 fits with what is saved offloaded."""
-    budget, counts = _budget_of_length(56), []
-    train_both(Attending, simple_loop(lengths_of, steps=len(LENGTHS)), budget)
-    model = hiremate(Attending(), budget, verbose=False)
+    budget, counts = budget_of(56, attending), []
+    train_both(attending, simple_loop(lengths_of, steps=len(LENGTHS)), budget)
+    model = hiremate(attending(), budget, verbose=False)
     take_steps(model, lengths_of, 4)
     resident_bytes = get_plan(model).resident_bytes
     for step in range(3, len(LENGTHS)):
@@ -228,13 +226,6 @@ def test_new_sizes_that_fit_capture_nothing_and_are_exact():
     assert len(set(counts)) == 1
 
 
-def _budget_of_length(length: int) -> int:
-    """Return what a plain step of a length takes, so that longer ones need recomputation."""
-    model = hiremate(Attending(), "100%", verbose=False)
-    take_steps(model, lambda _: torch.randn(8, length, WIDTH), 3)
-    return get_plan(model).unplanned_peak_bytes
-
-
 class Sentence:
     """What torch has no rule to look into, as the graphs of torch_geometric are."""
 
@@ -242,16 +233,15 @@ class Sentence:
         self.words = words
 
 
-class OnObjects(Attending):
+@network(lambda: {"inner": attending()})
+def on_objects(self, sentence: Sentence) -> Sentence:
     """Is given an object that holds a tensor, and returns one."""
-
-    def forward(self, sentence: Sentence) -> Sentence:
-        return Sentence(super().forward(sentence.words))
+    return Sentence(self.inner(sentence.words))
 
 
 def test_sizes_of_tensors_that_objects_hold_are_seen():
     torch.manual_seed(0)
-    model = hiremate(OnObjects(), _budget_of_length(96), verbose=False)
+    model = hiremate(on_objects(), budget_of(96, attending), verbose=False)
     take_steps(
         model, lambda step: Sentence(lengths_of(step)), 12, loss_of=lambda y: y.words.square().mean(), clears="end"
     )

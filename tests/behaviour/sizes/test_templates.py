@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.zoo.networks import Block
 from hiremate_lightning import hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.proofs.trials import TrialOutcome
@@ -26,26 +28,11 @@ FIRST, LONG, SHORT = 90, 83, 40  # planned; does not fit as it is written; does
 NEW = [88, 79, 85, 76]  # come after a first length that does not fit as it is written
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first_norm, self.second_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.project, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        parts = self.project(self.first_norm(x)).view(batch, length, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).reshape(batch, length, WIDTH)
-        x = x + F.dropout(self.out(y), 0.1)
-        return x + F.dropout(self.down(F.gelu(self.up(self.second_norm(x)))), 0.1)
-
-
 class SmallGPT(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(128, WIDTH)
-        self.blocks, self.norm = nn.ModuleList(Block() for _ in range(LAYERS)), nn.LayerNorm(WIDTH)
+        self.blocks, self.norm = nn.ModuleList(Block(WIDTH, HEADS) for _ in range(LAYERS)), nn.LayerNorm(WIDTH)
 
     def forward(self, words: Tensor) -> Tensor:
         x = self.words(words) + self.places(torch.arange(words.shape[1], device=words.device))
@@ -83,11 +70,6 @@ class Training:
         return log
 
 
-def small_gpt() -> nn.Module:
-    torch.manual_seed(0)
-    return SmallGPT()
-
-
 @pytest.fixture(autouse=True)
 def _anew() -> None:
     torch._dynamo.reset()
@@ -95,7 +77,7 @@ def _anew() -> None:
 
 def budget_of(length: int, share: float) -> tuple[int, int]:
     """Return a budget of which a plain step of a length takes more, and what of it a step may add."""
-    training = Training(small_gpt())
+    training = Training(SmallGPT())
     training.step(length)
     training.step(length)
     weights = sum(weight.nbytes for weight in training.model.parameters())
@@ -103,11 +85,14 @@ def budget_of(length: int, share: float) -> tuple[int, int]:
     return weights + BATCH * length * 8 + added_bytes, added_bytes
 
 
-def trainings(share: float = 0.75, **options: object) -> tuple[Training, Training, int]:
+def trainings(
+    share: float = 0.75, make: Callable[[], nn.Module] = SmallGPT, **options: object
+) -> tuple[Training, Training, int]:
     """Return a plain model and one with a budget of a share of the first length, and the bytes that a step may add."""
     budget_bytes, added_bytes = budget_of(FIRST, share)
-    options = {"verbose": False, **options}
-    return Training(small_gpt()), Training(hiremate(small_gpt(), budget_bytes, **options)), added_bytes
+    plain = make()
+    planned = hiremate(copy.deepcopy(plain), budget_bytes, **{"verbose": False, **options})
+    return Training(plain), Training(planned), added_bytes
 
 
 def train_alike(plain: Training, planned: Training, *lengths: int) -> None:
@@ -169,17 +154,9 @@ class Scaled(SmallGPT):
 
 
 def test_code_that_no_template_serves_is_traced():
-    budget_bytes, _ = budget_of(FIRST, 0.75)
-    logs = []
-    for is_planned in (False, True):
-        torch.manual_seed(0)
-        training = Training(Scaled())
-        if is_planned:
-            hiremate(training.model, budget_bytes, verbose=False)
-        logs.append([training.step(length) for length in [FIRST, FIRST, SHORT, LONG, *NEW]])
-        assert not (is_planned and is_from_template(training.model))
-    plain, planned = logs
-    assert all(differing(one, other) == [] for one, other in zip(planned, plain, strict=True))
+    plain, planned, _ = trainings(make=Scaled)
+    train_alike(plain, planned, FIRST, FIRST, SHORT, LONG, *NEW)
+    assert not is_from_template(planned.model)
 
 
 class Cache:
@@ -274,10 +251,8 @@ def trained(model: nn.Module, losses: Callable[[Tensor, Tensor], Tensor], length
 @pytest.mark.filterwarnings("error")
 def test_gradients_need_not_arrive_at_new_sizes(monkeypatch: pytest.MonkeyPatch):
     """The backward finds out which do, where nothing can be traced: whatever samples differ in, it fails in none."""
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(Scoring())
+    models = [Scoring()]
+    models.append(copy.deepcopy(models[0]))
     both, first, second = (lambda a, b: a + b.mean()), (lambda a, b: a), (lambda a, b: b.square().mean())
     trained(models[0], both, FIRST, 0)
     weights_bytes = sum(weight.nbytes for weight in models[0].parameters())
