@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -96,15 +95,12 @@ def test_saved_values_are_moved_to_files(make):
     assert differences(plain, found[0]) == ([], [])
 
 
+@pytest.mark.usefixtures("no_automatic_collection")
 def test_files_go_with_the_graph_that_needs_them():
     """PyTorch counts their release: while a step is measured it would pass for memory that the step gives back."""
     code, trial = captured(make_plain)
     block_bytes = ROWS * WIDTH * 4
-    gc.disable()
-    try:
-        with MemoryMeter(torch.device("cpu")) as meter:
-            replace(trial, files=Files()).run(offloaded(code))
-            meter.mark("end")
-    finally:
-        gc.enable()
+    with MemoryMeter(torch.device("cpu")) as meter:
+        replace(trial, files=Files()).run(offloaded(code))
+        meter.mark("end")
     assert meter.intervals[-1].start_bytes < block_bytes
