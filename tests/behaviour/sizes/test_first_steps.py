@@ -13,7 +13,7 @@ from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.housekeeping import collecting_what_it_leaves
 from hiremate_lightning.signatures import watching
 from hiremate_lightning.testing import session_of
-from tests.exact import network, simple_loop, take_steps, train_both
+from tests.exact import simple_loop, train_both
 
 WIDTH, LONG = 32, 200
 MEASURED = watching.Look(is_measured=True)
@@ -217,26 +217,6 @@ def test_only_the_cycles_of_a_span_are_collected():
         gc.enable()
 
 
-@network(lambda: {"head": nn.Linear(WIDTH, 1000)})
-def with_logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns its loss, and logits that take most of its memory."""
-    y = self.head(x).bfloat16()
-    return y.float().square().mean(), y
-
-
-def test_gradients_that_may_never_come_do_not_refuse_a_budget():
-    """Where the loss is returned too, nobody may ask for those of logits."""
-
-    def train(budget: str) -> nn.Module:
-        model = hiremate(with_logits(), budget, verbose=False)
-        take_steps(model, lambda _: batch(LONG), 4, loss_of=lambda y: y[0])
-        return model
-
-    enough = get_plan(train("1 GiB"))
-    plan = get_plan(train(f"{enough.planned_peak_bytes + 4096} B"))
-    assert plan.measured.peak_bytes <= plan.budget_bytes
-
-
 def test_a_share_met_by_two_views_is_not_refused_for_one():
     torch.manual_seed(0)
     model = hiremate(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)), "50%", verbose=False)
@@ -246,6 +226,4 @@ def test_a_share_met_by_two_views_is_not_refused_for_one():
         (model(x) - model(x + 1)).square().mean().backward()
 
     plan = get_plan(model)
-    assert plan is not None
-    assert plan.measured.peak_bytes is not None
     assert plan.measured.peak_bytes <= plan.budget_bytes
