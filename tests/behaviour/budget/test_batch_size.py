@@ -7,7 +7,6 @@ import gc
 import json
 import random
 import re
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from hiremate_lightning import (
     BatchSizeResult,
     BudgetError,
     ConfigurationError,
-    HiRemateWarning,
     InfeasibleBudgetError,
     find_max_batch_size,
     get_plan,
@@ -32,7 +30,7 @@ from hiremate_lightning import (
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.sizes.batch_size import CAUTION, SizeFinder
 from hiremate_lightning.targets.modules import targets_of
-from tests.exact import assert_same, network, take_steps
+from tests.exact import assert_same, network, quiet, take_steps
 from tests.models import GPT, UNet
 from tests.processes import run_two
 from tests.training import resident_bytes
@@ -153,8 +151,7 @@ def test_the_largest_size_fits_and_a_larger_one_does_not(capfd, tmp_path: Path):
     assert {"predicted_peak_bytes", "overhead", "samples_per_s", "measured_peak_bytes"} <= set(saved["trials"][0])
 
     hiremate(case.model, result.budget_bytes, on_infeasible="warn", verbose=False, time_limit_s=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", HiRemateWarning)
+    with quiet():
         plan = take_steps(case.model, lambda _: case.make_batch(int(1.2 * int(result))), 2, clears="never")
     assert plan.planned_peak_bytes > result.budget_bytes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-import warnings
+import re
 from typing import Any
 
 import lightning.pytorch as pl
@@ -79,45 +79,35 @@ def test_without_a_plan_peaks_are_measured_and_not_compared():
     assert monitor.highest_bytes < 20 * MEGABYTE  # step 20 is recorded only to know what is freed in the next one
 
 
+ABOVE = r"reached .* MiB in {}, .* above the budget\. "
+WITHIN = r"above the plan and within the budget\. Something outside"
+SPILLS: dict[str, tuple[str, list[Spill], str]] = {  # a budget, what allocates beside the plan, and what is said once
+    "in the backward": ("85%", [Spill("on_before_backward")], ABOVE.format("the backward")),
+    "after the backward": ("85%", [Spill("on_after_backward")], ABOVE.format("what follows the backward")),
+    "in the update": ("85%", [Spill("on_before_optimizer_step")], ABOVE.format("the optimizer's step")),
+    "in the backward, three times": ("85%", [Spill("on_before_backward", at=at) for at in (18, 19, 20)], "above"),
+    "within the budget": ("1 GiB", [Spill("on_before_backward", 3 * MEGABYTE)], WITHIN),
+}
+
+
+@pytest.mark.parametrize(("budget", "spills", "words"), SPILLS.values(), ids=SPILLS)
+def test_an_allocation_outside_the_plan_names_its_place_once(budget: str, spills: list[Spill], words: str):
+    with recorded() as said:
+        fit(planned(budget), MemoryMonitor(every_n_steps=1), *spills)
+    (text,) = said
+    assert re.search(words, text)
+
+
 @pytest.mark.parametrize(
-    ("hook", "where"),
+    ("budget", "options", "spill", "kind"),
     [
-        ("on_before_backward", "the backward"),
-        ("on_after_backward", "what follows the backward"),
-        ("on_before_optimizer_step", "the optimizer's step"),
-    ],
-)
-def test_an_allocation_outside_the_plan_names_its_place(hook: str, where: str):
-    with pytest.warns(HiRemateWarning, match=rf"reached .* MiB in {where}, .* above the budget\. "):
-        fit(planned(), MemoryMonitor(every_n_steps=1), Spill(hook))
-
-
-def test_above_the_plan_and_within_the_budget_is_said_so():
-    spill = Spill("on_before_backward", 3 * MEGABYTE)
-    with pytest.warns(HiRemateWarning, match=r"above the plan and within the budget\. Something outside"):
-        fit(planned("1 GiB"), MemoryMonitor(every_n_steps=1), spill)
-
-
-@pytest.mark.parametrize(
-    ("budget", "tolerance", "spill", "kind"),
-    [
-        ("1 GiB", 100.0, Spill("on_before_backward", 3 * MEGABYTE), Lean),
-        ("85%", None, Spill("on_validation_batch_start"), Validates),
+        ("1 GiB", {"tolerance": 100.0}, Spill("on_before_backward", 3 * MEGABYTE), Lean),
+        ("85%", {}, Spill("on_validation_batch_start"), Validates),
     ],
     ids=["tolerated", "in a validation"],
 )
-def test_what_is_tolerated_or_in_a_validation_is_not_announced(budget, tolerance, spill, kind):
-    options = {} if tolerance is None else {"tolerance": tolerance}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", HiRemateWarning)
-        fit(planned(budget), MemoryMonitor(every_n_steps=1, **options), spill, kind=kind)
-
-
-def test_each_place_is_announced_once():
-    spills = [Spill("on_before_backward", at=at) for at in (18, 19, 20)]
-    with recorded() as said:
-        fit(planned(), MemoryMonitor(every_n_steps=1), *spills)
-    assert len(said) == 1
+def test_what_is_tolerated_or_in_a_validation_is_not_announced(budget, options, spill, kind):
+    fit(planned(budget), MemoryMonitor(every_n_steps=1, **options), spill, kind=kind)  # a warning would be an error
 
 
 def test_loggers_get_the_peak_of_each_measured_step():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -89,22 +88,22 @@ def norms_between(self, x: torch.Tensor) -> torch.Tensor:
     return self.second(norm(self.first(x))).tanh().square().mean()
 
 
-class CombinesBetween(nn.Module):
+@network(
+    lambda combine: {
+        **{name: nn.Linear(WIDTH, 8 * WIDTH) for name in ("first", "second")},
+        "third": nn.Linear(8 * WIDTH, 32 * WIDTH),
+        "combine": combine,
+    }
+)
+def combines_between(self, x: torch.Tensor) -> torch.Tensor:
     """Two captured parts, and a third that reads what code that is not captured makes of their results."""
-
-    def __init__(self, combine: Callable) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(WIDTH, 8 * WIDTH)
-        self.third = nn.Linear(8 * WIDTH, 32 * WIDTH)
-        self.combine = torch._dynamo.disable(combine)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        values = [self.first(x)]
-        torch._dynamo.graph_break()
-        values.append(self.second(x))
-        return self.third(self.combine(values)).tanh().square().mean()
+    values = [self.first(x)]
+    torch._dynamo.graph_break()
+    values.append(self.second(x))
+    return self.third(self.combine(values)).tanh().square().mean()
 
 
+@torch._dynamo.disable
 def added_up(values: list[torch.Tensor]) -> torch.Tensor:
     """Let go of the values as soon as there is their sum, and take as much again."""
     total = values[0] + values[1]
@@ -112,6 +111,7 @@ def added_up(values: list[torch.Tensor]) -> torch.Tensor:
     return total.sin()
 
 
+@torch._dynamo.disable
 def multiplied(values: list[torch.Tensor]) -> torch.Tensor:
     """Save both values, the first of which nobody holds any more when its own part's backward is next."""
     product = values[0] * values[1]
@@ -140,22 +140,22 @@ def goes_around(self, x: torch.Tensor) -> torch.Tensor:
     return loss_of_sum(x, self.second(x))
 
 
-class Interrupted(nn.Module):
+@torch._dynamo.disable
+def one_more(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+@network(
+    lambda: {
+        "wide": nn.Sequential(nn.Linear(WIDTH, 32 * WIDTH), nn.GELU(), nn.Linear(32 * WIDTH, WIDTH)),
+        "narrow": nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(6)),
+    }
+)
+def interrupted(self, x: torch.Tensor) -> torch.Tensor:
     """A wide block and narrow ones, with code between them that can't be captured and keeps nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        wide = nn.Sequential(nn.Linear(WIDTH, 32 * WIDTH), nn.GELU(), nn.Linear(32 * WIDTH, WIDTH))
-        self.blocks = nn.ModuleList([wide, *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(6))])
-
-    @torch.compiler.disable
-    def more(self, x: torch.Tensor) -> torch.Tensor:
-        return x + 1
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = self.more(block(x))
-        return x
+    for block in (self.wide, *self.narrow):
+        x = one_more(block(x))
+    return x
 
 
 class HoldsMeanwhile(nn.Module):
@@ -188,11 +188,11 @@ def scatters(self, x: torch.Tensor) -> torch.Tensor:
 
 FORESEEN = {  # what makes the model, options of hiremate(), how many graphs are captured at least, and how exactly
     "a list held": (holds_a_list, {}, 2, {"abs": 64}),
-    "added up": (lambda: CombinesBetween(added_up), {}, 3, {"abs": 64}),
-    "multiplied": (lambda: CombinesBetween(multiplied), {}, 3, {"abs": 64}),
+    "added up": (lambda: combines_between(added_up), {}, 3, {"abs": 64}),
+    "multiplied": (lambda: combines_between(multiplied), {}, 3, {"abs": 64}),
     "a gradient around a graph": (goes_around, {"budget": "30%", "on_infeasible": "warn"}, 2, {"abs": 64}),
     "saved": (norms_between, {}, 2, {"rel": 0.005}),
-    "inputs that other code made": (Interrupted, {"budget": "100%"}, 2, {"rel": 0.002}),
+    "inputs that other code made": (interrupted, {"budget": "100%"}, 2, {"rel": 0.002}),
     "let go of between forwards": (HoldsMeanwhile, {"budget": "100%"}, 3, {"rel": 0.005}),
     "around a view that is copied": (scatters, {}, 1, {"abs": 64}),
 }

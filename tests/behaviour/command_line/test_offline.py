@@ -45,11 +45,6 @@ def broken(self, x):
     return self.after(x)
 
 
-@network(lambda: {"layer": nn.Linear(4, 4)})
-def choosy(self, x):
-    return self.layer(x) if bool((x > 0).all()) else self.layer(-x)
-
-
 def work(factory, inputs="64x16"):
     return Workload(factory, "factory", read_inputs(inputs))
 
@@ -277,6 +272,10 @@ def test_a_step_scales_from_two_sizes_to_the_capture_of_a_third():
     assert template.at((96,))[0].storages == steps[96].graph.storages
 
 
+def by_values(y):
+    return y if bool((y > 0).all()) else -y
+
+
 @network(lambda form: {"layer": nn.Linear(16, 1), "form": form})
 def losses(self, x):
     return self.form(self.layer(x))
@@ -294,31 +293,28 @@ def test_the_loss_that_a_module_returns_is_found(form):
 def test_outputs_are_added_up_where_there_is_no_loss():
     assert capture(lambda: losses(lambda y: y)).record.backwards
 
-    with pytest.raises(ConfigurationError, match=r"The module returns no loss \(found a tensor\).* or use --loss sum"):
-        capture(lambda: losses(lambda y: y), loss="model")
+
+def wall(y):
+    with torch._dynamo.error_on_graph_break(True):
+        torch._dynamo.graph_break("a wall")
+    return y
 
 
-def test_what_the_capture_refuses_is_said():
-    def end(y):
-        with torch._dynamo.error_on_graph_break(True):
-            torch._dynamo.graph_break("a wall")
-        return y
-
-    with pytest.raises(CaptureError, match=r"torch\.compile could not capture Losses: .*graph_break"):
-        capture(lambda: losses(end))
-
-
-def test_a_step_of_values_or_without_gradients_is_refused():
-    with pytest.raises(CaptureError, match="The step of factory depends on values of its tensors"):
-        capture(choosy, "2x4")
-    with pytest.raises(ConfigurationError, match="Nothing that the module returns requires a gradient"):
-        capture(lambda: losses(lambda y: y.detach()))
+NO_LOSS = r"The module returns no loss \(found a tensor\).* or use --loss sum"
+REFUSED = {
+    "no loss": (lambda y: y, {"loss": "model"}, ConfigurationError, NO_LOSS),
+    "no gradient": (torch.detach, {}, ConfigurationError, "Nothing that the module returns requires a gradient"),
+    "a graph that ends": (wall, {}, CaptureError, r"torch\.compile could not capture Losses: .*graph_break"),
+    "values": (by_values, {}, CaptureError, "The step of factory depends on values of its tensors"),
+    "no such optimizer": (torch.mean, {"optimizer": "Adan"}, ConfigurationError, "torch.optim has no optimizer 'Adan'"),
+    "no optimizer": (torch.mean, {"optimizer": "lr_scheduler"}, ConfigurationError, "no optimizer 'lr_scheduler'"),
+}
 
 
-@pytest.mark.parametrize("optimizer", ["Optimist", "lr_scheduler"])
-def test_options_are_checked(optimizer):
-    with pytest.raises(ConfigurationError, match=f"torch.optim has no optimizer '{optimizer}'"):
-        OfflineOptions(optimizer=optimizer)
+@pytest.mark.parametrize(("form", "options", "error", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_planned_is_refused_by_name(form, options, error, words):
+    with pytest.raises(error, match=words):
+        capture(lambda: losses(form), **options)
 
 
 @network(lambda: {"scale": nn.Parameter(torch.ones(2**18)), "layer": nn.Linear(2**18, 8)})

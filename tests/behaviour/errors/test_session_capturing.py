@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from hiremate_lightning import HiRemateWarning, get_plan, hiremate
+from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.messages import CAPTURES
 from hiremate_lightning.targets import entry_points
 from hiremate_lightning.torch_private import dynamo
-from tests.exact import assert_same, network
+from tests.exact import assert_same, network, quiet
 from tests.life import (
     ROWS,
     Net,
@@ -136,8 +136,7 @@ def test_graph_breaks_of_another_model_are_not_counted():
     torch.manual_seed(0)
     broken = planned("100%")
     broken.body[0].register_forward_hook(torch.compiler.disable(lambda module, inputs, output: None))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", HiRemateWarning)
+    with quiet():
         warm_up(broken)
     model = hiremate(two_nets(), "100%", verbose=False)
     for index in range(8):

@@ -66,10 +66,10 @@ def read(path: Path) -> _Reader:
     return reader
 
 
-@pytest.fixture
-def page(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plan = mixed_plan(4).with_measured(peak_bytes=4_600_000, step_ms=60.0, recompute_ms=4.0)
-    return write_html(plan, tmp_path / "plan.html", curve_limit_s=2.0)
+    return write_html(plan, tmp_path_factory.mktemp("page") / "plan.html", curve_limit_s=2.0)
 
 
 def test_what_was_predicted_stands_beside_what_was_measured(page: Path, tmp_path: Path):
@@ -211,16 +211,19 @@ def test_each_operation_of_both_runs_is_there_for_the_pointer(page: Path):
 # ---------------------------------------------------------------- in a browser
 
 
-def browse(path: Path, profile: Path, width: int = 1200) -> tuple[str, list[str]]:
-    """Open a page from disk; give the document after its scripts have run, and what they wrote to the console."""
+def browse(text: str, folder: Path, width: int = 1200) -> list[str]:
+    """Open a page from disk; give what its scripts wrote to the console."""
     assert BROWSER is not None
+    path = folder / "page.html"
+    path.write_text(text, encoding="utf-8")
     quiet = ("gpu", "quic", "background-networking", "component-update", "sync", "dev-shm-usage", "extensions")
     command = [BROWSER, "--headless", "--no-sandbox", "--no-first-run", *(f"--disable-{name}" for name in quiet)]
-    command += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={profile}", "--virtual-time-budget=20000"]
+    command += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={folder}/profile"]
+    command += ["--virtual-time-budget=20000"]
     command += [f"--window-size={width},900"]
     command += ["--enable-logging=stderr", "--v=0", "--dump-dom", path.resolve().as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    return done.stdout, [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
+    return [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
 
 
 @NEEDS_BROWSER
@@ -234,9 +237,7 @@ def test_the_page_says_what_runs_under_the_pointer(page: Path, tmp_path: Path):
         "const event = {clientX: box.left + box.width / 2, clientY: box.top + 60};"
         "picture.dispatchEvent(new PointerEvent('pointermove', event)); console.log(note.textContent);"
     )
-    page.write_text(text.replace("</body>", f"<script>{walk}{point}</script></body>"), encoding="utf-8")
-    _, console = browse(page, tmp_path / "profile")
-    walked, pointed = console
+    walked, pointed = browse(text.replace("</body>", f"<script>{walk}{point}</script></body>"), tmp_path)
     assert "tiny.qkv0, forward, 1 ms" in walked
     assert ", backward, " in pointed
 
@@ -248,15 +249,12 @@ def test_the_page_is_no_wider_than_the_screen(page: Path, tmp_path: Path, width:
     """Figures and tables shrink, or scroll within themselves; nothing is empty under the figure."""
     text = page.read_text(encoding="utf-8")
     look = "console.log([document.documentElement.scrollWidth <= innerWidth, note.offsetHeight < 80].join());"
-    page.write_text(text.replace("</body>", f"<script>{look}</script></body>"), encoding="utf-8")
-    _, console = browse(page, tmp_path / "profile", width)
+    console = browse(text.replace("</body>", f"<script>{look}</script></body>"), tmp_path, width)
     assert '"true,true"' in console[0]
 
 
 @NEEDS_BROWSER
 @pytest.mark.slow
 def test_an_error_on_a_page_would_be_seen(tmp_path: Path):
-    page = tmp_path / "bad.html"
-    page.write_text("<!doctype html><script>nowhere.to.be.found()</script>")
-    _, console = browse(page, tmp_path / "profile")
+    console = browse("<!doctype html><script>nowhere.to.be.found()</script>", tmp_path)
     assert "nowhere is not defined" in "".join(console)

@@ -188,18 +188,17 @@ class Operation:
         return self._now_s
 
 
-def test_an_operation_is_timed_until_three_times_agree():
+@pytest.mark.parametrize(
+    ("times_ms", "found_ms", "runs"),
+    [([0.9, 0.5, 0.7, 0.505, 0.6, 0.509, 0.4], 0.5, 6), ([90.0, 80.0, 70.0], 80.0, 2)],
+    ids=["until three times agree", "a slow one, twice"],
+)
+def test_an_operation_is_timed_as_often_as_it_tells(times_ms, found_ms, runs):
     """The run that shows memory counts as timed."""
-    run = Operation(0.9, 0.5, 0.7, 0.505, 0.6, 0.509, 0.4)
+    run = Operation(*times_ms)
     cost = profiling._cost(run, CPU, (), 8, run.clock)
-    assert (cost.time_ms, cost.workspace_bytes) == (pytest.approx(0.5), 0)
-    assert run.left_ms == [0.4]
-
-
-def test_a_slow_operation_is_timed_twice():
-    run = Operation(90.0, 80.0, 70.0)
-    assert profiling._cost(run, CPU, (), 8, run.clock).time_ms == pytest.approx(80.0)
-    assert run.left_ms == [70.0]
+    assert (cost.time_ms, cost.workspace_bytes) == (pytest.approx(found_ms), 0)
+    assert run.left_ms == times_ms[runs:]
 
 
 def _file_in(folder):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from torch import fx, nn
 
 from hiremate_lightning import hiremate
 from tests.exact import captured_by, simple_loop, train_both
+from tests.life import recorded
 
 aten = torch.ops.aten
 ROWS, CHANNELS = 32, 16
@@ -58,11 +58,10 @@ def test_values_are_shown_in_the_types_that_kernels_give(norm):
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_all_operations_can_be_measured(norm):
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with recorded() as said:
         model = hiremate(Normed(norm), "80%", on_infeasible="warn", verbose=False)
         model(torch.randn(ROWS, CHANNELS)).float().square().mean().backward()
-    assert not [str(warning.message) for warning in told if "can't be measured" in str(warning.message)]
+    assert not [text for text in said if "can't be measured" in text]
 
 
 @pytest.mark.parametrize("norm", NORMS)
