@@ -290,11 +290,15 @@ def test_a_search_for_the_largest_batch_never_runs_out_of_memory():
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-@pytest.mark.parametrize("noise", NOISES)
-def test_what_was_drawn_on_the_device_is_drawn_again_bit_for_bit(noise):
+AGAIN = [*((make_noisy, noise, None) for noise in NOISES), *((make_normed, norm, keep_all) for norm in NORMS)]
+
+
+@pytest.mark.parametrize(("make", "name", "first"), AGAIN, ids=[name for _, name, _ in AGAIN])
+def test_what_is_drawn_and_norms_come_again_bit_for_bit(make, name, first):
+    """What was drawn is compared with eager PyTorch, norms with those that are kept."""
     found = []
-    for decide in (None, nothing_kept):
-        model, x = make_noisy(noise)
+    for decide in (first, nothing_kept):
+        model, x = make(name)
         model.cuda()
         x = x.detach().cuda().requires_grad_()
         call = model if decide is None else compiled(model, decide)[0]
@@ -311,17 +315,6 @@ def test_masks_of_channels_last_pictures_are_drawn_again():
         x = torch.randn(4, 8, 20, 20).cuda().to(memory_format=torch.channels_last).requires_grad_()
         found.append(results(model, x, model if decide is None else compiled(model, decide)[0]))
     assert_same(found[1:], found[:1] * 2)
-
-
-@pytest.mark.parametrize("norm", NORMS)
-def test_norms_come_back_from_their_statistics_bit_for_bit(norm):
-    found = []
-    for decide in (keep_all, nothing_kept):
-        model, x = make_normed(norm)
-        model.cuda()
-        x = x.detach().cuda().requires_grad_()
-        found.append(results(model, x, compiled(model, decide)[0]))
-    assert_same(*found)
 
 
 @pytest.mark.parametrize("dim", [0, 1])

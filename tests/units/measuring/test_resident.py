@@ -37,7 +37,9 @@ def test_parameters_with_others_in_their_place_count_beside_these():
     assert dict(replaced.kinds)["gradients"] == dict(plain.kinds)["gradients"] > dict(alone.kinds)["gradients"] == 0
 
 
-def test_gradients_that_were_to_be_freed_and_stayed_are_counted_once_that_was_seen():
+@pytest.mark.parametrize("is_counted_between", [False, True])
+def test_gradients_that_were_to_be_freed_and_stayed_are_counted_once_that_was_seen(is_counted_between):
+    """A count in between does not change what was seen before the step."""
     model = nn.Linear(8, 8)
     optimizer, memory = torch.optim.SGD(model.parameters()), ResidentMemory(model)
     model(torch.ones(1, 8)).sum().backward()
@@ -47,6 +49,8 @@ def test_gradients_that_were_to_be_freed_and_stayed_are_counted_once_that_was_se
     assert (before.stale_bytes, before.kept) == (288, frozenset())
     assert memory.as_seen(before) == before
     memory.backward_starts(1)  # they are still there
+    if is_counted_between:
+        memory.count(())
     seen = memory.as_seen(before)
     assert (seen.size_bytes, seen.stale_bytes, dict(seen.kinds)["gradients"]) == (before.size_bytes + 288, 0, 288)
     assert seen == memory.count_before_step([])
@@ -85,20 +89,6 @@ def test_growth_is_seen_until_it_is_counted():
     assert memory.has_grown(), "a query changes nothing"
     memory.count_before_step([])
     assert not memory.has_grown()
-
-
-def test_a_count_in_between_does_not_change_what_was_seen_before_a_step():
-    model = nn.Linear(4, 4)
-    optimizer, memory = torch.optim.SGD(model.parameters()), ResidentMemory(model)
-    memory.watch(optimizer)
-    model(torch.ones(1, 4)).sum().backward()
-    memory.stepped(optimizer)
-    before = memory.count_before_step([])
-    assert before.stale_bytes > 0
-    memory.backward_starts(1)  # the gradients are still there: they were not to be freed
-    memory.count(())
-    seen = memory.as_seen(before)
-    assert (seen.stale_bytes, seen.size_bytes) == (0, before.size_bytes + before.stale_bytes)
 
 
 def test_large_tensors_that_nobody_counts_are_watched():

@@ -45,6 +45,13 @@ def storage_of(graph: Graph, name: str) -> int:
     return storage
 
 
+def offloaded(step: tuple[Graph, Profile, Schedule], **places: tuple[int, int, int]) -> tuple[Graph, Profile, Schedule]:
+    """Offload values of a step, by their names; each has the places where it goes out, is gone and comes back."""
+    graph, profile, schedule = step
+    offloads = [Offload(storage_of(graph, name), *own) for name, own in places.items()]
+    return graph, profile, with_offloads(graph, schedule, offloads)
+
+
 def test_a_value_can_be_offloaded_between_its_last_and_its_first_use():
     graph, _, schedule = kept(3)
     a0, a1 = storage_of(graph, "a0"), storage_of(graph, "a1")
@@ -57,9 +64,7 @@ def test_a_value_can_be_offloaded_between_its_last_and_its_first_use():
 
 
 def test_a_value_that_is_offloaded_is_counted_as_by_hand():
-    graph, profile, schedule = kept(3)
-    a0 = storage_of(graph, "a0")
-    found = simulate(graph, profile, with_offloads(graph, schedule, [Offload(a0, out=1, gone=2, back=1)]))
+    found = simulate(*offloaded(kept(3), a0=(1, 2, 1)))
     # a0; a0 and a1, then a0 is gone; a1 and a2; a1, dy and g2; a0, which is back, g2 and g1; g1 and g0.
     assert moments(found) == [(100, 100), (200, 100), (200, 100), (300, 100), (300, 100), (200, 100)]
     assert (found.peak_bytes, found.saved_bytes, found.host_bytes) == (300, 100, 100)
@@ -70,21 +75,16 @@ def test_a_value_that_is_offloaded_is_counted_as_by_hand():
 
 def test_a_copy_that_begins_earlier_takes_memory_and_no_time():
     """Each copy takes the latency of the link."""
-    graph, profile, schedule = kept(3)
-    offload = Offload(storage_of(graph, "a0"), out=1, gone=2, back=0)
-    found = simulate(graph, profile, with_offloads(graph, schedule, [offload]))
+    found = simulate(*offloaded(kept(3), a0=(1, 2, 0)))
     # a0 is back before g2 runs: a0, a1, dy and g2.
     assert moments(found)[3:] == [(400, 200), (300, 100), (200, 100)]
     assert (found.time_ms, found.wait_ms) == (6.0, 0.0)
-    late = replace(profile, link=Link(100.0, 100.0, latency_ms=0.5))
-    assert simulate(graph, late, with_offloads(graph, schedule, [replace(offload, back=1)])).wait_ms == 0.5 + 1.5
+    late = kept(3, Link(100.0, 100.0, latency_ms=0.5))
+    assert simulate(*offloaded(late, a0=(1, 2, 1))).wait_ms == 0.5 + 1.5
 
 
 def test_copies_of_one_direction_wait_for_each_other():
-    graph, profile, schedule = kept(4, SLOW)
-    a0, a1 = storage_of(graph, "a0"), storage_of(graph, "a1")
-    offloads = [Offload(a1, out=2, gone=4, back=0), Offload(a0, out=1, gone=4, back=0)]
-    found = simulate(graph, profile, with_offloads(graph, schedule, offloads))
+    found = simulate(*offloaded(kept(4, SLOW), a1=(2, 4, 0), a0=(1, 4, 0)))
     # Out: a0 from 1 to 3, a1 from 3 to 5, and computing, done at 4, waits for it. In: a1 from 5 to 9, a0 from 9 to 13.
     # g3 runs from 5 to 6; g2 waits for a1 until 9, g1 from 10 until 13 for a0, g0 ends at 15.
     assert (found.time_ms, found.wait_ms, found.host_bytes) == (15.0, 7.0, 200)
@@ -97,9 +97,9 @@ def test_views_are_offloaded_with_their_storage_and_come_back_with_it():
     out = b.op("b", (view,), 10)
     b.op("g", (a, view, b.tangent("dy", 1)), 10, backward=True)
     graph, profile = b.graph(outputs=(out,))
-    schedule, storage = lower(graph, keep_all(graph)), storage_of(graph, "a")
+    schedule = lower(graph, keep_all(graph))
     assert [(idle.last, idle.first) for idle in idle_storages(graph, schedule)] == [(3, 0)]
-    found = simulate(graph, replace(profile, link=FAST), with_offloads(graph, schedule, [Offload(storage, 1, 3, 0)]))
+    found = simulate(*offloaded((graph, replace(profile, link=FAST), schedule), a=(1, 3, 0)))
     assert (found.saved_bytes, [m.live_bytes for m in found.timeline]) == (0, [100, 100, 0, 0])
 
 
@@ -143,8 +143,7 @@ def test_what_outside_code_uses_and_what_is_pinned_stays():
 def test_what_is_retained_for_another_backward_stays_on_the_host():
     graph, profile, schedule = kept(3)
     retaining = replace(graph, retained=tuple(range(len(graph.tensors))))
-    offload = Offload(storage_of(graph, "a0"), out=1, gone=2, back=1)
-    found = simulate(retaining, profile, with_offloads(retaining, schedule, [offload]))
+    found = simulate(*offloaded((retaining, profile, schedule), a0=(1, 2, 1)))
     # a1 and g2; a1 and g1, as a0 has come back and died with it; a1 and g0.
     assert [moment.live_bytes for moment in found.timeline[3:]] == [200, 200, 200]
 
@@ -155,11 +154,9 @@ def test_a_value_that_comes_back_may_be_computed_again_later():
     schedule = lower(graph, ((0, 1), (1,), (0,), (), ()))  # a0 is saved by none: make it so
     assert a0 not in {graph.tensors[t].storage for t in schedule.saved}
     schedule = lower(graph, ((1,), (), (0,), (), ()))  # a1 from a0, which is dropped and computed again for g1
-    offload = Offload(a0, out=1, gone=2, back=0)
-    found = simulate(graph, profile, with_offloads(graph, schedule, [offload]))
-    assert found.recompute_ms == 2.0
-    lives = lifetimes(graph, with_offloads(graph, schedule, [offload]))
-    bands = [life.band for life in lives if life.storage == a0]
+    offloading = offloaded((graph, profile, schedule), a0=(1, 2, 0))
+    assert simulate(*offloading).recompute_ms == 2.0
+    bands = [life.band for life in lifetimes(graph, offloading[2]) if life.storage == a0]
     assert bands == [Band.OFFLOADED, Band.OFFLOADED, Band.RECOMPUTED]
 
 
@@ -177,8 +174,7 @@ def without(operations: tuple[Operation, ...], kind: type) -> tuple[Operation, .
 
 @pytest.fixture
 def offload() -> tuple[Graph, Profile, Schedule]:
-    graph, profile, schedule = kept(3)
-    return graph, profile, with_offloads(graph, schedule, [Offload(storage_of(graph, "a0"), out=1, gone=2, back=1)])
+    return offloaded(kept(3), a0=(1, 2, 1))
 
 
 def test_a_read_of_a_value_that_is_not_back_yet_is_refused(offload):

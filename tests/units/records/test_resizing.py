@@ -137,46 +137,38 @@ def step(*values: tuple[int, ...], weight: tuple[int, ...] = (64, 256), sizes: t
     return Sample((sizes,), graph, Profile((0.0,), (1000,), ""), len(storages))
 
 
-def high(samples: list[Sample], sizes: tuple[int, ...]) -> float:
-    return float(Resizing(samples).at(sizes).high[1])
+def rows_of(length: int) -> Sample:
+    """A step of four rows, whose weight has four times as many rows as the first length."""
+    return step((4, length, 256), weight=(688, 256), sizes=(4, length))
 
 
-def test_a_multiple_of_a_size_follows_from_it():
-    known = [step((4 * 172, 256), sizes=(4, 172))]
-    assert high(known, (4, 86)) == 4 * 4 * 86 * 256
-    assert high(known, (4, 344)) == 4 * 4 * 344 * 256
-    assert high([step((172 * 172,), sizes=(172,))], (344,)) == 4 * 344**2
+MULTIPLE, HALVES = step((4 * 172, 256), sizes=(4, 172)), step((48, 80), sizes=(96, 160))
+PRODUCTS = [step((rows * length,), sizes=(rows, length)) for rows, length in ((64, 200), (96, 150))]
+EXACT: dict[str, tuple[list[Sample], tuple[int, ...], int]] = {  # samples, other sizes, and bytes there
+    "half of a multiple": ([MULTIPLE], (4, 86), 4 * 4 * 86 * 256),
+    "twice a multiple": ([MULTIPLE], (4, 344), 4 * 4 * 344 * 256),
+    "a square": ([step((172 * 172,), sizes=(172,))], (344,), 4 * 344**2),
+    "a dimension that a weight may have does not shrink": ([rows_of(172)], (4, 86), 4 * 4 * 172 * 256),
+    "unless two captures show it": ([rows_of(172), rows_of(100)], (4, 86), 4 * 4 * 86 * 256),
+    "of an input without rows, as a picture without boxes has": ([step((4, 100), sizes=(0, 100))], (0, 50), 4 * 4 * 50),
+    "half sizes do not shrink": ([HALVES], (48, 160), 4 * 48 * 80),
+    "until two captures show them": ([HALVES, step((32, 100), sizes=(64, 200))], (192, 80), 4 * 96 * 40),
+}
+AT_LEAST: dict[str, tuple[list[Sample], tuple[int, ...], int]] = {
+    # More rows than one take as many times more, whatever dimension they are in.
+    "rows after one": ([step((1, 172, 256), sizes=(1, 172))], (4, 172), 4 * 4 * 172 * 256),
+    "rows after one that is no dimension": ([step((172, 256), sizes=(1, 172))], (4, 172), 4 * 4 * 172 * 256),
+    "half sizes that grow": ([HALVES], (192, 160), 4 * 96 * 80),
+    "a product with one size": (PRODUCTS, (96, 200), 4 * 96 * 200),
+    "a product with both sizes": (PRODUCTS, (200, 300), 4 * 200 * 300),
+}
 
 
-def test_a_dimension_that_a_weight_may_have_does_not_shrink():
-    known = [step((4, 172, 256), weight=(688, 256), sizes=(4, 172))]
-    assert high(known, (4, 86)) == 4 * 4 * 172 * 256
-    assert high([*known, step((4, 100, 256), weight=(688, 256), sizes=(4, 100))], (4, 86)) == 4 * 4 * 86 * 256
-
-
-def test_a_size_of_one_may_be_in_any_dimension():
-    """A first batch of one row: more rows take as many times more, whatever dimension they are in."""
-    assert high([step((1, 172, 256), sizes=(1, 172))], (4, 172)) >= 4 * 4 * 172 * 256
-    assert high([step((172, 256), sizes=(1, 172))], (4, 172)) >= 4 * 4 * 172 * 256
-
-
-def test_nothing_follows_from_a_size_that_was_0():
-    """An input without rows, as a picture without boxes has."""
-    assert high([step((4, 100), sizes=(0, 100))], (0, 50)) == 4 * 4 * 50
-
-
-def test_half_sizes_shrink_only_once_two_captures_show_them():
-    known = [step((48, 80), sizes=(96, 160))]
-    assert high(known, (48, 160)) == 4 * 48 * 80
-    assert high(known, (192, 160)) >= 4 * 96 * 80
-    known.append(step((32, 100), sizes=(64, 200)))
-    assert high(known, (192, 80)) == 4 * 96 * 40
-
-
-def test_a_product_of_two_sizes_grows_with_both():
-    known = [step((64 * 200,), sizes=(64, 200)), step((96 * 150,), sizes=(96, 150))]
-    assert high(known, (96, 200)) >= 4 * 96 * 200
-    assert high(known, (200, 300)) >= 4 * 200 * 300
+@pytest.mark.parametrize("name", [*EXACT, *AT_LEAST])
+def test_bytes_at_other_sizes_follow_from_the_samples(name):
+    samples, sizes, size_bytes = {**EXACT, **AT_LEAST}[name]
+    high_bytes = float(Resizing(samples).at(sizes).high[1])
+    assert high_bytes == size_bytes if name in EXACT else high_bytes >= size_bytes
 
 
 def test_what_was_measured_does_not_shrink_and_grows_with_the_square():

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from hiremate_lightning.records.graph import Graph, StorageKind
-from hiremate_lightning.records.schedule import Compute, Free, Operation, Schedule, keep_all, lower
+from hiremate_lightning.records.schedule import Compute, Operation, keep_all, lower
 from hiremate_lightning.records.simulation import simulate
+from hiremate_lightning.records.step import Decisions
 from tests.tiny import Builder, chain, recompute_lazily, storages_of, transformer
 
 
@@ -24,24 +25,25 @@ def names(graph: Graph, tensors: tuple[int, ...]) -> list[str]:
     return [graph.tensors[t].name for t in tensors]
 
 
+def lowered(graph: Graph, recompute: Decisions | None = None) -> tuple[str, str, str]:
+    """Lower decisions, those that keep everything if there are none; write the forward, what is saved, the backward."""
+    schedule = lower(graph, keep_all(graph) if recompute is None else recompute)
+    saved = " ".join(names(graph, schedule.saved))
+    return spell(graph, schedule.forward), saved, spell(graph, schedule.backward)
+
+
 def test_keeping_all_saves_what_the_backward_reads_and_frees_it_as_it_goes():
     graph, _ = chain(3)
-    schedule = lower(graph, keep_all(graph))
-    assert spell(graph, schedule.forward) == "a0 a1 a2 -a2"
-    assert names(graph, schedule.saved) == ["x", "a0", "a1"]
-    assert spell(graph, schedule.backward) == "g2 -dy -a1 g1 -g2 -a0 g0 -g1"
-    assert isinstance(schedule, Schedule)
-    assert schedule == lower(graph, ((), (), (), ())), "the same operations make equal schedules"
+    assert lowered(graph) == ("a0 a1 a2 -a2", "x a0 a1", "g2 -dy -a1 g1 -g2 -a0 g0 -g1")
+    assert lower(graph, keep_all(graph)) == lower(graph, ((), (), (), ())), "the same operations make equal schedules"
 
 
 def test_recomputed_values_live_from_first_use_to_last():
     """In the forward it is freed after its last use."""
     graph, _ = chain(3)
-    schedule = lower(graph, recompute_lazily(graph, ()))
-    assert spell(graph, schedule.forward) == "a0 a1 -a0 a2 -a1 -a2"
-    assert names(graph, schedule.saved) == ["x"]
-    assert spell(graph, schedule.backward) == "a0 a1 g2 -dy -a1 g1 -g2 -a0 g0 -g1"
-    assert [graph.nodes[n].name for n in schedule.recomputed(graph)] == ["a0", "a1"]
+    recompute = recompute_lazily(graph, ())
+    assert lowered(graph, recompute) == ("a0 a1 -a0 a2 -a1 -a2", "x", "a0 a1 g2 -dy -a1 g1 -g2 -a0 g0 -g1")
+    assert [graph.nodes[n].name for n in lower(graph, recompute).recomputed(graph)] == ["a0", "a1"]
 
 
 def test_a_value_computed_twice_is_freed_between_its_definitions():
@@ -79,10 +81,7 @@ def test_unread_outputs_and_tangents_are_freed_at_once():
     a = b.op("pair", (), 100, 200)
     b.tangent("unread", 100)
     b.op("g", (a,), 100, backward=True)
-    graph, _ = b.graph()
-    schedule = lower(graph, keep_all(graph))
-    assert spell(graph, schedule.forward) == "pair -pair_1"
-    assert spell(graph, schedule.backward) == "-unread g -g -pair"
+    assert lowered(b.graph()[0]) == ("pair -pair_1", "pair", "-unread g -g -pair")
 
 
 def test_outputs_leave_at_the_turn_unless_saved_or_held():
@@ -92,10 +91,7 @@ def test_outputs_leave_at_the_turn_unless_saved_or_held():
     after = b.op("after", (held,), 100)
     b.op("g", (saved, after), 100, backward=True)
     graph, _ = b.graph(outputs=(left, saved, held, left), held=(held,))
-    schedule = lower(graph, keep_all(graph))
-    assert spell(graph, schedule.forward) == "left saved held after -left"
-    assert names(graph, schedule.saved) == ["saved", "after"]
-    assert Free(held) not in schedule.backward
+    assert lowered(graph) == ("left saved held after -left", "saved after", "g -g -saved -after")
 
 
 def test_held_gradients_of_outside_code_in_the_backward_stay():
@@ -104,20 +100,15 @@ def test_held_gradients_of_outside_code_in_the_backward_stay():
     g = b.op("g", (dy,), 100, backward=True)
     held = b.outside((g,), 50, backward=True)
     graph, profile = b.graph(held=(held,))
-    schedule = lower(graph, keep_all(graph))
-    assert spell(graph, schedule.backward) == "g -dy outside -g"
-    assert schedule.saved == ()
-    assert simulate(graph, profile, schedule).timeline[-1].live_bytes == 50
+    assert lowered(graph) == ("", "", "g -dy outside -g")
+    assert simulate(graph, profile, lower(graph, keep_all(graph))).timeline[-1].live_bytes == 50
 
 
 def test_inputs_are_saved_where_the_backward_reads_them_and_never_freed():
     b = Builder()
     weight = b.input("weight", 100)
     b.op("g", (weight,), 100, backward=True)
-    graph, _ = b.graph()
-    schedule = lower(graph, keep_all(graph))
-    assert schedule.saved == (weight,)
-    assert Free(weight) not in schedule.backward
+    assert lowered(b.graph()[0]) == ("", "weight", "g -g")
 
 
 def test_a_forward_value_that_is_returned_as_gradient_is_computed_at_the_end():
@@ -127,7 +118,7 @@ def test_a_forward_value_that_is_returned_as_gradient_is_computed_at_the_end():
     graph, _ = b.graph(gradients=(a,))
     recompute = recompute_lazily(graph, ())
     assert recompute == ((), (0,))
-    assert spell(graph, lower(graph, recompute).backward) == "g -g a"
+    assert lowered(graph, recompute) == ("a -a", "", "g -g a")
 
 
 def test_random_values_are_kept_whatever_is_asked_for():
