@@ -31,16 +31,6 @@ from tests.life import (
 )
 
 
-def test_another_input_shape_gets_a_plan_of_its_own():
-    model = warm_up(planned(), steps=3)
-    first = get_plan(model)
-    warm_up(model, steps=6, rows=2 * ROWS)
-    second = get_plan(model)
-    assert len(session_of(model).plans) == 2
-    assert second.unplanned.peak_bytes > 1.5 * first.unplanned.peak_bytes
-    assert second.measured.peak_bytes <= second.budget_bytes
-
-
 def test_new_batch_sizes_do_not_merge_a_plan_again(monkeypatch):
     model, merged, merge = warm_up(planned(), steps=3, rows=MANY), [], recorded_step.merge
     for index in range(6):
@@ -79,19 +69,6 @@ def test_max_plans_is_announced_once(steps_before):
             step(model, index, rows=2 * ROWS)
     assert len(session_of(model).plans) == 1
     assert len([text for text in said if "max_plans" in text]) == 1
-
-
-@pytest.mark.usefixtures("_captures_all")
-def test_a_smaller_size_runs_by_the_plan_of_a_larger_one(planning_log):
-    first = get_plan(warm_up(planned(), steps=3, rows=MANY))
-    model = warm_up(planned(first.budget_bytes), steps=3, rows=MANY)
-    planning_log.texts.clear()
-    for index, rows in enumerate((MANY - 3, MANY - 9, MANY // 2, MANY - 5)):
-        step(model, index, rows)
-    assert not planning_log.of("searching")
-    assert len(session_of(model).plans) == 1, "sizes that don't come again are not solved for"
-    step(model, 5, MANY + 512)
-    assert planning_log.of("searching")
 
 
 def test_a_step_of_other_code_is_not_taken_for_another_size():
