@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.rewriting.losses import cross_entropy, cross_entropy_gradient
 from hiremate_lightning.torch_private import hacks
+from tests.behaviour.exactness.test_overwriting import autocast
 from tests.exact import added_peaks, captured_by, network, planned_alike, simple_loop, take_steps, train_both
 
 aten = torch.ops.aten
@@ -110,37 +112,31 @@ def test_beside_the_result_only_parts_are_allocated(change_thresholds, part_byte
 # ---------------------------------------------------------------- choice
 
 
-class Words(nn.Module):
-    """A model of words in half precision, and a loss."""
-
-    def __init__(
-        self, loss: Callable[[Tensor, Tensor], Any], dtype: torch.dtype = torch.bfloat16, classes: int = CLASSES
-    ) -> None:
-        super().__init__()
-        self.loss = loss
-        self.words = nn.Embedding(CLASSES, WIDTH)
-        self.body = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1))
-        self.head = nn.Linear(WIDTH, classes)
-        self.to(dtype)
-
-    def forward(self, x: Tensor) -> Any:
-        words = self.words(x)
-        return self.loss(self.head(words + self.body(words)), x.roll(1, 1))
+@network(
+    lambda loss, dropout, classes: {
+        "loss": loss,
+        "words": nn.Embedding(CLASSES, WIDTH),
+        "body": nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(dropout)),
+        "head": nn.Linear(WIDTH, classes),
+    }
+)
+def judged(self, x: Tensor) -> Any:
+    """A model of words, and a loss."""
+    words = self.words(x)
+    return self.loss(self.head(words + self.body(words)), x.roll(1, 1))
 
 
-class Autocast(Words):
-    """Single precision, half only where autocast says so."""
-
-    def __init__(self, loss: Callable[[Tensor, Tensor], Any]) -> None:
-        super().__init__(loss, torch.float32)
-
-    def forward(self, x: Tensor) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
-            return super().forward(x)
+def model_of(
+    loss: Callable[[Tensor, Tensor], Any],
+    dtype: torch.dtype = torch.bfloat16,
+    classes: int = CLASSES,
+    dropout: float = 0.1,
+) -> nn.Module:
+    return judged(loss, dropout, classes).to(dtype)
 
 
-def entropy(y: Tensor, x: Tensor) -> Tensor:
-    return F.cross_entropy(y.float().flatten(0, 1), x.flatten())
+def entropy(y: Tensor, x: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(y.float().flatten(0, 1), x.flatten(), **options)
 
 
 def with_penalty(y: Tensor, x: Tensor) -> Tensor:
@@ -149,15 +145,15 @@ def with_penalty(y: Tensor, x: Tensor) -> Tensor:
 
 
 def weighted(y: Tensor, x: Tensor) -> Tensor:
-    return F.cross_entropy(y.float().flatten(0, 1), x.flatten(), torch.ones(y.shape[-1]))
+    return entropy(y, x, weight=torch.ones(y.shape[-1]))
 
 
-def smoothed(y: Tensor, x: Tensor) -> Tensor:
-    return F.cross_entropy(y.float().flatten(0, 1), x.flatten(), label_smoothing=0.1)
+smoothed = partial(entropy, label_smoothing=0.1)
+each = partial(entropy, reduction="none")
 
 
-def each(y: Tensor, x: Tensor) -> Tensor:
-    return F.cross_entropy(y.float().flatten(0, 1), x.flatten(), reduction="none")
+def entropy_as_it_is(y: Tensor, x: Tensor) -> Tensor:
+    return F.cross_entropy(y.flatten(0, 1), x.flatten())
 
 
 def logs(y: Tensor) -> Tensor:
@@ -169,28 +165,25 @@ def batch(seed: int) -> Tensor:
 
 
 CHOICES: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "half": (lambda: Words(entropy), 2),
-    "autocast": (lambda: Autocast(lambda y, x: F.cross_entropy(y.flatten(0, 1), x.flatten())), 2),
-    "returned logits": (lambda: Words(lambda y, x: (entropy(y, x), y)), 2),
-    "one for each row": (lambda: Words(each), 2),
-    "weighted": (lambda: Words(weighted), 1),  # the gradient
-    "single precision": (lambda: Words(entropy, torch.float32), 2),
-    "half all through": (lambda: Words(lambda y, x: F.cross_entropy(y.flatten(0, 1), x.flatten())), 2),
-    "shifted": (
-        lambda: Words(lambda y, x: F.cross_entropy(y[:, :-1].float().flatten(0, 1), x[:, 1:].flatten())),
-        2,
-    ),
-    "returned converted": (lambda: Words(lambda y, x: (lambda z: (entropy(z, x), z))(y.float())), 2),
-    "another term": (lambda: Words(with_penalty), 2),
-    "smoothed": (lambda: Words(smoothed), 0),
-    "logarithms read": (lambda: Words(lambda y, x: (lambda z: F.nll_loss(z, x.flatten()) - z.mean())(logs(y))), 0),
-    "by columns": (lambda: Words(lambda y, x: F.cross_entropy(y.float().transpose(1, 2), x)), 0),
+    "half": (lambda: model_of(entropy), 2),
+    "autocast": (lambda: autocast(model_of(entropy_as_it_is, torch.float32)), 2),
+    "returned logits": (lambda: model_of(lambda y, x: (entropy(y, x), y)), 2),
+    "one for each row": (lambda: model_of(each), 2),
+    "weighted": (lambda: model_of(weighted), 1),  # the gradient
+    "single precision": (lambda: model_of(entropy, torch.float32), 2),
+    "half all through": (lambda: model_of(entropy_as_it_is), 2),
+    "shifted": (lambda: model_of(lambda y, x: entropy(y[:, :-1], x[:, 1:])), 2),
+    "returned converted": (lambda: model_of(lambda y, x: (lambda z: (entropy(z, x), z))(y.float())), 2),
+    "another term": (lambda: model_of(with_penalty), 2),
+    "smoothed": (lambda: model_of(smoothed), 0),
+    "logarithms read": (lambda: model_of(lambda y, x: (lambda z: F.nll_loss(z, x.flatten()) - z.mean())(logs(y))), 0),
+    "by columns": (lambda: model_of(lambda y, x: F.cross_entropy(y.float().transpose(1, 2), x)), 0),
 }
 
 
 @pytest.mark.usefixtures("_kernels_uncompiled")
 def test_a_loss_is_made_by_rows_beside_fused_kernels_too():
-    graph = captured_by(Words(entropy), batch(0), compile="inductor").graph
+    graph = captured_by(model_of(entropy), batch(0), compile="inductor").graph
     assert {"hiremate.cross_entropy", "hiremate.cross_entropy_gradient"} <= {node.op for node in graph.nodes}
 
 
@@ -214,9 +207,9 @@ def test_training_is_exact_with_the_expected_joined_losses(name, budget):
 MANY = 20 * CLASSES
 LOGITS = ROWS * MANY
 PEAKS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and the bytes of logits and of what is made of them
-    "half": (lambda: Words(entropy, classes=MANY), 2),
-    "single precision": (lambda: Words(entropy, torch.float32, MANY), 4),
-    "weighted": (lambda: Words(weighted, classes=MANY), 2 + 4),  # while the loss is computed
+    "half": (lambda: model_of(entropy, classes=MANY), 2),
+    "single precision": (lambda: model_of(entropy, torch.float32, MANY), 4),
+    "weighted": (lambda: model_of(weighted, classes=MANY), 2 + 4),  # while the loss is computed
 }
 
 
@@ -249,8 +242,7 @@ def test_returned_logits_that_nobody_holds_are_overwritten(dtype, holds):
     logs, peaks, held = [], [], []
     for is_planned in (False, True):
         torch.manual_seed(0)
-        module = Words(lambda y, x: (entropy(y, x), y), dtype, MANY)
-        module.body[3].p = 0.0
+        module = model_of(lambda y, x: (entropy(y, x), y), dtype, MANY, dropout=0.0)
         if is_planned:
             hiremate(module, "100%", verbose=False)
 
@@ -278,7 +270,7 @@ def test_returned_logits_that_nobody_holds_are_overwritten(dtype, holds):
 def test_a_budget_that_fits_with_logits_freed_is_not_refused():
     def train(budget: str | int) -> Any:
         torch.manual_seed(0)
-        module = hiremate(Words(lambda y, x: (entropy(y, x), y), torch.float32, MANY), budget, verbose=False)
+        module = hiremate(model_of(lambda y, x: (entropy(y, x), y), torch.float32, MANY), budget, verbose=False)
         take_steps(module, lambda _: batch(0), 4, loss_of=lambda y: y[0], clears="never")
         return get_plan(module)
 
@@ -289,7 +281,7 @@ def test_a_budget_that_fits_with_logits_freed_is_not_refused():
 
 
 def test_the_gradient_of_one_loss_for_each_row_may_come_expanded():
-    module = hiremate(Words(each, classes=MANY), "100%", verbose=False)
+    module = hiremate(model_of(each, classes=MANY), "100%", verbose=False)
     plan = take_steps(module, lambda _: batch(0), 5, loss_of=torch.mean, clears="never")
     assert plan.measured.peak_bytes == plan.planned_peak_bytes
     assert plan.planned_peak_bytes - plan.resident_bytes < 1.7 * 2 * LOGITS
@@ -304,10 +296,10 @@ def test_logits_that_are_returned_may_be_changed_in_place(dtype):
         logits.detach()[..., :3] = 0
         return loss
 
-    train_both(lambda: Words(lambda y, x: (entropy(y, x), y), dtype), simple_loop(batch, loss_of=changed))
+    train_both(lambda: model_of(lambda y, x: (entropy(y, x), y), dtype), simple_loop(batch, loss_of=changed))
 
 
-@network(lambda: {"logits": nn.Parameter(torch.randn(ROWS, CLASSES)), "words": Words(entropy)})
+@network(lambda: {"logits": nn.Parameter(torch.randn(ROWS, CLASSES)), "words": model_of(entropy)})
 def table(self, x: Tensor) -> Tensor:
     """Logits that are a weight, which the step itself changes once it has their loss."""
     loss = F.cross_entropy(self.logits, x.flatten()) + self.words(x)
@@ -316,19 +308,18 @@ def table(self, x: Tensor) -> Tensor:
     return loss
 
 
-class Cleared(Words):
+@network(lambda: {"words": nn.Embedding(CLASSES, WIDTH), "head": nn.Linear(WIDTH, CLASSES)})
+def cleared(self, x: Tensor) -> Tensor:
     """Logits of a graph before, which the one of the loss clears."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits = self.head(self.words(x).float().relu()).flatten(0, 1)
-        torch._dynamo.graph_break()
-        loss = F.cross_entropy(logits, x.flatten())
-        with torch.no_grad():
-            logits.zero_()
-        return loss
+    logits = self.head(self.words(x).float().relu()).flatten(0, 1)
+    torch._dynamo.graph_break()
+    loss = F.cross_entropy(logits, x.flatten())
+    with torch.no_grad():
+        logits.zero_()
+    return loss
 
 
-@pytest.mark.parametrize("make", [table, lambda: Cleared(entropy, torch.float32)], ids=["weight", "graph before"])
+@pytest.mark.parametrize("make", [table, cleared])
 def test_logits_changed_in_place_by_the_step_are_not_read_again(make):
     train_both(make, simple_loop(batch, loss_of=lambda loss: loss), on_infeasible="warn")
 
@@ -370,9 +361,7 @@ def test_logits_are_there_for_another_backward():
         return [p.grad for p in module.parameters()]
 
     torch.manual_seed(0)
-    plain = Words(entropy, torch.float32)
-    plain.body[3].p = 0.0
-    planned_alike(plain, backward_twice, "100%")
+    planned_alike(model_of(entropy, torch.float32, dropout=0.0), backward_twice, "100%")
 
 
 class InChunks(torch.autograd.Function):
