@@ -48,8 +48,6 @@ Action = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class LoopRecipe:
-    """A loop."""
-
     iterations: tuple[tuple[Action, ...], ...]  # the actions of each kind of iteration
     order: tuple[int, ...]  # which kind each iteration is of
     share: int  # position in SHARES
@@ -58,7 +56,6 @@ class LoopRecipe:
 
 
 def draw_loop(seed: int) -> LoopRecipe:
-    """Draw the loop of a number."""
     rng, count = random.Random(seed), LONG_ITERATIONS if seed % LONG_EVERY == LONG_EVERY - 1 else ITERATIONS
     iterations = tuple(_draw_iteration(rng) for _ in range(rng.choice((1, 1, 2, 3))))
     cycle = [rng.randrange(len(iterations)) for _ in range(rng.randrange(1, 5))]

@@ -66,13 +66,7 @@ class Recipe:
 
 
 def draw(choose: Callable[[Iterable[Any]], Any], longest: int = 9, names: Iterable[str] = OPERATIONS) -> Recipe:
-    """Draw a recipe.
-
-    Args:
-        choose: Picks one of some values.
-        longest: Most operations.
-        names: Operations to draw from.
-    """
+    """Draw a recipe by what picks one of some values."""
     count = choose(range(2, longest + 1))
     numbers = range(8)
     names = sorted(names)
@@ -123,7 +117,6 @@ class FuzzNet(nn.Module):
         return self.arrange(self.last(values[-1]), x, values)
 
     def arrange(self, y: Tensor, x: Tensor, values: list[Tensor]) -> Any:
-        """Put results into what the network returns."""
         if self.structure == "tensor":
             return y
         if self.structure == "tuple":
@@ -151,13 +144,11 @@ def _straight_line(sources: list[tuple[int, int]]) -> Callable[..., list[Tensor]
 
 
 def build(recipe: Recipe) -> FuzzNet:
-    """Build the network of a recipe, the same each time."""
     torch.manual_seed(recipe.seed)
     return FuzzNet(recipe)
 
 
 def make_batch(recipe: Recipe, index: int) -> tuple[Tensor, Tensor]:
-    """Make the batch of a step."""
     rows, (tokens, width) = ROWS[recipe.rows], SHAPES[recipe.shape]
     generator = torch.Generator().manual_seed(recipe.seed + index)
     x = torch.randn(rows, tokens, width, generator=generator)
@@ -165,7 +156,6 @@ def make_batch(recipe: Recipe, index: int) -> tuple[Tensor, Tensor]:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """List the tensors of a nested value."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
@@ -200,7 +190,6 @@ class Record:
     peaks: list[int] = field(default_factory=list)  # measured peak of the last steps, resident bytes included
 
     def note(self, name: str, value: Any) -> None:
-        """Keep a copy."""
         self.values[name] = value.detach().clone() if isinstance(value, Tensor) else value
 
 

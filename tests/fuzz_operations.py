@@ -16,44 +16,31 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
+from tests.exact import network
+
 WORDS = 20  # vocabulary of the token ids
 
-Builder = Callable[[Tensor, Tensor, int, list["Operation"]], "Operation | None"]
+Builder = Callable[[Tensor, Tensor, int, list[nn.Module]], nn.Module | None]
 OPERATIONS: dict[str, Builder] = {}
 
 
-class Operation(nn.Module):
-    """An operation made of a function of two values, token ids, and modules.
-
-    Attributes:
-        name: Its name in OPERATIONS.
-    """
-
-    def __init__(self, name: str, function: Callable[..., Any], **members: Any) -> None:
-        super().__init__()
-        self.name = name
-        self.function = function
-        for key, member in members.items():
-            if isinstance(member, Tensor) and not isinstance(member, nn.Parameter):
-                self.register_buffer(key, member)
-            else:
-                setattr(self, key, member)
-
-    def forward(self, a: Tensor, b: Tensor, words: Tensor) -> tuple[Tensor, ...]:
-        result = self.function(self, a, b, words)
-        return result if isinstance(result, tuple) else (result,)
+@network(lambda name, function, **members: {"name": name, "function": function, **members})
+def applied(self, a: Tensor, b: Tensor, words: Tensor) -> tuple[Tensor, ...]:
+    """Applies a function of two values, token ids, and modules."""
+    result = self.function(self, a, b, words)
+    return result if isinstance(result, tuple) else (result,)
 
 
 def operation(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function that gives None, or a function of (operation, a, b, words) and its members."""
 
     def register(make: Callable[..., Any]) -> Callable[..., Any]:
-        def build(a: Tensor, b: Tensor, setting: int, earlier: list[Operation]) -> Operation | None:
+        def build(a: Tensor, b: Tensor, setting: int, earlier: list[nn.Module]) -> nn.Module | None:
             made = make(a, b, setting, earlier)
             if made is None:
                 return None
             function, members = made if isinstance(made, tuple) else (made, {})
-            return Operation(name, function, **members)
+            return applied(name, function, **members)
 
         OPERATIONS[name] = build
         return make

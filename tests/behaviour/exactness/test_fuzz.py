@@ -1,4 +1,4 @@
-"""Random small networks train under random budgets as they do without: every number bit for bit, never over budget.
+"""Random small networks and loops train under random budgets as without: every number bit for bit, never over budget.
 
 `benchmarks/fuzz.py` draws as many as are asked for; here are a few, and each operation once by itself.
 """
@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.fuzz_loops import compare_loop, draw_loop
 from tests.fuzz_models import MiscompiledError, Outcome, Recipe, RejectedError, compare, draw
 from tests.fuzz_operations import OPERATIONS
 
@@ -94,3 +95,12 @@ def test_what_plain_training_refuses_is_rejected():
     recipe = Recipe((("activation", 0, 0, 4), ("scale in place", 0, 0, 0)))
     with pytest.raises(RejectedError, match="inplace operation"):
         compare(recipe)
+
+
+# A graph that two backwards share, gradients by autograd.grad, and a graph that waits while another one is dropped.
+@pytest.mark.parametrize("seed", [3, 4, 10])
+def test_a_drawn_loop_is_exact_and_within_its_budget(seed):
+    outcome = compare_loop(draw_loop(seed))
+    assert not outcome.differences, outcome.recipe
+    assert not outcome.is_over_budget, (outcome.peaks, outcome.budget_bytes, outcome.recipe)
+    assert outcome.kinds
