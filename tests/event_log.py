@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from hiremate_lightning import HiRemateWarning, Plan, hiremate, remove_hiremate, testing
 from hiremate_lightning.records.schedule import Compute, Free
 from hiremate_lightning.units import format_bytes
+from tests.life import Net, batch
 from tests.models import GPT, Model, ResNet, UNet, build_bert, build_vit
 
 FILE = Path(__file__).with_name("event_log.json")
@@ -131,11 +132,12 @@ def steps_of(
     loss_of: Callable[[int], Tensor],
     seeds: Iterable[int] = range(STEPS),
     optimizer: torch.optim.Optimizer | None = None,
+    set_to_none: bool = True,
 ) -> None:
     """Take a step for each number, from which its loss is made."""
     optimizer = optimizer or adam(model)
     for seed in seeds:
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none)
         loss = loss_of(seed)
         loss.backward()
         optimizer.step()
@@ -154,18 +156,9 @@ def network(build: Callable[[], Model], budget: str, recorder: Recorder, **optio
     steps_of(module, recorder, lambda seed: built.loss_of(module(*built.make_batch(seed))))
 
 
-class Chain(nn.Module):
-    """Linear layers with batch norm, GELU and dropout."""
-
+class Chain(Net):
     def __init__(self, depth: int = 4, width: int = 32, out: int | None = None) -> None:
-        super().__init__()
-        self.body = nn.Sequential()
-        for _ in range(depth):
-            self.body.extend([nn.Linear(width, width), nn.BatchNorm1d(width), nn.GELU(), nn.Dropout(0.1)])
-        self.head = nn.Linear(width, out or width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x))
+        super().__init__(depth, width, out)
 
 
 class Blocks(nn.Module):
@@ -187,8 +180,7 @@ class Blocks(nn.Module):
         return self.head(x)
 
 
-def rows(seed: int, count: int = 512, width: int = 32) -> Tensor:
-    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
+rows = partial(batch, rows=512, width=32)
 
 
 def tokens(seed: int, length: int, count: int = 8) -> Tensor:
@@ -205,7 +197,7 @@ def chain(
 ) -> None:
     """Train a chain, or another model of rows."""
     model = recorder.plan(make(), budget, **options)
-    steps_of(model, recorder, lambda seed: squares(model, rows(seed, *shape)), range(steps))
+    steps_of(model, recorder, lambda seed: squares(model, rows(seed, rows=shape[0], width=shape[1])), range(steps))
 
 
 def squares(model: nn.Module, x: Tensor) -> Tensor:
@@ -236,18 +228,13 @@ def gan(recorder: Recorder) -> None:
     maker = recorder.plan(Chain(), "70%", "maker")
     critic = recorder.plan(Chain(out=1), "70%", "critic")
     for_maker, for_critic = adam(maker), adam(critic)
+
+    def loss_of_critic(seed: int) -> Tensor:
+        return critic(rows(seed)).mean() - critic(maker(rows(100 + seed)).detach()).mean()
+
     for index in range(5):
-        for_critic.zero_grad()
-        loss = critic(rows(index)).mean() - critic(maker(rows(100 + index)).detach()).mean()
-        loss.backward()
-        for_critic.step()
-        recorder.stepped(loss)
-        for_maker.zero_grad()
-        loss = -critic(maker(rows(200 + index))).mean()
-        loss.backward()
-        for_maker.step()
-        recorder.stepped(loss)
-        del loss
+        steps_of(critic, recorder, loss_of_critic, [index], for_critic)
+        steps_of(maker, recorder, lambda seed: -critic(maker(rows(200 + seed))).mean(), [index], for_maker)
 
 
 def retained(recorder: Recorder) -> None:
@@ -307,13 +294,7 @@ def plain_optimizer(recorder: Recorder) -> None:
     """Gradients are kept between steps, and set to zero in place."""
     model = recorder.plan(Chain(), "60%")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-    for index in range(STEPS):
-        optimizer.zero_grad(set_to_none=False)
-        loss = model(rows(index)).square().mean()
-        loss.backward()
-        optimizer.step()
-        recorder.stepped(loss)
-        del loss
+    steps_of(model, recorder, lambda seed: squares(model, rows(seed)), optimizer=optimizer, set_to_none=False)
 
 
 def half_frozen() -> nn.Module:
@@ -360,7 +341,7 @@ def evaluation(recorder: Recorder) -> None:
 def two_batch_sizes(recorder: Recorder) -> None:
     """The last batch of each epoch is smaller."""
     model = recorder.plan(Chain(), "60%")
-    steps_of(model, recorder, lambda seed: squares(model, rows(seed, 512 if seed % 4 < 3 else 200)), range(12))
+    steps_of(model, recorder, lambda seed: squares(model, rows(seed, rows=512 if seed % 4 < 3 else 200)), range(12))
 
 
 class Forces(nn.Module):

@@ -19,12 +19,12 @@ WIDTH, ROWS, MANY = 16, 256, 4096
 class Net(nn.Module):
     """A chain in which activations outweigh weights, with dropout and batch norm."""
 
-    def __init__(self, depth: int = 3, width: int = WIDTH) -> None:
+    def __init__(self, depth: int = 3, width: int = WIDTH, out: int | None = None) -> None:
         super().__init__()
         self.body = nn.Sequential()
         for _ in range(depth):
             self.body.extend([nn.Linear(width, width), nn.BatchNorm1d(width), nn.GELU(), nn.Dropout(0.1)])
-        self.head = nn.Linear(width, width)
+        self.head = nn.Linear(width, out or width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.body(x))
@@ -44,7 +44,6 @@ def planned(budget="75%", seed: int = 1, **options) -> Net:
 
 
 def step(model: nn.Module, seed: int = 0, rows: int = ROWS) -> torch.Tensor:
-    """Do one training step, without an optimizer."""
     model.zero_grad()
     loss = model(batch(seed, rows)).square().mean()
     loss.backward()
