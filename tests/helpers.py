@@ -96,12 +96,10 @@ def retaining(step: tuple[Graph, Profile]) -> tuple[Graph, Profile]:
 
 
 def problem_of(step: tuple[Graph, Profile], budget_bytes: int, **options: float | str) -> Problem:
-    """Ask for a budget."""
     return Problem(*step, budget_bytes, SolveOptions(**options))  # type: ignore[arg-type]
 
 
 def random_policy(model: StepModel, rng: random.Random) -> Policy:
-    """Keep and drop at random."""
     kept = frozenset(s for s in model.choices if rng.random() < 0.5)
     positions = range(len(model.reads))
     drops = frozenset((s, p) for s in model.choices for p in positions if rng.random() < 0.2)
@@ -163,7 +161,6 @@ def lazy_frontier(problem: Problem, limit: int = 4000) -> list[tuple[int, float]
 
 
 def moments(simulation: Simulation) -> list[tuple[int, int]]:
-    """List peak and live bytes of each operation."""
     return [(moment.peak_bytes, moment.live_bytes) for moment in simulation.timeline]
 
 

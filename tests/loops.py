@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.planning.plan import Plan
+from tests import exact
 
 WIDTH, ROWS, STEPS = 48, 1024, 6
 
@@ -25,8 +26,6 @@ BUDGET = "70%"
 
 @dataclass(frozen=True)
 class Script:
-    """A training script."""
-
     framework: str  # "plain", "fabric" or "accelerate"
     precision: str = "no"  # "no" or "bf16"
     accumulate: int = 1  # backwards for each step of the optimizer
@@ -145,17 +144,12 @@ LOOPS = {"plain": run_plain, "fabric": run_fabric, "accelerate": run_accelerate}
 
 
 def assert_same(found: Outcome, expected: Outcome) -> None:
-    """Compare what two scripts left, bit for bit."""
-    assert [x.item().hex() for x in found.losses] == [x.item().hex() for x in expected.losses]
-    assert list(found.state) == list(expected.state)
-    for name, value in expected.state.items():
-        assert torch.equal(found.state[name], value), name
+    exact.assert_same([found.losses, found.state], [expected.losses, expected.state])
 
 
 def assert_within_budget(plan: Plan | None) -> None:
     """Check that a plan had something to do, and that it kept its promise."""
-    assert plan is not None
+    assert plan is not None, "nothing was planned"
     assert plan.predicted_overhead > 0
     assert plan.planned_peak_bytes <= plan.budget_bytes < plan.unplanned_peak_bytes
-    assert plan.measured.peak_bytes is not None
     assert plan.measured.peak_bytes <= plan.budget_bytes, (plan.measured.peak_bytes, plan.planned_peak_bytes)

@@ -49,7 +49,6 @@ def stale(entries: Sequence[EntryPoint] = ENTRY_POINTS) -> list[Path]:
 
 
 def _written(entries: Sequence[EntryPoint] = ENTRY_POINTS) -> dict[Path, str]:
-    """Write all files anew, in memory."""
     files = {TABLE: _with_block(TABLE, table()), ERRORS: _with_block(ERRORS, errors())}
     for entry in entries:
         path = ROOT / entry.file
@@ -94,7 +93,6 @@ def _signature(text: str, entry: EntryPoint) -> str:
 
 
 def _default(option: Option) -> str:
-    """Write a default as Python code."""
     return json.dumps(option.default) if isinstance(option.default, str) else repr(option.default)
 
 
@@ -160,7 +158,6 @@ def _joined(lines: list[str]) -> str:
 
 
 def table() -> str:
-    """Write the table of all options in Markdown."""
     rows = [
         (f"`{o.name}`", f"`{o.annotation}`", f"`{_default(o)}`", o.allowed, o.meaning, _flag_of(o))
         for o in OPTIONS.values()
@@ -174,7 +171,6 @@ def _flag_of(option: Option) -> str:
 
 
 def errors() -> str:
-    """Write the error messages for values that are not allowed."""
     options = {**OPTIONS, **SEARCH_OPTIONS}.values()
     return "\n".join(f"> {o.name} must be {o.allowed}, found …\n" for o in options if o.allowed)
 

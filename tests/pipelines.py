@@ -33,8 +33,6 @@ BUFFERS_BYTES = ROWS * LENGTH * WIDTH * 4  # of what one stage sends to the next
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A training script of a pipeline."""
-
     name: str  # what is special about it
     schedule: Callable[..., Any]  # in which order the micro-batches run
     budgets: tuple[str, str]  # of the two processes

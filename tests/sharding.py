@@ -30,8 +30,6 @@ TOO_SMALL = "too small for one rank"  # name of what two ranks with different bu
 
 @dataclass(frozen=True)
 class Case:
-    """A training script."""
-
     name: str  # what is special about it
     model: Callable[[], nn.Module]  # makes the model, from the random state
     rows: int = 8  # rows of each batch

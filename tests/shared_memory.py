@@ -23,13 +23,7 @@ LIMIT_S = 60.0
 
 
 class SharedMemory:
-    """Memory that all processes map, each of which writes to its own slots.
-
-    Args:
-        folder: Where the files are that are mapped.
-        rank: Number of this process.
-        world: Number of processes.
-    """
+    """Memory that all processes map from files, each of which writes to its own slots."""
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:
         self.rank, self.world, self._turn = rank, world, 0

@@ -268,7 +268,6 @@ def recompute_lazily(graph: Graph, kept: Iterable[int]) -> tuple[tuple[int, ...]
 
 
 def room(size_bytes: int, resident_bytes: int = 0, margin_bytes: int = 0) -> Room:
-    """Return how many bytes a step has within a budget that names bytes."""
     return Room(Budget(size_bytes=size_bytes), size_bytes, resident_bytes, margin_bytes)
 
 

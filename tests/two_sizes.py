@@ -19,7 +19,6 @@ BUDGETS = (2 * 2**20, 4 * 2**20)
 
 
 def main(folder: Path) -> None:
-    """Search, and take a step at the size."""
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
     torch.manual_seed(0)
