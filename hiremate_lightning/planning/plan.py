@@ -234,6 +234,8 @@ class Plan:
         lines = planned_lines(self)
         if self.measured.peak_bytes is not None or self.measured.overhead is not None:
             lines.append(measured_line(self))
+        elif self.proved:  # it runs
+            lines.append("  measured: nothing yet; a step of the planned input sizes is measured when it comes")
         if self.proved:
             lines.append(f"  proved: {self.proved}")
         return "\n".join(lines)

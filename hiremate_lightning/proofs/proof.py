@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -14,6 +14,7 @@ from torch import fx
 from ..capturing.capture import Captured
 from ..memory.allocator import alone, in_blocks
 from ..records.costs import Profile, in_eager
+from ..records.expressions import Sizes
 from ..records.graph import Graph, StorageKind, bytes_of
 from ..records.simulation import forward_peak_bytes, simulate, simulate_eager
 from ..records.step import Step
@@ -21,6 +22,8 @@ from ..running.execution import Part
 from ..running.program import Program
 from ..torch_private import captured_code, tensor_state
 from .trials import unused_at
+
+NOT_AGAIN = "other gradients came than were proved, and that code has not run again since"
 
 
 class Verdict(Enum):
@@ -30,6 +33,44 @@ class Verdict(Enum):
     PROVED = "both give the same bits"
     ROUNDED = "they differ by rounding"
     REFUSED = "they differ, or the captured code fails: it runs as it was written"
+
+
+class ProofAtSizes:
+    """What is proved of the programs of one schedule, at sizes of which some were traced.
+
+    Attributes:
+        forward: The verdict of the latest proof, as are the others, on outputs, changed inputs and generators.
+        backward: The verdict on gradients.
+        rounded: The values that differ by rounding, in words.
+        why_unproved: Why gradients are not proved, in words.
+    """
+
+    def __init__(self, traced: Sequence[Sizes]) -> None:
+        self.forward = self.backward = Verdict.UNKNOWN
+        self.rounded: tuple[str, ...] = ()
+        self.why_unproved = ""
+        self._traced, self._proved = traced, list[Sizes]()
+        self._without = set[frozenset[int]]()  # positions of missing gradients, for each kind of proved backward
+
+    def holds_at(self, sizes: Sizes, without: Collection[frozenset[int]] = ()) -> bool:
+        """Whether the programs are taken to give eager PyTorch's bits at some sizes, where some gradients don't come.
+
+        They do where they have done so at sizes that were not traced, and each of these sizes lies between those that
+        were traced or proved: PyTorch may compute in another way beyond some size, and these programs do not.
+        """
+        return bool(self._proved) and self.encloses(sizes) and self._without.issuperset(without)
+
+    def encloses(self, sizes: Sizes) -> bool:
+        """Whether each of some sizes lies between those that were traced or proved."""
+        columns = zip(*self._traced, *self._proved, strict=True)
+        return all(min(c) <= size <= max(c) for c, size in zip(columns, sizes, strict=True))
+
+    def learn(self, proof: Proof, sizes: Sizes, without: Collection[frozenset[int]]) -> None:
+        """Learn that the program for some sizes gives eager PyTorch's bits, where some gradients don't come."""
+        self._proved.append(sizes)
+        self._without.update(without)
+        self.forward, self.backward = proof.forward, proof.backward
+        self.rounded, self.why_unproved = proof.rounded, proof.why_unproved
 
 
 class Proof:
@@ -58,6 +99,7 @@ class Proof:
         self.backward = Verdict.PROVED if part is None else Verdict.UNKNOWN  # on gradients
         self.runs = 0  # while there was something to prove
         self.rests = False  # until other gradients come
+        self.at_sizes: ProofAtSizes | None = None  # of the program that made code ran by last; None for traced code
         # Positions of missing gradients, for each kind of backward that was proved, or that could not be.
         self.tried_without: set[frozenset[int]] = set()
         self.rounded: tuple[str, ...] = ()  # values that differ by rounding, in words
@@ -75,7 +117,11 @@ class Proof:
     @property
     def gradients(self) -> Verdict:
         """The verdict on the gradients of all backwards that have run."""
-        return self.backward if self.written is None or self.next_without() is None else Verdict.UNKNOWN
+        if self.at_sizes is not None and self.part is not None:
+            is_known = self.at_sizes.holds_at(self.part.captured.sizes, self.part.ran_without)
+        else:
+            is_known = self.written is None or self.next_without() is None
+        return self.backward if is_known else Verdict.UNKNOWN
 
     @property
     def is_refused(self) -> bool:
@@ -126,6 +172,11 @@ class Proof:
         if self.part is None or len(self.part.captured.tangents) < 2:
             self.end()
 
+    def follow(self, known: ProofAtSizes) -> None:
+        """Take the verdicts on the program that made code runs by."""
+        self.forward, self.backward = known.forward, known.backward
+        self.rounded, self.why_unproved = known.rounded, known.why_unproved
+
     def end(self) -> None:
         """End the proof, and release what it held."""
         self.written = None
@@ -153,7 +204,7 @@ class Proofs:
             return ""
         counts = [_count([p.forward for p in proofs], "forward", " graph" + "s" * (len(proofs) > 1))]
         counts += [_count([p.gradients for p in trained], "gradients")] if trained else []
-        reasons = sorted({p.why_unproved for p in proofs if p.unproved} - {""})
+        reasons = sorted({p.why_unproved or NOT_AGAIN for p in proofs if p.unproved})
         return ", ".join(counts) + (f"; not more, since {'; '.join(reasons)}" if reasons else "")
 
     def rounded(self) -> tuple[str, ...]:

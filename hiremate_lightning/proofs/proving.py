@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -35,15 +36,16 @@ from ..rewriting.kernels import FusedKernels
 from ..rewriting.nodes import is_collective
 from ..running.execution import Part
 from ..running.program import Program
-from ..running.template import ProgramTemplate, is_proved_by_another, template_of
+from ..running.template import ProgramTemplate, template_of
 from ..torch_private import autocasting, backward_pass, captured_code, tensor_state
 from ..torch_private.hacks import replaced
 from .differences import Difference, differences
-from .proof import Proof, ProofMemory, Proofs, Verdict, proof_memory
+from .proof import Proof, ProofAtSizes, ProofMemory, Proofs, Verdict, proof_memory
 from .trials import Trial, TrialOutcome, Unused, likely_unused, unused_at
 
 log = logging.getLogger("hiremate_lightning")
 
+INSIDE = "it has run inside of a backward only"
 TRIES = 3  # runs, for gradients whose memory is not there at the first one
 _NOT_PARTS = re.compile(r"_(?:modules|parameters|buffers)_")
 
@@ -77,6 +79,7 @@ class Prover:
     ) -> None:
         self._model, self._proofs, self._program_of, self._free_bytes = model, model.proofs, program_of, free_bytes
         self._has_said_unproved = False
+        self._at_sizes: weakref.WeakKeyDictionary[ProgramTemplate, ProofAtSizes] = weakref.WeakKeyDictionary()
 
     def prove(self, proof: Proof, arguments: Sequence[Any]) -> None:
         """Prove captured code that is about to run, as far as it is unproved and memory is free.
@@ -98,28 +101,45 @@ class Prover:
         no memory for gradients, or a backward runs, it is enough that another schedule is proved, as for code that was
         traced.
         """
-        program = self._program_of(part)
+        program, sizes = self._program_of(part), part.captured.sizes
         template = template_of(part.captured, program.schedule)
         assert template is not None, "asked of code that is made from a template"
-        if template.is_proved_at(part.captured.sizes, part.ran_without):
-            return
+        proof.at_sizes = self._known_of(template)
+        if not proof.at_sizes.holds_at(sizes, part.ran_without):
+            self._prove_program(proof, part, template, program, arguments)
+        if proof.at_sizes.holds_at(sizes, part.ran_without):
+            proof.follow(proof.at_sizes)
+
+    def _known_of(self, template: ProgramTemplate) -> ProofAtSizes:
+        """Return what is proved of the programs of a schedule."""
+        return self._at_sizes.setdefault(template, ProofAtSizes(template.sizes))
+
+    def _prove_program(
+        self, proof: Proof, part: Part, template: ProgramTemplate, program: Program, arguments: Sequence[Any]
+    ) -> None:
+        """Prove made code by a program that is not known to give eager PyTorch's bits at its sizes."""
+        captured, known = part.captured, self._known_of(template)
+        programs = () if captured.template is None else captured.template.programs.values()
+        others = (self._known_of(other) for other in programs if other is not None)
+        is_proved_by_another = any(other.holds_at(captured.sizes) for other in others)
+        written, proof.forward, proof.backward = proof.written, Verdict.UNKNOWN, Verdict.UNKNOWN
         if backward_pass.is_running():
-            if is_proved_by_another(part.captured):
+            proof.why_unproved = INSIDE
+            if is_proved_by_another:
                 return
             raise NoTemplateError("Code can't be proved inside of a backward")
-        written, proof.forward, proof.backward = proof.written, Verdict.UNKNOWN, Verdict.UNKNOWN
         proof.tried_without = set()
-        if template.encloses(part.captured.sizes) and not _may_differ_from_itself(part, arguments):
+        if known.encloses(captured.sizes) and not _may_differ_from_itself(part, arguments):
             self._prove_smaller(proof, part, template, program, arguments)
-        if template.is_proved_at(part.captured.sizes, part.ran_without):
+        if known.holds_at(captured.sizes, part.ran_without):
             return
         self._prove(proof, arguments)
         proof.written, proof.rests = written, False
         if proof.is_known:
-            template.proved_at(part.captured.sizes, proof.tried_without)
-        elif template.is_proved_at(part.captured.sizes):  # where other gradients come; for these there is no memory
-            template.proved_at(part.captured.sizes, part.ran_without)
-        elif proof.forward is Verdict.UNKNOWN or not is_proved_by_another(part.captured):
+            known.learn(proof, captured.sizes, proof.tried_without)
+        elif known.holds_at(captured.sizes):  # where other gradients come; for these there is no memory
+            known.learn(proof, captured.sizes, part.ran_without)
+        elif proof.forward is Verdict.UNKNOWN or not is_proved_by_another:
             raise NoTemplateError("Programs of sizes that were not traced could not be proved")
 
     def _prove_smaller(
@@ -132,8 +152,7 @@ class Prover:
         sizes, smaller.part.ran_without = smaller.part.captured.sizes, part.ran_without
         self._prove(smaller, some, replace(template.at(sizes), protects=program.protects))
         if smaller.is_known:
-            template.proved_at(sizes, smaller.tried_without)
-            proof.forward, proof.backward, proof.rounded = smaller.forward, smaller.backward, smaller.rounded
+            self._known_of(template).learn(smaller, sizes, smaller.tried_without)
 
     def _prove(self, proof: Proof, arguments: Sequence[Any], made: Program | None = None) -> None:
         """Prove code by the program that it is about to run by, or by one that was made for smaller sizes.
@@ -142,6 +161,7 @@ class Prover:
             WrongTemplateError: If code that was made from traces of other sizes fails, or gives other numbers.
         """
         if backward_pass.is_running():
+            proof.why_unproved = INSIDE
             return
         nodes = () if proof.part is None else proof.part.captured.joint.graph.nodes
         if any(is_collective(str(node.target)) for node in nodes):

@@ -12,7 +12,7 @@ is no such expression, or where too few sizes were traced.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -41,6 +41,7 @@ class ProgramTemplate:
         decisions: Nodes that are computed again.
 
     Attributes:
+        sizes: The sizes of the samples.
         schedule: The schedule of each of the programs.
 
     Raises:
@@ -48,8 +49,7 @@ class ProgramTemplate:
     """
 
     def __init__(self, samples: Sequence[Captured], sizes: Sequence[Sizes], decisions: Decisions) -> None:
-        self._sizes, self._proved = tuple(sizes), list[Sizes]()
-        self._proved_without = set[frozenset[int]]()
+        self.sizes = tuple(sizes)
         self._programs = list[Program]()
         for captured in samples:  # small values are treated as large ones
             finishes = {node: replace(finish, at_all_sizes=True) for node, finish in captured.finishes.items()}
@@ -60,24 +60,6 @@ class ProgramTemplate:
             raise NoTemplateError(f"The same decisions are other schedules at the sizes {sizes}")
         self._forward = _Template([program.forward_module for program in self._programs], sizes)
         self._variants = {Changes(): self._variant_of_samples(Changes(), overwrites=True)}
-
-    def is_proved_at(self, sizes: Sizes, without: Collection[frozenset[int]] = ()) -> bool:
-        """Whether its programs are taken to give eager PyTorch's bits at some sizes, where some gradients don't come.
-
-        They do where they have done so at sizes that were not traced, and each of these sizes lies between those that
-        were traced or proved: PyTorch may compute in another way beyond some size, and a template does not.
-        """
-        return bool(self._proved) and self.encloses(sizes) and self._proved_without.issuperset(without)
-
-    def encloses(self, sizes: Sizes) -> bool:
-        """Whether each of some sizes lies between those that were traced or proved."""
-        columns = zip(*self._sizes, *self._proved, strict=True)
-        return all(min(c) <= size <= max(c) for c, size in zip(columns, sizes, strict=True))
-
-    def proved_at(self, sizes: Sizes, without: Collection[frozenset[int]]) -> None:
-        """Learn that its program for some sizes gives eager PyTorch's bits, where some gradients don't come."""
-        self._proved.append(sizes)
-        self._proved_without.update(without)
 
     def at(self, sizes: Sizes) -> Program:
         """Return the program for some sizes."""
@@ -97,7 +79,7 @@ class ProgramTemplate:
 
     def _variant_of_samples(self, changes: Changes, overwrites: bool) -> tuple[Program, _Template]:
         programs = [program.variant(changes, overwrites) for program in self._programs]
-        return programs[0], _Template([program.backward_module for program in programs], self._sizes)
+        return programs[0], _Template([program.backward_module for program in programs], self.sizes)
 
 
 def program_of(captured: Captured, schedule: Schedule, host: HostMemory | None = None) -> Program:
@@ -136,12 +118,6 @@ def template_of(captured: Captured, schedule: Schedule) -> ProgramTemplate | Non
     if made is None:
         raise NoTemplateError("Traces of other sizes do not tell the programs of a schedule")
     return made
-
-
-def is_proved_by_another(captured: Captured) -> bool:
-    """Whether a program of the same code, by another schedule, is taken to give eager PyTorch's bits at its sizes."""
-    programs = () if captured.template is None else captured.template.programs.values()
-    return any(template is not None and template.is_proved_at(captured.sizes) for template in programs)
 
 
 class _Template:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.zoo.networks import Block
-from hiremate_lightning import hiremate
+from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.proofs.proof import Proof, ProofAtSizes
 from hiremate_lightning.proofs.trials import TrialOutcome
 from hiremate_lightning.running.template import ProgramTemplate
 from hiremate_lightning.testing import captured_count, is_eager, is_from_template
@@ -122,13 +124,13 @@ def test_new_sizes_run_by_templates_within_the_budget():
 @pytest.fixture(name="proved")
 def _proved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The lengths at which decisions are proved."""
-    lengths, prove = list[int](), ProgramTemplate.proved_at
+    lengths, learn = list[int](), ProofAtSizes.learn
 
-    def note(template: ProgramTemplate, sizes: tuple[int, ...], without: set[frozenset[int]]) -> None:
+    def note(known: ProofAtSizes, proof: Proof, sizes: tuple[int, ...], without: set[frozenset[int]]) -> None:
         lengths.extend(sizes)
-        prove(template, sizes, without)
+        learn(known, proof, sizes, without)
 
-    monkeypatch.setattr(ProgramTemplate, "proved_at", note)
+    monkeypatch.setattr(ProofAtSizes, "learn", note)
     return lengths
 
 
@@ -144,6 +146,9 @@ def test_decisions_are_proved_at_half_a_length_or_there(
     assert is_from_template(planned.model)
     assert set(proved) <= set(expected)
     assert proved
+    plan = get_plan(planned.model)
+    graphs, gradients = re.fullmatch(r"forward (\d+) of \1 graphs, gradients (\d+) of \2", plan.proved).groups()
+    assert int(graphs) == int(gradients) > len(NEW)
 
 
 class Scaled(SmallGPT):

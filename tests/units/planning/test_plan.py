@@ -107,6 +107,7 @@ def test_the_summary_says_what_was_planned_and_what_was_measured():
     """A printed plan is its summary, and no list of operations."""
     plan = plan_keeping(*chain(), ())
     assert "measured" not in plan.summary()
+    assert "measured: nothing yet; " in plan.changed(proved="forward 1 of 1 graph").summary()
     assert plan.summary().startswith("HiRemate plan")
     measured = plan.with_measured(peak_bytes=plan.planned_peak_bytes)
     assert "measured: peak" in measured.summary()
