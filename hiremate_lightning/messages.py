@@ -36,6 +36,7 @@ REASONS = 5  # why graphs end that a message lists, the most frequent first
 ANEW = "made anew in each step"  # the topic of two warnings, of which the first one is shown
 CLEARLY_MORE = 1.1  # than was said of steps in which nothing fits: it is said again
 CLEARLY = 0.002  # of a budget: smaller changes are not said
+ENDS = " What ends its graphs: "
 BATCH = "batch"  # the part of what exists before a step that comes with it
 BASE_S = 1.0  # the first capture of a process
 MODULE_S = 0.1  # of a module without modules in it: a BERT of 6 layers has 81, and took 9 s of an idle core
@@ -52,12 +53,12 @@ class Warnings:
     """Warns once of each thing."""
 
     def __init__(self) -> None:
-        self._said = set[str]()  # texts, and what is warned of once whatever the text
+        self._said = dict[str, str]()  # whole texts, by their topics, or by themselves without their causes
 
     def say(self, text: str, cause: str = "", topic: str = "") -> None:
         """Warn, once for each text, whatever its cause; where a topic is given, once for that."""
         if (topic or text) not in self._said:
-            self._said.add(topic or text)
+            self._said[topic or text] = text + cause
             warnings.warn(text + cause, HiRemateWarning, stacklevel=2)
 
 
@@ -68,7 +69,6 @@ class Announcements(Warnings):
         super().__init__()
         self._name = name
         self._breaks = dynamo.graph_breaks()
-        self._named_breaks = False  # whether a text named what ends graphs
         self._captured = 0  # graphs when the latest step ended
         self._capturing_steps = 0  # consecutive steps in each of which something was captured
         self._times = deque[tuple[float, float]](maxlen=PLANNING)  # seconds of the latest steps, and of their planning
@@ -86,14 +86,15 @@ class Announcements(Warnings):
         """Return, as a sentence or "", what has ended torch.compile's graphs since this session began."""
         reasons = [reason for reason, _ in (dynamo.graph_breaks() - self._breaks).most_common()]
         others = f"; and {len(reasons) - REASONS} more" if len(reasons) > REASONS else ""
-        self._named_breaks = self._named_breaks or bool(reasons)
-        return f" What ends its graphs: {'; '.join(reasons[:REASONS])}{others}." if reasons else ""
+        return f"{ENDS}{'; '.join(reasons[:REASONS])}{others}." if reasons else ""
 
-    def split(self) -> str:
-        """Return, once and unless another text has named it, what has ended graphs, as a line for the plan; or ""."""
-        if self._named_breaks or not (why := self.why_uncaptured()):
+    def take_split(self) -> str:
+        """Return, once and unless a warning has named it, what has ended graphs, as a line for the plan; or ""."""
+        why = self.why_uncaptured()
+        if not why or any(ENDS in text for text in self._said.values()):
             return ""
         words = "The step is planned in parts; code between them has no plan, and the extra time is of the parts alone."
+        self._said["split"] = words + why
         return words + why
 
     def why_over(self) -> str:
@@ -218,7 +219,7 @@ class PlanReports:
         """Show a new plan, after what came since the one before, and warn of what it brings."""
         self._say_why(signature, plan, is_new=True)
         self._reporter.planned(plan, remark)
-        if split := self._announcements.split():
+        if split := self._announcements.take_split():
             self._reporter.note(f"  {split}")
         if signature.is_searching:
             self._announcements.say(

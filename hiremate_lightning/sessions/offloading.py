@@ -7,7 +7,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -69,9 +68,10 @@ class Offloading:
         """Whether values of plans may be offloaded."""
         return self._asked != "off" and not self._why_not(waits=False)
 
-    @cached_property
-    def host_bytes(self) -> int:
-        """The bytes of the host that values may take, as they were when this was asked for the first time."""
+    def _reserve(self) -> int:
+        """Decide, the first time, how many bytes of the host values may take, by what is free then; return that."""
+        if self.memory.most_bytes is not None:
+            return self.memory.most_bytes
         share_bytes = int(FREE_SHARE * free_host_bytes() / max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         named_bytes = self._budget.size_bytes
         if named_bytes is None:
@@ -97,7 +97,7 @@ class Offloading:
             self._say(NOTHING.format(asked=repr(self._asked), why=why))
             return Host(0)
         stay = storages_in(step, [pinned_storages(call) for call in calls])
-        return Host(self.host_bytes, stay, has_round_blocks=True)
+        return Host(self._reserve(), stay, has_round_blocks=True)
 
     def build(self, step: Step, calls: Sequence[Captured], solution: Solution) -> Iterator[Program]:
         """Generate the programs of the calls of a step, whose values are offloaded in the blocks of this model."""

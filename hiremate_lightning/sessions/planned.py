@@ -129,7 +129,7 @@ class PlannedSignatures:
                 "memory, to see what all of them need; then an error names the budget that is enough."
             )
         if finished is not None:
-            signature = self.history[finished.graphs]
+            signature = self.history.get_or_make(finished.graphs)
             if signature.plan is None:
                 self._model.watching.missed(signature)
             else:
@@ -232,7 +232,7 @@ class PlannedSignatures:
         Returns:
             What the step needs, where nothing fits the budget.
         """
-        signature, residents = self.history[record.graphs], [resident]
+        signature, residents = self.history.get_or_make(record.graphs), [resident]
         if before is not None:
             residents = sorted((before, resident), key=lambda seen: seen.size_bytes)
             resident = before if before.waiting or resident.waiting else resident
@@ -271,7 +271,7 @@ class PlannedSignatures:
         if foreseen is None:
             return []
         graphs, step, becomes = foreseen
-        larger = self.history[graphs]
+        larger = self.history.get_or_make(graphs)
         signature.largest = larger, becomes
         if larger.step is not None:
             return []
@@ -446,11 +446,12 @@ class PlannedSignatures:
             tries.insert(0, own)
         if plan.solution.offloads:  # the allocator rounds less up where nothing is offloaded
             tries.append(replace(corrected, margin_bytes=0, keeps_on_device=True))
-        for signature.step in tries:
+        for one in tries:
+            signature.step = self.maker.waiting.at(signature, one)
             if self._plan(signature) is None:
                 log.info("%s: planned again, with less", text)
                 return
-        signature.step = corrected
+        signature.step = self.maker.waiting.at(signature, corrected)  # graphs that wait may hold less since the tries
         self._announcements.say_over(f"{text}, and no plan leaves that margin: the plan stays.")
 
     def piece_measured(self, peak_bytes: int) -> None:
@@ -466,11 +467,6 @@ class PlannedSignatures:
                 "forward.",
                 topic="piece",
             )
-
-    def note_proofs(self) -> None:
-        """Note on all plans what is proved by now: where memory is missing, code is proved in later steps."""
-        for signature in self.history.planned:
-            signature.plan = self.maker.with_proofs(signature.own_plan)
 
     def confused(self, expected: StepSignature, signature: StepSignature, is_by_plans: bool) -> None:
         """Learn that a step began as one signature and turned out another, be it by plans that fitted."""

@@ -93,15 +93,15 @@ class Session:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the latest step signature, None before there is one."""
-        self.planned.note_proofs()
-        return self.planned.latest
+        """The plan of the latest step signature, with what is proved by now; None before there is one."""
+        latest = self.planned.latest
+        return None if latest is None else self.planned.maker.with_proofs(latest)
 
     @property
     def plans(self) -> Mapping[GraphNumbers, Plan]:
-        """The plans so far, by the captured graphs of their steps."""
-        self.planned.note_proofs()
-        return {signature.graphs: signature.own_plan for signature in self.planned.history.planned}
+        """The plans so far, with what is proved by now, by the captured graphs of their steps."""
+        with_proofs, planned = self.planned.maker.with_proofs, self.planned.history.planned
+        return {signature.graphs: with_proofs(signature.own_plan) for signature in planned}
 
     @property
     def options(self) -> SessionOptions:

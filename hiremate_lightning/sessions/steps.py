@@ -305,7 +305,8 @@ class Steps(Conductor):
     def _end_captured(self, step: CurrentStep) -> None:
         captured_nothing = self._announcements.step_ended(self._parts.traced_count)
         step.has_captured = not captured_nothing
-        self.ended, signature, expected, record = step, self._history[step.graphs], step.expected, step.record
+        self.ended, signature = step, self._history.get_or_make(step.graphs)
+        expected, record = step.expected, step.record
         is_own = step.ran_by(self._history.taken_for(signature))
         self._history.ended(signature, step.start, step.is_by_plans)
         signature.sights.fits_nothing = signature.sights.fits_nothing or step.fits_nothing

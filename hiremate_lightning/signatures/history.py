@@ -73,7 +73,7 @@ class History:
         self._order = Order()
         self._confusing = set[GraphNumbers]()  # first graphs of signatures that were mistaken for each other
 
-    def __getitem__(self, graphs: GraphNumbers) -> StepSignature:
+    def get_or_make(self, graphs: GraphNumbers) -> StepSignature:
         """Return the signature that runs some captured graphs; it is made the first time."""
         return self._recorded.get(graphs) or self._seen.get_or(graphs, lambda: StepSignature(graphs))
 

@@ -149,7 +149,7 @@ def test_a_first_step_above_its_budget_is_announced_once():
         history = planned_signatures.history
         (signature,) = history.planned
         planned_signatures.warn_of_first_step(signature, signature.plan.budget_bytes + 2**20)
-        other = history[(*signature.graphs, 1)]
+        other = history.get_or_make((*signature.graphs, 1))
         history.record(other, signature.recorded)
         history.install(other, signature.plan, {})
         for excess in (2**10, 2**20, 2**21):

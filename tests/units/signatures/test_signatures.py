@@ -19,12 +19,12 @@ STEP = SimpleNamespace(waits=False)
 
 
 def run(history, graphs):
-    history.ended(history[graphs], (0, 0), is_by_plans=False)
+    history.ended(history.get_or_make(graphs), (0, 0), is_by_plans=False)
 
 
 def plan(history, graphs):
-    history.record(history[graphs], STEP)
-    history.install(history[graphs], PLAN, {})
+    history.record(history.get_or_make(graphs), STEP)
+    history.install(history.get_or_make(graphs), PLAN, {})
 
 
 def likely(history):
@@ -64,16 +64,16 @@ def test_only_the_latest_unrecorded_signatures_are_kept():
         run(history, (number,))
     assert len(list(history)) == SEEN + 2
     assert [signature.graphs for signature in history.planned] == [CRITIC, GENERATOR]
-    assert history[SEEN + 9,].sights.count == 1
-    assert history[3,].sights.count == 0
+    assert history.get_or_make((SEEN + 9,)).sights.count == 1
+    assert history.get_or_make((3,)).sights.count == 0
 
 
 def test_a_dropped_signature_has_no_plan_and_keeps_its_counts():
     history = alternating()
-    history.drop(history[CRITIC])
+    history.drop(history.get_or_make(CRITIC))
     assert [signature.graphs for signature in history.planned] == [GENERATOR]
     assert history.latest is None
-    assert history[CRITIC].sights.count == 2
+    assert history.get_or_make(CRITIC).sights.count == 2
 
 
 def test_a_cycle_of_signatures_is_foreseen_when_it_has_come_twice():
@@ -109,7 +109,7 @@ def test_a_certain_order_tells_confused_signatures_apart():
     run(history, GENERATOR)
     run(history, longer)
     plan(history, longer)
-    history.confuse(history[GENERATOR])
+    history.confuse(history.get_or_make(GENERATOR))
     run(history, GENERATOR)
     assert all_likely(history) == {GENERATOR, longer}
     for index in range(2 * CERTAIN):
@@ -119,12 +119,12 @@ def test_a_certain_order_tells_confused_signatures_apart():
 
 def test_a_signature_planned_later_joins_those_it_begins_like():
     history, longer, shorter = alternating(), (*GENERATOR, 3), GENERATOR[:1]
-    history.confuse(history[GENERATOR])
+    history.confuse(history.get_or_make(GENERATOR))
     for graphs in (longer, shorter):
         run(history, graphs)
         plan(history, graphs)
-    assert {signature.graphs for signature in history.taken_for(history[shorter])} == {GENERATOR, longer, shorter}
-    assert {signature.graphs for signature in history.taken_for(history[CRITIC])} == {CRITIC}
+    taken = [history.taken_for(history.get_or_make(graphs)) for graphs in (shorter, CRITIC)]
+    assert [{one.graphs for one in ones} for ones in taken] == [{GENERATOR, longer, shorter}, {CRITIC}]
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ class Training:
         foreseen = [*self.order.foresee(size_bytes)]
         likely = next((k for k in foreseen if k in self.planned), next(reversed(self.planned), None))
         look = self._begin(likely, size_bytes, next(iter(foreseen), None))
-        self.policy.step_ended(look, self.history[signature], self._learn(signature, look))
+        self.policy.step_ended(look, self.history.get_or_make(signature), self._learn(signature, look))
         self.order.note(signature, size_bytes)
         return look
 
@@ -60,7 +60,7 @@ class Training:
 
     def _begin(self, signature: tuple[int, ...] | None, size_bytes: int, foreseen: tuple[int, ...] | None) -> Look:
         has_peak, has_time = self.planned.get(signature, (False, False))
-        likely, first = (graphs and self.history[graphs] for graphs in (signature, foreseen))
+        likely, first = (graphs and self.history.get_or_make(graphs) for graphs in (signature, foreseen))
         return self.policy.step_begins(planned(likely, has_peak, has_time, self._may_grow), first, size_bytes)
 
     def _learn(self, signature: tuple[int, ...], look: Look) -> Saw:
@@ -69,14 +69,14 @@ class Training:
         has_peak, has_time = self.planned.get(signature, (False, False))
         if not look.is_measured:
             if signature not in self.planned:
-                self.policy.missed(self.history[signature])
+                self.policy.missed(self.history.get_or_make(signature))
             elif look.is_timed and has_peak:
                 self.planned[signature] = True, True
             return Saw.NOTHING
         if signature not in self.planned:
             self.planned[signature] = False, False
-            self.policy.found(self.history[signature])
-            self.policy.planned(self.history[signature])
+            self.policy.found(self.history.get_or_make(signature))
+            self.policy.planned(self.history.get_or_make(signature))
             return Saw.NOTHING
         if not sees_frees:
             return Saw.NO_FREES
@@ -100,13 +100,13 @@ class Training:
 )
 def test_each_step_has_its_reason_to_be_watched(known, foreseen, size_bytes, reason):
     policy, history = WatchPolicy(), History()
-    signature = history[SIGNATURE]
+    signature = history.get_or_make(SIGNATURE)
     for _ in range(8):
         look = policy.step_begins(planned(signature), signature, SIZE)
         policy.step_ended(look, signature)
-    policy.missed(history[OTHER])
+    policy.missed(history.get_or_make(OTHER))
     likely = None if known is None else planned(signature, **known)
-    expected = likely, foreseen and history[foreseen], size_bytes
+    expected = likely, foreseen and history.get_or_make(foreseen), size_bytes
     is_timed = reason is Reason.TIME
     is_measured = reason is not None and not is_timed
     assert policy.step_begins(*expected) == Look(reason, is_measured, is_timed)
@@ -169,17 +169,17 @@ def test_steps_of_other_signatures_are_measured_until_one_is_seen():
     """What a step frees is what the step before has left, of whatever signature that is."""
     training = Training(sees_frees=False, may_grow=False)
     training.steps(*[SIGNATURE, OTHER] * 10)
-    training.history[OTHER].watched.has_grown = True
+    training.history.get_or_make(OTHER).watched.has_grown = True
     peaks = training.peaks
     assert training.steps(SIGNATURE, OTHER, SIGNATURE, OTHER, SIGNATURE, OTHER) == [2, 3, 4]
     assert training.peaks > peaks
-    assert not training.history[OTHER].watched.has_grown
+    assert not training.history.get_or_make(OTHER).watched.has_grown
 
 
 def test_looks_that_see_no_frees_end():
     training = Training(sees_frees=False, may_grow=False)
     training.steps(*[SIGNATURE] * 4, *[OTHER] * 4)
-    training.history[OTHER].watched.has_grown = True
+    training.history.get_or_make(OTHER).watched.has_grown = True
     training.steps(OTHER)
     assert len(training.steps(*[SIGNATURE] * 40)) <= IN_A_ROW
 
@@ -187,7 +187,7 @@ def test_looks_that_see_no_frees_end():
 def test_growth_that_comes_again_is_measured_ever_more_rarely():
     training, measured = Training(may_grow=False), 0
     for index in range(2000):
-        training.history[SIGNATURE].watched.has_grown = index > 3
+        training.history.get_or_make(SIGNATURE).watched.has_grown = index > 3
         measured += training.step(SIGNATURE).is_measured
     assert 12 <= measured <= 20
 
