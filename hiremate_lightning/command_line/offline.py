@@ -136,7 +136,9 @@ class OfflineStep(Conductor):
 
     def describe(self, profiles: Sequence[Profile]) -> tuple[list[Call], list[int]]:
         """Return the calls of the step, with modules by their paths in the model, and the order of the backwards."""
-        calls, order = describe(self.record, dict(enumerate(profiles)))
+        for part, profile in zip(self.parts, profiles, strict=True):
+            part.profile = profile
+        calls, order = describe(self.record)
         for index, run in enumerate(self.record.planned):
             # FSDP2 reduces whole gradients before it adds their shards: those stay in the graph.
             if self.zero_grad == "accumulate" and self.options.layout.shards == 1:
@@ -197,6 +199,7 @@ class OfflineStep(Conductor):
 
     def _take_in(self, captured: Captured) -> Part:
         part = Part(captured, self)
+        part.number = len(self.parts)
         self.parts.append(part)
         self._programs[part] = build(captured, lower(captured.graph, keep_all(captured.graph)))
         return part
@@ -235,7 +238,7 @@ class OfflineStep(Conductor):
         """Run what keeps everything."""
         program = self._programs[part]
         self._paths.append(self._path)
-        return program, self.record.begin(part, self.parts.index(part), program, arguments)
+        return program, self.record.begin(part, program, arguments)
 
     def forward_done(self, run: Run, outputs: Sequence[Any]) -> None:
         """Record the end of a forward."""

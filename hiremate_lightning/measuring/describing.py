@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from .. import thresholds
 from ..memory.metering import Interval
-from ..records.costs import Profile
 from ..records.graph import bytes_of
 from ..records.step import Call, Gap, Output
 from .profiling import as_laid_out
@@ -16,10 +15,10 @@ from .recording import StepRecord
 from .runs import CALLED, LEFT, OTHER, START, Event, Mark, Run
 
 
-def describe(record: StepRecord, profiles: Mapping[int, Profile]) -> tuple[list[Call], list[int]]:
-    """Describe a recorded step, with costs by number of part: its calls, and the order of their backwards."""
+def describe(record: StepRecord) -> tuple[list[Call], list[int]]:
+    """Describe a recorded step, whose parts have costs: its calls, and the order of their backwards."""
     described = _Described(record)
-    calls = [described.call(run, profiles[run.number]) for run in described.planned]
+    calls = [described.call(run) for run in described.planned]
     return calls, [described.place[run.index] for run in described.backwards]
 
 
@@ -39,9 +38,10 @@ class _Described:
             for ended in set(lingering.values()):
                 self._released[ended] += bytes_of(run.graph, (t for t, at in lingering.items() if at == ended))
 
-    def call(self, run: Run, profile: Profile) -> Call:
+    def call(self, run: Run) -> Call:
         """Describe a run, and the code outside before, between and after its halves."""
-        record, place, number = self._record, self.place, self.place[run.index]
+        record, place, number, profile = self._record, self.place, self.place[run.index], run.part.profile
+        assert profile is not None, "costs are known of what has run in a step"
         if record.timed is not None and thresholds.current.measures_times:
             profile = record.timed.refine(profile, run.graph)
         if record.is_measured and record.has_memory:

@@ -114,7 +114,7 @@ class StepRecord:
     @property
     def graphs(self) -> tuple[int, ...]:
         """Numbers of the parts that ran, in the order of their forwards."""
-        return tuple(run.number for run in self.runs)
+        return tuple(run.part.number for run in self.runs)
 
     @property
     def freed_bytes(self) -> int:
@@ -156,9 +156,9 @@ class StepRecord:
             mark = Mark(event, size_bytes=tensor.untyped_storage().nbytes())
             self._unwatch.append(self._mark_release(tensor, mark))
 
-    def begin(self, part: Part, number: int, program: Program, arguments: Sequence[Any]) -> Run:
+    def begin(self, part: Part, program: Program, arguments: Sequence[Any]) -> Run:
         """Record the start of a forward."""
-        run = Run(part, number, len(self.runs), program)
+        run = Run(part, len(self.runs), program)
         tensors = dict(zip(part.captured.graph.inputs, arguments, strict=False))
         made = {storage: (r.index, t) for r in self.runs for t, (lives, storage) in r.outputs.items() if lives()}
         for tensor, value in tensors.items():

@@ -22,7 +22,6 @@ class Run:
     """One run of a part."""
 
     part: Part
-    number: int  # number of the part within its session
     index: int  # position among the forwards of the step
     program: Program
     links: dict[int, Output] = field(default_factory=dict)  # the output of an earlier run that an input is, by input

@@ -58,11 +58,6 @@ class Parts:
         """The parts that still exist, in the order of their capture."""
         return [part for reference in self._parts.valuerefs() if (part := reference()) is not None]
 
-    @property
-    def profiles(self) -> dict[int, Profile]:
-        """Costs of the operations of the parts that have run, by number."""
-        return {part.number: part.profile for part in self.all if part.profile is not None}
-
     def numbered(self, numbers: Iterable[int]) -> list[Part]:
         """List the parts with these numbers, without those that were dropped."""
         return [part for number in numbers if (part := self._parts.get(number)) is not None]

@@ -53,7 +53,7 @@ class PlanMaker:
 
     def __init__(self, model: PlannedModel) -> None:
         self._model = model
-        self._history, self._parts, self._reporter = model.history, model.parts, model.reporter
+        self._history, self._reporter = model.history, model.reporter
         self.waiting = WaitingGraphs(model.options, model.parts)
         self.state_bytes = 0
         self._auto_bytes: int | None = None  # what was free at first
@@ -156,7 +156,7 @@ class PlanMaker:
 
     def describe(self, record: StepRecord, resident: Resident) -> RecordedStep:
         """Describe a step signature by the record of one, and by what exists before the next."""
-        calls, order = describe(record, self._parts.profiles)
+        calls, order = describe(record)
         return RecordedStep(
             calls=tuple(
                 RecordedCall(call, run.part, run.part.captured, run.index, run.missing, run.added)

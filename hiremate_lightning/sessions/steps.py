@@ -170,7 +170,7 @@ class Steps(Conductor):
         if part.captured.template is not None:
             step.timed = None  # operations are timed one by one: in a template these have no numbers of their own
         program = forward.program if step.timed is None else step.timed.wrap(forward.program)
-        return program, None if step.record is None else step.record.begin(part, forward.number, program, arguments)
+        return program, None if step.record is None else step.record.begin(part, program, arguments)
 
     def _first_forward(self, step: CurrentStep, part: Part, arguments: Sequence[Any]) -> None:
         """Choose the signature by whose plan a step begins; check a plan that was not foreseen against what exists."""

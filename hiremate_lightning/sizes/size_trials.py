@@ -126,7 +126,7 @@ class TrialSteps:
             )
         if not record.is_measured:
             raise ConfigurationError("Another profiler is running, so memory can't be measured: stop it first.")
-        self.step = merge(*describe(record, self._session.parts.profiles), self.resident.stale_bytes)
+        self.step = merge(*describe(record), self.resident.stale_bytes)
 
     def plan(self) -> Plan:
         """Plan the first step now, instead of when the second one begins."""

@@ -38,7 +38,7 @@ def record_of(step, make=Net) -> tuple[StepRecord, list[Call], list[int]]:
     session = targets_of(model).session
     session.end_step()
     record = session.steps.ended.record
-    return record, *describe(record, session.parts.profiles)
+    return record, *describe(record)
 
 
 def chained(model):
