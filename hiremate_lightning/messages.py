@@ -256,9 +256,9 @@ class PlanReports:
             self._reporter.measured(plan)
 
     def _say_why(self, signature: StepSignature, plan: Plan, is_new: bool) -> None:
-        before = signature.told
+        before = signature.announced
         if before is None or str(before.budget) != str(plan.budget):
-            signature.told = plan
+            signature.announced = plan
             return
         why, came = _why(before, plan), _more("came", dict(before.resident_parts), dict(plan.resident_parts))
         if why:
@@ -267,7 +267,7 @@ class PlanReports:
         elif is_new and came:
             self._reporter.note(f"{plan_title(plan)} is made again, since {came}")
         if why or is_new:
-            signature.told = plan
+            signature.announced = plan
 
 
 def _is_over(plan: Plan) -> bool:

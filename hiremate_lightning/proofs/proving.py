@@ -195,10 +195,10 @@ class Prover:
 
     def _conclude(self, proof: Proof, without: frozenset[int] | None) -> None:
         """End the proof where all is known, or where it was tried often enough; other gradients may still come."""
-        asked, runs = self._model.options.verify, proof.runs + 1
+        least_runs, runs = self._model.options.verify, proof.runs + 1
         if proof.is_refused:
             proof.end()
-        elif (proof.is_known and runs >= asked) or runs >= max(TRIES, asked):
+        elif (proof.is_known and runs >= least_runs) or runs >= max(TRIES, least_runs):
             self._say_unproved(proof)
             proof.rest(without)
 

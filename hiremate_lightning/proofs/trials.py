@@ -79,10 +79,10 @@ class Trial:
             for i, a in enumerate(self.arguments)
             if isinstance(a, torch.Tensor)
         }
-        given = [leaves.get(i, a) for i, a in enumerate(self.arguments)]
+        inputs = [leaves.get(i, a) for i, a in enumerate(self.arguments)]
         if self.copies:
-            given = [v.clone() if i in leaves and not self.arguments[i].is_leaf else v for i, v in enumerate(given)]
-        tensors = [value for value in given if isinstance(value, torch.Tensor)]
+            inputs = [v.clone() if i in leaves and not self.arguments[i].is_leaf else v for i, v in enumerate(inputs)]
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         devices = sorted({t.device for t in tensors if t.device.type == "cuda"}, key=str)
         watching = _Watching([*tensors, *self.constants], self.fill)
         with ExitStack() as stack:
@@ -94,7 +94,7 @@ class Trial:
             dropping = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
             keeping = dropping if keeps_nothing else nullcontext()
             with watching, torch.enable_grad(), hooks.no_saved_tensor_hooks(), keeping:
-                results = function(*given)
+                results = function(*inputs)
                 outputs = list(results) if isinstance(results, (tuple, list)) else [results]
                 unused = self.unused(outputs) if self.with_gradients else ()
                 used = [value for i, value in enumerate(outputs) if i not in unused]
@@ -103,7 +103,7 @@ class Trial:
                 del results, outputs, used
                 gradients = self._gradients(leaves, ends) if self.with_gradients else {}
             with torch.no_grad():
-                for name, value in zip(self.names, given, strict=True):
+                for name, value in zip(self.names, inputs, strict=True):
                     if isinstance(value, torch.Tensor) and watching.has_changed(value):
                         values[f"the new value of {name}"] = self._kept(value, tensors)
                 values["the random state of cpu"] = torch.get_rng_state()

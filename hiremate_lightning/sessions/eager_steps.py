@@ -41,7 +41,7 @@ class EagerSteps:
     def step_begins(self, step: CurrentStep) -> None:
         """Choose how a step runs that begins with some calls."""
         for signature in self._history.planned if self._may_run_eager else ():
-            if signature.given is not None:
+            if signature.calls is not None:
                 self._predictions.learn(signature)
         likely = self._history.likely(step.foreseen) if self._may_run_eager and step.calls else None
         gainless = None if likely is None else self._gainless_signature(step, likely)

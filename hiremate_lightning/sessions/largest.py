@@ -47,7 +47,7 @@ class LargestSizes:
         self._named, self._parts, self._say = named, parts, say
         self._wishes: dict[str, NamedSize] = {}  # those that were met in what calls were given
         self._ends: dict[str, list[tuple[int, int]]] = {}  # sizes of each argument with a named size, and the largest
-        self._given: dict[str, Sizes] = {}  # shapes of all arguments
+        self._shapes: dict[str, Sizes] = {}  # shapes of all arguments
         self._taken: weakref.WeakKeyDictionary[Part, Mapping[int, int]] = weakref.WeakKeyDictionary()
         self._larger: weakref.WeakKeyDictionary[Part, Part] = weakref.WeakKeyDictionary()
 
@@ -63,11 +63,11 @@ class LargestSizes:
         """
         if not self._named and not any(map(dynamo.named_ranges, tensors)):
             return
-        given = _by_name(function, arguments, tensors)
-        marked = [NamedSize(name, *ends) for name, tensor in given.items() for ends in dynamo.named_ranges(tensor)]
-        self._given |= {name: tuple(tensor.shape) for name, tensor in given.items()}
-        met = [named for named in (*self._named, *marked) if named.argument in given]
-        self._ends |= {named.argument: [(n, n) for n in self._given[named.argument]] for named in met}
+        by_name = _by_name(function, arguments, tensors)
+        marked = [NamedSize(name, *ends) for name, tensor in by_name.items() for ends in dynamo.named_ranges(tensor)]
+        self._shapes |= {name: tuple(tensor.shape) for name, tensor in by_name.items()}
+        met = [named for named in (*self._named, *marked) if named.argument in by_name]
+        self._ends |= {named.argument: [(n, n) for n in self._shapes[named.argument]] for named in met}
         for named in met:
             self._set_end(named)
         if met:
@@ -75,7 +75,7 @@ class LargestSizes:
 
     def _set_end(self, named: NamedSize) -> None:
         """Set what a named size becomes."""
-        shape = self._given[named.argument]
+        shape = self._shapes[named.argument]
         if not -len(shape) <= named.dimension < len(shape):
             raise ConfigurationError(
                 f"sizes= names {named}, which has {len(shape)} dimensions: it was given with the shape {shape}. "
@@ -107,12 +107,12 @@ class LargestSizes:
 
     def _check(self) -> None:
         """Refuse names that no call was given."""
-        unknown = [named for named in self._named if named.argument not in self._given]
+        unknown = [named for named in self._named if named.argument not in self._shapes]
         if unknown:
-            name, known = unknown[0].argument, ", ".join(f"{n} {shape}" for n, shape in self._given.items())
+            name, known = unknown[0].argument, ", ".join(f"{n} {shape}" for n, shape in self._shapes.items())
             raise ConfigurationError(
                 f"sizes= names {name!r}, and no planned call was given a tensor of that name. "
-                f"{did_you_mean(name, list(self._given)).strip()} Found: {known or 'no named tensors'}."
+                f"{did_you_mean(name, list(self._shapes)).strip()} Found: {known or 'no named tensors'}."
             )
 
     # ---------------------------------------------------------------- captured graphs
@@ -212,7 +212,7 @@ class VaryingSizes:
         return iter(self._varied.difference(*self._weights()))
 
 
-def given_at(becomes: Mapping[int, int], calls: Sequence[ModuleCall]) -> tuple[ModuleCall, ...]:
+def calls_at(becomes: Mapping[int, int], calls: Sequence[ModuleCall]) -> tuple[ModuleCall, ...]:
     """Return what calls are given where their sizes become larger ones."""
     shapes = (tuple(tuple(becomes.get(n, n) for n in shape) for shape in call.shapes) for call in calls)
     return tuple(replace(call, shapes=larger) for call, larger in zip(calls, shapes, strict=True))

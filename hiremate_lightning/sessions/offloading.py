@@ -48,7 +48,7 @@ class Offloading:
     def __init__(
         self, root: nn.Module, options: SessionOptions, device: Callable[[], torch.device], say: Callable[..., None]
     ) -> None:
-        self._asked, self._budget, self._fuses = options.offload, options.host_budget, options.compile is not None
+        self._option, self._budget, self._fuses = options.offload, options.host_budget, options.compile is not None
         self._root, self._device, self._say = root, device, say
         self.memory = HostMemory()  # the blocks of the host that values lie in
         self.files = Files()  # kept for the next step without a plan
@@ -66,7 +66,7 @@ class Offloading:
     @property
     def is_on(self) -> bool:
         """Whether values of plans may be offloaded."""
-        return self._asked != "off" and not self._why_not(waits=False)
+        return self._option != "off" and not self._why_not(waits=False)
 
     def _reserve(self) -> int:
         """Decide, the first time, how many bytes of the host values may take, by what is free then; return that."""
@@ -76,7 +76,7 @@ class Offloading:
         named_bytes = self._budget.size_bytes
         if named_bytes is None:
             named_bytes = share_bytes
-        elif named_bytes > share_bytes and self._asked != "always allowed":
+        elif named_bytes > share_bytes and self._option != "always allowed":
             self._say(
                 f"The host has too little memory free for host_budget={format_bytes(named_bytes)}: plans offload at "
                 f"most {format_bytes(share_bytes)}. offload='always allowed' takes as much as is named."
@@ -91,10 +91,10 @@ class Offloading:
         It has no bytes where all stays on the device, as where graphs wait for a later backward, before the step or
         after it: why is announced where `offload` was asked for.
         """
-        if self._asked == "off":
+        if self._option == "off":
             return Host(0)
         if why := self._why_not(waits):
-            self._say(NOTHING.format(asked=repr(self._asked), why=why))
+            self._say(NOTHING.format(asked=repr(self._option), why=why))
             return Host(0)
         stay = storages_in(step, [pinned_storages(call) for call in calls])
         return Host(self._reserve(), stay, has_round_blocks=True)

@@ -35,7 +35,7 @@ from ..signatures.step_signature import StepSignature
 from ..units import Budget, format_bytes
 from .current_step import CurrentStep
 from .graph_programs import GraphPrograms
-from .largest import given_at
+from .largest import calls_at
 from .plan_maker import Fits, PlanMaker
 from .planned_model import PlannedModel
 from .waiting import Holds
@@ -133,7 +133,7 @@ class PlannedSignatures:
             if signature.plan is None:
                 self._model.watching.missed(signature)
             else:
-                self._note_given(signature, finished.calls)
+                self._note_calls(signature, finished.calls)
 
     def _end_shortage(self) -> None:
         """Plan all step signatures anew, where what needed more than the budget has gone.
@@ -258,12 +258,12 @@ class PlannedSignatures:
             self.warn_of_first_step(signature, record.peak_bytes or 0)
         return short
 
-    def _note_given(self, signature: StepSignature, calls: Sequence[ModuleCall]) -> None:
+    def _note_calls(self, signature: StepSignature, calls: Sequence[ModuleCall]) -> None:
         """Learn what calls of a signature with a plan are given: steps of other sizes are predicted from it."""
-        signature.given, signature.code = tuple(calls), self.history.same_code(signature.recorded)
+        signature.calls, signature.code = tuple(calls), self.history.same_code(signature.recorded)
         if signature.largest is not None:
             larger, becomes = signature.largest
-            larger.given, larger.code = given_at(becomes, calls), self.history.same_code(larger.recorded)
+            larger.calls, larger.code = calls_at(becomes, calls), self.history.same_code(larger.recorded)
 
     def _foresee_largest(self, signature: StepSignature, resident: Resident) -> list[StepSignature]:
         """Describe the largest step that runs the code of a signature; list it where it has no plan yet."""

@@ -216,10 +216,15 @@ class Session:
     def backend(self) -> Any:
         """Return the torch.compile backend whose captured graphs this session runs."""
         proof = partial(Proof, prove=_weakly(self.prover.prove)) if self.options.verify else None
-        given = self.kernels, proof, _weakly(self.say)
-        ahead = _weakly(self.largest.trace_ahead), weakref.proxy(self._templates)
-        same = SameCaptures(_weakly(self.parts.captured_again))
-        return planning_backend(_weakly(self.take_in), *given, *ahead, same)
+        return planning_backend(
+            _weakly(self.take_in),
+            self.kernels,
+            proof,
+            _weakly(self.say),
+            _weakly(self.largest.trace_ahead),
+            weakref.proxy(self._templates),
+            SameCaptures(_weakly(self.parts.captured_again)),
+        )
 
     def take_in(self, captured: Captured) -> Part:
         """Make a part of a captured graph."""

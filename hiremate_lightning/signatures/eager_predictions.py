@@ -161,7 +161,7 @@ class EagerPredictions:
     def learn(self, signature: StepSignature) -> None:
         """Learn what a planned step signature takes, where that is not known yet."""
         known = self._learned.get(signature)
-        step = CapturedStep(signature.given or (), signature.of_code, signature.recorded)
+        step = CapturedStep(signature.calls or (), signature.of_code, signature.recorded)
         if known is None or not step.takes_as(known):
             self._learned[signature] = step
             self._forget_predictions()
@@ -179,9 +179,9 @@ class EagerPredictions:
 
     def called_like(self, calls: Sequence[ModuleCall]) -> list[StepSignature]:
         """List the planned signatures whose first calls were given exactly what these are given."""
-        given, count = tuple(calls), len(calls)
+        called, count = tuple(calls), len(calls)
         planned = ((signature, step) for signature, step in self._learned.items() if signature.plan is not None)
-        return [signature for signature, step in planned if step.calls[:count] == given]
+        return [signature for signature, step in planned if step.calls[:count] == called]
 
     def predict(
         self, calls: Sequence[ModuleCall], likely: StepSignature, room_bytes: int, saves_memory: bool | None = None

@@ -98,8 +98,8 @@ class RecordedStep:
     def state(self) -> tuple[object, ...]:
         """What changes the graph of its calls from step to step."""
         before = self.resident
-        held = self.waits, self.unfinished_bytes, self.others_bytes
-        return before.kept, before.stale_bytes, before.left_bytes, *held
+        of_others = self.waits, self.unfinished_bytes, self.others_bytes
+        return before.kept, before.stale_bytes, before.left_bytes, *of_others
 
     def merge(self) -> Step:
         """Put it into one graph, as allocated."""
@@ -156,11 +156,11 @@ class RecordedStep:
     def given_bytes(self) -> int:
         """Add up the bytes that its calls are given from outside, weights aside."""
         calls = [recorded.call for recorded in self.calls]
-        given = (
+        inputs_of = (
             (call.graph, {call.graph.tensors[t].storage for t in call.graph.inputs if t not in call.links})
             for call in calls
         )
-        storages = [graph.storages[s] for graph, inputs in given for s in inputs if s is not None]
+        storages = [graph.storages[s] for graph, inputs in inputs_of for s in inputs if s is not None]
         return sum(storage.size_bytes for storage in storages if storage.kind is StorageKind.INPUT)
 
     @property

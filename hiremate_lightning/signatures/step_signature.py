@@ -84,7 +84,7 @@ class StepSignature:
     # What it runs, as it was recorded; None before that, and where it is to be recorded anew.
     step: RecordedStep | None = None
     # What each call of a planned module is given in it; None before it is planned.
-    given: tuple[ModuleCall, ...] | None = None
+    calls: tuple[ModuleCall, ...] | None = None
     # The first signature that runs the same code, at whatever sizes; None before it is planned.
     code: StepSignature | None = None
     # The signature that was foreseen from it at the largest sizes, and what its sizes become there.
@@ -106,7 +106,7 @@ class StepSignature:
     # memory. None before one has shown its peak.
     is_given_back: bool | None = None
     eager_tries: int = 0  # how many eager ones were measured that did not show their peak
-    told: Plan | None = None  # the plan that a user was told of last, as it was then; None for nothing
+    announced: Plan | None = None  # the plan that a user was told of last, as it was then; None for nothing
     shown: Plan | None = None  # the plan whose measurement was shown last, as it was then; None for none
     # Where it is the first signature of its code, decisions for all sizes of that.
     ladder: Ladder = field(default_factory=Ladder)

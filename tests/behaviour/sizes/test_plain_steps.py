@@ -72,7 +72,7 @@ def known(*steps: CapturedStep) -> EagerPredictions:
     """Make predictions from captured steps: one of SIGNATURE, one of OTHER, and more."""
     plain, more = EagerPredictions(), (StepSignature((number,)) for number in range(2, len(steps)))
     for signature, step in zip((SIGNATURE, OTHER, *more), steps, strict=False):
-        signature.given, signature.code, signature.step = step.calls, step.code, step.step
+        signature.calls, signature.code, signature.step = step.calls, step.code, step.step
         plain.learn(signature)
     return plain
 
