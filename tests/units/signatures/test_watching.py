@@ -199,7 +199,7 @@ def test_what_failed_is_not_counted():
 
 
 def test_a_state_of_a_higher_peak_is_measured_at_its_third_step():
-    policy, signature = WatchPolicy(), History()[SIGNATURE]
+    policy, signature = WatchPolicy(), History().get_or_make(SIGNATURE)
     policy.step_ended(policy.step_begins(planned(signature, has_peak=False), signature, SIZE), signature, Saw.PEAK)
     found = []
     for _ in range(3):
