@@ -14,12 +14,12 @@ from torch import nn
 from . import thresholds
 from .planning.plan import Plan
 from .sessions.current_step import CurrentStep
-from .sessions.modes import GivenBack, Offloaded
+from .sessions.modes import Mode
 from .sessions.session import Session
 from .targets.modules import targets_of
 
 OWN_PLAN, OTHER_PLAN, LEAST_MEMORY = "own plan", "plan of another step", "least memory"
-EAGER, OFFLOADED, RELEASED = "eager", "eager, saved values offloaded", "eager, its plan given back"
+EAGER, OFFLOADED, RELEASED = Mode.EAGER.value, Mode.OFFLOADED.value, Mode.GIVEN_BACK.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +79,9 @@ def _ways(step: CurrentStep) -> Iterator[str]:
     if step.eager is None:
         for forward in step.forwards:
             is_own = forward.signature is not None and forward.signature.graphs == step.graphs
-            yield OWN_PLAN if is_own else OTHER_PLAN if forward.is_planned else LEAST_MEMORY
-    elif isinstance(step.eager, GivenBack):
-        yield RELEASED
+            yield OWN_PLAN if is_own else LEAST_MEMORY if forward.mode is Mode.LEAST else OTHER_PLAN
     else:
-        yield OFFLOADED if isinstance(step.eager, Offloaded) else EAGER
+        yield step.eager.mode.value
 
 
 @contextmanager

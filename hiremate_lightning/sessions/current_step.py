@@ -18,7 +18,7 @@ from ..running.program import Program
 from ..signatures.recorded_step import RecordedStep
 from ..signatures.step_signature import GraphNumbers, Start, StepSignature
 from ..signatures.watching import Look
-from .modes import Eager
+from .modes import Eager, Mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ class Forward:
     captured: Captured  # what runs
     profile: Profile  # its costs
     program: Program  # the program
+    mode: Mode  # how it runs
     # The step signature whose own plan it runs by, None for none. Where the graph has no backward in that, the
     # program is not part of the plan.
     signature: StepSignature | None = None
-    is_planned: bool = True  # whether it runs by a plan, be it of another step; else at the least memory
 
     @property
     def left_bytes(self) -> int:
@@ -123,7 +123,7 @@ class CurrentStep:
     @property
     def is_by_plans(self) -> bool:
         """Whether it ran by plans throughout, be they of other signatures."""
-        return all(forward.is_planned for forward in self.forwards)
+        return all(forward.mode is not Mode.LEAST for forward in self.forwards)
 
     def drop(self) -> None:
         """End its measurement, of which nothing is learned."""

@@ -12,7 +12,7 @@ import logging
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 from ..capturing.absent import without_missing
 from ..capturing.capture import Captured
@@ -35,6 +35,7 @@ from ..signatures.recorded_step import foresee
 from ..signatures.step_signature import GraphNumbers, StepSignature
 from ..torch_private import runtime
 from .current_step import CurrentStep, Followed, Forward
+from .modes import Mode, mode_of
 from .plan_maker import PlanMaker
 from .planned_model import PlannedModel
 
@@ -76,31 +77,28 @@ class GraphPrograms:
         self._least.pop(part, None)
         self._taken_over.pop(part, None)
 
-    def choose(self, step: CurrentStep, part: Part) -> Forward:
-        """Choose how a captured graph runs that is about to, in the step under way: by the first of these rules.
+    def decide(self, step: CurrentStep, part: Part) -> Forward:
+        """Decide how a captured graph runs that is about to, in the step under way; the rest of the step goes by that.
 
-        - The step is likely of a signature without a plan that runs more than the expected one: at the least memory.
-        - The step has begun like a planned signature: by its plan. A graph that has no backward there waits for a later
-          one, or is dropped. One that is dropped holds the least: that takes no time, and a plan counts what it held as
-          it was recorded.
-        - Something was decided for the same step at other sizes, and fits: by that.
-        - Else at the least memory.
+        A graph that has no backward in the plan of its step waits for a later one, or is dropped. One that is dropped
+        holds the least: that takes no time, and a plan counts what it held as it was recorded.
 
         Raises:
             InfeasibleBudgetError: If the part alone fits neither the budget nor what is free.
         """
-        forward = partial(Forward, part.number, profile=self._parts.costs_of(part), captured=part.captured)
-        if not step.is_unknown:
-            ran = (*step.graphs, part.number)
-            signature, program = self._history.choose(ran, step.expected, step.start, partial(self._fits_beside, step))
-            if signature is not None:
-                if program is None and any(unfinished is part for unfinished, _ in signature.recorded.unfinished):
-                    program = self._maker.waiting.program(part)
-                return forward(program=program or self._find_least(step, part), signature=signature)
-            taken_over = self._take_over(step, part, ran)
-            if taken_over is not None:
-                return taken_over
-        return forward(program=self._find_least(step, part), is_planned=False)
+        profile, facts = self._parts.costs_of(part), _Facts(self, step, part)
+        mode = mode_of(graph=facts)
+        if mode is Mode.OTHER_SIZES and facts.by_others is not None:
+            return facts.by_others
+        signature, program = facts.planned if mode is Mode.PLANNED else (None, None)
+        if program is None:
+            waits = signature is not None and any(own is part for own, _ in signature.recorded.unfinished)
+            program = self._maker.waiting.program(part) if waits else self._find_least(step, part)
+        return Forward(part.number, part.captured, profile, program, mode, signature)
+
+    def planned(self, step: CurrentStep, ran: GraphNumbers) -> tuple[StepSignature | None, Program | None]:
+        """Return the planned signature that a step has begun like, and its program for the latest graph."""
+        return self._history.choose(ran, step.expected, step.start, partial(self._fits_beside, step))
 
     def step_ended(self, step: CurrentStep) -> None:
         """Learn of the sizes of the calls of a step that ran captured."""
@@ -175,16 +173,16 @@ class GraphPrograms:
 
     # ---------------------------------------------------------------- plans of other sizes
 
-    def _take_over(self, step: CurrentStep, part: Part, ran: GraphNumbers) -> Forward | None:
+    def take_over(self, step: CurrentStep, part: Part, ran: GraphNumbers) -> Forward | None:
         """Return how a part runs by a plan for the same step at other sizes; None where none fits."""
         forwards = self._taken_over.setdefault(part, TakenOver(64))
         if ran not in forwards:
             with self._reporter.stage("solving"):
                 programs = [forward.program for forward in forwards.values() if forward is not None]
-                forwards[ran] = self._decide(step, part, programs)
+                forwards[ran] = self._take_over_anew(step, part, programs)
         return forwards[ran]
 
-    def _decide(self, step: CurrentStep, part: Part, programs: Sequence[Program]) -> Forward | None:
+    def _take_over_anew(self, step: CurrentStep, part: Part, programs: Sequence[Program]) -> Forward | None:
         """Decide for the next forward of the step under way; its code has run by these programs in other steps."""
         profile, captured, place = self._parts.costs_of(part), part.captured, len(step.forwards)
         begun = [*(forward.captured for forward in step.forwards), captured]
@@ -203,7 +201,7 @@ class GraphPrograms:
         if step.followed is None:
             return None
         program = self._program_of(captured, step.followed.decisions[call], programs)
-        return Forward(part.number, captured, profile, program)
+        return Forward(part.number, captured, profile, program, Mode.OTHER_SIZES)
 
     def _program_of(self, captured: Captured, decisions: Decisions, programs: Sequence[Program]) -> Program:
         """Return the program by decisions for a captured graph: one that it has run by, if any is the same."""
@@ -281,6 +279,36 @@ class GraphPrograms:
         ladder.least = least.recompute
         if step.peak_bytes(ladder.least) > limit_bytes:
             ladder.least_share = share
+
+
+class _Facts:
+    """What `mode_of` asks of a captured graph that is about to run: `GraphFacts`."""
+
+    def __init__(self, programs: GraphPrograms, step: CurrentStep, part: Part) -> None:
+        self._programs, self._step, self._part = programs, step, part
+        self._ran = (*step.graphs, part.number)
+
+    @property
+    def may_need_more(self) -> bool:
+        return self._step.is_unknown
+
+    @property
+    def has_plan(self) -> bool:
+        return self.planned[0] is not None
+
+    @property
+    def fits_by_others(self) -> bool:
+        return self.by_others is not None
+
+    @cached_property
+    def planned(self) -> tuple[StepSignature | None, Program | None]:
+        """The planned signature that the step has begun like, and its program for the graph; None for none."""
+        return self._programs.planned(self._step, self._ran)
+
+    @cached_property
+    def by_others(self) -> Forward | None:
+        """How the graph runs by what was decided for the same step at other sizes; None where nothing fits."""
+        return self._programs.take_over(self._step, self._part, self._ran)
 
 
 def _was_foreseen(followed: Followed | None, captured: Captured, call: int, is_last: bool) -> bool:

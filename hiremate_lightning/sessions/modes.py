@@ -1,6 +1,7 @@
-"""The modes in which a step can run without being captured: `EagerSteps._mode` chooses one of them, or none.
+"""How a step runs, and each captured graph of a step that is captured: `mode_of` has the rules, in their order.
 
-A step that does not run eager is captured, and `GraphPrograms.choose` chooses the program of each of its graphs.
+Who asks finds out what the rules ask for: `eager_steps` of a step that begins, `graph_programs` of a captured graph. A
+step that runs eager has a record of its mode, by what such steps measure and learn.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from enum import Enum
+from typing import Any, ClassVar, Protocol
 
 from ..measuring.recording import StepRecord
 from ..signatures.eager_predictions import EagerPredictions, Prediction
@@ -18,10 +20,91 @@ from .offloading import Offloading
 from .planned_model import PlannedModel
 
 
+class Mode(Enum):
+    """How a step runs, or a captured graph of it."""
+
+    GIVEN_BACK = "eager, its plan given back"
+    EAGER = "eager"
+    OFFLOADED = "eager, saved values offloaded"
+    CAPTURED = "captured: each of its graphs runs in one of the following modes"
+    PLANNED = "by a plan"
+    OTHER_SIZES = "by what was decided for the same code at other sizes"
+    LEAST = "at the least memory"
+
+
+class StepFacts(Protocol):
+    """What the rules ask of a step that begins, or of a further call of one that runs eager."""
+
+    @property
+    def gains_nothing(self) -> bool:
+        """Whether the plan of its signature gains nothing, and nothing else is called like it."""
+
+    @property
+    def is_similar(self) -> bool:
+        """Whether it takes about what the step of that plan takes."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known which code it is likely to run."""
+
+    @property
+    def needs_plan(self) -> bool:
+        """Whether a signature that is called so has a plan, which recomputes, or sizes did not vary yet."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits as it is."""
+
+    @property
+    def is_worth_capturing(self) -> bool:
+        """Whether saving memory has taken so much time that plans are worth theirs."""
+
+    @property
+    def fits_offloaded(self) -> bool:
+        """Whether it fits with what autograd saves offloaded."""
+
+
+class GraphFacts(Protocol):
+    """What the rules ask of a captured graph that is about to run."""
+
+    @property
+    def may_need_more(self) -> bool:
+        """Whether its step is likely of a signature without a plan that runs more than the expected one."""
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether its step has begun like a planned signature."""
+
+    @property
+    def fits_by_others(self) -> bool:
+        """Whether something was decided for the same step at other sizes, and fits."""
+
+
+def mode_of(step: StepFacts | None = None, graph: GraphFacts | None = None) -> Mode:
+    """Choose how a step runs that begins, or a captured graph of a step: by the first rule that applies."""
+    if step is not None:
+        if step.gains_nothing:  # a further call may turn out another signature's
+            return Mode.GIVEN_BACK if step.is_similar else Mode.CAPTURED
+        if not step.is_known or step.needs_plan:
+            return Mode.CAPTURED
+        if step.fits:
+            return Mode.EAGER
+        if step.is_worth_capturing:
+            return Mode.CAPTURED
+        return Mode.OFFLOADED if step.fits_offloaded else Mode.CAPTURED
+    assert graph is not None, "either is asked for"
+    if graph.may_need_more:
+        return Mode.LEAST
+    if graph.has_plan:
+        return Mode.PLANNED
+    return Mode.OTHER_SIZES if graph.fits_by_others else Mode.LEAST
+
+
 @dataclass(frozen=True, slots=True)
 class Eager:
     """A step runs as the user wrote it, since it fits the budget so."""
 
+    mode: ClassVar[Mode] = Mode.EAGER
     prediction: Prediction  # what it takes then
     likely: StepSignature  # the signature whose code it is expected to run
 
@@ -45,9 +128,9 @@ class Eager:
 
     def _exceeded(self, model: PlannedModel, took: str) -> None:
         """Warn, once for each text, of a step that took more than the budget."""
-        way = "a plan" if self.prediction.saves_memory else "recomputation"
+        missing = "a plan" if self.prediction.saves_memory else "recomputation"
         model.announcements.say(
-            f"A step of a new input size ran without {way}, since it was predicted to fit, and took more than the "
+            f"A step of a new input size ran without {missing}, since it was predicted to fit, and took more than the "
             "budget. From now on such predictions have a margin.",
             took,
         )
@@ -57,6 +140,7 @@ class Eager:
 class Offloaded(Eager):
     """A step fits where what autograd saves is offloaded until the backward reads it."""
 
+    mode: ClassVar[Mode] = Mode.OFFLOADED
     offloading: Offloading = field(kw_only=True)  # offloads these values
 
     @contextmanager
@@ -78,6 +162,7 @@ class Offloaded(Eager):
 class GivenBack(Eager):
     """A step runs as the user wrote it, since the plan of its signature, the likely one, gains nothing."""
 
+    mode: ClassVar[Mode] = Mode.GIVEN_BACK
     is_at_its_sizes: bool = field(kw_only=True)  # whether its calls are given what those of the planned step were
 
     def describe(self) -> str:

@@ -165,7 +165,7 @@ class Steps(Conductor):
         self.watch.forward_starts()
         if self.current is not None and not step.forwards:
             self._first_forward(step, part, arguments)
-        forward = self._graph_programs.choose(step, part)
+        forward = self._graph_programs.decide(step, part)
         step.forwards.append(forward)
         if part.captured.template is not None:
             step.timed = None  # operations are timed one by one: in a template these have no numbers of their own
@@ -183,7 +183,7 @@ class Steps(Conductor):
 
     def program_of(self, part: Part) -> Program:
         """Return the program by which a part is about to run, for its proof."""
-        return self._graph_programs.choose(self.current or CurrentStep(), part).program
+        return self._graph_programs.decide(self.current or CurrentStep(), part).program
 
     def free_bytes(self, step: Step, device: torch.device) -> int:
         """Return the bytes that the budget of a captured step, and the device, leave beside what is there."""

@@ -1,30 +1,30 @@
-"""In which mode a step runs, as a table: the first rule that applies decides."""
+"""In which mode a step runs, and a captured graph, as tables: the first rule that applies decides."""
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from hiremate_lightning.sessions.current_step import CurrentStep
 from hiremate_lightning.sessions.eager_steps import EagerSteps
-from hiremate_lightning.sessions.modes import Eager, GivenBack, Offloaded
+from hiremate_lightning.sessions.modes import Eager, GivenBack, Mode, Offloaded, mode_of
 from hiremate_lightning.signatures.eager_predictions import Prediction
-from hiremate_lightning.signatures.step_signature import StepSignature
 
-SIGNATURE = StepSignature((0,))
 PLAIN, OFFLOADED = False, True
 
 
 class Predictions:
-    """Predicts that a step fits in a way, None for none, and knows which signatures are called like it."""
+    """Predicts that a step fits in a mode, None for none, and knows which signatures are called like it."""
 
-    def __init__(self, fits: bool | None, alike: list[StepSignature]) -> None:
+    def __init__(self, fits: bool | None, alike: list[object]) -> None:
         self._fits, self._alike = fits, alike
 
     def called_like(self, calls):
         return self._alike
+
+    def with_margin(self, added_bytes):
+        return added_bytes
 
     def predict(self, calls, likely, room_bytes, saves_memory):
         return None if self._fits is None else Prediction(self._fits, 10, 10)
@@ -40,19 +40,23 @@ def choose(
     has_room: bool = True,
 ) -> Eager | None:
     """Choose the mode of a step of which so much is known; `fits` is the fastest one that fits without a plan."""
-    files = SimpleNamespace(forget=lambda: None)
-    steps = SimpleNamespace(
-        _predictions=Predictions(fits, [SIGNATURE] if has_own_plan else []),
-        _sizes_vary=False,
-        _room_bytes=lambda: 100,
-        _is_to_be_captured=lambda step, likely: is_worth_capturing,
-        _offloading=SimpleNamespace(has_room=lambda size_bytes: has_room, files=files),
+    plan = SimpleNamespace(unplanned=SimpleNamespace(peak_bytes=10), solution=SimpleNamespace(is_plain=True))
+    signature = SimpleNamespace(
+        own_plan=plan,
+        is_given_back=None,
+        gains_nothing=lambda eager_bytes, free_bytes: is_gainless,
+        saves_nothing=lambda eager_bytes, free_bytes: is_gainless,
     )
-    steps._given_back = partial(EagerSteps._given_back, steps)
-    SIGNATURE.plan = SimpleNamespace(saves_nothing=False, unplanned=SimpleNamespace(peak_bytes=10))
-    begun = GivenBack(Prediction(PLAIN, 10, 10), SIGNATURE, is_at_its_sizes=True) if is_begun else None
-    gainless = SIGNATURE if is_gainless else None
-    return EagerSteps._mode(steps, CurrentStep(), SIGNATURE if is_known else None, gainless, begun)
+    steps = SimpleNamespace(
+        predictions=Predictions(fits, [signature] if has_own_plan else []),
+        sizes_vary=False,
+        room_bytes=lambda: 100,
+        free_bytes=lambda: 100,
+        is_worth_capturing=lambda calls, likely: is_worth_capturing,
+        offloading=SimpleNamespace(has_room=lambda size_bytes: has_room),
+    )
+    begun = GivenBack(Prediction(PLAIN, 10, 10), signature, is_at_its_sizes=True) if is_begun else None
+    return EagerSteps._choose(steps, CurrentStep(eager=begun), signature if is_known else None)
 
 
 @pytest.mark.parametrize(
@@ -72,3 +76,17 @@ def choose(
 )
 def test_a_step_runs_in_the_first_mode_that_is_open_to_it(known, mode):
     assert type(choose(**known)) is mode
+
+
+@pytest.mark.parametrize(
+    ("known", "mode"),
+    [
+        ({}, Mode.LEAST),
+        ({"fits_by_others": True}, Mode.OTHER_SIZES),
+        ({"fits_by_others": True, "has_plan": True}, Mode.PLANNED),
+        ({"fits_by_others": True, "has_plan": True, "may_need_more": True}, Mode.LEAST),
+    ],
+)
+def test_a_captured_graph_runs_in_the_first_mode_that_is_open_to_it(known, mode):
+    facts = {"may_need_more": False, "has_plan": False, "fits_by_others": False, **known}
+    assert mode_of(graph=SimpleNamespace(**facts)) is mode
