@@ -120,7 +120,7 @@ class EagerSteps:
 
     def _choose(self, step: CurrentStep, likely: StepSignature | None) -> Eager | None:
         """Choose how a step runs that is likely of a signature, None where nobody knows; None where it is captured."""
-        facts = _Facts(self, step, likely)
+        facts = _FactsOfStep(self, step, likely)
         mode = mode_of(step=facts)
         if mode is Mode.CAPTURED or likely is None or facts.prediction is None:
             return None
@@ -131,7 +131,7 @@ class EagerSteps:
         return Eager(facts.prediction, likely)
 
 
-class _Facts:
+class _FactsOfStep:
     """What `mode_of` asks of a step that begins, or of a further call of one that runs eager: `StepFacts`."""
 
     def __init__(self, eager_steps: EagerSteps, step: CurrentStep, likely: StepSignature | None) -> None:

@@ -86,7 +86,7 @@ class GraphPrograms:
         Raises:
             InfeasibleBudgetError: If the part alone fits neither the budget nor what is free.
         """
-        profile, facts = self._parts.costs_of(part), _Facts(self, step, part)
+        profile, facts = self._parts.costs_of(part), _FactsOfGraph(self, step, part)
         mode = mode_of(graph=facts)
         if mode is Mode.OTHER_SIZES and facts.by_others is not None:
             return facts.by_others
@@ -281,7 +281,7 @@ class GraphPrograms:
             ladder.least_share = share
 
 
-class _Facts:
+class _FactsOfGraph:
     """What `mode_of` asks of a captured graph that is about to run: `GraphFacts`."""
 
     def __init__(self, programs: GraphPrograms, step: CurrentStep, part: Part) -> None:

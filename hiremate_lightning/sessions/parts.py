@@ -80,14 +80,13 @@ class Parts:
         return part
 
     def costs_of(self, part: Part, repeats: int = REPEATS) -> Profile:
-        """Return the costs of a part that is about to run, which are measured the first time."""
-        if part.profile is None:
-            part.captured = without_unsteady(part.captured, self._recomputable)
-            part.profile = self._measure(part.captured, repeats)
-        return part.profile
+        """Return the costs of a part that is about to run; the first time each operation is measured.
 
-    def _measure(self, captured: Captured, repeats: int) -> Profile:
-        """Compile what is fused, then measure each operation."""
+        What is fused is compiled before that.
+        """
+        if part.profile is not None:
+            return part.profile
+        captured = part.captured = without_unsteady(part.captured, self._recomputable)
         if self._kernels is not None:
             with self._reporter.stage("compiling"), undisturbed(captured.device):
                 self._kernels.compile(lambda done, total: self._reporter.progress("kernels", done, total))
@@ -100,4 +99,7 @@ class Parts:
                 # For other sizes of an operator only the numbers in the text would differ.
                 announce=lambda op, why: self._say(why, topic=f"{op} is not measured"),
             )
-            return replace(profile, link=self._costs.link_of(captured.device)) if self._measures_link() else profile
+            part.profile = profile
+            if self._measures_link():
+                part.profile = replace(profile, link=self._costs.link_of(captured.device))
+        return part.profile
