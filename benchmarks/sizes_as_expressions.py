@@ -4,10 +4,10 @@
     python benchmarks/sizes_as_expressions.py --models gpt2_12 --times
 
 A model of transformers (kind, number of layers) is captured as the library does, each of its graphs at four sizes.
-For three choices of what to compute again (nothing, half of what can be saved, the least memory) a template is made
-(`running/template.py`). Then steps run at sizes that were never traced, by the wrapper that AOTAutograd made for the
-first traced size and by programs of the templates. Losses and all gradients are compared with eager PyTorch's bit for
-bit, with the model's own loss and with one more on its logits. Peaks come from expressions of bytes.
+For three choices of what to compute again (nothing, half of what can be saved, the least memory) programs for all
+sizes are made (`running/program_at_sizes.py`). Then steps run at sizes that were never traced, by the wrapper that
+AOTAutograd made for the first traced size and by these programs. Losses and all gradients are compared with eager
+PyTorch's bit for bit, with the model's own loss and with one more on its logits. Peaks come from expressions of bytes.
 
 Prints a Markdown table. "First step": what the first step of a size takes beyond the second. --times prints what a step
 takes over eager PyTorch's time instead, by choice, beside a checkpoint per block.
@@ -52,7 +52,7 @@ from hiremate_lightning.records.simulation import allocations, simulate
 from hiremate_lightning.records.step import Call, Step, merge
 from hiremate_lightning.running.execution import Part
 from hiremate_lightning.running.program import Program, build
-from hiremate_lightning.running.template import NoTemplateError, ProgramTemplate
+from hiremate_lightning.running.program_at_sizes import ProgramAtSizes, SizesDifferError
 from hiremate_lightning.torch_private import captured_code, dynamo, tensor_state
 from hiremate_lightning.torch_private.size_symbols import SizeSymbols, sizes_among, trace_apart
 
@@ -141,7 +141,7 @@ def _quotients(module: fx.GraphModule) -> list[Any]:
 
 
 class _Graph:
-    """A captured graph of sizes that vary: traced at the first ones, then run by templates."""
+    """A captured graph of sizes that vary: traced at the first ones, then run by programs at sizes."""
 
     def __init__(self, module: fx.GraphModule, positions: Sequence[int], trial: Trial) -> None:
         self.module, self.positions, self.trial = module, positions, trial
@@ -152,7 +152,7 @@ class _Graph:
         self.quotients = _quotients(module)
         self.terms = backends.likely_terms(module)
         self.traced: dict[Sizes, tuple[Any, Part | None]] = {}
-        self.templates: dict[str, ProgramTemplate] = {}
+        self.at_sizes: dict[str, ProgramAtSizes] = {}
 
     def trace(self, key: Sizes, others: list[Any]) -> None:
         """Trace it at a size as `EachSize` does."""
@@ -179,7 +179,7 @@ class _Graph:
         run, part = next(iter(self.traced.values()))
         if part is None:
             return captured_code.eager_module(self.module)(*arguments)
-        self.trial.steps.programs[part] = self.templates[self.trial.choice].at(self.reduced(key))
+        self.trial.steps.programs[part] = self.at_sizes[self.trial.choice].at(self.reduced(key))
         self.trial.bind_ms[-1] += 1000 * (time.process_time() - start)
         return run(*others)
 
@@ -188,7 +188,7 @@ class _Graph:
         *traced, new = [self._with_quotients(sizes) for sizes in (*self.traced, key)]
         columns = list(zip(*traced, strict=True))
         if any(new[i] != new[columns.index(c)] or (len(set(c)) == 1 and new[i] != c[0]) for i, c in enumerate(columns)):
-            raise NoTemplateError(f"Sizes that were equal, or did not vary, differ: {new}")
+            raise SizesDifferError(f"Sizes that were equal, or did not vary, differ: {new}")
         varying = dict.fromkeys(column for column in columns if len(set(column)) > 1)
         return tuple(new[columns.index(column)] for column in varying)
 
@@ -250,7 +250,7 @@ class Trial:
         return all(equal)
 
     def settle(self) -> None:
-        """Choose what to compute again, at the largest traced size; make the templates."""
+        """Choose what to compute again, at the largest traced size; make the programs at sizes."""
         by_part = {part: graph for graph in self.graphs for _, part in graph.traced.values()}
         self.planned = [by_part[part] for part, *_ in self.steps.calls]
         self.samples = self._merged()
@@ -259,13 +259,13 @@ class Trial:
         kept = simulate(problem.graph, problem.profile, lower(problem.graph, keep_all(problem.graph))).peak_bytes
         middle = get_strategy("portfolio")(replace(problem, budget_bytes=(least.peak_bytes + kept) // 2))
         self.chosen = dict(zip(CHOICES, (keep_all(problem.graph), middle.recompute, least.recompute), strict=True))
-        self.template_s = list[float]()
+        self.making_s = list[float]()
         for choice, decisions in self.chosen.items():
             start = time.process_time()
             for graph, rows in zip(self.planned, self.samples[-1].split(decisions), strict=True):
                 captured = [part.captured for _, part in graph.traced.values() if part is not None]
-                graph.templates[choice] = ProgramTemplate(captured, [graph.reduced(key) for key in graph.traced], rows)
-            self.template_s.append(time.process_time() - start)
+                graph.at_sizes[choice] = ProgramAtSizes(captured, [graph.reduced(key) for key in graph.traced], rows)
+            self.making_s.append(time.process_time() - start)
         self.is_new = True
 
     def _merged(self) -> list[Step]:
@@ -353,7 +353,7 @@ def row(name: str, width: int, vary: str) -> str:
     trace_s = statistics.median(trial.trace_s.values())
     try:
         trial.settle()
-    except NoTemplateError as error:
+    except SizesDifferError as error:
         return page_tables.row(name, vary, f"{trace_s:.1f}", "", "", str(error))
     equal, extra_ms = run_new(trial)
     columns = [i for i, column in enumerate(zip(*trial.traced, strict=True)) if len(set(column)) > 1]
@@ -373,7 +373,7 @@ def row(name: str, width: int, vary: str) -> str:
     count = len(trial.traced) - 1
     cells = (
         f"{trace_s:.1f}",
-        f"{statistics.median(trial.template_s):.2f}",
+        f"{statistics.median(trial.making_s):.2f}",
         len(trial.samples[-1].graph.nodes),
         equal if traced_equal else f"{equal}, traced sizes DIFFER",
         f"{statistics.median(trial.bind_ms):.2f}",

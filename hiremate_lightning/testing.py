@@ -53,10 +53,10 @@ def is_eager(model: nn.Module) -> bool:
     return session_of(model).is_eager
 
 
-def is_from_template(model: nn.Module) -> bool:
+def is_from_other_sizes(model: nn.Module) -> bool:
     """Return whether captured graphs of the step under way were made from traces of other sizes."""
     step = session_of(model).steps.current
-    return step is not None and step.is_from_template
+    return step is not None and step.is_from_other_sizes
 
 
 def runs(model: nn.Module) -> int:

@@ -33,7 +33,7 @@ class Thresholds:
     # Time spent on saving memory at one size without a plan, before the size gets one, as a share of the time that
     # planning takes; and for all sizes together, before code for all sizes is made, in multiples of that time.
     worth_a_plan: float = 1.0
-    worth_templates: float = 8.0
+    worth_made_code: float = 8.0
     # Seconds after which a stage is named where no progress can be drawn, and from which on a wait is told before it.
     long_stage_s: float = 5.0
     gives_back: bool = True  # whether steps whose plan recomputes nothing run as the user wrote them where they fit

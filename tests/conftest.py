@@ -56,17 +56,17 @@ def _quick_garbage_collection() -> None:
     gc.freeze()
 
 
-@pytest.fixture(name="without_templates")
-def _without_templates() -> Iterator[None]:
+@pytest.fixture(name="without_made_code")
+def _without_made_code() -> Iterator[None]:
     """Let steps of new sizes that do not fit as they are written offload values."""
     with changed_thresholds(makes_code=False):
         yield
 
 
-@pytest.fixture(name="templates_at_once")
-def _templates_at_once() -> Iterator[None]:
-    """Let steps of new sizes that do not fit as they are written run by templates from the first one on."""
-    with changed_thresholds(worth_templates=0.0):
+@pytest.fixture(name="made_code_at_once")
+def _made_code_at_once() -> Iterator[None]:
+    """Let steps of new sizes that do not fit as they are written run by made code from the first one on."""
+    with changed_thresholds(worth_made_code=0.0):
         yield
 
 

@@ -423,7 +423,7 @@ def record(name: str) -> Record:
         torch.compiler.reset()
         recorder = Recorder(is_planned)
         torch.manual_seed(1)
-        as_ever = testing.changed_thresholds(measures_times=False, worth_templates=0.0, gives_back=True)
+        as_ever = testing.changed_thresholds(measures_times=False, worth_made_code=0.0, gives_back=True)
         with as_ever, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("ignore")
             warnings.simplefilter("always", HiRemateWarning)

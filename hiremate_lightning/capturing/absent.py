@@ -79,8 +79,8 @@ def without_missing(captured: Captured, missing: frozenset[int], profile: Profil
     """
     if not missing:
         return captured.graph, profile
-    if captured.template is not None:
-        graph, profile = captured.template.without(missing, captured.sizes)
+    if captured.made_from is not None:
+        graph, profile = captured.made_from.without(missing, captured.sizes)
         return graph.reading_once(captured.overwritten), profile
     absence = find_absent(captured, missing)
     assert absence.graph is not None, "something is missing"

@@ -29,7 +29,7 @@ from ..torch_private import aot, autocasting, backward_pass, captured_code, comp
 from ..torch_private.eager_tracing import traced_as_eager
 from ..torch_private.size_symbols import sizes_among
 from .capture import Captured, capture, order_of_gradients
-from .each_size import EachSize, Runner, Smaller, TemplateSource, TraceAhead, TracedCode
+from .each_size import EachSize, PartSource, Runner, Smaller, TraceAhead, TracedCode
 from .same_captures import SameCaptures
 
 log = logging.getLogger("hiremate_lightning")
@@ -45,7 +45,7 @@ def planning_backend(
     prove: Prove | None = None,
     say: Callable[[str], None] = log.warning,
     trace_ahead: TraceAhead = lambda run, sizes, trace: None,
-    templates: TemplateSource | None = None,
+    part_source: PartSource | None = None,
     same: SameCaptures | None = None,
 ) -> Any:
     """Build a backend for `torch.compile(..., backend=...)` that hands each captured graph to a session.
@@ -58,7 +58,7 @@ def planning_backend(
             prove in its place, if anything does. None to believe what is captured.
         say: Warns.
         trace_ahead: Has code traced for sizes that are to come, see `EachSize`.
-        templates: Makes parts for sizes that were not traced; None to trace each.
+        part_source: Makes parts for sizes that were not traced; None to trace each.
         same: Runs code that is captured once more by what was made of it; None for one of its own.
     """
     same = same or SameCaptures()
@@ -103,7 +103,7 @@ def planning_backend(
 
             return TracedCode(proving(module, run, compilation.part), compilation.part, at_other_sizes)
 
-        return EachSize(module, sizes, trace, trace_ahead, templates, same).run if sizes else trace(module, inputs)
+        return EachSize(module, sizes, trace, trace_ahead, part_source, same).run if sizes else trace(module, inputs)
 
     return backend
 

@@ -49,8 +49,8 @@ _SUBSCRIPT = re.compile(r"(?:\._modules)?\[['\"](.*?)['\"]\]")
 _SOURCE = re.compile(r'File "([^"]+)", line (\d+)')
 
 
-class Template(Protocol):
-    """What captured code of sizes that were never traced is made from (`template`)."""
+class MadeFrom(Protocol):
+    """What captured code of sizes that were never traced is made from (`code_at_sizes`)."""
 
     samples: tuple[Captured, ...]  # the code as it was captured at a few sizes
     sizes: tuple[Sizes, ...]  # of each
@@ -96,8 +96,8 @@ class Captured:
     # eager PyTorch has one cast of the parameter for all calls in a block of autocast.
     cast_terms: Mapping[int, int] = field(default_factory=dict)
     finished: tuple[int, ...] = ()  # positions of the inputs with gradients, in the order in which eager finishes these
-    template: Template | None = None  # what it is made from where it was not traced: then only `graph` is of its sizes
-    sizes: Sizes = ()  # where it is made from a template
+    made_from: MadeFrom | None = None  # what it is made from where it was not traced: then only `graph` is of its sizes
+    sizes: Sizes = ()  # where it is made from other sizes
     # What `absent` has found where gradients of outputs are missing, by their positions.
     absences: dict[frozenset[int], Absence] = field(default_factory=dict, init=False, compare=False, repr=False)
 

@@ -19,7 +19,7 @@ from torch import fx
 
 from .. import thresholds
 from ..housekeeping import Latest, collecting_what_it_leaves
-from ..records.expressions import LEAST_SAMPLES, LEAST_SAMPLES_OF_TWO_TERMS, NoTemplateError, Sizes, vary_alone
+from ..records.expressions import LEAST_SAMPLES, LEAST_SAMPLES_OF_TWO_TERMS, Sizes, SizesDifferError, vary_alone
 from ..torch_private import captured_code, dynamo, tensor_state
 from ..torch_private.size_symbols import Layout, SizeSymbols, trace_apart
 from .same_captures import SameCaptures
@@ -39,7 +39,7 @@ class TracedCode:
         run: Runs the code.
         part: What runs in the place of its joint graph; None where nothing has a gradient.
         at_other_sizes: Returns what runs the code at other sizes, given as the module there and a part that was made
-            for them. It may be proved at smaller sizes. It raises `NoTemplateError`, before anything has run, where it
+            for them. It may be proved at smaller sizes. It raises `SizesDifferError`, before anything has run, where it
             can't be.
     """
 
@@ -52,7 +52,7 @@ class TracedCode:
         return self.run(*arguments)
 
 
-class TemplateSource(Protocol):
+class PartSource(Protocol):
     """Makes parts of code for sizes that were not traced, from the parts of a few others."""
 
     def may_make(self, code: object, is_first: bool = False) -> bool:
@@ -62,7 +62,7 @@ class TemplateSource(Protocol):
         """Make a part of code from those for other sizes, each with all that varies there.
 
         Raises:
-            NoTemplateError: If these don't tell.
+            SizesDifferError: If these don't tell.
         """
 
     def failed(self, code: object, error: Exception) -> None:
@@ -81,7 +81,7 @@ class EachSize:
         sizes: Positions of the inputs that are sizes.
         trace: Traces code of definite sizes, given that code and inputs without memory.
         trace_ahead: Called after each trace with its result, the sizes, and what traces the code for sizes to come.
-        templates: Makes parts for sizes that were not traced; None to trace each size.
+        part_source: Makes parts for sizes that were not traced; None to trace each size.
         same: Knows what runs the same code at definite sizes, whoever captured it.
     """
 
@@ -91,7 +91,7 @@ class EachSize:
         sizes: Sequence[int],
         trace: Trace,
         trace_ahead: TraceAhead,
-        templates: TemplateSource | None,
+        part_source: PartSource | None,
         same: SameCaptures,
     ) -> None:
         count = len(module.graph.find_nodes(op="placeholder"))
@@ -101,7 +101,7 @@ class EachSize:
         self._is_particular = False
         self._traced = Latest[tuple[Any, ...], Runner](thresholds.current.size_traces)
         self._ahead = dict[Sizes, TracedCode]()
-        self._templates, self._symbols = templates, SizeSymbols(module, self._sizes)
+        self._part_source, self._symbols = part_source, SizeSymbols(module, self._sizes)
         self._samples, self._made = dict[Sizes, TracedCode](), weakref.WeakSet[Runner]()
 
     def run(self, *arguments: Any) -> Any:
@@ -114,7 +114,7 @@ class EachSize:
             self._traced[key] = run  # the latest one
         try:
             return run(*others)
-        except NoTemplateError as error:
+        except SizesDifferError as error:
             self._failed(error)
         return self._trace_new(sizes, others)(*others)  # it becomes a sample, so that sizes like it can be made
 
@@ -155,7 +155,7 @@ class EachSize:
         with dynamo.counting_seconds(), generators, collecting_what_it_leaves():
             code = self._symbols.code_at(sizes)
             run, is_general = trace_apart(code, others, self._trace, layouts or [None] * len(others))
-        may_make = self._templates is not None and self._templates.may_make(self)
+        may_make = self._part_source is not None and self._part_source.may_make(self)
         if is_general and may_make and len(self._samples) < MOST_SAMPLES:
             self._samples[sizes] = run
         self._is_particular = self._is_particular or not is_general
@@ -186,9 +186,9 @@ class EachSize:
 
     def _make_for(self, sizes: Sizes, others: Sequence[Any]) -> Runner | None:
         """Make code of some sizes run from samples; None where it is to be traced."""
-        if self._templates is None or self._is_particular or not self._symbols.vary:
+        if self._part_source is None or self._is_particular or not self._symbols.vary:
             return None
-        if not self._templates.may_make(self, is_first=not self._samples):
+        if not self._part_source.may_make(self, is_first=not self._samples):
             return None
         method = weakref.WeakMethod(self._made_smaller)  # what is proved must not keep the code alive
 
@@ -218,14 +218,14 @@ class EachSize:
                 self._trace_larger(sample, others)
 
     def _made_at(self, sizes: Sizes, smaller: Smaller | None = None) -> Runner:
-        assert self._templates is not None, "asked where something makes parts"
+        assert self._part_source is not None, "asked where something makes parts"
         traces = list(self._samples.values())
         if not traces or any(trace.part is None for trace in traces):
-            raise NoTemplateError("Nothing in the code has a gradient")
+            raise SizesDifferError("Nothing in the code has a gradient")
         whole = [self._symbols.with_computed(sample) for sample in self._samples]
         varying, new = vary_alone(whole, self._symbols.with_computed(sizes))
         parts = [(those, trace.part) for those, trace in zip(varying, traces, strict=True)]
-        part = self._templates.part_at(self, parts, new)
+        part = self._part_source.part_at(self, parts, new)
         return traces[0].at_other_sizes(self._symbols.code_at(sizes), part, smaller)
 
     def _made_smaller(self, sizes: Sizes, others: Sequence[Any]) -> tuple[Runner, list[Any]] | None:
@@ -242,10 +242,10 @@ class EachSize:
             return None
 
     def _failed(self, error: Exception) -> None:
-        assert self._templates is not None, "something was made"
+        assert self._part_source is not None, "something was made"
         log.info("A size is traced: %s", error)
-        self._templates.failed(self, error)
-        if not self._templates.may_make(self):
+        self._part_source.failed(self, error)
+        if not self._part_source.may_make(self):
             self._samples.clear()
             for key in [key for key, run in self._traced.items() if run in self._made]:
                 del self._traced[key]

@@ -25,7 +25,7 @@ from ..planning.planner import make_plan
 from ..planning.solvers import UNLIMITED, Problem, SolveOptions
 from ..planning.solvers.worker import apart, check_strategy
 from ..records.costs import Link, step_time_ms
-from ..records.expressions import Line, NoTemplateError
+from ..records.expressions import Line, SizesDifferError
 from ..records.offload import Host, storages_in
 from ..records.step import Step
 from ..reporting.html_report import write_html
@@ -352,7 +352,7 @@ def _forecast(work: _Work, seen: Sequence[tuple[OfflineStep, Step]], limit_bytes
     options = SessionOptions(time_limit_s=limit_s, on_infeasible="warn", solver=work.asked.solver)
     try:
         return Forecast(samples, allocated_bytes(1, work.options.device), resident, limit_bytes, options)
-    except NoTemplateError as error:
+    except SizesDifferError as error:
         raise ConfigurationError(f"The batch can't be scaled. {error}") from error
 
 

@@ -29,14 +29,14 @@ from ..measuring.operators import has_unsteady
 from ..measuring.saved_offload import Files, offloading_saved
 from ..memory.metering import unmeasured
 from ..options import SessionOptions
-from ..records.expressions import NoTemplateError, WrongTemplateError
+from ..records.expressions import SizesDifferError, WrongAtSizesError
 from ..records.step import Step
 from ..reporting.report import Reporter
 from ..rewriting.kernels import FusedKernels
 from ..rewriting.nodes import is_collective
 from ..running.execution import Part
 from ..running.program import Program
-from ..running.template import ProgramTemplate, template_of
+from ..running.program_at_sizes import ProgramAtSizes, programs_of
 from ..torch_private import autocasting, backward_pass, captured_code, tensor_state
 from ..torch_private.hacks import replaced
 from .differences import Difference, differences
@@ -79,16 +79,16 @@ class Prover:
     ) -> None:
         self._model, self._proofs, self._program_of, self._free_bytes = model, model.proofs, program_of, free_bytes
         self._has_said_unproved = False
-        self._at_sizes: weakref.WeakKeyDictionary[ProgramTemplate, ProofAtSizes] = weakref.WeakKeyDictionary()
+        self._at_sizes: weakref.WeakKeyDictionary[ProgramAtSizes, ProofAtSizes] = weakref.WeakKeyDictionary()
 
     def prove(self, proof: Proof, arguments: Sequence[Any]) -> None:
         """Prove captured code that is about to run, as far as it is unproved and memory is free.
 
         Raises:
-            NoTemplateError: If the code was made from traces of other sizes, and can't be proved.
+            SizesDifferError: If the code was made from traces of other sizes, and can't be proved.
         """
         self._proofs.add(proof)
-        if proof.part is not None and proof.part.captured.template is not None:
+        if proof.part is not None and proof.part.captured.made_from is not None:
             self._prove_made(proof, proof.part, arguments)
         else:
             self._prove(proof, arguments)
@@ -102,35 +102,35 @@ class Prover:
         traced.
         """
         program, sizes = self._program_of(part), part.captured.sizes
-        template = template_of(part.captured, program.schedule)
-        assert template is not None, "asked of code that is made from a template"
-        proof.at_sizes = self._known_of(template)
+        programs = programs_of(part.captured, program.schedule)
+        assert programs is not None, "asked of code that is made from other sizes"
+        proof.at_sizes = self._known_of(programs)
         if not proof.at_sizes.holds_at(sizes, part.ran_without):
-            self._prove_program(proof, part, template, program, arguments)
+            self._prove_program(proof, part, programs, program, arguments)
         if proof.at_sizes.holds_at(sizes, part.ran_without):
             proof.follow(proof.at_sizes)
 
-    def _known_of(self, template: ProgramTemplate) -> ProofAtSizes:
+    def _known_of(self, programs: ProgramAtSizes) -> ProofAtSizes:
         """Return what is proved of the programs of a schedule."""
-        return self._at_sizes.setdefault(template, ProofAtSizes(template.sizes))
+        return self._at_sizes.setdefault(programs, ProofAtSizes(programs.sizes))
 
     def _prove_program(
-        self, proof: Proof, part: Part, template: ProgramTemplate, program: Program, arguments: Sequence[Any]
+        self, proof: Proof, part: Part, programs: ProgramAtSizes, program: Program, arguments: Sequence[Any]
     ) -> None:
         """Prove made code by a program that is not known to give eager PyTorch's bits at its sizes."""
-        captured, known = part.captured, self._known_of(template)
-        programs = () if captured.template is None else captured.template.programs.values()
-        others = (self._known_of(other) for other in programs if other is not None)
+        captured, known = part.captured, self._known_of(programs)
+        of_code = () if captured.made_from is None else captured.made_from.programs.values()
+        others = (self._known_of(other) for other in of_code if other is not None)
         is_proved_by_another = any(other.holds_at(captured.sizes) for other in others)
         written, proof.forward, proof.backward = proof.written, Verdict.UNKNOWN, Verdict.UNKNOWN
         if backward_pass.is_running():
             proof.why_unproved = INSIDE
             if is_proved_by_another:
                 return
-            raise NoTemplateError("Code can't be proved inside of a backward")
+            raise SizesDifferError("Code can't be proved inside of a backward")
         proof.tried_without = set()
         if known.encloses(captured.sizes) and not _may_differ_from_itself(part, arguments):
-            self._prove_smaller(proof, part, template, program, arguments)
+            self._prove_smaller(proof, part, programs, program, arguments)
         if known.holds_at(captured.sizes, part.ran_without):
             return
         self._prove(proof, arguments)
@@ -140,25 +140,25 @@ class Prover:
         elif known.holds_at(captured.sizes):  # where other gradients come; for these there is no memory
             known.learn(proof, captured.sizes, part.ran_without)
         elif proof.forward is Verdict.UNKNOWN or not is_proved_by_another:
-            raise NoTemplateError("Programs of sizes that were not traced could not be proved")
+            raise SizesDifferError("Programs of sizes that were not traced could not be proved")
 
     def _prove_smaller(
-        self, proof: Proof, part: Part, template: ProgramTemplate, program: Program, arguments: Sequence[Any]
+        self, proof: Proof, part: Part, programs: ProgramAtSizes, program: Program, arguments: Sequence[Any]
     ) -> None:
         """Prove code at smaller sizes, with a part of each argument; these may leave the proof open."""
         smaller, some = (None if proof.smaller is None else proof.smaller(arguments)) or (None, ())
         if smaller is None or smaller.part is None:
             return
         sizes, smaller.part.ran_without = smaller.part.captured.sizes, part.ran_without
-        self._prove(smaller, some, replace(template.at(sizes), protects=program.protects))
+        self._prove(smaller, some, replace(programs.at(sizes), protects=program.protects))
         if smaller.is_known:
-            self._known_of(template).learn(smaller, sizes, smaller.tried_without)
+            self._known_of(programs).learn(smaller, sizes, smaller.tried_without)
 
     def _prove(self, proof: Proof, arguments: Sequence[Any], made: Program | None = None) -> None:
         """Prove code by the program that it is about to run by, or by one that was made for smaller sizes.
 
         Raises:
-            WrongTemplateError: If code that was made from traces of other sizes fails, or gives other numbers.
+            WrongAtSizesError: If code that was made from traces of other sizes fails, or gives other numbers.
         """
         if backward_pass.is_running():
             proof.why_unproved = INSIDE
@@ -209,7 +209,7 @@ class Prover:
 
     def _say_unproved(self, proof: Proof) -> None:
         """Log, once for a session, that code runs unproved; for made code another proof may hold."""
-        is_made = proof.part is not None and proof.part.captured.template is not None
+        is_made = proof.part is not None and proof.part.captured.made_from is not None
         if proof.unproved and proof.why_unproved and not is_made and not self._has_said_unproved:
             self._has_said_unproved = True
             log.warning(
@@ -286,8 +286,8 @@ class Prover:
 
     def _refuse(self, proof: Proof, why: str) -> None:
         proof.refuse(self._proofs)
-        if proof.part is not None and proof.part.captured.template is not None:
-            raise WrongTemplateError(f"Code made from traces of other sizes does not run, since {why}")
+        if proof.part is not None and proof.part.captured.made_from is not None:
+            raise WrongAtSizesError(f"Code made from traces of other sizes does not run, since {why}")
         self._model.say(
             f"Code of {self._model.name} runs as it was written, without a plan, since {why}. Its memory and time "
             "are those of plain PyTorch. This is a fault of torch.compile or of hiremate_lightning; please report it."

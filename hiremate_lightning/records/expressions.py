@@ -29,11 +29,11 @@ MAX_POWER = 2.0  # of the size, that anything measured on a line is taken to gro
 BITS = {0, 1}
 
 
-class NoTemplateError(HiRemateError):
+class SizesDifferError(HiRemateError):
     """The same code at several sizes differs in more than numbers that are expressions of the sizes."""
 
 
-class WrongTemplateError(NoTemplateError):
+class WrongAtSizesError(SizesDifferError):
     """Programs for sizes that were not traced gave other numbers than eager PyTorch."""
 
 
@@ -67,11 +67,11 @@ def expression_of(samples: Sequence[Sizes], values: Sequence[int], what: str = "
     """Find the expression that has given values.
 
     Raises:
-        NoTemplateError: If there is none.
+        SizesDifferError: If there is none.
     """
     expression = find_expression(samples, values)
     if expression is None:
-        raise NoTemplateError(f"At the sizes {samples} {what} is {values}, which is no expression of them")
+        raise SizesDifferError(f"At the sizes {samples} {what} is {values}, which is no expression of them")
     return expression
 
 
@@ -133,7 +133,7 @@ def vary_alone(samples: Sequence[Sizes], sizes: Sizes) -> tuple[list[Sizes], Siz
     of the samples, and other ones, without these.
 
     Raises:
-        NoTemplateError: If the sizes are not related to each other as they are in all samples.
+        SizesDifferError: If the sizes are not related to each other as they are in all samples.
     """
     columns = list(zip(*samples, strict=True))
     kept = list[int]()
@@ -150,7 +150,7 @@ def vary_alone(samples: Sequence[Sizes], sizes: Sizes) -> tuple[list[Sizes], Siz
             if not expected:
                 kept.append(index)
         if expected not in (set(), {size}):
-            raise NoTemplateError(f"Sizes that did not vary, or not by themselves, in {samples}, differ in {sizes}")
+            raise SizesDifferError(f"Sizes that did not vary, or not by themselves, in {samples}, differ in {sizes}")
     kept.sort()
     return [tuple(sample[i] for i in kept) for sample in samples], tuple(sizes[i] for i in kept)
 

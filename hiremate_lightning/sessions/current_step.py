@@ -97,9 +97,9 @@ class CurrentStep:
         return tuple(forward.number for forward in self.forwards)
 
     @property
-    def is_from_template(self) -> bool:
+    def is_from_other_sizes(self) -> bool:
         """Whether some of its graphs were made from traces of other sizes."""
-        return any(forward.captured.template is not None for forward in self.forwards)
+        return any(forward.captured.made_from is not None for forward in self.forwards)
 
     def resident_in(self, memory: ResidentMemory) -> Resident:
         """Return what existed when it began; where that was not counted, what exists now."""

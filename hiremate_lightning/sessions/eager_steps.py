@@ -19,9 +19,9 @@ from ..signatures.eager_predictions import CapturedStep, EagerPredictions, Predi
 from ..signatures.step_signature import StepSignature
 from .current_step import CurrentStep
 from .modes import Eager, GivenBack, Mode, Offloaded, mode_of
+from .new_sizes import NewSizes
 from .planned import PlannedSignatures
 from .planned_model import PlannedModel
-from .templates import Templates
 
 SIMILAR = 2.0  # of the bytes of a step whose plan saves none: up to so many more, steps of its code save none either
 
@@ -35,8 +35,8 @@ class EagerSteps:
         sizes_vary: Whether any step ran eager since its sizes were not known.
     """
 
-    def __init__(self, model: PlannedModel, planned: PlannedSignatures, templates: Templates) -> None:
-        self._model, self._planned, self._templates = model, planned, templates
+    def __init__(self, model: PlannedModel, planned: PlannedSignatures, new_sizes: NewSizes) -> None:
+        self._model, self._planned, self._new_sizes = model, planned, new_sizes
         self._history = model.history
         self._may_run_eager = not model.parts.fuses  # fused kernels give other bits than PyTorch's own
         self._tell = cache(model.tell)  # each text once
@@ -115,8 +115,8 @@ class EagerSteps:
         planning_ms = 0.0 if plan is None else 1000 * plan.planning.all_s
         if self._extra_ms.get(tuple(calls), 0.0) > thresholds.current.worth_a_plan * planning_ms:
             return True
-        is_worth_it = sum(self._extra_ms.values()) >= thresholds.current.worth_templates * planning_ms
-        return is_worth_it and self._templates.may_serve(likely.step)
+        is_worth_it = sum(self._extra_ms.values()) >= thresholds.current.worth_made_code * planning_ms
+        return is_worth_it and self._new_sizes.may_serve(likely.step)
 
     def _choose(self, step: CurrentStep, likely: StepSignature | None) -> Eager | None:
         """Choose how a step runs that is likely of a signature, None where nobody knows; None where it is captured."""

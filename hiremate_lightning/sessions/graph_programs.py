@@ -1,7 +1,7 @@
 """Which program a captured graph runs by: that of a plan, one taken over from other sizes, or that of least memory.
 
 Steps that have no plan run as was planned for the same code at other sizes, or else at the least memory. A step whose
-code was made from traces of other sizes (`templates`) gets no plan of its own as long as something fits it: one such
+code was made from traces of other sizes (`new_sizes`) gets no plan of its own as long as something fits it: one such
 plan a size would be one a step, where nearly every size comes once. What `planning.ladder` keeps for the code serves
 all of its sizes.
 """
@@ -30,7 +30,7 @@ from ..records.schedule import Schedule, keep_all, lower
 from ..records.step import Decisions, Replays, Step
 from ..running.execution import Part
 from ..running.program import Program
-from ..running.template import program_of
+from ..running.program_at_sizes import program_of
 from ..signatures.recorded_step import foresee
 from ..signatures.step_signature import GraphNumbers, StepSignature
 from ..torch_private import runtime
@@ -110,7 +110,7 @@ class GraphPrograms:
     def learn_margin(self, step: CurrentStep, peak_bytes: int) -> None:
         """Leave more room to steps of new sizes where one took more than was predicted for what it ran."""
         at_sizes, resident = step.at_sizes, step.resident
-        if at_sizes is None or resident is None or not step.is_from_template:
+        if at_sizes is None or resident is None or not step.is_from_other_sizes:
             return
         whole, forwards = at_sizes.merge(), [step.forwards[place] for place in at_sizes.places]
         decisions = whole.join([forward.program.schedule.decisions(forward.captured.graph) for forward in forwards])
@@ -205,11 +205,11 @@ class GraphPrograms:
 
     def _program_of(self, captured: Captured, decisions: Decisions, programs: Sequence[Program]) -> Program:
         """Return the program by decisions for a captured graph: one that it has run by, if any is the same."""
-        key = captured.template, captured.overwritten, decisions
+        key = captured.made_from, captured.overwritten, decisions
         schedule = self._schedules.get(key) or lower(captured.graph, decisions)
         alike = (program for program in programs if program.schedule == schedule)
         program = next(alike, None) or _build(captured, schedule)
-        if captured.template is not None:
+        if captured.made_from is not None:
             self._schedules[key] = program.schedule
         return program
 
@@ -217,7 +217,7 @@ class GraphPrograms:
         self, step: CurrentStep, captured: Captured, profile: Profile, call: int, is_last: bool
     ) -> Followed | None:
         """Choose, of what was decided for steps of the same code, the fastest that fits; None where none does."""
-        alike, is_made = [signature.recorded for signature in step.alike], captured.template is not None
+        alike, is_made = [signature.recorded for signature in step.alike], captured.made_from is not None
         begun = [step.forwards[place] for place in alike[0].places[:call]]
         resident = step.resident_in(self._model.memory)
         calls = [*((forward.captured, forward.profile) for forward in begun), (captured, profile)]
@@ -316,7 +316,7 @@ def _was_foreseen(followed: Followed | None, captured: Captured, call: int, is_l
     if followed is None:
         return False
     expected = followed.step.calls[call].captured
-    if captured.template is not None and captured.template is expected.template:
+    if captured.made_from is not None and captured.made_from is expected.made_from:
         return captured.sizes == expected.sizes
     return not is_last and captured.graph.is_no_larger(expected.graph)  # with the last one all sizes are known
 

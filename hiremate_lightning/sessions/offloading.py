@@ -23,7 +23,7 @@ from ..records.schedule import lower
 from ..records.step import Step
 from ..running.copies import HostMemory, pinned_storages
 from ..running.program import Program
-from ..running.template import program_of
+from ..running.program_at_sizes import program_of
 from ..torch_private import hooks, sharding, tensor_state
 from ..units import format_bytes
 

@@ -19,7 +19,7 @@ from ..planning.solutions import Solutions, remembering
 from ..planning.solvers import worker
 from ..planning.solvers.base import Problem, Solution, SolveOptions, Strategy
 from ..records.costs import step_time_ms
-from ..records.expressions import NoTemplateError
+from ..records.expressions import SizesDifferError
 from ..records.offload import Host
 from ..records.step import Step
 from ..running.program import Program
@@ -207,7 +207,7 @@ class PlanMaker:
         captured = [call.captured for call in recorded.calls]
         try:
             programs = [*self._model.offloading.build(step, captured, plan.solution)]
-        except NoTemplateError as error:
+        except SizesDifferError as error:
             log.info("A step signature of %s gets no plan of its own: %s", self._model.name, error)
             return None
         return Fits(plan, dict(zip(recorded.places, programs, strict=True)))

@@ -216,7 +216,7 @@ class PlannedSignatures:
     def admit(self, signature: StepSignature) -> bool:
         """Decide whether a signature without a plan gets one; warn where there are `max_plans` already."""
         parts = self._model.parts.numbered(signature.graphs)
-        if not signature.sights.is_worth_a_plan(any(part.captured.template is not None for part in parts)):
+        if not signature.sights.is_worth_a_plan(any(part.captured.made_from is not None for part in parts)):
             return False
         if not self._model.has_place:
             self._model.announce_full()
@@ -319,7 +319,7 @@ class PlannedSignatures:
         plans = {signature: fits for signature, fits in made.items() if fits is not None}
         for signature in made:
             if signature not in plans:
-                signature.sights.has_no_template = True
+                signature.sights.has_no_programs = True
                 self._drop(signature)
         for signature, fits in plans.items():
             step, plan = signature.recorded, fits.plan

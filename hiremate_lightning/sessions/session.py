@@ -41,11 +41,11 @@ from .eager_steps import EagerSteps
 from .graph_programs import GraphPrograms
 from .largest import Arguments, VaryingSizes
 from .modes import GivenBack
+from .new_sizes import NewSizes
 from .plan_maker import PlanMaker
 from .planned import PlannedSignatures
 from .planned_model import PlannedModel
 from .steps import Steps
-from .templates import Templates
 
 
 class Session:
@@ -80,8 +80,8 @@ class Session:
         graph_programs = GraphPrograms(model, maker)
         self.planned = PlannedSignatures(model, maker, graph_programs)
         self.listeners = self.planned.listeners
-        self._templates = Templates(model)
-        self.eager_steps = EagerSteps(model, self.planned, self._templates)
+        self._new_sizes = NewSizes(model)
+        self.eager_steps = EagerSteps(model, self.planned, self._new_sizes)
         self.steps = Steps(model, self.planned, self.eager_steps, graph_programs)
         self._without_gradients = CallsWithoutGradients(model)
         self._checkpointing = ReplacedCheckpointing(root)
@@ -222,7 +222,7 @@ class Session:
             proof,
             _weakly(self.say),
             _weakly(self.largest.trace_ahead),
-            weakref.proxy(self._templates),
+            weakref.proxy(self._new_sizes),
             SameCaptures(_weakly(self.parts.captured_again)),
         )
 

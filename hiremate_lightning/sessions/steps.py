@@ -167,8 +167,8 @@ class Steps(Conductor):
             self._first_forward(step, part, arguments)
         forward = self._graph_programs.decide(step, part)
         step.forwards.append(forward)
-        if part.captured.template is not None:
-            step.timed = None  # operations are timed one by one: in a template these have no numbers of their own
+        if part.captured.made_from is not None:
+            step.timed = None  # operations are timed one by one: in made code these have no numbers of their own
         program = forward.program if step.timed is None else step.timed.wrap(forward.program)
         return program, None if step.record is None else step.record.begin(part, program, arguments)
 

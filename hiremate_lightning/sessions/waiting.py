@@ -30,7 +30,7 @@ from ..records.simulation import simulate
 from ..records.step import Decisions
 from ..running.execution import Part
 from ..running.program import Program
-from ..running.template import program_of
+from ..running.program_at_sizes import program_of
 from ..signatures.recorded_step import RecordedStep
 from ..signatures.step_signature import StepSignature
 from .parts import Parts

@@ -42,8 +42,8 @@ class RecordedCall:
     @property
     def code(self) -> Hashable:
         """Equal for calls that run the same code, of sizes that the same traces tell; None where it was traced."""
-        template = self.captured.template
-        return None if template is None else (template, self.captured.overwritten, self.missing)
+        made_from = self.captured.made_from
+        return None if made_from is None else (made_from, self.captured.overwritten, self.missing)
 
     def beside(self, kept: frozenset[int]) -> Call:
         """Return the call where gradients of some parameters exist: those that are added to them die at once."""

@@ -15,7 +15,7 @@ from enum import Enum
 
 from .. import thresholds
 from ..calls.given import ModuleCall
-from ..capturing.template import SizesOfCalls
+from ..capturing.code_at_sizes import SizesOfCalls
 from ..measuring.resident import GradientState, Resident
 from ..planning.ladder import Ladder
 from ..planning.plan import Plan
@@ -61,7 +61,7 @@ class Sights:
     # Whether some step was made from traces of other sizes, and not even the least memory fitted.
     fits_nothing: bool = False
     # Whether traces of other sizes do not tell the programs of a plan of it: it gets none.
-    has_no_template: bool = False
+    has_no_programs: bool = False
     waited: frozenset[int] = frozenset()  # how many graphs of earlier steps waited for their backward as steps began
 
     def is_worth_a_plan(self, is_made: bool) -> bool:
@@ -73,7 +73,7 @@ class Sights:
         """
         if not is_made:
             return self.count > 1 or not self.is_by_plans
-        return not self.has_no_template and (self.fits_nothing or (self.count > 1 and not self.is_by_plans))
+        return not self.has_no_programs and (self.fits_nothing or (self.count > 1 and not self.is_by_plans))
 
 
 @dataclass(eq=False, slots=True)

@@ -26,7 +26,7 @@ from ..planning.plan import Plan
 from ..planning.planner import make_plan
 from ..planning.solvers import UNLIMITED, Problem, Solution, smallest_budget
 from ..records.expressions import Line, on_line
-from ..records.graph_template import GraphTemplate
+from ..records.graph_at_sizes import GraphAtSizes
 from ..records.step import Decisions, Step
 from ..units import Budget, format_bytes, format_ratio
 
@@ -71,7 +71,7 @@ class Forecast:
     """A step at every size under a budget.
 
     Raises:
-        NoTemplateError: If two of the samples differ in more than sizes.
+        SizesDifferError: If two of the samples differ in more than sizes.
     """
 
     samples: Mapping[int, Step]  # the step by size, at least 2
@@ -87,7 +87,7 @@ class Forecast:
         """Refit the step from its samples, the largest one first."""
         sizes = sorted(self.samples, reverse=True)
         costed = [(self.samples[size].graph, self.samples[size].profile) for size in sizes]
-        self._template = GraphTemplate(costed, [(size,) for size in sizes], on_line, self.block_bytes)
+        self._at_sizes = GraphAtSizes(costed, [(size,) for size in sizes], on_line, self.block_bytes)
         self._base = self.samples[sizes[0]]
         self._steps = {size: replace(step, replays=self._base.replays) for size, step in self.samples.items()}
         self._rungs: list[Decisions] = [least_memory(self._base).recompute]
@@ -95,7 +95,7 @@ class Forecast:
     def at(self, size: int) -> Step:
         """Return the step at a size; at the size of a sample, that sample."""
         if size not in self._steps:
-            graph, profile = self._template.at((size,))
+            graph, profile = self._at_sizes.at((size,))
             self._steps[size] = replace(self._base, graph=graph, profile=profile)
         return self._steps[size]
 

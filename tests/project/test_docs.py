@@ -140,7 +140,7 @@ def _anchors(page: Path) -> set[str]:
 
 SHOWN = ("warn", "say", "_say", "rank_zero_warn", "warning")  # what they are given is shown to users
 NOT_SHOWN = {"AttributeError", "TypeError", "KeyError", "StopIteration"}  # Python's own
-NOT_SHOWN |= {"WorkerLostError", "NotShownError", "CopyError", "NoTemplateError", "WrongTemplateError"}  # caught
+NOT_SHOWN |= {"WorkerLostError", "NotShownError", "CopyError", "SizesDifferError", "WrongAtSizesError"}  # caught
 FIXED_WORDS = 3  # fewer of them, between what differs, don't tell a text
 COMPARED_WORDS = 8
 

@@ -220,7 +220,7 @@ def test_what_finds_no_room_on_the_host_stays_on_the_device():
         Leaving(x, Full())
 
 
-@pytest.mark.usefixtures("without_templates")
+@pytest.mark.usefixtures("without_made_code")
 def test_steps_of_new_sizes_offload_within_the_budget():
     def step(model: nn.Module, length: int) -> torch.Tensor:
         model.zero_grad()

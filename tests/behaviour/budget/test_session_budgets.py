@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from hiremate_lightning import InfeasibleBudgetError, get_plan, hiremate
 from hiremate_lightning.measuring.profiling import TimedRun
-from hiremate_lightning.records.expressions import NoTemplateError
+from hiremate_lightning.records.expressions import SizesDifferError
 from hiremate_lightning.sessions import offloading
 from hiremate_lightning.units import format_bytes
 from tests.exact import network, take_steps
@@ -115,7 +115,7 @@ def test_a_budget_failing_at_the_second_plan_changes_nothing(fails_at, error, mo
         return build(*arguments)
 
     def build_none(*arguments):
-        raise NoTemplateError("A number is no expression of the sizes")
+        raise SizesDifferError("A number is no expression of the sizes")
 
     build = offloading.program_of
     if fails_at != "solving":

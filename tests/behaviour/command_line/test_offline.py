@@ -16,7 +16,7 @@ from hiremate_lightning.command_line.without_device import rates_of
 from hiremate_lightning.errors import CaptureError, ConfigurationError
 from hiremate_lightning.records.costs import estimate, step_time_ms
 from hiremate_lightning.records.expressions import on_line
-from hiremate_lightning.records.graph_template import GraphTemplate
+from hiremate_lightning.records.graph_at_sizes import GraphAtSizes
 from hiremate_lightning.records.simulation import simulate_eager
 from hiremate_lightning.rewriting.replays import DRAW_MASK
 from hiremate_lightning.torch_private import tensor_state
@@ -267,9 +267,9 @@ def test_costs_can_be_measured_where_the_device_is():
 
 def test_a_step_scales_from_two_sizes_to_the_capture_of_a_third():
     steps = {size: estimated(capture(mixed, size=size)) for size in (4, 8, 96)}
-    template = GraphTemplate([(steps[size].graph, steps[size].profile) for size in (4, 8)], [(4,), (8,)], on_line)
+    at_sizes = GraphAtSizes([(steps[size].graph, steps[size].profile) for size in (4, 8)], [(4,), (8,)], on_line)
 
-    assert template.at((96,))[0].storages == steps[96].graph.storages
+    assert at_sizes.at((96,))[0].storages == steps[96].graph.storages
 
 
 def by_values(y):

@@ -185,7 +185,7 @@ def test_buffers_updated_inside_checkpoint_are_announced(has_buffers):
 
 
 @pytest.mark.usefixtures("_captures_all")
-@pytest.mark.usefixtures("without_templates")
+@pytest.mark.usefixtures("without_made_code")
 def test_a_size_that_is_captured_twice_keeps_its_plan():
     """Dynamo captures the first sizes as they are, and once more with symbols: what was made of the first runs both."""
     model = planned("90%", max_plans=3)

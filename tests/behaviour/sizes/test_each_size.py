@@ -21,7 +21,7 @@ from tests.life import recorded
 WIDTH = 24
 BLOCK = 8  # of rows
 
-pytestmark = pytest.mark.usefixtures("_captures_all", "without_templates")
+pytestmark = pytest.mark.usefixtures("_captures_all", "without_made_code")
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ def peaks_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[nn.Module, tuple[int,
     return train
 
 
-@pytest.mark.usefixtures("without_templates")
+@pytest.mark.usefixtures("without_made_code")
 def test_smaller_steps_of_several_graphs_run_by_the_largest_plan(searched, peaks_of):
     budget = tight_budget()
     model = planned(budget, (LONG,) * 4)
@@ -176,7 +176,7 @@ def test_training_is_exact_where_plans_are_taken_over(budget):
     train_both(Broken, loop, budget)
 
 
-@pytest.mark.usefixtures("_captures_all", "without_templates")
+@pytest.mark.usefixtures("_captures_all", "without_made_code")
 def test_code_with_gradients_of_terms_is_traced_once_a_size(planning_log):
     """The second graph reads what the first gives twice; at the first size nobody knows that."""
     model = planned("80%", (LONG, LONG - 1, LONG - 2, LONG - 3))

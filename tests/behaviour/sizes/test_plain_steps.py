@@ -29,7 +29,7 @@ from tests.behaviour.sizes.test_saved_offload import budget_of
 from tests.exact import network, simple_loop, take_steps, train_both
 from tests.tiny import Builder
 
-pytestmark = pytest.mark.usefixtures("without_templates")
+pytestmark = pytest.mark.usefixtures("without_made_code")
 WIDTH = 32
 SIGNATURE, OTHER = StepSignature((0,)), StepSignature((1,))
 CHANNELS = 7  # of the tensor that a step keeps: a number of the model

@@ -19,7 +19,7 @@ from hiremate_lightning.targets.training_step import StepTarget
 from hiremate_lightning.testing import session_of
 from tests.exact import simple_loop, take_steps, train_both
 
-pytestmark = pytest.mark.usefixtures("without_templates")
+pytestmark = pytest.mark.usefixtures("without_made_code")
 WIDTH = 32
 LENGTHS = [60, 8, 90, 33, 90, 72, 96, 90, 24]
 

@@ -108,7 +108,7 @@ def is_watched_step(model: nn.Module, seed: int, rows: int = ROWS) -> bool:
     return session_of(model).steps.current.record is not None
 
 
-@pytest.mark.usefixtures("_captures_all", "without_templates")
+@pytest.mark.usefixtures("_captures_all", "without_made_code")
 @pytest.mark.filterwarnings("ignore:torch.compile captured code again")
 def test_other_sizes_are_measured_less_and_less_often():
     model = warm_up(planned(), steps=4, rows=MANY)

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hiremate_lightning.records.expressions import Expression, Line, NoTemplateError, Sizes, find_expression, vary_alone
+from hiremate_lightning.records.expressions import (
+    Expression,
+    Line,
+    Sizes,
+    SizesDifferError,
+    find_expression,
+    vary_alone,
+)
 
 LENGTHS: list[Sizes] = [(40,), (46,), (59,)]
 BATCHES: list[Sizes] = [(6, 40), (9, 46), (5, 35), (7, 52)]
@@ -80,14 +87,14 @@ def test_a_size_that_is_made_of_another_is_left_out():
     samples = [(24, 23, 48), (40, 39, 80), (46, 45, 92)]
     assert vary_alone(samples, (31, 30, 62)) == ([(24,), (40,), (46,)], (31,))
     for sizes in [(1, 1, 2), (31, 30, 63)]:
-        with pytest.raises(NoTemplateError, match="not by themselves"):
+        with pytest.raises(SizesDifferError, match="not by themselves"):
             vary_alone(samples, sizes)
 
 
 def test_of_a_size_and_its_quotients_the_least_is_left():
     samples = [(80, 40, 20), (92, 46, 23), (84, 42, 21)]
     assert vary_alone(samples, (96, 48, 24)) == ([(20,), (23,), (21,)], (24,))
-    with pytest.raises(NoTemplateError, match="not by themselves"):
+    with pytest.raises(SizesDifferError, match="not by themselves"):
         vary_alone(samples, (97, 48, 24))  # it is no multiple any more
     odd = [(81, 40), (92, 46), (84, 42)]
     assert vary_alone(odd, (97, 48)) == (odd, (97, 48))
@@ -98,14 +105,14 @@ def test_a_rest_of_two_is_a_size_of_its_own():
     samples = [(40, 0), (47, 1), (59, 1), (64, 0)]
     assert find_expression(samples, [rest for _, rest in samples]) == Expression(1, (1,))
     assert vary_alone(samples, (33, 1)) == (samples, (33, 1))
-    with pytest.raises(NoTemplateError, match="not by themselves"):
+    with pytest.raises(SizesDifferError, match="not by themselves"):
         vary_alone(samples, (33, 2))
 
 
 @pytest.mark.parametrize("sizes", [(5, 31, 31), (4, 31, 32)])
 def test_sizes_unlike_all_samples_are_refused(sizes: Sizes):
     """One that never varied does; two that were always equal are not."""
-    with pytest.raises(NoTemplateError, match="differ"):
+    with pytest.raises(SizesDifferError, match="differ"):
         vary_alone([(4, 24, 24), (4, 40, 40), (4, 46, 46)], sizes)
 
 

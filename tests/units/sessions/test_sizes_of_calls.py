@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from hiremate_lightning.capturing.template import SizesOfCalls
+from hiremate_lightning.capturing.code_at_sizes import SizesOfCalls
 from hiremate_lightning.sessions.largest import VaryingSizes
 
 
-class Template:
+class Code:
     """Returns its name and the sizes that it is asked for, in place of code and costs."""
 
     def __init__(self, name: str) -> None:
@@ -20,11 +20,11 @@ class Template:
         return self.name, sizes
 
 
-FIRST, SECOND = Template("first"), Template("second")
+FIRST, SECOND = Code("first"), Code("second")
 
 
-def step(length: int, *second: int, template: Template | None = SECOND) -> list[SimpleNamespace]:
-    return [SimpleNamespace(template=FIRST, sizes=(length, 4)), SimpleNamespace(template=template, sizes=second)]
+def step(length: int, *second: int, made_from: Code | None = SECOND) -> list[SimpleNamespace]:
+    return [SimpleNamespace(made_from=FIRST, sizes=(length, 4)), SimpleNamespace(made_from=made_from, sizes=second)]
 
 
 def learned(*steps: list[SimpleNamespace]) -> SizesOfCalls:
@@ -39,8 +39,8 @@ TOLD = {
     "three steps": ((step(40, 39, 160), step(46, 45, 184), step(59, 58, 236)), [("second", (99, 400))]),
     "two steps": (THREE[:2], []),
     "sizes that do not follow, as those of a decoder": ((step(40, 7), step(46, 31), step(59, 12)), []),
-    "other traces": ((*THREE, step(61, 60, template=Template("new"))), []),
-    "traced calls": ((step(40, 39, template=None),), []),
+    "other traces": ((*THREE, step(61, 60, made_from=Code("new"))), []),
+    "traced calls": ((step(40, 39, made_from=None),), []),
     "a step that ends before its first call, as pieces of a pipeline do": ((*THREE, []), [("second", (99,))]),
 }
 
@@ -51,7 +51,7 @@ def test_three_steps_alike_tell_the_sizes_of_what_is_to_come(steps, told):
 
 
 def test_what_never_varied_must_not_vary():
-    assert learned(*THREE).foresee([SimpleNamespace(template=FIRST, sizes=(100, 8))]) == []
+    assert learned(*THREE).foresee([SimpleNamespace(made_from=FIRST, sizes=(100, 8))]) == []
 
 
 def test_sizes_vary_that_differ_once_three_calls_have_differed():

@@ -18,12 +18,12 @@ from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.proofs.proof import Proof, ProofAtSizes
 from hiremate_lightning.proofs.trials import TrialOutcome
-from hiremate_lightning.running.template import ProgramTemplate
-from hiremate_lightning.testing import captured_count, is_eager, is_from_template
+from hiremate_lightning.running.program_at_sizes import ProgramAtSizes
+from hiremate_lightning.testing import captured_count, is_eager, is_from_other_sizes
 from tests.exact import Log, differing, leave_behind, network, planned_alike
 from tests.faults import change_absences, overwriting_nothing
 
-pytestmark = pytest.mark.usefixtures("templates_at_once")
+pytestmark = pytest.mark.usefixtures("made_code_at_once")
 
 WORDS, WIDTH, HEADS, LAYERS, BATCH = 64, 32, 4, 2, 8
 FIRST, LONG, SHORT = 90, 83, 40  # planned; does not fit as it is written; does
@@ -104,7 +104,7 @@ def train_alike(plain: Training, planned: Training, *lengths: int) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_new_sizes_run_by_templates_within_the_budget():
+def test_new_sizes_run_by_made_code_within_the_budget():
     """Lengths that do not fit as they are written, each of them once."""
     plain, planned, added_bytes = trainings()
     has_symbols_at_once = hasattr(torch.compiler.config, "dynamic_values")  # else from the next capture on
@@ -113,7 +113,7 @@ def test_new_sizes_run_by_templates_within_the_budget():
     for index, length in enumerate([LONG, *NEW]):
         before = captured_count(planned.model)
         train_alike(plain, planned, length)
-        assert is_from_template(planned.model)
+        assert is_from_other_sizes(planned.model)
         assert captured_count(planned.model) - before == (0 if index else 3)  # samples
         assert 0 < planned.peak_bytes <= added_bytes
 
@@ -143,7 +143,7 @@ def test_decisions_are_proved_at_half_a_length_or_there(
         monkeypatch.setattr(TrialOutcome, "has_nan", property(lambda _: True))
     plain, planned, _ = trainings()
     train_alike(plain, planned, FIRST, FIRST, SHORT, LONG, *NEW)
-    assert is_from_template(planned.model)
+    assert is_from_other_sizes(planned.model)
     assert set(proved) <= set(expected)
     assert proved
     plan = get_plan(planned.model)
@@ -158,10 +158,10 @@ class Scaled(SmallGPT):
         return super().forward(words) * (1.0 / words.shape[1])
 
 
-def test_code_that_no_template_serves_is_traced():
+def test_code_that_can_not_be_made_is_traced():
     plain, planned, _ = trainings(make=Scaled)
     train_alike(plain, planned, FIRST, FIRST, SHORT, LONG, *NEW)
-    assert not is_from_template(planned.model)
+    assert not is_from_other_sizes(planned.model)
 
 
 class Cache:
@@ -215,7 +215,7 @@ def test_several_new_sizes_wait_for_their_backwards():
     """Two lengths in one step, by the same captured code: each backward runs at its own."""
     plain, planned, _ = trainings()
     train_alike(plain, planned, FIRST, FIRST, SHORT, LONG, *NEW[:2])
-    assert is_from_template(planned.model)
+    assert is_from_other_sizes(planned.model)
     gradients = []
     for model in (plain.model, planned.model):
         torch.manual_seed(1)
@@ -223,18 +223,18 @@ def test_several_new_sizes_wait_for_their_backwards():
         losses = [model(torch.randint(WORDS, (BATCH, length))) for length in NEW[2:]]
         (losses[0] * 2 + losses[1]).backward()
         gradients.append([weight.grad for weight in model.parameters()])
-    assert is_from_template(planned.model)
+    assert is_from_other_sizes(planned.model)
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
-def test_a_template_whose_proof_fails_is_not_used(monkeypatch: pytest.MonkeyPatch):
+def test_made_code_whose_proof_fails_is_not_used(monkeypatch: pytest.MonkeyPatch):
     """Its programs are of other sizes than they are asked for: these are traced, and training stays exact."""
-    at = ProgramTemplate.at
-    monkeypatch.setattr(ProgramTemplate, "at", lambda self, sizes: at(self, tuple(size + 1 for size in sizes)))
+    at = ProgramAtSizes.at
+    monkeypatch.setattr(ProgramAtSizes, "at", lambda self, sizes: at(self, tuple(size + 1 for size in sizes)))
     plain, planned, _ = trainings()
     for length in [FIRST, FIRST, SHORT, LONG, *NEW]:
         train_alike(plain, planned, length)
-        assert not is_from_template(planned.model)
+        assert not is_from_other_sizes(planned.model)
 
 
 class Scoring(SmallGPT):
@@ -274,7 +274,7 @@ def test_gradients_need_not_arrive_at_new_sizes(monkeypatch: pytest.MonkeyPatch)
         for again in range(1 + (seed > 5)):  # in the last ones gradients exist
             one, other = (trained(model, loss, length - again, seed) for model in (planned, plain))
             assert differing(one, other) == []
-        count += is_from_template(planned)
+        count += is_from_other_sizes(planned)
     assert count >= 4
     assert next(calls) > 0
 

@@ -14,14 +14,14 @@ from functools import cache, partial
 from typing import Any
 
 from .costs import Profile
-from .expressions import Line, NoTemplateError, Number, Sizes, Values, exactly
+from .expressions import Line, Number, Sizes, SizesDifferError, Values, exactly
 from .graph import OUTSIDE, Graph, Node, Storage, Tensor, item_bytes
 
 Costed = tuple[Graph, Profile]
 LEAST = 2  # size of a dimension: tensors of one or no row are often handled apart
 
 
-class GraphTemplate:
+class GraphAtSizes:
     """A graph and its costs at all sizes.
 
     Args:
@@ -31,7 +31,7 @@ class GraphTemplate:
         block_bytes: The allocator hands out multiples of it.
 
     Raises:
-        NoTemplateError: If the samples are other code, or a shape or a storage does not follow from the sizes.
+        SizesDifferError: If the samples are other code, or a shape or a storage does not follow from the sizes.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class GraphTemplate:
         """Return the graph and its costs at some sizes.
 
         Raises:
-            NoTemplateError: If the samples don't tell about these.
+            SizesDifferError: If the samples don't tell about these.
         """
 
         @cache
@@ -106,7 +106,7 @@ class GraphTemplate:
         def counted(values: Values) -> int:
             size = self._need(values)(sizes)
             if self._is_exact and size < LEAST <= min(values):
-                raise NoTemplateError(f"At the sizes {sizes} a dimension is {size}, which is 2 or more in all samples")
+                raise SizesDifferError(f"At the sizes {sizes} a dimension is {size}, which is 2 or more in all samples")
             return size
 
         tensors = list(self._base.tensors)
@@ -125,14 +125,14 @@ class GraphTemplate:
         for size, graph in zip(sizes, graphs, strict=True):
             why = self._base.difference(graph)
             if why is not None:
-                raise NoTemplateError(f"The steps at sizes {sizes[0]} and {size} are not the same graph: {why}")
+                raise SizesDifferError(f"The steps at sizes {sizes[0]} and {size} are not the same graph: {why}")
             if self._is_exact and list(map(_structure, graph.nodes)) != list(map(_structure, self._base.nodes)):
-                raise NoTemplateError(f"Operations at the sizes {size} take other memory than at the sizes {sizes[0]}")
+                raise SizesDifferError(f"Operations at the sizes {size} take other memory than at the sizes {sizes[0]}")
 
     def _need(self, values: Values, is_measured: bool = False, what: str = "a number") -> Number:
         number = self._number(values, is_measured)
         if number is None:
-            raise NoTemplateError(f"At the sizes {self._sizes} {what} is {values}, which is no expression of them")
+            raise SizesDifferError(f"At the sizes {self._sizes} {what} is {values}, which is no expression of them")
         return number
 
     def _find_shapes(self, graphs: Sequence[Graph]) -> dict[int, list[Values]]:

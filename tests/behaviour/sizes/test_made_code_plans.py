@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from hiremate_lightning import HiRemateWarning, InfeasibleBudgetError
-from hiremate_lightning.records.expressions import NoTemplateError
+from hiremate_lightning.records.expressions import SizesDifferError
 from hiremate_lightning.sessions import offloading
-from hiremate_lightning.testing import is_from_template, session_of, step_under_way
-from tests.behaviour.sizes.test_templates import FIRST, LONG, SHORT, Training, budget_of, train_alike, trainings
+from hiremate_lightning.testing import is_from_other_sizes, session_of, step_under_way
+from tests.behaviour.sizes.test_made_code import FIRST, LONG, SHORT, Training, budget_of, train_alike, trainings
 from tests.exact import Log, differing
 
-pytestmark = pytest.mark.usefixtures("templates_at_once")
+pytestmark = pytest.mark.usefixtures("made_code_at_once")
 LONGER = [96, 101, 99, 107, 94]  # than all that is planned
 TIGHT, LONGEST = 0.34, 127  # the least memory of the longest takes 1.15 times that share of what the first length adds
 
@@ -41,7 +41,7 @@ def test_larger_sizes_run_by_decisions_made_once(planning_log):
     planning_log.texts.clear()
     for length in [*LONGER, *LONGER]:
         train_alike(plain, planned, length)
-        assert is_from_template(planned.model)
+        assert is_from_other_sizes(planned.model)
         assert step_under_way(planned.model).ways == ("plan of another step",)
         assert planned.peak_bytes <= added_bytes
     assert len(planning_log.of("planning")) == rungs_of(planned) == 1
@@ -74,7 +74,7 @@ def test_a_size_that_nothing_fits_is_announced_where_it_runs(verify: str):
     with pytest.warns(HiRemateWarning, match="Nothing fits the budget"):
         logs = take_steps(planned, 3, LONGEST)
     assert all(differing(log, plain.step(LONGEST)) == [] for log in logs)
-    assert is_from_template(planned.model)
+    assert is_from_other_sizes(planned.model)
 
 
 def test_a_plan_is_dropped_if_its_programs_can_not_be_made(monkeypatch: pytest.MonkeyPatch):
@@ -83,15 +83,15 @@ def test_a_plan_is_dropped_if_its_programs_can_not_be_made(monkeypatch: pytest.M
     program_of, refused = offloading.program_of, list[int]()
 
     def refusing(captured, *rest):
-        if captured.template is not None:
+        if captured.made_from is not None:
             refused.append(1)
-            raise NoTemplateError("A number is no expression of the sizes")
+            raise SizesDifferError("A number is no expression of the sizes")
         return program_of(captured, *rest)
 
     train_alike(plain, planned, LONGEST)
     monkeypatch.setattr(offloading, "program_of", refusing)
     for _ in range(3):
         train_alike(plain, planned, LONGEST)
-        assert is_from_template(planned.model)
+        assert is_from_other_sizes(planned.model)
     assert refused == [1]
     assert len(session_of(planned.model).plans) == 1

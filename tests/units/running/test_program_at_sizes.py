@@ -13,14 +13,14 @@ from torch.nn import functional as F
 from hiremate_lightning.capturing.absent import find_absent
 from hiremate_lightning.capturing.backend import planning_backend
 from hiremate_lightning.capturing.capture import Captured
-from hiremate_lightning.capturing.template import CodeTemplate
+from hiremate_lightning.capturing.code_at_sizes import CodeAtSizes
 from hiremate_lightning.planning.solvers import UNLIMITED, smallest_budget
 from hiremate_lightning.planning.solvers.base import Problem
 from hiremate_lightning.records.costs import estimate
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.step import Decisions
 from hiremate_lightning.running.program import Changes, Program, build
-from hiremate_lightning.running.template import NoTemplateError, ProgramTemplate
+from hiremate_lightning.running.program_at_sizes import ProgramAtSizes, SizesDifferError
 from tests.exact import network
 from tests.faults import change_absences, overwriting_nothing
 
@@ -89,10 +89,10 @@ def lengths() -> dict[int, Captured]:
     return {length: captured_at(module, 2, length, WIDTH) for length in (5, 8, 11, 19)}
 
 
-def template_of(samples: dict[int, Captured], decisions: Decisions) -> ProgramTemplate:
+def programs_of(samples: dict[int, Captured], decisions: Decisions) -> ProgramAtSizes:
     sizes = [(size,) for size in samples]
-    CodeTemplate([(captured, estimate(captured.graph)) for captured in samples.values()], sizes)
-    return ProgramTemplate(list(samples.values()), sizes, decisions)
+    CodeAtSizes([(captured, estimate(captured.graph)) for captured in samples.values()], sizes)
+    return ProgramAtSizes(list(samples.values()), sizes, decisions)
 
 
 @pytest.mark.parametrize("decide", [lambda captured: keep_all(captured.graph), least_memory])
@@ -104,7 +104,7 @@ def test_a_size_that_was_never_traced_runs(
     traced = {size: lengths[size] for size in (5, 8, 11)}
     new = lengths[19]
     decisions = decide(lengths[11])
-    program = template_of(traced, decisions).at((19,))
+    program = programs_of(traced, decisions).at((19,))
     expected = build(new, lower(new.graph, decisions))
     added = frozenset(new.trained[:2]) if adds else NOTHING
     assert program.schedule == expected.schedule
@@ -115,26 +115,26 @@ def test_backwards_that_overwrite_otherwise_overwrite_nothing(
     lengths: dict[int, Captured], monkeypatch: pytest.MonkeyPatch
 ):
     """Samples differ in what dies as a gradient does not arrive, which nobody could know before."""
-    template = template_of({size: lengths[size] for size in (5, 8, 11)}, keep_all(lengths[5].graph))
+    programs = programs_of({size: lengths[size] for size in (5, 8, 11)}, keep_all(lengths[5].graph))
     change_absences(monkeypatch, overwriting_nothing(lambda captured: captured is lengths[8]))
     new, missing = lengths[19], frozenset({1})
     expected = build(new, lower(new.graph, keep_all(new.graph)))
     assert find_absent(new, missing).overwrites
-    assert equal(results(new, template.at((19,)), missing), results(new, expected, missing))
+    assert equal(results(new, programs.at((19,)), missing), results(new, expected, missing))
 
 
-def test_a_template_serves_traced_sizes_too(lengths: dict[int, Captured]):
+def test_programs_serve_traced_sizes_too(lengths: dict[int, Captured]):
     traced = {size: lengths[size] for size in (5, 8, 11)}
-    template = template_of(traced, keep_all(lengths[5].graph))
+    programs = programs_of(traced, keep_all(lengths[5].graph))
     for size, captured in traced.items():
         expected = results(captured, build(captured, lower(captured.graph, keep_all(captured.graph))))
-        assert equal(results(captured, template.at((size,))), expected)
+        assert equal(results(captured, programs.at((size,))), expected)
 
 
 def test_two_sizes_tell_too_little(lengths: dict[int, Captured]):
     traced = {size: lengths[size] for size in (5, 8)}
-    with pytest.raises(NoTemplateError, match="3 sizes or more"):
-        template_of(traced, keep_all(lengths[5].graph))
+    with pytest.raises(SizesDifferError, match="3 sizes or more"):
+        programs_of(traced, keep_all(lengths[5].graph))
 
 
 def test_small_values_and_large_ones_have_one_program():
@@ -143,7 +143,7 @@ def test_small_values_and_large_ones_have_one_program():
     samples = {size: captured_at(module, size, 64) for size in (100, 611, 1201, 907)}
     new = samples.pop(907)
     decisions = keep_all(new.graph)
-    program = template_of(samples, decisions).at((907,))
+    program = programs_of(samples, decisions).at((907,))
     assert equal(results(new, program), results(new, build(new, lower(new.graph, decisions))))
 
 
@@ -163,8 +163,8 @@ class Cutting(Branching):
 
 
 @pytest.mark.parametrize(("module", "why"), [(Branching, "not the same graph"), (Cutting, "no expression")])
-def test_other_code_at_other_sizes_has_no_template(module: type[nn.Module], why: str):
+def test_other_code_at_other_sizes_has_no_programs(module: type[nn.Module], why: str):
     code = module()
     samples = {size: captured_at(code, size, 4) for size in (5, 8, 10)}
-    with pytest.raises(NoTemplateError, match=why):
-        template_of(samples, keep_all(samples[5].graph))
+    with pytest.raises(SizesDifferError, match=why):
+        programs_of(samples, keep_all(samples[5].graph))

@@ -1,6 +1,6 @@
 """Captured code at sizes that were never traced, made from traces of other sizes.
 
-Code gets a template when it is captured with symbols for its sizes. A new size then costs a fraction of a second. Its
+Code that is captured with symbols for its sizes can be made so. A new size then costs a fraction of a second. Its
 graph has a part of its own as any other: what is recorded and proved does not ask where a graph comes from.
 """
 
@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .. import thresholds
-from ..capturing.template import CodeTemplate
-from ..records.expressions import Sizes, WrongTemplateError
+from ..capturing.code_at_sizes import CodeAtSizes
+from ..records.expressions import Sizes, WrongAtSizesError
 from ..running.execution import Part
 from ..signatures.recorded_step import RecordedStep
 from .planned_model import PlannedModel
 
 REPEATS_OF_SAMPLES = 2  # a line through the times of all samples evens them out
-FAILURES = 3  # sizes of one code that no template served, and fewer that one did: then each of its sizes is traced
+FAILURES = 3  # sizes of one code that could not be made, and fewer that could: then each of its sizes is traced
 
 
 @dataclass
@@ -31,16 +31,16 @@ class _Code:
     is_refused: bool = False  # whether each of its sizes is traced
 
 
-class Templates:
-    """The templates of a session, by the first part that each is made from."""
+class NewSizes:
+    """Makes captured code for sizes that were not traced, from the parts of a few that were."""
 
     def __init__(self, model: PlannedModel) -> None:
         self._model, self._parts = model, model.parts
-        self._templates: weakref.WeakKeyDictionary[Part, CodeTemplate] = weakref.WeakKeyDictionary()
+        self._at_sizes: weakref.WeakKeyDictionary[Part, CodeAtSizes] = weakref.WeakKeyDictionary()
         self._codes: weakref.WeakKeyDictionary[object, _Code] = weakref.WeakKeyDictionary()
 
     def may_serve(self, recorded: RecordedStep | None) -> bool:
-        """Whether a step of new sizes that begins may run by templates: else it runs as the user wrote it.
+        """Whether a step of new sizes that begins may run by made code: else it runs as the user wrote it.
 
         Where graphs of earlier steps wait, what they hold is planned for each size by itself. Where no step of the same
         code is recorded, no code may be refused.
@@ -67,16 +67,16 @@ class Templates:
         """Make a part that runs code at some sizes, from parts for others, each with all that varies there.
 
         Raises:
-            NoTemplateError: If there is no template for them.
+            SizesDifferError: If these do not tell.
         """
         first, sizes_before = samples[0][1], tuple(varying for varying, _ in samples)
         self._of(code).number = first.captured.graph.code
-        template = self._templates.get(first)
-        if template is None or template.sizes != sizes_before:
+        at_sizes = self._at_sizes.get(first)
+        if at_sizes is None or at_sizes.sizes != sizes_before:
             profiles = [self._parts.costs_of(part, REPEATS_OF_SAMPLES) for _, part in samples]
             costed = [(part.captured, profile) for (_, part), profile in zip(samples, profiles, strict=True)]
-            template = self._templates[first] = CodeTemplate(costed, sizes_before)
-        captured, profile = template.at(sizes)
+            at_sizes = self._at_sizes[first] = CodeAtSizes(costed, sizes_before)
+        captured, profile = at_sizes.at(sizes)
         part = self._parts.add(captured, first.conductor, profile)
         part.own = first.own
         self._model.largest.took(part)
@@ -91,7 +91,7 @@ class Templates:
         record = self._of(code)
         record.failures += 1
         too_often = record.failures >= FAILURES and 2 * record.failures >= record.made
-        record.is_refused = record.is_refused or too_often or isinstance(error, WrongTemplateError)
+        record.is_refused = record.is_refused or too_often or isinstance(error, WrongAtSizesError)
 
     def _of(self, code: object) -> _Code:
         return self._codes.setdefault(code, _Code())

@@ -15,9 +15,9 @@ import torch
 
 from ..housekeeping import Latest
 from ..records.costs import Profile
-from ..records.expressions import LEAST_SAMPLES, NoTemplateError, Sizes, expression_of, vary_alone
+from ..records.expressions import LEAST_SAMPLES, Sizes, SizesDifferError, expression_of, vary_alone
 from ..records.graph import Graph
-from ..records.graph_template import GraphTemplate
+from ..records.graph_at_sizes import GraphAtSizes
 from ..torch_private import tensor_state
 from .absent import without_missing
 from .capture import Captured
@@ -26,7 +26,7 @@ log = logging.getLogger("hiremate_lightning")
 NOTHING: frozenset[int] = frozenset()
 
 
-class CodeTemplate:
+class CodeAtSizes:
     """The same code at all sizes.
 
     Args:
@@ -36,19 +36,19 @@ class CodeTemplate:
     Attributes:
         samples: The code as it was captured at these sizes.
         sizes: The sizes of each.
-        programs: Programs of it, by what they do (`running.template`); they last as long as the code.
+        programs: Programs of it, by what they do (`running.program_at_sizes`); they last as long as the code.
 
     Raises:
-        NoTemplateError: If the samples do not tell what the code is at other sizes.
+        SizesDifferError: If the samples do not tell what the code is at other sizes.
     """
 
     def __init__(self, samples: Sequence[tuple[Captured, Profile]], sizes: Sequence[Sizes]) -> None:
         if len(set(sizes)) < LEAST_SAMPLES:
-            raise NoTemplateError(f"Expected the same code at {LEAST_SAMPLES} sizes or more, not at {sizes}")
+            raise SizesDifferError(f"Expected the same code at {LEAST_SAMPLES} sizes or more, not at {sizes}")
         self.samples, self.sizes = tuple(captured for captured, _ in samples), tuple(sizes)
         self.programs: dict[Any, Any] = Latest(32)
         self._profiles = tuple(profile for _, profile in samples)
-        self._graphs = dict[frozenset[int], GraphTemplate]()
+        self._graphs = dict[frozenset[int], GraphAtSizes]()
         # Who foresees a step asks for the code of its calls before they come.
         self._latest = Latest[Sizes, tuple[Captured, Profile]](4)
         self._without(NOTHING)
@@ -58,14 +58,14 @@ class CodeTemplate:
             for c in self.samples
         ]
         if any(of_sample != facts[0] for of_sample in facts):
-            raise NoTemplateError("The same code hands on other gradients, or changes other inputs, at other sizes")
+            raise SizesDifferError("The same code hands on other gradients, or changes other inputs, at other sizes")
         # Each number that any backward may need has an expression: nothing can be traced in a backward.
         layouts = [
             [_layout(value) for node in c.joint.graph.nodes for value in tensor_state.leaves(node.meta.get("val"))]
             for c in self.samples
         ]
         if len({tuple(map(len, of_sample)) for of_sample in layouts}) > 1:
-            raise NoTemplateError("The same code has other values at other sizes")
+            raise SizesDifferError("The same code has other values at other sizes")
         for numbers in {same for values in zip(*layouts, strict=True) for same in zip(*values, strict=True)}:
             expression_of(self.sizes, numbers, "how a value lies in memory")
 
@@ -74,7 +74,7 @@ class CodeTemplate:
 
         def make() -> tuple[Captured, Profile]:
             graph, profile = self._without(NOTHING).at(sizes)
-            return replace(self.samples[0], graph=graph, template=self, sizes=sizes), profile
+            return replace(self.samples[0], graph=graph, made_from=self, sizes=sizes), profile
 
         return self._latest.get_or(sizes, make)
 
@@ -85,14 +85,14 @@ class CodeTemplate:
         """
         try:
             return self._without(missing).at(sizes)
-        except NoTemplateError:
+        except SizesDifferError:
             return self._without(NOTHING).at(sizes)
 
-    def _without(self, missing: frozenset[int]) -> GraphTemplate:
+    def _without(self, missing: frozenset[int]) -> GraphAtSizes:
         if missing not in self._graphs:
             pairs = zip(self.samples, self._profiles, strict=True)
             present = [without_missing(captured, missing, profile) for captured, profile in pairs]
-            self._graphs[missing] = GraphTemplate(present, self.sizes)
+            self._graphs[missing] = GraphAtSizes(present, self.sizes)
         return self._graphs[missing]
 
 
@@ -105,9 +105,9 @@ class SizesOfCalls:
 
     def note(self, calls: Sequence[Captured]) -> None:
         """Learn of the calls of a step that has ended."""
-        if not calls or any(call.template is None for call in calls):
+        if not calls or any(call.made_from is None for call in calls):
             return
-        if [call.template for call in calls] != [call.template for call in self._calls]:
+        if [call.made_from for call in calls] != [call.made_from for call in self._calls]:
             self._sizes.clear()  # of other traces
         self._calls = tuple(calls)
         self._sizes[calls[0].sizes] = tuple(call.sizes for call in calls)
@@ -116,7 +116,7 @@ class SizesOfCalls:
         """Return the calls to come of a step, with their costs; none where their sizes are not known for sure."""
         count = len(begun)
         if len(self._sizes) < LEAST_SAMPLES or any(
-            call.template is not before.template for call, before in zip(begun, self._calls, strict=False)
+            call.made_from is not before.made_from for call, before in zip(begun, self._calls, strict=False)
         ):
             return []
         try:
@@ -126,14 +126,14 @@ class SizesOfCalls:
                 [expression_of(samples, values, "the size of another call") for values in zip(*sizes, strict=True)]
                 for sizes in columns
             ]
-        except NoTemplateError as error:
+        except SizesDifferError as error:
             log.debug("The sizes of a step to come are not known: %s", error)
             return []
         to_come = zip(self._calls[count:], expressions, strict=True)
         return [
-            call.template.at(tuple(expression.at(first) for expression in its_sizes))
+            call.made_from.at(tuple(expression.at(first) for expression in its_sizes))
             for call, its_sizes in to_come
-            if call.template is not None  # each has one, see `note`
+            if call.made_from is not None  # each has one, see `note`
         ]
 
 

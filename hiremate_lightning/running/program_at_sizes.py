@@ -6,7 +6,7 @@ that differs, and a program for other sizes is that source with these sizes boun
 and nothing is traced, so that takes microseconds.
 
 What a trace decides by looking at a size is decided as in the samples. Whether the code serves other sizes at all is
-decided by the guards of the capture. There is no template where samples differ in anything but numbers, where a number
+decided by the guards of the capture. There is none where samples differ in anything but numbers, where a number
 is no such expression, or where too few sizes were traced.
 """
 
@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from ..capturing.capture import Captured
-from ..records.expressions import NoTemplateError, Sizes, expression_of
+from ..records.expressions import Sizes, SizesDifferError, expression_of
 from ..records.schedule import CopyOut, Schedule, lower
 from ..records.step import Decisions
 from ..rewriting.straight_line import Writer, compile_lines
@@ -32,11 +32,11 @@ from .program import Changes, Program, build
 _PLACE = "\0"  # marks the place of a number in a source, on both sides
 
 
-class ProgramTemplate:
+class ProgramAtSizes:
     """The programs of one schedule at all sizes.
 
     Args:
-        samples: The same code as it was captured at a few sizes, which have a `CodeTemplate`.
+        samples: The same code as it was captured at a few sizes, which have a `CodeAtSizes`.
         sizes: The sizes of each.
         decisions: Nodes that are computed again.
 
@@ -45,7 +45,7 @@ class ProgramTemplate:
         schedule: The schedule of each of the programs.
 
     Raises:
-        NoTemplateError: If programs of the samples don't tell the programs of other sizes.
+        SizesDifferError: If programs of the samples don't tell the programs of other sizes.
     """
 
     def __init__(self, samples: Sequence[Captured], sizes: Sequence[Sizes], decisions: Decisions) -> None:
@@ -57,29 +57,29 @@ class ProgramTemplate:
         first = self._programs[0]
         self.schedule: Schedule = first.schedule
         if any((p.schedule, p.saved, p.unread) != (first.schedule, first.saved, first.unread) for p in self._programs):
-            raise NoTemplateError(f"The same decisions are other schedules at the sizes {sizes}")
-        self._forward = _Template([program.forward_module for program in self._programs], sizes)
+            raise SizesDifferError(f"The same decisions are other schedules at the sizes {sizes}")
+        self._forward = _Source([program.forward_module for program in self._programs], sizes)
         self._variants = {Changes(): self._variant_of_samples(Changes(), overwrites=True)}
 
     def at(self, sizes: Sizes) -> Program:
         """Return the program for some sizes."""
 
         def variant(changes: Changes, overwrites: bool = True) -> Program:
-            # Made in a backward, where nothing can be traced: all numbers have expressions, see `CodeTemplate`.
+            # Made in a backward, where nothing can be traced: all numbers have expressions, see `CodeAtSizes`.
             if changes not in self._variants:
                 try:
                     self._variants[changes] = self._variant_of_samples(changes, overwrites=True)
-                except NoTemplateError:  # samples differ in what may be overwritten
+                except SizesDifferError:  # samples differ in what may be overwritten
                     self._variants[changes] = self._variant_of_samples(changes, overwrites=False)
-            program, template = self._variants[changes]
-            return replace(program, forward=forward, backward=template.at(sizes), variant=variant)
+            program, source = self._variants[changes]
+            return replace(program, forward=forward, backward=source.at(sizes), variant=variant)
 
         forward = self._forward.at(sizes)
         return variant(Changes())
 
-    def _variant_of_samples(self, changes: Changes, overwrites: bool) -> tuple[Program, _Template]:
+    def _variant_of_samples(self, changes: Changes, overwrites: bool) -> tuple[Program, _Source]:
         programs = [program.variant(changes, overwrites) for program in self._programs]
-        return programs[0], _Template([program.backward_module for program in programs], self.sizes)
+        return programs[0], _Source([program.backward_module for program in programs], self.sizes)
 
 
 def program_of(captured: Captured, schedule: Schedule, host: HostMemory | None = None) -> Program:
@@ -91,36 +91,36 @@ def program_of(captured: Captured, schedule: Schedule, host: HostMemory | None =
         host: Memory of the host for offloaded values.
 
     Raises:
-        NoTemplateError: If traces of other sizes don't tell the program.
+        SizesDifferError: If traces of other sizes don't tell the program.
     """
-    template = template_of(captured, schedule)
-    return build(captured, schedule, host) if template is None else template.at(captured.sizes)
+    programs = programs_of(captured, schedule)
+    return build(captured, schedule, host) if programs is None else programs.at(captured.sizes)
 
 
-def template_of(captured: Captured, schedule: Schedule) -> ProgramTemplate | None:
-    """Return the template of a schedule's programs; None where captured code was traced for its sizes.
+def programs_of(captured: Captured, schedule: Schedule) -> ProgramAtSizes | None:
+    """Return the programs of a schedule at sizes; None where captured code was traced for its sizes.
 
     Raises:
-        NoTemplateError: If traces of other sizes don't tell the programs.
+        SizesDifferError: If traces of other sizes don't tell the programs.
     """
-    template, key = captured.template, (schedule, captured.overwritten)
-    if template is None:
+    code, key = captured.made_from, (schedule, captured.overwritten)
+    if code is None:
         return None
-    if key not in template.programs:
-        template.programs[key] = None  # where none can be made, that is not tried again
+    if key not in code.programs:
+        code.programs[key] = None  # where none can be made, that is not tried again
         if any(isinstance(operation, CopyOut) for operation in schedule.forward):
-            raise NoTemplateError("A program holds the host's memory that values are offloaded to")
-        samples = [sample.reading_once(captured.overwritten) for sample in template.samples]
-        programs = ProgramTemplate(samples, template.sizes, schedule.decisions(captured.graph))
+            raise SizesDifferError("A program holds the host's memory that values are offloaded to")
+        samples = [sample.reading_once(captured.overwritten) for sample in code.samples]
+        programs = ProgramAtSizes(samples, code.sizes, schedule.decisions(captured.graph))
         if programs.schedule == schedule:
-            template.programs[programs.schedule, captured.overwritten] = programs  # the very one that programs name
-    made: ProgramTemplate | None = template.programs[key]
+            code.programs[programs.schedule, captured.overwritten] = programs  # the very one that programs name
+    made: ProgramAtSizes | None = code.programs[key]
     if made is None:
-        raise NoTemplateError("Traces of other sizes do not tell the programs of a schedule")
+        raise SizesDifferError("Traces of other sizes do not tell the programs of a schedule")
     return made
 
 
-class _Template:
+class _Source:
     """One source for the code of the same graph at several sizes."""
 
     def __init__(self, modules: Sequence[fx.GraphModule], sizes: Sequence[Sizes]) -> None:
@@ -137,11 +137,11 @@ class _Template:
         first, *others = [write(module) for module in modules]
         for other in others:  # the numbers in their places are all that may differ
             if first.lines != other.lines:
-                raise NoTemplateError("The same code runs other operations at other sizes")
+                raise SizesDifferError("The same code runs other operations at other sizes")
             for name, value in first.known.items():
                 known = other.known[name]
                 if not _are_equal(value, known):
-                    raise NoTemplateError(f"The same code names {value!r} at one size and {known!r} at another")
+                    raise SizesDifferError(f"The same code names {value!r} at one size and {known!r} at another")
         names = [f"s{dimension}" for dimension in range(len(sizes[0]))]
         text = cache(lambda values: expression_of(sizes, values).source(names))
         texts = [text(values) for values in zip(*numbers, strict=True)]

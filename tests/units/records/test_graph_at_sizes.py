@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from hiremate_lightning.records.costs import Profile
-from hiremate_lightning.records.expressions import NoTemplateError, on_line
+from hiremate_lightning.records.expressions import SizesDifferError, on_line
 from hiremate_lightning.records.graph import Direction, Graph, Node, Storage, StorageKind, Tensor
-from hiremate_lightning.records.graph_template import GraphTemplate
+from hiremate_lightning.records.graph_at_sizes import GraphAtSizes
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.simulation import simulate
 from tests.tiny import Builder, chain, shaped, transformer
@@ -33,15 +33,15 @@ def step_at(length: int, workspace_bytes: int | None = None) -> tuple[Graph, Pro
 
 
 def test_shapes_and_bytes_are_exact_at_sizes_never_traced():
-    template = GraphTemplate([step_at(length) for (length,) in SIZES], SIZES)
-    graph, profile = template.at((101,))
+    at_sizes = GraphAtSizes([step_at(length) for (length,) in SIZES], SIZES)
+    graph, profile = at_sizes.at((101,))
     expected, costs = step_at(101)
     assert [tensor.shape for tensor in graph.tensors] == [tensor.shape for tensor in expected.tensors]
     assert graph.storages == expected.storages
     assert [node.flops for node in graph.nodes] == [node.flops for node in expected.nodes]
     assert profile.workspace_bytes == costs.workspace_bytes
     assert profile.time_ms[0] == pytest.approx(costs.time_ms[0])
-    graph, profile = template.at((9,))
+    graph, profile = at_sizes.at((9,))
     expected, costs = step_at(9)
     assert (graph.tensors, graph.storages, profile) == (expected.tensors, expected.storages, costs)
 
@@ -49,26 +49,26 @@ def test_shapes_and_bytes_are_exact_at_sizes_never_traced():
 def test_a_workspace_without_expression_is_bounded_from_above():
     """No larger than the most of the samples where the operation is not, and else by the largest ratio to its work."""
     samples = [step_at(5, 100), step_at(9, 700), step_at(13, 300)]
-    template = GraphTemplate(samples, SIZES)
+    at_sizes = GraphAtSizes(samples, SIZES)
     elements = [2 * 4 * length + length * length for length in (9, 101)]
-    assert template.at((7,))[1].workspace_bytes[1] == 700
-    assert template.at((101,))[1].workspace_bytes[1] == -(-700 * elements[1] // elements[0])
+    assert at_sizes.at((7,))[1].workspace_bytes[1] == 700
+    assert at_sizes.at((101,))[1].workspace_bytes[1] == -(-700 * elements[1] // elements[0])
 
 
-def test_other_code_or_shapes_without_expression_get_no_template():
+def test_other_code_or_shapes_without_expression_are_told_apart():
     first, (graph, profile), last = (step_at(length) for (length,) in SIZES)
     odd = replace(graph, tensors=(replace(graph.tensors[0], shape=(9, 5)), *graph.tensors[1:]))
     other = replace(graph, nodes=(replace(graph.nodes[0], op="bmm"), graph.nodes[1]))
     for changed, words in ((odd, "no expression"), (other, "not the same graph")):
-        with pytest.raises(NoTemplateError, match=words):
-            GraphTemplate([first, (changed, profile), last], SIZES)
+        with pytest.raises(SizesDifferError, match=words):
+            GraphAtSizes([first, (changed, profile), last], SIZES)
 
 
 # ---------------------------------------------------------------- near, along one size, by lines
 
 
-def on_lines(samples: dict[int, tuple[Graph, Profile]], block_bytes: int = 1) -> GraphTemplate:
-    return GraphTemplate(list(samples.values()), [(size,) for size in samples], on_line, block_bytes)
+def on_lines(samples: dict[int, tuple[Graph, Profile]], block_bytes: int = 1) -> GraphAtSizes:
+    return GraphAtSizes(list(samples.values()), [(size,) for size in samples], on_line, block_bytes)
 
 
 @pytest.mark.parametrize("build", [lambda n: chain(4, 100 * n), lambda n: transformer(2, size=64 * n)])
@@ -150,5 +150,5 @@ def test_graphs_of_another_operation_are_refused_by_its_name():
     other = replace(graph, nodes=tuple(nodes))
 
     assert graph.difference(graph) is None
-    with pytest.raises(NoTemplateError, match=r"sizes 2 and 4 .* node a1 \(tiny.a1\) is a1 \(tiny.other\) there"):
+    with pytest.raises(SizesDifferError, match=r"sizes 2 and 4 .* node a1 \(tiny.a1\) is a1 \(tiny.other\) there"):
         on_lines({2: (graph, profile), 4: (other, profile)})

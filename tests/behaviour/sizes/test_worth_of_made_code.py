@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hiremate_lightning.testing import OFFLOADED, is_from_template, step_under_way
-from tests.behaviour.sizes.test_templates import FIRST, LONG, NEW, SHORT, train_alike, trainings
+from hiremate_lightning.testing import OFFLOADED, is_from_other_sizes, step_under_way
+from tests.behaviour.sizes.test_made_code import FIRST, LONG, NEW, SHORT, train_alike, trainings
 
 
 def test_steps_of_new_sizes_offload_first_and_run_by_plans_later(change_thresholds):
@@ -11,9 +11,9 @@ def test_steps_of_new_sizes_offload_first_and_run_by_plans_later(change_threshol
     ways = []
     for length in [FIRST, FIRST, SHORT, LONG, *NEW]:
         if length == NEW[1]:
-            change_thresholds(worth_templates=0.0)
+            change_thresholds(worth_made_code=0.0)
         train_alike(plain, planned, length)
         ways.append(step_under_way(planned.model).ways)
     assert ways[3:5] == [(OFFLOADED,)] * 2
     assert OFFLOADED not in {way for step in ways[5:] for way in step}
-    assert is_from_template(planned.model)
+    assert is_from_other_sizes(planned.model)
