@@ -10,53 +10,47 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, partial
 
 from .. import thresholds
 from ..calls.given import ModuleCall
 from ..memory.allocator import free_bytes
-from ..signatures.eager_predictions import CapturedStep, EagerPredictions, Prediction
+from ..signatures.eager_predictions import CapturedStep, EagerPredictions
 from ..signatures.step_signature import StepSignature
 from .current_step import CurrentStep
-from .modes import Eager, GivenBack, Mode, Offloaded, mode_of
+from .modes import Eager, GivenBack, Mode, Offloaded, StepFacts, mode_of
 from .new_sizes import NewSizes
 from .planned import PlannedSignatures
 from .planned_model import PlannedModel
 
-SIMILAR = 2.0  # of the bytes of a step whose plan saves none: up to so many more, steps of its code save none either
-
 
 class EagerSteps:
-    """Decides which steps run as the user wrote them, and learns from those that do.
-
-    Attributes:
-        predictions: What they take.
-        offloading: Offloads what autograd saves in some of them.
-        sizes_vary: Whether any step ran eager since its sizes were not known.
-    """
+    """Decides which steps run as the user wrote them, and learns from those that do."""
 
     def __init__(self, model: PlannedModel, planned: PlannedSignatures, new_sizes: NewSizes) -> None:
         self._model, self._planned, self._new_sizes = model, planned, new_sizes
         self._history = model.history
         self._may_run_eager = not model.parts.fuses  # fused kernels give other bits than PyTorch's own
         self._tell = cache(model.tell)  # each text once
-        self.predictions, self.offloading = EagerPredictions(), model.offloading
-        self.sizes_vary = False
+        self._predictions, self._offloading = EagerPredictions(), model.offloading
+        self._sizes_vary = False  # whether any step ran eager since its sizes were not known
         self._extra_ms = defaultdict[tuple[ModuleCall, ...], float](float)  # spent on saving memory so far, by calls
 
     def step_begins(self, step: CurrentStep) -> None:
         """Choose how a step runs that begins with some calls."""
         for signature in self._history.planned if self._may_run_eager else ():
             if signature.calls is not None:
-                self.predictions.learn(signature)
+                self._predictions.learn(signature)
         likely = self._history.likely(step.foreseen) if self._may_run_eager and step.calls else None
+        if likely is None:
+            return
         step.eager = self._choose(step, likely)
         if step.eager is None:
-            if self.offloading.files.size_bytes and likely is not None and self.is_worth_capturing(step.calls, likely):
-                self.offloading.files.forget()
+            if self._offloading.files.size_bytes and self._is_worth_capturing(step.calls, likely):
+                self._offloading.files.forget()
             return
         if not isinstance(step.eager, GivenBack):
-            self.sizes_vary = True
+            self._sizes_vary = True
             self._extra_ms[tuple(step.calls)] += step.eager.prediction.extra_ms
         self._tell(step.eager.describe())
 
@@ -68,7 +62,7 @@ class EagerSteps:
 
     def is_to_be_measured(self, eager: Eager) -> bool:
         """Whether to measure a step that runs eager."""
-        return eager.is_to_be_measured(self.predictions, self.room_bytes())
+        return eager.is_to_be_measured(self._predictions, self._room_bytes())
 
     def ended(self, step: CurrentStep, eager: Eager) -> None:
         """Learn from a step that ran eager."""
@@ -76,7 +70,7 @@ class EagerSteps:
             return
         peak_bytes, plan = step.record.peak_bytes, self._planned.latest
         added_bytes = None if peak_bytes is None else peak_bytes - step.record.resident.existing_bytes
-        self.predictions.measured(step.calls, eager.likely, eager.prediction, added_bytes)
+        self._predictions.measured(step.calls, eager.likely, eager.prediction, added_bytes)
         if not self._model.options.budget.is_whole:  # else it is what plain training takes
             eager.ended(self._model, step.record, None if plan is None else plan.budget_bytes)
 
@@ -93,13 +87,9 @@ class EagerSteps:
         at_sizes = step.at_sizes
         if at_sizes is not None and signature.plan is None and self._may_run_eager:
             code = self._history.same_code(at_sizes)
-            self.predictions.learn_foreseen(CapturedStep(tuple(step.calls), code, at_sizes))
+            self._predictions.learn_foreseen(CapturedStep(tuple(step.calls), code, at_sizes))
 
-    def free_bytes(self) -> int:
-        """Return what the device could still hand out."""
-        return free_bytes(self._model.memory.device)
-
-    def room_bytes(self) -> int:
+    def _room_bytes(self) -> int:
         """Return what a step may add to the resident bytes; any, where the budget is what plain training takes."""
         if self._model.options.budget.is_whole:
             return sys.maxsize
@@ -109,7 +99,7 @@ class EagerSteps:
             rooms = [replace(room, resident_bytes=most_resident_bytes) for room in rooms]
         return max(room.step_bytes for room in rooms)
 
-    def is_worth_capturing(self, calls: list[ModuleCall], likely: StepSignature) -> bool:
+    def _is_worth_capturing(self, calls: list[ModuleCall], likely: StepSignature) -> bool:
         """Whether saving memory has taken more time, in steps called like this one or in all, than plans would have."""
         plan = self._planned.latest
         planning_ms = 0.0 if plan is None else 1000 * plan.planning.all_s
@@ -118,84 +108,24 @@ class EagerSteps:
         is_worth_it = sum(self._extra_ms.values()) >= thresholds.current.worth_made_code * planning_ms
         return is_worth_it and self._new_sizes.may_serve(likely.step)
 
-    def _choose(self, step: CurrentStep, likely: StepSignature | None) -> Eager | None:
-        """Choose how a step runs that is likely of a signature, None where nobody knows; None where it is captured."""
-        facts = _FactsOfStep(self, step, likely)
-        mode = mode_of(step=facts)
-        if mode is Mode.CAPTURED or likely is None or facts.prediction is None:
+    def _choose(self, step: CurrentStep, likely: StepSignature) -> Eager | None:
+        """Choose how a step runs that is likely of a signature; None where it is captured."""
+        facts = StepFacts(
+            step.calls,
+            likely,
+            step.eager,
+            self._predictions,
+            self._offloading,
+            self._sizes_vary,
+            self._room_bytes,
+            partial(free_bytes, self._model.memory.device),
+            partial(self._is_worth_capturing, step.calls, likely),
+        )
+        mode = mode_of(facts)
+        if mode is Mode.CAPTURED or facts.prediction is None:
             return None
         if mode is Mode.GIVEN_BACK:
             return GivenBack(facts.prediction, likely, is_at_its_sizes=bool(facts.alike))
         if mode is Mode.OFFLOADED:
-            return Offloaded(facts.prediction, likely, offloading=self.offloading)
+            return Offloaded(facts.prediction, likely, offloading=self._offloading)
         return Eager(facts.prediction, likely)
-
-
-class _FactsOfStep:
-    """What `mode_of` asks of a step that begins, or of a further call of one that runs eager: `StepFacts`."""
-
-    def __init__(self, eager_steps: EagerSteps, step: CurrentStep, likely: StepSignature | None) -> None:
-        self._eager_steps, self._predictions = eager_steps, eager_steps.predictions
-        self._calls, self._likely, self._begun = step.calls, likely, step.eager
-
-    @cached_property
-    def alike(self) -> list[StepSignature]:
-        """The planned signatures whose first calls were given what these are given."""
-        return self._predictions.called_like(self._calls)
-
-    @cached_property
-    def prediction(self) -> Prediction | None:
-        """What it takes as the user wrote it; None where that may not fit, or nobody knows what it runs."""
-        if self._likely is None:
-            return None
-        saves_memory = None if self._begun is None else self._begun.prediction.saves_memory
-        if self.alike or self.gains_nothing:
-            saves_memory = False
-        room_bytes = sys.maxsize if self.gains_nothing else self._eager_steps.room_bytes()
-        return self._predictions.predict(self._calls, self._likely, room_bytes, saves_memory)
-
-    @cached_property
-    def gains_nothing(self) -> bool:
-        """At sizes that no signature has been called with, only where nothing fits and the plan saves no memory."""
-        likely = self._likely
-        if self._begun is not None:
-            return isinstance(self._begun, GivenBack)
-        if likely is None or (self.alike and self.alike != [likely]):
-            return False
-        eager_bytes = self._predictions.with_margin(likely.own_plan.unplanned.peak_bytes)
-        decide = likely.gains_nothing if self.alike else likely.saves_nothing
-        return decide(eager_bytes, self._eager_steps.free_bytes)
-
-    @property
-    def is_similar(self) -> bool:
-        """At other sizes, unless a step has shown that such steps need no plan, where it takes not much more."""
-        likely = self._likely
-        if likely is None or self.prediction is None or (self.alike and likely not in self.alike):
-            return False
-        is_much_more = self.prediction.captured_bytes > SIMILAR * likely.own_plan.unplanned.peak_bytes
-        return bool(self.alike or likely.is_given_back or not is_much_more)
-
-    @property
-    def is_known(self) -> bool:
-        return self._likely is not None
-
-    @property
-    def needs_plan(self) -> bool:
-        are_plain = all(signature.own_plan.solution.is_plain for signature in self.alike)
-        return bool(self.alike) and not (self._eager_steps.sizes_vary and are_plain)
-
-    @property
-    def fits(self) -> bool:
-        return self.prediction is not None and not self.prediction.saves_memory
-
-    @property
-    def is_worth_capturing(self) -> bool:
-        if self._begun is not None or self._likely is None:
-            return False
-        return self._eager_steps.is_worth_capturing(self._calls, self._likely)
-
-    @property
-    def fits_offloaded(self) -> bool:
-        if self.prediction is None:
-            return False
-        return self._begun is not None or self._eager_steps.offloading.has_room(self.prediction.offloaded_bytes)

@@ -12,7 +12,7 @@ import logging
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache, partial
 
 from ..capturing.absent import without_missing
 from ..capturing.capture import Captured
@@ -35,7 +35,7 @@ from ..signatures.recorded_step import foresee
 from ..signatures.step_signature import GraphNumbers, StepSignature
 from ..torch_private import runtime
 from .current_step import CurrentStep, Followed, Forward
-from .modes import Mode, mode_of
+from .modes import GraphFacts, Mode, mode_of
 from .plan_maker import PlanMaker
 from .planned_model import PlannedModel
 
@@ -86,19 +86,20 @@ class GraphPrograms:
         Raises:
             InfeasibleBudgetError: If the part alone fits neither the budget nor what is free.
         """
-        profile, facts = self._parts.costs_of(part), _FactsOfGraph(self, step, part)
-        mode = mode_of(graph=facts)
-        if mode is Mode.OTHER_SIZES and facts.by_others is not None:
-            return facts.by_others
-        signature, program = facts.planned if mode is Mode.PLANNED else (None, None)
+        profile, ran = self._parts.costs_of(part), (*step.graphs, part.number)
+        fits_beside = partial(self._fits_beside, step)
+        planned = cache(partial(self._history.choose, ran, step.expected, step.start, fits_beside))
+        by_others = cache(partial(self._take_over, step, part, ran))
+        facts = GraphFacts(step.is_unknown, lambda: planned()[0] is not None, lambda: by_others() is not None)
+        mode = mode_of(facts)
+        taken_over = by_others() if mode is Mode.OTHER_SIZES else None
+        if taken_over is not None:
+            return taken_over
+        signature, program = planned() if mode is Mode.PLANNED else (None, None)
         if program is None:
             waits = signature is not None and any(own is part for own, _ in signature.recorded.unfinished)
             program = self._maker.waiting.program(part) if waits else self._find_least(step, part)
         return Forward(part.number, part.captured, profile, program, mode, signature)
-
-    def planned(self, step: CurrentStep, ran: GraphNumbers) -> tuple[StepSignature | None, Program | None]:
-        """Return the planned signature that a step has begun like, and its program for the latest graph."""
-        return self._history.choose(ran, step.expected, step.start, partial(self._fits_beside, step))
 
     def step_ended(self, step: CurrentStep) -> None:
         """Learn of the sizes of the calls of a step that ran captured."""
@@ -173,7 +174,7 @@ class GraphPrograms:
 
     # ---------------------------------------------------------------- plans of other sizes
 
-    def take_over(self, step: CurrentStep, part: Part, ran: GraphNumbers) -> Forward | None:
+    def _take_over(self, step: CurrentStep, part: Part, ran: GraphNumbers) -> Forward | None:
         """Return how a part runs by a plan for the same step at other sizes; None where none fits."""
         forwards = self._taken_over.setdefault(part, TakenOver(64))
         if ran not in forwards:
@@ -279,36 +280,6 @@ class GraphPrograms:
         ladder.least = least.recompute
         if step.peak_bytes(ladder.least) > limit_bytes:
             ladder.least_share = share
-
-
-class _FactsOfGraph:
-    """What `mode_of` asks of a captured graph that is about to run: `GraphFacts`."""
-
-    def __init__(self, programs: GraphPrograms, step: CurrentStep, part: Part) -> None:
-        self._programs, self._step, self._part = programs, step, part
-        self._ran = (*step.graphs, part.number)
-
-    @property
-    def may_need_more(self) -> bool:
-        return self._step.is_unknown
-
-    @property
-    def has_plan(self) -> bool:
-        return self.planned[0] is not None
-
-    @property
-    def fits_by_others(self) -> bool:
-        return self.by_others is not None
-
-    @cached_property
-    def planned(self) -> tuple[StepSignature | None, Program | None]:
-        """The planned signature that the step has begun like, and its program for the graph; None for none."""
-        return self._programs.planned(self._step, self._ran)
-
-    @cached_property
-    def by_others(self) -> Forward | None:
-        """How the graph runs by what was decided for the same step at other sizes; None where nothing fits."""
-        return self._programs.take_over(self._step, self._part, self._ran)
 
 
 def _was_foreseen(followed: Followed | None, captured: Captured, call: int, is_last: bool) -> bool:

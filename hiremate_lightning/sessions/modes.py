@@ -1,23 +1,28 @@
 """How a step runs, and each captured graph of a step that is captured: `mode_of` has the rules, in their order.
 
-Who asks finds out what the rules ask for: `eager_steps` of a step that begins, `graph_programs` of a captured graph. A
-step that runs eager has a record of its mode, by what such steps measure and learn.
+What the rules ask of a step is found out here, of a captured graph in `graph_programs`. A step that runs eager has a
+record of its mode: what such steps measure and learn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar, Protocol
+from functools import cached_property
+from typing import Any, ClassVar
 
+from ..calls.given import ModuleCall
 from ..measuring.recording import StepRecord
 from ..signatures.eager_predictions import EagerPredictions, Prediction
 from ..signatures.step_signature import StepSignature
 from ..units import format_bytes
 from .offloading import Offloading
 from .planned_model import PlannedModel
+
+SIMILAR = 2.0  # of the bytes of a step whose plan saves none: up to so many more, steps of its code save none either
 
 
 class Mode(Enum):
@@ -32,72 +37,108 @@ class Mode(Enum):
     LEAST = "at the least memory"
 
 
-class StepFacts(Protocol):
-    """What the rules ask of a step that begins, or of a further call of one that runs eager."""
+def mode_of(facts: StepFacts | GraphFacts) -> Mode:
+    """Choose how a step runs that begins, or a captured graph of a step: by the first rule that applies."""
+    if isinstance(facts, StepFacts):
+        if facts.gains_nothing:  # a further call may turn out another signature's
+            return Mode.GIVEN_BACK if facts.is_similar else Mode.CAPTURED
+        if facts.needs_plan:
+            return Mode.CAPTURED
+        if facts.fits:
+            return Mode.EAGER
+        if facts.begun is None and facts.is_worth_capturing():
+            return Mode.CAPTURED
+        return Mode.OFFLOADED if facts.fits_offloaded else Mode.CAPTURED
+    if facts.may_need_more:
+        return Mode.LEAST
+    if facts.has_plan():
+        return Mode.PLANNED
+    return Mode.OTHER_SIZES if facts.fits_by_others() else Mode.LEAST
 
-    @property
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What the rules ask of a step that begins, or of a further call of one that runs eager; found out when asked.
+
+    A step of which nobody knows what it is likely to run is captured without being asked about.
+    """
+
+    calls: Sequence[ModuleCall]  # what each of its calls so far is given
+    likely: StepSignature  # the planned signature that it is likely of
+    begun: Eager | None  # how it runs so far, None where it begins
+    predictions: EagerPredictions  # of eager steps
+    offloading: Offloading  # offloads what autograd saves
+    sizes_vary: bool  # whether any step ran eager since its sizes were not known
+    room_bytes: Callable[[], int]  # returns what it may add to the resident bytes
+    free_bytes: Callable[[], int]  # returns what the device could still hand out
+    # Returns whether saving memory has taken more time than plans would have.
+    is_worth_capturing: Callable[[], bool]
+
+    @cached_property
+    def alike(self) -> list[StepSignature]:
+        """The planned signatures whose first calls were given what these are given."""
+        return self.predictions.called_like(self.calls)
+
+    @cached_property
+    def prediction(self) -> Prediction | None:
+        """What it takes as the user wrote it; None where that may not fit."""
+        saves_memory = None if self.begun is None else self.begun.prediction.saves_memory
+        if self.alike or self.gains_nothing:
+            saves_memory = False
+        room_bytes = sys.maxsize if self.gains_nothing else self.room_bytes()
+        return self.predictions.predict(self.calls, self.likely, room_bytes, saves_memory)
+
+    @cached_property
     def gains_nothing(self) -> bool:
-        """Whether the plan of its signature gains nothing, and nothing else is called like it."""
+        """Whether the plan gains nothing, and nothing else is called like it.
+
+        At sizes that no signature has been called with, that is only where nothing fits and the plan saves no memory.
+        """
+        if self.begun is not None:
+            return isinstance(self.begun, GivenBack)
+        if self.alike and self.alike != [self.likely]:
+            return False
+        eager_bytes = self.predictions.with_margin(self.likely.own_plan.unplanned.peak_bytes)
+        decide = self.likely.gains_nothing if self.alike else self.likely.saves_nothing
+        return decide(eager_bytes, self.free_bytes)
 
     @property
     def is_similar(self) -> bool:
-        """Whether it takes about what the step of that plan takes."""
-
-    @property
-    def is_known(self) -> bool:
-        """Whether it is known which code it is likely to run."""
+        """Whether it is of that signature; at other sizes, whether such a step showed it, or it takes not much more."""
+        if self.prediction is None or (self.alike and self.likely not in self.alike):
+            return False
+        is_much_more = self.prediction.captured_bytes > SIMILAR * self.likely.own_plan.unplanned.peak_bytes
+        return bool(self.alike or self.likely.is_given_back or not is_much_more)
 
     @property
     def needs_plan(self) -> bool:
         """Whether a signature that is called so has a plan, which recomputes, or sizes did not vary yet."""
+        are_plain = all(signature.own_plan.solution.is_plain for signature in self.alike)
+        return bool(self.alike) and not (self.sizes_vary and are_plain)
 
     @property
     def fits(self) -> bool:
         """Whether it fits as it is."""
-
-    @property
-    def is_worth_capturing(self) -> bool:
-        """Whether saving memory has taken so much time that plans are worth theirs."""
+        return self.prediction is not None and not self.prediction.saves_memory
 
     @property
     def fits_offloaded(self) -> bool:
-        """Whether it fits with what autograd saves offloaded."""
+        """Whether it fits with what autograd saves offloaded; a step that has begun so goes on."""
+        if self.prediction is None:
+            return False
+        return self.begun is not None or self.offloading.has_room(self.prediction.offloaded_bytes)
 
 
-class GraphFacts(Protocol):
-    """What the rules ask of a captured graph that is about to run."""
+@dataclass(frozen=True, slots=True)
+class GraphFacts:
+    """What the rules ask of a captured graph that is about to run; found out when asked."""
 
-    @property
-    def may_need_more(self) -> bool:
-        """Whether its step is likely of a signature without a plan that runs more than the expected one."""
-
-    @property
-    def has_plan(self) -> bool:
-        """Whether its step has begun like a planned signature."""
-
-    @property
-    def fits_by_others(self) -> bool:
-        """Whether something was decided for the same step at other sizes, and fits."""
+    may_need_more: bool  # whether its step is likely of a signature without a plan that runs more than the expected one
+    has_plan: Callable[[], bool]  # whether its step has begun like a planned signature
+    fits_by_others: Callable[[], bool]  # whether something was decided for the same step at other sizes, and fits
 
 
-def mode_of(step: StepFacts | None = None, graph: GraphFacts | None = None) -> Mode:
-    """Choose how a step runs that begins, or a captured graph of a step: by the first rule that applies."""
-    if step is not None:
-        if step.gains_nothing:  # a further call may turn out another signature's
-            return Mode.GIVEN_BACK if step.is_similar else Mode.CAPTURED
-        if not step.is_known or step.needs_plan:
-            return Mode.CAPTURED
-        if step.fits:
-            return Mode.EAGER
-        if step.is_worth_capturing:
-            return Mode.CAPTURED
-        return Mode.OFFLOADED if step.fits_offloaded else Mode.CAPTURED
-    assert graph is not None, "either is asked for"
-    if graph.may_need_more:
-        return Mode.LEAST
-    if graph.has_plan:
-        return Mode.PLANNED
-    return Mode.OTHER_SIZES if graph.fits_by_others else Mode.LEAST
+# ---------------------------------------------------------------- steps that run eager
 
 
 @dataclass(frozen=True, slots=True)

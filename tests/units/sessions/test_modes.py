@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hiremate_lightning.sessions.current_step import CurrentStep
 from hiremate_lightning.sessions.eager_steps import EagerSteps
-from hiremate_lightning.sessions.modes import Eager, GivenBack, Mode, Offloaded, mode_of
+from hiremate_lightning.sessions.modes import Eager, GivenBack, GraphFacts, Mode, Offloaded, mode_of
 from hiremate_lightning.signatures.eager_predictions import Prediction
 
 PLAIN, OFFLOADED = False, True
@@ -55,8 +58,26 @@ def choose(
         is_worth_capturing=lambda calls, likely: is_worth_capturing,
         offloading=SimpleNamespace(has_room=lambda size_bytes: has_room),
     )
+    steps = SimpleNamespace(
+        _may_run_eager=True,
+        _history=SimpleNamespace(planned=[], likely=lambda foreseen: signature if is_known else None),
+        _predictions=Predictions(fits, [signature] if has_own_plan else []),
+        _sizes_vary=False,
+        _extra_ms=Counter(),
+        _tell=lambda text: None,
+        _room_bytes=lambda: 100,
+        _is_worth_capturing=lambda calls, likely: is_worth_capturing,
+        _offloading=SimpleNamespace(has_room=lambda size_bytes: has_room, files=SimpleNamespace(size_bytes=0)),
+        _model=SimpleNamespace(memory=SimpleNamespace(device=torch.device("cpu"))),
+    )
+    steps._choose = partial(EagerSteps._choose, steps)
     begun = GivenBack(Prediction(PLAIN, 10, 10), signature, is_at_its_sizes=True) if is_begun else None
-    return EagerSteps._choose(steps, CurrentStep(eager=begun), signature if is_known else None)
+    step = CurrentStep(calls=["a call"], eager=begun)
+    if is_begun:
+        EagerSteps.called(steps, step, "another one")
+    else:
+        EagerSteps.step_begins(steps, step)
+    return step.eager
 
 
 @pytest.mark.parametrize(
@@ -89,4 +110,5 @@ def test_a_step_runs_in_the_first_mode_that_is_open_to_it(known, mode):
 )
 def test_a_captured_graph_runs_in_the_first_mode_that_is_open_to_it(known, mode):
     facts = {"may_need_more": False, "has_plan": False, "fits_by_others": False, **known}
-    assert mode_of(graph=SimpleNamespace(**facts)) is mode
+    may_need_more, has_plan, fits_by_others = facts.values()
+    assert mode_of(GraphFacts(may_need_more, lambda: has_plan, lambda: fits_by_others)) is mode
