@@ -12,7 +12,7 @@ import logging
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 from ..capturing.absent import without_missing
 from ..capturing.capture import Captured
@@ -87,15 +87,12 @@ class GraphPrograms:
             InfeasibleBudgetError: If the part alone fits neither the budget nor what is free.
         """
         profile, ran = self._parts.costs_of(part), (*step.graphs, part.number)
-        fits_beside = partial(self._fits_beside, step)
-        planned = cache(partial(self._history.choose, ran, step.expected, step.start, fits_beside))
-        by_others = cache(partial(self._take_over, step, part, ran))
-        facts = GraphFacts(step.is_unknown, lambda: planned()[0] is not None, lambda: by_others() is not None)
-        mode = mode_of(facts)
-        taken_over = by_others() if mode is Mode.OTHER_SIZES else None
-        if taken_over is not None:
+        planned = self._history.choose(ran, step.expected, step.start, partial(self._fits_beside, step))
+        take_over = partial(self._take_over, step, part, ran)
+        mode = mode_of(GraphFacts(step.is_unknown, planned[0] is not None, lambda: take_over() is not None))
+        if mode is Mode.OTHER_SIZES and (taken_over := take_over()) is not None:
             return taken_over
-        signature, program = planned() if mode is Mode.PLANNED else (None, None)
+        signature, program = planned if mode is Mode.PLANNED else (None, None)
         if program is None:
             waits = signature is not None and any(own is part for own, _ in signature.recorded.unfinished)
             program = self._maker.waiting.program(part) if waits else self._find_least(step, part)

@@ -51,7 +51,7 @@ def mode_of(facts: StepFacts | GraphFacts) -> Mode:
         return Mode.OFFLOADED if facts.fits_offloaded else Mode.CAPTURED
     if facts.may_need_more:
         return Mode.LEAST
-    if facts.has_plan():
+    if facts.has_plan:
         return Mode.PLANNED
     return Mode.OTHER_SIZES if facts.fits_by_others() else Mode.LEAST
 
@@ -131,11 +131,11 @@ class StepFacts:
 
 @dataclass(frozen=True, slots=True)
 class GraphFacts:
-    """What the rules ask of a captured graph that is about to run; found out when asked."""
+    """What the rules ask of a captured graph that is about to run."""
 
     may_need_more: bool  # whether its step is likely of a signature without a plan that runs more than the expected one
-    has_plan: Callable[[], bool]  # whether its step has begun like a planned signature
-    fits_by_others: Callable[[], bool]  # whether something was decided for the same step at other sizes, and fits
+    has_plan: bool  # whether its step has begun like a planned signature
+    fits_by_others: Callable[[], bool]  # returns whether something was decided for it at other sizes, and fits
 
 
 # ---------------------------------------------------------------- steps that run eager

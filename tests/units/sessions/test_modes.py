@@ -111,4 +111,4 @@ def test_a_step_runs_in_the_first_mode_that_is_open_to_it(known, mode):
 def test_a_captured_graph_runs_in_the_first_mode_that_is_open_to_it(known, mode):
     facts = {"may_need_more": False, "has_plan": False, "fits_by_others": False, **known}
     may_need_more, has_plan, fits_by_others = facts.values()
-    assert mode_of(GraphFacts(may_need_more, lambda: has_plan, lambda: fits_by_others)) is mode
+    assert mode_of(GraphFacts(may_need_more, has_plan, lambda: fits_by_others)) is mode
