@@ -111,14 +111,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None, *, ends_process: bool | None = None) -> int:
-    """Run a script within a budget.
+    """Run a script within a budget; return the exit code, unless the script raises SystemExit or KeyboardInterrupt.
 
-    Args:
-        arguments: The command's own options, then the script and its arguments; those of the command line by default.
-        ends_process: Whether the process ends with the script; by default where the arguments are the command line's.
-
-    Returns:
-        The exit code, where the script does not end by raising SystemExit or KeyboardInterrupt: these pass.
+    The command's own options come first, then the script and its arguments: by default those of the command line, with
+    which the process ends.
     """
     asked = parser().parse_args(arguments)
     command = asked.module or asked.script

@@ -168,14 +168,10 @@ def _line_through(sizes: Sequence[int], values: Sequence[int]) -> list[tuple[int
 
 
 class Line:
-    """Values at a few sizes, and at all others.
+    """Values at a few sizes, ascending, or other numbers that they grow with; and at all others.
 
     A measured value lies on the line between the samples beside it. Beyond the last sample it follows the last two, by
     their line or, where it grew faster than the size, by that power.
-
-    Args:
-        sizes: Sizes, ascending, at least one; or other numbers that the values grow with.
-        values: The value at each.
     """
 
     def __init__(self, sizes: Sequence[int], values: Sequence[float]) -> None:

@@ -24,11 +24,8 @@ LEAST = 2  # size of a dimension: tensors of one or no row are often handled apa
 class GraphAtSizes:
     """A graph and its costs at all sizes.
 
-    Args:
-        samples: The graph and its costs at a few sizes. Fields that do not depend on sizes are the first one's.
-        sizes: The sizes of each.
-        numbers: How numbers follow from them: `exactly`, or `on_line`.
-        block_bytes: The allocator hands out multiples of it.
+    Samples are the same at a few sizes; fields that do not depend on sizes are the first one's. Numbers follow from
+    sizes `exactly`, or `on_line`. The allocator hands out multiples of a block.
 
     Raises:
         SizesDifferError: If the samples are other code, or a shape or a storage does not follow from the sizes.

@@ -101,10 +101,8 @@ class Schedule:
 def lower(graph: Graph, recompute: Sequence[Sequence[int]]) -> Schedule:
     """Turn decisions into a schedule. It saves the tensors that the backward reads before it computes them.
 
-    Args:
-        graph: The step.
-        recompute: R, for each position of `graph.backward` the forward nodes that run just before it, in order; one
-            more entry may follow, for nodes that only the returned gradients need.
+    Decisions are R: for each position of `graph.backward` the forward nodes that run just before it, in order; one more
+    entry may follow, for nodes that only the returned gradients need.
     """
     order: list[int] = []
     for position, before in enumerate(recompute):

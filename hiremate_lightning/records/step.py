@@ -205,15 +205,11 @@ class Step:
 
 
 def merge(calls: Sequence[Call], backward_order: Sequence[int], stale_bytes: int = 0, left_bytes: int = 0) -> Step:
-    """Put the calls of a step into one graph.
+    """Put the calls of a step, in the order of their forwards, into one graph; their backwards may have another order.
 
-    Args:
-        calls: The calls in the order of their forwards.
-        backward_order: Their indices in the order of their backwards.
-        stale_bytes: Bytes that exist when the step begins and are freed between forward and backward: gradients of the
-            previous step, where `zero_grad` comes after the forward.
-        left_bytes: Bytes of outputs of the previous step that are freed as the last forward returns, before any code
-            outside runs.
+    Stale bytes exist when the step begins and are freed between forward and backward: gradients of the previous step,
+    where `zero_grad` comes after the forward. Left bytes, of its outputs, are freed as the last forward returns, before
+    any code outside runs.
     """
     return _Merger(tuple(calls), tuple(backward_order), stale_bytes, left_bytes).merge()
 
