@@ -225,7 +225,13 @@ def without_unsteady(captured: Captured, recomputable: Collection[str] = ()) -> 
     with undisturbed(captured.device):
         unsteady = {key for key, index in by_key.items() if not _is_steady(captured, index)}
     drawing = [i for i in custom if captured.graph.nodes[i].key in unsteady]
-    reading = [i for i in custom if i not in drawing and _may_read_variables(captured.fx_nodes[i], recomputable)]
+    reading = list[int]()
+    for index in (i for i in custom if i not in drawing):
+        operator = _operator_of(captured.fx_nodes[index])
+        name = operators.name_of(operator)
+        is_known = name in recomputable or name.startswith(_KERNELS_OF_USERS)
+        if operators.has_python_code(operator) and not is_known:
+            reading.append(index)
     _log_once(captured, drawing, "It gives other numbers when it runs again, or can't run alone")
     _log_once(captured, reading, "If its Python code always gives the same numbers, list it in recomputable_operators")
     return captured.running_once(drawing, reading) if drawing or reading else captured
@@ -240,13 +246,6 @@ def has_unsteady(captured: Captured) -> bool:
 def _log_once(captured: Captured, nodes: Sequence[int], why: str) -> None:
     for op in sorted({captured.graph.nodes[i].op for i in nodes}):
         log.info("%s runs once in a step, and its results are kept. %s", op, why)
-
-
-def _may_read_variables(node: fx.Node, recomputable: Collection[str]) -> bool:
-    operator = _operator_of(node)
-    name = operators.name_of(operator)
-    is_known = name in recomputable or name.startswith(_KERNELS_OF_USERS)
-    return operators.has_python_code(operator) and not is_known
 
 
 def _operator_of(node: fx.Node) -> Any:

@@ -186,20 +186,19 @@ class Choices:
         rest = [moment.peak_bytes - kept for moment, kept in zip(everything.timeline, held, strict=False)]
         after = [moment.live_bytes - kept for moment, kept in zip(everything.timeline, held[1:], strict=True)]
         self.forward_rest, self.gradients = rest[:turn], rest[turn:]  # while the node of each position runs
-        self.live_gradients = [self._rest_at_the_turn(schedule.saved), *after[turn:]]  # just before it, and at the end
+        # As the backward starts: what is held, what is always saved, and gradients of outputs that it reads.
+        read = {t for node in graph.backward for t in graph.nodes[node].inputs} | set(graph.gradients)
+        lasting = (*schedule.saved, *graph.held, *(t for t in graph.tangents if t in read))
+        at_turn = {self.storage_of[t] for t in lasting} - chosen
+        self.live_gradients = [  # just before the node of each position runs, and at the end
+            sum(self.sizes[s] for s in at_turn if s is not None),
+            *after[turn:],
+        ]
         self.transient = {  # for each producer, bytes that only it needs, while it runs
             node: self.problem.profile.workspace_bytes[node]
             + sum(self.sizes[s] for s in graph.allocates[node] if s not in self.producer)
             for node in self.makes
         }
-
-    def _rest_at_the_turn(self, saved: tuple[int, ...]) -> int:
-        """Return the bytes that live as the backward starts and are no choices': held, always saved, and tangents."""
-        graph, chosen = self.graph, set(self.choices)
-        read = {t for node in graph.backward for t in graph.nodes[node].inputs} | set(graph.gradients)
-        lasting = (*saved, *graph.held, *(t for t in graph.tangents if t in read))
-        storages = dict.fromkeys(self.storage_of[t] for t in lasting)
-        return sum(self.sizes[s] for s in storages if s is not None and s not in chosen)
 
     @cached_property
     def need_bytes(self) -> list[int]:
