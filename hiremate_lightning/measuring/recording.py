@@ -169,9 +169,9 @@ class StepRecord:
                 elif not value.is_leaf and storage not in self.counted:
                     size_bytes = allocated_bytes(value.untyped_storage().nbytes(), value.device)
                     run.made_outside[storage] = tensor_state.watch_storage(value), size_bytes
-        run.parameters = {t: id(value) for t, value in tensors.items() if isinstance(value, torch.nn.Parameter)}
+        given = {id(value) for value in tensors.values() if isinstance(value, torch.nn.Parameter)}
         pairs = [] if self._sharded is None else sharding.whole_parameters(self._sharded)
-        given, lent = run.parameters.values(), {id(whole): id(shard) for whole, shard in pairs}  # by FSDP2
+        lent = {id(whole): id(shard) for whole, shard in pairs}  # by FSDP2
         self.parameters.update(given, (lent[p] for p in given if p in lent))
         run.passed_on = _passed_on(part, arguments, lent)
         leaves = find_leaves(part.captured, arguments).values()

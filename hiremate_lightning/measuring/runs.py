@@ -25,7 +25,6 @@ class Run:
     index: int  # position among the forwards of the step
     program: Program
     links: dict[int, Output] = field(default_factory=dict)  # the output of an earlier run that an input is, by input
-    parameters: dict[int, int] = field(default_factory=dict)  # the identity of the parameter that an input is, by input
     passed_on: tuple[int, ...] = ()  # gradients of inputs that other code computed: they don't stay with a parameter
     # Storages of inputs that uncaptured code has computed in the step; no run's output shares them. For each storage: a
     # function that returns whether the storage lives, and its bytes.
