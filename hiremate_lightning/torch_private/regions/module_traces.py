@@ -11,6 +11,7 @@ import re
 import traceback
 import types
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -95,27 +96,20 @@ def values_in(result: Any) -> Iterator[Any]:
         yield result
 
 
+@dataclass(eq=False)
 class Trace:
-    """A traced call of a module, and what it added to Dynamo's graph: nodes and inputs, in order.
+    """A traced call of a module, and what it added to Dynamo's graph, in order."""
 
-    Attributes:
-        changes_before: How often something was changed before it.
-        aliases: What was reached from two places in the graph so far: the source of the second one, and the first's.
-    """
+    call: TracedCall
+    result: Any
+    nodes: list[fx.Node]
+    inputs: list[fx.Node]
+    changes_before: int  # how often something was changed before it
+    aliases: Sequence[tuple[Source, Source]]  # sources of what was reached twice in the graph so far, the latter first
 
-    def __init__(
-        self,
-        call: TracedCall,
-        result: Any,
-        nodes: list[fx.Node],
-        inputs: list[fx.Node],
-        changes_before: int,
-        aliases: Sequence[tuple[Source, Source]],
-    ) -> None:
-        self.call, self.result, self.nodes, self.inputs = call, result, nodes, inputs
-        self.changes_before, self.aliases = changes_before, aliases
-        self.depth = len(call.tx.nn_module_stack)
-        values = [value for value in values_in(result) if type(value) is TensorVariable]
+    def __post_init__(self) -> None:
+        self.depth = len(self.call.tx.nn_module_stack)
+        values = [value for value in values_in(self.result) if type(value) is TensorVariable]
         self.returned = frozenset(value.as_proxy().node for value in values)
 
     @functools.cached_property
