@@ -116,6 +116,7 @@ def test_sizes_are_captured_where_nothing_can_be_offloaded(monkeypatch):
     assert "offloaded" not in ways(hiremate(Net(), budget, verbose=False))
 
 
+@pytest.mark.filterwarnings("ignore:A step of a new input size ran without a plan")  # it took more
 def test_without_room_for_files_training_goes_on(monkeypatch):
     budget = budget_of(60)
     monkeypatch.setattr(os, "posix_fallocate", _refuse)
