@@ -55,7 +55,7 @@ def hiremate(
             allocated on the device included; or a share ("60%", a float in (0, 1]) of what the unplanned step adds to
             what exists before it, the largest so far; or "auto" for what the device has free.
         target: Paths of the submodules to plan; None for the outermost ones that are called.
-        optimizer: Its state counts; found by itself at its first step where not given.
+        optimizer: Its state counts once it exists; found by itself at its first step where not given.
         time_limit_s: Seconds for solving one plan, counted as the work of an idle core: a busy machine takes longer and
             finds the same. The clock ends it after 10 s and four times as long, with a warning.
         max_plans: Most plans to make, one for each step signature (input shapes, for example). Beyond it, a step runs

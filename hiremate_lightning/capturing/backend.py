@@ -215,7 +215,7 @@ class _Compilation:
         return _stub_modules(self._captured)
 
     def _rewrite(self, joint: fx.GraphModule, forward_count: int) -> None:
-        """Run all passes over a joint graph, whose forward returns so many outputs; none gets unread operations."""
+        """Run all passes over a joint graph, whose forward returns so many outputs."""
         given = self.contributions
         joint.graph.eliminate_dead_code(lambda node: bool(node.users) or node.is_impure())
         casts.show_types_of_norms(joint)

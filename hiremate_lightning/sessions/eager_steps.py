@@ -18,14 +18,14 @@ from ..memory.allocator import free_bytes
 from ..signatures.eager_predictions import CapturedStep, EagerPredictions
 from ..signatures.step_signature import StepSignature
 from .current_step import CurrentStep
-from .modes import Eager, GivenBack, Mode, Offloaded, StepFacts, mode_of
+from .modes import RECORDS, Eager, GivenBack, Mode, StepFacts, mode_of
 from .new_sizes import NewSizes
 from .planned import PlannedSignatures
 from .planned_model import PlannedModel
 
 
 class EagerSteps:
-    """Decides which steps run as the user wrote them, and learns from those that do."""
+    """Finds out what `mode_of` asks of a step that begins, and learns from steps that run as the user wrote them."""
 
     def __init__(self, model: PlannedModel, planned: PlannedSignatures, new_sizes: NewSizes) -> None:
         self._model, self._planned, self._new_sizes = model, planned, new_sizes
@@ -124,8 +124,4 @@ class EagerSteps:
         mode = mode_of(facts)
         if mode is Mode.CAPTURED or facts.prediction is None:
             return None
-        if mode is Mode.GIVEN_BACK:
-            return GivenBack(facts.prediction, likely, is_at_its_sizes=bool(facts.alike))
-        if mode is Mode.OFFLOADED:
-            return Offloaded(facts.prediction, likely, offloading=self._offloading)
-        return Eager(facts.prediction, likely)
+        return RECORDS[mode].of(facts, facts.prediction)

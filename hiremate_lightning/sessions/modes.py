@@ -7,7 +7,7 @@ record of its mode: what such steps measure and learn.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -60,7 +60,7 @@ def mode_of(facts: StepFacts | GraphFacts) -> Mode:
 class StepFacts:
     """What the rules ask of a step that begins, or of a further call of one that runs eager; found out when asked.
 
-    A step of which nobody knows what it is likely to run is captured without being asked about.
+    A step of which nobody knows what it is likely to run is captured at once (`EagerSteps.step_begins`).
     """
 
     calls: Sequence[ModuleCall]  # what each of its calls so far is given
@@ -149,6 +149,11 @@ class Eager:
     prediction: Prediction  # what it takes then
     likely: StepSignature  # the signature whose code it is expected to run
 
+    @classmethod
+    def of(cls, facts: StepFacts, prediction: Prediction) -> Eager:
+        """Return the record of a step that runs so, of which these are the facts."""
+        return cls(prediction, facts.likely)
+
     def around(self, arguments: Any) -> AbstractContextManager[None]:
         """Surround a call of the step that is given some arguments."""
         return nullcontext()
@@ -184,6 +189,11 @@ class Offloaded(Eager):
     mode: ClassVar[Mode] = Mode.OFFLOADED
     offloading: Offloading = field(kw_only=True)  # offloads these values
 
+    @classmethod
+    def of(cls, facts: StepFacts, prediction: Prediction) -> Offloaded:
+        """Return the record of a step that runs so, of which these are the facts."""
+        return cls(prediction, facts.likely, offloading=facts.offloading)
+
     @contextmanager
     def around(self, arguments: Any) -> Iterator[None]:
         """Offload what autograd saves in a call."""
@@ -205,6 +215,11 @@ class GivenBack(Eager):
 
     mode: ClassVar[Mode] = Mode.GIVEN_BACK
     is_at_its_sizes: bool = field(kw_only=True)  # whether its calls are given what those of the planned step were
+
+    @classmethod
+    def of(cls, facts: StepFacts, prediction: Prediction) -> GivenBack:
+        """Return the record of a step that runs so, of which these are the facts."""
+        return cls(prediction, facts.likely, is_at_its_sizes=bool(facts.alike))
 
     def describe(self) -> str:
         """Describe such steps for the user."""
@@ -239,3 +254,6 @@ class GivenBack(Eager):
         self.likely.is_given_back = False
         text = "A step without its plan took more than the budget: such steps run by their plan again."
         model.announcements.say(text, took)
+
+
+RECORDS: Mapping[Mode, type[Eager]] = {record.mode: record for record in (Eager, Offloaded, GivenBack)}

@@ -102,8 +102,8 @@ class StepSignature:
     backwards_vary: bool = False  # whether some of its steps have other backwards than others
     sights: Sights = field(default_factory=Sights)  # how its steps have come
     watched: Watched = field(default_factory=Watched)  # what was watched of them
-    # Whether an eager step has shown that all may run without the plan, which gains nothing, as that took no more
-    # memory. None before one has shown its peak.
+    # Of a plan that saves no memory where nothing fits: whether an eager step took no more, None before one has shown
+    # its peak. Of one that recomputes nothing: False once a step without it took more than the budget, else None.
     is_given_back: bool | None = None
     eager_tries: int = 0  # how many eager ones were measured that did not show their peak
     announced: Plan | None = None  # the plan that a user was told of last, as it was then; None for nothing
