@@ -51,14 +51,6 @@ def choose(
         saves_nothing=lambda eager_bytes, free_bytes: is_gainless,
     )
     steps = SimpleNamespace(
-        predictions=Predictions(fits, [signature] if has_own_plan else []),
-        sizes_vary=False,
-        room_bytes=lambda: 100,
-        free_bytes=lambda: 100,
-        is_worth_capturing=lambda calls, likely: is_worth_capturing,
-        offloading=SimpleNamespace(has_room=lambda size_bytes: has_room),
-    )
-    steps = SimpleNamespace(
         _may_run_eager=True,
         _history=SimpleNamespace(planned=[], likely=lambda foreseen: signature if is_known else None),
         _predictions=Predictions(fits, [signature] if has_own_plan else []),
