@@ -241,12 +241,16 @@ class EagerPredictions:
         if first not in steps_of:
             return []
         codes = [first, *(code for code in steps_of if code != first)]
-        return [self._code(code, _some_of(steps_of[code]), count) for code in codes]
+        return [self._code(code, steps_of[code], count) for code in codes]
 
-    def _code(self, code: StepSignature, steps: tuple[CapturedStep, ...], count: int) -> _EagerCode:
+    def _code(self, code: StepSignature, steps: Sequence[CapturedStep], count: int) -> _EagerCode:
+        """Read a code from its largest step and the latest ones, each at sizes of its own."""
+        largest = max(steps, key=lambda step: step.total_bytes)
+        latest = {step.calls: step for step in steps if step.calls != largest.calls}
+        chosen = largest, *list(latest.values())[1 - SAMPLES :]
         read = self._codes.get((code, count))
-        if read is None or read[0] != steps:
-            self._codes[code, count] = read = steps, _EagerCode(steps, count)
+        if read is None or read[0] != chosen:
+            self._codes[code, count] = read = chosen, _EagerCode(chosen, count)
         return read[1]
 
     # ---------------------------------------------------------------- measured steps
@@ -310,10 +314,3 @@ def _shapes(calls: Sequence[ModuleCall]) -> tuple[tuple[int, ...], ...]:
 
 def _sizes(calls: Sequence[ModuleCall]) -> tuple[int, ...]:
     return tuple(size for shape in _shapes(calls) for size in shape)
-
-
-def _some_of(steps: Sequence[CapturedStep]) -> tuple[CapturedStep, ...]:
-    """Choose the steps to predict from: the largest and the latest ones, each at sizes of its own."""
-    largest = max(steps, key=lambda step: step.total_bytes)
-    latest = {step.calls: step for step in steps if step.calls != largest.calls}
-    return largest, *list(latest.values())[1 - SAMPLES :]

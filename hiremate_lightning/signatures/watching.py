@@ -93,7 +93,8 @@ class WatchPolicy:
         """
         is_new = size_bytes > self._largest_bytes or foreseen in self._missed
         reason = Reason.PLAN if likely is None or is_new else _reason(likely, is_piece, is_free)
-        own = self._of(foreseen if reason is Reason.PLAN else likely)
+        signature = foreseen if reason is Reason.PLAN else likely
+        own = self._without_plans if signature is None else signature.watched
         is_any_left = reason is not Reason.PLAN or TO_PLAN.is_due(self._looks_to_plan, self._count)
         if reason is not None and is_any_left and SCHEDULES[reason].is_due(own.looks[reason], own.steps):
             own.looks[reason] += 1
@@ -106,9 +107,6 @@ class WatchPolicy:
             likely.watched.higher += _is_higher(likely)
         self._largest_bytes = max(self._largest_bytes, size_bytes)
         return Look(reason, is_measured, reason is Reason.TIME or (is_measured and likely is None and is_on_host))
-
-    def _of(self, signature: StepSignature | None) -> Watched:
-        return self._without_plans if signature is None else signature.watched
 
     def step_ended(self, look: Look, signature: StepSignature, saw: Saw = Saw.NOTHING) -> None:
         """Learn that a step has ended, and what came of measuring it; of one that failed nothing is learned."""
