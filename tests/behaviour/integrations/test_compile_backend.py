@@ -329,8 +329,8 @@ def test_the_plan_is_found_by_what_was_compiled():
 
     found = hiremate_lightning.get_plan(whole), hiremate_lightning.get_plan(around)
     assert [str(plan.budget) for plan in found] == ["80%", "85%"]
-    assert found[0] is hiremate_lightning.get_plan(model)
-    assert found[1] is hiremate_lightning.get_plan(step) is hiremate_lightning.get_plan(inner)
+    assert found[0] == hiremate_lightning.get_plan(model)
+    assert found[1] == hiremate_lightning.get_plan(step) == hiremate_lightning.get_plan(inner)
 
 
 def test_a_removed_compiled_model_trains_on_without_plan():
