@@ -1,4 +1,4 @@
-"""Describe a recorded step for `step.merge`: its calls, and the memory that the code around them takes and holds."""
+"""Turn a recorded step into calls for `step.merge`, with the memory that uncaptured code around them takes."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from .runs import CALLED, LEFT, OTHER, START, Event, Mark, Run
 
 
 def describe(record: StepRecord) -> tuple[list[Call], list[int]]:
-    """Describe a recorded step, whose parts have costs: its calls, and the order of their backwards."""
+    """Return the calls of a recorded step whose parts have costs, and the order of their backwards."""
     described = _Described(record)
     calls = [described.call(run) for run in described.planned]
     return calls, [described.place[run.index] for run in described.backwards]
 
 
 class _Described:
-    """The runs of a record that have a backward, and the spans of memory around them."""
+    """The runs of a record that have a backward, and the memory spans around them."""
 
     def __init__(self, record: StepRecord) -> None:
         self._record = record
         self.planned = record.planned
-        self.place = {run.index: position for position, run in enumerate(self.planned)}  # by index
-        self.backwards = [record.runs[index] for index in dict.fromkeys(record.backwards)]  # in their order
+        self.place = {run.index: position for position, run in enumerate(self.planned)}  # the call of each run
+        self.backwards = [record.runs[index] for index in dict.fromkeys(record.backwards)]  # in order of execution
         self._span_at = {span.label: position for position, span in enumerate(record.spans)}
         self._lingering = {run.index: self._find_lingering(run) for run in self.planned}
-        self._released = Counter[int]()  # bytes of outputs that outside code releases, by how many backwards have run
+        self._released = Counter[int]()  # bytes of lingering outputs, by number of backwards before the free
         for run in self.planned:
             lingering = self._lingering[run.index]
             for ended in set(lingering.values()):
                 self._released[ended] += bytes_of(run.graph, (t for t, at in lingering.items() if at == ended))
 
     def call(self, run: Run) -> Call:
-        """Describe a run, and the code outside before, between and after its halves."""
+        """Return the call of a run, with the uncaptured code before, between and after its halves."""
         record, place, number, profile = self._record, self.place, self.place[run.index], run.part.profile
         assert profile is not None, "costs are known of what has run in a step"
         if record.timed is not None and thresholds.current.measures_times:
@@ -47,17 +47,17 @@ class _Described:
         if record.is_measured and record.has_memory:
             profile = as_laid_out(run.part.captured, profile, run.tangent_strides)
         graph, profile = run.as_run(profile)
-        # The code outside after the forward runs until the next one, or until the first backward.
+        # The uncaptured code after the forward runs until the next forward, or until the first backward.
         following = next(iter(self.planned[number + 1 :]), None)
         mark = Event.FORWARD.of(following.index) if following else Event.BACKWARD.of(self.backwards[0].index)
         done = Event.FORWARD_DONE.of(run.index)
         lived, stay = self._lived(run, done), self._lived(run, mark)
         died, alive = list[Output](), set(stay)
-        if self._spans(done, mark) and mark in record.alive_at:  # nobody held them, and no saved value lies there
+        if self._spans(done, mark) and mark in record.alive_at:  # died: no longer alive, and not saved by their run
             died = [(i, t) for i, t in lived if (i, t) not in alive and not record.runs[i].saves(t)]
         stages, called_at = self._stages(run, mark, lived, died)
         is_alone = not died and all(i == run.index for i, _ in lived)
-        unknown = [] if is_alone else [Gap(alive=tuple(lived))]  # nobody knows when they die: a plan may save some
+        unknown = [] if is_alone else [Gap(alive=tuple(lived))]  # it is unknown when they die: a plan may save some
         begun = self._between(START, Event.FORWARD.of(run.index)) or Gap()
         ended = self._between(Event.BACKWARD_DONE.of(run.index), Event.ENDED.of(run.index)) or Gap()
         before = self.backwards.index(run)
@@ -85,11 +85,11 @@ class _Described:
         )
 
     def _find_lingering(self, run: Run) -> dict[int, int]:
-        """Return the outputs of a run that code outside holds into the backward, as it does what its backward reads.
+        """Return the outputs of a run that uncaptured code holds into the backward, for example to read them there.
 
-        Each comes with the number of backwards after which it is released: those until the last one at whose start it
-        lives. Outputs that a captured graph holds don't count, nor those that a later one may hold as its input, as
-        long as its backward has not run.
+        Each comes with the number of backwards after which it is freed: up to the last one at whose start it lives.
+        Outputs that outlive their own backward don't count. Neither do outputs that a captured graph, whose backward
+        has not run yet, may hold: as a saved value of this run, or as an input of another one.
         """
         held, lingering = {run.graph.tensors[t].storage for t in run.alive or ()}, dict[int, int]()
         for ended, starting in enumerate(self.backwards):
@@ -103,23 +103,23 @@ class _Described:
         return lingering
 
     def _lived(self, run: Run, mark: Mark) -> list[Output]:
-        """List the outputs that lived at a mark, of a planned run and of those before it."""
+        """List the outputs, of a planned run and of planned runs before it, that lived at a mark."""
         return [(i, t) for i, t in self._record.alive_at.get(mark, ()) if i <= run.index and i in self.place]
 
     def _sizes(self, outputs: Iterable[Output]) -> dict[int, int]:
-        """Return the bytes of outputs that live at the same time, by storage."""
+        """Return the bytes of outputs by storage."""
         runs = self._record.runs
         return {runs[i].outputs[t][1]: bytes_of(runs[i].graph, (t,)) for i, t in outputs}
 
-    # ---------------------------------------------------------------- memory of code outside
+    # ---------------------------------------------------------------- memory of uncaptured code
 
     def _gap_after_forward(
         self, done: Mark, following: Mark, died: Iterable[Output], stages: Sequence[Gap], called_at: int | None
     ) -> Gap:
-        """Describe the memory of outside code after a forward, above the outputs that live on.
+        """Return the gap after a forward, in bytes above the outputs that live on.
 
-        It holds the growth of a gap, and the memory of outputs that died in it, less the gradients that it hands to the
-        first backward. It may give back memory that it held.
+        The gap holds the growth of live bytes, plus the bytes of outputs that died in it, minus the tangents that it
+        hands to the first backward. A negative sum frees bytes of earlier gaps.
         """
         gap, died_bytes = self._between(done, following), sum(self._sizes(died).values())
         if gap is None:
@@ -135,15 +135,15 @@ class _Described:
     def _stages(
         self, run: Run, following: Mark, lived: Iterable[Output], died: Iterable[Output]
     ) -> tuple[list[Gap], int | None]:
-        """Divide the code outside after a forward into stages, at the deaths of outputs and the call of the backward.
+        """Divide the uncaptured code after a forward into stages, at deaths of outputs and the call of the backward.
 
-        How many of them come before that call comes with them; no stages where a death was not seen.
+        Returns the stages and the number of them before that call; no stages if the death of an output was not seen.
         """
         record, sizes, dead, stages = self._record, self._sizes(died), set[int](), list[Gap]()
         storage_of = {Mark(Event.RELEASED, i, t): record.runs[i].outputs[t][1] for i, t in died}
         spans = self._spans(Event.FORWARD_DONE.of(run.index), following)
         calls = [i for i, span in enumerate(spans) if span.label == CALLED]
-        is_last = following.event is Event.BACKWARD  # between two forwards the call is of another backward
+        is_last = following.event is Event.BACKWARD  # between two forwards, another backward is called
         called = calls[-1] if calls and is_last else None
         returned_bytes = record.returned_bytes if is_last else 0
         left = next((i for i, span in enumerate(spans) if span.label == LEFT), len(spans))
@@ -164,7 +164,7 @@ class _Described:
         return (stages, called_at) if dead == sizes.keys() else ([], None)
 
     def _gap_before_backward(self, ended: int) -> Gap:
-        """Describe the memory that outside code takes, holds, and gives back once so many backwards have ended."""
+        """Return the gap between backward number `ended` of the step and the one before it."""
         previous, run = self.backwards[ended - 1], self.backwards[ended]
         gap = self._between(Event.BACKWARD_DONE.of(previous.index), Event.BACKWARD.of(run.index))
         if gap is None:
@@ -174,7 +174,7 @@ class _Described:
         return replace(gap, held_bytes=gap.held_bytes + freed_bytes - sum(run.tangent_bytes))
 
     def _between(self, first: Mark, last: Mark) -> Gap | None:
-        """Describe how memory grew and peaked between two marks, None where that was not measured."""
+        """Return growth and peak of memory between two marks; None if not measured."""
         spans = self._spans(first, last)
         if not spans:
             return None
@@ -185,6 +185,6 @@ class _Described:
         return Gap(end.start_bytes - base, max(0, peak - base), has_others)
 
     def _spans(self, first: Mark, last: Mark) -> Sequence[Interval]:
-        """List the spans from one mark to another, both included; none where one of them is missing."""
+        """List the spans from one mark to another, both included; none if a mark is missing."""
         at = self._span_at
         return self._record.spans[at[first] : at[last] + 1] if first in at and last in at else ()

@@ -1,9 +1,9 @@
-"""One operation of a captured graph, run alone on made-up inputs of its own shapes.
+"""Run one operation of a captured graph alone, on made-up inputs of the shapes that it was traced with.
 
-Custom operators run so too, twice, to find which of them give the same numbers when they run again: before a plan or a
-proof may run them again. PyTorch tags those of its own operators that draw random numbers. Operators of others (of
-`torch.library`, of compiled extensions) may lack the tag, or add up in any order. Python code may read variables, which
-may hold another value in the backward: operators with Python code run once, unless the user lists them as recomputable.
+Custom operators run twice this way, to find those that give the same numbers again: only these may be recomputed.
+PyTorch tags its own operators that draw random numbers. Custom operators (of `torch.library`, of compiled extensions)
+may lack the tag, or add up in any order. Their Python code may read variables that hold another value in the backward:
+operators with Python code run once, unless the user lists them as recomputable.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..torch_private import aot, operators, tensor_state
 
 log = logging.getLogger("hiremate_lightning")
 
-DRAWN = 1 << 14  # numbers that are drawn for a tensor; they repeat in larger ones
+DRAWN = 1 << 14  # random numbers drawn for a tensor; a larger tensor repeats them
 _TORCHS_OWN = ("aten", "prims", "prim")
 _KERNELS_OF_USERS = "hiremate::"  # operators that run kernels of users: their Python code reads no variables
 
@@ -39,7 +39,7 @@ def _loop_twice(condition: Callable[..., Any], body: Callable[..., Any], carried
 
 
 _PUTTING = {"aten.index_put.default", "aten.index_put_.default", "aten._unsafe_index_put.default"}
-# The courses to run of operators whose course depends on values: a loop need not end on made-up values.
+# Functions that run each path of an operator whose path depends on values: on made-up values a loop may never end.
 _COURSES: dict[str, tuple[Callable[..., Any], ...]] = {
     "cond": (
         lambda _, first, second, operands: first(*operands),
@@ -50,7 +50,7 @@ _COURSES: dict[str, tuple[Callable[..., Any], ...]] = {
 
 
 def runners(captured: Captured, index: int) -> list[Callable[[], Any]]:
-    """Return the functions that run one operation on made-up inputs, one for each course that it may take."""
+    """Return the functions that run one operation on made-up inputs, one for each path that it may take."""
     courses = _COURSES.get(captured.graph.nodes[index].op, (None,))
     return [runner(captured, index, course) for course in courses]
 
@@ -62,10 +62,14 @@ def runner(
     layouts: Mapping[fx.Node, torch.Tensor] | None = None,
     device: torch.device | None = None,
 ) -> Callable[[], Any]:
-    """Return a function that runs one operation of a captured graph on made-up inputs, on its device or another.
+    """Return a function that runs one operation of a captured graph on made-up inputs.
 
-    The course is called with the operation's arguments in its place. Some inputs may have another layout than they were
-    traced with.
+    Args:
+        captured: The captured graph.
+        index: The operation's index in it.
+        course: A function to call with the operation's arguments instead of the operation; None for the operation.
+        layouts: Inputs with other strides than they were traced with.
+        device: The device to run on; None for the graph's own.
     """
     record, node = captured.graph.nodes[index], captured.fx_nodes[index]
     made: dict[fx.Node, Any] = {}
@@ -96,13 +100,13 @@ def runner(
         return lambda: target(*args, **kwargs)
     for value in finish.reads:
         argument(value)
-    for step in finish.steps:  # the result that they finish is not there yet: it looks as it was traced
+    for step in finish.steps:  # the unfinished result does not exist yet: its traced value stands for it
         _make_valid(str(step.target), fx.node.map_arg(step.args, lambda value: made.get(value, value.meta["val"])))
     return lambda: _finished(lambda: target(*args, **kwargs), finish, made)
 
 
 def _make_valid(op: str, args: Sequence[Any]) -> None:
-    """Make made-up inputs valid: pivots count from one, masks choose as many elements as there are values."""
+    """Change made-up inputs to valid ones: pivots count from one, masks choose as many elements as there are values."""
     if op in ("aten.linalg_lu_solve.default", "aten.lu_unpack.default"):
         args[1].fill_(1)
     elif op in ("aten.masked_scatter.default", "aten.masked_scatter_.default"):
@@ -113,27 +117,28 @@ def _make_valid(op: str, args: Sequence[Any]) -> None:
         _choose(mask, prod(shape) * mask.numel() // max(1, gradient.numel()))
     elif op in _PUTTING:
         whole, indices, values = args[:3]
-        given = [(dimension, index) for dimension, index in enumerate(indices) if index is not None]
-        if len(given) == 1 and given[0][1].dtype == torch.bool:
-            ((dimension, mask),) = given
-            after = whole.dim() - dimension - mask.dim()  # dimensions of the values after that of the chosen elements
+        present = [(dimension, index) for dimension, index in enumerate(indices) if index is not None]
+        if len(present) == 1 and present[0][1].dtype == torch.bool:
+            ((dimension, mask),) = present
+            after = whole.dim() - dimension - mask.dim()  # dimensions of the values behind the chosen elements
             count = values.shape[-after - 1] if values.dim() > after else 1
-            if count != 1:  # one value is for all
+            if count != 1:  # one value is broadcast
                 _choose(mask, count)
 
 
 def _choose(mask: torch.Tensor, count: int) -> None:
-    """Let a mask choose that many of its elements, or fewer where it is expanded and shows each of its own often."""
+    """Let a mask choose `count` of its elements, or fewer if the mask is expanded and shows each element repeatedly."""
     kept = [(size, stride) for size, stride in zip(mask.shape, mask.stride(), strict=True) if stride]
-    own = mask.as_strided([size for size, _ in kept], [stride for _, stride in kept])
-    chosen = count * own.numel() // max(1, mask.numel())
-    own.copy_((torch.arange(own.numel(), device=own.device) < chosen).view(own.shape))
+    distinct = mask.as_strided([size for size, _ in kept], [stride for _, stride in kept])
+    chosen = count * distinct.numel() // max(1, mask.numel())
+    distinct.copy_((torch.arange(distinct.numel(), device=distinct.device) < chosen).view(distinct.shape))
 
 
 def _finished(run: Callable[[], Any], finish: Finish, made: Mapping[fx.Node, Any]) -> Any:
     """Run an operation, and the operations that finish one of its results; return all results.
 
-    The operation runs here. Where TorchDynamo watches frames, a caller would hold its result until this call ends.
+    The operation is passed as a function: while TorchDynamo watches frames, a caller that had run it would hold its
+    result until this call ends.
     """
     result = run()
     parts = [result] if isinstance(result, torch.Tensor) else list(result)
@@ -151,7 +156,7 @@ def _finished(run: Callable[[], Any], finish: Finish, made: Mapping[fx.Node, Any
     return parts
 
 
-# Seed and offset of the mask of dropout: the kernels return them on the host and read them there, whatever traces say.
+# Positions of the seed and offset of dropout's mask: kernels return and read them on the host, unlike in the trace.
 _PARTS_ON_HOST = {
     "aten._scaled_dot_product_efficient_attention.default": (2, 3),
     "aten._efficient_attention_forward.default": (2, 3),
@@ -159,7 +164,7 @@ _PARTS_ON_HOST = {
 
 
 def stand_in(source: fx.Node) -> Any:
-    """Make a value like a node's: of the same shapes, strides, dtypes and devices, as kernels return it."""
+    """Make a value with the shapes, strides, dtypes and devices of a node's value, as kernels return it."""
     if source.op == "get_attr":
         value = attribute_of(source)
         return made_up(value) if isinstance(value, torch.Tensor) else value
@@ -172,9 +177,9 @@ def stand_in(source: fx.Node) -> Any:
 
 
 def made_up(value: Any, device: torch.device | None = None) -> Any:
-    """Make a value of the same kind, on its own device or another: numbers from 0 to 1, zeros for integers.
+    """Make a value like the given one, on its device or another: numbers from 0 to 1, zeros for integers.
 
-    Probabilities are within their range so: a CUDA kernel that asserts this would take the whole process with it.
+    So probabilities are valid: a CUDA kernel that asserts this would end the whole process.
     """
     if isinstance(value, torch.Tensor):
         size = [tensor_state.int_hint(s) for s in value.shape]
@@ -189,7 +194,7 @@ def made_up(value: Any, device: torch.device | None = None) -> Any:
 
 
 def _drawn(made: torch.Tensor) -> torch.Tensor:
-    """Draw some numbers and repeat them through a whole tensor: to draw each one takes longer than most kernels."""
+    """Fill a tensor with repeated random numbers: to draw each one would take longer than most kernels."""
     flat = made.as_strided((made.untyped_storage().nbytes() // made.itemsize,), (1,), 0)
     drawn = flat.new_empty(DRAWN).uniform_()
     whole = flat.numel() // DRAWN * DRAWN
@@ -204,7 +209,7 @@ def traced_strides(node: fx.Node) -> tuple[int, ...]:
 
 
 def laid_out(node: fx.Node, strides: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor without memory that looks like a node's value, with other strides."""
+    """Return a tensor on the meta device like a node's value, with other strides."""
     value = node.meta["val"]
     size = [tensor_state.int_hint(s) for s in value.shape]
     return torch.empty_strided(size, strides, dtype=value.dtype, device="meta")
@@ -214,9 +219,9 @@ def laid_out(node: fx.Node, strides: tuple[int, ...]) -> torch.Tensor:
 
 
 def without_unsteady(captured: Captured, recomputable: Collection[str] = ()) -> Captured:
-    """Return the captured code, in which custom operators that may give other numbers again run once only.
+    """Return the captured code with custom operators marked to run once if they may give other numbers the next time.
 
-    Recomputable are operators with Python code that give the same numbers again, as the user says: "library::name".
+    `recomputable` names operators ("library::name") whose Python code gives the same numbers again, as the user says.
     """
     custom = [i for i, node in enumerate(captured.fx_nodes) if captured.graph.nodes[i].is_pure and _is_custom(node)]
     by_key = {captured.graph.nodes[i].key: i for i in custom}
@@ -238,7 +243,7 @@ def without_unsteady(captured: Captured, recomputable: Collection[str] = ()) -> 
 
 
 def has_unsteady(captured: Captured) -> bool:
-    """Whether a custom operator may give other numbers again, or change its inputs, in what `without_unsteady` gave."""
+    """Whether a custom operator in code from `without_unsteady` changes its inputs, or gives other numbers again."""
     pairs = zip(captured.graph.nodes, captured.fx_nodes, strict=False)
     return any((record.is_random or record.is_mutating) and _is_custom(node) for record, node in pairs)
 

@@ -1,13 +1,13 @@
 """Measure on the device: time and workspace of each distinct operation, alone and in a step, and copies to the host.
 
 Each distinct operation (operator, shapes, strides, dtypes, device, scalar arguments: `Node.key`) is run alone, on
-made-up inputs of its own shapes, so that profiling never needs more memory than the operation itself. Workspace is what
-the allocator hands out while the operation runs, beyond its outputs. Random state is restored; no gradient or buffer of
-the model is touched.
+made-up inputs of its own shapes, so that profiling never needs more memory than the operation itself. Workspace is the
+memory that the allocator hands out while the operation runs, beyond its outputs. Random state is restored; no gradient
+or buffer of the model is touched.
 
-Times are also taken inside of a step, by `TimedRun`. The first step of a training touches new memory wherever its
-memory grows: the system maps and clears each page then, on a CPU. Later steps don't. So the cost of these page faults
-is subtracted from times that were taken in a step.
+`TimedRun` also takes times inside a step. On a CPU, the first step of a training touches new pages as its memory grows,
+and the system maps and clears each of them; later steps don't. So times taken in a step are reduced by the cost of
+these page faults.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ else:
 log = logging.getLogger("hiremate_lightning")
 
 CACHE_FORMAT = 2
-SIZE_BYTES, FREE_SHARE = 40_000_000, 0.1  # most bytes of a copy, and most of the device's free memory for a copy
-COPIES, SMALL_BYTES = 5, 4096  # in each direction, and the bytes of a copy that takes nothing but the latency
-REPEATS = 8  # most timed runs of an operation; the fastest counts, since other load only ever adds
-TIME_LIMIT_MS = 10.0  # of the timed runs of an operation together, after which it is not repeated, beyond two runs
-AGREEMENT = 0.05  # most share of the fastest time between it and the next two, from which on none is repeated
-LEAST_MS = 1e-3  # no clock here resolves less
-NODES_AHEAD, HOST_MS = 100, 0.06  # nodes that the host launches ahead of a GPU, and its time for each
-MOST_IN_STEP = 4.0  # times the time alone: a longer sample has met other load
-PROBE_BYTES = 8 * 2**20
+SIZE_BYTES, FREE_SHARE = 40_000_000, 0.1  # size limits of a measured copy: bytes, and a share of free device memory
+COPIES, SMALL_BYTES = 5, 4096  # copies in each direction, and the bytes of a copy whose time is all latency
+REPEATS = 8  # most timed runs of an operation; the fastest counts, because other load only adds time
+TIME_LIMIT_MS = 10.0  # stop repeating an operation after this total time, but not before two runs
+AGREEMENT = 0.05  # stop repeating when the three fastest times differ by at most this share of the fastest
+LEAST_MS = 1e-3  # resolution of the clocks
+NODES_AHEAD, HOST_MS = 100, 0.06  # nodes that the host launches ahead of a GPU, and the host's time for each
+MOST_IN_STEP = 4.0  # a time in the step counts up to this multiple of the time alone: beyond it, other load has run
+PROBE_BYTES = 8 * 2**20  # memory that is touched to time page faults
 VIEW_MS = 0.002  # time of the interpreter for a view, which runs no kernel
 
 
@@ -71,24 +71,24 @@ class Cost(NamedTuple):
 
 @dataclass
 class CostCache:
-    """Costs of distinct operations, in memory and, where a folder is given, on disk.
+    """Costs of distinct operations, in memory and, if there is a folder, on disk.
 
     A file that can't be read, or was written by another version or device, is ignored.
     """
 
-    folder: Path | None = None  # where to keep the costs between runs, None for nowhere
+    folder: Path | None = None  # folder of the files that keep the costs between runs; None for no files
     _costs: dict[str, dict[str, Cost]] = field(default_factory=dict)
     _links: dict[str, Link] = field(default_factory=dict)
 
     def costs_on(self, device: torch.device) -> dict[str, Cost]:
-        """Return the known costs of a device; costs that are added to them are kept."""
+        """Return the stored costs of a device; costs that the caller adds are stored."""
         name = describe_device(device)
         if name not in self._costs:
             self._costs[name] = self._file(name).read(lambda data: self._decode(data, name)) or {}
         return self._costs[name]
 
     def link_of(self, device: torch.device) -> Link:
-        """Return the link between a GPU and the host, measured where it is not known."""
+        """Return the link between a GPU and the host; measure it the first time."""
         name = describe_device(device)
         self.costs_on(device)  # reads the file
         if name not in self._links:
@@ -97,7 +97,7 @@ class CostCache:
         return self._links[name]
 
     def write(self, device: torch.device) -> None:
-        """Keep the costs of a device on disk."""
+        """Write the costs of a device to disk."""
         name = describe_device(device)
         rows, link = dict(sorted(self._costs[name].items())), self._links.get(name)
         data = {"format": CACHE_FORMAT, "device": name, "costs": rows, "link": None if link is None else asdict(link)}
@@ -112,7 +112,7 @@ class CostCache:
         )
 
     def _decode(self, data: Any, name: str) -> dict[str, Cost]:
-        """Decode a file: the costs of a device by operation, and its link."""
+        """Return a device's costs by operation from a file's content, and store its link."""
         if data["format"] != CACHE_FORMAT or data["device"] != name:
             raise ValueError("it was written for another version or device")
         if data.get("link"):
@@ -121,7 +121,7 @@ class CostCache:
 
 
 def describe_device(device: torch.device) -> str:
-    """Name all that costs depend on besides the operation: device, threads, torch version."""
+    """Name what costs depend on besides the operation: device, threads, torch version."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {_cuda_settings()}"
     threads = torch.get_num_threads()
@@ -148,16 +148,20 @@ def measure(
     progress: Callable[[int, int], None] = lambda done, total: None,
     announce: Callable[[str, str], None] = lambda _, why: log.info(why),
 ) -> Profile:
-    """Measure each distinct operation of a captured graph once; what can't be run alone gets its analytic estimate.
+    """Measure each distinct operation of a captured graph; operations that can't run alone get the analytic estimate.
 
-    Repeats are the most timed runs of each. Progress is the number of operations measured, and their total. What can't
-    be run alone is announced: the operator, and a message about it.
+    Args:
+        captured: The captured graph.
+        cache: Costs measured before; receives the new ones.
+        repeats: Most timed runs of each operation.
+        progress: Receives the number of operations measured, and their total.
+        announce: Receives each operator that can't run alone, and a message about it.
     """
     graph, measures_times = captured.graph, thresholds.current.measures_times
     costs = cache.costs_on(captured.device)
     missing = {n.key: i for i, n in enumerate(graph.nodes) if n.key not in costs and i < len(captured.fx_nodes)}
     estimates = estimate(graph, A100 if captured.device.type == "cuda" else Machine()).time_ms
-    unmeasured: dict[str, Cost] = {}  # not kept: they may be measured another time
+    unmeasured: dict[str, Cost] = {}  # estimates, not stored: another run may measure these operations
     can_measure = MemoryMeter.is_available(captured.device)
     with undisturbed(captured.device):
         for done, (key, index) in enumerate(missing.items()):
@@ -170,9 +174,9 @@ def measure(
     if missing:
         progress(len(missing), len(missing))
         cache.write(captured.device)
-    known = [costs.get(n.key) or unmeasured.get(n.key, Cost(0.0, 0)) for n in graph.nodes]
+    by_node = [costs.get(n.key) or unmeasured.get(n.key, Cost(0.0, 0)) for n in graph.nodes]
     return Profile(
-        tuple(c.time_ms for c in known), tuple(c.workspace_bytes for c in known), describe_device(captured.device)
+        tuple(c.time_ms for c in by_node), tuple(c.workspace_bytes for c in by_node), describe_device(captured.device)
     )
 
 
@@ -181,7 +185,7 @@ def _measure_node(captured: Captured, index: int, repeats: int, announce: Callab
     if not captured.graph.has_work(index):
         return Cost(VIEW_MS, 0)
     if is_collective(record.op):
-        return None  # other processes would wait for each run of it, or take it for one of the step's own
+        return None  # other processes would wait for the collective, or take it for one of the step's
     try:
         runs = runners(captured, index)
         used = () if record.replays is not None else _used_results(captured.fx_nodes[index])
@@ -198,7 +202,7 @@ def _measure_node(captured: Captured, index: int, repeats: int, announce: Callab
 
 
 def _used_results(node: fx.Node) -> Sequence[Any]:
-    """List the positions of the results that are read, where an operation has several."""
+    """List the positions of the results that are read, if an operation has several."""
     return [part.args[1] for part in values_of(node) if is_part(part)]
 
 
@@ -209,13 +213,13 @@ def _cost(
     repeats: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Cost:
-    """Measure the memory of an operation, then its time: on a CPU the run that shows memory counts as a timed one."""
+    """Measure the workspace of an operation, then its time; on a CPU the first run measures both."""
     workspace, elapsed_ms = _workspace_bytes(run, device, used, clock)
     times = [elapsed_ms] if device.type == "cpu" else []
     while len(times) < repeats and (len(times) < 2 or sum(times) < TIME_LIMIT_MS):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-            runtime.keep_busy()  # the device would wait for each launch, and that would count
+            runtime.keep_busy()  # otherwise the device waits for the launch, and the wait counts
         start = _now(device, clock)
         run()
         times.append(_ms_between(start, _now(device, clock)))
@@ -228,8 +232,8 @@ def _cost(
 def _workspace_bytes(
     run: Callable[[], Any], device: torch.device, used: Sequence[Any], clock: Callable[[], float] = time.perf_counter
 ) -> tuple[int, float]:
-    """Measure the bytes that an operation takes beside those of its results that are used, and its milliseconds."""
-    if device.type != "cpu":  # the first run of a kernel may take memory that its library keeps
+    """Return the bytes that an operation takes beyond its used results, and its milliseconds."""
+    if device.type != "cpu":  # in its first run, a kernel's library may take memory that it keeps
         run()
     with MemoryMeter(device) as meter:
         start = clock()
@@ -241,15 +245,15 @@ def _workspace_bytes(
 
 
 def as_laid_out(captured: Captured, profile: Profile, strides: Sequence[tuple[int, ...] | None]) -> Profile:
-    """Measure the workspace of operations again that read gradients of outputs with other strides than were traced.
+    """Measure workspace again for operations that read tangents with other strides than they were traced with.
 
-    A kernel may copy such a gradient first. Gradients of pictures whose channels are last come so, and those of
-    probabilities that the loss of a speech recognizer reads transposed. Strides are those of the gradients as they
-    came, by position; None for one that did not.
+    A kernel may copy such a tangent first. Examples are gradients of channels-last pictures, and of probabilities that
+    the loss of a speech recognizer reads transposed. `strides` are those of the tangents of a run, by position; None
+    for a tangent that did not arrive.
     """
     pairs = zip(captured.tangents, strides, strict=False)
-    others = {node: own for node, own in pairs if own is not None and own != traced_strides(node)}
-    layouts: dict[fx.Node, Any] = {node: laid_out(node, own) for node, own in others.items()}
+    changed = {node: actual for node, actual in pairs if actual is not None and actual != traced_strides(node)}
+    layouts: dict[fx.Node, Any] = {node: laid_out(node, actual) for node, actual in changed.items()}
     if not layouts or not MemoryMeter.is_available(captured.device):
         return profile
     workspace = list(profile.workspace_bytes)
@@ -265,7 +269,7 @@ def as_laid_out(captured: Captured, profile: Profile, strides: Sequence[tuple[in
                     workspace[index] = max(workspace[index], size_bytes)
                 else:
                     layouts[node] = runner(captured, index, layouts=layouts, device=torch.device("meta"))()
-            except Exception as error:  # as in `_measure_node`: the workspace with the traced strides stays
+            except Exception as error:  # an operation may refuse made-up inputs: its measured workspace stays
                 log.debug("Could not measure %s as laid out (%s: %s)", node, type(error).__name__, error)
     return replace(profile, workspace_bytes=tuple(workspace))
 
@@ -274,7 +278,7 @@ def as_laid_out(captured: Captured, profile: Profile, strides: Sequence[tuple[in
 
 
 def _now(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> Any:
-    """Read the clock; on a GPU return an event, which its current stream reaches after all before it."""
+    """Read the clock; on a GPU return an event that is recorded in the current stream."""
     if device.type != "cuda":
         return clock()
     event = torch.cuda.Event(enable_timing=True)
@@ -283,7 +287,7 @@ def _now(device: torch.device, clock: Callable[[], float] = time.perf_counter) -
 
 
 def _ms_between(before: Any, after: Any) -> float:
-    """Return the milliseconds between two times; on a GPU wait until the second one is reached."""
+    """Return the milliseconds between two times; on a GPU wait for the second event."""
     if isinstance(before, float):
         return float(1e3 * (after - before))
     after.synchronize()
@@ -294,18 +298,18 @@ def _ms_between(before: Any, after: Any) -> float:
 
 
 class TimedRun:
-    """Runs a program node by node and adds up its time, and that of recomputation and waits."""
+    """Runs a program node by node and adds up its time, and the time of recomputation and of waits for copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.total_ms = 0.0  # of all nodes
-        self.recompute_ms = 0.0  # of forward nodes that ran in the backward, and of waits for copies
-        # By `Node.key`, times without page faults: of each run that eager training has, and of those that recomputed.
+        self.total_ms = 0.0  # time of all nodes
+        self.recompute_ms = 0.0  # time of forward nodes that ran in the backward, and of waits for copies
+        # Times without page faults by `Node.key`: of first runs, which eager training has too, and of recomputation.
         self.samples: dict[str, list[float]] = {}
         self.samples_again: dict[str, list[float]] = {}
 
     def wrap(self, program: Program) -> Program:
-        """Return a program that does the same, timed."""
+        """Return the same program, timed."""
         return replace(
             program,
             forward=lambda arguments: self._run(program.forward_module, arguments, is_backward=False),
@@ -316,23 +320,23 @@ class TimedRun:
     def _run(self, module: fx.GraphModule, arguments: list[Any], is_backward: bool) -> Any:
         interpreter = _TimedInterpreter(module, self._device)
         result = interpreter.boxed_run(arguments)
-        for node, elapsed_ms, own_ms in interpreter.times():
+        for node, elapsed_ms, without_faults_ms in interpreter.times():
             self.total_ms += elapsed_ms
             is_again = is_backward and node.meta.get("direction") is Direction.FORWARD
             if is_again or is_copying(node.target):
                 self.recompute_ms += elapsed_ms
             samples = self.samples_again if is_again else self.samples
             if "key" in node.meta:
-                samples.setdefault(node.meta["key"], []).append(own_ms)
-            elif "finishes" in node.meta:  # right after the operation that it finishes
-                samples[node.meta["finishes"]][-1] += own_ms
+                samples.setdefault(node.meta["key"], []).append(without_faults_ms)
+            elif "finishes" in node.meta:  # it runs right after the operation that it finishes
+                samples[node.meta["finishes"]][-1] += without_faults_ms
         return result
 
     def refine(self, profile: Profile, graph: Graph) -> Profile:
-        """Return the costs with times taken inside the step, where operations find their inputs in no cache.
+        """Return the costs with times taken inside the step, where inputs come from memory.
 
-        An operation that was measured alone, over and over, reads from caches what a step reads from memory. Times of
-        recomputation count where there are any. The interpreter's own time for a node, a view's say, is subtracted.
+        An operation that is measured alone, over and over, reads its inputs from caches. Times of recomputation are
+        preferred, if there are any. The interpreter's time for a node, known from views, is subtracted.
         """
         idle = [t for i, n in enumerate(graph.nodes) if not graph.has_work(i) for t in self.samples.get(n.key, ())]
         idle_ms = median(idle) if idle else 0.0
@@ -343,7 +347,7 @@ class TimedRun:
             if not samples or not graph.has_work(index):
                 return alone_ms
             in_step_ms = max(0.0, min(median_low(samples) - idle_ms, MOST_IN_STEP * alone_ms))
-            # An operation that overwrites takes no new memory in the step, as it did alone.
+            # A mutating operation may be faster in the step: there it takes no new memory, unlike alone.
             return in_step_ms if graph.nodes[index].is_mutating else max(alone_ms, in_step_ms)
 
         return replace(profile, time_ms=tuple(time_ms(i, alone_ms) for i, alone_ms in enumerate(profile.time_ms)))
@@ -354,7 +358,7 @@ class _TimedInterpreter(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
         super().__init__(module, garbage_collect_values=True)
-        self.extra_traceback = False  # an error of the user's model is to read as in eager PyTorch
+        self.extra_traceback = False  # so that an error of the user's model reads as in eager PyTorch
         for node in module.graph.nodes:
             if not node.users and node.op == "call_function":  # generated code frees these too
                 self.user_to_last_uses.setdefault(node, []).append(node)
@@ -363,7 +367,7 @@ class _TimedInterpreter(fx.Interpreter):
 
     def run_node(self, node: fx.Node) -> Any:
         if self._on_gpu and len(self._clocks) % NODES_AHEAD == 0:
-            with torch.cuda.device(self._device):  # else the device would wait for the host, and that would count
+            with torch.cuda.device(self._device):  # otherwise the device waits for the host, and the wait counts
                 runtime.keep_busy(NODES_AHEAD * HOST_MS)
         faults_before, before = page_faults(), _now(self._device)
         result = super().run_node(node)
@@ -382,7 +386,7 @@ class _TimedInterpreter(fx.Interpreter):
 
 
 def page_faults() -> int:
-    """Return how many pages this process has touched for the first time so far; 0 where the system does not count."""
+    """Return the number of pages that this process has touched so far; 0 if the system does not count."""
     return getrusage(RUSAGE_SELF).ru_minflt if HAS_PAGE_FAULTS else 0
 
 
@@ -407,7 +411,7 @@ def _page_fault_ms(clock: Callable[[], float] = time.perf_counter, count: Callab
 
 
 def measure_link(device: torch.device) -> Link:
-    """Return the speed of the fastest of a few copies in each direction, while as much goes in the other one."""
+    """Return the speed of the fastest of a few copies in each direction, while another copy runs in the other one."""
     with undisturbed(device):
         size = max(SMALL_BYTES, min(SIZE_BYTES, int(FREE_SHARE * free_bytes(device))))
         latency_ms = min(min(_both_ways_ms(device, SMALL_BYTES)) for _ in range(COPIES))
@@ -417,7 +421,7 @@ def measure_link(device: torch.device) -> Link:
 
 
 def _both_ways_ms(device: torch.device, size_bytes: int) -> tuple[float, float]:
-    """Copy to the host and back at once; return the milliseconds of each."""
+    """Copy to the host and from it at the same time; return the milliseconds of each copy."""
     on_device = [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
     on_host = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     streams = [torch.cuda.Stream(device) for _ in range(2)]

@@ -1,8 +1,8 @@
-"""Record one training step: the captured graphs that run, and what the code between them allocates.
+"""Record one training step: the captured graphs that run, and the memory that uncaptured code between them allocates.
 
 A `StepRecord` lives for one step. It marks the start and the end of each forward and backward in the memory
-measurement, finds the inputs that are an earlier run's outputs, and sees which outputs are still held when a backward
-starts. `describing` turns that into the records that `step.merge` puts together.
+measurement, finds the inputs that are an earlier run's outputs, and finds the outputs that live at each mark.
+`describing` turns the record into the calls that `step.merge` puts together.
 """
 
 from __future__ import annotations
@@ -32,12 +32,17 @@ from .runs import CALLED, CLOSED, LEFT, OTHER, OTHER_DONE, START, Event, Mark, R
 
 
 class StepRecord:
-    """What is measured in one step: its runs, and memory from mark to mark.
+    """The record of one step: its runs, and its memory from mark to mark.
 
-    The host's allocator reports the size of a release only if the allocation was watched, too. A step frees the
-    gradients of the one before. So the peak of a step is measured only where the step before was measured: whether it
-    was says `sees_frees`, of the resident memory. There is no device where a step runs on tensors without memory, and
-    no root where none of the model can be sharded.
+    The host's allocator reports the size of a release only if the allocation was watched too, and a step frees
+    gradients of the previous one. So the peak of a step is measured only if the previous step was.
+
+    Args:
+        device: The planned device; None if the step runs on tensors without memory.
+        resident: Memory that exists when the step begins.
+        sees_frees: Whether each free of resident memory is seen, see `ResidentMemory.sees_frees`.
+        root: The model, if FSDP2 may have sharded it.
+        meter: The meter to use; None for a `MemoryMeter` if memory can be measured.
     """
 
     def __init__(
@@ -49,31 +54,30 @@ class StepRecord:
         meter: MemoryMeter | LiveBytes | None = None,
     ) -> None:
         self._sharded = root if root is not None and sharding.has_units(root) else None
-        self._watched: tuple[int, bool] | None = None  # bytes that the step before left, and whether they are stale
-        self._left = set[Mark]()  # of this step's outputs, those that the next one has not seen released
+        self._watched: tuple[int, bool] | None = None  # bytes that the previous step left, and whether they are stale
+        self._left = set[Mark]()  # releases of this step's outputs that the next step has not seen yet
         self._next: weakref.ref[StepRecord] | None = None
         self._thread = threading.get_ident()
         self.has_memory = device is not None
         self.resident, self._sees_frees = resident, sees_frees
-        self.counted = frozenset[int]()  # storages of this memory, where they are known
+        self.counted = frozenset[int]()  # known storages of the resident memory
         self.runs: list[Run] = []  # in the order of their forwards
         self.backwards: list[int] = []  # indices of the runs, in the order of their backwards
-        self._waiting: list[Run] = []  # as the first backward begins, or as the step ends without one
-        self.parameters = set[int]()  # identities of those that the runs were given
-        self.timed: TimedRun | None = None  # times of its operations, where they were taken
-        self._tangents: dict[int, Callable[[], bool]] = {}  # of the running backward, whether each of them lives
-        self.alive_at: dict[Mark, list[Output]] = {}  # outputs that lived
+        self._waiting: list[Run] = []  # runs that wait when the first backward begins, or at the end without a backward
+        self.parameters = set[int]()  # identities of the parameters that the runs take
+        self.timed: TimedRun | None = None  # times of the step's operations, if they were taken
+        self._tangents: dict[int, Callable[[], bool]] = {}  # by position: does the tangent live?
+        self.alive_at: dict[Mark, list[Output]] = {}  # outputs that live at a mark
         self._meter = meter
         self._is_closed = False
         self._unwatch: list[Callable[[], Any]] = []
-        self.allocated_bytes = 0  # between the last forward and the first backward, on a CPU
-        # Since it began, when it was closed before the next step; None where not all was seen.
+        self.allocated_bytes = 0  # bytes allocated between the last forward and the first backward, on a CPU
+        # Growth of live bytes from the step's start until it is closed before the next step; None if not all was seen.
         self.grown_bytes: int | None = None
-        # Memory from each mark to the next, when the measurement has ended. The release of uncounted memory from before
-        # the step does not count as given back by the step.
+        # Memory from mark to mark, once the measurement has ended; without releases of uncounted, older memory.
         self.spans: Sequence[Interval] = ()
-        self._ended = 0  # the number of the backwards that have ended, with all that they are part of
-        self._peak_bytes = 0  # above what existed when the step began
+        self._ended = 0  # number of runs whose whole backward in autograd has ended
+        self._peak_bytes = 0  # peak above the bytes that existed when the step began
         if meter is None and device is not None and MemoryMeter.is_available(device):
             self._meter = MemoryMeter(device)
         if self._meter is not None:
@@ -82,50 +86,50 @@ class StepRecord:
 
     @property
     def is_measured(self) -> bool:
-        """Whether memory is measured; another profiler may occupy the means, or another meter interrupt."""
+        """Whether memory is measured: not while another profiler runs, nor after another meter has interrupted."""
         return self._meter is not None and not self._meter.lost_marks
 
     @property
     def is_whole(self) -> bool:
-        """Whether all backwards that began have ended: where one failed, much of the step was not seen."""
+        """Whether all backwards that began have ended; if one failed, much of the step was not seen."""
         return self._ended == len(self.backwards)
 
     @property
     def planned(self) -> list[Run]:
-        """The runs that have a backward, in the order of their forwards; those without one are part of the outside."""
+        """The runs that have a backward, in the order of their forwards; other runs count as uncaptured code."""
         return [run for run in self.runs if run.index in self.backwards]
 
     @property
     def unfinished(self) -> list[Run]:
-        """The runs that wait for a backward which is not part of the step."""
+        """The runs that wait for a backward in a later step."""
         return [run for run in self._waiting if run.index not in self.backwards]
 
     @property
     def has_dropped_by_plan(self) -> bool:
-        """Whether a forward whose backward never comes ran by a plan: it saved more than it will from now on."""
+        """Whether a run by a plan has no backward, now or later: it saved more than it will from now on."""
         kept = {*self.backwards, *(run.index for run in self._waiting)}
         return any(run.index not in kept and not run.program.protects for run in self.runs)
 
     @property
     def left_nothing(self) -> bool:
-        """Whether only forwards ran, and none of their outputs lives any more."""
+        """Whether the step ran something, of which no saved value waits and no output lives."""
         return bool(self.runs) and not any(run.is_waiting or run.living for run in self.runs)
 
     @property
     def graphs(self) -> tuple[int, ...]:
-        """Numbers of the parts that ran, in the order of their forwards."""
+        """Numbers of the captured graphs that ran, in the order of their forwards."""
         return tuple(run.part.number for run in self.runs)
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes that the measurement sees freed before the backward, without `returned_bytes`."""
+        """Bytes of stale and left memory that were seen freed before the backward, `returned_bytes` aside."""
         if not self._sees_frees:
             return 0
         return self.resident.stale_bytes + (0 if self.returned_bytes else self.resident.left_bytes)
 
     @property
     def returned_bytes(self) -> int:
-        """Bytes of outputs of the step before that were seen freed as the last forward returned."""
+        """Bytes of the previous step's outputs that were seen freed as the last forward returned."""
         if self._watched is None or not self.left_at_return:
             return 0
         left_bytes, is_stale = self._watched
@@ -133,7 +137,7 @@ class StepRecord:
 
     @property
     def left_at_return(self) -> bool | None:
-        """Whether outputs of the step before were freed as the last forward returned; None where there were none."""
+        """Whether the previous step's outputs were freed as the last forward returned; None if there were none."""
         if self._watched is None or not self.backwards:
             return None
         marks = [span.label for span in self.spans]
@@ -144,14 +148,14 @@ class StepRecord:
         return all(span.peak_bytes == span.start_bytes for span in before)
 
     def watch_left(self, before: StepRecord, left_bytes: int, is_stale: bool) -> None:
-        """Mark when the outputs that the step before has left, of so many bytes, are released."""
+        """Mark the release of the previous step's left outputs, which have `left_bytes` in total."""
         self._watched = left_bytes, is_stale
         living = ((run, tensor) for run in before.runs for tensor in run.living)
         before._left = {Mark(Event.RELEASED, r.index, t) for r, t in living if r.graph.tensors[t].shape}
         before._next = weakref.ref(self)
 
     def watch_releases(self, event: Event, tensors: Iterable[torch.Tensor]) -> None:
-        """Mark the releases of tensors on the host: uncounted ones from before the step, or those of the batch."""
+        """Mark the releases of host tensors: uncounted ones from before the step, or tensors of the batch."""
         for tensor in tensors:
             mark = Mark(event, size_bytes=tensor.untyped_storage().nbytes())
             self._unwatch.append(self._mark_release(tensor, mark))
@@ -169,13 +173,13 @@ class StepRecord:
                 elif not value.is_leaf and storage not in self.counted:
                     size_bytes = allocated_bytes(value.untyped_storage().nbytes(), value.device)
                     run.made_outside[storage] = tensor_state.watch_storage(value), size_bytes
-        given = {id(value) for value in tensors.values() if isinstance(value, torch.nn.Parameter)}
+        parameters = {id(value) for value in tensors.values() if isinstance(value, torch.nn.Parameter)}
         pairs = [] if self._sharded is None else sharding.whole_parameters(self._sharded)
         lent = {id(whole): id(shard) for whole, shard in pairs}  # by FSDP2
-        self.parameters.update(given, (lent[p] for p in given if p in lent))
+        self.parameters.update(parameters, (lent[p] for p in parameters if p in lent))
         run.passed_on = _passed_on(part, arguments, lent)
         leaves = find_leaves(part.captured, arguments).values()
-        run.trained = tuple(weakref.ref(leaf) for leaf in leaves if id(leaf) not in given)
+        run.trained = tuple(weakref.ref(leaf) for leaf in leaves if id(leaf) not in parameters)
         self.runs.append(run)
         self._mark_alive(Event.FORWARD.of(run.index))
         return run
@@ -191,13 +195,13 @@ class StepRecord:
         self._mark_alive(Event.FORWARD_DONE.of(run.index))
 
     def backward_called(self) -> None:
-        """Record the call of a backward, which begins with code outside of captured graphs, the loss for example."""
+        """Mark the call of a backward, which begins in uncaptured code, the loss for example."""
         if self.runs and not self.backwards and not self._is_closed and threading.get_ident() == self._thread:
             self._mark(CALLED)
 
     def backward_starts(self, run: Run | None, tangents: Sequence[Any], leaves: Leaves, retains: bool) -> None:
-        """Record the start of a backward, the gradients that arrived, and the inputs that its own belong to."""
-        if run is None or run not in self.runs:  # it is of a forward of an earlier step
+        """Record the start of a backward: its tangents, and the leaves whose gradients it computes."""
+        if run is None or run not in self.runs:  # its forward ran in an earlier step
             self._mark(OTHER)
             self.eager_backward_starts()
             return
@@ -220,17 +224,17 @@ class StepRecord:
         self._mark_alive(Event.BACKWARD.of(run.index))
 
     def eager_backward_starts(self) -> None:
-        """Record the start of a backward of code that runs as the user wrote it."""
+        """Record the start of a backward of code that runs eagerly."""
         backward_pass.at_end(partial(self._whole_backward_ended, None))
 
     def _whole_backward_ended(self, run: Run | None) -> None:
-        """Record the end of a whole backward; later code, the optimizer's step for example, is not planned."""
+        """Mark the end of autograd's whole backward; later code, such as the optimizer's step, is not planned."""
         self._ended += run is not None
         if not self._is_closed:
             self._mark(Event.ENDED.of(0 if run is None else run.index))
 
     def backward_done(self, run: Run | None) -> None:
-        """Record the end of a backward, and the outputs that others than the part itself held until then."""
+        """Record the end of a captured backward, and the outputs and tangents that still live then."""
         if run is None or run not in self.runs:
             self._mark(OTHER_DONE)
             return
@@ -241,7 +245,7 @@ class StepRecord:
         backward_pass.at_end(partial(self._whole_backward_ended, run))
 
     def _mark_alive(self, mark: Mark) -> None:
-        """Mark a place, and note the outputs that live there."""
+        """Set a mark, and store the outputs that live there."""
         self.alive_at[mark] = [(run.index, tensor) for run in self.runs for tensor in run.living]
         self._mark(mark)
 
@@ -250,7 +254,7 @@ class StepRecord:
             self._meter.mark(mark)
 
     def _mark_release(self, value: torch.Tensor, mark: Mark) -> Callable[[], Any]:
-        """Mark the release of a tensor's memory; return the function that stops this."""
+        """Set a mark when a tensor's memory is released; return the function that cancels this."""
         reference = weakref.ref(self)  # outputs may be kept for ever
 
         def note() -> None:
@@ -271,10 +275,10 @@ class StepRecord:
             record._meter.mark_release(mark)
 
     def close(self, at_once: bool = True) -> None:
-        """End the measurement, once; later calls do nothing.
+        """End the measurement; later calls do nothing.
 
-        Code that ran since the last backward ended, the optimizer's step say, is left out. So is all that ran since the
-        last mark, where the step has not ended just now, at once.
+        Code after the last backward, such as the optimizer's step, is left out. With `at_once=False` the step has ended
+        some time ago, and code after the last mark is left out too.
         """
         if not self.backwards:
             self._waiting = [run for run in self.runs if run.is_waiting]
@@ -284,29 +288,29 @@ class StepRecord:
             if sees_end:
                 self._mark(CLOSED)
             self._meter.stop()
-            for unwatch in self._unwatch:  # they may stay for ever, and others will watch them
+            for unwatch in self._unwatch:  # these tensors may live for ever, and later records will watch them
                 unwatch()
             spans = _spans_of(self._meter.intervals)
             closed = spans.pop() if sees_end else None
             if closed is not None and not at_once and self.is_measured and self._sees_frees:
-                given = [
+                batch = [
                     (span.label.size_bytes, span.released_bytes) for span in spans if span.label.event is Event.GIVEN
                 ]
-                unseen = sum(size_bytes for size_bytes, told_bytes in given if size_bytes != told_bytes)
-                self.grown_bytes = closed.start_bytes - unseen  # the allocator did not report all that was released
+                unseen = sum(size_bytes for size_bytes, reported_bytes in batch if size_bytes != reported_bytes)
+                self.grown_bytes = closed.start_bytes - unseen  # the allocator did not report these releases
             self._peak_bytes = _peak_of_step(spans, at_once)
             self.allocated_bytes = _allocated_between(spans)
             self.spans = _without_others(spans)
 
     @property
     def peak_bytes(self) -> int | None:
-        """Peak of the step, resident bytes included; None where it was not measured to its end."""
+        """Peak of the step, resident bytes included; None if it was not measured."""
         if not self.is_measured or not self._sees_frees:
             return None
         return self.resident.existing_bytes + self._peak_bytes
 
     def left_outputs(self) -> dict[int, int]:
-        """Return the bytes of outputs that someone holds after the step, by storage: none for a loss, say, a number."""
+        """Return the bytes of outputs that still live after the step, by storage; 0 for a scalar, such as a loss."""
         sizes = dict[int, int]()
         for run in self.runs:
             for tensor, (lives, storage) in run.outputs.items():
@@ -316,13 +320,13 @@ class StepRecord:
         return sizes
 
     def left_inputs(self) -> list[torch.Tensor]:
-        """List the inputs, beside parameters, that outputs hold after the step by their graphs, and their gradients."""
+        """List the leaves, parameters aside, that outputs hold by their autograd graphs, and the leaves' gradients."""
         leaves = [leaf() for run in self.runs if run.living for leaf in run.trained]
         return [tensor for leaf in leaves if leaf is not None for tensor in (leaf, leaf.grad) if tensor is not None]
 
 
 def _passed_on(part: Part, arguments: Sequence[Any], lent: Collection[int]) -> tuple[int, ...]:
-    """List the gradients that don't stay with an input: some other code computed that, or FSDP2 has lent it."""
+    """List the gradients that don't stay in an input's `.grad`: other code computed the input, or FSDP2 has lent it."""
     captured = part.captured
     tensor_of = {captured.fx_values[t]: t for t in captured.graph.gradients}
     pairs = zip(arguments, captured.backward_outputs, strict=False)
@@ -335,7 +339,7 @@ def _passed_on(part: Part, arguments: Sequence[Any], lent: Collection[int]) -> t
 
 
 def _added(captured: Captured, leaves: Leaves, added: frozenset[int]) -> dict[int, frozenset[int]]:
-    """List the gradients that are only added to those of leaves at these positions, with the leaves' storages."""
+    """Return the gradients that are only added to leaves at the positions in `added`, with the leaves' storages."""
     positions_of = dict[fx.Node, list[int]]()
     for position, gradient in enumerate(captured.backward_outputs):
         positions_of.setdefault(gradient, []).append(position)
@@ -351,7 +355,7 @@ def _added(captured: Captured, leaves: Leaves, added: frozenset[int]) -> dict[in
 
 
 def _spans_of(intervals: Sequence[Interval]) -> list[Interval]:
-    """Return the measured intervals, as if uncounted memory from before the step were never released."""
+    """Return the measured intervals as they would be if uncounted memory from before the step were never released."""
     spans, released_bytes = list[Interval](), 0
     for interval in intervals:
         mark = interval.label if isinstance(interval.label, Mark) else START  # the meter's own first one
@@ -362,7 +366,7 @@ def _spans_of(intervals: Sequence[Interval]) -> list[Interval]:
 
 
 def _without_others(spans: Sequence[Interval]) -> list[Interval]:
-    """Return spans as if the backwards of earlier steps' forwards had neither taken nor freed any memory."""
+    """Return the spans as they would be if backwards of earlier steps' forwards neither took nor freed memory."""
     own, shift_bytes, other_bytes = list[Interval](), 0, None
     for span in spans:
         if span.label == OTHER and other_bytes is None:
@@ -388,12 +392,12 @@ def _allocated_between(spans: Sequence[Interval]) -> int:
 
 
 def _peak_of_step(spans: Sequence[Interval], at_once: bool) -> int:
-    """Return the peak until the last backward ended. Where another backward began after it, return that of all spans.
+    """Return the peak of the spans up to the end of the last backward, or of all spans if a backward began after it.
 
-    Where the step has not ended at once, the last span is left out of the others.
+    Unless `at_once`, the last span is left out.
     """
     events = [span.label.event for span in spans]
     ended = max((i for i, event in enumerate(events) if event is Event.ENDED), default=len(events))
-    if Event.BACKWARD in events[ended:]:  # another one failed, or has others run after it
+    if Event.BACKWARD in events[ended:]:  # a later backward failed, or runs other backwards after it
         ended = len(events)
     return max((span.peak_bytes for span in spans[: min(ended, len(events) - (not at_once))]), default=0)

@@ -1,7 +1,7 @@
 """Memory that exists before a step begins.
 
-On CUDA all allocated memory counts, and kinds name the known parts of it. Elsewhere only memory counts that a step is
-known to use. `ResidentMemory` in `resident_memory` counts it.
+On CUDA all allocated memory counts, and `kinds` names its known parts. On other devices only memory of known kinds
+counts. `ResidentMemory` in `resident_memory` makes the count.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ class Resident:
 
     size_bytes: int  # bytes that stay for the whole step
     # Bytes that are freed before the backward: gradients that the optimizer has used, which `zero_grad` frees, and
-    # outputs of the step before.
+    # outputs of the previous step.
     stale_bytes: int
-    # Outputs of the step before that are freed as the last forward returns: new ones take their place.
-    left_bytes: int = 0
+    left_bytes: int = 0  # bytes of the previous step's outputs that are freed as the last forward returns
     kept: frozenset[int] = frozenset()  # storages of the parameters whose gradients are part of `size_bytes`
     kinds: tuple[tuple[str, int], ...] = field(default=(), compare=False)  # the parts of `size_bytes`: names and bytes
-    # The part of `size_bytes` that graphs hold whose backward is still to come, with the values that an iteration has
-    # made beside them.
+    # The part of `size_bytes` that is held by waiting graphs, whose backward is still to come, and by other values that
+    # the iteration has made.
     waiting_bytes: int = 0
-    eager_waiting_bytes: int = 0  # bytes of these graphs in eager training, with the values beside them
-    waiting: tuple[tuple[Part, Schedule], ...] = ()  # these graphs, each with the schedule by which it runs
-    # Bytes and parameters' storages of gradients that the optimizer has used, where these count as stale.
+    eager_waiting_bytes: int = 0  # `waiting_bytes` as they are in eager training
+    waiting: tuple[tuple[Part, Schedule], ...] = ()  # the waiting graphs, each with the schedule of its run
+    # Gradients that the optimizer has used, if they count as stale: their bytes, and their parameters' storages.
     used: tuple[int, frozenset[int]] = field(default=(0, frozenset()), compare=False)
 
     def with_more(self, kind: str, size_bytes: int) -> Resident:
@@ -49,7 +48,7 @@ class Resident:
         return replace(self, size_bytes=self.size_bytes + size_bytes, kinds=tuple(kinds.items()))
 
     def with_beside(self, size_bytes: int) -> Resident:
-        """Return a copy with more bytes that an iteration has made beside graphs that wait, as eager training does."""
+        """Return a copy with more bytes that the iteration has made beside waiting graphs, as it does in eager mode."""
         return replace(
             self.with_more(BESIDE, size_bytes),
             waiting_bytes=self.waiting_bytes + size_bytes,
@@ -63,7 +62,7 @@ class Resident:
 
     @property
     def gradients(self) -> GradientState:
-        """The state of the gradients before the step: which of them stay, and whether others are freed in it."""
+        """The state of the gradients before the step: which gradients stay, and whether the step frees stale bytes."""
         return self.kept, self.stale_bytes > 0
 
     @property
@@ -72,7 +71,7 @@ class Resident:
         return dict(self.kinds).get("optimizer state", 0)
 
     def with_state(self, size_bytes: int) -> Resident:
-        """Return a copy in which the optimizers' state takes at least so many bytes."""
+        """Return a copy in which the optimizers' state has at least `size_bytes`."""
         return self.with_more("optimizer state", max(0, size_bytes - self.state_bytes))
 
     @property

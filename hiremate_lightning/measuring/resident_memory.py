@@ -23,17 +23,19 @@ from .recording import StepRecord
 from .resident import WAITING, Resident
 from .runs import Event
 
-SAMPLES = 8  # number of parameters that are asked for gradients, in the place of all
-LITTERED_STEPS = 16  # steps without a full garbage collection, after which one comes before a step is measured
-LARGE_BYTES = 2**14  # smallest tensor whose release is watched
-WATCHED_STEPS = 16  # number of first steps in which gradients are seen to be freed before the backward, or not
+SAMPLES = 8  # number of parameters whose gradients are looked at, instead of all
+LITTERED_STEPS = 16  # collect garbage before a step is measured, after this many steps without a full collection
+LARGE_BYTES = 2**14  # bytes of the smallest tensor whose release is watched
+WATCHED_STEPS = 16  # number of first steps in which to check whether gradients are freed before the backward
 
 
 class ResidentMemory:
     """Counts the memory that exists before the steps of a model.
 
-    Waiting and retained values are those of captured forwards: their backward is to come, or one has run and another
-    one may come.
+    Args:
+        root: The model.
+        waiting: Returns the saved values of captured forwards whose backward is still to come.
+        retained: Returns the saved values that a backward has kept for another backward.
     """
 
     def __init__(
@@ -44,27 +46,28 @@ class ResidentMemory:
     ) -> None:
         self.root = root
         self._find_waiting, self._find_retained = waiting, retained
-        self.batch: list[torch.Tensor] = []  # of the step under way, where the caller names it
-        self.optimizer_steps = 0  # that have used gradients of the model
-        self.growths = 0  # how often there was more optimizer state, or gradients, than before any counted step
+        self.batch: list[torch.Tensor] = []  # the batch of the running step, if the caller has named it
+        self.optimizer_steps = 0  # number of optimizer steps that have used gradients of the model
+        self.growths = 0  # number of counts with more optimizer state, or more gradients, than any count before
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._have_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        # Number of each optimizer's groups when it was looked up last, and whether it has parameters of the model.
+        # By optimizer: its number of parameter groups at the last look, and whether it has parameters of the model.
         self._updating: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self.iterations = Iterations()
         self._left = LeftOutputs(lambda: tensor_state.storage_sizes(self._on_device(held_by(retained()))))
         self._trained: list[weakref.ref[torch.Tensor]] = [weakref.ref(p) for p in root.parameters()]
         self._inputs_on = torch.device("cpu")
-        self._device: tuple[list[torch.device], torch.device] | None = None  # of input and samples, and of most
-        self._most = (0, 0)  # the most optimizers' states and samples' gradients when a step began
-        self._uncollected_steps = LITTERED_STEPS  # steps begun since all garbage was collected
-        self._stepped = False  # whether an optimizer has used the gradients
-        self._before: tuple[StepRecord | None, Numbers | None] = None, None  # the step before, and its signature
-        self._frees_gradients = True  # whether gradients that were used are freed before the next backward
+        # Cached: the devices of the input and of the sample parameters, and the device that holds most of the model.
+        self._device: tuple[list[torch.device], torch.device] | None = None
+        self._most = (0, 0)  # most optimizer states, and most gradients of the samples, in any count
+        self._uncollected_steps = LITTERED_STEPS  # steps begun since the last full garbage collection
+        self._stepped = False  # whether an optimizer has used the gradients since the last backward
+        self._before: tuple[StepRecord | None, Numbers | None] = None, None  # of the previous step
+        self._frees_gradients = True  # whether used gradients are freed before the next backward
 
     @property
     def device(self) -> torch.device:
-        """Where most of the model is, or its input: it may have moved since the last step."""
+        """The device with most of the model's bytes, else the input's device; the model may move between steps."""
         devices = [self._inputs_on, *(p.device for p in self._samples())]
         if self._device is None or self._device[0] != devices:
             sizes = dict.fromkeys(devices, 0)
@@ -79,13 +82,13 @@ class ResidentMemory:
         return [p for p in samples if p is not None]
 
     def _parameters(self) -> list[torch.Tensor]:
-        """List the parameters, those that `torch.func.functional_call` has replaced, and FSDP2's shards and wholes."""
+        """List the parameters, those that `torch.func.functional_call` replaces, and FSDP2's sharded and whole ones."""
         trained = (p for p in (seen() for seen in self._trained) if p is not None)
         sharded = (p for pair in sharding.whole_parameters(self.root) for p in pair)
         return list(dict.fromkeys([*self.root.parameters(), *trained, *sharding.shards(self.root), *sharded]))
 
     def _gradients(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Return the gradients that there are, by parameter."""
+        """Return the existing gradients by parameter."""
         return {p: p.grad for p in self._parameters() if p.is_leaf and p.grad is not None}
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
@@ -94,12 +97,12 @@ class ResidentMemory:
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Record the step of an optimizer; return whether it used gradients of the model."""
-        count, has_own = self._updating.get(optimizer, (-1, False))
+        count, updates_model = self._updating.get(optimizer, (-1, False))
         if count != len(optimizer.param_groups):
-            own = {id(p) for p in self._parameters()}
-            has_own = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
-            self._updating[optimizer] = len(optimizer.param_groups), has_own
-        if not has_own:
+            parameters = {id(p) for p in self._parameters()}
+            updates_model = any(id(p) in parameters for group in optimizer.param_groups for p in group["params"])
+            self._updating[optimizer] = len(optimizer.param_groups), updates_model
+        if not updates_model:
             return False
         self.watch(optimizer)
         self._have_stepped.add(optimizer)
@@ -123,21 +126,21 @@ class ResidentMemory:
 
     @property
     def has_state_of_each(self) -> bool:
-        """Whether each optimizer that has stepped has state of each of its parameters, or none; L-BFGS has neither."""
+        """Whether each optimizer that has stepped has state for all of its parameters or for none; L-BFGS does not."""
         used = (o for o in self._have_stepped if o.state)
         return all(p in o.state for o in used for group in o.param_groups for p in group["params"])
 
     def has_grown(self) -> bool:
-        """Whether there is more optimizer state, or more gradients, than before any step that was counted."""
+        """Whether there is more optimizer state, or more gradients, than in any count so far."""
         return any(now > before for now, before in zip(self._held(), self._most, strict=True))
 
     def _held(self) -> tuple[int, int]:
-        """Count optimizers' states, and gradients of the samples."""
+        """Return the number of parameters with optimizer state, and of sample parameters with gradients."""
         states = sum(len(optimizer.state) for optimizer in self._optimizers)
         return states, sum(p.grad is not None for p in self._samples())
 
     def retained_bytes(self) -> int:
-        """Return the bytes of all that is retained for another backward, parameters included."""
+        """Return the bytes that are retained for another backward, parameters included."""
         retained = self._find_retained()
         return self._bytes_of(held_by(retained)) if retained else 0
 
@@ -145,19 +148,19 @@ class ResidentMemory:
         """Begin a step with these arguments."""
         if arguments:
             self._inputs_on = arguments[0].device
-        if not self._samples():  # fully_shard() has put others in their place
+        if not self._samples():  # fully_shard() has replaced the parameters
             self._trained = [weakref.ref(p) for p in self._parameters()]
         self._uncollected_steps += 1
-        if self.device.type != "cuda":  # there all that is allocated is counted
+        if self.device.type != "cuda":  # on CUDA, all allocated memory counts
             waiting = tuple(id(part) for part, _ in self._find_waiting())
             self.iterations.step_begins(*self._before, waiting, self._stepped)
         self._before = None, None
 
     def collect_garbage(self, steps: int = 1) -> bool:
-        """Collect garbage, which would count as memory that stays, or that a step frees; return whether it was.
+        """Collect garbage if at least `steps` steps have begun since the last collection; return whether it was done.
 
-        Garbage of tracing and planning is collected as these end (`housekeeping`). Nothing is collected where fewer
-        steps have begun since the last collection.
+        Garbage would count as memory that stays, or that a step frees. Garbage of tracing and planning is collected
+        when these end (`housekeeping`).
         """
         if self._uncollected_steps < steps:
             return False
@@ -168,19 +171,19 @@ class ResidentMemory:
     def step_ended(
         self, record: StepRecord | None, signature: tuple[int, ...] | None = None, has_captured: bool = False
     ) -> None:
-        """Note the end of a step, with its record and its signature. A capture allocates more than the step does."""
+        """Store the record and signature of the step that has ended. A capture allocates more than a step does."""
         self._left.step_ended(record, signature)
         self._before = None if has_captured else record, signature
 
     def backward_starts(self, step: int) -> None:
-        """Check whether outputs of the step before, and used gradients, were freed before this backward."""
+        """Store whether the previous step's outputs, and used gradients, were freed before this backward."""
         self._left.backward_starts()
         if self._stepped and self._frees_gradients and step < WATCHED_STEPS:
             self._frees_gradients = not self._gradients()
         self._stepped = False
 
     def count_before_step(self, arguments: Sequence[torch.Tensor]) -> Resident:
-        """Count the memory that exists before a step with these arguments, outputs of the step before included."""
+        """Return the memory that exists before a step with these arguments, outputs of the previous step included."""
         if self._left.are_some(self._present(arguments)):
             self.collect_garbage()
         states, gradients = self._held()
@@ -188,14 +191,14 @@ class ResidentMemory:
         self._most = max(states, self._most[0]), max(gradients, self._most[1])
         resident = self.count(arguments)
         self._left.measure(self._present(arguments))
-        if self.device.type == "cuda":  # there all that is allocated is counted
+        if self.device.type == "cuda":  # all allocated memory has been counted
             return self._left.sort_out(resident)
         return self.iterations.note_and_add(self._left.add_to(resident))
 
     def watch_releases(self, record: StepRecord, arguments: Sequence[torch.Tensor]) -> None:
-        """Watch, in a record that begins, for the release of tensors from before a step with these arguments.
+        """Let the record of a step that begins mark the release of tensors from before the step.
 
-        On the host, the release of tensors that are not counted would count as memory that the step gives back.
+        On the host, the release of an uncounted tensor would look like memory that the step frees.
         """
         self._left.watch(record)
         record.counted = self._present(arguments) | self._left.storages
@@ -208,17 +211,17 @@ class ResidentMemory:
             record.watch_releases(Event.UNCOUNTED, self.iterations.note_uncounted(uncounted))
 
     def _present(self, arguments: Sequence[torch.Tensor]) -> frozenset[int]:
-        """List the storages that exist before a step with these arguments, except those that the step before left."""
+        """List the counted storages that exist before a step with these arguments, without left memory."""
         waiting = [saved for _, saved in self._find_waiting()]
         groups = self._groups(list(self._gradients().values()), [*arguments, *held_by(waiting)])
         return frozenset(tensor_state.storage_sizes(tensor for tensors in groups.values() for tensor in tensors))
 
     def sees_frees(self, resident: Resident) -> bool:
-        """Whether a measurement of the step that begins sees all frees of memory from before it."""
+        """Whether a measurement of the step that begins sees each free of memory from before the step."""
         return not (resident.stale_bytes or resident.left_bytes) or self.device.type == "cuda" or self._left.are_known
 
     def count(self, arguments: Sequence[torch.Tensor]) -> Resident:
-        """Count the memory that exists now, and the arguments of a step."""
+        """Return the memory that exists now, with the arguments of a step and without left memory on a CPU."""
         gradients_of = self._gradients()
         gradients = list(gradients_of.values())
         stale = self._bytes_of(gradients) if self._stepped and self._frees_gradients else 0
@@ -233,8 +236,8 @@ class ResidentMemory:
         plain_bytes = waiting_bytes + sum(more_kept_in_eager(part.captured.graph, s) for part, s in graphs)
         size_bytes = sum(kinds.values())
         if self.device.type == "cuda":
-            size_bytes, known = torch.cuda.memory_allocated(self.device) - stale, size_bytes
-            kinds["other"] = max(0, size_bytes - known)
+            size_bytes, counted_bytes = torch.cuda.memory_allocated(self.device) - stale, size_bytes
+            kinds["other"] = max(0, size_bytes - counted_bytes)
         kept = frozenset(map(tensor_state.storage_id, gradients_of))
         still_kept, used = (frozenset[int](), (stale, kept)) if stale else (kept, (0, frozenset[int]()))
         return Resident(
@@ -242,7 +245,7 @@ class ResidentMemory:
         )
 
     def as_seen(self, resident: Resident) -> Resident:
-        """Correct the count from before the step that has just ended: gradients that it should free may have stayed."""
+        """Return the count from before the step that has just ended, corrected if used gradients were not freed."""
         size_bytes, kept = resident.used
         if self._frees_gradients or not kept:
             return resident
@@ -252,7 +255,7 @@ class ResidentMemory:
     def _groups(
         self, gradients: list[torch.Tensor], arguments: Sequence[torch.Tensor]
     ) -> dict[str, list[torch.Tensor]]:
-        """List the tensors that are counted, by kind."""
+        """Return the counted tensors by kind."""
         return {
             "parameters": self._parameters(),
             "buffers": [*self.root.buffers(), *sharding.buffers_between_units(self.root)],
@@ -266,12 +269,12 @@ class ResidentMemory:
         }
 
     def describe_model(self) -> str:
-        """Name the model by its parameters: their names, shapes and types."""
+        """Return a hash of the names, shapes and types of the model's parameters."""
         parameters = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.root.named_parameters()]
         return hashlib.sha256(repr(parameters).encode()).hexdigest()[:32]
 
     def describe(self) -> str:
-        """Describe the memory that the device has handed out, "" where that is not known."""
+        """Describe the memory of a CUDA device in a sentence; return "" for other devices."""
         if self.device.type != "cuda":
             return ""
         allocated, reserved = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
@@ -286,21 +289,21 @@ class ResidentMemory:
         return (tensor for tensor in tensors if tensor.device == device)
 
     def _bytes_of(self, tensors: Iterable[torch.Tensor], seen: set[int] | None = None) -> int:
-        """Add up storages on the planned device, see `storage_bytes`."""
+        """Return the bytes of the tensors' storages on the planned device, see `storage_bytes`."""
         return storage_bytes(self._on_device(tensors), self.device, seen)
 
 
 def more_kept_in_eager(graph: Graph, schedule: Schedule) -> int:
-    """Return the bytes that a step which recomputes nothing saves beyond those of a schedule of a graph."""
-    plain = lower(graph, keep_all(graph)).saved
-    own = schedule.saved_on_device(graph)
+    """Return the bytes that eager training saves for the backward beyond those that the schedule saves."""
+    eager_saved = lower(graph, keep_all(graph)).saved
+    saved = schedule.saved_on_device(graph)
     inputs = set(graph.inputs)
-    plain_bytes, own_bytes = (bytes_of(graph, [t for t in s if t not in inputs]) for s in (plain, own))
-    return max(0, plain_bytes - own_bytes)
+    eager_bytes, saved_bytes = (bytes_of(graph, [t for t in s if t not in inputs]) for s in (eager_saved, saved))
+    return max(0, eager_bytes - saved_bytes)
 
 
 def held_by(waiting: Iterable[Saved]) -> list[torch.Tensor]:
-    """List the tensors that captured graphs hold whose backward is still to come: inputs with gradients included."""
+    """List the tensors that captured graphs hold for a backward: saved values, leaves, and gradients of leaves."""
     held = list[Any]()
     for kept in waiting:
         leaves = kept.leaves.values()

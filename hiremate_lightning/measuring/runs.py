@@ -1,4 +1,4 @@
-"""What a step's record notes: the runs of captured graphs, and marks between which its memory is measured."""
+"""The entries of a step's record: runs of captured graphs, and the marks between which memory is measured."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from ..running.program import Program
 
 @dataclass(eq=False)
 class Run:
-    """One run of a part."""
+    """One run of a part, forward and backward."""
 
     part: Part
     index: int  # position among the forwards of the step
     program: Program
-    links: dict[int, Output] = field(default_factory=dict)  # the output of an earlier run that an input is, by input
-    passed_on: tuple[int, ...] = ()  # gradients of inputs that other code computed: they don't stay with a parameter
-    # Storages of inputs that uncaptured code has computed in the step; no run's output shares them. For each storage: a
-    # function that returns whether the storage lives, and its bytes.
+    links: dict[int, Output] = field(default_factory=dict)  # by input: the earlier run's output on the same storage
+    # Gradients that don't stay in a leaf's `.grad`: other code computed the input, or FSDP2 lent it.
+    passed_on: tuple[int, ...] = ()
+    # Inputs that uncaptured code has computed in the step and that are no run's outputs. By storage: a function that
+    # returns whether the storage lives, and its bytes.
     made_outside: dict[int, tuple[Callable[[], bool], int]] = field(default_factory=dict)
     released_bytes: int = 0  # bytes of `made_outside` that the backward has freed: only saved values held them
-    # By output, a function that returns whether its storage still lives, and the storage's identity.
+    # By output: a function that returns whether the output's storage lives, and the storage's identity.
     outputs: dict[int, tuple[Callable[[], bool], int]] = field(default_factory=dict)
-    alive: tuple[int, ...] | None = None  # outputs that lived when the backward ended, None before it ends
-    missing: frozenset[int] = frozenset()  # positions of the gradients of outputs that did not arrive
-    # Bytes of each gradient of an output as it arrived. An expanded gradient takes less than its shape says. Storage of
-    # several gradients counts for the first one.
+    alive: tuple[int, ...] | None = None  # outputs that lived when the backward ended; None before then
+    missing: frozenset[int] = frozenset()  # positions of outputs whose gradients did not arrive
+    # Bytes of each tangent (gradient of an output). An expanded tangent takes less than its shape says. A storage that
+    # several tangents share counts for the first one.
     tangent_bytes: tuple[int, ...] = ()
-    # Strides of each gradient of an output as it arrived, None for one that did not or is sparse.
-    tangent_strides: tuple[tuple[int, ...] | None, ...] = ()
-    # Positions of the gradients of outputs that others still held when the backward ended, as along a residual
+    tangent_strides: tuple[tuple[int, ...] | None, ...] = ()  # strides of each tangent; None if missing or sparse
+    # Positions of tangents that uncaptured code still holds when the backward ends, for example along a residual
     # connection.
     outlasting: tuple[int, ...] = ()
-    accumulated_bytes: int = 0  # bytes of the gradients that autograd has added to existing ones, and freed
-    # Gradients that autograd only adds to those of parameters, with the storages of these parameters.
+    accumulated_bytes: int = 0  # bytes of gradients that autograd adds to existing ones and then frees
+    # Gradients that autograd would only add to `.grad` of leaves, with the storages of these leaves.
     added: dict[int, frozenset[int]] = field(default_factory=dict)
-    is_retained: bool = False  # whether a backward has left the saved values to another backward
-    # Inputs that get gradients and are no parameters: the autograd graph of the outputs holds them.
+    is_retained: bool = False  # whether a backward has kept the saved values for another backward
+    # Leaves among the inputs that are no parameters: the autograd graph of the outputs holds them.
     trained: tuple[weakref.ref[torch.Tensor], ...] = ()
 
     def saves(self, output: int) -> bool:
-        """Whether it saved an output, or another tensor on the same storage, for its backward."""
+        """Whether the run saved an output, or another tensor on the output's storage, for its backward."""
         tensors = self.graph.tensors
         return tensors[output].storage in {tensors[t].storage for t in self.program.schedule.saved}
 
@@ -61,16 +61,19 @@ class Run:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether its saved values still exist, and no backward has run yet."""
+        """Whether its saved values exist and no backward has run yet."""
         return any(saved.run is self for saved in self.part.waiting())
 
     @property
     def graph(self) -> Graph:
-        """The graph that runs, as if all gradients arrived."""
+        """The captured graph, which assumes that all gradients of outputs arrive."""
         return self.part.captured.graph
 
     def as_run(self, profile: Profile) -> tuple[Graph, Profile]:
-        """Return the graph and its costs without the operations that only missing gradients need."""
+        """Return the graph and its costs as the run had them.
+
+        Operations that need a missing gradient are left out; expanded tangents have the bytes that they take.
+        """
         graph, profile = without_missing(self.part.captured, self.missing, profile)
         storages, roots = list(graph.storages), []
         for tensor, size_bytes in zip(graph.tangents, self.tangent_bytes, strict=False):
@@ -79,7 +82,7 @@ class Run:
             if storage is not None and is_expanded:
                 storages[storage] = replace(storages[storage], size_bytes=size_bytes)
             if is_expanded or not graph.tensors[tensor].shape:
-                roots.append(tensor)  # the gradient of the loss, which `backward()` holds to its end
+                roots.append(tensor)  # a gradient of the loss: `backward()` holds it to its end
         return replace(graph, storages=tuple(storages), held=(*graph.held, *roots)), profile
 
 
@@ -95,7 +98,7 @@ class Event(Enum):
     CALLED = "someone calls the backward"
     BACKWARD = "a backward starts"
     BACKWARD_DONE = "a backward has ended"
-    ENDED = "the whole backward has ended, with all that it is part of"
+    ENDED = "the whole backward of autograd has ended, of which a captured backward was part"
     OTHER = "the backward of a forward of an earlier step starts"
     OTHER_DONE = "the backward of a forward of an earlier step has ended"
     RELEASED = "an output is released"
@@ -111,12 +114,12 @@ class Event(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A mark: it is the label of the interval of memory that begins there."""
+    """A place in the step; it labels the interval of memory that begins there."""
 
     event: Event
-    run: int = 0  # the run to which it happens, 0 for none
+    run: int = 0  # index of the run, 0 for none
     tensor: int = 0  # the output that is released
-    size_bytes: int = 0  # bytes of a released tensor of the batch, or of one that was counted nowhere
+    size_bytes: int = 0  # for `GIVEN` and `UNCOUNTED`, the bytes of the released tensor
 
 
 START, CALLED, LEFT, CLOSED = Mark(Event.START), Mark(Event.CALLED), Mark(Event.LEFT), Mark(Event.CLOSED)

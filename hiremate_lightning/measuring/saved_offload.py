@@ -1,6 +1,6 @@
-"""Values that are offloaded while nothing reads them: to temporary files, or from a GPU by `running.copies`.
+"""Offload saved tensors while nothing reads them: from a CPU to temporary files, from a GPU by `running.copies`.
 
-Files are used again, since to fill fresh pages takes ten times as long as to fill old ones.
+Files are reused, because filling new pages takes ten times as long as filling old ones.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from ..running.copies import HostMemory, Leaving, Place
 from ..running.execution import CHANGED
 from ..torch_private import tensor_state
 
-LEAST_FILE = 2**20  # bytes
-GROWTH = 0.25  # share of the bytes of all files that another file has at least
-LEAST_OFFLOAD = 2**14  # bytes
+LEAST_FILE = 2**20  # bytes of the smallest file
+GROWTH = 0.25  # least size of a new file, as a share of the bytes of all files
+LEAST_OFFLOAD = 2**14  # bytes of the smallest value that is worth offloading
 _all: weakref.WeakSet[Files] = weakref.WeakSet()
 
 
 class Files:
     """Temporary files, each of which holds many values one after the other.
 
-    A file is used again from its beginning when none of its values lives any more, but not after the process has
-    forked: both processes have its memory then. PyTorch counts the memory of its own files (`torch.from_file`) as
-    allocated, so these are none of them.
+    A file is reused from its beginning when none of its values lives any more, but not after a fork: then both
+    processes have its memory. They are not files of `torch.from_file`, whose memory PyTorch counts as allocated.
     """
 
     def __init__(self) -> None:
@@ -39,11 +38,11 @@ class Files:
         _all.add(self)
 
     def forget(self) -> None:
-        """Use no file again: each is deleted when nobody holds its memory."""
+        """Reuse no file from now on; each is deleted when nothing holds its memory."""
         self.size_bytes, self._files = 0, []
 
     def take(self, size_bytes: int) -> torch.Tensor:
-        """Return memory as a storage of its own, which is used again when nobody holds it any more.
+        """Return memory as a storage of its own, which is reused when nothing holds it any more.
 
         Raises:
             OSError: If the disk has no room for another file.
@@ -66,12 +65,12 @@ if hasattr(os, "register_at_fork"):  # not on Windows, where no process forks
 
 
 class _File:
-    """A temporary file, which is deleted when nobody holds its memory."""
+    """A temporary file, which is deleted when nothing holds its memory."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         with tempfile.TemporaryFile() as file:
-            # Its room is reserved: where a disk is full, a write to a file's memory would end the process.
+            # Disk space is reserved now: on a full disk, a later write to the file's memory would end the process.
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, size_bytes)
             else:
@@ -79,8 +78,8 @@ class _File:
                     file.write(bytes(LEAST_FILE))
                 file.flush()
             self._memory = mmap.mmap(file.fileno(), size_bytes)
-        self._end = 0  # of the last value
-        self._live = list[Callable[[], bool]]()  # of each value
+        self._end = 0  # end of the last value
+        self._live = list[Callable[[], bool]]()  # for each value, whether it lives
 
     @property
     def _is_free(self) -> bool:
@@ -88,11 +87,11 @@ class _File:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes behind the values that live; all of them where none does."""
+        """Bytes behind the last value; all bytes if no value lives."""
         return self.size_bytes - (0 if self._is_free else self._end)
 
     def take(self, size_bytes: int) -> torch.Tensor:
-        """Return the memory of a value that has a place; begin anew where no other value lives."""
+        """Return memory for a value that fits, behind the last value or, if none lives, at the beginning."""
         if self._is_free:
             self._end, self._live = 0, []
         value = torch.frombuffer(self._memory, dtype=torch.uint8, count=size_bytes, offset=self._end)
@@ -102,10 +101,10 @@ class _File:
 
 
 class SavedOffload(torch.autograd.graph.saved_tensors_hooks):
-    """Offloads the tensors that autograd saves for a backward, each storage once; those given stay.
+    """Offloads the tensors that autograd saves for a backward, each storage once.
 
-    Small ones stay too, and so does a value for which memory or disk is full: `on_full` is called then. Without it
-    small ones are offloaded, and the error is raised.
+    Storages in `given` stay, and so do small tensors. If memory or disk is full, the tensor stays and `on_full` is
+    called. Without `on_full`, small tensors are offloaded too and the error is raised.
     """
 
     def __init__(
@@ -118,16 +117,16 @@ class SavedOffload(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(self._put, lambda get: get())
         self._given, self._on_full = given, on_full
         self._host, self._files = host or HostMemory(), files or Files()
-        # By storage, and where the part with a version begins: that version, whether it lives, what returns its copy.
+        # By storage and `versioned_at`: the copied version, whether the storage lives, and what returns the copy.
         self._copies: dict[tuple[int, int], tuple[int, Callable[[], bool], Callable[[], torch.UntypedStorage]]] = {}
 
     def __exit__(self, *raised: object) -> None:
-        """Stop offloading, and forget all copies: the hooks refer to themselves, so they die late."""
+        """Stop offloading, and drop all copies: the hooks are in a reference cycle, so they are freed late."""
         super().__exit__(*raised)
         self._copies.clear()
 
     def _put(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Offload a tensor, where that is worth it; return the function that gets it."""
+        """Offload a tensor if possible and worth it; return the function that returns the tensor."""
         (version,) = tensor_state.versions_of([tensor])
         stays = partial(_unchanged, tensor, version)
         is_plain = tensor_state.is_dense(tensor) and not tensor_state.has_parts(tensor)
@@ -147,7 +146,7 @@ class SavedOffload(torch.autograd.graph.saved_tensors_hooks):
             return stays
 
     def _copy(self, storage: int, tensor: torch.Tensor, version: int) -> Callable[[], torch.UntypedStorage]:
-        """Copy a storage, unless it was copied as it is; return the function that gets the copy."""
+        """Copy a storage, unless this version of it was copied; return the function that returns the copy."""
         key = storage, tensor_state.versioned_at(tensor)
         if key in self._copies:
             copied, lives, get = self._copies[key]
@@ -165,7 +164,7 @@ class SavedOffload(torch.autograd.graph.saved_tensors_hooks):
 
 
 def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    """Return a tensor, unless it was changed in place: autograd does not look at that where there are hooks."""
+    """Return a tensor, unless it was changed in place: with hooks, autograd does not check this."""
     (now,) = tensor_state.versions_of([tensor])
     if now != version:
         name = f"a tensor of shape {tuple(tensor.shape)}"
@@ -174,7 +173,7 @@ def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
 
 
 def offloading_saved(function: Callable[..., Any], constants: Sequence[torch.Tensor] = ()) -> Callable[..., Any]:
-    """Wrap a function so that tensors which autograd saves in it are offloaded: neither arguments nor constants."""
+    """Wrap a function so that tensors which autograd saves in it are offloaded, except its arguments and constants."""
 
     def run(*arguments: Any) -> Any:
         with SavedOffload(tensor_state.storages_among((*arguments, *constants))):
@@ -184,7 +183,7 @@ def offloading_saved(function: Callable[..., Any], constants: Sequence[torch.Ten
 
 
 def in_file(value: torch.Tensor, files: Files) -> torch.Tensor:
-    """Copy a value on the host into one of some temporary files, where its size is worth that.
+    """Copy a value of at least `LEAST_OFFLOAD` bytes on the host into a temporary file; return others as they are.
 
     Raises:
         OSError: If the disk has no room for another file.

@@ -1,1 +1,1 @@
-"""The memory of a device: bytes that its allocator hands out, live bytes, and the cost of touching memory."""
+"""The memory of a device: bytes that its allocator takes, live bytes and their peaks, and free bytes."""

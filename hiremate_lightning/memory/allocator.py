@@ -1,8 +1,8 @@
 """The bytes that a device's allocator takes for a request, and the bytes that it could still hand out.
 
-CUDA's caching allocator takes more than it was asked for. Its rules are those of `get_allocation_size` and
-`should_split` in PyTorch's c10/cuda/CUDACachingAllocator.cpp. Free memory is that of a GPU, of the machine, or of the
-container that a process runs in.
+CUDA's caching allocator takes more bytes than requested, by the rules of `get_allocation_size` and `should_split` in
+PyTorch's c10/cuda/CUDACachingAllocator.cpp. Free memory is that of the GPU, of the machine, or of the container in
+which the process runs.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ..records.graph import Graph
 from ..records.step import Call, Step, merge
 from ..torch_private import runtime, tensor_state
 
-BLOCK_BYTES = 512  # a request is rounded up to a multiple of it
-SEGMENT_BYTES = 2 * 2**20  # a large request takes a multiple of it from the driver
-LEAST_LARGE_BYTES = 10 * 2**20  # a request from here on gets memory of its own
-LEAST_REST_BYTES = 2**20  # the rest of that memory is only split off where it is larger
+BLOCK_BYTES = 512  # a request is rounded up to a multiple of this
+SEGMENT_BYTES = 2 * 2**20  # a large request takes a multiple of this from the driver
+LEAST_LARGE_BYTES = 10 * 2**20  # a request of at least this size gets a segment of its own
+LEAST_REST_BYTES = 2**20  # the rest of that segment is split off for other requests only if it is larger than this
 CONTAINER = Path("/sys/fs/cgroup")
 
 
@@ -32,7 +32,7 @@ def allocated_bytes(size_bytes: int, device: torch.device) -> int:
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device, seen: set[int] | None = None) -> int:
-    """Add up the storages of tensors, as an allocator rounds them, that were not seen before; they are seen then."""
+    """Return the bytes that an allocator takes for the tensors' storages not in `seen`; add these storages to it."""
     seen = set() if seen is None else seen
     sizes = tensor_state.storage_sizes(tensors)
     total = sum(allocated_bytes(size, device) for storage, size in sizes.items() if storage not in seen)
@@ -41,9 +41,9 @@ def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device, seen: s
 
 
 def in_blocks(graph: Graph, device: torch.device) -> Graph:
-    """Return a graph with the bytes that each storage occupies on a device.
+    """Return a graph whose storages have the bytes that they occupy on a device.
 
-    The rest of the memory for a large request, at most 1 MiB, is lost. With expandable segments nothing is lost.
+    A large request also occupies the rest of its segment, up to 1 MiB, unless segments are expandable.
     """
     if device.type != "cuda" or runtime.has_expandable_segments():
         return graph
@@ -52,7 +52,7 @@ def in_blocks(graph: Graph, device: torch.device) -> Graph:
 
 
 def alone(graph: Graph, profile: Profile, device: torch.device) -> Step:
-    """Return a captured graph as a step of its own, as allocated."""
+    """Return a step of one captured graph, with the bytes that its storages occupy on a device."""
     return merge([Call(in_blocks(graph, device), profile)], [0])
 
 
@@ -75,14 +75,14 @@ def free_bytes(device: torch.device) -> int:
 
 
 def free_host_bytes(container: Path = CONTAINER) -> int:
-    """Return the bytes of memory that the host could still give this process, including what caches would give up.
+    """Return the bytes of memory that the host could still give this process, including caches that it would drop.
 
-    The folder has the limit of a container, as Linux shows it inside (control groups, version 2).
+    `container` is the folder in which Linux shows the limit of a container (control groups, version 2).
     """
     free = int(psutil.virtual_memory().available)
     try:
         limit, used = (int((container / f"memory.{name}").read_text()) for name in ("max", "current"))
         kinds = dict(line.split() for line in (container / "memory.stat").read_text().splitlines())
         return min(free, max(0, limit - used + int(kinds["inactive_file"])))
-    except (OSError, ValueError, KeyError):  # there is no container, or its limit is "max"
+    except (OSError, ValueError, KeyError):  # no container, or its limit is "max"
         return free

@@ -1,11 +1,11 @@
-"""Measure memory: live bytes and peaks between marks, by the allocator's own events.
+"""Measure memory: live bytes and peaks between marks, from the allocator's events.
 
-On the CPU a profiler records each allocation; a dispatch mode would miss what kernels allocate inside. On CUDA the
-caching allocator's statistics are read and reset at each mark.
+On a CPU a profiler records each allocation; a dispatch mode would miss allocations inside kernels. On CUDA the caching
+allocator's statistics are read and reset at each mark.
 
-Steps that are not measured in full are observed beside that. On a CPU, `Between` records now and then what code between
-the last forward and the backward allocates: a loss, a teacher, a metric. On a GPU, `DevicePeak` reads the peak that the
-allocator keeps. What runs beside the step under way is `unmeasured`.
+Steps that are not measured in full are observed. On a CPU, `Between` measures in some steps what code between the last
+forward and the backward allocates: a loss, a teacher, a metric. On a GPU, `DevicePeak` reads the allocator's peak.
+Code that is no part of the running step, such as planning, runs in `unmeasured`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 from ..torch_private import backward_pass, runtime, tensor_state
 
-REST = 99  # `Between` rests for this many times the duration of its last look: looks take 1 % of the time
+REST = 99  # `Between` pauses for this many times the cost of its last measurement, so measuring takes 1 % of the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +33,21 @@ class Interval:
     """Memory between two marks, in bytes relative to the start of the measurement."""
 
     label: Any  # the mark at its start
-    start_bytes: int  # live at the mark
-    peak_bytes: int  # most that lived until the next mark
-    released_bytes: int = 0  # bytes that were released at the mark, where a release set it
-    allocated_bytes: int = 0  # bytes that were allocated until the next mark, on a CPU
+    start_bytes: int  # live bytes at the mark
+    peak_bytes: int  # most live bytes until the next mark
+    released_bytes: int = 0  # bytes of the release that set the mark; 0 for other marks
+    allocated_bytes: int = 0  # bytes allocated until the next mark, on a CPU
 
 
 class LiveBytes:
-    """Live bytes, and their peaks between marks, as an allocator's events come."""
+    """Counts live bytes, and their peaks between marks, from allocation events that are passed to `add`."""
 
-    lost_marks, is_counting = False, True  # nothing interrupts it
+    lost_marks, is_counting = False, True  # as in `MemoryMeter`; nothing interrupts this one
 
     def __init__(self) -> None:
         self.intervals: list[Interval] = []  # one for each mark
         self._live_bytes = 0
-        self._releases: list[Any] = []  # marks to set at releases to come
+        self._releases: list[Any] = []  # marks to set at the next releases
 
     def start(self) -> None:
         """Begin to count; the first mark is called "start"."""
@@ -57,17 +57,17 @@ class LiveBytes:
         """End the count."""
 
     def mark(self, label: Any) -> None:
-        """Begin a new interval, after those of releases that did not come."""
+        """Begin a new interval; marks of releases that did not come are set just before."""
         for release in (*self._releases, label):
             self._begin(release)
         self._releases.clear()
 
     def mark_release(self, label: Any) -> None:
-        """Begin a new interval as soon as something is released."""
+        """Begin a new interval at the next release."""
         self._releases.append(label)
 
     def add(self, size_bytes: int) -> None:
-        """Count an allocation, or a release where the bytes are below 0; nothing before the first mark."""
+        """Count an allocation, or a release if the bytes are below 0; events before the first mark don't count."""
         if self.intervals:
             self._live_bytes += size_bytes
             if size_bytes > 0:
@@ -84,36 +84,36 @@ class LiveBytes:
 class MemoryMeter:
     """Measures from `start` to `stop`.
 
-    To start a meter while another runs pauses that one until the inner meter stops: what happens in between does not
-    count there. On a CPU all of a thread end where another profiler begins.
+    A meter that starts while another one runs pauses the outer one until it stops: the outer one does not count memory
+    of that time. On a CPU, all meters of a thread end when another profiler begins.
 
-    Nobody reads the intervals of a meter that only covers others (`is_read=False`).
+    A meter with `is_read=False` only pauses outer ones; it has no intervals.
     """
 
-    _running: ClassVar[list[weakref.ref[MemoryMeter]]] = []  # the last one of a thread counts, the others are paused
+    _running: ClassVar[list[weakref.ref[MemoryMeter]]] = []  # a thread's last meter counts, its others are paused
 
     def __init__(self, device: torch.device, is_read: bool = True) -> None:
         self._thread = _measured_thread(device)
-        self.intervals: list[Interval] = []  # one for each mark, complete when the measurement has ended
-        self.was_interrupted = False  # by another meter, or by a profiler that it gave way to
-        self.lost_marks = False  # that came while it was paused: then its intervals have wrong labels
+        self.intervals: list[Interval] = []  # one for each mark; set when the measurement ends
+        self.was_interrupted = False  # whether another meter paused it, or another profiler ended it
+        self.lost_marks = False  # whether marks came while it was paused: then its intervals are wrong
         self._means: _HostEvents | _DeviceStatistics = (
             _DeviceStatistics(device) if device.type == "cuda" else _HostEvents(MemoryMeter._give_way, is_read)
         )
 
     @staticmethod
     def is_available(device: torch.device) -> bool:
-        """Whether memory can be measured now: on a CPU not inside of a backward, nor while others profile."""
+        """Whether memory can be measured now: on a CPU neither inside a backward, nor while another profiler runs."""
         if device.type == "cuda":
             return True
-        # A profiler that begins or ends inside of a backward does so until its end: autograd restores its state.
+        # Autograd restores the profiler's state when a backward ends: a start or stop inside it would be undone.
         if backward_pass.is_running():
             return False
         return MemoryMeter.is_running(device) or not runtime.profiler_is_running()
 
     @staticmethod
     def is_running(device: torch.device) -> bool:
-        """Whether a meter measures a device's memory now: on a CPU that of this thread."""
+        """Whether a meter measures a device's memory now; on a CPU, a meter of this thread."""
         return MemoryMeter._current(_measured_thread(device)) is not None
 
     @staticmethod
@@ -154,12 +154,12 @@ class MemoryMeter:
 
     @property
     def is_counting(self) -> bool:
-        """Whether it runs, and no other meter within it."""
+        """Whether the meter runs and no inner meter has paused it."""
         return MemoryMeter._current(self._thread) is self
 
     @property
     def _is_of_this_thread(self) -> bool:
-        """Whether the meter measures this thread. A mark from another thread would land in the events of its meter."""
+        """Whether the meter measures this thread; a mark set from another thread would land in that thread's events."""
         return self._thread in (0, threading.get_ident())
 
     def mark(self, label: Any) -> None:
@@ -170,12 +170,12 @@ class MemoryMeter:
             self.lost_marks = True
 
     def mark_release(self, label: Any) -> None:
-        """Begin a new interval as soon as something is released; on CUDA, where nobody tells of it, at once."""
+        """Begin a new interval at the next release; on CUDA at once, because releases are not reported."""
         if self.is_counting and self._is_of_this_thread:
             self._means.mark_release(label)
 
     def stop(self) -> None:
-        """End the measurement; a meter that has ended already is left alone."""
+        """End the measurement; later calls change nothing."""
         counts = self.is_counting
         if counts:
             self._pause()
@@ -197,21 +197,21 @@ class MemoryMeter:
 
 
 def _measured_thread(device: torch.device) -> int:
-    """Name the thread whose memory is measured: on a CPU the current one, on CUDA all of them are."""
+    """Return the identity of the thread whose memory is measured: the current one on a CPU, 0 for all on CUDA."""
     return 0 if device.type == "cuda" else threading.get_ident()
 
 
 class _HostEvents(LiveBytes):
     """The host allocator's events, with marks as named ranges among them.
 
-    Where nobody reads the events, they are still recorded, and not looked at: a proof has many. PyTorch keeps the size
-    of a block whose release it does not see, and reports it again when the next tensor at that address is released.
+    With `is_read=False` events are still recorded, and dropped unread: a proof has many. They must be recorded, because
+    PyTorch keeps the size of a block whose release it misses, and reports it when the next tensor there is released.
     """
 
     def __init__(self, give_way: Callable[[], None], is_read: bool) -> None:
         super().__init__()
         self._give_way, self._is_read = give_way, is_read
-        self._marks: list[tuple[Callable[[Any], None], Any]] = []  # what to do at the event of this number
+        self._marks: list[tuple[Callable[[Any], None], Any]] = []  # the call for each mark, by the range's name
 
     def resume(self) -> None:
         runtime.start_recording(self._give_way)
@@ -239,13 +239,13 @@ class _HostEvents(LiveBytes):
 
 
 class _DeviceStatistics:
-    """The CUDA caching allocator's counters; memory that was allocated at the start does not count."""
+    """The CUDA caching allocator's counters; memory allocated before the start does not count."""
 
     def __init__(self, device: torch.device) -> None:
         self.intervals: list[Interval] = []
         self._device = device
         self._base = 0
-        self._live = 0  # above the base, when it was paused
+        self._live = 0  # live bytes above the base at the last mark or pause
 
     def resume(self) -> None:
         torch.cuda.synchronize(self._device)
@@ -268,17 +268,17 @@ class _DeviceStatistics:
 
 
 def measure_peak(function: Callable[[], Any], device: torch.device | str = "cpu") -> int:
-    """Run a function and return the bytes that it added at its peak to those allocated before, at least 0."""
+    """Run a function and return its peak in bytes above those allocated before, at least 0."""
     with MemoryMeter(torch.device(device)) as meter:
         function()
     return max((interval.peak_bytes for interval in meter.intervals), default=0)
 
 
-# ---------------------------------------------------------------- beside the step under way
+# ---------------------------------------------------------------- code that is no part of the step
 
 
 class RandomState:
-    """The generators of torch, NumPy and Python at one moment, kept in memory that no measurement sees."""
+    """States of the generators of torch, NumPy and Python at one moment, in memory that no meter counts."""
 
     def __init__(self) -> None:
         devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
@@ -287,11 +287,11 @@ class RandomState:
         self._python = random.getstate()
 
     def __eq__(self, other: object) -> bool:
-        """Whether nothing was drawn between two moments."""
+        """Whether no random number was drawn between two moments."""
         return isinstance(other, RandomState) and vars(self) == vars(other)
 
     def restore(self) -> None:
-        """Put them back."""
+        """Set the generators to these states."""
         host, *devices = (torch.frombuffer(bytearray(s), dtype=torch.uint8) for s in (self._host, *self._devices))
         torch.set_rng_state(host)
         if devices:
@@ -302,16 +302,16 @@ class RandomState:
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Restore random state, gradient mode, autocast, and a measurement of the step under way afterwards."""
+    """Run code without gradients, without autocast, and as `unmeasured` does."""
     with unmeasured(device), torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
 
 
 @contextmanager
 def unmeasured(device: torch.device) -> Iterator[None]:
-    """Restore random state, and a measurement of the step under way afterwards."""
+    """Run code whose memory no meter counts; restore random state and the paused meter afterwards."""
     covering = MemoryMeter(device, is_read=False) if MemoryMeter.is_available(device) else nullcontext()
-    current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()  # events are of the current device
+    current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()  # events need the current device
     with current, covering, tensor_state.real_mode():
         random_state = RandomState()
         try:
@@ -324,7 +324,7 @@ def unmeasured(device: torch.device) -> Iterator[None]:
 
 
 class Between:
-    """Measures the allocations of code between the forwards and the backward of a step, on a CPU."""
+    """Measures the bytes that code between the last forward and the backward allocates, on a CPU."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -335,7 +335,7 @@ class Between:
         backward_pass.tell(self)
 
     def begin(self) -> None:
-        """Begin to look, where that is due and no other meter or profiler runs: the last forward has ended."""
+        """Begin to measure after the last forward, if it is time and no other meter or profiler runs."""
         began_at, device = self._clock(), torch.device("cpu")
         is_free = MemoryMeter.is_available(device) and not MemoryMeter.is_running(device)
         if began_at < self._due_at or self._meter is not None or not is_free:
@@ -345,7 +345,7 @@ class Between:
         self._took_s = self._clock() - began_at
 
     def backward_called(self) -> None:
-        """End the look, where one is under way: a backward is about to run."""
+        """End a measurement that runs: a backward is about to start."""
         if self._meter is None or threading.get_ident() != self._thread:
             return
         began_at, meter, self._meter = self._clock(), self._meter, None
@@ -356,21 +356,21 @@ class Between:
         self._due_at = now + REST * (self._took_s + now - began_at)
 
     def take(self) -> int | None:
-        """Return the bytes that were allocated in the step that has ended; None where that was not seen."""
+        """Return the bytes that were allocated in the step that has ended; None if not measured."""
         self.backward_called()
         allocated_bytes, self._allocated_bytes = self._allocated_bytes, None
         return allocated_bytes
 
 
 class DevicePeak:
-    """Reads the peak of a step on a GPU; the user's peak stays, as long as nothing takes more than planned steps."""
+    """Reads the peak of a step on a GPU, and resets the allocator's peak only if it exceeds that of planned steps."""
 
     def __init__(self) -> None:
         self._device: torch.device | None = None
         self._peak_bytes = 0
 
     def begin(self, device: torch.device, known_bytes: int) -> None:
-        """Begin a step, where no other meter runs; a peak above the known bytes will be seen."""
+        """Begin a step, unless a meter runs; a peak of the step above `known_bytes` will be seen."""
         if MemoryMeter.is_running(device):
             return
         self._device, self._peak_bytes = device, 0
@@ -378,7 +378,7 @@ class DevicePeak:
             torch.cuda.reset_peak_memory_stats(device)
 
     def backward_starts(self) -> None:
-        """Read the peak as soon as the backward ends that has begun."""
+        """Read the peak when the running backward ends."""
         if self._device is not None:
             backward_pass.at_end(self._read)
 
@@ -387,6 +387,6 @@ class DevicePeak:
             self._peak_bytes = torch.cuda.max_memory_allocated(self._device)
 
     def take(self) -> int:
-        """Return the peak of the step that has ended; 0 where it was not read."""
+        """Return the peak of the step that has ended; 0 if it was not read."""
         self._device, peak_bytes, self._peak_bytes = None, self._peak_bytes, 0
         return peak_bytes

@@ -1,10 +1,10 @@
-"""One graph for the whole training step: its captured calls, and the code that runs outside of them.
+"""One graph for the whole training step: its captured calls, and the uncaptured code between them.
 
-A step may run several captured graphs (graph breaks, several planned modules) or one of them several times, with code
-between them that nobody captured: the loss, say. `merge` puts all of it into one `Graph`, so that solvers and the
-simulator see one problem under one budget. Outside code becomes one node between two calls, whose outputs are the bytes
-that it holds until the step ends and whose workspace is what it needs meanwhile, both as measured. `split` gives each
-call its own decisions back.
+A step may run several captured graphs (graph breaks, several planned modules) or one captured graph several times, and
+uncaptured code between them, for example the loss. `merge` puts all of it into one `Graph`, so that solvers and the
+simulator see one problem under one budget. Uncaptured code between two calls becomes one node: its output has the bytes
+that the code holds until the step ends, its workspace is the rest of the code's peak, both measured. `split` divides
+decisions of the step among its calls. CONTRIBUTING.md draws each word for memory on the time line of a step.
 """
 
 from __future__ import annotations
@@ -22,38 +22,37 @@ from .graph import OUTSIDE, Direction, Graph, Node, Storage, StorageKind, Tensor
 from .schedule import eager_decisions, lower
 from .simulation import Allocations, allocations
 
-LEFT_OUTPUTS = "left_outputs"  # tensor that stands for outputs of the step before, which this step's replace
+LEFT_OUTPUTS = "left_outputs"  # tensor that stands for the previous step's outputs, freed as the last forward returns
 STALE_GRADIENTS = "stale_gradients"  # tensor that stands for the gradients that `zero_grad` frees after the forward
 
 Decisions = tuple[tuple[int, ...], ...]
-Output = tuple[int, int]  # a call, and an output of it
-Replays = Latest[Decisions | None, Allocations]  # what they allocate and free; None stands for eager PyTorch
+Output = tuple[int, int]  # index of a call, and the tensor of its graph that is an output
+Replays = Latest[Decisions | None, Allocations]  # allocations and frees by decisions; None stands for eager PyTorch
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Outside code between two captured calls, in bytes above those that were live when it started."""
+    """Memory of uncaptured code between two captured calls, in bytes above those live when the code starts."""
 
-    # Live when the next call starts, and taken to live to the end of the step unless it is given back. Below 0 for
-    # bytes that are.
+    # Bytes that the code still holds when the next call starts. They stay to the end of the step unless a later gap
+    # frees them; a negative value frees bytes that earlier gaps hold.
     held_bytes: int = 0
-    peak_bytes: int = 0  # most that lived meanwhile
-    # Whether backwards of graphs of earlier steps run there, whose memory is counted nowhere here.
-    has_others: bool = False
-    # Of a stage between deaths of outputs, the outputs that live meanwhile, of this call and of earlier ones. Its peak
-    # is above the bytes that live without the others, from the end of the forward on.
+    peak_bytes: int = 0  # most bytes live at once
+    has_others: bool = False  # whether backwards of earlier steps' forwards run here; their memory is left out
+    # Only for stages of `Call.before_deaths`: the outputs, of this and earlier calls, that live during the stage. The
+    # peak then counts from the end of the forward, above the bytes live there without the outputs that have died.
     alive: tuple[Output, ...] = ()
 
     def holding(self, size_bytes: int) -> Gap:
-        """Return the same code with more bytes held; with fewer where they are below 0."""
+        """Return a copy that holds more bytes, or fewer if `size_bytes` is below 0."""
         return replace(self, held_bytes=self.held_bytes + size_bytes, peak_bytes=self.peak_bytes + size_bytes)
 
     def taking(self, size_bytes: int) -> Gap:
-        """Return the same code with room for the bytes that backwards of graphs of earlier steps take."""
+        """Return a copy whose peak is at least the bytes that backwards of earlier steps' forwards take here."""
         return replace(self, peak_bytes=max(self.peak_bytes, size_bytes)) if self.has_others else self
 
     def grown(self, growth: float) -> Gap:
-        """Return the same code where it takes so many times as much; bytes that are given back do not grow."""
+        """Return a copy with its bytes times a factor; a negative `held_bytes` does not grow."""
         held_bytes = max(self.held_bytes, math.ceil(growth * self.held_bytes))
         return replace(self, held_bytes=held_bytes, peak_bytes=math.ceil(growth * self.peak_bytes))
 
@@ -63,46 +62,42 @@ class Call:
     """One run of a captured graph within a step, forward and backward."""
 
     graph: Graph  # the captured graph
-    profile: Profile  # its costs
-    # For each input that an earlier call's output shares its storage with: that call and that output.
+    profile: Profile  # costs of the graph's nodes
+    # For each input on the storage of an earlier call's output: that output.
     links: dict[int, Output] = field(default_factory=dict)
-    alive: tuple[int, ...] = ()  # outputs that someone still holds when the backward of this call starts
-    died: tuple[int, ...] = ()  # outputs whose memory was free again at the end of the outside code after the forward
-    # Outputs that code outside holds into the backward, each with the number of calls whose backwards have run when it
-    # is released.
+    alive: tuple[int, ...] = ()  # outputs that live when this call's backward has ended; they stay to the step's end
+    died: tuple[int, ...] = ()  # outputs that are freed in the uncaptured code after the forward
+    # Outputs that uncaptured code holds into the backward, each with the number of backwards that have run when the
+    # output is freed.
     lingering: tuple[tuple[int, int], ...] = ()
-    # Outputs of earlier calls that still lived at the end of the outside code after this forward.
-    beside_after: tuple[Output, ...] = ()
-    # Gradients that outside code or another call consumes; the others stay to the end of the step.
+    beside_after: tuple[Output, ...] = ()  # earlier calls' outputs that live when the code after this forward ends
+    # Gradients that uncaptured code or another call consumes; the call's other gradients stay to the end of the step.
     passed_on: tuple[int, ...] = ()
-    # Of inputs that code outside has made in the step, and that are given back during the backward.
-    released_bytes: int = 0
-    # Gradients of outputs that code outside holds until it runs again after the backward.
-    outlasting: tuple[int, ...] = ()
-    is_retained: bool = False  # whether its backward frees none of its saved values, since it will run again
-    # Outside code after the forward, until the last death of an output, those of earlier calls included, and until the
-    # backward is called.
+    released_bytes: int = 0  # bytes of inputs that uncaptured code made in the step and that the backward frees
+    outlasting: tuple[int, ...] = ()  # gradients of outputs that live until uncaptured code runs after the backward
+    is_retained: bool = False  # whether the backward frees no saved values, because it will run again
+    # Stages of the uncaptured code after the forward, up to the last death of an output (of this or an earlier call)
+    # and up to the call of the backward.
     before_deaths: tuple[Gap, ...] = ()
-    # How many of `before_deaths` run before the backward is called, when stale bytes are gone; None where that was not
-    # seen.
+    # Number of `before_deaths` that run before the backward is called, where stale bytes end; None if not measured.
     called_at: int | None = None
-    before_forward: Gap = Gap()  # outside code before the first forward; empty for the others
-    # Outside code between this forward, or `before_deaths`, and the next call, in bytes above those that live without
-    # the outputs that died.
+    before_forward: Gap = Gap()  # uncaptured code before the first forward; empty for later calls
+    # Uncaptured code after this forward and `before_deaths`, up to the next call. Its peak counts above the bytes that
+    # live without the outputs that died.
     after_forward: Gap = Gap()
-    # Outside code between the previous backward and this one; empty for the first backward. It may give back bytes that
-    # were held before.
+    # Uncaptured code between the previous backward and this one; empty for the first backward. `held_bytes` may be
+    # negative.
     before_backward: Gap = Gap()
-    after_backward: Gap = Gap()  # outside code after the last backward; empty for the others
+    after_backward: Gap = Gap()  # uncaptured code after the last backward; empty for earlier ones
 
     @property
     def outside_bytes(self) -> int:
-        """The sum of the peaks of all outside code beside it."""
+        """The sum of the peaks of the uncaptured code around this call."""
         gaps = (self.before_forward, *self.before_deaths, self.after_forward, self.before_backward, self.after_backward)
         return sum(gap.peak_bytes for gap in gaps)
 
     def with_gaps(self, change: Callable[[Gap], Gap]) -> Call:
-        """Return the call with all outside code beside it changed."""
+        """Return a copy with each of its gaps changed."""
         return replace(
             self,
             before_forward=change(self.before_forward),
@@ -113,9 +108,9 @@ class Call:
         )
 
     def at_size(self, graph: Graph, profile: Profile) -> Call | None:
-        """Predict the call of the same code captured at another size; None where that is other code.
+        """Predict this call at another size, from the graph captured there; None if that graph is other code.
 
-        The memory of outside code is taken to grow as the input or output that grows most, and never to shrink.
+        The memory of uncaptured code is assumed to grow like the input or output that grows most, and never to shrink.
         """
         if self.graph.code != graph.code:
             return None
@@ -125,7 +120,7 @@ class Call:
         return replace(grown, graph=replace(graph, held=self.graph.held).like(graph), profile=profile)
 
     def without_gradients(self, tensors: Collection[int]) -> Call:
-        """Return the call as it is where some gradients die as soon as nothing reads them."""
+        """Return a copy in which some gradients are freed after their last read."""
         stay = tuple(t for t in self.graph.gradients if t not in tensors)
         return replace(self, graph=replace(self.graph, gradients=stay))
 
@@ -134,22 +129,22 @@ class Call:
 class Step:
     """A merged step."""
 
-    graph: Graph  # all calls and the outside
-    profile: Profile  # costs of its nodes
-    # For each node, the call that it belongs to and its index there; None for outside code.
+    graph: Graph  # all calls and the uncaptured code
+    profile: Profile  # costs of the graph's nodes
+    # For each node, its call and its index in the call's graph; None for uncaptured code.
     owners: tuple[tuple[int, int] | None, ...]
-    # For each call, the first position of its backward in `graph.backward`, and their number.
+    # For each call, the position of its first backward node in `graph.backward`, and the number of its backward nodes.
     spans: tuple[tuple[int, int], ...]
     storages_at: tuple[int, ...] = ()  # for each call, its first storage
-    # What decisions allocate and free. Steps of the same code share it: they run the same operations on the same
-    # storages, so decisions are replayed once, and their peak at any other size is a sum of its bytes.
+    # Allocations and frees of decisions. Steps of the same code share them: they run the same operations on the same
+    # storages, so decisions are replayed once, and their peak at another size is a sum of the bytes there.
     replays: Replays = field(default_factory=lambda: Latest(64), compare=False, repr=False)
 
     def sharing(self, codes: Iterable[Hashable], replays: Latest[Hashable, Replays]) -> Step:
-        """Return the step with the replays of steps of the same code.
+        """Return a copy that shares the replays of steps of the same code.
 
-        Each call has a key of its code, equal at all sizes of that code; None where that is not known. Orders, and what
-        outside code is handed and makes, have to be the same too.
+        `codes` has a key for each call, equal at all sizes of the call's code; None if the code is not known. Steps
+        share replays only if their orders, and the inputs and outputs of uncaptured code, are the same too.
         """
         codes, graph = tuple(codes), self.graph
         if None in codes:
@@ -162,17 +157,17 @@ class Step:
         return replace(self, replays=replays.get_or(key, lambda: self.replays))
 
     def peak_bytes(self, decisions: Decisions) -> int:
-        """Return the bytes that decisions add at their peak, as the simulator counts them."""
+        """Return the peak of decisions, in bytes above resident ones, as the simulator counts it."""
         replayed = self.replays.get_or(decisions, lambda: allocations(self.graph, lower(self.graph, decisions)))
         return replayed.peak_bytes(*self._bytes)
 
     def again_ms(self, decisions: Decisions) -> float:
-        """Return the milliseconds of the nodes that decisions compute again."""
+        """Return the milliseconds of recomputation."""
         return sum(self.profile.time_ms[node] for before in decisions for node in before)
 
     @cached_property
     def plain_bytes(self) -> int:
-        """The bytes that eager PyTorch adds at its peak."""
+        """The peak of eager PyTorch, in bytes above resident ones."""
         graph, profile = in_eager(self.graph, self.profile)
         plain = self.replays.get_or(None, lambda: allocations(graph, lower(graph, eager_decisions(graph))))
         return plain.peak_bytes(np.array(graph.sizes, np.int64), np.array(profile.workspace_bytes, np.int64))
@@ -182,7 +177,7 @@ class Step:
         return np.array(self.graph.sizes, np.int64), np.array(self.profile.workspace_bytes, np.int64)
 
     def split(self, recompute: Decisions) -> tuple[Decisions, ...]:
-        """Split decisions of the step into those of each call."""
+        """Divide decisions of the step among its calls."""
         rows: list[list[list[int]]] = [[[] for _ in range(count + 1)] for _, count in self.spans]
         for position, before in enumerate(recompute):
             for node in before:
@@ -195,46 +190,48 @@ class Step:
         return tuple(tuple(tuple(row) for row in call) for call in rows)
 
     def join(self, decisions: Sequence[Decisions]) -> Decisions:
-        """Put the decisions of each call together, as `split` gives them."""
+        """Join the decisions of each call to decisions of the step: the inverse of `split`."""
         number = {owner: node for node, owner in enumerate(self.owners) if owner is not None}
         rows: list[list[int]] = [[] for _ in range(len(self.graph.backward) + 1)]
-        for call, ((first, _), own) in enumerate(zip(self.spans, decisions, strict=True)):
-            for position, before in enumerate(own, start=first):
+        for call, ((first, _), call_rows) in enumerate(zip(self.spans, decisions, strict=True)):
+            for position, before in enumerate(call_rows, start=first):
                 rows[position].extend(number[call, index] for index in before)
         return tuple(tuple(row) for row in rows)
 
 
 def merge(calls: Sequence[Call], backward_order: Sequence[int], stale_bytes: int = 0, left_bytes: int = 0) -> Step:
-    """Put the calls of a step, in the order of their forwards, into one graph; their backwards may have another order.
+    """Merge the calls of a step into one graph.
 
-    Stale bytes exist when the step begins and are freed between forward and backward: gradients of the previous step,
-    where `zero_grad` comes after the forward. Left bytes, of its outputs, are freed as the last forward returns, before
-    any code outside runs.
+    Args:
+        calls: The calls in the order of their forwards.
+        backward_order: Indices of the calls in the order of their backwards.
+        stale_bytes: Bytes that exist when the step begins and are freed between forward and backward, such as the
+            previous step's gradients if `zero_grad` comes after the forward.
+        left_bytes: Bytes of the previous step's outputs, freed as the last forward returns.
     """
     return _Merger(tuple(calls), tuple(backward_order), stale_bytes, left_bytes).merge()
 
 
 def holding(calls: Sequence[Call], size_bytes: int) -> list[Call]:
-    """Return the calls of a step with more bytes held by code outside of them; with fewer where they are below 0.
+    """Return the calls of a step with more bytes held by uncaptured code, or fewer if `size_bytes` is below 0.
 
-    It is unknown which code holds them. More bytes count from the beginning. Fewer are taken from the last code that
-    holds any.
+    Additional bytes are held from the beginning. Fewer bytes are taken from the last gaps that hold any.
     """
-    others = list(calls)
+    changed = list(calls)
     if size_bytes > 0:
-        others[0] = replace(others[0], before_forward=others[0].before_forward.holding(size_bytes))
-    for index in reversed(range(len(others) if size_bytes < 0 else 0)):
-        gap = others[index].after_forward
+        changed[0] = replace(changed[0], before_forward=changed[0].before_forward.holding(size_bytes))
+    for index in reversed(range(len(changed) if size_bytes < 0 else 0)):
+        gap = changed[index].after_forward
         less_bytes = min(-size_bytes, max(0, gap.held_bytes))
-        others[index] = replace(others[index], after_forward=gap.holding(-less_bytes))
+        changed[index] = replace(changed[index], after_forward=gap.holding(-less_bytes))
         size_bytes += less_bytes
-    return others
+    return changed
 
 
 class _Merger:
-    """Appends the records of each call, its indices shifted behind those before, and then code outside in its order.
+    """Builds one graph: first the records of all calls, one call behind the other, then the nodes of uncaptured code.
 
-    So no call's indices depend on code outside.
+    So no index of a call's records depends on uncaptured code.
     """
 
     def __init__(
@@ -243,23 +240,23 @@ class _Merger:
         self.calls, self.backward_order = calls, backward_order
         self.stale_bytes, self.left_bytes = stale_bytes, left_bytes
         self.nodes: list[Node] = []
-        self.costs: list[tuple[float, int]] = []  # of each node: its time and workspace
-        self.owners: list[tuple[int, int] | None] = []  # of each node: a call, and its index there
+        self.costs: list[tuple[float, int]] = []  # time and workspace of each node
+        self.owners: list[tuple[int, int] | None] = []  # for each node, see `Step.owners`
         self.tensors: list[Tensor] = []
         self.storages: list[Storage] = []
         self.forward: list[int] = []
         self.backward: list[int] = []
         self.held: list[int] = []
         self.node_at: list[int] = []  # the first node of each call
-        self.tensor_at: list[int] = []  # its first tensor
-        self.storage_at: list[int] = []  # its first storage
-        self.stale_until: int | None = None  # the outside beyond which nothing stale lives
-        self.left_until: int | None = None  # and none of the outputs of the step before
-        self.after_forward: list[int] = []  # the outside after each forward
-        self.before_backward: dict[int, int] = {}  # call -> the outside before its backward
-        self.after_backwards: list[int] = []  # the outside after each backward
+        self.tensor_at: list[int] = []  # the first tensor of each call
+        self.storage_at: list[int] = []  # the first storage of each call
+        self.stale_until: int | None = None  # the outside node after which no stale bytes live
+        self.left_until: int | None = None  # the outside node after which no left bytes live
+        self.after_forward: list[int] = []  # the outside node after each forward
+        self.before_backward: dict[int, int] = {}  # call -> the outside node before its backward
+        self.after_backwards: list[int] = []  # the outside node after each backward, in their order
         self.spans: dict[int, tuple[int, int]] = {}
-        self.held_by: dict[int, int] = {}  # the outside -> the storage that it holds to the end of the step
+        self.held_by: dict[int, int] = {}  # outside node -> the storage of its `held_bytes`
         for index, call in enumerate(calls):
             self._append_call(index, call)
 
@@ -285,11 +282,11 @@ class _Merger:
         self.held.extend(t + tensors for t in (*call.alive, *graph.held))
 
     def _numbers(self, outputs: Iterable[Output]) -> list[int]:
-        """Return the tensors of the step that values of calls are."""
+        """Return the indices in the step of tensors of calls."""
         return [self.tensor_at[call] + tensor for call, tensor in outputs]
 
     def _add_forward(self, index: int) -> None:
-        """Add a forward, and outside code that hands the next call the inputs that came from earlier ones."""
+        """Append a forward and the uncaptured code after it, which hands earlier calls' outputs to the next call."""
         call = self.calls[index]
         self.forward.extend(self.node_at[index] + n for n in call.graph.forward)
         is_last = index + 1 == len(self.calls)
@@ -308,7 +305,7 @@ class _Merger:
             self.stale_until = self.after_forward[-1]
 
     def _add_backward(self, index: int, previous: int | None) -> None:
-        """Append a backward, and outside code that turns what the previous one passed on into its tangents."""
+        """Append a backward, after uncaptured code that turns the previous backward's gradients into its tangents."""
         call = self.calls[index]
         if previous is not None:
             handed = self._numbers((index, t) for t in call.graph.tangents)
@@ -318,13 +315,13 @@ class _Merger:
         self.backward.extend(self.node_at[index] + n for n in call.graph.backward)
 
     def _add_outside_after_backward(self, index: int, gap: Gap, handed: Sequence[int] = ()) -> None:
-        """Add outside code that reads the gradients which a backward has left to it."""
+        """Append uncaptured code that reads the gradients which a backward has passed on or which outlast it."""
         call = self.calls[index]
         read = self._numbers((index, t) for t in (*call.passed_on, *call.outlasting))
         self.after_backwards.append(self._add_outside(gap, read, handed, Direction.BACKWARD))
 
     def merge(self) -> Step:
-        """Add forwards and backwards in their order, and then what lives from one outside node to another."""
+        """Append forwards and backwards in their order, then the bytes that live from one outside node to another."""
         calls, order = self.calls, self.backward_order
         for index in range(len(calls)):
             self._add_forward(index)
@@ -364,7 +361,7 @@ class _Merger:
         return Step(graph, profile, tuple(self.owners), spans, tuple(self.storage_at))
 
     def _add_beginning(self) -> int:
-        """Begin with values that outside code makes before the first forward, and with those of the step before."""
+        """Insert the outside node before the first forward; stale and left bytes live from it on. Return the node."""
         node = self._add_outside(self.calls[0].before_forward, [])
         self.forward.insert(0, self.forward.pop())
         assert self.stale_until is not None, "the backward is called after one of the stages"
@@ -374,7 +371,7 @@ class _Merger:
         return node
 
     def _let_linger(self) -> None:
-        """Place the outputs that outside code holds beyond the forward in storages of their own."""
+        """Append storages for the lingering outputs, from the last forward to the backward that frees them."""
         for call in self.calls:
             storages = {call.graph.tensors[t].storage: ended for t, ended in call.lingering}
             for storage, ended in storages.items():
@@ -383,10 +380,10 @@ class _Merger:
                     self._hold_between("lingering", size_bytes, self.after_forward[-1], reader)
 
     def _give_back_between_forwards(self, beginning: int) -> None:
-        """Free bytes at a later forward that outside code holds after a forward, or before the first.
+        """Let the gap after a forward free its negative `held_bytes`, which earlier gaps hold.
 
-        Stale bytes are given back first. They have a place of their own: where the backward's call was seen, the bytes
-        that outside code holds don't include them.
+        The first of these bytes are the stale ones, which have a storage of their own. If the call of the backward was
+        measured, negative `held_bytes` do not include stale bytes.
         """
         stale_bytes = 0 if any(call.called_at is not None for call in self.calls) else self.stale_bytes
         for index, (call, giver) in enumerate(zip(self.calls, self.after_forward, strict=True)):
@@ -395,11 +392,11 @@ class _Merger:
             self._give_back(owed_bytes, (*reversed(self.after_forward[:index]), beginning), giver)
 
     def _give_back_between_backwards(self, beginning: int) -> None:
-        """Free bytes before a backward that outside code holds until then.
+        """Let the gap before a backward free its negative `held_bytes`, which earlier gaps hold.
 
-        These are first the bytes held since the forward of the same call, as a loss in the middle of a model does, and
-        then those held for the shortest time: FSDP2 gathers a unit's parameters before the backward of the unit, and
-        frees them before the next unit's.
+        The gap after the same call's forward comes first: a loss in the middle of a model holds bytes there. Then come
+        the latest gaps: FSDP2 gathers a unit's parameters before the backward of the unit, and frees them before the
+        backward of the next unit.
         """
         earlier = [beginning, *self.after_forward]
         for index, giver in self.before_backward.items():
@@ -408,7 +405,7 @@ class _Merger:
             earlier.append(giver)
 
     def _give_back(self, size_bytes: int, holders: Sequence[int], giver: int) -> None:
-        """Free up to `size_bytes` that outside nodes hold, the first holders first, at another outside node."""
+        """Let an outside node free up to `size_bytes` that other outside nodes hold, the first holders first."""
         for holder in holders:
             held = self.held_by[holder]
             given_bytes = min(self.storages[held].size_bytes, max(0, size_bytes))
@@ -419,7 +416,7 @@ class _Merger:
                 size_bytes -= given_bytes
 
     def _hold_between(self, name: str, size_bytes: int, producer: int, reader: int) -> None:
-        """Append a tensor that stands for bytes that live from one outside node to another."""
+        """Append a tensor whose bytes live from one outside node to another."""
         tensor = len(self.tensors)
         self.tensors.append(Tensor(name, len(self.storages), (size_bytes,), "uint8", producer))
         self.storages.append(Storage(size_bytes, StorageKind.ACTIVATION))
@@ -429,7 +426,7 @@ class _Merger:
     def _add_outside(
         self, gap: Gap, read: list[int], handed: Sequence[int] = (), direction: Direction = Direction.FORWARD
     ) -> int:
-        """Append outside code to the forward or backward; return its node."""
+        """Append uncaptured code to the forward or backward; return its node."""
         node, tensor, held_bytes = len(self.nodes), len(self.tensors), max(0, gap.held_bytes)
         kind = StorageKind.ACTIVATION if direction is Direction.FORWARD else StorageKind.GRADIENT
         self.tensors.append(Tensor("outside_held", len(self.storages), (held_bytes,), "uint8", node))
@@ -442,7 +439,7 @@ class _Merger:
         self.nodes.append(Node(OUTSIDE, OUTSIDE, direction, inputs, outputs, OUTSIDE, is_random=True))
         self.owners.append(None)
         self.held.append(tensor)
-        reused_bytes = 0  # of gradients that die in outside code, whose memory it may take for bytes that it holds
+        reused_bytes = 0  # bytes of gradients that die in this code; the bytes that it holds may take their memory
         if direction is Direction.BACKWARD and gap.held_bytes > 0:
             dying = {self.tensors[t].storage for t in read} - {self.tensors[t].storage for t in self.held}
             reused_bytes = sum(self.storages[s].size_bytes for s in dying if s is not None)

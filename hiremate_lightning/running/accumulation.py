@@ -1,12 +1,12 @@
-"""Gradients that are added to `.grad` where they appear, and sums of gradients that several graphs share.
+"""Add gradients to `.grad` as soon as they are computed, and add up gradients of leaves that several graphs share.
 
 A captured graph hands all of its gradients to autograd at its end: while gradients are accumulated, two full sets of
-them would exist. So the planned backward adds them by itself, wherever that is all that autograd would do with them.
+them would exist. So the planned backward adds a gradient to `.grad` itself, if autograd would do nothing else with it.
 
-Where several runs contribute to a leaf, and one of them a sum of several terms, autograd would add up in another order
-than without capture, and get other last bits. So the first runs carry their sum over to the next, which add their terms
-to it one by one, and the last run hands it to autograd. In a block of autocast, in which eager PyTorch casts a
-parameter once, such a sum is carried over in half precision, and the last run of the block casts it.
+If several runs contribute to a leaf, and one of them contributes a sum of several terms, autograd would add in another
+order than without capture, and the last bits would differ. So each run carries its sum over to the next run, which adds
+its terms one by one, and the last run hands the sum to autograd. In a block of autocast, eager PyTorch casts a
+parameter once: there the sum is carried over in half precision, and the last run of the block casts it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ..capturing.capture import Captured
 from ..torch_private import backward_pass
 from ..torch_private.tensor_state import HALF_PRECISION, are_alike
 
-RAN, SHARED = "ran", "shared leaves"  # in the notes about a backward
+RAN, SHARED = "ran", "shared leaves"  # keys in `backward_pass.notes`
 Leaves = Mapping[int, torch.Tensor]  # by position among the inputs of a captured graph
 
 
 def find_leaves(captured: Captured, arguments: Sequence[Any]) -> dict[int, torch.Tensor]:
-    """List the inputs whose gradients stay with them: those that no other code has computed.
+    """Return the leaves among the inputs that get gradients, by position.
 
-    The tokens that order effects (checks of linear algebra) are traced as tensors, and come as None.
+    Tokens that order effects (checks of linear algebra) are traced as tensors, but are None at run time.
     """
     return {
         position: value
@@ -40,12 +40,12 @@ def find_leaves(captured: Captured, arguments: Sequence[Any]) -> dict[int, torch
 
 
 def existing_gradients(leaves: Leaves) -> dict[int, torch.Tensor]:
-    """Return the gradients that leaves have already."""
+    """Return the existing `.grad` of leaves, by position."""
     return {position: gradient for position, leaf in leaves.items() if (gradient := leaf.grad) is not None}
 
 
 def positions_to_add(captured: Captured, leaves: Leaves) -> frozenset[int]:
-    """List the positions of the leaves with whose gradients the running backward does nothing but add them."""
+    """Return the positions of leaves whose gradients the running backward would only add to `.grad`."""
     if not all(map(on_default_stream, {leaf.device for leaf in leaves.values()})):
         return frozenset()
     usual = {
@@ -59,7 +59,7 @@ def positions_to_add(captured: Captured, leaves: Leaves) -> frozenset[int]:
 
 
 def _takes(gradient: torch.Tensor, dtype: torch.dtype, leaf: torch.Tensor) -> bool:
-    """Whether autograd would only add a gradient of some type to the one that a leaf has, and no bit would be lost.
+    """Whether autograd would add a gradient of type `dtype` to the leaf's existing one in place, and exactly.
 
     Weights in half precision may accumulate gradients in single precision (`grad_dtype`), as FSDP2's do since 2.15.
     """
@@ -68,7 +68,7 @@ def _takes(gradient: torch.Tensor, dtype: torch.dtype, leaf: torch.Tensor) -> bo
 
 
 def on_default_stream(device: torch.device) -> bool:
-    """Whether a device runs one thing after the other."""
+    """Whether operations on a device run one after the other: on a CPU, or in CUDA's default stream."""
     return device.type != "cuda" or torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
 
 
@@ -76,24 +76,24 @@ def on_default_stream(device: torch.device) -> bool:
 
 
 class SavedRun(Protocol):
-    """The values that a run of a captured graph keeps for its backward."""
+    """The saved values of one run of a captured graph, as `execution.Saved` has them."""
 
     captured: Captured
     leaves: Mapping[int, torch.Tensor]  # the leaves among its inputs, by position
-    block: object | None  # stands for the block of autocast that remembers the casts of leaves; None without one
+    block: object | None  # identity of the block of autocast that caches casts of leaves; None if there is none
 
 
 @dataclass(eq=False)
 class Shared:
     """The gradient of a leaf that several runs share."""
 
-    awaited: int  # how many of them have not contributed yet
+    awaited: int  # number of runs that have not contributed yet
     is_of_casts: bool  # whether it is added up in half precision, and cast at the end
-    total: torch.Tensor | None = None  # the sum of the others' contributions, None before there is any
+    total: torch.Tensor | None = None  # sum of the contributions so far; None before the first one
 
 
 def shared_leaves(run: SavedRun) -> dict[int, Shared]:
-    """Return the leaves of a run, by position, for whose gradients the order counts; its backward is about to run."""
+    """Return the shared gradients of a run's leaves, by position; the run's backward is about to start."""
     notes = backward_pass.notes()
     if notes is None:
         return {}
@@ -109,31 +109,31 @@ def shared_leaves(run: SavedRun) -> dict[int, Shared]:
 
 
 def hand_on(gradients: Sequence[Any], shared: Mapping[int, Shared], summed: Collection[int]) -> Sequence[Any]:
-    """Keep the gradients of shared leaves that others are to contribute to, and give the rest to autograd.
+    """Store the gradients of shared leaves that other runs will add to; return the others for autograd.
 
-    Kept gradients are changed in place, so those that others may hold are copied. The summed ones, by position, were
-    added up for themselves alone.
+    Stored gradients are changed in place, so a gradient that other code may hold is copied. Gradients at the positions
+    in `summed` are sums that no other code holds.
     """
     results = list(gradients)
-    for position, own in shared.items():
-        own.awaited -= 1
-        if own.awaited:
+    for position, leaf_sum in shared.items():
+        leaf_sum.awaited -= 1
+        if leaf_sum.awaited:
             gradient, results[position] = results[position], None
-            is_own = own.total is not None or position in summed or gradient is None
-            own.total = gradient if is_own else gradient.clone()
+            is_exclusive = leaf_sum.total is not None or position in summed or gradient is None
+            leaf_sum.total = gradient if is_exclusive else gradient.clone()
     return results
 
 
 def _block_of(run: SavedRun, position: int) -> object | None:
-    """Return the block of autocast in which the gradient of a leaf is added up before it is cast; None for others."""
+    """Return the block of autocast in which a leaf's gradient is added up before its cast; None if it has no cast."""
     return run.block if position in run.captured.cast_terms else None
 
 
 def _find_shared(run: SavedRun, ran: Sequence[SavedRun]) -> dict[tuple[int, object], Shared]:
-    """Return, by identity and block, the leaves for whose gradients it counts how they are added up.
+    """Return, by leaf identity and block, the gradients whose last bits depend on the order of addition.
 
-    Only captured graphs contribute to such a gradient. One of them contributes a sum of terms and none has run yet, or
-    several contribute in one block of autocast. The backward of `run` is about to run, those of `ran` have run.
+    Only captured graphs contribute to such a gradient, and none has run yet. One of them contributes a sum of terms, or
+    several contribute in one block of autocast. The backward of `run` is about to start, those of `ran` have run.
     """
     tokens = (getattr(tensor, "hiremate", None) for tensor in backward_pass.saved_by_captured())
     runs = {id(other): other for other in (run, *tokens, *ran) if other is not None}
@@ -142,7 +142,7 @@ def _find_shared(run: SavedRun, ran: Sequence[SavedRun]) -> dict[tuple[int, obje
     begun = {(id(leaf), _block_of(other, position)) for other in ran for position, leaf in other.leaves.items()}
     leaves: dict[int, torch.Tensor] = {}
     counts: defaultdict[int, defaultdict[object, list[int]]] = defaultdict(partial(defaultdict, list))
-    for other in runs.values():  # of how many terms each one's contribution is, by leaf and block
+    for other in runs.values():  # count the terms of each contribution, by leaf and block
         for position, leaf in other.leaves.items():
             leaves[id(leaf)] = leaf
             counts[id(leaf)][_block_of(other, position)].append(other.captured.terms.get(position, 1))

@@ -1,8 +1,8 @@
-"""Copies to the host and back while the device computes: of values that programs or saved-tensor hooks offload.
+"""Copies to the host and back while the device computes, of values that programs or saved-tensor hooks offload.
 
-A device has two streams of its own for them, one for each direction. Each copy begins behind all operations before it,
-and the stream that computes waits for the copy's event before memory is freed or read. So memory goes back to the
-allocator in the order of the program: no `record_stream`, and as many bytes as the simulator counts.
+A GPU has a copy stream for each direction. Each copy begins behind all operations before it, and the computing stream
+waits for the copy's event before the memory is freed or read. So memory goes back to the allocator in the order of the
+program: without `record_stream`, and with the bytes that the simulator counts.
 
 A value on the CPU is copied at once: a CPU has no streams.
 """
@@ -31,19 +31,19 @@ FULL = (
 
 
 class HostMemory:
-    """Blocks of the host's memory that copies lie in: pinned for a GPU, and used again from step to step.
+    """Blocks of the host's memory for copies: pinned for a GPU, and reused from step to step.
 
-    PyTorch rounds pinned memory up to a power of two. So blocks that are pinned have such sizes, and serve all smaller
-    values. Where a new block would exceed the most bytes, blocks in which no value lies are freed first.
+    PyTorch rounds pinned memory up to a power of two. So pinned blocks have such sizes, and serve all smaller values.
+    If a new block would exceed `most_bytes`, blocks without a value are freed first.
     """
 
     def __init__(self) -> None:
         self.size_bytes = 0  # bytes of all blocks
-        self.most_bytes: int | None = None  # that they take, unless more are in use at once; None for no limit
+        self.most_bytes: int | None = None  # limit of `size_bytes`, unless more are in use at once; None for no limit
         self._idle: defaultdict[tuple[int, bool], list[Block]] = defaultdict(list)
 
     def take(self, size_bytes: int, is_pinned: bool) -> Block:
-        """Return a block that nobody uses.
+        """Return an unused block.
 
         Raises:
             MemoryError: If the host has no memory for a new block.
@@ -58,7 +58,7 @@ class HostMemory:
                 runtime.empty_host_cache()
             try:
                 idle.append(Block(torch.empty(whole_bytes, dtype=torch.uint8, pin_memory=is_pinned), is_pinned))
-            except RuntimeError as error:  # PyTorch has no class of its own for a host that is full
+            except RuntimeError as error:  # PyTorch has no exception class for a full host
                 raise MemoryError(FULL.format(size=format_bytes(whole_bytes))) from error
             self.size_bytes += whole_bytes
         return idle.pop()
@@ -68,7 +68,7 @@ class HostMemory:
         return Leaving(tensor, self)
 
     def give(self, block: Block) -> None:
-        """Take a block back, the last copy from which may still run."""
+        """Take a block back; its last copy may still run."""
         self._idle[block.memory.nbytes, block.is_pinned].append(block)
 
 
@@ -76,9 +76,9 @@ class HostMemory:
 class Block:
     """A block of the host's memory."""
 
-    memory: torch.Tensor  # its bytes, of which a value takes the first ones
-    is_pinned: bool  # whether a GPU copies to it and from it while the host works
-    last: Any = None  # event of the last copy to it or from it, None where there is nothing to wait for
+    memory: torch.Tensor  # bytes of the block; a value takes the first ones
+    is_pinned: bool  # whether its memory is pinned, for copies that run while the host works
+    last: Any = None  # event of the last copy to or from the block; None if there is nothing to wait for
 
 
 @cache
@@ -88,7 +88,7 @@ def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream
 
 
 def _copy(memory: torch.Tensor, block: Block, to_host: bool) -> None:
-    """Begin a copy, behind all that was computed so far and behind the last copy to the block or from it."""
+    """Begin a copy, behind all operations so far and behind the last copy to or from the block."""
     on_host, streams = block.memory[: memory.nbytes], _streams(memory.device)
     target, source = (on_host, memory) if to_host else (memory, on_host)
     if streams is None:
@@ -104,16 +104,13 @@ def _copy(memory: torch.Tensor, block: Block, to_host: bool) -> None:
 
 
 def _let_wait(device: torch.device, event: Any) -> None:
-    """Let all later operations of a device wait for a copy; None stands for one that has ended."""
+    """Let all later operations of a device wait for a copy's event; None stands for a copy that has ended."""
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)
 
 
 class Leaving:
-    """A storage that is being copied to the host, or lies there.
-
-    Its block of the host's memory is for others when nobody holds it any more.
-    """
+    """A storage that is being copied to the host, or lies there; its block is given back when this object dies."""
 
     def __init__(self, tensor: torch.Tensor, host: HostMemory) -> None:
         memory = tensor_state.memory_of(tensor)
@@ -123,11 +120,11 @@ class Leaving:
         self._back: Callable[[], torch.UntypedStorage | None] = lambda: None
 
     def wait(self) -> None:
-        """Let all later operations wait for the copy."""
+        """Let all later operations of the device wait for the copy."""
         _let_wait(self.device, self.block.last)
 
     def storage(self) -> torch.UntypedStorage:
-        """Return the storage in memory of the device: brought back to new memory, unless an earlier one still lives."""
+        """Return the storage on the device: copied to new memory, unless the result of an earlier call still lives."""
         storage = self._back()
         if storage is None:
             storage = Arriving(self).storage()
@@ -143,7 +140,7 @@ class Arriving:
     """A storage that is being copied back from the host, to new memory of the device."""
 
     def __init__(self, leaving: Leaving) -> None:
-        self._leaving = leaving  # whose block must not be used again before
+        self._leaving = leaving  # keeps the block from being reused before the copy ends
         self._memory = torch.empty(leaving.size_bytes, dtype=torch.uint8, device=leaving.device)
         _copy(self._memory, leaving.block, to_host=False)
         self._copied: Any = leaving.block.last
@@ -158,7 +155,7 @@ class Arriving:
         _let_wait(self._leaving.device, event)
 
     def __del__(self) -> None:
-        if hasattr(self, "_copied"):  # a step that fails before it waits must not write to memory that others get
+        if hasattr(self, "_copied"):  # a step may fail before its wait: the copy must end before the memory is freed
             self._wait()
 
 
@@ -170,7 +167,7 @@ class Place:
         self._shape, self._strides = tensor.shape, tensor.stride()
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Return the tensor as it was, on a storage that has the bytes of its own."""
+        """Return a tensor at this place, on a storage that has the same bytes."""
         tensor = torch.empty(0, dtype=self._dtype, device=storage.device)
         return tensor.set_(storage, self._offset, self._shape, self._strides)
 
@@ -184,7 +181,7 @@ class Parked:
 
 
 def wait_out(leaving: Leaving, *tensors: torch.Tensor) -> tuple[Parked, ...]:
-    """Wait for a copy to the host; return the parked tensors that replace those on the storage."""
+    """Wait for a copy to the host; return the parked tensors that replace `tensors`, which lie on the storage."""
     leaving.wait()
     return tuple(Parked(leaving, Place(tensor)) for tensor in tensors)
 
@@ -195,21 +192,21 @@ def copy_in(parked: Parked) -> Arriving:
 
 
 def wait_in(parked: Parked, arriving: Arriving) -> torch.Tensor:
-    """Wait for a storage to be back; return a tensor on it."""
+    """Wait for a copy back to the device; return the parked tensor on the new storage."""
     return parked.place.on(arriving.storage())
 
 
 def is_copying(function: object) -> bool:
-    """Whether a function of a program is one of these, which bring values to the host and back."""
+    """Whether a function that a program calls copies values to the host or back, or waits for a copy."""
     return getattr(function, "__module__", None) == __name__
 
 
 def pinned_storages(captured: Captured) -> frozenset[int]:
-    """List the storages that must stay on the device, whatever a plan would like.
+    """Return the storages that must not be offloaded.
 
-    They are those that others than the graph itself see; those that collectives read or make, which go on beside what
-    is computed; those of functions that their author compiled, which may keep their memory; states of generators; those
-    of another device; and those with a tensor that is more than its bytes, shape and strides.
+    These are: storages that code outside the graph sees; those that collectives read or write, since a collective goes
+    on while other operations run; those of functions that their author compiled, which may keep the memory; states of
+    generators; storages on another device; and storages of tensors that have more than bytes, shape and strides.
     """
     graph = captured.graph
     pinned = {graph.tensors[t].storage for t, v in enumerate(captured.fx_values) if not _is_plain(v, captured)}

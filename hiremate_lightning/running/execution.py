@@ -1,8 +1,8 @@
 """The runtime of captured graphs: their forwards and backwards, run by programs that change without a new capture.
 
-AOTAutograd is told that the forward saves one value, an empty token. The values that a plan really saves ride on that
-token, together with the backward program that fits them. So a plan can be replaced at any time, even between a forward
-and its backward: steps under way finish with what they started with.
+To AOTAutograd, the forward saves one value, an empty token. The values that a plan really saves are an attribute of the
+token, together with the program whose backward reads them. So a plan can be replaced at any time, even between a
+forward and its backward: the backward runs the program of its forward.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ REPLACED = (
 
 
 class Conductor:
-    """Chooses the program of each run of a part, and hears of it; what `start` returns beside it comes back then.
+    """Chooses the program of each run of a part, and receives the events of the run.
 
-    This one chooses nothing and does nothing: it hears of what runs in no step, or outlives the model.
+    `start` returns the program and a value that stands for the run: the later calls pass it as `run`. This base class
+    does nothing: it receives events of runs that are in no step, or outlive the model.
     """
 
     def start(self, part: Part, arguments: Sequence[Any]) -> tuple[Program, Any]:
@@ -47,29 +48,29 @@ class Conductor:
         raise NotImplementedError
 
     def forward_done(self, run: Any, outputs: Sequence[Any]) -> None:
-        """Hear that the forward has run."""
+        """Receive the outputs of a forward that has run."""
 
     def backward_starts(self, run: Any, tangents: Sequence[Any], leaves: Leaves, retains: bool) -> None:
-        """Hear that the backward is about to run, whose gradients it computes, and whether it will run once more."""
+        """Receive the tangents and leaves of a backward that is about to run, and whether it will run once more."""
 
     def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
-        """Hear of values that code outside has overwritten between forward and backward."""
+        """Receive the storages of saved values that other code has overwritten between forward and backward."""
 
     def settings_changed(self) -> None:
-        """Hear that code is computed again in other settings of PyTorch than it was computed in."""
+        """Handle a backward that recomputes under other settings of PyTorch than its forward had."""
 
     def must_return(self, part: Part, positions: Collection[int]) -> None:
-        """Hear of gradients that exist, but that a backward could not add to."""
+        """Receive the positions of existing gradients that a backward could not add to by itself."""
 
     def backward_done(self, run: Any) -> None:
-        """Hear that the backward has run."""
+        """Handle the end of a run's backward."""
 
     def name_of(self, tensor: torch.Tensor) -> str:
-        """Return the name of a parameter or a buffer, or else describe a tensor, to begin a sentence with."""
+        """Return a tensor's name or description, as the beginning of a sentence."""
         return f"A tensor of shape {tuple(tensor.shape)}"
 
     def ran_out(self, error: torch.OutOfMemoryError) -> None:
-        """Hear that memory has run out, and add known facts to the error."""
+        """Add facts to an out-of-memory error of a run."""
 
 
 _NOBODY = Conductor()
@@ -78,20 +79,20 @@ _NOBODY = Conductor()
 class Part:
     """One captured graph, run by programs that its conductor chooses.
 
-    torch.compile's caches hold parts for as long as they please. So a part must not keep its conductor alive, which
-    knows the model; a backward that outlives both still runs.
+    torch.compile's caches may hold parts for ever. So a part refers to its conductor, which holds the model, weakly; a
+    backward that outlives both still runs.
     """
 
     def __init__(self, captured: Captured, conductor: Conductor) -> None:
         self.captured = captured
-        self.number = 0  # in the order of capture
-        self.profile: Profile | None = None  # costs of its operations, known before it first runs in a step
-        self.own: tuple[int, ...] = ()  # positions of outputs that are returned unviewed: the graph may give views
-        self.trial: Program | None = None  # runs without the conductor, to see what it gives; None in a step
-        # Positions of missing gradients, for each kind of backward that has run in a step, or of the program on trial.
+        self.number = 0  # its number in the order of capture
+        self.profile: Profile | None = None  # costs of its operations; set before it first runs in a step
+        self.own: tuple[int, ...] = ()  # positions of outputs to return unviewed: the graph may return views there
+        self.trial: Program | None = None  # a program that a proof runs without the conductor; None in a step
+        # Each set of missing tangents with which a backward has run: in a step, and of a trial program.
         self.ran_without, self.tried_without = set[frozenset[int]](), set[frozenset[int]]()
         self._conductor = weakref.ref(conductor)
-        self._saved: weakref.WeakSet[Saved] = weakref.WeakSet()  # of forwards whose graphs live
+        self._saved: weakref.WeakSet[Saved] = weakref.WeakSet()  # saved values of forwards whose autograd graphs live
         self._takes_absent = not any(tensor_state.is_symbolic(t.meta.get("val")) for t in captured.tangents)
 
     def forward(self, arguments: list[Any]) -> list[Any]:
@@ -117,13 +118,13 @@ class Part:
 
     @property
     def conductor(self) -> Conductor:
-        """The conductor that chooses its programs, which lives while its model is called."""
+        """The conductor that chooses its programs; it lives while the model is called."""
         conductor = self._conductor()
         assert conductor is not None, "a model is alive while it is called"
         return conductor
 
     def _listener(self) -> Conductor:
-        """Return the conductor, or one that does nothing where it is gone, or nothing of a step runs."""
+        """Return the conductor, or one that does nothing if the conductor is gone or a trial program runs."""
         return (None if self.trial else self._conductor()) or _NOBODY
 
     def backward(self, arguments: list[Any]) -> Sequence[Any]:
@@ -165,7 +166,7 @@ class Part:
         return gradients
 
     def _runs_in_other_settings(self, saved: Saved) -> bool:
-        """Whether gradients may differ from eager ones, since the forward ran in other settings of PyTorch."""
+        """Whether gradients may differ from eager ones because PyTorch's settings have changed since the forward."""
         if autocasting.is_enabled():
             return True  # PyTorch disables it for a backward whose forward was under autocast
         is_other = saved.settings != tensor_state.kernel_settings()
@@ -180,7 +181,7 @@ class Part:
         return [saved for saved in self._saved if saved.is_retained] if self._saved else []
 
     def _gradients_to_add_to(self, leaves: Leaves) -> dict[int, torch.Tensor]:
-        """Return the gradients that exist and to which the backward adds, by position."""
+        """Return the existing gradients that the backward adds to, by position."""
         gradients = existing_gradients(leaves)
         if not gradients:
             return {}
@@ -190,7 +191,7 @@ class Part:
         return {position: gradients[position] for position in sorted(added)}
 
     def _run(self, code: aot.Boxed, values: list[Any]) -> Sequence[Any]:
-        """Run code; let the conductor add facts to an error that says that memory has run out."""
+        """Run code; let the conductor add facts to an out-of-memory error."""
         try:
             return code(values)
         except torch.OutOfMemoryError as error:
@@ -199,7 +200,7 @@ class Part:
 
 
 def _what_was_saved(arguments: Sequence[Any]) -> Saved:
-    """Return the saved values that ride on the token, and refuse backwards that can't be run."""
+    """Return the saved values of the token; raise for backwards that can't be run."""
     token, *tangents = arguments
     saved: Saved | None = getattr(token, "hiremate", None)
     if saved is None:
@@ -213,7 +214,7 @@ def _what_was_saved(arguments: Sequence[Any]) -> Saved:
             "Code that torch.compile has captured can't take many gradients at once, as is_grads_batched=True "
             "gives them. Ask for one after the other, call remove_hiremate(model), or plan other submodules only."
         )
-    if backward_pass.creates_graph():  # autograd would see no way through to weights and inputs, and say nothing
+    if backward_pass.creates_graph():  # otherwise autograd would silently leave out second derivatives
         raise SecondDerivativeError(
             "Gradients of what a planned module returned were asked for with create_graph=True: they can't be "
             "differentiated once more. Take them inside of what is planned, in a forward that calls "
@@ -224,13 +225,13 @@ def _what_was_saved(arguments: Sequence[Any]) -> Saved:
 
 
 def missing_gradients(tangents: Sequence[Any]) -> frozenset[int]:
-    """List, by position, the gradients of outputs that have not arrived: the caller's loss does not depend on them."""
+    """Return the positions of missing tangents: the caller's loss does not depend on these outputs."""
     return frozenset(position for position, tangent in enumerate(tangents) if tangent is None)
 
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Let code make tensors of the type that was the default in its forward: Lightning's "bf16-true" sets it there."""
+    """Set the default dtype to that of the forward while code runs: Lightning's "bf16-true" sets it in the forward."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -240,10 +241,10 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _detach(program: Program, saved: list[Any]) -> None:
-    """Detach saved values that are also returned, and views; copy those that others overwrite.
+    """Detach saved values that are also returned, and views; copy those that other code overwrites.
 
-    A returned tensor gets a grad_fn that holds the token. So the token must not hold that tensor, nor a view, which
-    holds its base. A view would also hide whether others hold memory that a gradient is about to take.
+    A returned tensor gets a grad_fn that holds the token. So the token must hold neither that tensor nor a view, which
+    holds its base. A view would also hide whether other code holds the memory that a gradient is about to take.
     """
     for position in program.saved.returned:
         saved[position] = saved[position].detach()
@@ -275,7 +276,7 @@ class Saved:
         ]
         self.versions = tensor_state.versions_of(self.watched)
         given = [None if output is not None else values[i] for i, output in program.saved.watched]
-        self.storages = tensor_state.storages_of(given)  # kept, so that no other one gets the identity of one
+        self.storages = tensor_state.storages_of(given)  # held, so that no new storage gets the same identity
         self.copies = {i: values[i].clone() for i in program.saved.borrowed} if program.protects else {}
 
     @property
@@ -285,13 +286,16 @@ class Saved:
 
     @property
     def is_retained(self) -> bool:
-        """Whether a backward has run, and left the values to another one."""
+        """Whether a backward has run and has kept the values for another one."""
         return self.values is not None and self.has_run
 
     def take(self, unread: Collection[int], keep: bool) -> tuple[list[Any], list[int]]:
-        """Hand the values to a backward, and the positions of those that were overwritten since: these are copies.
+        """Return the values for a backward, and the positions of values that were overwritten: they are copies.
 
-        The values are gone afterwards unless they are kept for another backward. Unread ones may have been changed.
+        Unless `keep`, the values are dropped here. `unread` values may have been changed.
+
+        Raises:
+            RuntimeError: If the values were dropped before, or a value without a copy was overwritten.
         """
         if self.values is None:
             raise RuntimeError(FREED)
@@ -306,7 +310,7 @@ class Saved:
         return values, overwritten
 
     def find_replaced(self, unread: Collection[int]) -> torch.Tensor | None:
-        """Return a parameter or another tensor from outside that is read and has other memory than in the forward."""
+        """Return a tensor from outside that the backward reads and that has other memory than in the forward."""
         pairs = zip(self.program.saved.watched, self.watched, self.storages, strict=True) if self.storages else ()
         for (index, _), tensor, storage in pairs:
             if storage is not None and tensor.untyped_storage() is not storage and index not in unread:
@@ -314,7 +318,7 @@ class Saved:
         return None
 
     def _find_overwritten(self, unread: Collection[int]) -> list[int]:
-        """List the positions of the values that were overwritten and have copies; the others are an error."""
+        """Return the positions of overwritten values that have copies; raise for overwritten values without one."""
         versions = tensor_state.versions_of(self.watched)
         if versions == self.versions:
             return []

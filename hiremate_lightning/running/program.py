@@ -1,7 +1,7 @@
 """Programs: a schedule of a captured graph as two straight-line FX modules, compiled to Python.
 
-Their generated code takes its arguments in a list that it empties and drops each value after its last use, which is
-where the schedule says `Free`.
+The generated code takes its arguments in a list, which it empties, and drops each value after its last use: there the
+schedule has a `Free`.
 """
 
 from __future__ import annotations
@@ -34,39 +34,38 @@ aten = torch.ops.aten
 
 
 class Changes(NamedTuple):
-    """How a backward differs from the one to which all gradients arrive, and which gives each of its own alone."""
+    """Differences from the usual backward, which takes all tangents and returns each gradient by itself."""
 
-    missing: frozenset[int] = frozenset()  # positions of the gradients of outputs that do not arrive
-    # Positions of its own gradients that it adds to tensors, which it takes after the tangents.
+    missing: frozenset[int] = frozenset()  # positions of outputs whose gradients (tangents) do not arrive
+    # Positions of gradients that the backward adds to existing ones; it takes these as arguments after the tangents.
     added: frozenset[int] = frozenset()
-    # Positions of its own gradients whose sums it continues, which it takes after these.
+    # Positions of gradients that the backward adds to sums of other runs; it takes these as arguments after `added`.
     carried: frozenset[int] = frozenset()
-    # Positions of its own gradients that it gives in half precision, before they are cast.
-    uncast: frozenset[int] = frozenset()
+    uncast: frozenset[int] = frozenset()  # positions of gradients that it returns in half precision, before their cast
 
 
 @dataclass(frozen=True)
 class Program:
-    """A schedule, ready to run on a captured graph."""
+    """A schedule as code that runs a captured graph."""
 
     schedule: Schedule
     forward: aot.Boxed  # takes the inputs in a list, returns outputs followed by saved values
     backward: aot.Boxed  # takes saved values followed by tangents in a list, returns gradients
     forward_module: fx.GraphModule
     backward_module: fx.GraphModule
-    # Positions of values that the backward takes but never reads: generated code would hold them to its end.
+    # Positions of arguments that the backward never reads: pass None for them, or the code holds them to its end.
     unread: tuple[int, ...]
     saved: SavedValues
-    # Makes the program of another backward from its `Changes`. Unless `overwrites=False` comes with these, results may
-    # take the memory of gradients that die.
+    # Returns the program with another backward, from its `Changes`. With `overwrites=False` as a second argument, no
+    # result takes the memory of a value that dies.
     variant: Callable[..., Program]
-    protects: bool = False  # whether the forward copies borrowed values
+    protects: bool = False  # whether the forward copies `saved.borrowed`
 
 
 def build(captured: Captured, schedule: Schedule, host: HostMemory | None = None) -> Program:
-    """Generate the two straight-line programs of a valid schedule, compiled to Python.
+    """Return the program of a valid schedule.
 
-    Offloaded values go to the host's memory that is given; by default the program has its own.
+    Offloaded values go to `host`; by default the program has host memory of its own.
 
     Raises:
         ScheduleError: If the schedule offloads a value that must stay on the device.
@@ -98,9 +97,9 @@ def build(captured: Captured, schedule: Schedule, host: HostMemory | None = None
 
 
 def _check(captured: Captured, schedule: Schedule) -> None:
-    """Refuse a schedule that moves or repeats a collective, or offloads a value that must stay on the device.
+    """Raise for a schedule that moves or repeats a collective, or offloads a value that must stay on the device.
 
-    Ranks with other plans wait for each collective, in the order of the graph.
+    Other ranks, which may have other plans, wait for the collectives in the order of the graph.
     """
     nodes = captured.graph.nodes
     computed = (o.node for o in (*schedule.forward, *schedule.backward) if isinstance(o, Compute))
@@ -115,7 +114,7 @@ def _check(captured: Captured, schedule: Schedule) -> None:
 
 
 def _takes(captured: Captured, schedule: Schedule) -> dict[fx.Node, int]:
-    """Return the nodes that may compute into a value that nobody reads later, each with its position as an argument."""
+    """Return the nodes that may write their result over an argument, with its position: nothing reads it later."""
     positions, read = dict[fx.Node, int](), set[int | None]()
     for operation in reversed(schedule.backward):
         if not isinstance(operation, Compute):
@@ -137,7 +136,7 @@ def _forward_module(
     emitter.emit(schedule.forward, schedule.saved)
     outputs = [values[v] if isinstance(v, fx.Node) else v for v in captured.forward_outputs]
     graph.output((*outputs, *(values[v] for v in saved)))
-    for state in [node for node in graph.nodes if is_state(node) and not node.users]:  # nothing is drawn from it again
+    for state in [node for node in graph.nodes if is_state(node) and not node.users]:  # no recomputation draws from it
         graph.erase_node(state)
     return captured_code.module_of(captured.joint, graph, "PlannedForward")
 
@@ -162,29 +161,29 @@ def _backward_module(
     results = [None if v is None else emitter.values[v] for v in there]
     for position, total in totals.items():
         gradient = results[position]
-        if gradient is not None:  # added as soon as it is there: the generated code frees it then
+        if gradient is not None:  # added as soon as it is computed, so that the generated code frees it there
             with graph.inserting_after(total if gradient.op == "placeholder" else gradient):
                 graph.call_function(aten.add_.Tensor, (total, gradient))
         results[position] = None
-    for own in sums:
-        results[own.position] = own.finish(results[own.position])
+    for carried in sums:
+        results[carried.position] = carried.finish(results[carried.position])
     graph.output(tuple(results))
     return captured_code.module_of(captured.joint, graph, "PlannedBackward")
 
 
 def _placeholder(graph: fx.Graph, name: str, shown: fx.Node) -> fx.Node:
-    """Add an input that looks like a captured value."""
+    """Append an input with the traced value of a captured node; return its node."""
     added = graph.placeholder(name)
     added.meta = {"val": shown.meta.get("val")}
     return added
 
 
 class _Sum:
-    """A sum of gradients that goes on: autograd would add each further term to it as it arrives."""
+    """A gradient sum that this backward continues, one term at a time, as autograd does in eager PyTorch."""
 
     def __init__(self, captured: Captured, position: int, graph: fx.Graph, is_cast: bool) -> None:
-        self.position = position  # of the input whose gradient it is
-        # By node that adds terms of it in the captured graph, or casts it; nothing for a single term that is not cast.
+        self.position = position  # position of the input whose gradient it is
+        # The terms, by the captured node that adds or casts them; empty for a single term without a cast.
         self.terms: dict[fx.Node, list[fx.Node]] = {}
         gradient, count = captured.backward_outputs[position], captured.terms.get(position, 1)
         self._cast = gradient if position in captured.cast_terms else None
@@ -197,7 +196,7 @@ class _Sum:
         self._graph, self._total = graph, _placeholder(graph, f"carried_{position}", gradient)
 
     def add(self, terms: Sequence[fx.Node], node: fx.Node | None = None) -> fx.Node:
-        """Add terms, at a node of the captured graph; return what stands for its value: the sum, cast by its cast."""
+        """Add terms in place of a captured node; return the node's value: the sum, after its cast if the node casts."""
         for term in terms:
             self._total = self._graph.call_function(aten.add_.Tensor, (self._total, term))
         return self._in_full() if node is self._cast else self._total
@@ -210,16 +209,16 @@ class _Sum:
         return self._total
 
     def finish(self, gradient: fx.Node | None) -> fx.Node:
-        """Return the sum with all terms; the gradient is a single term, or the sum so far."""
+        """Return the sum with all terms. `gradient` is the single term, if there is just one; else it is ignored."""
         if gradient is not None and not self.terms:
             self.add([gradient])
         return self._in_full()
 
 
 class _Emitter:
-    """Makes a graph of one half of a schedule; generated code frees by itself, after the last use.
+    """Makes the graph of one half of a schedule.
 
-    Captured values have others in their place there: from the wait for a copy out to that for the copy in, a `Parked`.
+    `values` maps a captured value to its node in the new graph; while the value is offloaded, that is a `Parked`.
     """
 
     def __init__(self, captured: Captured, absence: Absence = NOTHING, host: HostMemory | None = None) -> None:
@@ -231,13 +230,13 @@ class _Emitter:
         self._returned = {*captured.forward_outputs, *captured.backward_outputs}
 
     def take(self, values: Iterable[fx.Node]) -> None:
-        """Take captured values as inputs."""
+        """Append captured values as inputs."""
         for value in values:
             self.values[value] = _placeholder(self.graph, value.name, value)
 
     def emit(self, operations: Sequence[Operation], saved: Sequence[int], sums: Sequence[_Sum] = ()) -> None:
-        """Append operations, in their order, of a schedule that saves some tensors; some go on with sums."""
-        self._adding = {node: own for own in sums for node in own.terms}
+        """Append the operations of a schedule half; `saved` are the schedule's tensors, `sums` the sums to continue."""
+        self._adding = {node: carried for carried in sums for node in carried.terms}
         for node in self._captured.joint.graph.find_nodes(op="get_attr"):
             if node not in self.values:
                 self.values[node] = self.graph.node_copy(node)
@@ -245,7 +244,7 @@ class _Emitter:
             if isinstance(operation, Compute):
                 if operation.node < len(self._captured.fx_nodes):
                     self._run(operation.node)
-            elif not isinstance(operation, Free):  # generated code frees by itself
+            elif not isinstance(operation, Free):  # generated code frees values after their last use
                 self._move(operation, saved)
 
     def _move(self, operation: Copying, tensors: Sequence[int]) -> None:
@@ -259,7 +258,7 @@ class _Emitter:
             self._on_the_way[storage] = call(self._host.copy_out, (self.values[there],))
         elif isinstance(operation, WaitOut):
             parked = call(wait_out, (self._on_the_way.pop(storage), *(self.values[v] for v in saved)))
-            parked.meta["val"] = tuple(value.meta["val"] for value in saved)  # so it is known to have parts
+            parked.meta["val"] = tuple(value.meta["val"] for value in saved)  # marks it as a node with parts
             for position, value in enumerate(saved):
                 self.values[value] = call(operator.getitem, (parked, position))
         elif isinstance(operation, CopyIn):
@@ -279,18 +278,18 @@ class _Emitter:
         if record.replays is not None:
             self._replay(record, node)
         elif node in self._adding:
-            own = self._adding[node]  # a sum that goes on with the terms that have arrived
-            arrived = [self.values[term] for term in own.terms[node] if term not in self._absence.values]
-            self.values[node] = own.add(arrived, node)
+            carried = self._adding[node]  # a sum that continues with the terms that exist
+            existing = [self.values[term] for term in carried.terms[node] if term not in self._absence.values]
+            self.values[node] = carried.add(existing, node)
         elif node in self._absence.values:
-            pass  # a gradient that has not arrived
+            pass  # a missing gradient
         elif node in self._absence.replaced:
             self.values[node] = self.values[self._absence.replaced[node]]
         else:
             self._compute(record, node)
 
     def _replay(self, record: Node, node: fx.Node) -> None:
-        """Compute the results of a captured node again, by another operation."""
+        """Append the replay operation that recomputes the results of a captured node."""
         function, args, kwargs = call_of(record.op, node, [self._captured.fx_values[t] for t in record.inputs])
         args, kwargs = fx.node.map_arg((args, kwargs), self._value_of)
         copy = self.graph.call_function(function, args, kwargs)
@@ -303,20 +302,20 @@ class _Emitter:
         self._finish(node, outputs, copy)
 
     def _compute(self, record: Node, node: fx.Node) -> None:
-        """Compute a captured node by the kernel of eager PyTorch."""
+        """Append a captured node, with the kernel of eager PyTorch."""
         needs_layout = record.direction is Direction.BACKWARD and needs_traced_layout(node.target)
         value_of = self._laid_out if needs_layout else self._value_of
         target, args = as_eager(node)
         args, kwargs = fx.node.map_arg((args, dict(node.kwargs)), value_of)
         if node.target is aten.view.default and record.direction is Direction.BACKWARD:
-            target = aten.reshape.default  # gradients come with other strides than they were traced with
+            target = aten.reshape.default  # gradients may have other strides than they were traced with
         if node.target is aten._unsafe_view.default and node not in self._returned:
-            target = aten.view.default  # it shows the same, in a third of the time
+            target = aten.view.default  # the same result in a third of the time
         if node in self._absence.overwrites:
             dying = self._absence.overwrites[node]
             target, args = overwriting(node.target, dying), (traced_strides(node, dying), *args)
         if self._absence.values and record.direction is Direction.BACKWARD and (read := reshaped(node)) is not None:
-            # The strides of a term in the place of a sum may let eager PyTorch return a view, and copy nothing.
+            # A missing term makes a sum its other term, whose strides may let eager PyTorch return a view.
             target, args = aten.reshape.default, (self._value_of(read), node.args[1])
         outputs = self._outputs(record, node)
         for state in filter(is_state, outputs):
@@ -328,7 +327,7 @@ class _Emitter:
         self._finish(node, outputs, copy)
 
     def _value_of(self, value: fx.Node) -> fx.Node:
-        """Return the node of a value: zeros for a gradient that has not arrived."""
+        """Return the node of a value: zeros for a missing gradient."""
         if value not in self._absence.values:
             return self.values[value]
         shown: torch.Tensor = value.meta["val"]
@@ -344,13 +343,13 @@ class _Emitter:
         return self.graph.call_function(tensor_state.with_strides, (self._value_of(value), strides))
 
     def _outputs(self, record: Node, node: fx.Node) -> list[fx.Node]:
-        """List the results of an operation; for a result that is finished later, the unfinished one."""
+        """List the results of an operation, the unfinished one for a result that other operations finish."""
         finish = self._captured.finishes.get(node)
         made = (self._captured.fx_values[t] for t in record.outputs)
         return [finish.value if finish is not None and value is finish.result else value for value in made]
 
     def _hand_on(self, node: fx.Node, copy: fx.Node, outputs: Sequence[fx.Node]) -> None:
-        """Store the results of a captured node's copy: its value, or the parts of it."""
+        """Map captured results to the copy of their node, or to the copy's parts."""
         for value in outputs:
             if value is node:
                 self.values[value] = copy
@@ -360,7 +359,7 @@ class _Emitter:
                 self.values[value] = part
 
     def _finish(self, node: fx.Node, outputs: Sequence[fx.Node], made: fx.Node) -> None:
-        """Append the operations that finish a result, if it is among those that were just computed."""
+        """Append the operations that finish a result of a node, if that result is among `outputs`."""
         finish = self._captured.finishes.get(node)
         if finish is None or finish.value not in outputs:
             return

@@ -1,13 +1,13 @@
 """Programs of one schedule for sizes that were never traced.
 
-The same code was traced at a few sizes, and the same schedule makes a program of each trace. These differ in nothing
-but whole numbers: shapes, strides, offsets. Here one source has an expression of the sizes in the place of each number
-that differs, and a program for other sizes is that source with these sizes bound to it. No operator is chosen anew
-and nothing is traced, so that takes microseconds.
+The same code was traced at a few sizes, and the same schedule makes a program of each trace. These programs differ only
+in integers: shapes, strides, offsets. One source is made of them, which has an expression of the sizes in place of each
+differing integer. A program for other sizes is this source with the sizes bound to it: nothing is traced and no
+operator is chosen again, so it takes microseconds.
 
-What a trace decides by looking at a size is decided as in the samples. Whether the code serves other sizes at all is
-decided by the guards of the capture. There is none where samples differ in anything but numbers, where a number
-is no such expression, or where too few sizes were traced.
+Decisions that a trace makes from a size are those of the samples; the guards of the capture decide whether the code
+serves a size. There is no such program if samples differ in more than integers, if an integer is no expression of the
+sizes, or if too few sizes were traced.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from ..torch_private import aot
 from .copies import HostMemory
 from .program import Changes, Program, build
 
-_PLACE = "\0"  # marks the place of a number in a source, on both sides
+_PLACE = "\0"  # stands before and after the place of a number in a source
 
 
 class ProgramAtSizes:
     """The programs of one schedule at all sizes.
 
     Args:
-        samples: The same code as it was captured at a few sizes, which have a `CodeAtSizes`.
-        sizes: The sizes of each.
-        decisions: Nodes that are computed again.
+        samples: The same code captured at a few sizes, the samples of a `CodeAtSizes`.
+        sizes: The sizes of each sample.
+        decisions: The nodes to recompute.
 
     Attributes:
         sizes: The sizes of the samples.
-        schedule: The schedule of each of the programs.
+        schedule: The schedule of all programs.
 
     Raises:
-        SizesDifferError: If programs of the samples don't tell the programs of other sizes.
+        SizesDifferError: If the programs of the samples don't determine the programs of other sizes.
     """
 
     def __init__(self, samples: Sequence[Captured], sizes: Sequence[Sizes], decisions: Decisions) -> None:
         self.sizes = tuple(sizes)
         self._programs = list[Program]()
-        for captured in samples:  # small values are treated as large ones
+        for captured in samples:  # finish small results by the same operations as large ones
             finishes = {node: replace(finish, at_all_sizes=True) for node, finish in captured.finishes.items()}
             self._programs.append(build(replace(captured, finishes=finishes), lower(captured.graph, decisions)))
         first = self._programs[0]
@@ -65,11 +65,11 @@ class ProgramAtSizes:
         """Return the program for some sizes."""
 
         def variant(changes: Changes, overwrites: bool = True) -> Program:
-            # Made in a backward, where nothing can be traced: all numbers have expressions, see `CodeAtSizes`.
+            # Made in a backward, where nothing can be traced; all numbers have expressions, see `CodeAtSizes`.
             if changes not in self._variants:
                 try:
                     self._variants[changes] = self._variant_of_samples(changes, overwrites=True)
-                except SizesDifferError:  # samples differ in what may be overwritten
+                except SizesDifferError:  # samples differ in the values that may be overwritten
                     self._variants[changes] = self._variant_of_samples(changes, overwrites=False)
             program, source = self._variants[changes]
             return replace(program, forward=forward, backward=source.at(sizes), variant=variant)
@@ -83,7 +83,7 @@ class ProgramAtSizes:
 
 
 def program_of(captured: Captured, schedule: Schedule, host: HostMemory | None = None) -> Program:
-    """Return the program of a schedule: built from a trace, or at the sizes of code that was not traced.
+    """Return the program of a schedule: built from the trace or, for code made from other sizes, from their programs.
 
     Args:
         captured: The captured code.
@@ -91,29 +91,29 @@ def program_of(captured: Captured, schedule: Schedule, host: HostMemory | None =
         host: Memory of the host for offloaded values.
 
     Raises:
-        SizesDifferError: If traces of other sizes don't tell the program.
+        SizesDifferError: If traces of other sizes don't determine the program.
     """
     programs = programs_of(captured, schedule)
     return build(captured, schedule, host) if programs is None else programs.at(captured.sizes)
 
 
 def programs_of(captured: Captured, schedule: Schedule) -> ProgramAtSizes | None:
-    """Return the programs of a schedule at sizes; None where captured code was traced for its sizes.
+    """Return the programs of a schedule at all sizes; None if the captured code was itself traced.
 
     Raises:
-        SizesDifferError: If traces of other sizes don't tell the programs.
+        SizesDifferError: If traces of other sizes don't determine the programs.
     """
     code, key = captured.made_from, (schedule, captured.overwritten)
     if code is None:
         return None
     if key not in code.programs:
-        code.programs[key] = None  # where none can be made, that is not tried again
+        code.programs[key] = None  # a failure below is not tried again
         if any(isinstance(operation, CopyOut) for operation in schedule.forward):
             raise SizesDifferError("A program holds the host's memory that values are offloaded to")
         samples = [sample.reading_once(captured.overwritten) for sample in code.samples]
         programs = ProgramAtSizes(samples, code.sizes, schedule.decisions(captured.graph))
         if programs.schedule == schedule:
-            code.programs[programs.schedule, captured.overwritten] = programs  # the very one that programs name
+            code.programs[programs.schedule, captured.overwritten] = programs  # keyed by the programs' own object too
     made: ProgramAtSizes | None = code.programs[key]
     if made is None:
         raise SizesDifferError("Traces of other sizes do not tell the programs of a schedule")
@@ -124,7 +124,7 @@ class _Source:
     """One source for the code of the same graph at several sizes."""
 
     def __init__(self, modules: Sequence[fx.GraphModule], sizes: Sequence[Sizes]) -> None:
-        numbers = list[list[int]]()  # of each source, each with a place there
+        numbers = list[list[int]]()  # for each source, the numbers in its places
 
         def place(value: int) -> str:
             numbers[-1].append(value)
@@ -135,13 +135,13 @@ class _Source:
             return Writer(module, place)
 
         first, *others = [write(module) for module in modules]
-        for other in others:  # the numbers in their places are all that may differ
+        for other in others:  # sources may differ only in the numbers in their places
             if first.lines != other.lines:
                 raise SizesDifferError("The same code runs other operations at other sizes")
             for name, value in first.known.items():
-                known = other.known[name]
-                if not _are_equal(value, known):
-                    raise SizesDifferError(f"The same code names {value!r} at one size and {known!r} at another")
+                other_value = other.known[name]
+                if not _are_equal(value, other_value):
+                    raise SizesDifferError(f"The same code names {value!r} at one size and {other_value!r} at another")
         names = [f"s{dimension}" for dimension in range(len(sizes[0]))]
         text = cache(lambda values: expression_of(sizes, values).source(names))
         texts = [text(values) for values in zip(*numbers, strict=True)]

@@ -1,4 +1,4 @@
-"""The values that a schedule saves for the backward: which of them others see, may change, or may read instead."""
+"""The values that a schedule saves for the backward: which of them other code sees, may change, or overwrites."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class SavedValues:
-    """Facts about the values that a program saves, by their positions; to look them up in each step would take time."""
+    """Positions of the values that a program saves, by properties that would take time to look up in each step."""
 
-    names: tuple[str, ...]
-    returned: tuple[int, ...]  # those that the forward also returns
-    views: tuple[int, ...]  # those that may be views of tensors that others hold, or of memory that a gradient may take
-    # Those whose change in place between forward and backward is an error, each with the position of an output on its
-    # memory, through which code outside may change it, or with None where there is none.
+    names: tuple[str, ...]  # names of all saved values
+    returned: tuple[int, ...]  # values that the forward also returns
+    views: tuple[int, ...]  # possible views of tensors that other code holds, or of memory that a gradient may take
+    # Values that must not change in place between forward and backward, each with the position of an output on its
+    # storage, through which other code may change it; None if there is no such output.
     watched: tuple[tuple[int, int | None], ...]
-    borrowed: tuple[int, ...]  # those that plain training would not need, and that code outside may overwrite
-    copied: tuple[int, ...]  # those of which a copy is saved, since code outside is known to overwrite them
+    borrowed: tuple[int, ...]  # values that eager training would not save, and that other code may overwrite
+    copied: tuple[int, ...]  # values that are saved as copies, because other code is known to overwrite them
 
 
 def saved_values(captured: Captured, schedule: Schedule) -> SavedValues:
@@ -43,9 +43,9 @@ def saved_values(captured: Captured, schedule: Schedule) -> SavedValues:
     taken = {graph.tensors[node.takes].storage for node in graph.nodes if node.takes is not None}
     returned = {graph.tensors[t].storage for t in graph.outputs}
     resident = {i for i, storage in enumerate(graph.storages) if storage.kind.is_resident}
-    # Others see and may change what is returned, or exists beside the step and is left as it is.
+    # Other code sees and may change storages of outputs, and resident ones that the step itself does not change.
     seen = (returned | resident - {graph.tensors[t].storage for t in captured.mutated}) - {None}
-    # No view may be saved of what a gradient may take, or a grad_fn may come to hold.
+    # No view may be saved of a storage that a gradient may take, or that a grad_fn may come to hold.
     unviewable = taken | returned | (resident - _parameters(captured)) | {None}
     borrowed = [i for i in tensors if storages[i] in seen and storages[i] in unread]
     copied = [i for i in borrowed if storages[i] in captured.overwritten]
@@ -66,7 +66,7 @@ def _parameters(captured: Captured) -> set[int]:
 
 
 def _may_be_view(captured: Captured, tensor: int, finished: Collection[fx.Node]) -> bool:
-    """Whether a value may come as a view of another one: tensors that PyTorch's own operators allocate do not."""
+    """Whether a value may be a view of another one; results that PyTorch's own operators allocate are not."""
     value, storage = captured.fx_values[tensor], captured.graph.tensors[tensor].storage
     maker = operation_of(value)
     if maker.op == "placeholder":
@@ -77,11 +77,11 @@ def _may_be_view(captured: Captured, tensor: int, finished: Collection[fx.Node])
     if not isinstance(target, aot.OpOverload) or target.namespace != "aten":
         return True
     shows = any(result.alias_info is not None for result in target._schema.returns)
-    return shows or target is aten._unsafe_view.default  # in whose place a view runs
+    return shows or target is aten._unsafe_view.default  # programs run a view in its place
 
 
 def _outputs_on(captured: Captured) -> dict[int | None, list[int | None]]:
-    """List by storage the positions of the outputs on it."""
+    """Return the positions of the outputs on each storage."""
     tensors = captured.graph.tensors
     storage_of = {value: tensors[t].storage for t, value in enumerate(captured.fx_values)}
     positions: dict[int | None, list[int | None]] = {}
@@ -92,7 +92,7 @@ def _outputs_on(captured: Captured) -> dict[int | None, list[int | None]]:
 
 
 def _unread_plainly(captured: Captured) -> set[int]:
-    """List the storages, except parameters', that a plain backward would not read."""
+    """Return the storages, except parameters', that the backward of eager PyTorch would not read."""
     graph = captured.graph
     read = set(graph.gradients)
     for index in graph.backward:
